@@ -1,0 +1,258 @@
+"""The whole configuration of a run: one pydantic schema, read by every engine.
+
+Each field is followed by its docstring; the reference in docs/ and the JSON schema for editors are
+generated from them. Names follow Hugging Face's and DeepSpeed's own. A configuration is frozen: it is
+never changed after loading, and run state lives elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+ShardingStage = Literal["zero0", "zero1", "zero2", "zero3", "zero2_hybrid", "zero3_hybrid"]
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are errors, values are immutable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+
+class ArchitectureConfig(Section):
+    """A Qwen3 architecture written out in the YAML: weights are drawn at random instead of copied."""
+
+    vocab_size: int = Field(gt=0)
+    """Rows of the embedding, sentinels included."""
+    hidden_size: int = Field(gt=0)
+    """Width of the residual stream."""
+    num_hidden_layers: int = Field(gt=0)
+    """Layers of the encoder, and again of the decoder."""
+    num_attention_heads: int = Field(gt=0)
+    """Query heads."""
+    num_key_value_heads: int = Field(gt=0)
+    """Key/value heads (grouped-query attention); divides `num_attention_heads`."""
+    head_dim: int = Field(gt=0)
+    """Width of one head; even, and not necessarily hidden_size / num_attention_heads."""
+    intermediate_size: int = Field(gt=0)
+    """Width of the SwiGLU layer."""
+    tie_word_embeddings: bool = True
+    """Share the embedding with the output layer."""
+    rope_theta: float = Field(default=1e6, gt=0)
+    """Base of the rotary position embedding."""
+    rms_norm_eps: float = Field(default=1e-6, gt=0)
+    """Epsilon of RMSNorm."""
+    initializer_range: float = Field(default=0.02, gt=0)
+    """Standard deviation of the normal distribution that matrices are drawn from."""
+    max_position_embeddings: int = Field(default=40960, gt=0)
+    """Longest sequence the model is declared for, in tokens."""
+
+
+class ModelConfig(Section):
+    """Which model is trained, and from what it starts."""
+
+    model_name_or_path: str | None = "Qwen/Qwen3-0.6B"
+    """Hub id or folder of a decoder-only Qwen3 (converted on the fly) or of an encoder-decoder made by
+    `ds-encdec init-model` or an export. None when `architecture` is given."""
+    architecture: ArchitectureConfig | None = None
+    """Train from scratch with these sizes instead of starting from a checkpoint."""
+    tokenizer_name_or_path: str | None = None
+    """Hub id or folder of the tokenizer; None means the model's own. `builtin` trains a byte-level BPE on
+    the built-in corpus once and caches it (no download)."""
+    num_sentinel_tokens: int = Field(default=100, ge=1, le=4096)
+    """Sentinels `<extra_id_0>`…; they bound the spans, and so the raw length, of one example."""
+    use_flash_attention: bool = True
+    """Use variable-length flash attention where the device has it. CPU attention is not affected."""
+    loss_chunk_tokens: int = Field(default=1024, gt=0)
+    """Tokens whose logits exist at one time, in tokens. Smaller saves memory, larger saves launches."""
+
+
+class MixtureSource(Section):
+    """One source of a weighted mixture. Fields mean what they mean in `data`."""
+
+    weight: float = Field(gt=0)
+    """Relative share of the documents drawn from this source."""
+    dataset_name: str
+    """See `data.dataset_name`."""
+    dataset_config: str | None = None
+    """See `data.dataset_config`."""
+    dataset_split: str = "train"
+    """See `data.dataset_split`."""
+    data_files: str | tuple[str, ...] | None = None
+    """See `data.data_files`."""
+    text_column: str = "text"
+    """See `data.text_column`."""
+
+
+class DataConfig(Section):
+    """What is read, how it is denoised, and how it is packed."""
+
+    dataset_name: str = "HuggingFaceFW/fineweb-edu"
+    """Hub id of a data set; or `builtin` (text that every CPython installation has), `random` (random ids,
+    to try a cluster without data), or `text`, `json`, `parquet` (local files, see `data_files`)."""
+    dataset_config: str | None = None
+    """Configuration (subset) of a Hugging Face data set."""
+    dataset_split: str = "train"
+    """Split of a Hugging Face data set."""
+    data_files: str | tuple[str, ...] | None = None
+    """Paths or glob patterns of local files, for `text` (one document per file, or per line of a `.txt` with
+    more than one paragraph: see docs), `json` (JSON lines) and `parquet`."""
+    mixture: tuple[MixtureSource, ...] | None = None
+    """Weighted mixture of sources; replaces `dataset_name`."""
+    text_column: str = "text"
+    """Column that holds the text."""
+    streaming: bool = True
+    """Read a Hugging Face data set from the hub as it is needed instead of downloading it first."""
+    max_seq_length: int = Field(default=8192, ge=8)
+    """Longest raw chunk before denoising, in tokens. Other bounds may be tighter."""
+    max_encoder_length: int = Field(default=4096, ge=4)
+    """Longest encoder sequence of one example, in tokens."""
+    max_decoder_length: int = Field(default=2048, ge=4)
+    """Longest decoder sequence of one example, in tokens."""
+    ul2_task_weights: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 4.0)
+    """Sampling weights of the denoisers R1, R2, X1, X2, S, per chunk."""
+    use_mode_tokens: bool = False
+    """Put a token that names the denoiser in front of the encoder sequence."""
+    preprocessing_num_workers: int = Field(default=4, ge=0)
+    """Worker processes per rank that tokenize and pack; 0 works in the training process. They never change
+    what is read: the largest count that divides the rank's lanes is used."""
+    shuffle_buffer_size: int = Field(default=10000, ge=1)
+    """Documents in one shuffling window of a streamed source. A resume rereads at most one per lane."""
+    num_lanes: int | None = Field(default=None, ge=1)
+    """Micro-batches of one optimizer step over all ranks, fixed for a run. None: world size × gradient
+    accumulation at the first start."""
+    max_examples_per_micro_batch: int = Field(default=512, ge=1)
+    """Most examples packed into one micro-batch."""
+    packing_pool_examples: int = Field(default=64, ge=1)
+    """Examples that wait at one time for a micro-batch they fit into, per lane."""
+    packing_max_wait_batches: int = Field(default=8, ge=1)
+    """Micro-batches after which a waiting example is packed first, whatever the fill."""
+    eval_fraction: float = Field(default=0.005, ge=0.0, lt=1.0)
+    """Share of the documents held out for evaluation, chosen by a hash of the document's key."""
+
+
+class TrainingConfig(Section):
+    """Batch, optimizer, schedule, evaluation and checkpoint cadence."""
+
+    per_device_train_batch_size: int = Field(default=4, ge=1)
+    """Micro-batch: its token budget is this times (max_encoder_length + max_decoder_length)."""
+    per_device_eval_batch_size: int = Field(default=8, ge=1)
+    """The same for evaluation."""
+    gradient_accumulation_steps: int = Field(default=8, ge=1)
+    """Micro-batches per rank and optimizer step at the first start (see `data.num_lanes`)."""
+    learning_rate: float = Field(default=2e-4, gt=0)
+    """Peak learning rate."""
+    weight_decay: float = Field(default=0.01, ge=0)
+    """Decoupled weight decay of matrices; norms and biases have none."""
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Adam's first-moment decay."""
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1)
+    """Adam's second-moment decay."""
+    adam_epsilon: float = Field(default=1e-8, gt=0)
+    """Adam's epsilon."""
+    torch_adam: bool = False
+    """Use torch's AdamW instead of DeepSpeed's compiled CPUAdam/FusedAdam: no compilation at the first start,
+    and a resume is exact to the bit."""
+    max_grad_norm: float = Field(default=1.0, ge=0)
+    """Global gradient norm above which gradients are scaled down; 0 turns clipping off."""
+    num_train_steps: int = Field(default=100_000, ge=1)
+    """Optimizer steps of the run."""
+    warmup_steps: int = Field(default=1000, ge=0)
+    """Steps over which the learning rate rises."""
+    warmup_type: Literal["linear", "log"] = "linear"
+    """Shape of the warm-up of DeepSpeed's schedules (DeepSpeed's own default is log)."""
+    lr_scheduler_type: Literal["WarmupDecayLR", "WarmupLR", "WarmupCosineLR", "cosine", "linear", "constant", "wsd"] = (
+        "WarmupDecayLR"
+    )
+    """Learning-rate schedule. The first three are DeepSpeed's own classes; `wsd` is warm-up, stable, cosine decay."""
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Final learning rate over peak, for `cosine` and `wsd`."""
+    wsd_decay_fraction: float = Field(default=0.1, gt=0, le=1)
+    """Share of the steps that `wsd` decays over, at the end."""
+    bf16: bool = True
+    """bfloat16 compute with float32 master weights."""
+    fp16: bool = False
+    """float16 compute with dynamic loss scaling; excludes bf16. Neither: float32."""
+    activation_checkpointing: Literal["none", "full", "every_n", "selective"] = "full"
+    """Which layers recompute their activations in the backward pass (`selective`: FSDP2 only)."""
+    activation_checkpointing_every_n: int = Field(default=2, ge=1)
+    """With `every_n`: every n-th layer recomputes."""
+    activation_offload: bool = False
+    """Keep saved activations in host memory until the backward pass."""
+    save_steps: int = Field(default=1000, ge=1)
+    """Optimizer steps between checkpoints."""
+    save_interval_hours: float | None = Field(default=None, gt=0)
+    """Hours between checkpoints, in addition to `save_steps`."""
+    save_total_limit: int | None = Field(default=5, ge=1)
+    """Step checkpoints kept (the best and the final one always are); None keeps all."""
+    eval_steps: int = Field(default=500, ge=1)
+    """Optimizer steps between evaluations."""
+    eval_samples: int = Field(default=1000, ge=0)
+    """Examples of the held-out split in one evaluation; 0 turns evaluation off."""
+    logging_steps: int = Field(default=10, ge=1)
+    """Optimizer steps between two lines of metrics."""
+    report_to: tuple[Literal["wandb", "tensorboard"], ...] = ("wandb", "tensorboard")
+    """Trackers besides the console and `metrics.jsonl`, which are always written."""
+    seed: int = Field(default=42, ge=0)
+    """Everything random is derived from it."""
+    max_consecutive_skipped_steps: int = Field(default=20, ge=1)
+    """Steps skipped in a row (non-finite gradients) after which the run stops as diverged."""
+
+
+class InfraConfig(Section):
+    """Where the run lives and how it is spread over devices."""
+
+    output_dir: str = "./output"
+    """Folder of the run."""
+    logging_dir: str = "./logs"
+    """Folder of TensorBoard and W&B files; a relative path is inside `output_dir`."""
+    distributed_type: Literal["deepspeed", "fsdp", "ddp", "auto"] = "deepspeed"
+    """Engine."""
+    num_gpus: int = Field(default=8, ge=1)
+    """Ranks the configuration was planned for. The launcher decides how many there are; a difference is reported."""
+    device: Literal["cuda", "cpu", "auto"] = "cuda"
+    """Device to train on; `auto` takes an accelerator where there is one; `cuda` refuses a machine
+    without."""
+    sharding_stage: ShardingStage = "zero3"
+    """What is sharded: zero0 nothing (DDP), zero1 optimizer, zero2 + gradients, zero3 + parameters; `_hybrid`
+    shards inside a node and replicates across nodes."""
+    offload_optimizer: Literal["none", "cpu", "nvme"] = "cpu"
+    """Where optimizer states and master weights live. Not with zero0."""
+    offload_params: Literal["none", "cpu", "nvme"] = "none"
+    """Where parameters live between uses. zero3 only."""
+    nvme_path: str | None = None
+    """Folder on a fast local disk, for `nvme` offload."""
+    pin_memory: bool = True
+    """Pin host buffers of offloaded states (ignored without an accelerator)."""
+    deepspeed_config: str | None = None
+    """Path of a raw DeepSpeed JSON. What it and this file both set must agree."""
+    deepspeed_extra: dict[str, Any] = Field(default_factory=dict)
+    """DeepSpeed keys that no field here stands for; handed on unchanged. Filled from `deepspeed_config`."""
+    distributed_timeout_minutes: float = Field(default=30.0, gt=0)
+    """Time after which a collective that does not complete ends the run."""
+    fsdp_sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"] | None = None
+    """Alias of `sharding_stage` in FSDP's words; must agree with it."""
+    fsdp_activation_checkpointing: bool | None = None
+    """Alias of `training.activation_checkpointing` (true: full, false: none); must agree with it."""
+    fsdp_cpu_offload: bool | None = None
+    """Alias of `offload_params` = cpu and `offload_optimizer` = cpu under FSDP; must agree with them."""
+    wandb_project: str = "qwen3-encoder-decoder"
+    """W&B project."""
+    wandb_entity: str | None = None
+    """W&B entity (team or user)."""
+    wandb_run_name: str | None = None
+    """W&B run name; None lets W&B choose."""
+
+
+class FullConfig(Section):
+    """A run."""
+
+    model: ModelConfig = ModelConfig()
+    """The model."""
+    data: DataConfig = DataConfig()
+    """The data."""
+    training: TrainingConfig = TrainingConfig()
+    """The optimization."""
+    infra: InfraConfig = InfraConfig()
+    """The machines."""

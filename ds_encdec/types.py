@@ -1,0 +1,218 @@
+"""The names that travel through the engine: one small type for each step of the data flow.
+
+    text ─ sources ─► Document ─ tokenizer, ul2 ─► Example ─ packing, collate ─► Batch
+         ─ engine ─► LossSum, StepResult ─ monitor ─► metrics ─ checkpoint ─► TrainingState
+
+This is the lowest room: it imports nothing of ds_encdec, and torch only for type checkers, so that
+`--help` and configuration errors never pay for importing it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from torch import Tensor
+
+DENOISERS = ("R1", "R2", "X1", "X2", "S")
+"""UL2's tasks in the order of `data.ul2_task_weights` (T5Gemma 2, arXiv 2512.14856, section 3.1)."""
+
+IGNORE_INDEX = -100
+"""Label of a position that carries no loss (PyTorch's and Hugging Face's convention)."""
+
+
+class DsEncDecError(Exception):
+    """A problem the user can mend. The message names what, where and the fix; `exit_code` is the process's."""
+
+    exit_code = 1
+
+
+class ConfigError(DsEncDecError):
+    """The configuration, or the machine it asks for, is not usable."""
+
+    exit_code = 2
+
+
+class OutputLockedError(DsEncDecError):
+    """The output directory belongs to another run."""
+
+    exit_code = 3
+
+
+class DataError(DsEncDecError):
+    """A data source is missing, unreadable, or too small."""
+
+    exit_code = 4
+
+
+class CheckpointError(DsEncDecError):
+    """A checkpoint or model folder is missing, damaged, or of another model."""
+
+    exit_code = 5
+
+
+class OutOfMemoryError(DsEncDecError):
+    """The device or the host ran out of memory."""
+
+    exit_code = 6
+
+
+class DivergedError(DsEncDecError):
+    """Training diverged and was stopped."""
+
+    exit_code = 7
+
+
+class HangError(DsEncDecError):
+    """A rank, or the launcher, is gone or stands still."""
+
+    exit_code = 8
+
+
+class GateError(DsEncDecError):
+    """A gate (sanity check, phase) was not passed."""
+
+    exit_code = 10
+
+
+class Preempted(DsEncDecError):
+    """The run was asked to stop, saved itself, and can be resumed."""
+
+    exit_code = 75
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text of a source. `key` names it uniquely and stably within the data set."""
+
+    key: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One training pair after denoising.
+
+    `encoder_ids` and `decoder_ids`: int32 arrays of token ids. `decoder_ids` are the *targets*; the
+    decoder's input is the same sequence shifted right behind `decoder_start_token_id`.
+    `denoiser` is one of `DENOISERS`; `document` is the key of the `Document` it was cut from.
+    """
+
+    encoder_ids: np.ndarray
+    decoder_ids: np.ndarray
+    denoiser: str
+    document: str
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One packed micro-batch: two flat buffers without padding between examples.
+
+    Shapes: Te and Td are the token budgets of the two sides, N the examples in the batch. Examples
+    stand one behind the other at the front of each buffer in the same order on both sides; what is
+    left at the end of a buffer is padding, known by length and never by token id.
+
+    | field | dtype, shape | meaning |
+    |---|---|---|
+    | encoder_ids, decoder_input_ids | int64 [Te], [Td] | token ids |
+    | labels | int64 [Td] | targets; -100 on padding |
+    | encoder_positions, decoder_positions | int64 [Te], [Td] | restart at 0 in every example |
+    | encoder_cu_seqlens, decoder_cu_seqlens | int32 [max_examples + 1] | boundaries; past N the last repeats |
+    | denoiser_ids | int64 [Td] | index into `DENOISERS` of each decoder token; 0 on padding (no loss there) |
+    | encoder_lengths, decoder_lengths | N host integers | tokens of each example |
+    | documents | N strings | key of the document of each example |
+    """
+
+    encoder_ids: Tensor
+    decoder_input_ids: Tensor
+    labels: Tensor
+    encoder_positions: Tensor
+    decoder_positions: Tensor
+    encoder_cu_seqlens: Tensor
+    decoder_cu_seqlens: Tensor
+    denoiser_ids: Tensor
+    encoder_lengths: tuple[int, ...]
+    decoder_lengths: tuple[int, ...]
+    documents: tuple[str, ...] = ()
+
+    @property
+    def encoder_tokens(self) -> int:
+        """Real encoder tokens."""
+        return sum(self.encoder_lengths)
+
+    @property
+    def target_tokens(self) -> int:
+        """Tokens that carry loss. Every real decoder token does (SFT labels are counted by their own collate)."""
+        return sum(self.decoder_lengths)
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on `device`; copies are asynchronous where the memory is pinned."""
+        moved = {
+            field.name: value.to(device, non_blocking=True)
+            for field in dataclasses.fields(self)
+            if hasattr(value := getattr(self, field.name), "to")
+        }
+        return dataclasses.replace(self, **moved)
+
+
+@dataclass(frozen=True, slots=True)
+class LossSum:
+    """Loss of one micro-batch on this rank, not yet normalised.
+
+    `total`: float32 scalar with gradient, the sum of token losses in nats. `by_denoiser` and
+    `tokens_by_denoiser`: float32 [len(DENOISERS)], detached: the same sum and the target tokens
+    split by denoiser. All on the engine's device; nothing here has been synchronised.
+    """
+
+    total: Tensor
+    by_denoiser: Tensor
+    tokens_by_denoiser: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One optimizer step. `applied` is False when it was skipped (non-finite gradients, or vetoed).
+
+    `grad_norm`: float32 scalar tensor, global L2 norm before clipping. `learning_rate`: the rate this
+    step was made with (of the first parameter group).
+    """
+
+    applied: bool
+    grad_norm: Tensor
+    learning_rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """Where a run is. Saved in every checkpoint; equal on all ranks.
+
+    `global_step` counts applied optimizer steps (schedules follow it), `data_step` consumed ones,
+    `skipped_steps` their difference. Token counts are global, over all ranks. `epoch` is the number
+    of the pass over the data that the slowest lane is in. Losses are nats per target token.
+    """
+
+    global_step: int = 0
+    data_step: int = 0
+    skipped_steps: int = 0
+    epoch: int = 0
+    best_eval_loss: float | None = None
+    encoder_tokens_seen: int = 0
+    target_tokens_seen: int = 0
+
+    @property
+    def total_tokens_seen(self) -> int:
+        """Non-padding tokens of both sides."""
+        return self.encoder_tokens_seen + self.target_tokens_seen
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-able dict; `TrainingState(**d)` restores it."""
+        return dataclasses.asdict(self)
+
+
+WeightSource = Callable[[str], "Tensor"]
+"""Looks up one full parameter, on the CPU, by its neutral name (the name in `named_parameters()`)."""
