@@ -33,11 +33,11 @@ class Engine(Protocol):
         """Run one micro-batch (already on any device) in training mode."""
         ...
 
-    def backward(self, loss_sum: LossSum, *, target_tokens: Tensor, last: bool) -> None:
+    def backward(self, loss_sum: LossSum, *, target_tokens: int, last: bool) -> None:
         """Accumulate the gradient of `loss_sum.total / target_tokens`, summed over ranks.
 
-        `target_tokens`: float32 scalar tensor, the target tokens of the whole optimizer step, over
-        all micro-batches and all ranks. `last` marks the step's last micro-batch on this rank.
+        `target_tokens` of the whole optimizer step, over all micro-batches and all ranks. `last` marks
+        the step's last micro-batch on this rank.
         """
         ...
 
@@ -49,8 +49,12 @@ class Engine(Protocol):
         """The loss of one micro-batch without gradients, in evaluation mode."""
         ...
 
-    def save(self, directory: Path) -> None:
-        """Write this rank's weights, optimizer and schedule under `directory` (exists, same on all ranks)."""
+    def save(self, directory: Path) -> list[Path]:
+        """Write weights, optimizer and schedule under `directory` (exists, shared by all ranks).
+
+        Returns the files this rank wrote; every file is returned by exactly one rank, and all are
+        complete when the call returns on that rank.
+        """
         ...
 
     def load(self, directory: Path) -> None:
