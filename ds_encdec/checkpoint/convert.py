@@ -1,0 +1,48 @@
+"""The weights of a checkpoint by neutral name, one parameter at a time, whatever ZeRO stage wrote it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_encdec.checkpoint.manifest import read_manifest, verify_files
+from ds_encdec.types import CheckpointError, WeightSource
+
+_ZERO0_STATES = "mp_rank_00_model_states.pt"
+
+
+def checkpoint_weights(checkpoint: Path) -> WeightSource:
+    """Float32 weights of a committed checkpoint, on the CPU.
+
+    The files are verified against the manifest first, since DeepSpeed's shards are pickles. ZeRO
+    shards are mapped and joined parameter by parameter when asked for, so the host holds the shards
+    (fp32 weights without optimizer states) and one full parameter. Raises CheckpointError.
+    """
+    manifest = read_manifest(checkpoint)
+    verify_files(checkpoint, manifest.files)
+    tag = (checkpoint / "latest").read_text().strip()
+    if any(record.path.endswith("_optim_states.pt") for record in manifest.files):
+        state = _zero_state_dict(checkpoint, tag)
+    else:
+        # ZeRO-0 writes a plain state dict; its unpickling is safe after the hash check above.
+        saved = torch.load(checkpoint / tag / _ZERO0_STATES, map_location="cpu", weights_only=False)
+        state = saved["module"]
+
+    def lookup(name: str) -> Tensor:
+        if name not in state:
+            raise CheckpointError(f"{checkpoint}: it has no parameter {name!r}; it was made by another architecture.")
+        return state[name].contiguous().float()
+
+    return lookup
+
+
+def _zero_state_dict(checkpoint: Path, tag: str) -> dict[str, Any]:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    with contextlib.redirect_stdout(io.StringIO()):  # it reports its progress by printing
+        return get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag=tag, lazy_mode=True)

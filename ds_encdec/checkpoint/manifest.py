@@ -1,0 +1,99 @@
+"""The manifest of a checkpoint: every file with its size and SHA-256.
+
+It is the last file written before a checkpoint becomes visible, so a folder without one is not a
+checkpoint; and it is checked before anything in the folder is unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_encdec.types import CheckpointError
+
+MANIFEST = "manifest.json"
+FORMAT_VERSION = 1
+_BLOCK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """One file: its path relative to the checkpoint, its size, and its SHA-256 in hex."""
+
+    path: str
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a checkpoint consists of, and what wrote it."""
+
+    step: int
+    world_size: int
+    engine: str
+    files: tuple[FileRecord, ...]
+    format_version: int = FORMAT_VERSION
+
+    def to_json(self) -> str:
+        """The text of `manifest.json`."""
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the whole checkpoint."""
+        return sum(record.num_bytes for record in self.files)
+
+
+def record_file(path: Path, root: Path) -> FileRecord:
+    """Flush `path` to disk and describe it."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        digest, size = _hash(file)
+    return FileRecord(path.relative_to(root).as_posix(), size, digest)
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """The manifest of a committed checkpoint. Raises CheckpointError naming what is wrong."""
+    path = checkpoint / MANIFEST
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+        records = tuple(FileRecord(**record) for record in content.pop("files"))
+        manifest = Manifest(**content, files=records)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{checkpoint} is not a complete checkpoint: it has no {MANIFEST}.") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{path} is not a readable manifest: {error}") from error
+    if manifest.format_version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format version {manifest.format_version}; this version of ds_encdec reads {FORMAT_VERSION}."
+        )
+    return manifest
+
+
+def verify_files(checkpoint: Path, records: tuple[FileRecord, ...]) -> None:
+    """Compare files with their records. Raises CheckpointError naming the first that differs."""
+    for record in records:
+        path = checkpoint / record.path
+        try:
+            size = path.stat().st_size
+            if size != record.num_bytes:
+                raise CheckpointError(f"{path}: {size} bytes, but the manifest says {record.num_bytes}.")
+            with open(path, "rb") as file:
+                digest, _ = _hash(file)
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error.strerror}, but the manifest lists it.") from error
+        if digest != record.sha256:
+            raise CheckpointError(f"{path}: its SHA-256 is not the manifest's; the file was changed or damaged.")
+
+
+def _hash(file: Any) -> tuple[str, int]:
+    digest, size = hashlib.sha256(), 0
+    while block := file.read(_BLOCK_BYTES):
+        digest.update(block)
+        size += len(block)
+    return digest.hexdigest(), size

@@ -1,0 +1,143 @@
+"""`ds-encdec VERB`: a thin layer over functions that can be imported.
+
+Imports of torch, transformers and deepspeed happen inside the verbs that need them, so that `--help`
+and `validate` answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ds_encdec import train
+from ds_encdec.types import DsEncDecError
+
+Verb = Callable[[argparse.Namespace, Sequence[str]], int]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of the console script; returns the exit code."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if rest and not options.accepts_overrides:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    try:
+        return options.run(options, rest)
+    except DsEncDecError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ds-encdec", description="Train encoder-decoders from Qwen3 checkpoints with DeepSpeed and UL2."
+    )
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+
+    def verb(name: str, run: Verb, summary: str, *, overrides: bool = False) -> argparse.ArgumentParser:
+        epilog = "further arguments: section.field=value" if overrides else None
+        sub = verbs.add_parser(name, help=summary, description=summary, epilog=epilog)
+        sub.set_defaults(run=run, accepts_overrides=overrides)
+        return sub
+
+    train.add_arguments(
+        verb("train", train.run, "train (one process; for several use deepspeed or torchrun)", overrides=True)
+    )
+
+    validate = verb("validate", _validate, "check a configuration and report every problem in it", overrides=True)
+    validate.add_argument("config", type=Path, nargs="?", help="YAML file")
+    validate.add_argument("--config", type=Path, dest="config_option", help="YAML file")
+    validate.add_argument("--deepspeed_config", "--deepspeed-config", type=Path, help="raw DeepSpeed JSON")
+
+    verb("schema", _schema, "print the JSON schema of the configuration, for editors")
+
+    inspect = verb("inspect-data", _inspect_data, "show the examples that a run will see", overrides=True)
+    inspect.add_argument("--config", type=Path, help="YAML file")
+    inspect.add_argument("-n", type=int, default=20, help="examples to show (default 20)")
+    inspect.add_argument("--json", action="store_true", help="as one JSON object")
+
+    init = verb("init-model", _init_model, "make an encoder-decoder from a Qwen3 checkpoint")
+    init.add_argument("--from", dest="source", required=True, metavar="PATH_OR_HUB_ID", help="decoder-only Qwen3")
+    init.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
+    init.add_argument("--num-sentinel-tokens", type=int, default=100, help="sentinels (default 100)")
+    init.add_argument("--seed", type=int, default=42, help="seed of the sentinel rows (default 42)")
+
+    export = verb("export", _export, "write a checkpoint as a Hugging Face model folder")
+    export.add_argument("checkpoint", type=Path, help="a checkpoint, e.g. output/checkpoints/final")
+    export.add_argument("out", type=Path, help="folder to write; must not exist")
+    export.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="(default float32)")
+    export.add_argument("--max-shard-gb", type=float, default=5.0, help="largest file, in GB (default 5)")
+
+    generate = verb("generate", _generate, "fill sentinels in a text, or continue it")
+    generate.add_argument("--model", type=Path, required=True, help="exported folder")
+    generate.add_argument("--text", required=True, help="text with <extra_id_0>… to fill, or a prefix to continue")
+    generate.add_argument("--max-new-tokens", type=int, default=64, help="(default 64)")
+    generate.add_argument("--num-beams", type=int, default=1, help="(default 1)")
+    generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    generate.add_argument("--seed", type=int, default=0, help="seed of sampling (default 0)")
+    return parser
+
+
+def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from ds_encdec.config.load import load_config
+
+    path = options.config or options.config_option
+    load_config(path, overrides, options.deepspeed_config)
+    print(f"{path or 'the default configuration'}: no problems found")
+    return 0
+
+
+def _schema(options: argparse.Namespace, _: Sequence[str]) -> int:
+    from ds_encdec.config.schema import FullConfig
+
+    print(json.dumps(FullConfig.model_json_schema(), indent=2))
+    return 0
+
+
+def _inspect_data(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from ds_encdec.build import inspect_run_data
+    from ds_encdec.config.load import load_config
+
+    config = load_config(options.config, overrides)
+    print(inspect_run_data(config, num_examples=options.n, as_json=options.json))
+    return 0
+
+
+def _init_model(options: argparse.Namespace, _: Sequence[str]) -> int:
+    from ds_encdec.model.source import init_model
+
+    print(init_model(options.source, options.out, options.num_sentinel_tokens, seed=options.seed))
+    return 0
+
+
+def _export(options: argparse.Namespace, _: Sequence[str]) -> int:
+    from ds_encdec.build import export_checkpoint
+
+    export_checkpoint(
+        options.checkpoint, options.out, dtype=options.dtype, max_shard_bytes=int(options.max_shard_gb * 1e9)
+    )
+    print(f"exported to {options.out}")
+    return 0
+
+
+def _generate(options: argparse.Namespace, _: Sequence[str]) -> int:
+    from ds_encdec.generate import generate_text
+
+    print(
+        generate_text(
+            options.model,
+            options.text,
+            max_new_tokens=options.max_new_tokens,
+            num_beams=options.num_beams,
+            temperature=options.temperature,
+            seed=options.seed,
+        )
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,27 @@
+"""Loss on the held-out split, weighted like the training loss: per target token, over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ds_encdec.engine.protocol import Engine
+from ds_encdec.launch.agreement import Agreement
+from ds_encdec.monitor.metrics import eval_metrics
+from ds_encdec.types import DENOISERS, Batch
+
+
+def evaluate(engine: Engine, batches: Sequence[Batch], agreement: Agreement) -> dict[str, float]:
+    """Mean loss (nats per target token) and perplexity, in all and for each denoiser that occurs.
+
+    Every rank must bring equally many batches (empty ones where it has no data): the engine's
+    collectives are per module call. Returns {} where no rank has a target token.
+    """
+    device = engine.device
+    sums = torch.zeros(2, len(DENOISERS), dtype=torch.float64, device=device)
+    for batch in batches:
+        loss = engine.evaluate(batch)
+        sums += torch.stack((loss.by_denoiser, loss.tokens_by_denoiser)).double()
+    losses, tokens = torch.stack(agreement.gather(sums.cpu())).sum(dim=0).tolist()
+    return eval_metrics(losses, tokens) if sum(tokens) else {}

@@ -1,0 +1,77 @@
+"""What the ranks tell each other outside the engine: small host-side exchanges over gloo.
+
+They never touch the accelerator, so none of them waits for a kernel. All are no-ops for one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ds_encdec.types import DsEncDecError
+
+T = TypeVar("T")
+
+
+class Agreement:
+    """A gloo group over all ranks for decisions and small records. Create it once, on every rank."""
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        # NCCL cannot move host objects without a device synchronisation; a second, gloo, group can.
+        needs_own = self.world_size > 1 and dist.get_backend() != "gloo"
+        self._group = dist.new_group(backend="gloo") if needs_own else None
+
+    def exchange(self, values: Sequence[int]) -> list[list[int]]:
+        """Every rank's integers, in rank order: one small all-gather."""
+        if self.world_size == 1:
+            return [[int(value) for value in values]]
+        mine = torch.tensor(values, dtype=torch.int64)
+        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(everyone, mine, group=self._group)
+        return [row.tolist() for row in everyone]
+
+    def gather(self, record: Any) -> list[Any]:
+        """Every rank's picklable record, in rank order, on every rank."""
+        if self.world_size == 1:
+            return [record]
+        everyone: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyone, record, group=self._group)
+        return everyone
+
+    def on_every_rank(self, action: Callable[[], T]) -> T:
+        """Run `action` on every rank; if any raised, all raise the same error (the lowest rank's).
+
+        Only for actions without collectives inside, or whose collectives all ranks reach.
+        """
+        result, error = _attempt(action)
+        for other in self.gather(error):
+            if other is not None:
+                raise other
+        return result  # type: ignore[return-value]  # no error on any rank, so the action returned
+
+    def on_rank_zero(self, action: Callable[[], T]) -> T:
+        """Run `action` on rank 0 and hand its (picklable) result, or its error, to every rank."""
+        mine = _attempt(action) if self.rank == 0 else None
+        result, error = self.gather(mine)[0]
+        if error is not None:
+            raise error
+        return result
+
+    def rank_zero_first(self, action: Callable[[], T]) -> T:
+        """Run `action` on rank 0, then on the others, which find what it left in a cache."""
+        self.on_rank_zero(lambda: bool(action()) and None)
+        return self.on_every_rank(action)
+
+
+def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return action(), None
+    except DsEncDecError as error:
+        return None, error
+    except Exception as error:  # must reach the others, or they would wait for this rank for ever
+        return None, DsEncDecError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,107 @@
+"""The folder of a run: its paths, the lock that keeps a second run out, and `run.json`.
+
+OUTPUT_DIR/
+  checkpoints/step-00001000/   see checkpoint/manager.py
+  export/                      a Hugging Face model, written by `ds-encdec export`
+  logs/                        TensorBoard and W&B files
+  config.yaml  ds_config.json  what the run was started with
+  metrics.jsonl                one JSON object per logging interval
+  run.json                     running | completed | preempted | failed, with reason and exit code
+  .lock                        held by rank 0 as long as it lives
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from ds_encdec.types import ConfigError, OutputLockedError
+
+
+class RunFolder:
+    """Paths of a run, and on rank 0 its exclusive ownership."""
+
+    def __init__(self, output_dir: str, logging_dir: str) -> None:
+        self.root = Path(output_dir).expanduser().absolute()
+        self.logs = self.root / Path(logging_dir).expanduser()  # an absolute logging_dir wins
+        self.checkpoints = self.root / "checkpoints"
+        self.metrics = self.root / "metrics.jsonl"
+        self.config_yaml = self.root / "config.yaml"
+        self.ds_config_json = self.root / "ds_config.json"
+        self.run_json = self.root / "run.json"
+        self._lock: IO[str] | None = None
+
+    def claim(self, *, resume: bool) -> None:
+        """Take the folder for this process (rank 0 only); nothing in it is touched when this fails.
+
+        Raises OutputLockedError where another live process holds it, or where an earlier run is in it
+        and `resume` is False; ConfigError where the folder cannot be written.
+        """
+        if not resume and self._used():
+            raise OutputLockedError(
+                f"infra.output_dir: {self.root} already holds a run ({self._describe_previous()}). "
+                "Continue it with `--resume auto`, or choose another infra.output_dir; nothing was changed."
+            )
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            lock = open(self.root / ".lock", "a+")  # noqa: SIM115  held open for the life of the process
+        except OSError as error:
+            raise ConfigError(
+                f"infra.output_dir: cannot write to {self.root} ({error.strerror}). Choose a folder this user can write."
+            ) from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lock.seek(0)
+            holder = lock.read().strip() or "unknown process"
+            lock.close()
+            raise OutputLockedError(
+                f"infra.output_dir: {self.root} is in use by {holder}. "
+                "Wait for that run to end, or choose another infra.output_dir; nothing was changed."
+            ) from error
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+        lock.flush()
+        self._lock = lock
+
+    def release(self) -> None:
+        """Give the folder back (also happens by itself when the process ends, however it ends)."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def write_status(self, state: str, *, reason: str = "", exit_code: int | None = None, **facts: Any) -> None:
+        """Replace `run.json` atomically; facts given earlier are kept."""
+        previous = self.read_status()
+        record = {**previous, **facts, "state": state, "reason": reason, "exit_code": exit_code}
+        record["updated_at"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        write_atomically(self.run_json, json.dumps(record, indent=2) + "\n")
+
+    def read_status(self) -> dict[str, Any]:
+        """The content of `run.json`, or {} where there is none."""
+        try:
+            return json.loads(self.run_json.read_text())
+        except (OSError, ValueError):
+            return {}
+
+    def _used(self) -> bool:
+        return self.run_json.exists() or self.metrics.exists() or any(self.checkpoints.glob("step-*"))
+
+    def _describe_previous(self) -> str:
+        status = self.read_status()
+        return f"state {status['state']}" if "state" in status else "no run.json"
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write `text` so that a reader, or a crash, sees the old content or the new one and nothing between."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

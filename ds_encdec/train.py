@@ -1,0 +1,73 @@
+"""The program that the launchers start: `deepspeed ds_encdec/train.py`, `torchrun ds_encdec/train.py`, or plain python.
+
+    --config FILE              YAML of the run (default: the schema's defaults, ds_configs/qwen3_0.6b_ul2.yaml)
+    --deepspeed_config FILE    raw DeepSpeed JSON, reconciled with the YAML
+    --resume auto|PATH         go on from the newest whole checkpoint, or from this one
+    --print-config             print the resolved YAML and stop
+    --print-deepspeed-config   print the JSON that DeepSpeed would be given and stop
+    section.field=value        overrides; `--section.field value` works too
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if not __package__:
+    # Started as a script, Python puts this folder on the path instead of the one that holds the package; then
+    # `types` would be our types.py. So this comes before every other import.
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from ds_encdec.config.load import load_config
+from ds_encdec.types import DsEncDecError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run training as told by the command line; returns the process's exit code."""
+    parser = argparse.ArgumentParser(
+        prog="ds_encdec/train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_arguments(parser)
+    options, overrides = parser.parse_known_args(arguments)
+    try:
+        return run(options, overrides)
+    except DsEncDecError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of training, shared with `ds-encdec train`."""
+    parser.add_argument("--config", type=Path, help="YAML of the run")
+    parser.add_argument("--deepspeed_config", "--deepspeed-config", type=Path, help="raw DeepSpeed JSON")
+    parser.add_argument("--resume", metavar="auto|PATH", help="continue from a checkpoint")
+    parser.add_argument("--print-config", action="store_true", help="print the resolved YAML and stop")
+    parser.add_argument("--print-deepspeed-config", action="store_true", help="print DeepSpeed's JSON and stop")
+    # Launchers add this one; the rank is read from the environment (launch/world.py).
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+
+
+def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Load the configuration, then print it or train with it. Raises DsEncDecError."""
+    config = load_config(options.config, overrides, options.deepspeed_config)
+    if options.print_config:
+        print(config.dump_yaml(), end="")
+        return 0
+    if options.print_deepspeed_config:
+        from ds_encdec.build import planned_deepspeed_json
+
+        print(json.dumps(planned_deepspeed_json(config, os.environ), indent=2))
+        return 0
+    from ds_encdec.build import run_training  # torch and deepspeed are imported only once the configuration is sound
+
+    run_training(config, resume=options.resume)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""The loop.
+
+Everything it uses is handed in by build.py. It decides nothing about engines, files or formats: it says
+when a batch is read, when the optimizer steps, when metrics are logged, when the model is evaluated and
+saved, and when the run ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ds_encdec.checkpoint.manager import CheckpointManager
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.data.loader import LaneLoader
+from ds_encdec.engine.protocol import Engine
+from ds_encdec.evaluate import evaluate
+from ds_encdec.launch.agreement import Agreement
+from ds_encdec.launch.preemption import StopRequest
+from ds_encdec.monitor.recorder import Recorder
+from ds_encdec.types import Batch, DivergedError, Preempted, StepResult, TrainingState
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StepTotals:
+    """What all ranks know of a step before its backward pass; one small host-side exchange per step."""
+
+    target_tokens: int
+    encoder_tokens: int
+    epoch: int
+    stop: bool
+    save_due: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointContent:
+    """What a checkpoint holds beside the engine's files: counters, metrics, and one record per data lane."""
+
+    state: TrainingState
+    recorder: dict[str, Any]
+    lanes: list[dict[str, Any]]
+
+
+@dataclass
+class Trainer:
+    """A run, wired. `write_run_files` writes a `CheckpointContent` into a checkpoint (rank 0 only)."""
+
+    config: FullConfig
+    engine: Engine
+    loader: LaneLoader
+    eval_batches: Callable[[], Sequence[Batch]]
+    agreement: Agreement
+    recorder: Recorder
+    checkpoints: CheckpointManager
+    stop: StopRequest
+    write_run_files: Callable[[Path, CheckpointContent], None]
+    state: TrainingState
+
+
+def train(run: Trainer) -> TrainingState:
+    """Train until `training.num_train_steps` steps have been applied; returns the final state.
+
+    Raises Preempted after a save when the run was asked to stop, DivergedError when too many steps in
+    a row were skipped.
+    """
+    training = run.config.training
+    state = run.state
+    skipped_in_a_row = 0
+    last_save = time.monotonic()
+    while state.global_step < training.num_train_steps:
+        with run.recorder.waiting_for_data():
+            micro_batches = next(run.loader)
+        totals = _exchange(run, micro_batches, seconds_since_save=time.monotonic() - last_save)
+        for last, batch in mark_last(micro_batches):
+            loss = run.engine.forward(batch)
+            run.engine.backward(loss, target_tokens=totals.target_tokens, last=last)
+            run.recorder.add(loss, batch)
+        result = run.engine.step()
+        state = advance(state, result, totals)
+        run.recorder.end_step(state, result)
+
+        skipped_in_a_row = 0 if result.applied else skipped_in_a_row + 1
+        if skipped_in_a_row >= training.max_consecutive_skipped_steps:
+            raise DivergedError(_divergence(state, skipped_in_a_row))
+
+        done = state.global_step == training.num_train_steps
+        due = DueSteps(state.global_step, applied=result.applied, done=done)
+        if due.every(training.logging_steps):
+            run.recorder.log(state)
+        eval_loss = None
+        if training.eval_samples and due.every(training.eval_steps):
+            eval_loss = _evaluate(run, state)
+        if totals.save_due or totals.stop or due.every(training.save_steps):
+            state = _save(run, state, eval_loss, done=done)
+            last_save = time.monotonic()
+        if totals.stop and not done:
+            raise Preempted(f"stopped at step {state.global_step} by {run.stop.reason or 'another rank'}; state saved")
+    return state
+
+
+@dataclass(frozen=True, slots=True)
+class DueSteps:
+    """Whether something that happens every n applied steps happens now (and always at the end)."""
+
+    step: int
+    applied: bool
+    done: bool
+
+    def every(self, n: int) -> bool:
+        """True at steps n, 2n, … when they were applied, and at the last step of the run."""
+        return self.applied and (self.step % n == 0 or self.done)
+
+
+def advance(state: TrainingState, result: StepResult, totals: StepTotals) -> TrainingState:
+    """The state after one consumed step, applied or not."""
+    return dataclasses.replace(
+        state,
+        global_step=state.global_step + result.applied,
+        data_step=state.data_step + 1,
+        skipped_steps=state.skipped_steps + (not result.applied),
+        epoch=totals.epoch,
+        encoder_tokens_seen=state.encoder_tokens_seen + totals.encoder_tokens,
+        target_tokens_seen=state.target_tokens_seen + totals.target_tokens,
+    )
+
+
+def mark_last(items: Sequence[T]) -> Iterator[tuple[bool, T]]:
+    """Each item with whether it is the last one."""
+    for index, item in enumerate(items, start=1):
+        yield index == len(items), item
+
+
+def _exchange(run: Trainer, micro_batches: Sequence[Batch], *, seconds_since_save: float) -> StepTotals:
+    """Sum the tokens and agree on stopping and saving, so that every rank takes the same branches."""
+    hours = run.config.training.save_interval_hours
+    rows = run.agreement.exchange(
+        [
+            sum(batch.target_tokens for batch in micro_batches),
+            sum(batch.encoder_tokens for batch in micro_batches),
+            run.loader.epoch,
+            run.stop.requested,
+            hours is not None and seconds_since_save > hours * 3600,
+        ]
+    )
+    target_tokens, encoder_tokens, epochs, stops, saves = zip(*rows, strict=True)
+    return StepTotals(sum(target_tokens), sum(encoder_tokens), min(epochs), any(stops), bool(saves[0]))
+
+
+def _evaluate(run: Trainer, state: TrainingState) -> float | None:
+    """The loss on the held-out split; None where it has no target token."""
+    with run.recorder.paused():
+        metrics = evaluate(run.engine, run.eval_batches(), run.agreement)
+    if not metrics:
+        return None
+    run.recorder.log_eval(state, metrics)
+    return metrics["eval/loss"]
+
+
+def _save(run: Trainer, state: TrainingState, eval_loss: float | None, *, done: bool) -> TrainingState:
+    """Save a checkpoint. It becomes `best` when it was evaluated just now, to the lowest loss of all saved ones."""
+    best = state.best_eval_loss
+    is_best = eval_loss is not None and (best is None or eval_loss < best)
+    if is_best:
+        state = dataclasses.replace(state, best_eval_loss=eval_loss)
+    with run.recorder.paused():
+        records = run.recorder.state_dict()
+        lanes = [record for rank_records in run.agreement.gather(run.loader.state()) for record in rank_records]
+        content = CheckpointContent(state, records, lanes)
+        seconds = run.checkpoints.save(
+            state.global_step,
+            run.engine.save,
+            lambda folder: run.write_run_files(folder, content),
+            pointers=("best",) * is_best + ("final",) * done,
+        )
+    run.recorder.log_save(seconds)
+    return state
+
+
+def _divergence(state: TrainingState, skipped: int) -> str:
+    return (
+        f"{skipped} steps in a row had non-finite gradients, the last at data step {state.data_step} (applied step "
+        f"{state.global_step}). The newest checkpoint is untouched; lower training.learning_rate or look at the data."
+    )

@@ -1,0 +1,138 @@
+"""The commit: a checkpoint is whole or invisible, pruned by count, and refused when damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from ds_encdec.checkpoint.manager import CheckpointManager, committed_steps, write_json
+from ds_encdec.checkpoint.manifest import MANIFEST, read_manifest
+from ds_encdec.launch.agreement import Agreement
+from ds_encdec.types import CheckpointError
+
+
+def make_manager(folder: Path, keep: int | None = None) -> CheckpointManager:
+    manager = CheckpointManager(folder, Agreement(), engine_name="test", keep=keep)
+    folder.mkdir(exist_ok=True)
+    manager.prepare()
+    return manager
+
+
+def write_engine(folder: Path) -> list[Path]:
+    (folder / "zero").mkdir()
+    path = folder / "zero" / "shard.bin"
+    path.write_bytes(os.urandom(1000))
+    return [path]
+
+
+def save(manager: CheckpointManager, step: int, *pointers: str) -> Path:
+    manager.save(
+        step, write_engine, lambda folder: write_json(folder / "trainer.json", {"step": step}), pointers=pointers
+    )
+    return manager.folder / f"step-{step:08d}"
+
+
+def test_a_saved_checkpoint_lists_every_file_and_is_found(tmp_path: Path) -> None:
+    manager = make_manager(tmp_path)
+    path = save(manager, 7)
+    manifest = read_manifest(path)
+    assert {record.path for record in manifest.files} == {"zero/shard.bin", "trainer.json"}
+    assert manifest.num_bytes == sum(p.stat().st_size for p in path.rglob("*") if p.is_file() and p.name != MANIFEST)
+    found = manager.find("auto")
+    assert found is not None
+    assert found.read_json("trainer.json") == {"step": 7}
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_nothing_to_resume(tmp_path: Path) -> None:
+    manager = make_manager(tmp_path)
+    assert manager.find("auto") is None
+    assert manager.find(None) is None
+    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
+        manager.find(str(tmp_path / "absent"))
+
+
+def test_retention_spares_best_and_final(tmp_path: Path) -> None:
+    manager = make_manager(tmp_path, keep=2)
+    save(manager, 1, "best")
+    for step in (2, 3, 4):
+        save(manager, step)
+    assert sorted(committed_steps(tmp_path)) == [1, 3, 4]
+    save(manager, 5, "best", "final")
+    assert sorted(committed_steps(tmp_path)) == [4, 5]
+    assert (tmp_path / "best").resolve().name == "step-00000005"
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
+def test_auto_passes_over_a_damaged_checkpoint_and_a_path_is_refused(tmp_path: Path, damage: str) -> None:
+    manager = make_manager(tmp_path)
+    save(manager, 1)
+    newest = save(manager, 2)
+    shard = newest / "zero" / "shard.bin"
+    content = bytearray(shard.read_bytes())
+    if damage == "flip":
+        content[500] ^= 1
+        shard.write_bytes(content)
+    elif damage == "truncate":
+        shard.write_bytes(content[:-1])
+    else:
+        shard.unlink()
+    found = manager.find("auto")
+    assert found is not None
+    assert found.manifest.step == 1
+    with pytest.raises(CheckpointError, match=r"shard\.bin"):
+        manager.find(str(newest))
+
+
+def test_auto_follows_the_run_that_went_back_to_an_older_step(tmp_path: Path) -> None:
+    manager = make_manager(tmp_path)
+    for step in (10, 20, 30):
+        save(manager, step)
+    save(manager, 15)  # resumed from 10
+    found = manager.find("auto")
+    assert found is not None
+    assert found.manifest.step == 15
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    manager = make_manager(tmp_path)
+    first = json.loads((save(manager, 3) / MANIFEST).read_text())
+    second = json.loads((save(manager, 3) / MANIFEST).read_text())
+    assert first != second
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000003"]
+
+
+def test_a_killed_save_leaves_no_visible_checkpoint(tmp_path: Path) -> None:
+    """SIGKILL at some moment of one of many saves: what is visible verifies, and the next start cleans up."""
+    program = textwrap.dedent(
+        """
+        import sys
+        from pathlib import Path
+        sys.path.insert(0, sys.argv[2])
+        from test_manager import make_manager, save
+        manager = make_manager(Path(sys.argv[1]))
+        print("ready", flush=True)
+        for step in range(1, 100000):
+            save(manager, step)
+        """
+    )
+    arguments = [sys.executable, "-c", program, str(tmp_path), str(Path(__file__).parent)]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.5)
+    process.kill()
+    process.wait()
+    manager = make_manager(tmp_path)
+    assert not list(tmp_path.glob("*.tmp"))
+    steps = committed_steps(tmp_path)
+    assert steps
+    for path in steps.values():
+        assert manager.find(str(path)) is not None

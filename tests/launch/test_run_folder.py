@@ -1,0 +1,42 @@
+"""The lock on a run's folder, and run.json."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ds_encdec.launch.run_folder import RunFolder
+from ds_encdec.types import ConfigError, OutputLockedError
+
+
+def test_a_second_run_is_refused_unless_it_resumes(tmp_path: Path) -> None:
+    first = RunFolder(str(tmp_path / "run"), "logs")
+    first.claim(resume=False)
+    first.write_status("running", started_with="x")
+    with pytest.raises(OutputLockedError, match="already holds a run"):
+        RunFolder(str(tmp_path / "run"), "logs").claim(resume=False)
+    with pytest.raises(OutputLockedError, match="in use by process"):
+        RunFolder(str(tmp_path / "run"), "logs").claim(resume=True)
+    first.release()
+    RunFolder(str(tmp_path / "run"), "logs").claim(resume=True)
+
+
+def test_status_keeps_earlier_facts(tmp_path: Path) -> None:
+    folder = RunFolder(str(tmp_path / "run"), "logs")
+    folder.claim(resume=False)
+    folder.write_status("running", world_size=2)
+    folder.write_status("failed", reason="because", exit_code=5)
+    status = folder.read_status()
+    assert (status["state"], status["world_size"], status["exit_code"]) == ("failed", 2, 5)
+
+
+def test_paths(tmp_path: Path) -> None:
+    assert RunFolder(str(tmp_path), "./logs").logs == tmp_path / "logs"
+    assert RunFolder(str(tmp_path), "/elsewhere").logs == Path("/elsewhere")
+
+
+def test_an_unwritable_folder_is_a_config_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"infra\.output_dir"):
+        RunFolder(str(tmp_path / "file" / "run"), "logs").claim(resume=False)
