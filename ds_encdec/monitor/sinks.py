@@ -1,0 +1,228 @@
+"""Where metrics go: metrics.jsonl and the console always, TensorBoard and W&B as configured.
+
+A sink sees a step and plain floats. Only rank 0 has any: `open_sinks` gives the other ranks an empty list, so
+the loop never asks who it is. A tracker that fails is dropped with one warning, for no picture of a run is
+worth the run. metrics.jsonl is not dropped: it says so at each line it cannot write, and goes on trying.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import netrc
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from ds_encdec.config.schema import FullConfig, InfraConfig
+from ds_encdec.monitor.console import ConsoleSink
+
+logger = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class Sink(Protocol):
+    """Takes the metrics of a step. Steps never decrease, and one may come more than once (training, evaluation)."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write `metrics` of the applied optimizer step `step`."""
+        ...
+
+    def close(self, exit_code: int = 0) -> None:
+        """Write what is left. `exit_code` is the run's."""
+        ...
+
+
+def open_sinks(config: FullConfig, run_dir: Path, *, rank: int, start_step: int = 0) -> list[Sink]:
+    """The sinks of a run whose next step is `start_step` + 1. Empty on ranks other than 0.
+
+    What a resumed run wrote beyond `start_step` before it was stopped is taken back: cut from metrics.jsonl,
+    hidden from TensorBoard. Raises OSError if metrics.jsonl cannot be opened.
+    """
+    if rank != 0:
+        return []
+    logging_dir = run_dir / config.infra.logging_dir
+    openers: dict[str, Callable[[], Sink]] = {
+        "console": lambda: ConsoleSink(config.training.num_train_steps, start_step=start_step)
+    }
+    if "tensorboard" in config.training.report_to:
+        openers["tensorboard"] = lambda: TensorBoardSink(logging_dir / "tensorboard", start_step=start_step)
+    if "wandb" in config.training.report_to:
+        openers["wandb"] = lambda: WandbSink(logging_dir, config.infra, config.model_dump(mode="json"))
+    return [JsonlSink(run_dir / METRICS_FILE, start_step=start_step)] + [
+        GuardedSink(name, opener) for name, opener in openers.items()
+    ]
+
+
+class GuardedSink:
+    """A sink whose failure costs one warning and the sink, never the run."""
+
+    def __init__(self, name: str, opener: Callable[[], Sink]) -> None:
+        self._name = name
+        self._sink: Sink | None = None
+        self._guard(lambda: setattr(self, "_sink", opener()))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Hand on, or do nothing once the sink has failed."""
+        if (sink := self._sink) is not None:
+            self._guard(lambda: sink.log(step, metrics))
+
+    def close(self, exit_code: int = 0) -> None:
+        """Close the sink if it still lives."""
+        if (sink := self._sink) is not None:
+            self._guard(lambda: sink.close(exit_code))
+            self._sink = None
+
+    def _guard(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:  # whatever a tracker raises
+            logger.warning("%s has failed and is dropped, training goes on: %s", self._name, error)
+            self._sink = None
+
+
+class JsonlSink:
+    """metrics.jsonl: one JSON object a line with `step`, then the metrics by name.
+
+    JSON has no NaN and no infinity: such a value is written as null (pandas reads it back as NaN). Each line
+    reaches the operating system in one write, so a killed process leaves at most its last line torn; such a
+    line, and lines of later steps than `start_step`, are cut off here, by an atomic replacement of the file.
+    """
+
+    def __init__(self, path: Path, *, start_step: int = 0) -> None:
+        self._path = path
+        if path.exists():
+            _truncate(path, start_step)
+        self._file = path.open("ab", buffering=0)
+        self._good_bytes = path.stat().st_size
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one line. A failure is logged as an error and leaves no torn line behind."""
+        values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        line = json.dumps({"step": step, **values}, allow_nan=False).encode() + b"\n"
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError("the disk took only a part of the line")
+            self._good_bytes += len(line)
+        except OSError as error:
+            logger.error("%s: the metrics of step %d could not be written: %s", self._path, step, error)
+            os.truncate(self._path, self._good_bytes)
+
+    def close(self, exit_code: int = 0) -> None:
+        """Make the lines durable and close the file."""
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+def _truncate(path: Path, start_step: int) -> None:
+    """Keep the lines up to `start_step`; none at all for a run that starts anew."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if _belongs(line, start_step)]
+    if len(kept) == len(lines):
+        return
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _belongs(line: bytes, start_step: int) -> bool:
+    if not line.endswith(b"\n"):
+        return False
+    try:
+        return 0 < start_step >= json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+class TensorBoardSink:
+    """Event files in `directory`. On resume the steps after `start_step` are hidden (TensorBoard's purge)."""
+
+    def __init__(self, directory: Path, *, start_step: int = 0) -> None:
+        # Imported late: it costs half a second and nobody else needs it.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(directory), purge_step=start_step + 1)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add one scalar per metric."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self, exit_code: int = 0) -> None:
+        """Close the event file."""
+        self._writer.close()
+
+
+class WandbSink:
+    """A Weights & Biases run: online where somebody is logged in, else offline with one warning.
+
+    Credentials come from W&B's own places (WANDB_API_KEY, netrc); WANDB_MODE is obeyed. The run's id is kept in
+    `logging_dir`/wandb_run_id, so a resumed run continues the same W&B run. Our step is the chart's x axis and
+    not W&B's, which cannot go back to the step of a checkpoint.
+    """
+
+    def __init__(self, logging_dir: Path, infra: InfraConfig, run_config: dict[str, Any]) -> None:
+        logging_dir.mkdir(parents=True, exist_ok=True)
+        self._run = _start_wandb(
+            project=infra.wandb_project,
+            entity=infra.wandb_entity,
+            name=infra.wandb_run_name,
+            config=run_config,
+            dir=str(logging_dir),
+            id=_run_id(logging_dir / "wandb_run_id"),
+            resume="allow",
+        )
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log one point."""
+        self._run.log({"step": step, **metrics})
+
+    def close(self, exit_code: int = 0) -> None:
+        """Finish the W&B run; it is shown as failed unless `exit_code` is 0."""
+        self._run.finish(exit_code=exit_code)
+
+
+def _start_wandb(**arguments: Any) -> Any:
+    # Imported late: half a second, and only rank 0 of runs that report to W&B needs it.
+    import wandb
+
+    # The library's own output would garble the progress bar; it stays in its log files.
+    settings = wandb.Settings(silent=True, console="off", init_timeout=30)
+    if "WANDB_MODE" not in os.environ and not _has_wandb_login(wandb.Settings().base_url):
+        logger.warning("W&B: nobody is logged in (`wandb login`); this run is kept offline in %s", arguments["dir"])
+        return wandb.init(mode="offline", settings=settings, **arguments)
+    try:
+        return wandb.init(settings=settings, **arguments)
+    except Exception as error:  # no network, a refused key, a server's answer
+        logger.warning("W&B: no connection, this run is kept offline in %s: %s", arguments["dir"], error)
+        wandb.teardown()  # lets go of the run id
+        return wandb.init(mode="offline", settings=settings, **arguments)
+
+
+def _has_wandb_login(base_url: str) -> bool:
+    """Whether W&B would find credentials without asking (its prompt would stop an unattended run)."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    hosts = (urlsplit(os.environ.get("WANDB_BASE_URL", base_url)).netloc, "api.wandb.ai")
+    try:
+        entries = netrc.netrc(os.environ.get("NETRC"))
+    except (OSError, netrc.NetrcParseError):
+        return False
+    return any(entries.authenticators(host) for host in hosts)
+
+
+def _run_id(path: Path) -> str:
+    """The id in `path`, made and written there at the first start."""
+    if not path.exists():
+        path.write_text(secrets.token_hex(4) + "\n")
+    return path.read_text().strip()
