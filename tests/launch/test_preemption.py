@@ -1,0 +1,119 @@
+"""Signals and vanished launchers, with real processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ds_encdec.launch.preemption import STOP_SIGNALS, StopRequest, launchers_above
+from ds_encdec.launch.world import discover
+
+SINGLE = discover({})
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_signal_asks_for_a_stop(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with StopRequest(SINGLE) as stop:
+        assert not stop.requested
+        assert stop.reason is None
+        os.kill(os.getpid(), number)
+        assert stop.requested
+        assert stop.reason == number.name
+    assert signal.getsignal(number) is before
+
+
+def test_second_ctrl_c_does_not_wait_for_the_checkpoint() -> None:
+    with StopRequest(SINGLE) as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.requested
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_first_reason_is_kept() -> None:
+    with StopRequest(SINGLE) as stop:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.reason == "SIGUSR1"
+
+
+# A rank: it writes what it sees, and hangs where a real one would sit in a collective.
+RANK = """
+import dataclasses, sys, time
+from pathlib import Path
+from ds_encdec.launch.preemption import StopRequest
+from ds_encdec.launch.world import discover
+folder, grace = Path(sys.argv[1]), float(sys.argv[2])
+world = dataclasses.replace(discover({}), launcher="torchrun")
+with StopRequest(world, grace_seconds=grace, poll_seconds=0.05) as stop:
+    (folder / "ready").touch()
+    while not stop.requested:
+        time.sleep(0.02)
+    (folder / "reason").write_text(stop.reason)
+    time.sleep(60 if grace < 10 else 0)
+(folder / "saved").touch()
+"""
+
+LAUNCHER = """
+import subprocess, sys
+rank = subprocess.Popen([sys.executable, *sys.argv[1:]])
+print(rank.pid, flush=True)
+sys.exit(rank.wait())
+"""
+
+
+def wait_for(path: Path, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path.name} did not appear"
+        time.sleep(0.02)
+
+
+def launch(folder: Path, grace_seconds: float) -> tuple[subprocess.Popen[bytes], int]:
+    """Start a launcher with one rank below it; returns the launcher and the rank's process id."""
+    (folder / "rank.py").write_text(RANK)
+    (folder / "torchrun").write_text(LAUNCHER)
+    command = [sys.executable, str(folder / "torchrun"), str(folder / "rank.py"), str(folder), str(grace_seconds)]
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert launcher.stdout is not None
+    rank = int(launcher.stdout.readline())
+    wait_for(folder / "ready")
+    return launcher, rank
+
+
+def wait_until_gone(pid: int, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while Path(f"/proc/{pid}").exists() and "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text():
+        assert time.monotonic() < deadline, f"process {pid} still runs"
+        time.sleep(0.02)
+
+
+def test_rank_saves_itself_when_its_launcher_is_killed(tmp_path: Path) -> None:
+    launcher, rank = launch(tmp_path, grace_seconds=30)
+    launcher.kill()
+    launcher.wait()
+    wait_for(tmp_path / "saved")
+    assert (tmp_path / "reason").read_text() == f"launcher {launcher.pid} gone"
+    wait_until_gone(rank)
+
+
+def test_hanging_rank_ends_after_the_grace_period(tmp_path: Path) -> None:
+    launcher, rank = launch(tmp_path, grace_seconds=0.2)
+    launcher.kill()
+    launcher.wait()
+    wait_until_gone(rank, seconds=20)  # without the watch it would sleep for a minute
+    assert not (tmp_path / "saved").exists()
+
+
+def test_only_launchers_are_watched() -> None:
+    """pytest's own ancestors (a shell, make, a CI agent) may go without stopping the run."""
+    assert launchers_above(os.getpid()) == []
+    assert StopRequest(dataclasses.replace(SINGLE, launcher="deepspeed")).requested is False
