@@ -1,0 +1,113 @@
+"""Schedules against DeepSpeed's classes, against written-out values, and for their shape."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import itertools
+
+import pytest
+import torch
+
+from ds_encdec.config.schema import TrainingConfig
+from ds_encdec.optim.schedules import COSINE_MIN_RATIO, NATIVE_SCHEDULES, learning_rate, rate_factor
+
+OWN_SCHEDULES = ("cosine", "linear", "constant", "wsd")
+
+
+def training(schedule: str, **fields: object) -> TrainingConfig:
+    given = {"learning_rate": 1.0, "num_train_steps": 20, "warmup_steps": 4, **fields}
+    return TrainingConfig.model_validate({"lr_scheduler_type": schedule, **given})
+
+
+def rates(config: TrainingConfig, count: int) -> list[float]:
+    return [learning_rate(index, config) for index in range(count)]
+
+
+def deepspeed_rates(config: TrainingConfig, count: int) -> list[float]:
+    """What DeepSpeed's own class gives when it is stepped after every update, as its engine does."""
+    from deepspeed.runtime import lr_schedules
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
+    arguments: dict[str, object] = {"warmup_num_steps": config.warmup_steps, "warmup_type": config.warmup_type}
+    if config.lr_scheduler_type != "WarmupCosineLR":
+        arguments["warmup_max_lr"] = config.learning_rate
+    if config.lr_scheduler_type != "WarmupLR":
+        arguments["total_num_steps"] = config.num_train_steps
+    scheduler = getattr(lr_schedules, config.lr_scheduler_type)(optimizer, **arguments)
+    found = []
+    for _ in range(count):
+        found.append(optimizer.param_groups[0]["lr"])
+        scheduler.step()
+    return found
+
+
+@pytest.mark.parametrize("schedule", NATIVE_SCHEDULES)
+@pytest.mark.parametrize("warmup_type", ["linear", "log"])
+@pytest.mark.parametrize(("warmup_steps", "num_train_steps"), [(4, 20), (1, 7), (10, 10), (2, 3), (9, 4)])
+def test_native_sequences_are_deepspeeds(
+    schedule: str, warmup_type: str, warmup_steps: int, num_train_steps: int
+) -> None:
+    config = training(
+        schedule,
+        warmup_type=warmup_type,
+        warmup_steps=warmup_steps,
+        num_train_steps=num_train_steps,
+        learning_rate=3e-4,
+    )
+    count = num_train_steps + 5
+    assert rates(config, count) == pytest.approx(deepspeed_rates(config, count), rel=1e-12, abs=1e-18)
+
+
+def test_warmup_decay_as_documented() -> None:
+    config = training("WarmupDecayLR", warmup_steps=4, num_train_steps=10)
+    expected = [0, 0, 0.25, 0.5, 0.75, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0, 0]
+    assert rates(config, 13) == pytest.approx(expected)
+
+
+def test_warmup_cosine_never_reaches_its_peak() -> None:
+    config = training("WarmupCosineLR")
+    assert 0.9 < max(rates(config, 25)) < 1.0
+    assert rates(config, 25)[-1] == pytest.approx(COSINE_MIN_RATIO)
+
+
+@pytest.mark.parametrize("schedule", OWN_SCHEDULES)
+def test_own_warmup_wastes_no_update(schedule: str) -> None:
+    assert rates(training(schedule), 5)[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+
+
+@pytest.mark.parametrize("schedule", OWN_SCHEDULES)
+def test_own_schedules_only_fall_after_warmup(schedule: str) -> None:
+    after = rates(training(schedule), 40)[4:]
+    assert after[0] == pytest.approx(1.0)
+    assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(after))
+
+
+def test_own_schedules_written_out() -> None:
+    fields = {"warmup_steps": 0, "num_train_steps": 4}
+    assert rates(training("linear", **fields), 6) == pytest.approx([1, 0.75, 0.5, 0.25, 0, 0])
+    # Cosine from 1 to 0.2 at quarters: 0.2 + 0.4 (1 + cos x).
+    expected = [1, 0.2 + 0.4 * (1 + 0.5**0.5), 0.6, 0.2 + 0.4 * (1 - 0.5**0.5), 0.2, 0.2]
+    assert rates(training("cosine", min_lr_ratio=0.2, **fields), 6) == pytest.approx(expected)
+    assert rates(training("constant", **fields), 6) == [1] * 6
+
+
+def test_wsd_is_stable_until_its_decay() -> None:
+    config = training("wsd", num_train_steps=100, warmup_steps=10, wsd_decay_fraction=0.2, min_lr_ratio=0.1)
+    sequence = rates(config, 120)
+    assert sequence[9:81] == [1.0] * 72
+    assert sequence[81] < 1.0
+    assert sequence[90] == pytest.approx(0.55)  # half of the decay: midway between 1 and 0.1
+    assert sequence[100:] == pytest.approx([0.1] * 20)
+
+
+def test_wsd_decay_may_fill_the_run() -> None:
+    config = training("wsd", wsd_decay_fraction=1.0, min_lr_ratio=0.0)
+    assert rates(config, 20)[4:] == pytest.approx(rates(training("cosine", min_lr_ratio=0.0), 20)[4:])
+
+
+def test_factor_is_the_rate_over_its_peak() -> None:
+    config = training("cosine", learning_rate=3e-4)
+    assert learning_rate(7, config) == pytest.approx(3e-4 * rate_factor(7, config))
