@@ -1,0 +1,283 @@
+"""Attention of the encoder-decoder, for flat packed buffers and for ordinary padded batches.
+
+A *layout* says which positions may see which. Both layouts answer the same two questions, so layers know neither:
+
+- `attend_encoder(q, k, v)`: bidirectional self-attention of the encoder.
+- `attend_merged(q, k, v, encoder_k, encoder_v)`: the decoder's merged attention (T5Gemma 2, arXiv 2512.14856): one
+  softmax over the encoder's output and the decoder's own past. With keys laid out as [encoder ; decoder] the mask is
+  a causal one aligned to the bottom right corner, so variable-length flash kernels run it in one call.
+
+Queries are [..., tokens, heads, head_dim], keys and values [..., tokens, key_value_heads, head_dim] (grouped-query
+attention: each key/value head serves heads / key_value_heads query heads).
+
+Part of the exported remote code: it imports nothing of ds_encdec outside its own folder.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+try:
+    from torch.nn.attention import varlen as torch_varlen
+except ImportError:
+    torch_varlen = None  # type: ignore[assignment]
+try:
+    import flash_attn  # type: ignore[import-not-found]
+except ImportError:
+    flash_attn = None
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Where each document's queries and keys lie in their flat buffers.
+
+    `query_cu_seqlens`, `key_cu_seqlens`: int32 [S + 1] on the device; they cover the whole buffers, segment S being
+    the padding tail. `query_lengths`, `key_lengths`: the documents' tokens, on the host; `query_tail`, `key_tail`:
+    tokens of padding behind the last document.
+    """
+
+    query_cu_seqlens: Tensor
+    key_cu_seqlens: Tensor
+    query_lengths: tuple[int, ...]
+    key_lengths: tuple[int, ...]
+    query_tail: int
+    key_tail: int
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """Documents packed one behind the other into two flat buffers of Te encoder and Td decoder tokens.
+
+    The padding at the end of each buffer is treated as one more document: nothing real attends to it, kernels find
+    every row defined, and its attention output is set to zero. This also keeps every projection in the autograd
+    graph of a batch without documents, which ZeRO-3 needs (each rank must reduce the same gradients).
+
+    | field | dtype, shape | meaning |
+    |---|---|---|
+    | encoder, merged | Segments | encoder self-attention; decoder queries over [encoder ; decoder] keys |
+    | encoder_positions, decoder_positions | int64 [Te], [Td] | position within the document |
+    | encoder_valid, decoder_valid | bool [Te], [Td] | False on padding |
+    | merge_index | int64 [Te + Td] | gathers [all encoder ; all decoder] rows into [encoder ; decoder] per document |
+    """
+
+    encoder: Segments
+    merged: Segments
+    encoder_positions: Tensor
+    decoder_positions: Tensor
+    encoder_valid: Tensor
+    decoder_valid: Tensor
+    merge_index: Tensor
+    flash: bool = True
+    """Use a flash kernel where the device has one."""
+
+    @classmethod
+    def build(
+        cls,
+        encoder_cu_seqlens: Tensor,
+        decoder_cu_seqlens: Tensor,
+        encoder_lengths: tuple[int, ...],
+        decoder_lengths: tuple[int, ...],
+        encoder_positions: Tensor,
+        decoder_positions: Tensor,
+    ) -> PackedLayout:
+        """Derive the layout of one micro-batch, without a device synchronisation.
+
+        `*_cu_seqlens`: int32 [max_documents + 1] boundaries, past the last document repeating the last one (a fixed
+        length keeps compiled kernels from specialising on each batch). `*_lengths`: the same on the host, one entry
+        per document; an encoder length may be 0. `*_positions`: int64 [Te] and [Td].
+        """
+        encoder_tokens, decoder_tokens = encoder_positions.shape[0], decoder_positions.shape[0]
+        encoder_tail = encoder_tokens - sum(encoder_lengths)
+        decoder_tail = decoder_tokens - sum(decoder_lengths)
+        if len(encoder_lengths) != len(decoder_lengths) or encoder_tail < 0 or decoder_tail < 0:
+            raise ValueError(
+                f"{len(encoder_lengths)} encoder and {len(decoder_lengths)} decoder documents of "
+                f"{sum(encoder_lengths)} and {sum(decoder_lengths)} tokens do not fit into buffers of "
+                f"{encoder_tokens} and {decoder_tokens} tokens"
+            )
+        encoder_cu = F.pad(encoder_cu_seqlens, (0, 1), value=encoder_tokens)
+        decoder_cu = F.pad(decoder_cu_seqlens, (0, 1), value=decoder_tokens)
+        merged_cu = encoder_cu + decoder_cu
+        merged_lengths = tuple(e + d for e, d in zip(encoder_lengths, decoder_lengths, strict=True))
+        return cls(
+            encoder=Segments(encoder_cu, encoder_cu, encoder_lengths, encoder_lengths, encoder_tail, encoder_tail),
+            merged=Segments(
+                decoder_cu, merged_cu, decoder_lengths, merged_lengths, decoder_tail, encoder_tail + decoder_tail
+            ),
+            encoder_positions=encoder_positions,
+            decoder_positions=decoder_positions,
+            encoder_valid=torch.arange(encoder_tokens, device=encoder_cu.device) < encoder_cu_seqlens[-1],
+            decoder_valid=torch.arange(decoder_tokens, device=decoder_cu.device) < decoder_cu_seqlens[-1],
+            merge_index=_merge_index(encoder_cu, decoder_cu, encoder_tokens, decoder_tokens),
+        )
+
+    def attend_encoder(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Self-attention within each document. q: [Te, heads, D]; returns the same shape, zeros on padding."""
+        out = self._attend(q, k, v, self.encoder, causal=False)
+        return torch.where(self.encoder_valid[:, None, None], out, 0.0)
+
+    def attend_merged(self, q: Tensor, k: Tensor, v: Tensor, encoder_k: Tensor, encoder_v: Tensor) -> Tensor:
+        """Merged attention within each document. q: [Td, heads, D]; returns the same shape, zeros on padding."""
+        merged_k = torch.cat([encoder_k, k]).index_select(0, self.merge_index)
+        merged_v = torch.cat([encoder_v, v]).index_select(0, self.merge_index)
+        out = self._attend(q, merged_k, merged_v, self.merged, causal=True)
+        return torch.where(self.decoder_valid[:, None, None], out, 0.0)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, *, causal: bool) -> Tensor:
+        kernel = flash_kernel(q) if self.flash else None
+        return kernel(q, k, v, segments, causal) if kernel else attend_by_document(q, k, v, segments, causal)
+
+
+@dataclass(frozen=True)
+class PaddedLayout:
+    """An ordinary batch: [batch, length] and masks.
+
+    `encoder_mask`: bool [B, 1, Le, Le] or None (nothing masked); `merged_mask`: bool [B, 1, Lq, Le + Lk], True where
+    a query may look; Lk counts cached and new decoder tokens, Lq the new ones. Positions: int64 [1, Le], [1, Lq].
+    """
+
+    encoder_positions: Tensor
+    decoder_positions: Tensor
+    encoder_mask: Tensor | None
+    merged_mask: Tensor | None
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        encoder_length: int,
+        encoder_valid: Tensor | None = None,
+        decoder_length: int = 0,
+        decoder_valid: Tensor | None = None,
+        past_length: int = 0,
+        device: torch.device,
+    ) -> PaddedLayout:
+        """Derive both masks from Hugging Face's attention masks.
+
+        `encoder_valid`: [B, encoder_length], `decoder_valid`: [B, past_length + decoder_length], non-zero on real
+        tokens; None: all are. A position always sees itself, so that no row of a softmax is empty.
+        """
+        encoder_positions = torch.arange(encoder_length, device=device)
+        queries = torch.arange(past_length, past_length + decoder_length, device=device)
+        keys = torch.arange(past_length + decoder_length, device=device)
+        encoder_mask = None
+        if encoder_valid is not None:
+            self_visible = torch.eye(encoder_length, dtype=torch.bool, device=device)
+            encoder_mask = encoder_valid.bool()[:, None, None, :] | self_visible
+        causal = (keys <= queries[:, None])[None, None]
+        if decoder_valid is not None:
+            causal = (causal & decoder_valid.bool()[:, None, None, :]) | (keys == queries[:, None])
+        if encoder_valid is None:
+            encoder_columns = causal.new_ones(causal.shape[0], 1, decoder_length, encoder_length)
+        else:
+            encoder_columns = encoder_valid.bool()[:, None, None, :].expand(-1, 1, decoder_length, -1)
+            causal = causal.expand(encoder_columns.shape[0], -1, -1, -1)
+        return cls(
+            encoder_positions=encoder_positions[None],
+            decoder_positions=queries[None],
+            encoder_mask=encoder_mask,
+            merged_mask=torch.cat([encoder_columns, causal], dim=-1),
+        )
+
+    def attend_encoder(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Self-attention of each row. q: [B, Le, heads, D]; returns the same shape."""
+        return _masked_attention(q, k, v, self.encoder_mask)
+
+    def attend_merged(self, q: Tensor, k: Tensor, v: Tensor, encoder_k: Tensor, encoder_v: Tensor) -> Tensor:
+        """Merged attention of each row. q: [B, Lq, heads, D]; returns the same shape."""
+        return _masked_attention(
+            q, torch.cat([encoder_k, k], dim=1), torch.cat([encoder_v, v], dim=1), self.merged_mask
+        )
+
+
+Layout = PackedLayout | PaddedLayout
+Kernel = Callable[[Tensor, Tensor, Tensor, Segments, bool], Tensor]
+
+
+def attend_by_document(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
+    """One `scaled_dot_product_attention` per document: the fastest form on CPUs, and the one every device has.
+
+    A bottom-right aligned causal mask if `causal`. Of the padding tail only one row is computed, and zeroed: enough
+    to keep q, k and v in the autograd graph, at no cost.
+    """
+    out = []
+    key_documents = k.split((*segments.key_lengths, segments.key_tail))
+    value_documents = v.split((*segments.key_lengths, segments.key_tail))
+    query_documents = q.split((*segments.query_lengths, segments.query_tail))
+    for q_doc, k_doc, v_doc in zip(query_documents[:-1], key_documents, value_documents, strict=False):
+        if len(q_doc):
+            out.append(_attend_one(q_doc, k_doc, v_doc, causal))
+    if segments.query_tail:
+        row = _attend_one(query_documents[-1][:1], key_documents[-1][:1], value_documents[-1][:1], causal=False)
+        out.append((row * 0.0).expand(segments.query_tail, -1, -1))
+    return torch.cat(out) if out else q
+
+
+def flash_kernel(q: Tensor) -> Kernel | None:
+    """The variable-length flash kernel that can run on q's device and dtype; None if there is none."""
+    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    if _TORCH_VARLEN_FITS:
+        return _torch_varlen
+    return _flash_attn_varlen if flash_attn is not None else None
+
+
+_TORCH_VARLEN_FITS = torch_varlen is not None and (
+    inspect.signature(torch_varlen.varlen_attn).parameters.keys() >= {"window_size", "enable_gqa"}
+)
+"""Whether torch's variable-length attention has what we need: its first releases lack both options."""
+
+
+def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
+    return torch_varlen.varlen_attn(  # type: ignore[return-value]
+        *(q, k, v, segments.query_cu_seqlens, segments.key_cu_seqlens, *_longest(segments)),
+        window_size=(-1, 0) if causal else (-1, -1),
+        enable_gqa=q.shape[-2] != k.shape[-2],
+    )
+
+
+def _flash_attn_varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
+    return flash_attn.flash_attn_varlen_func(
+        *(q, k, v, segments.query_cu_seqlens, segments.key_cu_seqlens, *_longest(segments)),
+        causal=causal,  # aligned to the bottom right since flash-attn 2.1
+    )
+
+
+def _longest(segments: Segments) -> tuple[int, int]:
+    """Tokens of the longest query and key segment, padding included."""
+    return max((*segments.query_lengths, segments.query_tail)), max((*segments.key_lengths, segments.key_tail))
+
+
+def _attend_one(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """q: [Lq, heads, D] against k, v: [Lk, key_value_heads, D] of one document."""
+    mask = None
+    if causal and len(q) != len(k):
+        mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(len(k) - len(q))
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal and mask is None, enable_gqa=grouped)
+    return out[0].transpose(0, 1)
+
+
+def _masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+
+
+def _merge_index(encoder_cu: Tensor, decoder_cu: Tensor, encoder_tokens: int, decoder_tokens: int) -> Tensor:
+    """Row of [all encoder ; all decoder] that stands at each row of the per-document [encoder ; decoder] order."""
+    merged_cu = encoder_cu + decoder_cu
+    row = torch.arange(encoder_tokens + decoder_tokens, device=encoder_cu.device)
+    # Empty segments end where they start; `right=True` steps over them.
+    document = torch.searchsorted(merged_cu[1:].contiguous(), row, right=True)
+    offset = row - merged_cu[document]
+    encoder_length = encoder_cu[document + 1] - encoder_cu[document]
+    from_encoder = encoder_cu[document] + offset
+    from_decoder = encoder_tokens + decoder_cu[document] + offset - encoder_length
+    return torch.where(offset < encoder_length, from_encoder, from_decoder)

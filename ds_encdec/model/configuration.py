@@ -1,0 +1,94 @@
+"""The configuration of `Qwen3ForSeq2SeqLM`, as saved in `config.json`.
+
+Part of the exported remote code: it imports nothing of ds_encdec outside its own folder.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PretrainedConfig
+
+
+class Qwen3Seq2SeqConfig(PretrainedConfig):
+    """Sizes of a Qwen3 layer, how many of them stand on either side, and the task's token ids.
+
+    All lengths are in tokens. `num_hidden_layers` counts decoder layers (generation and its cache go by that name),
+    `num_encoder_layers` encoder layers; both sides share every other size, and `num_encoder_layers` defaults to the
+    decoder's. `head_dim` is independent of `hidden_size / num_attention_heads`, as in Qwen3.
+
+    `sentinel_token_ids` are the ids of `<extra_id_0>`, `<extra_id_1>`, …; `mode_token_ids` those of the optional
+    tokens that name a denoiser, in the order R1, R2, X1, X2, S.
+
+    `loss_chunk_tokens`: positions whose logits exist at one time in the packed training form.
+    `use_flash_attention`: allow variable-length flash kernels on CUDA devices in the packed form.
+    """
+
+    model_type = "qwen3_seq2seq"
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    def __init__(
+        self,
+        vocab_size: int = 151936,
+        hidden_size: int = 1024,
+        intermediate_size: int = 3072,
+        num_hidden_layers: int = 28,
+        num_encoder_layers: int | None = None,
+        num_attention_heads: int = 16,
+        num_key_value_heads: int = 8,
+        head_dim: int = 128,
+        hidden_act: str = "silu",
+        max_position_embeddings: int = 40960,
+        initializer_range: float = 0.02,
+        rms_norm_eps: float = 1e-6,
+        rope_parameters: dict[str, Any] | None = None,
+        tie_word_embeddings: bool = True,
+        use_cache: bool = True,
+        pad_token_id: int = 151643,
+        eos_token_id: int = 151645,
+        decoder_start_token_id: int = 151643,
+        sentinel_token_ids: list[int] | None = None,
+        mode_token_ids: list[int] | None = None,
+        loss_chunk_tokens: int = 1024,
+        use_flash_attention: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        if num_attention_heads % num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads ({num_attention_heads}) is not a multiple of num_key_value_heads "
+                f"({num_key_value_heads})"
+            )
+        if head_dim % 2:
+            raise ValueError(f"head_dim ({head_dim}) must be even: rotary embeddings turn pairs")
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_encoder_layers = num_hidden_layers if num_encoder_layers is None else num_encoder_layers
+        self.num_attention_heads = num_attention_heads
+        self.num_key_value_heads = num_key_value_heads
+        self.head_dim = head_dim
+        self.hidden_act = hidden_act
+        self.max_position_embeddings = max_position_embeddings
+        self.initializer_range = initializer_range
+        self.rms_norm_eps = rms_norm_eps
+        self.rope_parameters = rope_parameters or {"rope_type": "default", "rope_theta": 1e6}
+        self.use_cache = use_cache
+        self.sentinel_token_ids = list(sentinel_token_ids or [])
+        self.mode_token_ids = list(mode_token_ids or [])
+        self.loss_chunk_tokens = loss_chunk_tokens
+        self.use_flash_attention = use_flash_attention
+        # Hugging Face picks a loss by class name; an unknown name would get the causal one, which shifts the
+        # labels a second time.
+        self.loss_type = "ForMaskedLM"
+        # Constants of the architecture: an older file cannot turn them off.
+        for constant in ("is_encoder_decoder", "loss_type"):
+            kwargs.pop(constant, None)
+        super().__init__(
+            is_encoder_decoder=True,
+            tie_word_embeddings=tie_word_embeddings,
+            pad_token_id=pad_token_id,
+            eos_token_id=eos_token_id,
+            decoder_start_token_id=decoder_start_token_id,
+            **kwargs,
+        )

@@ -1,0 +1,394 @@
+"""`Qwen3ForSeq2SeqLM`: an encoder-decoder whose every weight has a place in a Qwen3 checkpoint.
+
+The encoder is a stack of Qwen3 layers with bidirectional attention. The decoder's layers have the same parameters:
+their attention takes its queries from the decoder and its keys and values, through the layer's own projections, from
+the encoder's output *and* the decoder's states, under one softmax (merged attention, T5Gemma 2, arXiv 2512.14856).
+Decoder queries and keys are rotated (RoPE); keys from the encoder are normalised but not rotated.
+
+Two call forms with equal logits: packed flat buffers (`packing=PackedLayout`, training) and Hugging Face's ordinary
+[batch, length] with masks (`generate`, `from_pretrained`). Weights are read only inside the forward pass of the module
+that owns them, and each module is called equally often for any packed batch: ZeRO-3 gathers by module.
+
+Part of the exported remote code: it imports nothing of ds_encdec outside its own folder.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutput, ModelOutput, Seq2SeqLMOutput
+
+from .attention import Layout, PackedLayout, PaddedLayout
+from .configuration import Qwen3Seq2SeqConfig
+from .loss import IGNORE_INDEX, linear_cross_entropy
+
+Rotary = tuple[Tensor, Tensor]
+"""Cosines and sines, [..., tokens, 1, head_dim], in the dtype of the states."""
+
+
+def rotary_tables(positions: Tensor, config: Qwen3Seq2SeqConfig, dtype: torch.dtype) -> Rotary:
+    """Cosines and sines of the rotary embedding (Qwen3's: base `rope_theta`, halves turned against each other).
+
+    Computed in float32 from the configuration on each call: a buffer of frequencies would be rounded along with the
+    weights when a model is cast to bfloat16. positions: int64 [..., tokens].
+    """
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=positions.device) / config.head_dim
+    angles = positions[..., None, None].float() * config.rope_parameters["rope_theta"] ** -exponents
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, rotary: Rotary) -> Tensor:
+    """Apply the rotary embedding to x: [..., tokens, heads, head_dim]."""
+    cos, sin = rotary
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class Qwen3Attention(nn.Module):
+    """The projections of Qwen3's attention: grouped-query, RMSNorm on each query and key head."""
+
+    def __init__(self, config: Qwen3Seq2SeqConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        query_size = config.num_attention_heads * config.head_dim
+        key_size = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, key_size, bias=False)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+
+    def queries(self, hidden_states: Tensor, rotary: Rotary) -> Tensor:
+        """Rotated queries, [..., tokens, heads, head_dim]."""
+        return rotate(self.q_norm(self._heads(self.q_proj(hidden_states))), rotary)
+
+    def keys_values(self, hidden_states: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
+        """Keys (rotated if `rotary` is given) and values, [..., tokens, key_value_heads, head_dim]."""
+        keys = self.k_norm(self._heads(self.k_proj(hidden_states)))
+        return keys if rotary is None else rotate(keys, rotary), self._heads(self.v_proj(hidden_states))
+
+    def output(self, attended: Tensor) -> Tensor:
+        """Project [..., tokens, heads, head_dim] back to [..., tokens, hidden]."""
+        return self.o_proj(attended.flatten(-2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))
+
+
+class Qwen3EncoderAttention(Qwen3Attention):
+    """Bidirectional self-attention."""
+
+    def forward(self, hidden_states: Tensor, *, rotary: Rotary, layout: Layout) -> Tensor:
+        """[..., Te, hidden] → the same shape."""
+        keys, values = self.keys_values(hidden_states, rotary)
+        return self.output(layout.attend_encoder(self.queries(hidden_states, rotary), keys, values))
+
+
+class Qwen3MergedAttention(Qwen3Attention):
+    """Attention of decoder queries over encoder output and decoder states, under one softmax."""
+
+    def __init__(self, config: Qwen3Seq2SeqConfig, layer_idx: int) -> None:
+        super().__init__(config)
+        self.layer_idx = layer_idx
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        *,
+        rotary: Rotary,
+        layout: Layout,
+        past_key_values: EncoderDecoderCache | None = None,
+    ) -> Tensor:
+        """[..., Td, hidden] and [..., Te, hidden] → [..., Td, hidden]."""
+        queries = self.queries(hidden_states, rotary)
+        keys, values = self.keys_values(hidden_states, rotary)
+        if past_key_values is None:
+            encoder_keys, encoder_values = self.keys_values(encoder_hidden_states, None)
+        else:
+            cache = past_key_values.self_attention_cache
+            keys, values = cache.update(keys.transpose(1, 2), values.transpose(1, 2), self.layer_idx)
+            keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+            encoder_keys, encoder_values = self._cached_encoder_keys_values(encoder_hidden_states, past_key_values)
+        return self.output(layout.attend_merged(queries, keys, values, encoder_keys, encoder_values))
+
+    def _cached_encoder_keys_values(self, encoder_states: Tensor, past: EncoderDecoderCache) -> tuple[Tensor, Tensor]:
+        """The encoder's keys and values, computed at the first step of a generation and cached for the others."""
+        if not past.is_updated.get(self.layer_idx, False):
+            keys, values = self.keys_values(encoder_states, None)
+            past.cross_attention_cache.update(keys.transpose(1, 2), values.transpose(1, 2), self.layer_idx)
+            past.is_updated[self.layer_idx] = True
+        cached = past.cross_attention_cache.layers[self.layer_idx]
+        return cached.keys.transpose(1, 2), cached.values.transpose(1, 2)
+
+
+class Qwen3MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: Qwen3Seq2SeqConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.activation = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[..., hidden] → [..., hidden]."""
+        return self.down_proj(self.activation(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+
+
+class Qwen3EncoderLayer(GradientCheckpointingLayer):
+    """Qwen3's pre-norm layer with bidirectional attention."""
+
+    def __init__(self, config: Qwen3Seq2SeqConfig) -> None:
+        super().__init__()
+        self.self_attn = Qwen3EncoderAttention(config)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, hidden_states: Tensor, *, rotary: Rotary, layout: Layout) -> Tensor:
+        """[..., Te, hidden] → the same shape."""
+        attended = self.self_attn(self.input_layernorm(hidden_states), rotary=rotary, layout=layout)
+        hidden_states = hidden_states + attended
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class Qwen3DecoderLayer(GradientCheckpointingLayer):
+    """Qwen3's pre-norm layer with merged attention."""
+
+    def __init__(self, config: Qwen3Seq2SeqConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.self_attn = Qwen3MergedAttention(config, layer_idx)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        *,
+        rotary: Rotary,
+        layout: Layout,
+        past_key_values: EncoderDecoderCache | None = None,
+    ) -> Tensor:
+        """[..., Td, hidden] and [..., Te, hidden] → [..., Td, hidden]."""
+        attended = self.self_attn(
+            self.input_layernorm(hidden_states),
+            encoder_hidden_states,
+            rotary=rotary,
+            layout=layout,
+            past_key_values=past_key_values,
+        )
+        hidden_states = hidden_states + attended
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class Qwen3Encoder(nn.Module):
+    """Encoder layers and the final norm."""
+
+    main_input_name = "input_ids"  # read by generate()
+
+    def __init__(self, config: Qwen3Seq2SeqConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.layers = nn.ModuleList(Qwen3EncoderLayer(config) for _ in range(config.num_encoder_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, inputs_embeds: Tensor, *, layout: Layout) -> Tensor:
+        """[..., Te, hidden] embeddings → [..., Te, hidden] states."""
+        rotary = rotary_tables(layout.encoder_positions, self.config, inputs_embeds.dtype)
+        hidden_states = inputs_embeds
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, rotary=rotary, layout=layout)
+        return self.norm(hidden_states)
+
+
+class Qwen3Decoder(nn.Module):
+    """Decoder layers and the final norm."""
+
+    def __init__(self, config: Qwen3Seq2SeqConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.layers = nn.ModuleList(Qwen3DecoderLayer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        inputs_embeds: Tensor,
+        encoder_hidden_states: Tensor,
+        *,
+        layout: Layout,
+        past_key_values: EncoderDecoderCache | None = None,
+    ) -> Tensor:
+        """[..., Td, hidden] embeddings and [..., Te, hidden] encoder states → [..., Td, hidden] states."""
+        rotary = rotary_tables(layout.decoder_positions, self.config, inputs_embeds.dtype)
+        hidden_states = inputs_embeds
+        for layer in self.layers:
+            hidden_states = layer(
+                hidden_states, encoder_hidden_states, rotary=rotary, layout=layout, past_key_values=past_key_values
+            )
+        return self.norm(hidden_states)
+
+
+class LanguageModelHead(nn.Linear):
+    """The output layer, and with it the training loss: the only reader of its (usually tied) weight."""
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, labels: Tensor | None = None, chunk_tokens: int = 0
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Logits [..., vocab] without labels; else the loss sum and token losses of `linear_cross_entropy`."""
+        if labels is None:
+            return super().forward(hidden_states)
+        return linear_cross_entropy(hidden_states, self.weight, labels, chunk_tokens)
+
+
+class EmbeddedEncoder(nn.Module):
+    """The encoder from token ids on: the shared embedding in front of it. A view that owns nothing."""
+
+    def __init__(self, shared: nn.Embedding, encoder: Qwen3Encoder) -> None:
+        super().__init__()
+        self.shared = shared
+        self.encoder = encoder
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **_: Any,
+    ) -> BaseModelOutput:
+        """input_ids: int64 [B, Le], or inputs_embeds: [B, Le, hidden]; attention_mask: [B, Le] or None."""
+        embeds = self.shared(input_ids) if inputs_embeds is None else inputs_embeds
+        layout = PaddedLayout.build(encoder_length=embeds.shape[1], encoder_valid=attention_mask, device=embeds.device)
+        return BaseModelOutput(last_hidden_state=self.encoder(embeds, layout=layout))
+
+
+@dataclass
+class PackedLossOutput(ModelOutput):
+    """Loss of one packed micro-batch.
+
+    `loss`: float32 scalar with gradient, the *sum* of token losses in nats. `token_losses`: float32 [Td], detached,
+    0 where the label is -100.
+    """
+
+    loss: Tensor | None = None
+    token_losses: Tensor | None = None
+
+
+class Qwen3ForSeq2SeqLM(PreTrainedModel, GenerationMixin):
+    """The encoder-decoder with its language-model head."""
+
+    config_class = Qwen3Seq2SeqConfig
+    base_model_prefix = ""
+    supports_gradient_checkpointing = True
+    _no_split_modules = ("Qwen3EncoderLayer", "Qwen3DecoderLayer")
+    _skip_keys_device_placement = ("past_key_values",)
+    _supports_sdpa = True
+    _tied_weights_keys = {"lm_head.weight": "shared.weight"}  # noqa: RUF012 - Hugging Face's own form
+
+    def __init__(self, config: Qwen3Seq2SeqConfig) -> None:
+        super().__init__(config)
+        self.loss_type = config.loss_type
+        self.shared = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.encoder = Qwen3Encoder(config)
+        self.decoder = Qwen3Decoder(config)
+        self.lm_head = LanguageModelHead(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            # Here and not only in post_init: a tie made after zero.Init has partitioned both would not hold.
+            self.lm_head.weight = self.shared.weight
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """The shared embedding."""
+        return self.shared
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        """Replace the shared embedding."""
+        self.shared = value
+
+    def get_encoder(self, modality: str | None = None) -> nn.Module:
+        """The encoder as a function of token ids."""
+        return EmbeddedEncoder(self.shared, self.encoder)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        encoder_outputs: BaseModelOutput | tuple[Tensor, ...] | None = None,
+        past_key_values: EncoderDecoderCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        return_dict: bool | None = None,
+        packing: PackedLayout | None = None,
+        **kwargs: Any,
+    ) -> PackedLossOutput | Seq2SeqLMOutput | tuple[Tensor, ...]:
+        """Packed, with `packing`: input_ids int64 [Te], decoder_input_ids and labels int64 [Td] → `PackedLossOutput`.
+
+        Ordinary, without: input_ids int64 [B, Le] (or `inputs_embeds`, or `encoder_outputs`), decoder_input_ids
+        int64 [B, Ld] (or made from labels by shifting right), masks [B, length], non-zero on real tokens →
+        `Seq2SeqLMOutput` with logits [B, Ld, vocab] and, given labels (-100: no loss), the mean token loss.
+        """
+        if packing is not None:
+            return self._packed_loss(input_ids, decoder_input_ids, labels, packing)
+        if encoder_outputs is None:
+            encoder_outputs = self.get_encoder()(input_ids, attention_mask, inputs_embeds)
+        encoder_states = encoder_outputs[0]
+        if decoder_input_ids is None:
+            decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        if use_cache and past_key_values is None and not self.training:
+            past_key_values = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        layout = PaddedLayout.build(
+            encoder_length=encoder_states.shape[1],
+            encoder_valid=attention_mask,
+            decoder_length=decoder_input_ids.shape[1],
+            decoder_valid=decoder_attention_mask,
+            past_length=0 if past_key_values is None else past_key_values.get_seq_length(),
+            device=encoder_states.device,
+        )
+        hidden_states = self.decoder(
+            self.shared(decoder_input_ids), encoder_states, layout=layout, past_key_values=past_key_values
+        )
+        logits = self.lm_head(hidden_states)
+        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+        output = Seq2SeqLMOutput(
+            loss=loss, logits=logits, past_key_values=past_key_values, encoder_last_hidden_state=encoder_states
+        )
+        return output.to_tuple() if return_dict is False else output
+
+    def _packed_loss(
+        self, input_ids: Tensor | None, decoder_input_ids: Tensor | None, labels: Tensor | None, packing: PackedLayout
+    ) -> PackedLossOutput:
+        if input_ids is None or decoder_input_ids is None or labels is None:
+            raise ValueError("The packed form needs input_ids, decoder_input_ids and labels")
+        if not self.config.use_flash_attention:
+            packing = replace(packing, flash=False)
+        # One look-up for both sides: the embedding's gradient, as large as the embedding, exists once.
+        embeds = self.shared(torch.cat([input_ids, decoder_input_ids]))
+        encoder_embeds, decoder_embeds = embeds.split([len(input_ids), len(decoder_input_ids)])
+        encoder_states = self.encoder(encoder_embeds, layout=packing)
+        hidden_states = self.decoder(decoder_embeds, encoder_states, layout=packing)
+        loss, token_losses = self.lm_head(hidden_states, labels, self.config.loss_chunk_tokens)
+        return PackedLossOutput(loss=loss, token_losses=token_losses)
+
+    def prepare_decoder_input_ids_from_labels(self, labels: Tensor | None) -> Tensor:
+        """Labels [B, Ld] shifted right behind `decoder_start_token_id`; -100 becomes the pad token."""
+        if labels is None:
+            raise ValueError("The decoder needs decoder_input_ids, or labels to make them from")
+        shifted = labels.roll(1, dims=-1)
+        shifted[..., 0] = self.config.decoder_start_token_id
+        return shifted.masked_fill(shifted == IGNORE_INDEX, self.config.pad_token_id)
