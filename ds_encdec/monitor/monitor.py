@@ -12,7 +12,7 @@ from torch import nn
 from ds_encdec.monitor.metrics import MetricWindow, encode_float
 
 MIN_VALUES_FOR_SPIKE = 10
-"""Losses that must be in the window before one can be called a spike."""
+"""Losses that must be in the window (or fill a smaller one) before one can be called a spike."""
 MAX_LOSS_SPIKES = 5
 """Loss spikes that a phase may have and still pass."""
 
@@ -159,7 +159,7 @@ class TrainingMonitor:
     def _check_loss(self, step: int, loss: float) -> None:
         """Against the window before this loss is in it."""
         threshold = math.inf
-        if len(self.loss_window) >= MIN_VALUES_FOR_SPIKE:
+        if len(self.loss_window) >= min(MIN_VALUES_FOR_SPIKE, self.loss_window.window_size):
             threshold = self.loss_spike_threshold * self.loss_window.mean
         if loss > threshold or not math.isfinite(loss):
             self._alert("loss_spike", step, loss, threshold, "loss")

@@ -7,6 +7,7 @@ worth the run. metrics.jsonl is not dropped: it says so at each line it cannot w
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -24,6 +25,8 @@ from ds_encdec.monitor.console import ConsoleSink
 logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
+WANDB_INIT_TIMEOUT_S = 30.0
+"""Time for W&B's server to answer before the run is kept offline. Training has not begun then."""
 
 
 class Sink(Protocol):
@@ -111,7 +114,8 @@ class JsonlSink:
             self._good_bytes += len(line)
         except OSError as error:
             logger.error("%s: the metrics of step %d could not be written: %s", self._path, step, error)
-            os.truncate(self._path, self._good_bytes)
+            with contextlib.suppress(OSError):
+                os.truncate(self._path, self._good_bytes)
 
     def close(self, exit_code: int = 0) -> None:
         """Make the lines durable and close the file."""
@@ -197,7 +201,7 @@ def _start_wandb(**arguments: Any) -> Any:
     import wandb
 
     # The library's own output would garble the progress bar; it stays in its log files.
-    settings = wandb.Settings(silent=True, console="off", init_timeout=30)
+    settings = wandb.Settings(silent=True, console="off", init_timeout=WANDB_INIT_TIMEOUT_S)
     if "WANDB_MODE" not in os.environ and not _has_wandb_login(wandb.Settings().base_url):
         logger.warning("W&B: nobody is logged in (`wandb login`); this run is kept offline in %s", arguments["dir"])
         return wandb.init(mode="offline", settings=settings, **arguments)

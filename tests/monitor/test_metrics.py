@@ -1,0 +1,176 @@
+"""Windows, step sums and the metrics made of them, against sums written out by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+
+import pytest
+import torch
+
+from ds_encdec.monitor.metrics import (
+    MetricWindow,
+    StepAccumulator,
+    StepRecord,
+    eval_metrics,
+    loss_metrics,
+    train_metrics,
+)
+from ds_encdec.types import LossSum, StepResult
+
+
+def loss_sum(*by_denoiser: float, tokens: tuple[float, ...] = (10, 0, 0, 0, 30)) -> LossSum:
+    losses = torch.tensor(by_denoiser)
+    return LossSum(losses.sum(), losses, torch.tensor(tokens, dtype=torch.float32))
+
+
+def step_result(norm: float = 1.0, *, applied: bool = True, learning_rate: float = 1e-3) -> StepResult:
+    return StepResult(applied, torch.tensor(norm), learning_rate)
+
+
+def record(**changes: object) -> StepRecord:
+    values: dict[str, object] = {
+        "global_step": 1,
+        "data_step": 1,
+        "applied": True,
+        "learning_rate": 1e-3,
+        "grad_norm": 1.0,
+        "loss_sums": (20.0, 0.0, 0.0, 0.0, 90.0),
+        "target_tokens": (10, 0, 0, 0, 30),
+        "encoder_tokens": 25,
+    }
+    return StepRecord(**(values | changes))  # type: ignore[arg-type]
+
+
+def test_window_keeps_only_the_last_values() -> None:
+    window = MetricWindow(3)
+    for value in (100.0, 1.0, 2.0, 4.0):
+        window.add(value)
+    assert list(window.values) == [1.0, 2.0, 4.0]
+    assert window.mean == pytest.approx(7 / 3, rel=1e-15)
+    assert window.std == pytest.approx(statistics.pstdev([1.0, 2.0, 4.0]), rel=1e-15)
+    assert (window.min, window.max, len(window)) == (1.0, 4.0, 3)
+
+
+def test_empty_window_is_zero_and_size_zero_is_refused() -> None:
+    window = MetricWindow(5)
+    assert (window.mean, window.std, window.min, window.max) == (0.0, 0.0, 0.0, 0.0)
+    with pytest.raises(ValueError, match="window_size is 0"):
+        MetricWindow(0)
+
+
+def test_window_survives_json() -> None:
+    window = MetricWindow(3)
+    for value in (0.1, 0.2, 0.3, 0.7):
+        window.add(value)
+    restored = MetricWindow(3)
+    restored.load_state_dict(json.loads(json.dumps(window.state_dict())))
+    restored.add(0.9)
+    assert list(restored.values) == [0.3, 0.7, 0.9]
+
+
+def test_step_loss_is_sum_over_tokens_not_mean_of_means() -> None:
+    accumulator = StepAccumulator(torch.device("cpu"))
+    accumulator.add(loss_sum(20, 0, 0, 0, 90), encoder_tokens=7)
+    accumulator.add(loss_sum(0, 0, 0, 0, 5, tokens=(0, 0, 0, 0, 1)), encoder_tokens=5)
+    accumulator.end_step(step_result(2.5), global_step=4, data_step=6)
+    (step,) = accumulator.take()
+    assert step.loss_sums == (20, 0, 0, 0, 95)
+    assert step.target_tokens == (10, 0, 0, 0, 31)
+    assert step.loss == 115 / 41
+    assert (step.tokens, step.encoder_tokens, step.grad_norm) == (53, 12, 2.5)
+    assert (step.global_step, step.data_step, step.applied) == (4, 6, True)
+
+
+def test_sums_do_not_lose_small_losses_beside_large_ones() -> None:
+    """float32 would stop counting at 2**24."""
+    accumulator = StepAccumulator(torch.device("cpu"))
+    accumulator.add(loss_sum(0, 0, 0, 0, 2.0**24), encoder_tokens=0)
+    for _ in range(3):
+        accumulator.add(loss_sum(0, 0, 0, 0, 1.0), encoder_tokens=0)
+    accumulator.end_step(step_result(), global_step=1, data_step=1)
+    assert accumulator.take()[0].loss_sums[4] == 2.0**24 + 3
+
+
+def test_recording_keeps_no_graph_and_no_later_change() -> None:
+    weight = torch.ones(5, requires_grad=True)
+    losses = weight * 2
+    accumulator = StepAccumulator(torch.device("cpu"))
+    accumulator.add(LossSum(losses.sum(), losses, torch.ones(5)), encoder_tokens=1)
+    with torch.no_grad():
+        losses.zero_()
+    accumulator.end_step(step_result(), global_step=1, data_step=1)
+    assert accumulator.take()[0].loss_sums == (2, 2, 2, 2, 2)
+
+
+def test_take_begins_a_new_interval_and_reduce_does_not() -> None:
+    accumulator = StepAccumulator(torch.device("cpu"))
+    for step in (1, 2):
+        accumulator.add(loss_sum(20, 0, 0, 0, 90), encoder_tokens=1)
+        accumulator.end_step(step_result(), global_step=step, data_step=step)
+        assert len(accumulator.reduce()) == step
+    assert [step.global_step for step in accumulator.take()] == [1, 2]
+    assert accumulator.take() == []
+
+
+def test_interval_interrupted_by_a_checkpoint_gives_the_same_floats() -> None:
+    generator = torch.Generator().manual_seed(0)
+    steps = [torch.rand(5, generator=generator) * 1000 / 3 for _ in range(6)]
+
+    def run(accumulator: StepAccumulator, first: int, last: int) -> None:
+        for index in range(first, last):
+            accumulator.add(loss_sum(*steps[index].tolist()), encoder_tokens=index)
+            norm = math.inf if index == 1 else 0.1 * index
+            accumulator.end_step(step_result(norm, applied=index != 1), global_step=index, data_step=index)
+
+    uninterrupted = StepAccumulator(torch.device("cpu"))
+    run(uninterrupted, 0, 6)
+    before = StepAccumulator(torch.device("cpu"))
+    run(before, 0, 4)
+    checkpoint = json.dumps(before.state_dict(), allow_nan=False)
+    resumed = StepAccumulator(torch.device("cpu"))
+    resumed.load_state_dict(json.loads(checkpoint))
+    run(resumed, 4, 6)
+    expected = uninterrupted.take()
+    assert resumed.take() == expected
+    run(before, 4, 6)  # the run that saved goes on unchanged as well
+    assert before.take() == expected
+
+
+def test_train_metrics_of_an_interval() -> None:
+    second = record(
+        loss_sums=(0.0, 4.0, 0.0, 0.0, 0.0), target_tokens=(0, 4, 0, 0, 0), learning_rate=2e-3, grad_norm=3.0
+    )
+    assert train_metrics([record(), second]) == {
+        "train/loss": 114 / 44,
+        "train/loss_R1": 2.0,
+        "train/loss_R2": 1.0,
+        "train/loss_S": 3.0,
+        "train/learning_rate": 2e-3,
+        "train/grad_norm": 3.0,
+        "train/skipped_steps": 0,
+    }
+
+
+def test_a_skipped_step_does_not_hide_the_others() -> None:
+    nan = record(applied=False, loss_sums=(math.nan,) * 5, grad_norm=math.nan)
+    metrics = train_metrics([record(), nan])
+    assert metrics["train/loss"] == 110 / 40
+    assert metrics["train/skipped_steps"] == 1
+    assert math.isnan(metrics["train/grad_norm"])
+    assert math.isnan(train_metrics([nan])["train/loss"])
+
+
+def test_eval_metrics_have_perplexities_per_denoiser() -> None:
+    metrics = eval_metrics([2.0, 0, 0, 0, 30.0], [2, 0, 0, 0, 10])
+    assert metrics["eval/loss"] == 32 / 12
+    assert metrics["eval/perplexity"] == pytest.approx(math.exp(32 / 12), rel=1e-15)
+    assert metrics["eval/perplexity_S"] == pytest.approx(math.exp(3), rel=1e-15)
+    assert metrics["eval/loss_R1"] == 1.0
+    assert "eval/loss_X1" not in metrics
+    assert eval_metrics([1e4, 0, 0, 0, 0], [1, 0, 0, 0, 0])["eval/perplexity"] == math.inf
+
+
+def test_loss_without_tokens_is_nan_and_never_zero() -> None:
+    assert math.isnan(loss_metrics("eval", [0.0] * 5, [0] * 5)["eval/loss"])

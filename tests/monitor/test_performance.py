@@ -1,0 +1,71 @@
+"""Throughput, its clock, and the table of peaks."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from ds_encdec.monitor.peak_flops import peak_flops
+from ds_encdec.monitor.performance import IntervalClock, Lap, performance_metrics
+
+
+def test_performance_of_an_interval() -> None:
+    metrics = performance_metrics(
+        Lap(training_s=5.0, data_wait_s=0.5),
+        num_steps=10,
+        tokens=40_000,
+        num_devices=4,
+        flops=8e15,
+        peak_flops_per_device=989e12,
+    )
+    assert metrics == {
+        "perf/tokens_per_sec": 8000.0,
+        "perf/tokens_per_sec_per_gpu": 2000.0,
+        "perf/step_time_s": 0.5,
+        "perf/data_wait_frac": 0.1,
+        "perf/mfu": pytest.approx(1.6e15 / (4 * 989e12), rel=1e-12),
+    }
+
+
+def test_no_mfu_where_the_peak_is_not_known() -> None:
+    metrics = performance_metrics(Lap(1.0, 0.0), num_steps=1, tokens=1, num_devices=1, flops=1e12)
+    assert "perf/mfu" not in metrics
+
+
+def test_clock_leaves_out_pauses_and_counts_waits_and_starts_anew() -> None:
+    clock = IntervalClock()
+    with clock.waiting_for_data():
+        time.sleep(0.05)
+    with clock.paused():
+        time.sleep(0.3)
+    lap = clock.lap()
+    assert 0.05 <= lap.data_wait_s <= lap.training_s < 0.3
+    second = clock.lap()
+    assert second.data_wait_s == 0.0
+    assert second.training_s < lap.training_s
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
+        ("AMD Instinct MI300X", 1307),
+    ],
+)
+def test_known_peaks(name: str, tflops: float) -> None:
+    assert peak_flops(name) == tflops * 1e12
+
+
+@pytest.mark.parametrize("name", ["NVIDIA A10G", "NVIDIA A1000", "NVIDIA GeForce RTX 2080", "cpu", ""])
+def test_unknown_devices_have_no_peak(name: str) -> None:
+    assert peak_flops(name) is None

@@ -1,0 +1,267 @@
+"""What the sinks leave behind, read back with each tool's own reader or format."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from ds_encdec.config.schema import FullConfig, InfraConfig
+from ds_encdec.monitor import sinks
+from ds_encdec.monitor.console import ConsoleSink
+from ds_encdec.monitor.sinks import GuardedSink, JsonlSink, TensorBoardSink, WandbSink, open_sinks
+
+METRICS = {
+    "train/loss": 3.25,
+    "train/learning_rate": 1e-4,
+    "train/grad_norm": 0.5,
+    "perf/tokens_per_sec": 12345.0,
+    "perf/step_time_s": 2.0,
+}
+
+
+def lines_of(path: Path) -> list[dict[str, object]]:
+    def refuse(literal: str) -> None:
+        raise AssertionError(f"{literal} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+class TestJsonl:
+    def test_one_object_a_line_without_nan(self, tmp_path: Path) -> None:
+        sink = JsonlSink(tmp_path / "metrics.jsonl")
+        sink.log(1, {"data_step": 2, "train/loss": 1 / 3, "train/grad_norm": math.inf, "eval/loss": math.nan})
+        assert lines_of(tmp_path / "metrics.jsonl") == [  # before close: a line is never held back
+            {"step": 1, "data_step": 2, "train/loss": 1 / 3, "train/grad_norm": None, "eval/loss": None}
+        ]
+        sink.close()
+
+    @pytest.mark.parametrize(("start_step", "kept"), [(0, []), (10, [10]), (20, [10, 20, 20]), (99, [10, 20, 20, 30])])
+    def test_resume_cuts_later_steps(self, tmp_path: Path, start_step: int, kept: list[int]) -> None:
+        path = tmp_path / "metrics.jsonl"
+        path.write_text("".join(f'{{"step": {step}, "train/loss": 1.0}}\n' for step in (10, 20, 20, 30)))
+        sink = JsonlSink(path, start_step=start_step)
+        sink.log(start_step + 1, {"train/loss": 2.0})
+        sink.close()
+        assert [line["step"] for line in lines_of(path)] == [*kept, start_step + 1]
+        assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+    def test_torn_last_line_is_cut(self, tmp_path: Path) -> None:
+        path = tmp_path / "metrics.jsonl"
+        path.write_text('{"step": 1}\n{"step": 2, "train/lo')
+        JsonlSink(path, start_step=5).close()
+        assert path.read_text() == '{"step": 1}\n'
+
+    @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+    def test_full_disk_is_an_error_per_line_and_not_the_end(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        path = tmp_path / "metrics.jsonl"
+        sink = JsonlSink(path)
+        sink.log(1, METRICS)
+        whole_disk, sink._file = sink._file, io.FileIO("/dev/full", "ab")
+        for step in (2, 3):
+            sink.log(step, METRICS)
+        sink._file.close()
+        sink._file = whole_disk
+        sink.log(4, METRICS)
+        sink.close()
+        assert [line["step"] for line in lines_of(path)] == [1, 4]
+        errors = [entry.getMessage() for entry in caplog.records if entry.levelno == logging.ERROR]
+        assert len(errors) == 2
+        assert all("metrics.jsonl" in error and "No space left" in error for error in errors)
+
+
+class TestTensorBoard:
+    def scalars(self, directory: Path, name: str) -> list[tuple[int, float]]:
+        events = EventAccumulator(str(directory)).Reload()
+        return [(event.step, event.value) for event in events.Scalars(name)]
+
+    def test_event_files_hold_what_was_logged(self, tmp_path: Path) -> None:
+        sink = TensorBoardSink(tmp_path)
+        for step in (10, 20, 30):
+            sink.log(step, {"train/loss": 60.0 / step, "eval/loss_X1": float(step)})
+        sink.close()
+        assert self.scalars(tmp_path, "train/loss") == [(10, 6.0), (20, 3.0), (30, 2.0)]
+        assert self.scalars(tmp_path, "eval/loss_X1") == [(10, 10.0), (20, 20.0), (30, 30.0)]
+
+    def test_resume_hides_the_steps_that_are_run_again(self, tmp_path: Path) -> None:
+        for start_step, value in ((0, 1.0), (20, 2.0)):
+            sink = TensorBoardSink(tmp_path, start_step=start_step)
+            for step in range(start_step + 10, 50, 10):
+                sink.log(step, {"train/loss": value})
+            sink.close()
+        assert self.scalars(tmp_path, "train/loss") == [(10, 1.0), (20, 1.0), (30, 2.0), (40, 2.0)]
+
+
+@pytest.fixture
+def logged_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+
+
+def wandb_records(path: Path) -> Iterator[object]:
+    """Records of a .wandb file: a 7-byte header, then LevelDB's log format (32 KiB blocks of framed fragments)."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, position, payload = path.read_bytes(), 7, b""
+    while position + 7 <= len(data):
+        left_in_block = 32768 - position % 32768
+        if left_in_block < 7:
+            position += left_in_block
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, position)
+        payload += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # whole, or last fragment
+            yield wandb_internal_pb2.Record.FromString(payload)
+            payload = b""
+
+
+def wandb_history(path: Path) -> list[dict[str, object]]:
+    items = [record.history.item for record in wandb_records(path) if record.HasField("history")]  # type: ignore[attr-defined]
+    rows = [{"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in row} for row in items]
+    return [{name: value for name, value in row.items() if not name.startswith("_")} for row in rows]
+
+
+@pytest.mark.usefixtures("logged_out")
+class TestWandb:
+    def test_without_login_offline_with_one_warning_and_the_same_run_after_a_resume(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        infra = InfraConfig(wandb_project="tests", wandb_run_name="a run")
+        for first_step in (10, 30):
+            sink = WandbSink(tmp_path / "logs", infra, {"training": {"seed": 7}})
+            sink.log(first_step, {"train/loss": 60.0 / first_step})
+            sink.log(first_step + 10, {"train/loss": 1.5, "eval/loss": math.inf})
+            sink.close()
+            warnings = [entry for entry in caplog.records if entry.name == "ds_encdec.monitor.sinks"]
+            assert len(warnings) == 1
+            assert "offline" in warnings[0].getMessage()
+            caplog.clear()
+        files = sorted(tmp_path.glob("logs/wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
+        run_id = (tmp_path / "logs/wandb_run_id").read_text().strip()
+        assert [file.name for file in files] == [f"run-{run_id}.wandb"] * 2
+        assert wandb_history(files[0]) == [
+            {"step": 10, "train/loss": 6.0},
+            {"step": 20, "train/loss": 1.5, "eval/loss": math.inf},
+        ]
+        assert [row["step"] for row in wandb_history(files[1])] == [30, 40]
+        (run,) = [record.run for record in wandb_records(files[0]) if record.HasField("run")]  # type: ignore[attr-defined]
+        assert (run.project, run.display_name) == ("tests", "a run")
+        assert {item.key: item.value_json for item in run.config.update}["training"] == '{"seed":7}'
+
+    def test_unreachable_server_goes_offline(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        key = "0123456789abcdef" * 3
+        monkeypatch.setenv("WANDB_API_KEY", key)
+        monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+        monkeypatch.setattr(sinks, "WANDB_INIT_TIMEOUT_S", 2.0)
+        sink = WandbSink(tmp_path / "logs", InfraConfig(), {})
+        sink.log(1, {"train/loss": 2.0})
+        sink.close()
+        assert "no connection" in caplog.text
+        (file,) = tmp_path.glob("logs/wandb/offline-run-*/*.wandb")
+        assert wandb_history(file) == [{"step": 1, "train/loss": 2.0}]
+        assert not [path for path in tmp_path.rglob("*") if path.is_file() and key.encode() in path.read_bytes()]
+
+
+class TestGuard:
+    def test_failing_sink_is_dropped_with_one_warning(self, caplog: pytest.LogCaptureFixture) -> None:
+        class Failing:
+            calls = 0
+
+            def log(self, step: int, metrics: object) -> None:
+                self.calls += 1
+                raise RuntimeError("the tracker is gone")
+
+            def close(self, exit_code: int = 0) -> None:
+                self.calls += 1
+
+        failing = Failing()
+        sink = GuardedSink("tracker", lambda: failing)
+        for step in range(3):
+            sink.log(step, METRICS)
+        sink.close()
+        assert failing.calls == 1
+        assert caplog.text.count("tracker has failed and is dropped") == 1
+
+    def test_sink_that_cannot_open_is_dropped(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        (tmp_path / "file").write_text("in the way")
+        sink = GuardedSink("tensorboard", lambda: TensorBoardSink(tmp_path / "file"))
+        sink.log(1, METRICS)
+        sink.close()
+        assert caplog.text.count("tensorboard has failed") == 1
+
+
+class TestConsole:
+    def test_plain_lines_without_a_terminal(self) -> None:
+        out = io.StringIO()
+        sink = ConsoleSink(110, console=Console(file=out))
+        sink.log(10, {**METRICS, "perf/mfu": 0.413, "train/skipped_steps": 0})
+        sink.log(10, {"eval/loss": 3.0, "eval/perplexity": 20.0855})
+        sink.log(10, {"ckpt/blocked_s": 1.0})
+        sink.close()
+        assert out.getvalue().splitlines() == [
+            "step 10/110 | loss 3.2500 | lr 1.00e-04 | grad norm 0.500 | tokens/s 12,345 | MFU 41.3% | ETA 0:03:20",
+            "step 10/110 | eval loss 3.0000 | perplexity 20.09",
+        ]
+
+    def test_skipped_steps_are_shown_when_there_are_some(self) -> None:
+        out = io.StringIO()
+        ConsoleSink(9, console=Console(file=out)).log(1, {"train/loss": math.nan, "train/skipped_steps": 2})
+        assert out.getvalue() == "step 1/9 | loss nan | skipped 2\n"
+
+    def test_progress_bar_on_a_terminal(self) -> None:
+        out = io.StringIO()
+        sink = ConsoleSink(40, start_step=5, console=Console(file=out, force_terminal=True, width=200))
+        sink.log(10, METRICS)
+        sink.close()
+        last_frame = out.getvalue().split("training")[-1]
+        assert "10/40" in last_frame
+        assert "loss 3.2500 | lr 1.00e-04 | grad norm 0.500 | tokens/s 12,345 | ETA 0:01:00" in last_frame
+
+
+class TestOpenSinks:
+    def config(self, *trackers: str) -> FullConfig:
+        return FullConfig.model_validate({"training": {"report_to": trackers}, "infra": {"logging_dir": "logs"}})
+
+    def test_other_ranks_have_none_and_touch_nothing(self, tmp_path: Path) -> None:
+        assert open_sinks(self.config("wandb", "tensorboard"), tmp_path, rank=1) == []
+        assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.usefixtures("logged_out")
+    def test_rank_0_writes_what_is_configured(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        for sink in open_sinks(self.config("tensorboard", "wandb"), tmp_path, rank=0):
+            sink.log(10, METRICS)
+            sink.close(0)
+        assert lines_of(tmp_path / "metrics.jsonl") == [{"step": 10, **METRICS}]
+        assert list((tmp_path / "logs/tensorboard").glob("events.*"))
+        assert list((tmp_path / "logs/wandb").glob("offline-run-*"))
+        assert "loss 3.2500" in capsys.readouterr().out
+
+    def test_no_tracker_means_no_logging_folder(self, tmp_path: Path) -> None:
+        for sink in open_sinks(self.config(), tmp_path, rank=0):
+            sink.close()
+        assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+    def test_absolute_logging_dir_is_taken_as_it_is(self, tmp_path: Path) -> None:
+        config = FullConfig.model_validate(
+            {"training": {"report_to": ["tensorboard"]}, "infra": {"logging_dir": str(tmp_path / "elsewhere")}}
+        )
+        run_dir = tmp_path / "run"
+        run_dir.mkdir()
+        for sink in open_sinks(config, run_dir, rank=0):
+            sink.close()
+        assert list((tmp_path / "elsewhere/tensorboard").glob("events.*"))
