@@ -85,7 +85,7 @@ def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from ds_encdec.config.load import load_config
 
     path = options.config or options.config_option
-    load_config(path, overrides, options.deepspeed_config)
+    load_config(train.find_shipped(path), overrides, train.find_shipped(options.deepspeed_config))
     print(f"{path or 'the default configuration'}: no problems found")
     return 0
 
@@ -101,7 +101,7 @@ def _inspect_data(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from ds_encdec.build import inspect_run_data
     from ds_encdec.config.load import load_config
 
-    config = load_config(options.config, overrides)
+    config = load_config(train.find_shipped(options.config), overrides)
     print(inspect_run_data(config, num_examples=options.n, as_json=options.json))
     return 0
 

@@ -1,11 +1,11 @@
 """The program that the launchers start: `deepspeed ds_encdec/train.py`, `torchrun ds_encdec/train.py`, or plain python.
 
-    --config FILE              YAML of the run (default: the schema's defaults, ds_configs/qwen3_0.6b_ul2.yaml)
-    --deepspeed_config FILE    raw DeepSpeed JSON, reconciled with the YAML
-    --resume auto|PATH         go on from the newest whole checkpoint, or from this one
-    --print-config             print the resolved YAML and stop
-    --print-deepspeed-config   print the JSON that DeepSpeed would be given and stop
-    section.field=value        overrides; `--section.field value` works too
+--config FILE              YAML of the run (default: the schema's defaults, ds_configs/qwen3_0.6b_ul2.yaml)
+--deepspeed_config FILE    raw DeepSpeed JSON, reconciled with the YAML
+--resume auto|PATH         go on from the newest whole checkpoint, or from this one
+--print-config             print the resolved YAML and stop
+--print-deepspeed-config   print the JSON that DeepSpeed would be given and stop
+section.field=value        overrides; `--section.field value` works too
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from ds_encdec.config.load import load_config
 from ds_encdec.types import DsEncDecError
@@ -54,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Load the configuration, then print it or train with it. Raises DsEncDecError."""
-    config = load_config(options.config, overrides, options.deepspeed_config)
+    config = load_config(find_shipped(options.config), overrides, find_shipped(options.deepspeed_config))
     if options.print_config:
         print(config.dump_yaml(), end="")
         return 0
@@ -69,5 +70,26 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 0
 
 
+def find_shipped(path: Path | None) -> Path | None:
+    """`path`, or where it is not there, the file of that name beside the package: ds_configs/… from any folder."""
+    if path is None or path.is_absolute() or path.exists():
+        return path
+    shipped = Path(__file__).resolve().parent.parent / path
+    return shipped if shipped.exists() else path
+
+
+def _leave(exit_code: int) -> NoReturn:
+    """End the process with this very exit code.
+
+    A rank that failed cannot destroy its process groups in order; left to the interpreter's exit, gloo's
+    threads would sometimes abort and hide the code.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if exit_code:
+        os._exit(exit_code)
+    sys.exit(0)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _leave(main())

@@ -17,6 +17,7 @@ either no `step-N` or a whole one.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -30,6 +31,8 @@ from ds_encdec.checkpoint.manifest import MANIFEST, FileRecord, Manifest, read_m
 from ds_encdec.launch.agreement import Agreement
 from ds_encdec.launch.run_folder import write_atomically
 from ds_encdec.types import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
 
@@ -104,7 +107,7 @@ class CheckpointManager:
                 return self._verified(path)
             except CheckpointError as error:
                 if self._agreement.rank == 0:
-                    print(f"warning: passing over a damaged checkpoint: {error}", flush=True)
+                    logger.warning("Passing over a damaged checkpoint: %s", error)
         return None
 
     def _verified(self, path: Path) -> Checkpoint:

@@ -49,9 +49,7 @@ class Agreement:
         Only for actions without collectives inside, or whose collectives all ranks reach.
         """
         result, error = _attempt(action)
-        for other in self.gather(error):
-            if other is not None:
-                raise other
+        self._raise_first(error)
         return result  # type: ignore[return-value]  # no error on any rank, so the action returned
 
     def on_rank_zero(self, action: Callable[[], T]) -> T:
@@ -63,9 +61,22 @@ class Agreement:
         return result
 
     def rank_zero_first(self, action: Callable[[], T]) -> T:
-        """Run `action` on rank 0, then on the others, which find what it left in a cache."""
-        self.on_rank_zero(lambda: bool(action()) and None)
-        return self.on_every_rank(action)
+        """Run `action` on rank 0, then on the others, which find what it left in a cache.
+
+        If any raised, all raise the same error.
+        """
+        result, error = _attempt(action) if self.rank == 0 else (None, None)
+        self._raise_first(error)
+        if self.rank != 0:
+            result, error = _attempt(action)
+        self._raise_first(error)
+        return result  # type: ignore[return-value]  # no error on any rank, so the action returned
+
+    def _raise_first(self, error: Exception | None) -> None:
+        """Raise the lowest rank's error, on every rank."""
+        for other in self.gather(error):
+            if other is not None:
+                raise other
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:

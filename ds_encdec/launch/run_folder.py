@@ -52,7 +52,7 @@ class RunFolder:
             lock = open(self.root / ".lock", "a+")  # noqa: SIM115  held open for the life of the process
         except OSError as error:
             raise ConfigError(
-                f"infra.output_dir: cannot write to {self.root} ({error.strerror}). Choose a folder this user can write."
+                f"infra.output_dir: cannot write to {self.root} ({error.strerror}); choose another folder."
             ) from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -10,9 +11,11 @@ import torch
 
 from ds_encdec.monitor.metrics import StepAccumulator, StepRecord, train_metrics
 from ds_encdec.monitor.monitor import TrainingMonitor
+from ds_encdec.monitor.performance import IntervalClock, performance_metrics
 from ds_encdec.monitor.sinks import Sink
-from ds_encdec.monitor.throughput import IntervalClock, performance_metrics
 from ds_encdec.types import Batch, LossSum, StepResult, TrainingState
+
+logger = logging.getLogger(__name__)
 
 BatchFlops = Callable[[Batch], float]
 """Model FLOPs, forward and backward without recomputation, of one micro-batch."""
@@ -111,10 +114,10 @@ class Recorder:
         self._steps.load_state_dict(state["steps"])
         self.monitor.load_state_dict(state["monitor"])
 
-    def close(self) -> None:
-        """Flush and close the sinks."""
+    def close(self, exit_code: int) -> None:
+        """Flush and close the sinks, telling them how the run ended."""
         for sink in self._sinks:
-            sink.close()
+            sink.close(exit_code)
 
     def _watch(self, records: Sequence[StepRecord], tokens_per_second: float) -> None:
         for record in records:
@@ -127,7 +130,7 @@ class Recorder:
                 is_warmup=record.global_step <= self._warmup_steps,
             )
             for alert in alerts if self._sinks else ():
-                print(f"warning: {alert['message']}", flush=True)
+                logger.warning(alert["message"])
 
     def _publish(self, state: TrainingState, metrics: dict[str, float]) -> None:
         for sink in self._sinks:

@@ -1,0 +1,96 @@
+"""Starts real launchers on the quickstart's configuration, made tiny."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TRAIN = str(REPOSITORY / "ds_encdec" / "train.py")
+QUICKSTART = str(REPOSITORY / "ds_configs" / "quickstart.yaml")
+BIN = Path(sys.executable).parent
+
+TINY = {
+    "model.architecture.vocab_size": 1024,
+    "model.architecture.hidden_size": 32,
+    "model.architecture.num_hidden_layers": 1,
+    "model.architecture.num_attention_heads": 2,
+    "model.architecture.num_key_value_heads": 1,
+    "model.architecture.head_dim": 16,
+    "model.architecture.intermediate_size": 64,
+    "data.max_encoder_length": 64,
+    "data.max_decoder_length": 64,
+    "data.num_lanes": 2,
+    "data.preprocessing_num_workers": 0,
+    "training.per_device_train_batch_size": 2,
+    "training.num_train_steps": 6,
+    "training.warmup_steps": 2,
+    "training.save_steps": 3,
+    "training.eval_steps": 3,
+    "training.eval_samples": 8,
+    "training.logging_steps": 2,
+    "training.report_to": "[tensorboard]",
+}
+
+
+def overrides(output_dir: Path, **changes: Any) -> list[str]:
+    """Command-line settings of a tiny run; `changes` use `__` for the dot."""
+    settings = TINY | {"infra.output_dir": output_dir} | {k.replace("__", "."): v for k, v in changes.items()}
+    return [f"{name}={value}" for name, value in settings.items()]
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def launcher(name: str, ranks: int = 2) -> list[str]:
+    """The words that start train.py under a launcher."""
+    return {
+        "deepspeed": [str(BIN / "deepspeed"), "--num_gpus", str(ranks), "--master_port", str(free_port()), TRAIN],
+        "torchrun": [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", str(ranks), TRAIN],
+        "python": [sys.executable, TRAIN],
+        "module": [sys.executable, "-m", "ds_encdec.train"],
+    }[name]
+
+
+def environment() -> dict[str, str]:
+    """The environment without variables of an enclosing launcher."""
+    foreign = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
+    kept = {name: value for name, value in os.environ.items() if name not in foreign}
+    return kept | {"OMP_NUM_THREADS": "1", "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+
+
+def run(command: list[str], cwd: Path, timeout: float = 240.0) -> subprocess.CompletedProcess[str]:
+    """Run to the end; stdout and stderr come back together as stdout."""
+    return subprocess.run(
+        command,
+        cwd=cwd,
+        env=environment(),
+        timeout=timeout,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def metrics(output_dir: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl."""
+    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(output_dir: Path) -> list[tuple[int, str, float]]:
+    """(step, name, value) of every training and evaluation loss, exactly as logged."""
+    return [
+        (line["step"], name, value)
+        for line in metrics(output_dir)
+        for name, value in line.items()
+        if name.startswith(("train/loss", "eval/loss"))
+    ]

@@ -1,0 +1,58 @@
+"""The pure pieces of the loop. The loop itself runs in tests/launch, on real ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ds_encdec.build import LanePlan, plan_lanes
+from ds_encdec.config.schema import DataConfig, FullConfig, TrainingConfig
+from ds_encdec.trainer import DueSteps, StepTotals, advance, mark_last
+from ds_encdec.types import ConfigError, StepResult, TrainingState
+
+TOTALS = StepTotals(target_tokens=70, encoder_tokens=50, epoch=2, stop=False, save_due=False)
+
+
+def result(applied: bool) -> StepResult:
+    return StepResult(applied=applied, grad_norm=torch.tensor(1.0), learning_rate=0.1)
+
+
+def test_counters_keep_applied_and_consumed_steps_apart() -> None:
+    state = TrainingState()
+    for applied in (True, False, True):
+        state = advance(state, result(applied), TOTALS)
+    assert (state.global_step, state.data_step, state.skipped_steps) == (2, 3, 1)
+    assert (state.encoder_tokens_seen, state.target_tokens_seen, state.total_tokens_seen) == (150, 210, 360)
+    assert state.epoch == 2
+    assert TrainingState(**state.to_dict()) == state
+
+
+def test_mark_last() -> None:
+    assert list(mark_last("abc")) == [(False, "a"), (False, "b"), (True, "c")]
+    assert list(mark_last([])) == []
+
+
+@pytest.mark.parametrize(
+    ("step", "applied", "done", "expected"),
+    [(10, True, False, True), (11, True, False, False), (10, False, False, False), (11, True, True, True)],
+)
+def test_due(step: int, applied: bool, done: bool, expected: bool) -> None:
+    assert DueSteps(step, applied=applied, done=done).every(5) is expected
+
+
+def make_config(num_lanes: int | None) -> FullConfig:
+    return FullConfig(data=DataConfig(num_lanes=num_lanes), training=TrainingConfig(gradient_accumulation_steps=4))
+
+
+def test_lanes_fall_evenly_on_the_ranks() -> None:
+    assert plan_lanes(make_config(None), world_size=2) == LanePlan(8, 4)
+    assert plan_lanes(make_config(12), world_size=3) == LanePlan(12, 4)
+    # A saved run's lanes win: its step does not change with the number of ranks.
+    assert plan_lanes(make_config(None), world_size=4, saved_lanes=8) == LanePlan(8, 2)
+
+
+def test_ranks_that_do_not_divide_the_lanes_are_told_which_do() -> None:
+    with pytest.raises(
+        ConfigError, match=r"3 ranks do not divide the run's 8 lanes \(data.num_lanes\).*: 1, 2, 4, 8\."
+    ):
+        plan_lanes(make_config(8), world_size=3)
