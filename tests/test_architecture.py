@@ -1,0 +1,112 @@
+"""The shape of the package, read from its source: who may import whom, and what nobody may import early."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "ds_encdec"
+
+# From the top to the bottom. A room imports rooms of lower lines only, wherever the import stands: an import
+# inside a function, or for the type checker, counts like any other.
+LAYERS = (
+    ("cli",),
+    ("train",),
+    ("phases", "sanity_check", "generate", "estimate_memory"),
+    ("build",),
+    ("trainer",),
+    ("checkpoint", "evaluate"),
+    ("memory",),
+    ("data", "engine", "monitor"),
+    ("model", "tokenizer", "optim"),
+    ("launch", "config"),
+    ("types",),
+)
+LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
+
+# Heavy or foreign packages and the only places that may know them.
+CONFINED = {
+    "deepspeed": ("engine/", "checkpoint/convert.py", "launch/process_group.py"),
+    "wandb": ("monitor/sinks.py",),
+}
+
+MODULES = {
+    ".".join(["ds_encdec", *path.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__"): path
+    for path in PACKAGE.rglob("*.py")
+}
+
+
+def imports(module: str, *, annotations: bool = True) -> Iterator[str]:
+    """Every module that `module` imports, at any depth of its source, by absolute name.
+
+    Without `annotations`, what stands under `if TYPE_CHECKING` is left out.
+    """
+    path = MODULES[module]
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    tree = ast.parse(path.read_text())
+    guarded = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
+    skipped = set() if annotations else {inner for node in guarded for inner in ast.walk(node)}
+    for node in set(ast.walk(tree)) - skipped:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package.split(".")[: len(package.split(".")) + 1 - node.level]) if node.level else ""
+            source = ".".join(part for part in (base, node.module) if part)
+            yield from (name if (name := f"{source}.{alias.name}") in MODULES else source for alias in node.names)
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1]
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_rooms_import_only_rooms_below(module: str) -> None:
+    if module == "ds_encdec":
+        return
+    room = room_of(module)
+    assert room in LEVEL, f"{room} has no line in LAYERS: decide where it stands"
+    for imported in imports(module):
+        if imported.startswith("ds_encdec.") and room_of(imported) != room:
+            assert LEVEL[room_of(imported)] > LEVEL[room], f"{module} imports {imported}, which is not below it"
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    """Annotations may look both ways inside a room; code may not."""
+    graph = {module: {name for name in imports(module, annotations=False) if name in MODULES} for module in MODULES}
+    TopologicalSorter(graph).prepare()  # raises CycleError naming the cycle
+
+
+@pytest.mark.parametrize("package", CONFINED)
+def test_confined_packages(package: str) -> None:
+    for module, path in MODULES.items():
+        if package in {name.split(".")[0] for name in imports(module)}:
+            where = path.relative_to(PACKAGE).as_posix()
+            assert where.startswith(CONFINED[package]), f"{where} imports {package}"
+
+
+def test_package_inits_import_nothing() -> None:
+    assert {
+        module: names
+        for module, path in MODULES.items()
+        if path.name == "__init__.py" and (names := list(imports(module)))
+    } == {}
+
+
+def test_no_module_is_imported_from_a_bare_dot() -> None:
+    """Hugging Face's remote-code export copies the siblings of `from .x import y`, but not of `from . import x`."""
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            assert not (isinstance(node, ast.ImportFrom) and node.level and not node.module), f"{module}:{node.lineno}"
+
+
+@pytest.mark.parametrize("module", ["ds_encdec.cli", "ds_encdec.config.load"])
+def test_help_and_configuration_errors_do_not_pay_for_torch(module: str) -> None:
+    code = f"import sys, {module}; print(*({{'torch', 'transformers', 'deepspeed', 'datasets'}} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout.strip()) == (0, ""), result.stdout + result.stderr
