@@ -7,17 +7,55 @@ never changed after loading, and run state lives elsewhere.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+from ds_encdec.config.resolve import resolve
+from ds_encdec.config.rules import ConflictingFields, find_conflicts
+from ds_encdec.config.yaml_text import dump_yaml
 
 ShardingStage = Literal["zero0", "zero1", "zero2", "zero3", "zero2_hybrid", "zero3_hybrid"]
 
 
-class Section(BaseModel):
-    """Base of every section: unknown keys are errors, values are immutable."""
+def _one_or_many(value: Any) -> Any:
+    """A single string stands for a tuple of one; Hugging Face's `none` for the empty one."""
+    if isinstance(value, str):
+        return () if value == "none" else (value,)
+    return value
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+DataFiles = Annotated[tuple[str, ...], BeforeValidator(_one_or_many, json_schema_input_type=str | tuple[str, ...])]
+Trackers = Annotated[
+    tuple[Literal["wandb", "tensorboard"], ...],
+    BeforeValidator(
+        _one_or_many,
+        json_schema_input_type=Literal["wandb", "tensorboard", "none"] | tuple[Literal["wandb", "tensorboard"], ...],
+    ),
+]
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are errors, values are immutable and never converted from other types."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _read_plain_types(cls, value: Any) -> Any:
+        """YAML has lists, not tuples, and writes large integers as 1e5."""
+        if isinstance(value, list):
+            return tuple(value)
+        return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 class ArchitectureConfig(Section):
@@ -67,6 +105,14 @@ class ModelConfig(Section):
     loss_chunk_tokens: int = Field(default=1024, gt=0)
     """Tokens whose logits exist at one time, in tokens. Smaller saves memory, larger saves launches."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _start_from_scratch(cls, values: Any) -> Any:
+        """An `architecture` displaces the default checkpoint, but not one that is named."""
+        if isinstance(values, dict) and values.get("architecture") is not None:
+            return {"model_name_or_path": None, **values}
+        return values
+
 
 class MixtureSource(Section):
     """One source of a weighted mixture. Fields mean what they mean in `data`."""
@@ -79,7 +125,7 @@ class MixtureSource(Section):
     """See `data.dataset_config`."""
     dataset_split: str = "train"
     """See `data.dataset_split`."""
-    data_files: str | tuple[str, ...] | None = None
+    data_files: DataFiles | None = None
     """See `data.data_files`."""
     text_column: str = "text"
     """See `data.text_column`."""
@@ -95,7 +141,7 @@ class DataConfig(Section):
     """Configuration (subset) of a Hugging Face data set."""
     dataset_split: str = "train"
     """Split of a Hugging Face data set."""
-    data_files: str | tuple[str, ...] | None = None
+    data_files: DataFiles | None = None
     """Paths or glob patterns of local files, for `text` (one document per file, or per line of a `.txt` with
     more than one paragraph: see docs), `json` (JSON lines) and `parquet`."""
     mixture: tuple[MixtureSource, ...] | None = None
@@ -126,7 +172,7 @@ class DataConfig(Section):
     """Most examples packed into one micro-batch."""
     packing_pool_examples: int = Field(default=64, ge=1)
     """Examples that wait at one time for a micro-batch they fit into, per lane."""
-    packing_max_wait_batches: int = Field(default=8, ge=1)
+    packing_max_wait_batches: int = Field(default=8, ge=2)
     """Micro-batches after which a waiting example is packed first, whatever the fill."""
     eval_fraction: float = Field(default=0.005, ge=0.0, lt=1.0)
     """Share of the documents held out for evaluation, chosen by a hash of the document's key."""
@@ -159,7 +205,7 @@ class TrainingConfig(Section):
     num_train_steps: int = Field(default=100_000, ge=1)
     """Optimizer steps of the run."""
     warmup_steps: int = Field(default=1000, ge=0)
-    """Steps over which the learning rate rises."""
+    """Optimizer steps over which the learning rate rises."""
     warmup_type: Literal["linear", "log"] = "linear"
     """Shape of the warm-up of DeepSpeed's schedules (DeepSpeed's own default is log)."""
     lr_scheduler_type: Literal["WarmupDecayLR", "WarmupLR", "WarmupCosineLR", "cosine", "linear", "constant", "wsd"] = (
@@ -167,7 +213,7 @@ class TrainingConfig(Section):
     )
     """Learning-rate schedule. The first three are DeepSpeed's own classes; `wsd` is warm-up, stable, cosine decay."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Final learning rate over peak, for `cosine` and `wsd`."""
+    """Final learning rate over peak, for `cosine`, `WarmupCosineLR` and `wsd`."""
     wsd_decay_fraction: float = Field(default=0.1, gt=0, le=1)
     """Share of the steps that `wsd` decays over, at the end."""
     bf16: bool = True
@@ -192,8 +238,8 @@ class TrainingConfig(Section):
     """Examples of the held-out split in one evaluation; 0 turns evaluation off."""
     logging_steps: int = Field(default=10, ge=1)
     """Optimizer steps between two lines of metrics."""
-    report_to: tuple[Literal["wandb", "tensorboard"], ...] = ("wandb", "tensorboard")
-    """Trackers besides the console and `metrics.jsonl`, which are always written."""
+    report_to: Trackers = ("wandb", "tensorboard")
+    """Trackers besides the console and `metrics.jsonl`, which are always written; `none` for no other."""
     seed: int = Field(default=42, ge=0)
     """Everything random is derived from it."""
     max_consecutive_skipped_steps: int = Field(default=20, ge=1)
@@ -246,7 +292,7 @@ class InfraConfig(Section):
 
 
 class FullConfig(Section):
-    """A run."""
+    """A run. One that exists is consistent: contradictions between its fields are errors too."""
 
     model: ModelConfig = ModelConfig()
     """The model."""
@@ -256,3 +302,28 @@ class FullConfig(Section):
     """The optimization."""
     infra: InfraConfig = InfraConfig()
     """The machines."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _empty_section(cls, value: Any) -> Any:
+        """A section whose lines are all commented out is left at its defaults."""
+        return {} if value is None else value
+
+    @model_validator(mode="after")
+    def _reject_contradictions(self) -> FullConfig:
+        if conflicts := find_conflicts(self):
+            raise ConflictingFields(conflicts)
+        return self
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, overrides: Sequence[str] = ()) -> FullConfig:
+        """The configuration in a YAML file; see `ds_encdec.config.load.load_config`. Raises ConfigError."""
+        return resolve(cls, Path(path), overrides)
+
+    def to_yaml(self, path: str | Path) -> None:
+        """Write every field to `path`; `from_yaml` reads an equal object back."""
+        Path(path).write_text(self.as_yaml(), encoding="utf-8")
+
+    def as_yaml(self) -> str:
+        """Every field as YAML text."""
+        return dump_yaml(self.model_dump(mode="json"))

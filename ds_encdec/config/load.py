@@ -1,0 +1,30 @@
+"""The one way to a configuration: defaults, then a YAML file, then the command line, agreed with a DeepSpeed JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ds_encdec.config.resolve import resolve
+from ds_encdec.config.schema import FullConfig
+
+
+def load_config(path: Path | None, overrides: Sequence[str] = (), deepspeed_config: Path | None = None) -> FullConfig:
+    """The validated configuration of a run.
+
+    `path`: YAML file; None leaves the schema's defaults. `overrides`: settings of the command line
+    (`section.field=value`, `--section.field=value` or `--section.field`, `value`), which replace the
+    file's. `deepspeed_config`: a raw DeepSpeed JSON; it replaces `infra.deepspeed_config` where that is
+    not set. What the JSON and the other two both set must agree.
+
+    The result stands on its own: `infra.deepspeed_config` is None, because everything the JSON says has gone
+    into the fields that stand for it, the rest into `infra.deepspeed_extra`.
+
+    Raises ConfigError that lists every problem found in all of them.
+    """
+    return resolve(FullConfig, path, overrides, deepspeed_config)
+
+
+def describe_resolved(config: FullConfig) -> str:
+    """Every field of `config` with its value, as YAML that loads back to an equal object."""
+    return config.as_yaml()

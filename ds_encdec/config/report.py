@@ -1,0 +1,81 @@
+"""The error report: every problem of a configuration at once, each with its place, field, value and fix."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ds_encdec.types import ConfigError
+
+COMMAND_LINE = "command line"
+"""Place of what was given as an override."""
+DEFAULT = "default"
+"""Place of what nobody set."""
+
+
+@dataclass(frozen=True)
+class Mention:
+    """A field named in a problem: where its value was set (`file:line`, `command line`, `default`), and to what.
+
+    `shown` is the value as the report prints it; empty where there is none to print.
+    """
+
+    place: str
+    field: str
+    shown: str = ""
+
+    def __str__(self) -> str:
+        named = f"{self.field} = {self.shown}" if self.shown else self.field
+        return ": ".join(part for part in (self.place, named) if part)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing to mend: the fields it is about, and what is allowed."""
+
+    mentions: tuple[Mention, ...]
+    message: str
+
+    def __str__(self) -> str:
+        return "\n".join([*(f"  {mention}" for mention in self.mentions), f"      {self.message}"])
+
+
+def show(value: Any) -> str:
+    """`value` in the notation of JSON and YAML, cut to one readable line."""
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def closest(word: str, candidates: Iterable[str]) -> str | None:
+    """The candidate that `word` is most likely a misspelling of, or None."""
+    by_lower_case = {candidate.lower(): candidate for candidate in candidates}
+    found = difflib.get_close_matches(word.lower(), by_lower_case, n=1, cutoff=0.7)
+    return by_lower_case[found[0]] if found else None
+
+
+def unknown_key(word: str, allowed: Iterable[str], elsewhere: Sequence[str] = ()) -> str:
+    """The message for a key that does not exist beside `allowed`; `elsewhere` are full names it has in other places."""
+    if elsewhere:
+        return f"unknown key here; did you mean `{'` or `'.join(elsewhere)}`?"
+    names = sorted(allowed)
+    guess = closest(word, names)
+    return f"unknown key; did you mean `{guess}`?" if guess else f"unknown key; allowed: {', '.join(names)}"
+
+
+def raise_if_any(problems: Sequence[Problem]) -> None:
+    """Raise one ConfigError that lists `problems` in the order of their places; do nothing without any."""
+    if not problems:
+        return
+    listed = sorted(set(problems), key=lambda problem: _order(problem.mentions[0].place))
+    count = "1 problem" if len(listed) == 1 else f"{len(listed)} problems"
+    raise ConfigError("\n".join([f"The configuration has {count}:", *map(str, listed)]))
+
+
+def _order(place: str) -> tuple[bool, str, int]:
+    """Files first, by line, then the command line and defaults."""
+    match = re.match(r"(.*):(\d+)", place)
+    return (False, match[1], int(match[2])) if match else (place in (COMMAND_LINE, DEFAULT), place, 0)

@@ -1,0 +1,210 @@
+"""Contradictions between fields that are each valid by themselves.
+
+Every rule looks at a whole configuration and yields the contradictions it finds, each with all the fields
+it read, so that the report can say where each of them was set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ds_encdec.config.deepspeed_keys import check_extra
+from ds_encdec.types import DENOISERS
+
+if TYPE_CHECKING:
+    from ds_encdec.config.schema import DataConfig, FullConfig, MixtureSource
+
+NATIVE_SCHEDULES = ("WarmupDecayLR", "WarmupLR", "WarmupCosineLR")
+"""Schedules that are DeepSpeed's own classes."""
+LOCAL_FORMATS = ("text", "json", "parquet")
+"""Data set names that stand for local files."""
+BYTE_TOKENS = 256
+"""Tokens that a byte-level vocabulary has before the first merge."""
+
+_FSDP_STRATEGIES = {
+    "FULL_SHARD": "zero3",
+    "SHARD_GRAD_OP": "zero2",
+    "NO_SHARD": "zero0",
+    "HYBRID_SHARD": "zero3_hybrid",
+}
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Fields (dotted names) that contradict each other, and what is allowed."""
+
+    fields: tuple[str, ...]
+    message: str
+
+
+class ConflictingFields(ValueError):
+    """A configuration contradicts itself. `conflicts` lists how."""
+
+    def __init__(self, conflicts: list[Conflict]) -> None:
+        self.conflicts = conflicts
+        super().__init__("; ".join(f"{', '.join(c.fields)}: {c.message}" for c in conflicts))
+
+
+def find_conflicts(config: FullConfig) -> list[Conflict]:
+    """Everything that contradicts itself in `config`."""
+    return [conflict for rule in _RULES for conflict in rule(config)]
+
+
+def _model_source(config: FullConfig) -> Iterator[Conflict]:
+    model = config.model
+    fields = ("model.model_name_or_path", "model.architecture")
+    if model.model_name_or_path is not None and model.architecture is not None:
+        yield Conflict(
+            fields, "give one of the two: a checkpoint to start from, or an architecture to start from scratch"
+        )
+    if model.model_name_or_path is None and model.architecture is None:
+        yield Conflict(fields, "one of the two is needed: a checkpoint to start from, or an architecture")
+    if model.architecture is not None and model.tokenizer_name_or_path is None:
+        message = "a model from scratch brings no tokenizer: name one, or `builtin`"
+        yield Conflict(("model.tokenizer_name_or_path",), message)
+
+
+def _architecture(config: FullConfig) -> Iterator[Conflict]:
+    shape = config.model.architecture
+    if shape is None:
+        return
+    at = "model.architecture."
+    if shape.num_attention_heads % shape.num_key_value_heads:
+        message = "every key/value head must serve equally many query heads: one must divide the other"
+        yield Conflict((at + "num_attention_heads", at + "num_key_value_heads"), message)
+    if shape.head_dim % 2:
+        yield Conflict((at + "head_dim",), "must be even: rotary embeddings turn pairs of dimensions")
+    needed = config.model.num_sentinel_tokens + BYTE_TOKENS
+    if shape.vocab_size <= needed:
+        message = f"must be > {needed}: {BYTE_TOKENS} bytes and the sentinels each take a row"
+        yield Conflict((at + "vocab_size", "model.num_sentinel_tokens"), message)
+    for length in ("max_encoder_length", "max_decoder_length"):
+        if getattr(config.data, length) > shape.max_position_embeddings:
+            message = "an example may be longer than the model is declared for"
+            yield Conflict(("data." + length, at + "max_position_embeddings"), message)
+
+
+def _precision(config: FullConfig) -> Iterator[Conflict]:
+    if config.training.bf16 and config.training.fp16:
+        yield Conflict(("training.bf16", "training.fp16"), "at most one may be true; both false is float32")
+
+
+def _sharding(config: FullConfig) -> Iterator[Conflict]:
+    infra = config.infra
+    stage, engine = infra.sharding_stage, infra.distributed_type
+    if stage == "zero0" and infra.offload_optimizer != "none":
+        message = "without sharding there is nothing to offload: set offload_optimizer=none, or zero1 to zero3"
+        yield Conflict(("infra.sharding_stage", "infra.offload_optimizer"), message)
+    if infra.offload_params != "none" and stage not in ("zero3", "zero3_hybrid"):
+        message = "parameters can be offloaded only where they are sharded: set zero3, or offload_params=none"
+        yield Conflict(("infra.sharding_stage", "infra.offload_params"), message)
+    if engine == "deepspeed" and stage == "zero2_hybrid":
+        message = "DeepSpeed has no hybrid of ZeRO-2; FSDP2 has: set distributed_type=fsdp, or zero3_hybrid"
+        yield Conflict(("infra.sharding_stage", "infra.distributed_type"), message)
+    if engine == "ddp" and stage != "zero0":
+        yield Conflict(("infra.distributed_type", "infra.sharding_stage"), "ddp shards nothing: set zero0")
+    if engine == "deepspeed" and config.training.activation_checkpointing == "selective":
+        message = "selective checkpointing is FSDP2's (distributed_type=fsdp); DeepSpeed has none, full and every_n"
+        yield Conflict(("training.activation_checkpointing", "infra.distributed_type"), message)
+
+
+def _nvme(config: FullConfig) -> Iterator[Conflict]:
+    for field in ("offload_optimizer", "offload_params"):
+        if getattr(config.infra, field) == "nvme" and config.infra.nvme_path is None:
+            yield Conflict(("infra." + field, "infra.nvme_path"), "nvme needs the path of a folder on a local disk")
+
+
+def _fsdp_aliases(config: FullConfig) -> Iterator[Conflict]:
+    infra, checkpointing = config.infra, config.training.activation_checkpointing
+    if infra.fsdp_sharding_strategy is not None:
+        stage = _FSDP_STRATEGIES[infra.fsdp_sharding_strategy]
+        if stage != infra.sharding_stage:
+            message = f"the alias must agree: {infra.fsdp_sharding_strategy} is sharding_stage={stage}"
+            yield Conflict(("infra.fsdp_sharding_strategy", "infra.sharding_stage"), message)
+    if infra.fsdp_activation_checkpointing is not None:
+        wanted = "full" if infra.fsdp_activation_checkpointing else "none"
+        if wanted != checkpointing:
+            message = f"the alias must agree: this is activation_checkpointing={wanted}"
+            yield Conflict(("infra.fsdp_activation_checkpointing", "training.activation_checkpointing"), message)
+    if infra.fsdp_cpu_offload is not None:
+        for field in ("offload_optimizer", "offload_params"):
+            if (getattr(infra, field) == "cpu") is not infra.fsdp_cpu_offload:
+                message = f"the alias must agree: this is {field}={'cpu' if infra.fsdp_cpu_offload else 'none'}"
+                yield Conflict(("infra.fsdp_cpu_offload", "infra." + field), message)
+
+
+def _schedule(config: FullConfig) -> Iterator[Conflict]:
+    training = config.training
+    schedule = training.lr_scheduler_type
+    fields = ("training.warmup_steps", "training.num_train_steps", "training.lr_scheduler_type")
+    if schedule not in ("WarmupLR", "constant") and training.warmup_steps >= training.num_train_steps:
+        yield Conflict(fields, "the warm-up must end before the run does; only WarmupLR and constant have no end")
+    decay_steps = round(training.wsd_decay_fraction * training.num_train_steps)
+    if schedule == "wsd" and training.warmup_steps < training.num_train_steps < training.warmup_steps + decay_steps:
+        message = f"the warm-up and the decay of {decay_steps} steps do not fit into the run"
+        yield Conflict((*fields, "training.wsd_decay_fraction"), message)
+    if schedule in NATIVE_SCHEDULES and training.warmup_steps < 1 and config.infra.distributed_type == "deepspeed":
+        message = "DeepSpeed's schedules need at least 1 step of warm-up; linear, cosine and constant do without"
+        yield Conflict(("training.warmup_steps", "training.lr_scheduler_type"), message)
+
+
+def _data_sources(config: FullConfig) -> Iterator[Conflict]:
+    data = config.data
+    if data.mixture is None:
+        yield from _source(data, "data.")
+        return
+    if not data.mixture:
+        yield Conflict(("data.mixture",), "a mixture needs at least one source")
+    for field in ("dataset_name", "dataset_config", "data_files"):
+        if getattr(data, field) != type(data).model_fields[field].default:
+            message = f"a mixture replaces {field}: remove it, or make it one of the mixture's sources"
+            yield Conflict(("data.mixture", "data." + field), message)
+    for index, source in enumerate(data.mixture):
+        yield from _source(source, f"data.mixture.{index}.")
+
+
+def _source(source: DataConfig | MixtureSource, at: str) -> Iterator[Conflict]:
+    fields = (at + "dataset_name", at + "data_files")
+    if source.dataset_name in LOCAL_FORMATS and not source.data_files:
+        yield Conflict(fields, f"{source.dataset_name} needs data_files: paths or patterns of local files")
+    if source.dataset_name in ("builtin", "random") and source.data_files is not None:
+        yield Conflict(fields, f"{source.dataset_name} reads no files; for yours set {', '.join(LOCAL_FORMATS)}")
+
+
+def _denoisers(config: FullConfig) -> Iterator[Conflict]:
+    weights = config.data.ul2_task_weights
+    if min(weights) < 0:
+        yield Conflict(("data.ul2_task_weights",), f"weights of {', '.join(DENOISERS)} must be >= 0")
+    elif not any(weights):
+        yield Conflict(("data.ul2_task_weights",), f"at least one of {', '.join(DENOISERS)} must have a weight > 0")
+
+
+def _evaluation(config: FullConfig) -> Iterator[Conflict]:
+    if config.training.eval_samples and not config.data.eval_fraction:
+        message = "evaluation needs held-out documents: set eval_fraction > 0, or eval_samples=0"
+        yield Conflict(("data.eval_fraction", "training.eval_samples"), message)
+
+
+def _deepspeed_extra(config: FullConfig) -> Iterator[Conflict]:
+    for path, message in check_extra(config.infra.deepspeed_extra):
+        yield Conflict((f"infra.deepspeed_extra.{path}",), message)
+    if "scheduler" in config.infra.deepspeed_extra and config.training.lr_scheduler_type not in NATIVE_SCHEDULES:
+        message = f"only DeepSpeed's own schedules take these: {', '.join(NATIVE_SCHEDULES)}"
+        yield Conflict(("infra.deepspeed_extra.scheduler", "training.lr_scheduler_type"), message)
+
+
+_RULES: tuple[Callable[[FullConfig], Iterator[Conflict]], ...] = (
+    _model_source,
+    _architecture,
+    _precision,
+    _sharding,
+    _nvme,
+    _fsdp_aliases,
+    _schedule,
+    _data_sources,
+    _denoisers,
+    _evaluation,
+    _deepspeed_extra,
+)

@@ -1,0 +1,166 @@
+"""YAML in and out: values together with the line each key stands on.
+
+The dialect is YAML 1.2's core where it matters for configurations: `1e-4` is a number (PyYAML's YAML 1.1
+reads a string), `no`, `on` and dates are strings, and a key that occurs twice is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ds_encdec.config.report import Mention, Problem
+from ds_encdec.config.settings import Settings, join
+
+_IMPLICIT_TYPES = (
+    ("tag:yaml.org,2002:bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("tag:yaml.org,2002:int", r"[-+]?(?:0|[1-9][0-9_]*)", "-+0123456789"),
+    (
+        "tag:yaml.org,2002:float",
+        r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        "-+0123456789.",
+    ),
+    ("tag:yaml.org,2002:merge", r"<<", "<"),
+    ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", "~nN\0"),
+)
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's loader with nothing but the types above."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """PyYAML's dumper, which also quotes the strings that our loader would take for something else."""
+
+    def represent_settings_list(self, items: list[Any]) -> yaml.Node:
+        """A list of plain values on one line, any other with one item a line."""
+        flow = not any(isinstance(item, dict | list) for item in items)
+        return self.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=flow)
+
+
+_Loader.yaml_implicit_resolvers = {}
+_Dumper.add_representer(list, _Dumper.represent_settings_list)
+for _tag, _pattern, _first in _IMPLICIT_TYPES:
+    for _side in (_Loader, _Dumper):
+        _side.add_implicit_resolver(_tag, re.compile(f"(?:{_pattern})$"), ["" if c == "\0" else c for c in _first])
+
+
+def read_yaml(path: Path, problems: list[Problem]) -> Settings:
+    """The settings in the YAML file `path`. What is wrong with the file is appended to `problems`."""
+    text = read_text(path, problems)
+    if text is None:
+        return Settings()
+    loader = _Loader(text)
+    try:
+        root = loader.get_single_node()
+        if root is None:
+            problems.append(file_problem(path, None, "the file is empty"))
+            return Settings()
+        if not isinstance(root, yaml.MappingNode):
+            kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
+            message = f"the file holds {kind}; sections with `field: value` lines are needed"
+            problems.append(file_problem(path, _line(root), message))
+            return Settings()
+        reader = _NodeReader(loader, path, problems)
+        return Settings(reader.read(root, ""), reader.places)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        message = f"not valid YAML: {error.problem or error.context}"
+        problems.append(file_problem(path, mark.line + 1 if mark else None, message))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        problems.append(file_problem(path, None, f"not valid YAML: {' '.join(str(error).split())}"))
+    finally:
+        loader.dispose()
+    return Settings()
+
+
+def read_text(path: Path, problems: list[Problem]) -> str | None:
+    """The text of `path`, or None and a problem."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        problems.append(file_problem(path, None, "no such file"))
+    except UnicodeDecodeError:
+        problems.append(file_problem(path, None, "not a text file in UTF-8"))
+    except OSError as error:
+        problems.append(file_problem(path, None, f"cannot be read: {error.strerror}"))
+    return None
+
+
+def file_problem(path: Path, line: int | None, message: str) -> Problem:
+    """A problem with a file as such."""
+    return Problem((Mention("", f"{path}:{line}" if line else str(path)),), message)
+
+
+def parse_value(text: str) -> Any:
+    """`text` read as one YAML value. Raises yaml.YAMLError."""
+    loader = _Loader(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
+
+
+def dump_yaml(values: dict[str, Any]) -> str:
+    """`values` as YAML that `read_yaml` reads back to the same values."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def key_lines(text: str) -> dict[str, int]:
+    """The line of every key in a JSON text, by dotted path. `text` must be valid JSON."""
+    # JSON is YAML but for tabs between tokens; inside its strings no raw tab is legal.
+    loader = _Loader(text.replace("\t", " "))
+    try:
+        lines: dict[str, int] = {}
+        _collect_lines(loader.get_single_node(), "", lines)
+        return lines
+    finally:
+        loader.dispose()
+
+
+def _collect_lines(node: yaml.Node | None, path: str, lines: dict[str, int]) -> None:
+    if isinstance(node, yaml.MappingNode):
+        for key_node, value_node in node.value:
+            child = join(path, key_node.value)
+            lines[child] = _line(key_node)
+            _collect_lines(value_node, child, lines)
+
+
+def _line(node: yaml.Node) -> int:
+    return int(node.start_mark.line) + 1
+
+
+class _NodeReader:
+    """Turns YAML nodes into values while it notes the place of every key and finds repeated ones."""
+
+    def __init__(self, loader: _Loader, path: Path, problems: list[Problem]) -> None:
+        self.loader, self.path, self.problems = loader, path, problems
+        self.places: dict[str, str] = {}
+
+    def read(self, node: yaml.Node, path: str) -> Any:
+        """The value of `node`, which stands at the dotted `path`."""
+        if isinstance(node, yaml.MappingNode):
+            self._find_repeated_keys(node, path)
+            self.loader.flatten_mapping(node)
+            return {str(key.value): self._read_item(key, value, join(path, key.value)) for key, value in node.value}
+        if isinstance(node, yaml.SequenceNode):
+            return [self._read_item(item, item, join(path, index)) for index, item in enumerate(node.value)]
+        return self.loader.construct_object(node)
+
+    def _read_item(self, place: yaml.Node, value: yaml.Node, path: str) -> Any:
+        self.places[path] = f"{self.path}:{_line(place)}"
+        return self.read(value, path)
+
+    def _find_repeated_keys(self, node: yaml.MappingNode, path: str) -> None:
+        first: dict[str, int] = {}
+        for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":
+                continue
+            if key.value in first:
+                mention = Mention(f"{self.path}:{_line(key)}", join(path, key.value))
+                self.problems.append(Problem((mention,), f"the key is already set in line {first[key.value]}"))
+            first.setdefault(key.value, _line(key))

@@ -1,0 +1,156 @@
+"""The JSON handed to `deepspeed.initialize`, rendered from the schema; no torch and no deepspeed needed.
+
+DeepSpeed checks some of its configuration and ignores the rest in silence, so nothing is left to its defaults
+that matters here, no "auto" remains, and every key is checked against `config.deepspeed_keys` before.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+from ds_encdec.config.rules import NATIVE_SCHEDULES
+from ds_encdec.config.schema import FullConfig, InfraConfig, TrainingConfig
+from ds_encdec.types import ConfigError
+
+# Elements of the buffers that gradients and parameters are collected in. DeepSpeed's default of 5e8 takes
+# 1 GB of each rank in bf16 (twice with overlap); beyond 5e7 the collectives gain nothing.
+_BUCKET_ELEMENTS = {"cuda": 50_000_000, "cpu": 5_000_000}
+# A swap buffer must hold the largest tensor: DeepSpeed's default of 1e8 is less than Qwen3-0.6B's embedding (1.56e8).
+_NVME_BUFFER_ELEMENTS = 200_000_000
+# Parameters smaller than this stay whole on every rank: norms, whose gathering costs more than it saves.
+_PERSISTENCE_THRESHOLD_ELEMENTS = 100_000
+
+
+def render_deepspeed_json(
+    config: FullConfig,
+    *,
+    world_size: int,
+    gradient_accumulation_steps: int,
+    device: str,
+    ranks_per_node: int | None = None,
+) -> dict[str, Any]:
+    """The complete DeepSpeed configuration of a run.
+
+    `gradient_accumulation_steps`: micro-batches of this rank in one optimizer step (it follows from
+    `data.num_lanes`). `device`: "cpu" or an accelerator's name. `ranks_per_node`: the size of
+    zero3_hybrid's secondary partition (hpZ, ZeRO++, arXiv 2306.10209); None: all ranks are on one node.
+
+    The schedule is part of the JSON only where it is DeepSpeed's own class; the engine hooks the others in.
+    Batch sizes are bookkeeping: DeepSpeed never sees a data loader, and one "sample" of theirs is a packed
+    sequence of ours.
+
+    Raises ConfigError where the ranks do not divide as the configuration demands.
+    """
+    _check_ranks(config, world_size, gradient_accumulation_steps)
+    training = config.training
+    rendered: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": training.per_device_train_batch_size,
+        "gradient_accumulation_steps": gradient_accumulation_steps,
+        "train_batch_size": training.per_device_train_batch_size * gradient_accumulation_steps * world_size,
+        "gradient_clipping": training.max_grad_norm,
+        "bf16": {"enabled": training.bf16},
+        "fp16": {"enabled": training.fp16},
+        "optimizer": _optimizer(training),
+        "zero_optimization": _zero(config.infra, device, ranks_per_node or world_size),
+    }
+    if training.lr_scheduler_type in NATIVE_SCHEDULES:
+        rendered["scheduler"] = _scheduler(training)
+    rendered = _merge(rendered, config.infra.deepspeed_extra)
+    _check_partition(rendered["zero_optimization"], world_size)
+    return rendered
+
+
+def _check_ranks(config: FullConfig, world_size: int, gradient_accumulation_steps: int) -> None:
+    if config.infra.deepspeed_config is not None:
+        raise ConfigError(
+            f"infra.deepspeed_config = {config.infra.deepspeed_config!r} has not been read: "
+            "load the configuration with load_config or FullConfig.from_yaml"
+        )
+    lanes = config.data.num_lanes
+    if lanes is not None and lanes != world_size * gradient_accumulation_steps:
+        raise ConfigError(
+            f"data.num_lanes = {lanes} micro-batches per optimizer step are not what {world_size} ranks with "
+            f"{gradient_accumulation_steps} accumulation steps make ({world_size * gradient_accumulation_steps}); "
+            "the number of ranks must divide the lanes"
+        )
+
+
+def _check_partition(zero: dict[str, Any], world_size: int) -> None:
+    size = zero.get("zero_hpz_partition_size", 1)
+    if world_size % size:
+        raise ConfigError(
+            f"zero3_hybrid: partitions of {size} ranks (zero_hpz_partition_size) do not divide the {world_size} ranks"
+        )
+
+
+def _optimizer(training: TrainingConfig) -> dict[str, Any]:
+    """AdamW. Parameter groups bring their own weight decay, see `optim.param_groups`."""
+    params = {
+        "lr": training.learning_rate,
+        "betas": [training.adam_beta1, training.adam_beta2],
+        "eps": training.adam_epsilon,
+        "weight_decay": training.weight_decay,
+        "torch_adam": training.torch_adam,
+    }
+    return {"type": "AdamW", "params": params}
+
+
+def _scheduler(training: TrainingConfig) -> dict[str, Any]:
+    """One of DeepSpeed's schedules (runtime/lr_schedules.py), each with the parameters its class takes."""
+    params: dict[str, Any] = {
+        "warmup_num_steps": training.warmup_steps,
+        "warmup_type": training.warmup_type,  # DeepSpeed's default is a logarithmic warm-up
+    }
+    if training.lr_scheduler_type == "WarmupCosineLR":  # scales the optimizer's rate
+        params |= {"warmup_min_ratio": 0.0, "cos_min_ratio": training.min_lr_ratio}
+    else:
+        params |= {"warmup_min_lr": 0.0, "warmup_max_lr": training.learning_rate}
+    if training.lr_scheduler_type != "WarmupLR":  # which has no end
+        params["total_num_steps"] = training.num_train_steps
+    return {"type": training.lr_scheduler_type, "params": params}
+
+
+def _zero(infra: InfraConfig, device: str, ranks_per_node: int) -> dict[str, Any]:
+    stage = int(infra.sharding_stage.removeprefix("zero").removesuffix("_hybrid"))
+    if stage == 0:
+        return {"stage": 0}
+    bucket = _BUCKET_ELEMENTS["cpu" if device == "cpu" else "cuda"]
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "contiguous_gradients": True,
+        "overlap_comm": device != "cpu",  # a CPU has no streams to overlap on, and overlap doubles the buffers
+        "reduce_bucket_size": bucket,
+    }
+    if stage == 3:
+        zero |= {
+            "stage3_prefetch_bucket_size": bucket,
+            "stage3_param_persistence_threshold": _PERSISTENCE_THRESHOLD_ELEMENTS,
+            "stage3_gather_16bit_weights_on_model_save": False,
+        }
+    else:
+        zero["allgather_bucket_size"] = bucket
+    if infra.sharding_stage == "zero3_hybrid":
+        zero["zero_hpz_partition_size"] = ranks_per_node
+    pin_memory = infra.pin_memory and device != "cpu"
+    if infra.offload_optimizer != "none":
+        zero["offload_optimizer"] = _offload(infra, infra.offload_optimizer, pin_memory)
+    if infra.offload_params != "none":
+        zero["offload_param"] = _offload(infra, infra.offload_params, pin_memory)
+        if infra.offload_params == "nvme":
+            zero["offload_param"]["buffer_size"] = _NVME_BUFFER_ELEMENTS
+    return zero
+
+
+def _offload(infra: InfraConfig, target: str, pin_memory: bool) -> dict[str, Any]:
+    block: dict[str, Any] = {"device": target, "pin_memory": pin_memory}
+    return block | {"nvme_path": infra.nvme_path} if target == "nvme" else block
+
+
+def _merge(rendered: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """`rendered` with the user's `extra` keys, which replace our choices of buffer sizes and the like."""
+    merged = dict(rendered)
+    for key, value in extra.items():
+        below = merged.get(key)
+        merged[key] = _merge(below, value) if isinstance(below, dict) and isinstance(value, dict) else deepcopy(value)
+    return merged
