@@ -1,0 +1,74 @@
+"""Names, shapes and number of the model's parameters, from its sizes alone and without torch.
+
+The names are the *neutral names* that checkpoints, conversions and weight sources use: those of
+`Qwen3ForSeq2SeqLM.named_parameters()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Protocol
+
+
+class ModelSizes(Protocol):
+    """What determines the parameters. `ArchitectureConfig`, `Qwen3Seq2SeqConfig` and `Qwen3Config` all have it.
+
+    A `num_encoder_layers` beside these counts the encoder's layers; without it they are as many as the decoder's.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...  # noqa: D102 - the schema documents them
+    @property
+    def hidden_size(self) -> int: ...  # noqa: D102
+    @property
+    def num_hidden_layers(self) -> int: ...  # noqa: D102
+    @property
+    def num_attention_heads(self) -> int: ...  # noqa: D102
+    @property
+    def num_key_value_heads(self) -> int: ...  # noqa: D102
+    @property
+    def head_dim(self) -> int: ...  # noqa: D102
+    @property
+    def intermediate_size(self) -> int: ...  # noqa: D102
+    @property
+    def tie_word_embeddings(self) -> bool: ...  # noqa: D102
+
+
+def num_encoder_layers(sizes: ModelSizes) -> int:
+    """Layers of the encoder."""
+    return getattr(sizes, "num_encoder_layers", sizes.num_hidden_layers)
+
+
+def parameter_shapes(sizes: ModelSizes) -> dict[str, tuple[int, ...]]:
+    """Shape of every parameter by neutral name, in the order of `named_parameters()`. A tied head is not repeated."""
+    embedding = (sizes.vocab_size, sizes.hidden_size)
+    shapes: dict[str, tuple[int, ...]] = {"shared.weight": embedding}
+    for side, layers in (("encoder", num_encoder_layers(sizes)), ("decoder", sizes.num_hidden_layers)):
+        for layer in range(layers):
+            shapes.update((f"{side}.layers.{layer}.{name}", shape) for name, shape in _layer_shapes(sizes))
+        shapes[f"{side}.norm.weight"] = (sizes.hidden_size,)
+    if not sizes.tie_word_embeddings:
+        shapes["lm_head.weight"] = embedding
+    return shapes
+
+
+def count_parameters(sizes: ModelSizes) -> int:
+    """Parameters of the whole model; a tied embedding counts once."""
+    return sum(map(prod, parameter_shapes(sizes).values()))
+
+
+def _layer_shapes(sizes: ModelSizes) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, inner = sizes.hidden_size, sizes.intermediate_size
+    query, key = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
+    yield "self_attn.q_proj.weight", (query, hidden)
+    yield "self_attn.k_proj.weight", (key, hidden)
+    yield "self_attn.v_proj.weight", (key, hidden)
+    yield "self_attn.o_proj.weight", (hidden, query)
+    yield "self_attn.q_norm.weight", (sizes.head_dim,)
+    yield "self_attn.k_norm.weight", (sizes.head_dim,)
+    yield "mlp.gate_proj.weight", (inner, hidden)
+    yield "mlp.up_proj.weight", (inner, hidden)
+    yield "mlp.down_proj.weight", (hidden, inner)
+    yield "input_layernorm.weight", (hidden,)
+    yield "post_attention_layernorm.weight", (hidden,)

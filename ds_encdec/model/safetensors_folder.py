@@ -1,0 +1,133 @@
+"""Reading and writing folders of safetensors one tensor at a time, so that no whole model is ever in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ds_encdec.types import CheckpointError, WeightSource
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+class SafetensorsFolder:
+    """The tensors of a Hugging Face folder, in one file or sharded, read lazily.
+
+    Raises CheckpointError if there are no safetensors, or an index names a shard that is missing or damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open_files: dict[str, Any] = {}
+        self._file_of = self._read_index()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor on the CPU, in the dtype it is stored in. Raises CheckpointError if there is none."""
+        if name not in self._file_of:
+            raise CheckpointError(f"{self._folder} has no tensor {name}; is it the model its config.json describes?")
+        return self._open(self._file_of[name]).get_tensor(name)
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape of a tensor, without reading it; None if there is no such tensor."""
+        if name not in self._file_of:
+            return None
+        return tuple(self._open(self._file_of[name]).get_slice(name).get_shape())
+
+    def _read_index(self) -> dict[str, str]:
+        if (index := self._folder / INDEX_FILE).is_file():
+            file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            for shard in sorted(set(file_of.values())):
+                if not (self._folder / shard).is_file():
+                    raise CheckpointError(f"{index} names the shard {shard}, which is missing. Copy it there again")
+            return file_of
+        if (self._folder / SINGLE_FILE).is_file():
+            return dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
+        raise CheckpointError(f"{self._folder} has neither {SINGLE_FILE} nor {INDEX_FILE} (other formats are not read)")
+
+    def _open(self, file: str) -> Any:
+        if file not in self._open_files:
+            try:
+                self._open_files[file] = safe_open(self._folder / file, framework="pt")
+            except SafetensorError as error:
+                raise CheckpointError(f"{self._folder / file} is damaged: {error}. Copy it there again") from error
+        return self._open_files[file]
+
+
+def write_safetensors_folder(
+    folder: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    weights: WeightSource,
+    *,
+    dtype: torch.dtype,
+    max_shard_bytes: int,
+) -> None:
+    """Write the parameters named in `shapes` to `folder` in `dtype`, in their order, with an index if sharded.
+
+    Tensors are fetched, converted and written one after the other: peak memory is that of the largest one (and of what
+    `weights` needs to make it). A shard holds at most `max_shard_bytes`, unless a single tensor is larger.
+    """
+    shards = _plan_shards(shapes, dtype.itemsize, max_shard_bytes)
+    if len(shards) == 1:
+        _write_file(folder / SINGLE_FILE, shards[0], shapes, weights, dtype)
+        return
+    files = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+    for file, names in zip(files, shards, strict=True):
+        _write_file(folder / file, names, shapes, weights, dtype)
+    total_bytes = dtype.itemsize * sum(map(prod, shapes.values()))
+    weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _plan_shards(shapes: Mapping[str, tuple[int, ...]], item_bytes: int, max_shard_bytes: int) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    shard_bytes = 0
+    for name, shape in shapes.items():
+        tensor_bytes = item_bytes * prod(shape)
+        if shards[-1] and shard_bytes + tensor_bytes > max_shard_bytes:
+            shards.append([])
+            shard_bytes = 0
+        shards[-1].append(name)
+        shard_bytes += tensor_bytes
+    return shards
+
+
+def _write_file(
+    path: Path, names: Iterable[str], shapes: Mapping[str, tuple[int, ...]], weights: WeightSource, dtype: torch.dtype
+) -> None:
+    """One file in the safetensors format: length of the header (8 bytes), JSON header, tensors back to back.
+
+    safetensors' own writer wants all tensors of a file, and a second copy of each, in memory.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name in names:
+        end = offset + dtype.itemsize * prod(shapes[name])
+        header[name] = {
+            "dtype": _DTYPE_NAMES[dtype],
+            "shape": list(shapes[name]),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little"))
+        file.write(encoded)
+        for name in names:
+            tensor = weights(name).to(dtype).contiguous()
+            if tuple(tensor.shape) != tuple(shapes[name]):
+                raise CheckpointError(f"{name} has shape {tuple(tensor.shape)}, the model wants {shapes[name]}")
+            file.write(tensor.view(torch.uint8).numpy().data if tensor.dim() else b"")

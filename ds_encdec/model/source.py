@@ -1,0 +1,198 @@
+"""What a run starts from: random weights, a decoder-only Qwen3, or an encoder-decoder of our own."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from ds_encdec.config.schema import ArchitectureConfig, ModelConfig
+from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.init_from_qwen3 import qwen3_weights, seq2seq_weights, with_added_rows, with_checked_shapes
+from ds_encdec.model.initialization import random_weights
+from ds_encdec.model.parameter_count import count_parameters
+from ds_encdec.types import CheckpointError, ConfigError, WeightSource
+
+EMBEDDING_ROWS_MULTIPLE = 128
+"""Embeddings that must grow do so to a multiple of this, which matrix kernels like."""
+
+HUB_FILES = ("*.json", "*.safetensors")
+"""What is fetched of a model on the hub: nothing that would have to be unpickled or executed."""
+
+_COPIED_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "initializer_range",
+    "rms_norm_eps",
+)
+
+
+class TokenIds(Protocol):
+    """The token ids a model must know; `tokenizer.sentinels.Vocabulary` is one."""
+
+    @property
+    def sentinel_ids(self) -> tuple[int, ...]: ...  # noqa: D102 - see Vocabulary
+    @property
+    def mode_token_ids(self) -> tuple[int, ...]: ...  # noqa: D102
+    @property
+    def eos_id(self) -> int: ...  # noqa: D102
+    @property
+    def pad_id(self) -> int: ...  # noqa: D102
+    @property
+    def vocab_size(self) -> int: ...  # noqa: D102
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model before it is built: its configuration, where its weights come from, and that in words."""
+
+    config: Qwen3Seq2SeqConfig
+    weights: WeightSource
+    description: str
+
+
+def resolve_model(section: ModelConfig, vocabulary: TokenIds, seed: int) -> ModelSource:
+    """The model that `section` asks for, for the token ids of `vocabulary`.
+
+    Downloads configuration and safetensors of a hub model that is not cached; weights are read when they are asked for.
+    Raises ConfigError for an impossible architecture, CheckpointError for a model that cannot be reached, read or used.
+    """
+    if section.architecture is not None:
+        return _from_architecture(section, section.architecture, vocabulary, seed)
+    if section.model_name_or_path is None:
+        raise ConfigError("model.model_name_or_path: name a model, or give its sizes in model.architecture")
+    folder = model_folder(section.model_name_or_path)
+    stored = read_config(folder)
+    if stored.get("model_type") == Qwen3Seq2SeqConfig.model_type:
+        return _from_seq2seq(section, folder, stored, vocabulary, seed)
+    config = _seq2seq_config(section, folder, qwen3_fields(stored, folder), vocabulary, stored["vocab_size"])
+    description = f"encoder and decoder from the decoder-only Qwen3 in {section.model_name_or_path}"
+    return ModelSource(config, qwen3_weights(folder, config, seed), description)
+
+
+def model_folder(name_or_path: str) -> Path:
+    """The local folder of a model: the path itself, or a snapshot of a hub id. Raises CheckpointError."""
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return path
+    if name_or_path.count("/") != 1 or name_or_path.startswith((".", "/", "~")):
+        raise CheckpointError(f"model.model_name_or_path: the folder {name_or_path} does not exist")
+    # Imported here: huggingface_hub is needed by hub ids alone.
+    from httpx import HTTPError
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name_or_path, allow_patterns=list(HUB_FILES)))
+    except HFValidationError as error:
+        raise CheckpointError(f"model.model_name_or_path: {name_or_path} is neither a folder nor a hub id") from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, HTTPError, OSError) as error:
+        raise CheckpointError(
+            f"model.model_name_or_path: {name_or_path} is not a local folder, is not in the Hugging Face cache, and "
+            f"could not be downloaded ({type(error).__name__}: {str(error).splitlines()[0]}). Check the name and the "
+            "network (HF_TOKEN for gated models), or download it elsewhere and give the folder's path"
+        ) from error
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The `config.json` of a model folder. Raises CheckpointError if it is missing, unreadable, or of another model."""
+    file = folder / "config.json"
+    try:
+        stored: dict[str, Any] = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} has no config.json: it is not a Hugging Face model folder") from None
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not readable as JSON: {error}") from error
+    if (found := stored.get("model_type")) not in ("qwen3", Qwen3Seq2SeqConfig.model_type):
+        raise CheckpointError(
+            f"{file}: model_type is {found!r}; needed is 'qwen3' (a dense decoder-only Qwen3) or "
+            f"{Qwen3Seq2SeqConfig.model_type!r} (an encoder-decoder made here)"
+        )
+    return stored
+
+
+def qwen3_fields(stored: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Our configuration's fields from a Qwen3's `config.json`. Raises CheckpointError for features we do not model."""
+    rope = stored.get("rope_parameters") or stored.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    unsupported = {
+        f"rope type {rope_type!r}": rope_type != "default",
+        "attention_bias": stored.get("attention_bias", False),
+        "use_sliding_window": stored.get("use_sliding_window", False),
+    }
+    if names := [name for name, present in unsupported.items() if present]:
+        raise CheckpointError(f"{folder / 'config.json'}: not supported: {', '.join(names)}")
+    missing = [name for name in (*_COPIED_SIZES, "vocab_size") if name not in stored]
+    if missing:
+        raise CheckpointError(f"{folder / 'config.json'} lacks {', '.join(missing)}")
+    return {
+        **{name: stored[name] for name in _COPIED_SIZES},
+        "head_dim": stored.get("head_dim") or stored["hidden_size"] // stored["num_attention_heads"],
+        "hidden_act": stored.get("hidden_act", "silu"),
+        "tie_word_embeddings": stored.get("tie_word_embeddings", False),
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": rope.get("rope_theta", stored.get("rope_theta", 1e6)),
+        },
+    }
+
+
+def _from_architecture(
+    section: ModelConfig, architecture: ArchitectureConfig, vocabulary: TokenIds, seed: int
+) -> ModelSource:
+    if vocabulary.vocab_size > architecture.vocab_size:
+        raise ConfigError(
+            f"model.architecture.vocab_size is {architecture.vocab_size}, but the tokenizer's ids reach "
+            f"{vocabulary.vocab_size - 1}: set it to at least {vocabulary.vocab_size}"
+        )
+    fields = architecture.model_dump(exclude={"rope_theta", "vocab_size"})
+    fields["rope_parameters"] = {"rope_type": "default", "rope_theta": architecture.rope_theta}
+    try:
+        config = _seq2seq_config(section, None, fields, vocabulary, architecture.vocab_size)
+    except CheckpointError as error:
+        raise ConfigError(f"model.architecture: {error}") from error
+    description = f"random weights (seed {seed}), {count_parameters(config):,} parameters"
+    return ModelSource(config, random_weights(config, seed), description)
+
+
+def _from_seq2seq(
+    section: ModelConfig, folder: Path, stored: dict[str, Any], vocabulary: TokenIds, seed: int
+) -> ModelSource:
+    not_sizes = {"vocab_size", "sentinel_token_ids", "mode_token_ids", "auto_map", "architectures", "dtype"}
+    fields = {name: value for name, value in stored.items() if name not in not_sizes | _OWN_FIELDS}
+    config = _seq2seq_config(section, folder, fields, vocabulary, stored["vocab_size"])
+    trained_ids = {*stored.get("sentinel_token_ids", ()), *stored.get("mode_token_ids", ())}
+    added_ids = {*config.sentinel_token_ids, *config.mode_token_ids} - trained_ids
+    weights = with_added_rows(seq2seq_weights(folder), config, added_ids, seed)
+    description = f"the encoder-decoder in {section.model_name_or_path}"
+    return ModelSource(config, with_checked_shapes(weights, config, folder), description)
+
+
+_OWN_FIELDS = {"pad_token_id", "eos_token_id", "decoder_start_token_id", "loss_chunk_tokens", "use_flash_attention"}
+"""Fields that `section` and the vocabulary decide, whatever a folder says."""
+
+
+def _seq2seq_config(
+    section: ModelConfig, folder: Path | None, fields: dict[str, Any], vocabulary: TokenIds, rows: int
+) -> Qwen3Seq2SeqConfig:
+    if vocabulary.vocab_size > rows:
+        rows = -(-vocabulary.vocab_size // EMBEDDING_ROWS_MULTIPLE) * EMBEDDING_ROWS_MULTIPLE
+    try:
+        return Qwen3Seq2SeqConfig(
+            **fields,
+            vocab_size=rows,
+            pad_token_id=vocabulary.pad_id,
+            decoder_start_token_id=vocabulary.pad_id,
+            eos_token_id=vocabulary.eos_id,
+            sentinel_token_ids=list(vocabulary.sentinel_ids),
+            mode_token_ids=list(vocabulary.mode_token_ids),
+            loss_chunk_tokens=section.loss_chunk_tokens,
+            use_flash_attention=section.use_flash_attention,
+        )
+    except ValueError as error:
+        raise CheckpointError(str(error) if folder is None else f"{folder / 'config.json'}: {error}") from error
