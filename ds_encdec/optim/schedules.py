@@ -2,7 +2,7 @@
 
 `learning_rate(i, training)` is the rate of the i-th *applied* update (0, 1, 2, …); skipped steps do not
 count. Four schedules are ours and run through a LambdaLR; three are DeepSpeed's own classes, which
-DeepSpeed builds from its JSON (`NATIVE_SCHEDULES`). Their sequences are repeated here, for the console's ETA
+DeepSpeed builds from its JSON (`config.rules.NATIVE_SCHEDULES`). Their sequences are repeated here, for the console's ETA
 and for checking a run, as they really are (deepspeed/runtime/lr_schedules.py), with two surprises:
 
 - DeepSpeed's scheduler is stepped after an update, and its step 0 is the minimum rate, as is its state
@@ -18,12 +18,6 @@ import math
 from collections.abc import Callable
 
 from ds_encdec.config.schema import TrainingConfig
-
-NATIVE_SCHEDULES = ("WarmupDecayLR", "WarmupLR", "WarmupCosineLR")
-"""Schedules that DeepSpeed implements itself, named as in its JSON."""
-
-COSINE_MIN_RATIO = 1e-4
-"""`cos_min_ratio` of WarmupCosineLR when its JSON does not say otherwise (DeepSpeed's default)."""
 
 
 def learning_rate(update_index: int, training: TrainingConfig) -> float:
@@ -109,7 +103,7 @@ def _warmup_cosine_lr(update_index: int, training: TrainingConfig) -> float:
         return warmup
     warmup_steps = max(2, training.warmup_steps)
     decay_steps = max(1, training.num_train_steps - warmup_steps)
-    return _cosine_between(1.0, COSINE_MIN_RATIO, min(1.0, (iteration - warmup_steps + 1) / decay_steps))
+    return _cosine_between(1.0, training.min_lr_ratio, min(1.0, (iteration - warmup_steps + 1) / decay_steps))
 
 
 _FACTORS: dict[str, Callable[[int, TrainingConfig], float]] = {

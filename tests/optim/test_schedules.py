@@ -11,8 +11,9 @@ import itertools
 import pytest
 import torch
 
+from ds_encdec.config.rules import NATIVE_SCHEDULES
 from ds_encdec.config.schema import TrainingConfig
-from ds_encdec.optim.schedules import COSINE_MIN_RATIO, NATIVE_SCHEDULES, learning_rate, rate_factor
+from ds_encdec.optim.schedules import learning_rate, rate_factor
 
 OWN_SCHEDULES = ("cosine", "linear", "constant", "wsd")
 
@@ -32,7 +33,9 @@ def deepspeed_rates(config: TrainingConfig, count: int) -> list[float]:
 
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
     arguments: dict[str, object] = {"warmup_num_steps": config.warmup_steps, "warmup_type": config.warmup_type}
-    if config.lr_scheduler_type != "WarmupCosineLR":
+    if config.lr_scheduler_type == "WarmupCosineLR":
+        arguments["cos_min_ratio"] = config.min_lr_ratio
+    else:
         arguments["warmup_max_lr"] = config.learning_rate
     if config.lr_scheduler_type != "WarmupLR":
         arguments["total_num_steps"] = config.num_train_steps
@@ -70,7 +73,7 @@ def test_warmup_decay_as_documented() -> None:
 def test_warmup_cosine_never_reaches_its_peak() -> None:
     config = training("WarmupCosineLR")
     assert 0.9 < max(rates(config, 25)) < 1.0
-    assert rates(config, 25)[-1] == pytest.approx(COSINE_MIN_RATIO)
+    assert rates(config, 25)[-1] == pytest.approx(0.1)  # min_lr_ratio
 
 
 @pytest.mark.parametrize("schedule", OWN_SCHEDULES)

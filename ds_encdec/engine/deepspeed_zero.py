@@ -1,0 +1,149 @@
+"""The DeepSpeed engine: ZeRO 0 to 3 with optimizer and parameter offload, behind `protocol.Engine`.
+
+Averaging. DeepSpeed averages gradients over ranks and would divide by the accumulation steps; here every
+micro-batch's loss is a *sum* over tokens, and the divisor is the number of target tokens of the whole
+step. So the loss is multiplied by world size / target tokens and `scale_wrt_gas=False` turns the other
+division off. Micro-batch boundaries are told to DeepSpeed explicitly; its own count is not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from ds_encdec.config.rules import NATIVE_SCHEDULES
+from ds_encdec.config.schema import FullConfig, TrainingConfig
+from ds_encdec.engine import zero_files
+from ds_encdec.engine.protocol import Veto
+from ds_encdec.engine.sharded_model import assert_ties, build_model
+from ds_encdec.engine.step_gate import step_gate
+from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
+from ds_encdec.model.attention import PackedLayout
+from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.optim.param_groups import parameter_groups
+from ds_encdec.optim.schedules import rate_factor
+from ds_encdec.types import DENOISERS, IGNORE_INDEX, Batch, ConfigError, LossSum, StepResult, WeightSource
+
+
+class DeepSpeedEngine:
+    """`protocol.Engine` on `deepspeed.initialize`. Every method is collective: all ranks, same order."""
+
+    def __init__(
+        self,
+        config: FullConfig,
+        model_config: Qwen3Seq2SeqConfig,
+        weights: WeightSource,
+        ds_json: dict[str, Any],
+        device: torch.device,
+    ) -> None:
+        """Build the model from `weights` (rank 0 reads them) and give it to DeepSpeed.
+
+        `ds_json`: the complete DeepSpeed configuration, without "auto" values. The process group exists.
+        Raises ConfigError for fp16 without sharding.
+        """
+        training = config.training
+        if training.fp16 and ds_json["zero_optimization"]["stage"] == 0:
+            # DeepSpeed 0.19.8 unscales gradients here without having scaled the loss (runtime/engine.py: backward).
+            raise ConfigError("training.fp16 with infra.sharding_stage=zero0 trains wrongly: use bf16, or zero1")
+        self.device = device
+        model = build_model(model_config, weights, ds_json, dtype=compute_dtype(training), device=device)
+        apply_activation_checkpointing(
+            model,
+            training.activation_checkpointing,
+            every_n=training.activation_checkpointing_every_n,
+            offload=training.activation_offload,
+        )
+        self._engine, *_ = deepspeed.initialize(
+            model=model,
+            model_parameters=parameter_groups(model, training.weight_decay),
+            config=ds_json,
+            lr_scheduler=_scheduler_hook(training),
+            dist_init_required=False,
+        )
+        assert_ties(model)
+        self.model: torch.nn.Module = self._engine.module
+        self._gate = step_gate(self._engine)
+        self._engine.train()
+
+    def forward(self, batch: Batch) -> LossSum:
+        """See protocol.Engine."""
+        batch = batch.to(self.device)
+        output = self._engine(
+            input_ids=batch.encoder_ids,
+            decoder_input_ids=batch.decoder_input_ids,
+            labels=batch.labels,
+            packing=PackedLayout.build(
+                batch.encoder_cu_seqlens,
+                batch.decoder_cu_seqlens,
+                batch.encoder_lengths,
+                batch.decoder_lengths,
+                batch.encoder_positions,
+                batch.decoder_positions,
+            ),
+        )
+        return split_by_denoiser(output.loss, output.token_losses, batch)
+
+    def backward(self, loss_sum: LossSum, *, target_tokens: int, last: bool) -> None:
+        """See protocol.Engine. A step without any target has a zero gradient."""
+        self._engine.set_gradient_accumulation_boundary(last)
+        scale = dist.get_world_size() / max(target_tokens, 1)
+        self._engine.backward(loss_sum.total * scale, scale_wrt_gas=False)
+
+    def step(self, veto: Veto | None = None) -> StepResult:
+        """See protocol.Engine. A step with a non-finite norm is skipped, whatever the dtype and stage."""
+        learning_rate = float(self._engine.get_lr()[0])
+        applied, grad_norm = self._gate.step(veto)
+        return StepResult(applied=applied, grad_norm=grad_norm, learning_rate=learning_rate)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> LossSum:
+        """See protocol.Engine."""
+        self._engine.eval()
+        try:
+            return self.forward(batch)
+        finally:
+            self._engine.train()
+
+    def save(self, directory: Path) -> list[Path]:
+        """See protocol.Engine. DeepSpeed's own files, see zero_files."""
+        return zero_files.save(self._engine, directory)
+
+    def load(self, directory: Path) -> None:
+        """See protocol.Engine. Under ZeRO-3 only before the first step."""
+        zero_files.load(self._engine, directory)
+
+    def close(self) -> None:
+        """See protocol.Engine. Afterwards drop the last reference to the engine."""
+        self._engine.destroy()
+
+
+def compute_dtype(training: TrainingConfig) -> torch.dtype:
+    """The dtype of parameters and activations."""
+    if training.bf16:
+        return torch.bfloat16
+    return torch.float16 if training.fp16 else torch.float32
+
+
+def split_by_denoiser(total: Tensor, token_losses: Tensor, batch: Batch) -> LossSum:
+    """Split the loss of a batch by denoiser. `token_losses`: float32 [Td], 0 where the label is -100."""
+    has_loss = (batch.labels != IGNORE_INDEX).float()
+    zeros = torch.zeros(len(DENOISERS), device=token_losses.device)
+    return LossSum(
+        total=total,
+        by_denoiser=zeros.index_add(0, batch.denoiser_ids, token_losses),
+        tokens_by_denoiser=zeros.index_add(0, batch.denoiser_ids, has_loss),
+    )
+
+
+def _scheduler_hook(training: TrainingConfig) -> Callable[[torch.optim.Optimizer], LambdaLR] | None:
+    """Our schedules as DeepSpeed wants them; None for its own, which it builds from the JSON."""
+    if training.lr_scheduler_type in NATIVE_SCHEDULES:
+        return None
+    return lambda optimizer: LambdaLR(optimizer, lambda update_index: rate_factor(update_index, training))
