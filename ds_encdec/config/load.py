@@ -23,8 +23,3 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), deepspeed_conf
     Raises ConfigError that lists every problem found in all of them.
     """
     return resolve(FullConfig, path, overrides, deepspeed_config)
-
-
-def describe_resolved(config: FullConfig) -> str:
-    """Every field of `config` with its value, as YAML that loads back to an equal object."""
-    return config.as_yaml()

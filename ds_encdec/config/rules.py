@@ -20,8 +20,8 @@ NATIVE_SCHEDULES = ("WarmupDecayLR", "WarmupLR", "WarmupCosineLR")
 """Schedules that are DeepSpeed's own classes."""
 LOCAL_FORMATS = ("text", "json", "parquet")
 """Data set names that stand for local files."""
-BYTE_TOKENS = 256
-"""Tokens that a byte-level vocabulary has before the first merge."""
+SMALLEST_VOCABULARY = 258
+"""Ids of a byte-level tokenizer before the first merge: 256 bytes, padding, end of sequence."""
 
 _FSDP_STRATEGIES = {
     "FULL_SHARD": "zero3",
@@ -76,10 +76,11 @@ def _architecture(config: FullConfig) -> Iterator[Conflict]:
         yield Conflict((at + "num_attention_heads", at + "num_key_value_heads"), message)
     if shape.head_dim % 2:
         yield Conflict((at + "head_dim",), "must be even: rotary embeddings turn pairs of dimensions")
-    needed = config.model.num_sentinel_tokens + BYTE_TOKENS
-    if shape.vocab_size <= needed:
-        message = f"must be > {needed}: {BYTE_TOKENS} bytes and the sentinels each take a row"
-        yield Conflict((at + "vocab_size", "model.num_sentinel_tokens"), message)
+    mode_tokens = len(DENOISERS) if config.data.use_mode_tokens else 0
+    needed = SMALLEST_VOCABULARY + config.model.num_sentinel_tokens + mode_tokens
+    if shape.vocab_size < needed:
+        message = f"must be >= {needed}: bytes, special tokens, sentinels and mode tokens each take a row"
+        yield Conflict((at + "vocab_size", "model.num_sentinel_tokens", "data.use_mode_tokens"), message)
     for length in ("max_encoder_length", "max_decoder_length"):
         if getattr(config.data, length) > shape.max_position_embeddings:
             message = "an example may be longer than the model is declared for"

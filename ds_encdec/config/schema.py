@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 
 from ds_encdec.config.resolve import resolve
 from ds_encdec.config.rules import ConflictingFields, find_conflicts
-from ds_encdec.config.yaml_text import dump_yaml
+from ds_encdec.config.yaml_text import write_yaml
 
 ShardingStage = Literal["zero0", "zero1", "zero2", "zero3", "zero2_hybrid", "zero3_hybrid"]
 
@@ -322,8 +322,8 @@ class FullConfig(Section):
 
     def to_yaml(self, path: str | Path) -> None:
         """Write every field to `path`; `from_yaml` reads an equal object back."""
-        Path(path).write_text(self.as_yaml(), encoding="utf-8")
+        Path(path).write_text(self.dump_yaml(), encoding="utf-8")
 
-    def as_yaml(self) -> str:
+    def dump_yaml(self) -> str:
         """Every field as YAML text."""
-        return dump_yaml(self.model_dump(mode="json"))
+        return write_yaml(self.model_dump(mode="json"))

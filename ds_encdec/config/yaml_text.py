@@ -105,7 +105,7 @@ def parse_value(text: str) -> Any:
         loader.dispose()
 
 
-def dump_yaml(values: dict[str, Any]) -> str:
+def write_yaml(values: dict[str, Any]) -> str:
     """`values` as YAML that `read_yaml` reads back to the same values."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
