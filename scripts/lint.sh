@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Style, types, and whether the generated configuration reference is up to date.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
+cd "$ROOT"
+
+ruff check
+ruff format --check
+mypy
+python scripts/config_reference.py --check

@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# Trains a small encoder-decoder on text that is already on this machine, exports it, and lets it fill a sentence.
+#
+#   scripts/quickstart.sh [--ranks N] [--resume auto] [section.field=value ...]
+#
+# --ranks  processes to train with (default: two, or one where there is only one core or GPU)
+#
+# Each call starts a fresh run in output/quickstart, output/quickstart-2, ... of the repository, unless
+# infra.output_dir=FOLDER says where. With --resume the newest of them is continued.
+set -euo pipefail
+
+ranks="" resume="" output="" overrides=()
+while [ $# -gt 0 ]; do
+    case "$1" in
+        -h | --help) sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;;
+        --ranks | --resume | --infra.output_dir)
+            [ $# -ge 2 ] || { echo "error: $1 needs a value" >&2; exit 2; }
+            set -- "$1=$2" "${@:3}" ;;
+        --ranks=*) ranks="${1#*=}"; shift ;;
+        --resume=*) resume="${1#*=}"; shift ;;
+        infra.output_dir=* | --infra.output_dir=*) output="${1#*=}"; shift ;;
+        *) overrides+=("$1"); shift ;;
+    esac
+done
+case "$ranks" in *[!0-9]* | 0) echo "error: --ranks $ranks: give a number of processes, at least 1" >&2; exit 2 ;; esac
+
+source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
+
+default_ranks() { # at most two: the run is small
+    python -c 'import os, torch; print(min(2, torch.cuda.device_count() or len(os.sched_getaffinity(0))))'
+}
+
+numbered_folder() { # the first folder that is not there yet, or with --resume the last one that is
+    local folder="$ROOT/output/quickstart" next="$ROOT/output/quickstart" number=1
+    while [ -e "$next" ]; do
+        folder="$next" number=$((number + 1)) next="$ROOT/output/quickstart-$number"
+    done
+    if [ -n "$resume" ]; then echo "$folder"; else echo "$next"; fi
+}
+
+ranks="${ranks:-$(default_ranks)}"
+output="${output:-$(numbered_folder)}"
+# One port per run, so that another one on this machine is not in the way.
+port=$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
+
+echo "training on $ranks rank(s) into $output"
+deepspeed --num_gpus "$ranks" --master_port "$port" "$ROOT/ds_encdec/train.py" \
+    --config "$ROOT/ds_configs/quickstart.yaml" ${resume:+--resume "$resume"} \
+    "infra.output_dir=$output" ${overrides[@]+"${overrides[@]}"}
+
+if [ ! -e "$output/export" ]; then
+    ds-encdec export "$output/checkpoints/final" "$output/export"
+fi
+
+text="The <extra_id_0> statement is used to <extra_id_1> a function in a class."
+echo
+echo "corrupted  $text"
+echo "filled in  $(ds-encdec generate --model "$output/export" --text "$text")"
+python - "$output/metrics.jsonl" <<'END'
+import json, sys
+
+losses = [line["train/loss"] for line in map(json.loads, open(sys.argv[1])) if "train/loss" in line]
+print(f"loss       {losses[0]:.3f} at the first line of metrics, {losses[-1]:.3f} at the last (nats per token)")
+END
+cat <<END
+
+metrics      $output/metrics.jsonl
+TensorBoard  tensorboard --logdir $output/logs
+checkpoints  $output/checkpoints
+model        $output/export   (AutoModelForSeq2SeqLM.from_pretrained(..., trust_remote_code=True))
+took         $((SECONDS / 60)) min $((SECONDS % 60)) s
+END
