@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from ds_encdec.config.model_folder import MODEL_FILES, model_folder
 from ds_encdec.config.schema import ArchitectureConfig, ModelConfig
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.init_from_qwen3 import qwen3_weights, seq2seq_weights, with_added_rows, with_checked_shapes
@@ -16,9 +17,6 @@ from ds_encdec.types import CheckpointError, ConfigError, WeightSource
 
 EMBEDDING_ROWS_MULTIPLE = 128
 """Embeddings that must grow do so to a multiple of this, which matrix kernels like."""
-
-HUB_FILES = ("*.json", "*.safetensors")
-"""What is fetched of a model on the hub: nothing that would have to be unpickled or executed."""
 
 _COPIED_SIZES = (
     "hidden_size",
@@ -66,37 +64,13 @@ def resolve_model(section: ModelConfig, vocabulary: TokenIds, seed: int) -> Mode
         return _from_architecture(section, section.architecture, vocabulary, seed)
     if section.model_name_or_path is None:
         raise ConfigError("model.model_name_or_path: name a model, or give its sizes in model.architecture")
-    folder = model_folder(section.model_name_or_path)
+    folder = model_folder(section.model_name_or_path, MODEL_FILES, field="model.model_name_or_path")
     stored = read_config(folder)
     if stored.get("model_type") == Qwen3Seq2SeqConfig.model_type:
         return _from_seq2seq(section, folder, stored, vocabulary, seed)
     config = _seq2seq_config(section, folder, qwen3_fields(stored, folder), vocabulary, stored["vocab_size"])
     description = f"encoder and decoder from the decoder-only Qwen3 in {section.model_name_or_path}"
     return ModelSource(config, qwen3_weights(folder, config, seed), description)
-
-
-def model_folder(name_or_path: str) -> Path:
-    """The local folder of a model: the path itself, or a snapshot of a hub id. Raises CheckpointError."""
-    path = Path(name_or_path).expanduser()
-    if path.is_dir():
-        return path
-    if name_or_path.count("/") != 1 or name_or_path.startswith((".", "/", "~")):
-        raise CheckpointError(f"model.model_name_or_path: the folder {name_or_path} does not exist")
-    # Imported here: huggingface_hub is needed by hub ids alone.
-    from httpx import HTTPError
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name_or_path, allow_patterns=list(HUB_FILES)))
-    except HFValidationError as error:
-        raise CheckpointError(f"model.model_name_or_path: {name_or_path} is neither a folder nor a hub id") from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, HTTPError, OSError) as error:
-        raise CheckpointError(
-            f"model.model_name_or_path: {name_or_path} is not a local folder, is not in the Hugging Face cache, and "
-            f"could not be downloaded ({type(error).__name__}: {str(error).splitlines()[0]}). Check the name and the "
-            "network (HF_TOKEN for gated models), or download it elsewhere and give the folder's path"
-        ) from error
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -1,0 +1,37 @@
+"""Where a `name_or_path` leads: a local folder, or a snapshot of a repository on the Hugging Face hub."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ds_encdec.types import CheckpointError
+
+MODEL_FILES = ("*.json", "*.safetensors")
+"""What is fetched of a model: nothing that would have to be unpickled or executed."""
+TOKENIZER_FILES = ("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "*.jinja")
+"""What is fetched of a tokenizer."""
+
+
+def model_folder(name_or_path: str, files: Sequence[str], *, field: str) -> Path:
+    """The folder itself, or a hub repository's snapshot holding `files` (patterns), downloaded unless it is cached.
+
+    Raises CheckpointError naming `field` if there is no such folder, or the repository is neither cached nor reachable.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return path
+    if name_or_path.count("/") != 1 or name_or_path.startswith((".", "/", "~")):
+        raise CheckpointError(f"{field}: the folder {name_or_path} does not exist")
+    # Imported here: folders need nothing of the hub, and `--help` and `validate` start without it.
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name_or_path, allow_patterns=list(files)))
+    except (OSError, ValueError) as error:
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        raise CheckpointError(
+            f"{field}: {name_or_path} is not a local folder, is not in the Hugging Face cache, and could not be "
+            f"downloaded ({reason}). Check its name and the network (and HF_TOKEN for a gated one), or download it "
+            "elsewhere and give the folder's path"
+        ) from error

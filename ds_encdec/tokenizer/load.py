@@ -1,0 +1,60 @@
+"""The tokenizer of a run: from a folder, from the hub, or trained on the built-in corpus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from transformers import PreTrainedTokenizerFast
+
+from ds_encdec.config.model_folder import TOKENIZER_FILES, model_folder
+from ds_encdec.config.schema import ModelConfig
+from ds_encdec.tokenizer.builtin_bpe import builtin_tokenizer
+from ds_encdec.tokenizer.sentinels import MODE_TOKENS, Vocabulary, add_sentinels
+from ds_encdec.types import CheckpointError, ConfigError
+
+BUILTIN = "builtin"
+"""Value of `model.tokenizer_name_or_path` that asks for the built-in tokenizer."""
+
+
+def load_tokenizer(
+    section: ModelConfig, *, builtin_texts: Callable[[], Iterable[str]], mode_tokens: bool
+) -> tuple[PreTrainedTokenizerFast, Vocabulary]:
+    """The tokenizer that `section` names, with sentinels (and mode tokens) added, and its special ids.
+
+    `builtin_texts` yields the corpus of the built-in tokenizer; it is called only where that is asked for. Raises
+    ConfigError if no tokenizer is named, CheckpointError if the named one cannot be loaded or used.
+    """
+    name_or_path = section.tokenizer_name_or_path or section.model_name_or_path
+    if name_or_path == BUILTIN:
+        tokenizer = _builtin(section, builtin_texts, mode_tokens)
+    elif name_or_path is None:
+        raise ConfigError(
+            f"model.tokenizer_name_or_path: a model.architecture needs a tokenizer: a folder, a hub id, or {BUILTIN}"
+        )
+    else:
+        tokenizer = pretrained_tokenizer(name_or_path)
+    return tokenizer, add_sentinels(tokenizer, section.num_sentinel_tokens, mode_tokens=mode_tokens)
+
+
+def pretrained_tokenizer(name_or_path: str) -> PreTrainedTokenizerFast:
+    """The tokenizer in a folder or on the hub, exactly as its `tokenizer.json` defines it. Raises CheckpointError."""
+    folder = model_folder(name_or_path, TOKENIZER_FILES, field="model.tokenizer_name_or_path")
+    if not (folder / "tokenizer.json").is_file():
+        raise CheckpointError(f"{folder} has no tokenizer.json: name a tokenizer in model.tokenizer_name_or_path")
+    try:
+        # The generic class, not AutoTokenizer: that would look for a config.json of a model it knows.
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"The tokenizer in {folder} could not be loaded: {error}") from error
+
+
+def _builtin(
+    section: ModelConfig, builtin_texts: Callable[[], Iterable[str]], mode_tokens: bool
+) -> PreTrainedTokenizerFast:
+    if section.architecture is None:
+        raise ConfigError(
+            f"model.tokenizer_name_or_path: {BUILTIN} goes with model.architecture only; a pretrained model needs the "
+            "tokenizer it was trained with"
+        )
+    reserved = section.num_sentinel_tokens + (len(MODE_TOKENS) if mode_tokens else 0)
+    return builtin_tokenizer(builtin_texts(), section.architecture.vocab_size - reserved)
