@@ -97,10 +97,6 @@ def _translate(document: Settings, path: str, value: Any, problems: list[Problem
             yield _Claim("infra.sharding_stage", f"zero{int(value)}", path, value)
         else:
             problems.append(Problem((_json_mention(document, path, value),), 'allowed: 0, 1, 2, 3 or "auto"'))
-    elif path == "optimizer.type":
-        if str(value).lower() not in ("adam", "adamw"):
-            message = 'only AdamW is supported (with optimizer.params.torch_adam: PyTorch\'s); write "AdamW"'
-            problems.append(Problem((_json_mention(document, path, value),), message))
     elif path == "optimizer.params.betas":
         if not isinstance(value, list) or len(value) != 2:
             problems.append(Problem((_json_mention(document, path, value),), "must be a list of two numbers"))

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ds_encdec.config.report import unknown_key
+from ds_encdec.config.report import show, unknown_key
 
 
 def _block(name: str, **types: type) -> dict[str, type]:
@@ -29,7 +29,6 @@ SCHEMA_FIELDS = {
     "gradient_clipping": "training.max_grad_norm",
     "bf16.enabled": "training.bf16",
     "fp16.enabled": "training.fp16",
-    "optimizer.type": "training.torch_adam",
     "optimizer.params.lr": "training.learning_rate",
     "optimizer.params.betas": "training.adam_beta1",
     "optimizer.params.eps": "training.adam_epsilon",
@@ -139,19 +138,20 @@ IGNORED = {
 }
 """Keys that are accepted and do nothing, each with the reason that the warning gives."""
 
-FIXED: dict[str, tuple[Any, str]] = {
-    "gradient_allreduce_op": ("mean", "the loss is normalised for an average over ranks"),
-    "managed_gradient_accumulation": (True, "the engine accumulates"),
-    "optimizer.params.adam_w_mode": (True, "weight decay is decoupled"),
-    "scheduler.params.last_batch_iteration": (-1, "a resumed run continues by its checkpoint"),
-    "checkpoint.load_universal": (False, "checkpoints are loaded with --resume"),
-    "checkpoint.use_node_local_storage": (False, "a checkpoint is one folder that all nodes share"),
-    "checkpoint.writer": (None, "checkpoints are committed by ds_encdec, with DeepSpeed's plain writer"),
-    "zero_optimization.compute_grad_norm": (True, "the gradient norm is reported and clipped"),
-    "zero_optimization.legacy_stage1": (False, "DeepSpeed no longer has it"),
-    "zero_optimization.elastic_checkpoint": (False, "DeepSpeed no longer has it"),
+FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "optimizer.type": (("AdamW", "Adam", "adamw", "adam"), "other optimizers are not supported"),
+    "optimizer.params.adam_w_mode": ((True,), "weight decay is decoupled"),
+    "scheduler.params.last_batch_iteration": ((-1,), "a resumed run continues by its checkpoint"),
+    "gradient_allreduce_op": (("mean",), "the loss is normalised for an average over ranks"),
+    "managed_gradient_accumulation": ((True,), "the engine accumulates"),
+    "checkpoint.load_universal": ((False,), "checkpoints are loaded with --resume"),
+    "checkpoint.use_node_local_storage": ((False,), "a checkpoint is one folder that all nodes share"),
+    "checkpoint.writer": ((None,), "checkpoints are committed by ds_encdec, with DeepSpeed's plain writer"),
+    "zero_optimization.compute_grad_norm": ((True,), "the gradient norm is reported and clipped"),
+    "zero_optimization.legacy_stage1": ((False,), "DeepSpeed no longer has it"),
+    "zero_optimization.elastic_checkpoint": ((False,), "DeepSpeed no longer has it"),
 }
-"""Keys that may only have one value, with the reason."""
+"""Keys that may only have certain values, with the reason."""
 
 _REMOVED = "DeepSpeed 0.19 no longer has this; remove it"
 _UNSUPPORTED = "not supported by ds_encdec; remove it"
@@ -226,8 +226,8 @@ def _wrong(path: str, value: Any) -> str | None:
         switched_off = value is False or (isinstance(value, dict) and value.get("enabled") is False)
         return None if switched_off else REFUSED[path]
     if path in FIXED:
-        only, reason = FIXED[path]
-        return None if value == only else f"only {only!r} works here: {reason}"
+        allowed, reason = FIXED[path]
+        return None if value in allowed else f"only {' or '.join(map(show, allowed))} works here: {reason}"
     kind = PASSED_ON.get(path)
     if kind is None or _has_type(value, kind):
         return None
