@@ -17,14 +17,21 @@ class Lap:
 
 
 class IntervalClock:
-    """Monotonic time since the last lap, kept apart by what it was spent on."""
+    """Monotonic time since the last lap, kept apart by what it was spent on.
+
+    The first lap begins with the first wait for data: building or loading a model is no training time.
+    """
 
     def __init__(self) -> None:
+        self._running = False
         self._start()
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
         """Time that the loop waits for its next batch."""
+        if not self._running:
+            self._running = True
+            self._start()
         began = time.monotonic()
         try:
             yield
@@ -41,7 +48,7 @@ class IntervalClock:
             self._paused_s += time.monotonic() - began
 
     def lap(self) -> Lap:
-        """The time since the last lap (or the construction), and start a new one."""
+        """The time since the last lap, and start a new one."""
         lap = Lap(time.monotonic() - self._began - self._paused_s, self._data_wait_s)
         self._start()
         return lap

@@ -48,6 +48,7 @@ class Recorder:
         self._batch_flops = batch_flops
         self._peak_flops = peak_flops
         self._flops = 0.0
+        self._restored_steps = 0
         self._once: dict[str, float] = {}
 
     def waiting_for_data(self) -> AbstractContextManager[None]:
@@ -71,10 +72,12 @@ class Recorder:
         """Close the interval: reduce, watch, publish. A collective."""
         records = self._steps.take()
         lap = self._clock.lap()
+        timed = records[self._restored_steps :]
+        self._restored_steps = 0
         performance = performance_metrics(
             lap,
-            num_steps=len(records),
-            tokens=sum(record.tokens for record in records),
+            num_steps=len(timed),
+            tokens=sum(record.tokens for record in timed),
             num_devices=self._num_devices,
             # Every rank has the same budgets, so this rank's FLOPs stand for the others'.
             flops=self._flops * self._num_devices,
@@ -112,6 +115,7 @@ class Recorder:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken."""
         self._steps.load_state_dict(state["steps"])
+        self._restored_steps = len(state["steps"]["records"])  # made before this process's clock ran
         self.monitor.load_state_dict(state["monitor"])
 
     def close(self, exit_code: int) -> None:

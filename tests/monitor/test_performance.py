@@ -35,6 +35,7 @@ def test_no_mfu_where_the_peak_is_not_known() -> None:
 
 def test_clock_leaves_out_pauses_and_counts_waits_and_starts_anew() -> None:
     clock = IntervalClock()
+    time.sleep(0.3)  # set-up, before the first batch
     with clock.waiting_for_data():
         time.sleep(0.05)
     with clock.paused():
