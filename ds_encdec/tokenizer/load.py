@@ -32,15 +32,21 @@ def load_tokenizer(
             f"model.tokenizer_name_or_path: a model.architecture needs a tokenizer: a folder, a hub id, or {BUILTIN}"
         )
     else:
-        tokenizer = pretrained_tokenizer(name_or_path)
+        field = "tokenizer_name_or_path" if section.tokenizer_name_or_path else "model_name_or_path"
+        tokenizer = pretrained_tokenizer(name_or_path, field=f"model.{field}")
     return tokenizer, add_sentinels(tokenizer, section.num_sentinel_tokens, mode_tokens=mode_tokens)
 
 
-def pretrained_tokenizer(name_or_path: str) -> PreTrainedTokenizerFast:
-    """The tokenizer in a folder or on the hub, exactly as its `tokenizer.json` defines it. Raises CheckpointError."""
-    folder = model_folder(name_or_path, TOKENIZER_FILES, field="model.tokenizer_name_or_path")
+def pretrained_tokenizer(name_or_path: str, *, field: str) -> PreTrainedTokenizerFast:
+    """The tokenizer in a folder or on the hub, exactly as its `tokenizer.json` defines it.
+
+    Raises CheckpointError naming `field`, the configuration's field that `name_or_path` comes from.
+    """
+    folder = model_folder(name_or_path, TOKENIZER_FILES, field=field)
     if not (folder / "tokenizer.json").is_file():
-        raise CheckpointError(f"{folder} has no tokenizer.json: name a tokenizer in model.tokenizer_name_or_path")
+        raise CheckpointError(
+            f"{field}: {folder} has no tokenizer.json; name a tokenizer in model.tokenizer_name_or_path"
+        )
     try:
         # The generic class, not AutoTokenizer: that would look for a config.json of a model it knows.
         return PreTrainedTokenizerFast.from_pretrained(folder)
