@@ -25,13 +25,14 @@ def checkpoint_weights(checkpoint: Path) -> WeightSource:
     """
     manifest = read_manifest(checkpoint)
     verify_files(checkpoint, manifest.files)
-    tag = (checkpoint / "latest").read_text().strip()
-    if any(record.path.endswith("_optim_states.pt") for record in manifest.files):
-        state = _zero_state_dict(checkpoint, tag)
+    plain = [record.path for record in manifest.files if record.path.endswith(_ZERO0_STATES)]
+    if (checkpoint / "latest").exists():
+        state = _zero_state_dict(checkpoint)
+    elif plain:
+        # Stage 0 writes all weights into one file; unpickling it is safe after the hash check above.
+        state = torch.load(checkpoint / plain[0], map_location="cpu", weights_only=False, mmap=True)["module"]
     else:
-        # ZeRO-0 writes a plain state dict; its unpickling is safe after the hash check above.
-        saved = torch.load(checkpoint / tag / _ZERO0_STATES, map_location="cpu", weights_only=False)
-        state = saved["module"]
+        raise CheckpointError(f"{checkpoint} holds no DeepSpeed weights.")
 
     def lookup(name: str) -> Tensor:
         if name not in state:
@@ -41,8 +42,9 @@ def checkpoint_weights(checkpoint: Path) -> WeightSource:
     return lookup
 
 
-def _zero_state_dict(checkpoint: Path, tag: str) -> dict[str, Any]:
+def _zero_state_dict(checkpoint: Path) -> dict[str, Any]:
+    # Imported here: deepspeed takes seconds, and stage 0 does not need it.
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     with contextlib.redirect_stdout(io.StringIO()):  # it reports its progress by printing
-        return get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag=tag, lazy_mode=True)
+        return get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), lazy_mode=True)

@@ -63,10 +63,9 @@ class CheckpointManager:
 
     def prepare(self) -> None:
         """Check that all ranks see one folder, and clear what a killed save left behind."""
-        probe = self.folder / f".probe-{os.getpid()}"
-        probe = self._agreement.on_rank_zero(lambda: _touch(probe))
-        seen = self._agreement.gather(probe.exists())
-        self._agreement.on_rank_zero(lambda: probe.unlink(missing_ok=True))
+        name = self._agreement.on_rank_zero(lambda: _touch(self.folder / f".probe-{os.getpid()}"))
+        seen = self._agreement.gather((self.folder / name).exists())
+        self._agreement.on_rank_zero(lambda: (self.folder / name).unlink())
         if not all(seen):
             blind = [rank for rank, sees in enumerate(seen) if not sees]
             raise CheckpointError(
@@ -186,9 +185,9 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def _touch(path: Path) -> Path:
+def _touch(path: Path) -> str:
     path.touch()
-    return path
+    return path.name
 
 
 def _fresh_folder(path: Path) -> None:
