@@ -36,19 +36,20 @@ class StepGate:
     def step(self, veto: Veto | None) -> tuple[bool, Tensor]:
         """Step; returns whether it was applied, and the norm before clipping (float32 scalar; inf if not finite)."""
         self._veto, self._norm = veto, None
-        self._run()
-        norm = torch.tensor(float("inf"), device=self._engine.device) if self._norm is None else self._norm
-        return self._engine.was_step_applied(), norm
+        applied = self._run()
+        return applied, torch.tensor(torch.inf, device=self._engine.device) if self._norm is None else self._norm
 
-    def _run(self) -> None:
+    def _run(self) -> bool:
         self._engine.step()
+        return self._engine.was_step_applied()
 
     def _refuses(self, norm: Tensor | float) -> bool:
         """Record the norm (already free of any loss scale) and decide; the same on every rank."""
-        self._norm = torch.as_tensor(norm, dtype=torch.float32, device=self._engine.device).detach()
-        if not torch.isfinite(self._norm):  # a device synchronisation, as DeepSpeed's own check is
+        norm = torch.as_tensor(norm, dtype=torch.float32, device=self._engine.device).detach()
+        if not torch.isfinite(norm):  # a device synchronisation, as DeepSpeed's own check is
             return True
-        return self._veto is not None and self._veto(self._norm)
+        self._norm = norm
+        return self._veto is not None and self._veto(norm)
 
 
 class ZeroGate(StepGate):
@@ -65,14 +66,14 @@ class ZeroGate(StepGate):
         optimizer = self._engine.optimizer
         if self._refuses(self._combine(found) / optimizer.loss_scale):
             optimizer.overflow = True
-            if torch.isfinite(self._norm):  # type: ignore[arg-type]  # set by _refuses
+            if self._norm is not None:
                 # A veto is no overflow: a dynamic loss scale must not fall for it. Hides the method once.
                 optimizer._update_scale = lambda overflow: None
         return found
 
-    def _run(self) -> None:
+    def _run(self) -> bool:
         try:
-            super()._run()
+            return super()._run()
         finally:
             vars(self._engine.optimizer).pop("_update_scale", None)
 
@@ -101,20 +102,17 @@ class Bf16Gate(StepGate):
 class ReplicatedGate(StepGate):
     """ZeRO 0: every rank holds all gradients, averaged; DeepSpeed reports no norm in float32 and skips nothing."""
 
-    def step(self, veto: Veto | None) -> tuple[bool, Tensor]:
-        """See StepGate.step."""
+    def _run(self) -> bool:
         engine = self._engine
-        self._veto, self._norm = veto, None
         gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([gradient.float() for gradient in gradients])
-        if self._refuses(norm):
-            engine.zero_grad()
-            engine.micro_steps += 1
-            engine.global_steps += 1
-            engine.skipped_steps += 1
-            return False, norm
-        engine.step()
-        return engine.was_step_applied(), norm
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+        if not self._refuses(torch.linalg.vector_norm(torch.stack(norms))):
+            return super()._run()
+        engine.zero_grad()
+        engine.micro_steps += 1
+        engine.global_steps += 1
+        engine.skipped_steps += 1
+        return False
 
 
 def step_gate(engine: DeepSpeedEngine) -> StepGate:

@@ -1,9 +1,9 @@
 """Learning-rate schedules, as pure functions of the update's index.
 
 `learning_rate(i, training)` is the rate of the i-th *applied* update (0, 1, 2, …); skipped steps do not
-count. Four schedules are ours and run through a LambdaLR; three are DeepSpeed's own classes, which
-DeepSpeed builds from its JSON (`config.rules.NATIVE_SCHEDULES`). Their sequences are repeated here, for the console's ETA
-and for checking a run, as they really are (deepspeed/runtime/lr_schedules.py), with two surprises:
+count. Four schedules are ours and run through a LambdaLR; three (`config.rules.NATIVE_SCHEDULES`) are
+classes that DeepSpeed builds from its JSON. Their sequences are repeated here, for checking a run and
+its plan, as they really are (deepspeed/runtime/lr_schedules.py), with two surprises:
 
 - DeepSpeed's scheduler is stepped after an update, and its step 0 is the minimum rate, as is its state
   before: updates 0 and 1 both run at the minimum, 0. With warmup 4, total 10, peak 1, linear: 0 0 .25 .5

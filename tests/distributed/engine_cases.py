@@ -1,0 +1,189 @@
+"""What runs inside the ranks: cases by name, many per start, each returning plain data to the test."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param
+from packed_batches import random_batch
+from small_run import MODEL, STEPS, lane_batches, run_config, weights
+
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.engine.deepspeed_zero import DeepSpeedEngine
+from ds_encdec.engine.protocol import Engine, Veto
+from ds_encdec.engine.select import create_engine
+from ds_encdec.launch.world import discover
+from ds_encdec.types import CheckpointError, LossSum
+
+
+def run_cases(cases: Sequence[tuple[str, str, dict[str, Any]]]) -> dict[str, Any]:
+    """Run (name, function, arguments) one after the other; what failed is returned as its traceback."""
+    results: dict[str, Any] = {}
+    for name, function, arguments in cases:
+        try:
+            results[name] = globals()[function](**arguments)
+        except Exception:
+            results[name] = traceback.format_exc()
+            print(name, results[name], flush=True)
+    return results
+
+
+def make_engine(config: FullConfig) -> DeepSpeedEngine:
+    import os
+
+    world = discover(os.environ)
+    engine = create_engine(
+        config, world, torch.device("cpu"), MODEL, weights, config.training.gradient_accumulation_steps
+    )
+    assert isinstance(engine, DeepSpeedEngine)
+    return engine
+
+
+def train_step(engine: Engine, step: int, veto: Veto | None = None, poison: bool = False) -> dict[str, Any]:
+    """One optimizer step on the lanes of this rank. `poison` makes one rank's loss NaN."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    lanes = lane_batches(step, world_size)
+    target_tokens = sum(batch.target_tokens for batch in lanes)
+    mine = lanes[rank::world_size]
+    total = torch.zeros(())
+    for index, batch in enumerate(mine):
+        loss = engine.forward(batch)
+        total += loss.total.detach()
+        if poison and rank == 0:
+            loss = LossSum(loss.total * float("nan"), loss.by_denoiser, loss.tokens_by_denoiser)
+        engine.backward(loss, target_tokens=target_tokens, last=index == len(mine) - 1)
+    result = engine.step(veto)
+    dist.all_reduce(total)
+    return {
+        "loss": float(total) / target_tokens,
+        "grad_norm": float(result.grad_norm),
+        "grad_norm_dtype": str(result.grad_norm.dtype),
+        "learning_rate": result.learning_rate,
+        "applied": result.applied,
+    }
+
+
+def full_weights(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
+    """Every parameter in full, float32 master where there is one."""
+    found = {}
+    for name, parameter in engine.model.named_parameters():
+        master = safe_get_full_fp32_param(parameter) if engine._engine.zero_optimization() else parameter
+        found[name] = master.detach().float().clone()
+    return found
+
+
+def trajectory(**overrides: Any) -> dict[str, Any]:
+    """Train STEPS steps, evaluate before and after."""
+    engine = make_engine(run_config(**overrides))
+    held_out = random_batch(10_000, MODEL.vocab_size)
+    before = engine.evaluate(held_out)
+    steps = [train_step(engine, step) for step in range(STEPS)]
+    after = engine.evaluate(held_out)
+    result = {
+        "steps": steps,
+        "eval": [float(before.total), float(after.total)],
+        "by_denoiser": after.by_denoiser,
+        "tokens_by_denoiser": after.tokens_by_denoiser,
+        "weights": full_weights(engine),
+    }
+    engine.close()
+    return result
+
+
+def skipping(how: str, **overrides: Any) -> dict[str, Any]:
+    """A run that skips its third step, against one that never saw it."""
+    outcomes = []
+    for skips in (True, False):
+        engine = make_engine(run_config(**overrides))
+        steps = [train_step(engine, step) for step in (0, 1)]
+        if skips:
+            veto = (lambda norm: True) if how == "veto" else None
+            steps.append(train_step(engine, 99, veto=veto, poison=how == "nan"))
+        steps += [train_step(engine, step) for step in (2, 3)]
+        outcomes.append({"steps": steps, "weights": full_weights(engine)})
+        engine.close()
+    return {"skipped": outcomes[0], "clean": outcomes[1]}
+
+
+def resuming(directory: str, **overrides: Any) -> dict[str, Any]:
+    """Four steps in one go, against two, a save, a new engine, and two more."""
+    folder = Path(directory)
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True)
+    dist.barrier()
+    first = make_engine(run_config(**overrides))
+    for step in (0, 1):
+        train_step(first, step)
+    files = [str(path.relative_to(folder)) for path in first.save(folder)]
+    saved_weights = full_weights(first)
+    straight = [train_step(first, step) for step in (2, 3)]
+    straight_weights = full_weights(first)
+    first.close()
+    second = make_engine(run_config(**overrides))
+    second.load(folder)
+    resumed = [train_step(second, step) for step in (2, 3)]
+    resumed_weights = full_weights(second)
+    second.close()
+    return {
+        "files": files,
+        "saved": saved_weights,
+        "straight": (straight, straight_weights),
+        "resumed": (resumed, resumed_weights),
+    }
+
+
+def refused_loads(directory: str, **overrides: Any) -> dict[str, str]:
+    """The messages for a missing checkpoint, and for one of another world size."""
+    folder = Path(directory)
+    engine = make_engine(run_config(**overrides))
+    messages = {}
+
+    def message() -> str:
+        try:
+            engine.load(folder)
+        except CheckpointError as error:
+            return str(error)
+        return "loaded"
+
+    messages["missing"] = message()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True)
+    dist.barrier()
+    engine.save(folder)
+    layout = folder / "zero" / "layout.json"
+    if dist.get_rank() == 0:
+        layout.write_text(json.dumps({**json.loads(layout.read_text()), "world size": 64}))
+    dist.barrier()
+    messages["world size"] = message()
+    engine.close()
+    return messages
+
+
+def only_decay(**overrides: Any) -> dict[str, Any]:
+    """One step without any target: the gradient is zero, so weights move by weight decay alone."""
+    engine = make_engine(run_config(**overrides, lr_scheduler_type="constant", warmup_steps=0))
+    empty = random_batch(5, MODEL.vocab_size, examples=0)
+    for last in (False, True):
+        engine.backward(engine.forward(empty), target_tokens=0, last=last)
+    result = engine.step()
+    moved = full_weights(engine)
+    engine.close()
+    return {"learning_rate": result.learning_rate, "grad_norm": float(result.grad_norm), "weights": moved}
+
+
+def shard_sizes() -> dict[str, Any]:
+    """What a rank holds of each parameter under ZeRO-3, right after the engine was built."""
+    engine = make_engine(run_config(sharding_stage="zero3"))
+    shards = {name: parameter.ds_tensor.numel() for name, parameter in engine.model.named_parameters()}
+    resident = {name: parameter.numel() for name, parameter in engine.model.named_parameters()}
+    full = {name: parameter.ds_numel for name, parameter in engine.model.named_parameters()}
+    tied = engine.model.lm_head.weight is engine.model.shared.weight
+    engine.close()
+    return {"shards": shards, "resident": resident, "full": full, "tied": tied}

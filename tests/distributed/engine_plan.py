@@ -1,0 +1,63 @@
+"""Which cases of engine_cases.py run at which world size, in one start of processes each: starting takes seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+Case = tuple[str, str, dict[str, Any]]
+
+STAGES = ("zero0", "zero1", "zero2", "zero3")
+SHARDED = STAGES[1:]
+
+# ZeRO-3 with what it is given by default: parameters as small as these stay whole between steps.
+DEFAULT_PERSISTENCE = {"deepspeed_extra": {}}
+# DeepSpeed then builds another optimizer for stage 1, with the norm in another place.
+FLOAT32_ACCUMULATION = {"deepspeed_extra": {"data_types": {"grad_accum_dtype": "fp32"}}}
+
+PARITY: dict[str, dict[str, Any]] = {
+    **{stage: {"sharding_stage": stage} for stage in STAGES},
+    **{f"{stage}-offload": {"sharding_stage": stage, "offload_optimizer": "cpu"} for stage in SHARDED},
+    "zero3-offload-all": {"offload_optimizer": "cpu", "offload_params": "cpu"},
+    "zero3-persistent": DEFAULT_PERSISTENCE,
+    "zero3-recompute": {"activation_checkpointing": "full"},
+    "zero3-recompute-every-2": {"activation_checkpointing": "every_n"},
+    "zero3-activation-offload": {"activation_checkpointing": "full", "activation_offload": True},
+    "zero3-warmup-decay": {"lr_scheduler_type": "WarmupDecayLR"},
+    "zero1-wsd": {"sharding_stage": "zero1", "lr_scheduler_type": "wsd", "wsd_decay_fraction": 0.5},
+}
+"""Float32 runs that must be the oracle's, by name."""
+
+SKIPS: dict[str, dict[str, Any]] = {
+    f"{stage}-{how}": {"sharding_stage": stage, "how": how} for stage in STAGES for how in ("veto", "nan")
+} | {
+    "zero1-offload-bf16-veto": {"sharding_stage": "zero1", "offload_optimizer": "cpu", "bf16": True, "how": "veto"},
+    "zero2-bf16-nan": {"sharding_stage": "zero2", "bf16": True, "how": "nan"},
+    "zero3-offload-bf16-veto": {"offload_optimizer": "cpu", "bf16": True, "how": "veto"},
+    "zero1-float32-accumulation-veto": {"sharding_stage": "zero1", "bf16": True, "how": "veto", **FLOAT32_ACCUMULATION},
+    "zero1-float32-accumulation-nan": {"sharding_stage": "zero1", "bf16": True, "how": "nan", **FLOAT32_ACCUMULATION},
+}
+"""Runs with a skipped step, by name."""
+
+RESUMES: dict[str, dict[str, Any]] = {
+    **{stage: {"sharding_stage": stage} for stage in ("zero0", "zero2")},
+    "zero1-bf16": {"sharding_stage": "zero1", "bf16": True},
+    "zero3-offload-bf16": {"offload_optimizer": "cpu", "bf16": True},
+    "zero3-warmup-decay": {"lr_scheduler_type": "WarmupDecayLR"},
+}
+"""Runs that are saved and resumed, by name."""
+
+
+def cases(world_size: int, folder: Path) -> list[Case]:
+    """All cases of a start with `world_size` ranks; checkpoints go under `folder`."""
+    plan: list[Case] = [(f"parity {name}", "trajectory", given) for name, given in PARITY.items()]
+    if world_size == 1:
+        return plan
+    plan += [(f"skip {name}", "skipping", given) for name, given in SKIPS.items()]
+    plan += [
+        (f"resume {name}", "resuming", {"directory": str(folder / name), **given}) for name, given in RESUMES.items()
+    ]
+    plan += [(f"decay {stage}", "only_decay", {"sharding_stage": stage}) for stage in ("zero0", "zero3")]
+    plan.append(("shards", "shard_sizes", {}))
+    plan.append(("refused", "refused_loads", {"directory": str(folder / "refused"), "sharding_stage": "zero2"}))
+    return plan

@@ -1,0 +1,82 @@
+"""The run that all engines are compared on: a tiny model, its weights, its lanes of micro-batches."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from packed_batches import random_batch
+from torch import Tensor
+
+from ds_encdec.config.schema import FullConfig, InfraConfig
+from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
+from ds_encdec.types import Batch
+
+ACCUMULATION = 4
+STEPS = 8
+
+MODEL = Qwen3Seq2SeqConfig(
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    loss_chunk_tokens=16,
+    pad_token_id=0,
+    eos_token_id=1,
+    decoder_start_token_id=0,
+)
+
+
+def run_config(**overrides: Any) -> FullConfig:
+    """A small float32 run. `overrides`: fields of `training` and `infra` by name."""
+    training: dict[str, Any] = {
+        "bf16": False,
+        "torch_adam": True,
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.05,  # far below the norms that occur: every step is clipped
+        "gradient_accumulation_steps": ACCUMULATION,
+        "num_train_steps": STEPS,
+        "warmup_steps": 2,
+        "lr_scheduler_type": "cosine",
+        "activation_checkpointing": "none",
+    }
+    infra: dict[str, Any] = {"device": "cpu", "offload_optimizer": "none", "sharding_stage": "zero3"}
+    if overrides.get("sharding_stage", "zero3") == "zero3":
+        # Otherwise parameters as small as these stay whole on every rank, and nothing is ever gathered.
+        infra["deepspeed_extra"] = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+    for name, value in overrides.items():
+        (infra if name in InfraConfig.model_fields else training)[name] = value
+    return FullConfig.model_validate({"training": training, "infra": infra})
+
+
+@functools.cache
+def _weights() -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(7)
+    shapes = {name: parameter.shape for name, parameter in Qwen3ForSeq2SeqLM(MODEL).named_parameters()}
+    return {
+        name: torch.randn(shape, generator=draw) * 0.15 + (1.0 if len(shape) == 1 else 0.0)
+        for name, shape in shapes.items()
+    }
+
+
+def weights(name: str) -> Tensor:
+    """A WeightSource, the same in every process."""
+    return _weights()[name]
+
+
+def lane_batches(step: int, world_size: int) -> list[Batch]:
+    """The micro-batches of an optimizer step, lane by lane; rank r takes lanes r, r + world size, ….
+
+    They differ in target tokens, and one of step 3 is empty.
+    """
+    lanes = range(ACCUMULATION * world_size)
+    return [
+        random_batch(1000 * step + lane, MODEL.vocab_size, examples=0 if (step, lane) == (3, 1) else None)
+        for lane in lanes
+    ]

@@ -1,0 +1,104 @@
+"""The plain single-process torch engine: no sharding, no DeepSpeed, every rank's micro-batches in one process.
+
+It implements `engine.protocol.Engine` with nothing but torch, so its losses, norms and weights are what any
+other engine must reproduce. Shared with the engines under test: the model, and the names of the schedule.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.engine.protocol import Veto
+from ds_encdec.model.attention import PackedLayout
+from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
+from ds_encdec.optim.schedules import learning_rate
+from ds_encdec.types import DENOISERS, Batch, LossSum, StepResult, WeightSource
+
+
+class TorchOracle:
+    """`protocol.Engine` for one process in float32."""
+
+    def __init__(self, config: FullConfig, model_config: Qwen3Seq2SeqConfig, weights: WeightSource) -> None:
+        self.device = torch.device("cpu")
+        self.training = config.training
+        self.model: nn.Module = Qwen3ForSeq2SeqLM(model_config)
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(weights(name))
+        matrices = [p for p in self.model.parameters() if p.dim() > 1]
+        vectors = [p for p in self.model.parameters() if p.dim() <= 1]
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": self.training.weight_decay},
+                {"params": vectors, "weight_decay": 0.0},
+            ],
+            lr=self.training.learning_rate,
+            betas=(self.training.adam_beta1, self.training.adam_beta2),
+            eps=self.training.adam_epsilon,
+        )
+        self.applied_steps = 0
+
+    def forward(self, batch: Batch) -> LossSum:
+        self.model.train()
+        return self._loss(batch)
+
+    def _loss(self, batch: Batch) -> LossSum:
+        packing = PackedLayout.build(
+            batch.encoder_cu_seqlens,
+            batch.decoder_cu_seqlens,
+            batch.encoder_lengths,
+            batch.decoder_lengths,
+            batch.encoder_positions,
+            batch.decoder_positions,
+        )
+        output = self.model(
+            input_ids=batch.encoder_ids,
+            decoder_input_ids=batch.decoder_input_ids,
+            labels=batch.labels,
+            packing=packing,
+        )
+        by_denoiser, tokens = torch.zeros(len(DENOISERS)), torch.zeros(len(DENOISERS))
+        for index, label in enumerate(batch.labels.tolist()):
+            if label != -100:
+                by_denoiser[batch.denoiser_ids[index]] += output.token_losses[index]
+                tokens[batch.denoiser_ids[index]] += 1
+        return LossSum(output.loss, by_denoiser, tokens)
+
+    def backward(self, loss_sum: LossSum, *, target_tokens: int, last: bool) -> None:
+        (loss_sum.total / max(target_tokens, 1)).backward()
+
+    def step(self, veto: Veto | None = None) -> StepResult:
+        rate = learning_rate(self.applied_steps, self.training)
+        limit = self.training.max_grad_norm or float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        applied = bool(torch.isfinite(norm)) and not (veto is not None and veto(norm))
+        if applied:
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+            self.applied_steps += 1
+        self.optimizer.zero_grad()
+        return StepResult(applied, norm, rate)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> LossSum:
+        self.model.eval()
+        return self._loss(batch)
+
+    def save(self, directory: Path) -> list[Path]:
+        path = directory / "oracle.pt"
+        torch.save([self.model.state_dict(), self.optimizer.state_dict(), self.applied_steps], path)
+        return [path]
+
+    def load(self, directory: Path) -> None:
+        model, optimizer, self.applied_steps = torch.load(directory / "oracle.pt")
+        self.model.load_state_dict(model)
+        self.optimizer.load_state_dict(optimizer)
+
+    def close(self) -> None:
+        pass
