@@ -27,7 +27,7 @@ from ds_encdec.data.build import build_data
 from ds_encdec.data.inspect import inspect_data
 from ds_encdec.data.sources import builtin_documents
 from ds_encdec.engine.ds_json import render_deepspeed_json
-from ds_encdec.engine.select import create_engine
+from ds_encdec.engine.select import check_engine, create_engine
 from ds_encdec.launch.agreement import Agreement
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
@@ -63,6 +63,7 @@ def run_training(config: FullConfig, *, resume: str | None = None) -> TrainingSt
     """
     world = discover(os.environ)
     logging.basicConfig(level=logging.INFO if world.is_main else logging.WARNING, format="%(message)s", force=True)
+    check_engine(config)
     device = choose_device(config.infra.device, world)
     if resume is None:
         plan_lanes(config, world.world_size)  # fails, if it must, before the ranks meet
@@ -253,6 +254,7 @@ def _write_run_configuration(
         world_size=world.world_size,
         gradient_accumulation_steps=plan.gradient_accumulation_steps,
         device=device.type,
+        ranks_per_node=world.local_world_size,
     )
     write_atomically(folder.ds_config_json, json.dumps(rendered, indent=2) + "\n")
 

@@ -27,15 +27,9 @@ def create_engine(
 ) -> Engine:
     """Build the model and its engine. Collective; the process group exists (launch/process_group.py).
 
-    `weights` is asked on rank 0 only. Raises ConfigError for an engine that is not there.
+    `weights` is asked on rank 0 only. Raises ConfigError as `check_engine` does.
     """
-    kind = config.infra.distributed_type
-    if kind == "auto" and importlib.util.find_spec("deepspeed") is not None:
-        kind = "deepspeed"
-    if kind != "deepspeed":
-        raise ConfigError(
-            f"infra.distributed_type={config.infra.distributed_type}: this engine is not available yet; use deepspeed"
-        )
+    check_engine(config)
     from ds_encdec.engine.deepspeed_zero import DeepSpeedEngine  # takes seconds, and only this engine needs it
 
     ds_json = render_deepspeed_json(
@@ -43,5 +37,15 @@ def create_engine(
         world_size=world.world_size,
         gradient_accumulation_steps=gradient_accumulation_steps,
         device=device.type,
+        ranks_per_node=world.local_world_size,
     )
     return DeepSpeedEngine(config, model_config, weights, ds_json, device)
+
+
+def check_engine(config: FullConfig) -> None:
+    """Raise ConfigError where `infra.distributed_type` names an engine that is not there; imports none."""
+    kind = config.infra.distributed_type
+    if kind not in ("deepspeed", "auto"):
+        raise ConfigError(f"infra.distributed_type={kind}: this engine is not available yet; use deepspeed")
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ConfigError(f"infra.distributed_type={kind}: deepspeed is not installed (pip install deepspeed)")
