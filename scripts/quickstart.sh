@@ -48,14 +48,15 @@ deepspeed --num_gpus "$ranks" --master_port "$port" "$ROOT/ds_encdec/train.py" \
     --config "$ROOT/ds_configs/quickstart.yaml" ${resume:+--resume "$resume"} \
     "infra.output_dir=$output" ${overrides[@]+"${overrides[@]}"}
 
-if [ ! -e "$output/export" ]; then
-    ds-encdec export "$output/checkpoints/final" "$output/export"
-fi
+# A resumed run may have an export of an earlier checkpoint already, which is not written over.
+model="$output/export"
+[ ! -e "$model" ] || model="$output/export-$(basename "$(readlink -f "$output/checkpoints/final")")"
+[ -e "$model" ] || ds-encdec export "$output/checkpoints/final" "$model"
 
 text="The <extra_id_0> statement is used to <extra_id_1> a function in a class."
 echo
 echo "corrupted  $text"
-echo "filled in  $(ds-encdec generate --model "$output/export" --text "$text")"
+echo "filled in  $(ds-encdec generate --model "$model" --text "$text")"
 python - "$output/metrics.jsonl" <<'END'
 import json, sys
 
@@ -67,6 +68,6 @@ cat <<END
 metrics      $output/metrics.jsonl
 TensorBoard  tensorboard --logdir $output/logs
 checkpoints  $output/checkpoints
-model        $output/export   (AutoModelForSeq2SeqLM.from_pretrained(..., trust_remote_code=True))
+model        $model   (AutoModelForSeq2SeqLM.from_pretrained(..., trust_remote_code=True))
 took         $((SECONDS / 60)) min $((SECONDS % 60)) s
 END
