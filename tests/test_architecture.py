@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parents[1] / "ds_encdec"
 LAYERS = (
     ("cli",),
     ("train",),
-    ("phases", "sanity_check", "generate", "estimate_memory"),
+    ("phases", "sanity_check", "generate", "init_model", "estimate_memory"),
     ("build",),
     ("trainer",),
     ("checkpoint", "evaluate"),
