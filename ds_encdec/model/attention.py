@@ -139,7 +139,7 @@ class PaddedLayout:
     """An ordinary batch: [batch, length] and masks.
 
     `encoder_mask`: bool [B, 1, Le, Le] or None (nothing masked); `merged_mask`: bool [B, 1, Lq, Le + Lk], True where
-    a query may look; Lk counts cached and new decoder tokens, Lq the new ones. Positions: int64 [1, Le], [1, Lq].
+    a query may look; Lk counts cached and new decoder tokens, Lq the new ones. Positions: int64 [1, Le], [1 or B, Lq].
     """
 
     encoder_positions: Tensor
@@ -161,7 +161,8 @@ class PaddedLayout:
         """Derive both masks from Hugging Face's attention masks.
 
         `encoder_valid`: [B, encoder_length], `decoder_valid`: [B, past_length + decoder_length], non-zero on real
-        tokens; None: all are. A position always sees itself, so that no row of a softmax is empty.
+        tokens; None: all are. A position always sees itself, so that no row of a softmax is empty. Decoder positions
+        count real tokens: keys from the encoder are not rotated, so padding on the left must not shift them.
         """
         encoder_positions = torch.arange(encoder_length, device=device)
         queries = torch.arange(past_length, past_length + decoder_length, device=device)
@@ -170,8 +171,10 @@ class PaddedLayout:
         if encoder_valid is not None:
             self_visible = torch.eye(encoder_length, dtype=torch.bool, device=device)
             encoder_mask = encoder_valid.bool()[:, None, None, :] | self_visible
+        decoder_positions = queries[None]
         causal = (keys <= queries[:, None])[None, None]
         if decoder_valid is not None:
+            decoder_positions = (decoder_valid.long().cumsum(-1) - 1).clamp_min(0)[:, past_length:]
             causal = (causal & decoder_valid.bool()[:, None, None, :]) | (keys == queries[:, None])
         if encoder_valid is None:
             encoder_columns = causal.new_ones(causal.shape[0], 1, decoder_length, encoder_length)
@@ -180,7 +183,7 @@ class PaddedLayout:
             causal = causal.expand(encoder_columns.shape[0], -1, -1, -1)
         return cls(
             encoder_positions=encoder_positions[None],
-            decoder_positions=queries[None],
+            decoder_positions=decoder_positions,
             encoder_mask=encoder_mask,
             merged_mask=torch.cat([encoder_columns, causal], dim=-1),
         )

@@ -1,0 +1,113 @@
+"""Oracles from transformers' own Qwen3: what our two stacks must reduce to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from ds_encdec.config.schema import ModelConfig
+from ds_encdec.model.attention import PackedLayout, PaddedLayout, attend_by_document
+from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
+from ds_encdec.model.source import resolve_model
+from ds_encdec.tokenizer.sentinels import Vocabulary
+
+VOCABULARY = Vocabulary(sentinel_ids=(95, 96), eos_id=1, pad_id=0, mode_token_ids=(), vocab_size=97)
+LENGTH = 11
+Pair = tuple[Qwen3ForCausalLM, Qwen3ForSeq2SeqLM]
+
+
+@pytest.fixture(params=[True, False], ids=["tied", "untied"])
+def qwen3_and_ours(request: pytest.FixtureRequest, tmp_path: Path) -> Pair:
+    config = Qwen3Config(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=12,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        tie_word_embeddings=request.param,
+    )
+    torch.manual_seed(0)
+    qwen3 = Qwen3ForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in qwen3.named_parameters():
+            if "norm" in name:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    qwen3.save_pretrained(tmp_path)
+    source = resolve_model(ModelConfig(model_name_or_path=str(tmp_path)), VOCABULARY, seed=0)
+    ours = Qwen3ForSeq2SeqLM(source.config).eval()
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            parameter.copy_(source.weights(name))
+    assert (ours.lm_head.weight is ours.shared.weight) == request.param
+    return qwen3, ours
+
+
+@pytest.fixture
+def ids() -> Tensor:
+    return torch.randint(2, 95, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def test_with_an_empty_encoder_the_decoder_is_qwen3_for_causal_lm(qwen3_and_ours: Pair, ids: Tensor) -> None:
+    qwen3, ours = qwen3_and_ours
+    expected = qwen3(ids).logits
+    # Sentinel rows were drawn anew: their logits alone differ where the head is tied to the embedding.
+    logits = ours(input_ids=ids[:, :0], decoder_input_ids=ids).logits
+    torch.testing.assert_close(logits[..., :95], expected[..., :95], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_with_an_empty_encoder_the_packed_loss_is_qwen3s(qwen3_and_ours: Pair, ids: Tensor) -> None:
+    qwen3, ours = qwen3_and_ours
+    ours.lm_head.weight[95:], qwen3.lm_head.weight[95:] = 0.0, 0.0
+    labels = ids.roll(-1, dims=1)
+    expected = torch.nn.functional.cross_entropy(qwen3(ids).logits.flatten(0, 1), labels.flatten(), reduction="none")
+    layout = PackedLayout.build(
+        torch.zeros(3, dtype=torch.int32),
+        torch.tensor([0, LENGTH, 2 * LENGTH], dtype=torch.int32),
+        (0, 0),
+        (LENGTH, LENGTH),
+        torch.zeros(0, dtype=torch.int64),
+        torch.arange(LENGTH).repeat(2),
+    )
+    output = ours(input_ids=ids[0, :0], decoder_input_ids=ids.flatten(), labels=labels.flatten(), packing=layout)
+    torch.testing.assert_close(output.token_losses, expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_with_a_causal_mask_the_encoder_is_qwen3_model(qwen3_and_ours: Pair, ids: Tensor) -> None:
+    qwen3, ours = qwen3_and_ours
+    expected = qwen3.model(ids).last_hidden_state
+    layout = PaddedLayout.build(encoder_length=LENGTH, device=ids.device)
+    layout = replace(layout, encoder_mask=torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[None, None])
+    states = ours.encoder(ours.shared(ids), layout=layout)
+    torch.testing.assert_close(states, expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_with_a_causal_mask_the_packed_encoder_is_qwen3_model(
+    qwen3_and_ours: Pair, ids: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    qwen3, ours = qwen3_and_ours
+    expected = qwen3.model(ids).last_hidden_state.flatten(0, 1)
+    boundaries = torch.tensor([0, LENGTH, 2 * LENGTH], dtype=torch.int32)
+    positions = torch.arange(LENGTH).repeat(2)
+    lengths = (LENGTH, LENGTH)
+    layout = PackedLayout.build(boundaries, boundaries, lengths, lengths, positions, positions)
+    monkeypatch.setattr(
+        PackedLayout,
+        "attend_encoder",
+        lambda self, q, k, v: attend_by_document(q, k, v, self.encoder, causal=True),
+    )
+    states = ours.encoder(ours.shared(ids.flatten()), layout=layout)
+    torch.testing.assert_close(states, expected, rtol=1e-4, atol=1e-5)

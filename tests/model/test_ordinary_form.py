@@ -1,0 +1,137 @@
+"""The Hugging Face form: masks, mean loss, generation, saving and loading."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from torch import Tensor
+from torch.nn import functional as F
+
+from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
+
+
+@pytest.fixture
+def model() -> Qwen3ForSeq2SeqLM:
+    return tiny_model()
+
+
+@pytest.fixture
+def ids() -> Tensor:
+    return torch.randint(2, 97, (3, 9), generator=torch.Generator().manual_seed(3))
+
+
+def test_padding_changes_nothing_on_either_side_of_either_sequence(model: Qwen3ForSeq2SeqLM, ids: Tensor) -> None:
+    encoder_ids, decoder_ids = ids[:1, :5], ids[1:2, :4]
+    expected = model(input_ids=encoder_ids, decoder_input_ids=decoder_ids).logits
+    left, right = (3, 0), (0, 3)
+    for encoder_pad in (left, right):
+        for decoder_pad in (left, right):
+            logits = model(
+                input_ids=F.pad(encoder_ids, encoder_pad, value=7),
+                attention_mask=F.pad(torch.ones_like(encoder_ids), encoder_pad),
+                decoder_input_ids=F.pad(decoder_ids, decoder_pad, value=7),
+                decoder_attention_mask=F.pad(torch.ones_like(decoder_ids), decoder_pad),
+            ).logits
+            real = logits[:, 3:] if decoder_pad == left else logits[:, :-3]
+            torch.testing.assert_close(real, expected, rtol=1e-4, atol=1e-4)
+            assert torch.isfinite(logits).all()
+
+
+def test_a_wholly_masked_encoder_is_an_empty_encoder(model: Qwen3ForSeq2SeqLM, ids: Tensor) -> None:
+    masked = model(input_ids=ids[:1], attention_mask=torch.zeros_like(ids[:1]), decoder_input_ids=ids[1:2])
+    empty = model(input_ids=ids[:1, :0], decoder_input_ids=ids[1:2])
+    torch.testing.assert_close(masked.logits, empty.logits, rtol=1e-5, atol=1e-5)
+
+
+def test_loss_is_the_mean_over_real_labels_without_a_second_shift(model: Qwen3ForSeq2SeqLM, ids: Tensor) -> None:
+    labels = ids[1:3].clone()
+    labels[0, 6:] = -100
+    output = model(input_ids=ids[:2], labels=labels)
+    expected = F.cross_entropy(output.logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+    torch.testing.assert_close(output.loss, expected)
+    shifted = torch.cat([torch.zeros(2, 1, dtype=torch.int64), labels[:, :-1]], dim=1).clamp_min(0)
+    given = model(input_ids=ids[:2], decoder_input_ids=shifted).logits
+    torch.testing.assert_close(output.logits, given)
+
+
+def test_decoding_step_by_step_with_the_cache_gives_the_same_logits(model: Qwen3ForSeq2SeqLM, ids: Tensor) -> None:
+    encoder_ids, decoder_ids = ids[:2], ids[1:3]
+    mask = torch.tensor([[1] * 9, [1] * 6 + [0] * 3])
+    expected = model(input_ids=encoder_ids, attention_mask=mask, decoder_input_ids=decoder_ids).logits
+    encoded = model.get_encoder()(encoder_ids, mask)
+    past, steps = None, []
+    for step in range(decoder_ids.shape[1]):
+        output = model(
+            encoder_outputs=encoded,
+            attention_mask=mask,
+            decoder_input_ids=decoder_ids[:, step : step + 1],
+            past_key_values=past,
+            use_cache=True,
+        )
+        past = output.past_key_values
+        steps.append(output.logits)
+    torch.testing.assert_close(torch.cat(steps, dim=1), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "top_k": 20}], ids=str)
+def test_generate_with_cache_equals_without(model: Qwen3ForSeq2SeqLM, ids: Tensor, options: dict[str, Any]) -> None:
+    generated = []
+    for use_cache in (True, False):
+        torch.manual_seed(0)
+        generated.append(model.generate(ids, max_new_tokens=8, min_new_tokens=8, use_cache=use_cache, **options))
+    assert torch.equal(*generated)
+    assert generated[0].shape == (3, 9)
+    assert (generated[0][:, 0] == model.config.decoder_start_token_id).all()
+
+
+def test_greedy_generation_follows_the_logits(model: Qwen3ForSeq2SeqLM, ids: Tensor) -> None:
+    generated = model.generate(ids[:1], max_new_tokens=6, min_new_tokens=6, do_sample=False)
+    logits = model(input_ids=ids[:1], decoder_input_ids=generated[:, :-1]).logits
+    logits[..., model.config.eos_token_id] = -torch.inf  # forbidden by min_new_tokens
+    assert torch.equal(logits.argmax(-1), generated[:, 1:])
+
+
+def test_generation_of_a_padded_batch_equals_one_by_one(model: Qwen3ForSeq2SeqLM, ids: Tensor) -> None:
+    mask = torch.tensor([[1] * 9, [1] * 5 + [0] * 4, [0] * 2 + [1] * 7])
+    together = model.generate(ids, attention_mask=mask, max_new_tokens=6, min_new_tokens=6)
+    for row in range(3):
+        alone = model.generate(ids[row : row + 1, mask[row].bool()], max_new_tokens=6, min_new_tokens=6)
+        assert torch.equal(together[row], alone[0])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_save_and_load_round_trip(tmp_path: Path, tied: bool, ids: Tensor) -> None:
+    model = tiny_model(tie_word_embeddings=tied, sentinel_token_ids=[95, 96])
+    model.save_pretrained(tmp_path)
+    loaded, report = Qwen3ForSeq2SeqLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values())
+    assert loaded.config.sentinel_token_ids == [95, 96]
+    assert (loaded.lm_head.weight is loaded.shared.weight) == tied
+    parameters = dict(loaded.named_parameters())
+    assert parameters.keys() == dict(model.named_parameters()).keys()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameters[name], parameter)
+    inputs = {"input_ids": ids[:1], "decoder_input_ids": ids[1:2]}
+    assert torch.equal(loaded.eval()(**inputs).logits, model(**inputs).logits)
+
+
+def test_gradient_checkpointing_of_transformers_changes_nothing(model: Qwen3ForSeq2SeqLM, ids: Tensor) -> None:
+    model.train()
+    gradients = []
+    for enable in (False, True):
+        if enable:
+            model.gradient_checkpointing_enable()
+        model(input_ids=ids, labels=ids).loss.backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+        model.zero_grad()
+    assert all(torch.equal(plain, recomputed) for plain, recomputed in zip(*gradients, strict=True))
+
+
+def test_rotary_embedding_survives_a_cast_to_bfloat16(model: Qwen3ForSeq2SeqLM, ids: Tensor) -> None:
+    """Frequencies are computed in float32 on each call; as a buffer they would be rounded, and far positions lost."""
+    model.bfloat16()
+    assert not list(model.buffers())

@@ -1,0 +1,170 @@
+"""The packed form: documents see only themselves, and the ordinary form gives the same numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import Packed, pack, tiny_model
+from torch import Tensor
+from torch.nn import functional as F
+
+from ds_encdec.model.attention import PackedLayout, PaddedLayout, attend_by_document, flash_kernel
+from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
+
+LENGTHS = ((5, 0, 7), (4, 6, 3), 16, 17)  # encoder and decoder documents, sizes of the two buffers
+
+
+@pytest.fixture(params=[{}, {"tie_word_embeddings": False}, {"num_key_value_heads": 4}], ids=["gqa", "untied", "mha"])
+def model(request: pytest.FixtureRequest) -> Qwen3ForSeq2SeqLM:
+    return tiny_model(**request.param)
+
+
+def token_losses_alone(model: Qwen3ForSeq2SeqLM, batch: Packed) -> Tensor:
+    """Each document by itself through the ordinary form; the losses by torch's own cross-entropy."""
+    losses = []
+    for encoder_ids, decoder_ids, labels in batch.documents:
+        logits = model(input_ids=encoder_ids[None], decoder_input_ids=decoder_ids[None]).logits[0]
+        losses.append(F.cross_entropy(logits.float(), labels, reduction="none"))
+    return torch.cat(losses)
+
+
+def gradients(model: Qwen3ForSeq2SeqLM) -> dict[str, Tensor]:
+    taken = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    return taken
+
+
+def test_losses_packed_equal_losses_alone(model: Qwen3ForSeq2SeqLM) -> None:
+    batch = pack(*LENGTHS)
+    alone = token_losses_alone(model, batch)
+    packed = model(**batch.inputs)
+    torch.testing.assert_close(packed.token_losses[: len(alone)], alone, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(packed.loss, alone.sum(), rtol=1e-6, atol=1e-5)
+    assert packed.loss.dtype == packed.token_losses.dtype == torch.float32
+    assert not packed.token_losses.requires_grad
+    assert (packed.token_losses[len(alone) :] == 0).all()
+
+
+def test_gradients_packed_equal_gradients_alone(model: Qwen3ForSeq2SeqLM) -> None:
+    batch = pack(*LENGTHS)
+    token_losses_alone(model, batch).sum().backward()
+    alone = gradients(model)
+    model(**batch.inputs).loss.backward()
+    packed = gradients(model)
+    for name, expected in alone.items():
+        torch.testing.assert_close(
+            packed[name], expected, rtol=1e-4, atol=1e-4, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+def test_documents_are_isolated(model: Qwen3ForSeq2SeqLM) -> None:
+    batch = pack(*LENGTHS)
+    before = model(**batch.inputs).token_losses
+    batch.inputs["input_ids"][:5] = 3  # the encoder side of the first document
+    batch.inputs["input_ids"][12:] = 4  # padding
+    batch.inputs["decoder_input_ids"][10:13] = 5  # the decoder side of the third document
+    after = model(**batch.inputs).token_losses
+    assert torch.equal(after[4:10], before[4:10])
+    assert not torch.isclose(after[:4], before[:4]).all()
+    assert not torch.isclose(after[10:13], before[10:13]).all()
+
+
+def test_decoder_is_causal_and_encoder_is_not(model: Qwen3ForSeq2SeqLM) -> None:
+    batch = pack((6,), (5,), 6, 5)
+    before = model(**batch.inputs).token_losses
+    batch.inputs["decoder_input_ids"][3] = 2
+    changed = model(**batch.inputs).token_losses
+    assert torch.equal(changed[:3], before[:3])
+    assert changed[3] != before[3]
+    batch.inputs["input_ids"][5] = 2  # the last encoder token reaches the first target
+    assert model(**batch.inputs).token_losses[0] != changed[0]
+
+
+@pytest.mark.parametrize("lengths", [((), (), 9, 8), ((0, 0), (3, 4), 9, 8), ((4, 5), (3, 5), 9, 8)])
+def test_every_parameter_gets_a_gradient(model: Qwen3ForSeq2SeqLM, lengths: tuple[Any, ...]) -> None:
+    """Also with no document at all, or no encoder token: under ZeRO-3 every rank reduces the same gradients."""
+    output = model(**pack(*lengths).inputs)
+    output.loss.backward()
+    taken = gradients(model)
+    assert all(torch.isfinite(gradient).all() for gradient in taken.values())
+    if not lengths[0]:
+        assert output.loss == 0
+        assert all((gradient == 0).all() for gradient in taken.values())
+
+
+@pytest.mark.parametrize("lengths", [((5, 0, 7), (4, 6, 3), 16, 17), ((), (), 4, 3), ((2, 2), (1, 3), 4, 4)])
+def test_merge_index_is_a_permutation_in_document_order(lengths: tuple[Any, ...]) -> None:
+    layout = pack(*lengths).inputs["packing"]
+    encoder_lengths, decoder_lengths, encoder_tokens, decoder_tokens = lengths
+    expected, encoder_start, decoder_start = [], 0, encoder_tokens
+    for encoder_length, decoder_length in zip(encoder_lengths, decoder_lengths, strict=True):
+        expected += range(encoder_start, encoder_start + encoder_length)
+        expected += range(decoder_start, decoder_start + decoder_length)
+        encoder_start += encoder_length
+        decoder_start += decoder_length
+    expected += [*range(encoder_start, encoder_tokens), *range(decoder_start, encoder_tokens + decoder_tokens)]
+    assert layout.merge_index.tolist() == expected
+    assert layout.merged.key_cu_seqlens[-1] == encoder_tokens + decoder_tokens
+
+
+def test_layout_refuses_documents_that_do_not_fit() -> None:
+    boundaries, positions = torch.tensor([0, 5, 9], dtype=torch.int32), torch.zeros(8, dtype=torch.int64)
+    with pytest.raises(ValueError, match="9 and 9 tokens do not fit into buffers of 8 and 8 tokens"):
+        PackedLayout.build(boundaries, boundaries, (5, 4), (5, 4), positions, positions)
+
+
+def test_padding_comes_out_of_attention_as_zeros() -> None:
+    layout = pack(*LENGTHS).inputs["packing"]
+    q, k, v = torch.randn(17, 4, 8), torch.randn(17, 2, 8), torch.randn(17, 2, 8)
+    encoder_k, encoder_v = torch.randn(2, 16, 2, 8)
+    out = layout.attend_merged(q, k, v, encoder_k, encoder_v)
+    assert (out[13:] == 0).all()
+    assert (out[:13] != 0).all()
+
+
+def test_merged_attention_as_bottom_right_causal_equals_the_masked_form() -> None:
+    """One document: keys [encoder ; decoder] and a bottom-right aligned causal mask, against an explicit mask."""
+    batch = pack((6,), (5,), 6, 5)
+    q, k, v = torch.randn(5, 4, 8), torch.randn(5, 2, 8), torch.randn(5, 2, 8)
+    encoder_k, encoder_v = torch.randn(2, 6, 2, 8)
+    packed = batch.inputs["packing"].attend_merged(q, k, v, encoder_k, encoder_v)
+    padded = PaddedLayout.build(encoder_length=6, decoder_length=5, device=q.device)
+    masked = padded.attend_merged(q[None], k[None], v[None], encoder_k[None], encoder_v[None])[0]
+    torch.testing.assert_close(packed, masked, rtol=1e-5, atol=1e-6)
+
+
+def test_bfloat16_follows_float32() -> None:
+    """bfloat16 keeps 8 bits: losses within 2 %, no worse than rounding the weights explains."""
+    batch = pack(*LENGTHS)
+    exact = tiny_model()(**batch.inputs).loss
+    rounded = tiny_model().bfloat16()(**batch.inputs).loss
+    assert rounded.dtype == torch.float32
+    torch.testing.assert_close(rounded, exact, rtol=2e-2, atol=0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="flash kernels need CUDA")
+@pytest.mark.parametrize("side", ["encoder", "merged"])
+def test_flash_kernel_equals_attention_by_document(side: str) -> None:
+    layout = pack((70, 0, 133), (40, 61, 7), 256, 128).inputs["packing"]
+    segments = type(layout.encoder)(
+        **{
+            name: value.cuda() if torch.is_tensor(value) else value
+            for name, value in vars(getattr(layout, side)).items()
+        }
+    )
+    queries, keys = (256, 256) if side == "encoder" else (128, 384)
+    causal = side == "merged"
+    results = []
+    for attend in (flash_kernel(torch.empty(0, device="cuda", dtype=torch.bfloat16)), attend_by_document):
+        torch.manual_seed(0)
+        q = torch.randn(queries, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        k = torch.randn(keys, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        v = torch.randn(keys, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        documents = sum(segments.query_lengths)
+        out = attend(q, k, v, segments, causal)[:documents]
+        out.float().square().sum().backward()
+        results.append((out, q.grad, k.grad, v.grad))
+    for flash, plain in zip(*results, strict=True):
+        torch.testing.assert_close(flash, plain, rtol=2e-2, atol=2e-2)

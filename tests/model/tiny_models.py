@@ -1,0 +1,100 @@
+"""Tiny models and packed batches for the model's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_encdec.model.attention import PackedLayout
+from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.initialization import random_weights
+from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
+
+VOCAB = 97
+
+
+def tiny_config(**changes: Any) -> Qwen3Seq2SeqConfig:
+    """A configuration with grouped queries and a head_dim that is not hidden_size / num_attention_heads."""
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "decoder_start_token_id": 0,
+        "loss_chunk_tokens": 7,
+        "initializer_range": 0.2,  # attention far from uniform, so that a wrong mask shows
+    }
+    return Qwen3Seq2SeqConfig(**{**sizes, **changes})
+
+
+def tiny_model(**changes: Any) -> Qwen3ForSeq2SeqLM:
+    """A model with random weights; norms are not all ones, so that a wrong or missing one shows."""
+    config = tiny_config(**changes)
+    model = Qwen3ForSeq2SeqLM(config)
+    weights = random_weights(config, seed=0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights(name))
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+    return model.eval()
+
+
+@dataclass
+class Packed:
+    """A packed batch as `Qwen3ForSeq2SeqLM` takes it, and its documents one by one."""
+
+    inputs: dict[str, Any]
+    documents: list[tuple[Tensor, Tensor, Tensor]]  # encoder ids, decoder ids, labels
+
+
+def pack(
+    encoder_lengths: Sequence[int],
+    decoder_lengths: Sequence[int],
+    encoder_tokens: int,
+    decoder_tokens: int,
+    max_documents: int = 6,
+) -> Packed:
+    """Documents of given lengths with random ids, behind them padding of random (not pad) ids."""
+    generator = torch.Generator().manual_seed(2)
+    encoder_ids = torch.randint(2, VOCAB, (encoder_tokens,), generator=generator)
+    decoder_ids = torch.randint(2, VOCAB, (decoder_tokens,), generator=generator)
+    labels = torch.randint(2, VOCAB, (decoder_tokens,), generator=generator)
+    labels[sum(decoder_lengths) :] = -100
+    layout = PackedLayout.build(
+        _cu_seqlens(encoder_lengths, max_documents),
+        _cu_seqlens(decoder_lengths, max_documents),
+        tuple(encoder_lengths),
+        tuple(decoder_lengths),
+        _positions(encoder_lengths, encoder_tokens),
+        _positions(decoder_lengths, decoder_tokens),
+    )
+    inputs = {"input_ids": encoder_ids, "decoder_input_ids": decoder_ids, "labels": labels, "packing": layout}
+    parts = zip(
+        encoder_ids.split([*encoder_lengths, encoder_tokens - sum(encoder_lengths)])[:-1],
+        decoder_ids.split([*decoder_lengths, decoder_tokens - sum(decoder_lengths)])[:-1],
+        labels.split([*decoder_lengths, decoder_tokens - sum(decoder_lengths)])[:-1],
+        strict=True,
+    )
+    return Packed(inputs, list(parts))
+
+
+def _cu_seqlens(lengths: Sequence[int], max_documents: int) -> Tensor:
+    padded = torch.zeros(max_documents + 1, dtype=torch.int32)
+    padded[1 : len(lengths) + 1] = torch.tensor(lengths, dtype=torch.int32)
+    return padded.cumsum(0, dtype=torch.int32)
+
+
+def _positions(lengths: Sequence[int], tokens: int) -> Tensor:
+    real = [position for length in lengths for position in range(length)]
+    return torch.tensor(real + [0] * (tokens - len(real)))
