@@ -107,7 +107,8 @@ def _sections() -> Iterator[str]:
         yield "| Field | Type | Default | Meaning |\n|---|---|---|---|"
         nested = []
         for name, inner in section["properties"].items():
-            yield f"| `{name}` | {_cell(_type(inner))} | {_default(name, inner, section)} | {_cell(inner['description'])} |"
+            cells = (f"`{name}`", _type(inner), _default(name, inner, section), inner["description"])
+            yield f"| {' | '.join(map(_cell, cells))} |"
             if _referenced(inner, schema) is not None:
                 nested.append((f"{path}.{name}", inner))
         pending = nested + pending

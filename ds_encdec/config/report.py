@@ -70,7 +70,7 @@ def raise_if_any(problems: Sequence[Problem]) -> None:
     """Raise one ConfigError that lists `problems` in the order of their places; do nothing without any."""
     if not problems:
         return
-    listed = sorted(set(problems), key=lambda problem: _order(problem.mentions[0].place))
+    listed = sorted(dict.fromkeys(problems), key=lambda problem: _order(problem.mentions[0].place))
     count = "1 problem" if len(listed) == 1 else f"{len(listed)} problems"
     raise ConfigError("\n".join([f"The configuration has {count}:", *map(str, listed)]))
 

@@ -1,0 +1,269 @@
+"""A raw DeepSpeed JSON: what it sets, what it leaves open, and what it may not say."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_encdec.config.load import load_config
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.types import ConfigError
+
+
+def load(tmp_path: Path, document: dict[str, Any] | str, *overrides: str, text: str = "") -> FullConfig:
+    json_path = tmp_path / "ds.json"
+    json_path.write_text(document if isinstance(document, str) else json.dumps(document, indent=1))
+    yaml_path = tmp_path / "run.yaml"
+    yaml_path.write_text(text)
+    return load_config(yaml_path if text else None, overrides, json_path)
+
+
+def report(tmp_path: Path, *arguments: Any, **keywords: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, *arguments, **keywords)
+    return str(caught.value).replace(f"{tmp_path}/", "")
+
+
+COMPLETE = {
+    "train_micro_batch_size_per_gpu": 2,
+    "train_batch_size": 64,
+    "gradient_accumulation_steps": 4,
+    "gradient_clipping": 0.5,
+    "bf16": {"enabled": False},
+    "fp16": {"enabled": True, "initial_scale_power": 12},
+    "optimizer": {
+        "type": "Adam",
+        "params": {"lr": 1e-3, "betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.1, "torch_adam": True},
+    },
+    "scheduler": {
+        "type": "WarmupCosineLR",
+        "params": {"warmup_num_steps": 20, "total_num_steps": 500, "warmup_type": "log", "cos_min_ratio": 0.05},
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/local", "pin_memory": False, "ratio": 0.5},
+        "offload_param": {"device": "cpu"},
+        "stage3_prefetch_bucket_size": 5e7,
+        "sub_group_size": 1000,
+    },
+    "activation_checkpointing": {"cpu_checkpointing": True},
+    "communication_data_type": "fp32",
+}
+
+
+def test_every_key_reaches_its_field(tmp_path: Path) -> None:
+    config = load(tmp_path, COMPLETE)
+    training, infra = config.training, config.infra
+    assert (training.per_device_train_batch_size, training.gradient_accumulation_steps) == (2, 4)
+    assert config.data.num_lanes == 32  # micro-batches of a step: 64 / 2
+    assert (training.max_grad_norm, training.bf16, training.fp16) == (0.5, False, True)
+    assert (training.learning_rate, training.adam_beta1, training.adam_beta2) == (1e-3, 0.8, 0.95)
+    assert (training.adam_epsilon, training.weight_decay, training.torch_adam) == (1e-6, 0.1, True)
+    assert (training.lr_scheduler_type, training.warmup_type) == ("WarmupCosineLR", "log")
+    assert (training.warmup_steps, training.num_train_steps, training.min_lr_ratio) == (20, 500, 0.05)
+    assert (infra.sharding_stage, infra.offload_optimizer, infra.offload_params) == ("zero3", "nvme", "cpu")
+    assert (infra.nvme_path, infra.pin_memory, training.activation_offload) == ("/local", False, True)
+    assert infra.deepspeed_extra == {
+        "communication_data_type": "fp32",
+        "fp16": {"initial_scale_power": 12},
+        "zero_optimization": {
+            "offload_optimizer": {"ratio": 0.5},
+            "stage3_prefetch_bucket_size": 50_000_000,
+            "sub_group_size": 1000,
+        },
+    }
+
+
+def test_the_result_stands_on_its_own(tmp_path: Path) -> None:
+    config = load(tmp_path, COMPLETE)
+    assert config.infra.deepspeed_config is None
+    (tmp_path / "ds.json").unlink()
+    config.to_yaml(tmp_path / "config.yaml")
+    assert FullConfig.from_yaml(tmp_path / "config.yaml") == config
+
+
+def _all_auto(value: Any) -> Any:
+    return {key: _all_auto(child) for key, child in value.items()} if isinstance(value, dict) else "auto"
+
+
+def test_auto_leaves_everything_to_the_schema(tmp_path: Path) -> None:
+    assert load(tmp_path, _all_auto(COMPLETE)) == FullConfig()
+    text = "training: {learning_rate: 5e-4, adam_beta2: 0.95}"
+    config = load(tmp_path, {"optimizer": {"params": {"lr": "auto", "betas": [0.8, "auto"]}}}, text=text)
+    assert (config.training.learning_rate, config.training.adam_beta1, config.training.adam_beta2) == (5e-4, 0.8, 0.95)
+
+
+def test_agreement_is_no_conflict(tmp_path: Path) -> None:
+    config = load(
+        tmp_path,
+        {"gradient_clipping": 2, "zero_optimization": {"stage": 1}},
+        "infra.sharding_stage=zero1",
+        text="training:\n  max_grad_norm: 2.0\n",
+    )
+    assert (config.training.max_grad_norm, config.infra.sharding_stage) == (2.0, "zero1")
+
+
+def test_disagreement_names_both_places_and_both_values(tmp_path: Path) -> None:
+    document = '{\n "gradient_clipping": 0.5,\n "zero_optimization": {\n  "stage": 2,\n  "sub_group_size": 5\n }\n}'
+    text = "training:\n  max_grad_norm: 1.0\ninfra:\n  deepspeed_extra: {zero_optimization: {sub_group_size: 6}}\n"
+    assert (
+        report(tmp_path, document, "infra.sharding_stage=zero3", text=text)
+        == """\
+The configuration has 3 problems:
+  run.yaml:2: training.max_grad_norm = 1.0
+  ds.json:2: gradient_clipping = 0.5
+      the two disagree: make them equal, or leave it to one (in the JSON with "auto")
+  run.yaml:4: infra.deepspeed_extra.zero_optimization.sub_group_size = 6
+  ds.json:5: zero_optimization.sub_group_size = 5
+      the two disagree: make them equal, or leave it to one (in the JSON with "auto")
+  command line: infra.sharding_stage = "zero3"
+  ds.json:4: zero_optimization.stage = 2
+      the two disagree: make them equal, or leave it to one (in the JSON with "auto")"""
+    )
+
+
+def test_two_keys_of_the_json_that_disagree(tmp_path: Path) -> None:
+    document = '{"optimizer": {"params": {"lr": 1e-3}},\n"scheduler": {"params": {"warmup_max_lr": 2e-3}}}'
+    found = report(tmp_path, document)
+    assert "ds.json:1: optimizer.params.lr = 0.001\n  ds.json:2: scheduler.params.warmup_max_lr = 0.002" in found
+    assert "both set `training.learning_rate` and must agree" in found
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        ({"fp16": {"enabled": True}}, {"training.fp16": True, "training.bf16": False}),
+        ({"zero_optimization": {"stage": 0}}, {"infra.offload_optimizer": "none", "infra.sharding_stage": "zero0"}),
+        ({"zero_optimization": {"stage": 3}}, {"infra.offload_optimizer": "none"}),
+        ({"zero_optimization": {"stage": "auto"}}, {"infra.offload_optimizer": "cpu"}),
+        ({"zero_optimization": {"stage": 3, "offload_optimizer": None}}, {"infra.offload_optimizer": "none"}),
+        (
+            {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}},
+            {"infra.sharding_stage": "zero3_hybrid", "infra.offload_optimizer": "none"},
+        ),
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 1}}, {"infra.sharding_stage": "zero3"}),
+        ({"train_batch_size": 256}, {"data.num_lanes": 64, "training.per_device_train_batch_size": 4}),
+    ],
+)
+def test_what_follows_from_the_json(tmp_path: Path, document: dict[str, Any], expected: dict[str, Any]) -> None:
+    config = load(tmp_path, document).model_dump()
+    for field, value in expected.items():
+        section, name = field.split(".")
+        assert config[section][name] == value, field
+
+
+def test_what_only_follows_gives_way_to_what_is_written(tmp_path: Path) -> None:
+    config = load(tmp_path, {"zero_optimization": {"stage": 2}}, text="infra: {offload_optimizer: cpu}")
+    assert (config.infra.sharding_stage, config.infra.offload_optimizer) == ("zero2", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        (
+            {"gradient_cliping": 1},
+            "ds.json:2: gradient_cliping = 1\n      unknown key; did you mean `gradient_clipping`?",
+        ),
+        ({"zero_optimisation": {"stage": 3}}, "did you mean `zero_optimization`? (DeepSpeed would ignore it silently)"),
+        ({"stage": 3}, "unknown key here; did you mean `zero_optimization.stage`?"),
+        ({"zero_optimization": {"stgae": 3}}, "zero_optimization.stgae = 3\n      unknown key; did you mean `stage`?"),
+        ({"zero_optimization": {"offload_param": {"devise": "cpu"}}}, "did you mean `device`?"),
+        ({"activation_checkpointing": {"cpu_checkpoint": True}}, "did you mean `cpu_checkpointing`?"),
+        ({"checkpoint": {"tag_validate": "Warn"}}, "did you mean `tag_validation`?"),
+        ({"flops_profiler": {"enable": True}}, "did you mean `enabled`?"),
+        ({"aio": {"block_sze": 1}}, "did you mean `block_size`?"),
+        ({"data_types": {"grad_acum_dtype": "fp32"}}, "did you mean `grad_accum_dtype`?"),
+        ({"bf16": {"enable": True}}, "bf16.enable = true\n      unknown key; did you mean `enabled`?"),
+        ({"optimizer": {"type": "Lion"}}, 'optimizer.type = "Lion"\n      only "AdamW" or "Adam" or'),
+        ({"optimizer": {"params": {"betas": 0.9}}}, "must be a list of two numbers"),
+        ({"optimizer": {"params": {"max_grad_norm": 1}}}, "write `gradient_clipping`"),
+        ({"scheduler": {"type": "OneCycle"}}, "ds.json:3 (scheduler.type): training.lr_scheduler_type"),
+        ({"gradient_clipping": "high"}, 'ds.json:2 (gradient_clipping): training.max_grad_norm = "high"'),
+        ({"gradient_accumulation_steps": 0}, "(gradient_accumulation_steps): training.gradient_accumulation_steps = 0"),
+        ({"zero_optimization": {"stage": 4}}, 'zero_optimization.stage = 4\n      allowed: 0, 1, 2, 3 or "auto"'),
+        ({"zero_optimization": True}, "zero_optimization = true\n      must be a block, { ... }"),
+        ({"zero_optimization": {"overlap_comm": "yes"}}, "must be true or false"),
+        ({"zero_optimization": {"reduce_bucket_size": 0.5}}, "must be a whole number"),
+        ({"zero_optimization": {"cpu_offload": True}}, 'write `"offload_optimizer": {"device": "cpu"}`'),
+        ({"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 4}}, "hpZ is part of ZeRO-3"),
+        ({"gradient_allreduce_op": "sum"}, 'only "mean" works here'),
+        ({"checkpoint": {"writer": {"type": "fast"}}}, "checkpoints are committed by ds_encdec"),
+        ({"elasticity": {"enabled": True}}, "DeepSpeed 0.19 no longer has this; remove it"),
+        ({"data_efficiency": {"enabled": True}}, "not supported by ds_encdec; remove it"),
+        (
+            {"train_batch_size": 30},
+            "ds.json:2: train_batch_size = 30\n  default: training.per_device_train_batch_size = 4",
+        ),
+        ({"train_batch_size": "many"}, "must be a whole number >= 1"),
+        ("{", "ds.json:1\n      not valid JSON"),
+        ('{\n "a": 1,\n}', "not valid JSON"),
+        ("[]", "a DeepSpeed configuration is one { ... } block"),
+        (
+            '{\n\t"fp16": {"enabled": true,\n\t"enabled": false}}',
+            "ds.json:3\n      `enabled` is set twice in one block",
+        ),
+    ],
+)
+def test_mistakes(tmp_path: Path, document: dict[str, Any] | str, message: str) -> None:
+    assert message in report(tmp_path, document)
+
+
+def test_mistakes_of_both_files_are_reported_together(tmp_path: Path) -> None:
+    found = report(tmp_path, {"gradient_cliping": 1}, "training.seed=x", text="model: {nam: x}")
+    assert "3 problems" in found
+
+
+@pytest.mark.parametrize(
+    ("document", "warnings"),
+    [
+        ({"activation_checkpointing": {"partition_activations": True}}, ["partition_activations"]),
+        (
+            {"activation_checkpointing": {"contiguous_memory_optimization": True, "profile": True}},
+            ["contiguous", "profile"],
+        ),
+        ({"activation_checkpointing": {"partition_activations": False, "number_checkpoints": None}}, []),
+        ({"tensorboard": {"enabled": True, "output_path": "x", "job_name": "y"}}, ["tensorboard.enabled"]),
+        ({"wandb": {"enabled": False, "project": "x"}}, []),
+        ({"elasticity": {"enabled": False}, "dataloader_drop_last": False}, []),
+    ],
+)
+def test_what_does_nothing_is_accepted_with_a_warning(
+    tmp_path: Path, document: dict[str, Any], warnings: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "ds_encdec"):
+        assert load(tmp_path, document) == FullConfig()
+    assert len(caplog.messages) == len(warnings)
+    for message, key in zip(caplog.messages, warnings, strict=True):
+        assert key in message
+        assert "does nothing here" in message
+
+
+def test_which_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the YAML file that names it, else in the current folder; the command line's in the current folder."""
+    there, here = tmp_path / "there", tmp_path / "here"
+    for folder, clipping in ((there, 2.0), (here, 3.0)):
+        folder.mkdir()
+        (folder / "ds.json").write_text(json.dumps({"gradient_clipping": clipping}))
+    (there / "run.yaml").write_text("infra: {deepspeed_config: ds.json}")
+    monkeypatch.chdir(here)
+    assert load_config(there / "run.yaml").training.max_grad_norm == 2.0
+    assert load_config(None, ["infra.deepspeed_config=ds.json"]).training.max_grad_norm == 3.0
+    assert load_config(there / "run.yaml", (), there / "ds.json").training.max_grad_norm == 2.0
+    with pytest.raises(ConfigError, match="two different files") as caught:
+        load_config(there / "run.yaml", (), Path("ds.json"))
+    assert "run.yaml:1: infra.deepspeed_config" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"gone\.json\n      no such file"):
+        load_config(None, (), Path("gone.json"))
+
+
+def test_train_batch_size_and_lanes_must_agree(tmp_path: Path) -> None:
+    found = report(tmp_path, {"train_batch_size": 256}, text="data:\n  num_lanes: 32\n")
+    assert "run.yaml:2: data.num_lanes = 32\n  ds.json:2: train_batch_size = 256" in found
+
+
+def test_a_section_that_is_no_mapping_stays_an_error(tmp_path: Path) -> None:
+    assert "run.yaml:1: infra = 5\n      must be a mapping" in report(tmp_path, COMPLETE, text="infra: 5\n")

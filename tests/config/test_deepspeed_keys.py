@@ -1,0 +1,138 @@
+"""The list of DeepSpeed's keys against the DeepSpeed that is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ds_encdec.config.deepspeed_keys import KEYS, PASSED_ON, SCHEMA_FIELDS
+from ds_encdec.config.load import load_config
+
+# Sections that DeepSpeed reads key by key, without a schema of its own that one could ask.
+READ_BY_HAND = ("activation_checkpointing", "aio", "checkpoint", "data_types", "flops_profiler", "torch_autocast")
+
+
+class Recorder(dict[str, Any]):
+    """A configuration that notes every key DeepSpeed asks it for."""
+
+    def __init__(self, asked: set[str], path: str = "", **values: Any) -> None:
+        super().__init__(**values)
+        self.asked, self.path = asked, path
+
+    def _note(self, key: str) -> None:
+        self.asked.add(self.path + key)
+
+    def __contains__(self, key: object) -> bool:
+        self._note(str(key))
+        return super().__contains__(key)
+
+    def __getitem__(self, key: str) -> Any:
+        self._note(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._note(key)
+        return super().get(key, default)
+
+    def keys(self) -> Any:
+        return self
+
+    def __copy__(self) -> Recorder:
+        return self
+
+
+@pytest.fixture(scope="module")
+def asked() -> set[str]:
+    """Every key that DeepSpeed's parser looks up outside its pydantic models."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    names: set[str] = set()
+    blocks = {block: Recorder(names, f"{block}.") for block in READ_BY_HAND}
+    optimizer = Recorder(names, "optimizer.", type="AdamW", params={})
+    timers = Recorder(names, "timers.")
+    DeepSpeedConfig(
+        Recorder(names, train_micro_batch_size_per_gpu=1, optimizer=optimizer, timers=timers, scheduler={}, **blocks)
+    )
+    return names
+
+
+def test_every_key_that_deepspeed_reads_is_listed(asked: set[str]) -> None:
+    known = KEYS | {key[:end] for key in KEYS for end in range(len(key)) if key[end] == "."}
+    assert {key for key in asked if key not in known} == set()
+    assert len(asked) > 60, "the recorder missed most of them"
+
+
+def test_every_listed_key_that_stands_alone_is_read_by_deepspeed(asked: set[str]) -> None:
+    """So that no key is accepted that DeepSpeed has dropped or renamed."""
+    from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS
+
+    read_later = {"sequence_parallel_size"}  # `in config`, before anything else, and only with ranks
+    unread = {key for key in KEYS if "." not in key} - asked - set(_REMOVED_TOP_LEVEL_CONFIG_KEYS) - read_later
+    assert unread == set()
+    by_hand = {key for key in KEYS if key.partition(".")[0] in READ_BY_HAND and key.count(".") == 1}
+    assert by_hand - asked - {"checkpoint.writer"} == set()
+
+
+def _models() -> Iterator[tuple[str, Any]]:
+    from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.compile.config import CompileConfig
+    from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
+    from deepspeed.runtime.zero.offload_config import (
+        DeepSpeedZeroOffloadOptimizerConfig,
+        DeepSpeedZeroOffloadParamConfig,
+    )
+    from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
+
+    yield "zero_optimization", DeepSpeedZeroConfig
+    yield "zero_optimization.offload_param", DeepSpeedZeroOffloadParamConfig
+    yield "zero_optimization.offload_optimizer", DeepSpeedZeroOffloadOptimizerConfig
+    yield "zero_optimization.leaf_module", DeepSpeedZeroLeafModuleConfig
+    yield "zero_optimization.zenflow", ZenFlowConfig
+    yield "bf16", DeepSpeedBF16Config
+    yield "fp16", DeepSpeedFP16Config
+    yield "comms_logger", CommsLoggerConfig
+    yield "timers.throughput", DeepSpeedThroughputTimerConfig
+    yield "tensorboard", TensorBoardConfig
+    yield "wandb", WandbConfig
+    yield "csv_monitor", CSVConfig
+    yield "comet", CometConfig
+    yield "compile", CompileConfig
+
+
+def test_sections_with_a_schema_have_exactly_its_fields() -> None:
+    from deepspeed.runtime.config import _REMOVED_ZERO_CONFIG_KEYS
+
+    set_by_deepspeed = {"zero_optimization.zenflow.steps_per_epoch"}
+    for block, model in _models():
+        theirs = {f"{block}.{field.alias or name}" for name, field in model.model_fields.items()} - set_by_deepspeed
+        depth = block.count(".") + 1
+        ours = {".".join(key.split(".")[: depth + 1]) for key in KEYS if key.startswith(block + ".")}
+        removed = {f"zero_optimization.{key}" for key in _REMOVED_ZERO_CONFIG_KEYS}
+        assert ours - removed == theirs, block
+
+
+@pytest.mark.parametrize("name", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
+def test_schedule_parameters_are_listed(name: str) -> None:
+    import inspect
+
+    from deepspeed.runtime import lr_schedules
+
+    parameters = set(inspect.signature(getattr(lr_schedules, name).__init__).parameters) - {"self", "optimizer"}
+    assert {f"scheduler.params.{parameter}" for parameter in parameters} <= KEYS
+
+
+def test_every_field_that_is_named_exists() -> None:
+    config = load_config(None).model_dump()
+    for field in SCHEMA_FIELDS.values():
+        section, name = field.split(".")
+        assert name in config[section]
+
+
+def test_no_key_is_in_two_lists() -> None:
+    assert not SCHEMA_FIELDS.keys() & PASSED_ON.keys()

@@ -1,0 +1,200 @@
+"""What a person reads who made mistakes: all of them, each with its place, field, value and fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ds_encdec.config.load import load_config
+from ds_encdec.types import ConfigError
+
+
+def report(path: Path | None, *overrides: str) -> str:
+    """The error report, with the folder of `path` cut away."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return str(caught.value).replace(f"{path.parent}/" if path else "", "")
+
+
+def written(tmp_path: Path, text: str, name: str = "run.yaml") -> Path:
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+MANY_MISTAKES = """\
+model:
+  num_sentinel_tokens: 0
+  architecture:
+    vocab_size: 4096
+    hidden_size: 128
+    num_hidden_layer: 2
+    num_attention_heads: 6
+data:
+  ul2_task_weights: [1, 1, 1, 1]
+  mixture:
+    - {weight: 1, dataset_name: builtin}
+    - weight: heavy
+      dataset_nam: builtin
+  streaming: yes
+training:
+  learning_rte: 1e-4
+  learning_rate: 0
+  adam_beta1: 1.5
+  num_train_steps: 10.5
+  warmup_steps: true
+  lr_scheduler_type: cosin
+  report_to: [tensorbord]
+  bf16: true
+  fp16: true
+  seed: 1
+  seed: 2
+infra:
+  offload_params: cpu
+  sharding_stage: zero2
+  max_grad_norm: 3
+  wandb_run_name: 2024
+  nvme_path: [a]
+trainning:
+  seed: 1
+"""
+
+# One entry a problem, in the order of the report. No contradiction is reported about a field that is wrong by itself.
+EXPECTED = """\
+The configuration has 27 problems:
+  run.yaml:2: model.num_sentinel_tokens = 0
+      must be >= 1
+  run.yaml:3: model.architecture.num_hidden_layers
+      the field is required
+  run.yaml:3: model.architecture.num_key_value_heads
+      the field is required
+  run.yaml:3: model.architecture.head_dim
+      the field is required
+  run.yaml:3: model.architecture.intermediate_size
+      the field is required
+  run.yaml:6: model.architecture.num_hidden_layer = 2
+      unknown key; did you mean `num_hidden_layers`?
+  run.yaml:9: data.ul2_task_weights.4
+      an item is missing from the list
+  run.yaml:12: data.mixture.1.weight = "heavy"
+      must be a number
+  run.yaml:12: data.mixture.1.dataset_name
+      the field is required
+  run.yaml:13: data.mixture.1.dataset_nam = "builtin"
+      unknown key; did you mean `dataset_name`?
+  run.yaml:14: data.streaming = "yes"
+      must be true or false
+  run.yaml:16: training.learning_rte = 0.0001
+      unknown key; did you mean `learning_rate`?
+  run.yaml:17: training.learning_rate = 0
+      must be > 0.0
+  run.yaml:18: training.adam_beta1 = 1.5
+      must be < 1.0
+  run.yaml:19: training.num_train_steps = 10.5
+      must be a whole number
+  run.yaml:20: training.warmup_steps = true
+      must be a whole number
+  run.yaml:21: training.lr_scheduler_type = "cosin"
+      allowed: 'WarmupDecayLR', 'WarmupLR', 'WarmupCosineLR', 'cosine', 'linear', 'constant' or 'wsd'; \
+did you mean 'cosine'?
+  run.yaml:22: training.report_to.0 = "tensorbord"
+      allowed: 'wandb' or 'tensorboard'; did you mean 'tensorboard'?
+  run.yaml:23: training.bf16 = true
+  run.yaml:24: training.fp16 = true
+      at most one may be true; both false is float32
+  run.yaml:26: training.seed
+      the key is already set in line 25
+  run.yaml:29: infra.sharding_stage = "zero2"
+  run.yaml:28: infra.offload_params = "cpu"
+      parameters can be offloaded only where they are sharded: set zero3, or offload_params=none
+  run.yaml:30: infra.max_grad_norm = 3
+      unknown key here; did you mean `training.max_grad_norm`?
+  run.yaml:31: infra.wandb_run_name = 2024
+      must be text (put a number between quotes)
+  run.yaml:32: infra.nvme_path = ["a"]
+      must be text (put a number between quotes)
+  run.yaml:33: trainning = {"seed": 1}
+      unknown key; did you mean `training`?
+  command line: training.save_step = 5
+      unknown key; did you mean `save_steps`?
+  command line: infra.num_gpus = 0
+      must be >= 1
+"""
+
+
+def test_all_problems_at_once(tmp_path: Path) -> None:
+    found = report(written(tmp_path, MANY_MISTAKES), "training.save_step=5", "infra.num_gpus=0")
+    assert found == EXPECTED.rstrip()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "run.yaml\n      the file is empty"),
+        ("# only a comment\n", "run.yaml\n      the file is empty"),
+        ("- model\n- data\n", "run.yaml:1\n      the file holds a list;"),
+        ("just words", "run.yaml:1\n      the file holds a single value;"),
+        ("model:\n\tseed: 1\n", "run.yaml:2\n      not valid YAML: found character '\\t'"),
+        ("model: {a: 1\n", "run.yaml:2\n      not valid YAML: expected ',' or '}'"),
+        ("a: *nowhere\n", "run.yaml:1\n      not valid YAML: found undefined alias 'nowhere'"),
+        ("a: !!python/object:os.system {}\n", "run.yaml: a = {}\n"),
+        ("training: 5\n", "run.yaml:1: training = 5\n      must be a mapping"),
+        ("training: [1]\n", "run.yaml:1: training = [1]\n      must be a mapping"),
+    ],
+)
+def test_files_that_are_no_configuration(tmp_path: Path, text: str, message: str) -> None:
+    found = report(written(tmp_path, text))
+    assert message.replace("run.yaml: a", "run.yaml:1: a") in found
+
+
+def test_missing_unreadable_and_binary_files(tmp_path: Path) -> None:
+    assert "nowhere.yaml\n      no such file" in report(tmp_path / "nowhere.yaml")
+    assert "cannot be read: Is a directory" in report(tmp_path)
+    binary = tmp_path / "model.safetensors"
+    binary.write_bytes(b"\xff\xfe\x00\x80")
+    assert "not a text file in UTF-8" in report(binary)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("foo", "command line: foo\n      not a setting; write `section.field=value`"),
+        ("--training.bf16", "command line: --training.bf16\n      not a setting;"),
+        ("=3", "command line: =3\n      not a setting;"),
+        ("training.seed=[1", 'command line: training.seed\n      "[1" is not a YAML value; quote it'),
+        ("seed=3", "command line: seed = 3\n      unknown key here; did you mean `training.seed`?"),
+        ("training.seed.x=3", 'command line: training.seed = {"x": 3}\n      must be a whole number'),
+        ("trainin.seed=3", 'command line: trainin = {"seed": 3}\n      unknown key; did you mean `training`?'),
+        (
+            "training.learning_rate=.inf",
+            "command line: training.learning_rate = Infinity\n      must be a finite number",
+        ),
+        ("training.learning_rate=.nan", "command line: training.learning_rate = NaN\n"),
+        ("training.learning_rate=", "command line: training.learning_rate = null\n      must be a number"),
+        (
+            "training.optimizer=adam",
+            "unknown key; allowed: activation_checkpointing, activation_checkpointing_every_n,",
+        ),
+        ("data.data_files=3", "command line: data.data_files = 3\n      must be a list"),
+    ],
+)
+def test_the_command_line(argument: str, message: str) -> None:
+    assert message in report(None, argument)
+
+
+def test_a_setting_inside_a_plain_value(tmp_path: Path) -> None:
+    found = report(written(tmp_path, "training: {seed: 1}"), "training.seed.x=3")
+    assert "command line: training.seed.x\n      no such field" in found
+
+
+def test_one_problem_is_reported_once(tmp_path: Path) -> None:
+    assert report(None, "training.seed=-1", "training.seed=-1") == (
+        "The configuration has 1 problem:\n  command line: training.seed = -1\n      must be >= 0"
+    )
+
+
+def test_long_values_are_cut(tmp_path: Path) -> None:
+    line = report(None, f"training.seed=[{', '.join('7' * 200)}]").splitlines()[1]
+    assert line.endswith("...")
+    assert len(line) < 120

@@ -1,0 +1,200 @@
+"""Where settings come from: defaults, YAML, the command line; what YAML means; and the way back to a file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_encdec.config.load import load_config
+from ds_encdec.config.schema import DataConfig, FullConfig, InfraConfig, MixtureSource, ModelConfig
+from ds_encdec.config.yaml_text import parse_value, write_yaml
+from ds_encdec.types import ConfigError
+
+ARCHITECTURE = """\
+model:
+  tokenizer_name_or_path: builtin
+  architecture: {vocab_size: 4096, hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4,
+                 num_key_value_heads: 2, head_dim: 16, intermediate_size: 128}
+"""
+
+
+def load(tmp_path: Path, text: str, *overrides: str) -> FullConfig:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return load_config(path, overrides)
+
+
+def test_without_a_file_the_defaults_hold() -> None:
+    assert load_config(None) == FullConfig()
+
+
+def test_defaults_are_the_documented_ones() -> None:
+    config = FullConfig()
+    assert config.model.model_name_or_path == "Qwen/Qwen3-0.6B"
+    assert config.data.ul2_task_weights == (1, 1, 1, 1, 4)
+    assert (config.data.max_seq_length, config.data.max_encoder_length, config.data.max_decoder_length) == (
+        8192,
+        4096,
+        2048,
+    )
+    assert (config.training.learning_rate, config.training.warmup_steps) == (2e-4, 1000)
+    assert config.training.report_to == ("wandb", "tensorboard")
+    assert (config.infra.sharding_stage, config.infra.offload_optimizer, config.infra.num_gpus) == ("zero3", "cpu", 8)
+
+
+def test_the_command_line_replaces_the_file_and_the_file_the_defaults(tmp_path: Path) -> None:
+    text = "training:\n  seed: 1\n  save_steps: 2\n"
+    config = load(tmp_path, text, "training.seed=3")
+    assert (config.training.seed, config.training.save_steps, config.training.eval_steps) == (3, 2, 500)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["training.num_train_steps=7", "training.warmup_steps=1"],
+        ["--training.num_train_steps=7", "--training.warmup_steps=1"],
+        ["--training.num_train_steps", "7", "--training.warmup_steps", "1"],
+        ["training.num_train_steps=9", "training.warmup_steps=1", "training.num_train_steps=7"],  # the later counts
+    ],
+)
+def test_spellings_of_overrides(arguments: list[str]) -> None:
+    config = load_config(None, arguments)
+    assert (config.training.num_train_steps, config.training.warmup_steps) == (7, 1)
+
+
+def test_override_values_are_yaml(tmp_path: Path) -> None:
+    config = load(
+        tmp_path,
+        ARCHITECTURE,
+        "model.architecture.hidden_size=32",
+        "data.ul2_task_weights=[1, 0, 0, 0, 2.5]",
+        "training.learning_rate=1e-4",
+        "training.save_total_limit=null",
+        "training.bf16=false",
+        "infra.wandb_run_name=a=b",
+        "infra.wandb_entity='123'",
+        "infra.deepspeed_extra.zero_optimization.sub_group_size=1e8",
+    )
+    assert config.model.architecture is not None
+    assert config.model.architecture.hidden_size == 32
+    assert config.data.ul2_task_weights == (1.0, 0.0, 0.0, 0.0, 2.5)
+    assert config.training.learning_rate == 1e-4
+    assert config.training.save_total_limit is None
+    assert config.training.bf16 is False
+    assert (config.infra.wandb_run_name, config.infra.wandb_entity) == ("a=b", "123")
+    assert config.infra.deepspeed_extra == {"zero_optimization": {"sub_group_size": 1e8}}
+
+
+def test_a_single_name_stands_for_a_list_of_one(tmp_path: Path) -> None:
+    assert load(tmp_path, "training: {report_to: tensorboard}").training.report_to == ("tensorboard",)
+    assert load(tmp_path, "training: {report_to: none}").training.report_to == ()
+    config = load(tmp_path, "data: {dataset_name: json, data_files: a.jsonl}")
+    assert config.data.data_files == ("a.jsonl",)
+
+
+def test_an_architecture_displaces_the_default_checkpoint(tmp_path: Path) -> None:
+    assert load(tmp_path, ARCHITECTURE).model.model_name_or_path is None
+
+
+def test_an_empty_section_is_left_at_its_defaults(tmp_path: Path) -> None:
+    assert load(tmp_path, "training:\n  # seed: 1\n") == FullConfig()
+
+
+def test_anchors_and_merges(tmp_path: Path) -> None:
+    config = load(tmp_path, "training: &shared\n  seed: 5\ndata:\n  <<: {text_column: body}\n  streaming: false\n")
+    assert (config.training.seed, config.data.text_column, config.data.streaming) == (5, "body", False)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-4", 1e-4),
+        ("2E5", 2e5),
+        ("1.5e-3", 1.5e-3),
+        (".5", 0.5),
+        ("-3", -3),
+        ("1_000", 1000),
+        ("007", "007"),
+        ("1:30", "1:30"),
+        ("2024-01-01", "2024-01-01"),
+        ("no", "no"),
+        ("on", "on"),
+        ("none", "none"),
+        ("true", True),
+        ("null", None),
+        ("", None),
+        ("[1, 2e1]", [1, 20.0]),
+    ],
+)
+def test_yaml_dialect(text: str, value: Any) -> None:
+    parsed = parse_value(text)
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+        lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text("abc_", min_size=1), children),
+        max_leaves=8,
+    )
+)
+def test_every_value_survives_the_file(value: Any) -> None:
+    read = parse_value(write_yaml({"key": value}))["key"]
+    assert read == value
+    assert repr(read) == repr(value)  # 1, 1.0 and True are equal in Python
+
+
+FULL = FullConfig(
+    model=ModelConfig(num_sentinel_tokens=256),
+    data=DataConfig(
+        mixture=(
+            MixtureSource(weight=0.25, dataset_name="json", data_files=("1e-4", "b*.jsonl")),
+            MixtureSource(weight=1, dataset_name="org/corpus", dataset_config="2024-01-01", text_column="yes"),
+        ),
+        ul2_task_weights=(0.1, 1e-9, 0, 1, 4),
+    ),
+    infra=InfraConfig(
+        wandb_run_name="123",
+        wandb_entity="null",
+        output_dir="ärger: # 1",
+        deepspeed_extra={"zero_optimization": {"reduce_bucket_size": 1000, "overlap_comm": False}},
+    ),
+)
+
+
+@pytest.mark.parametrize("config", [FullConfig(), FULL], ids=["defaults", "unusual values"])
+def test_saved_configurations_load_back_equal(config: FullConfig, tmp_path: Path) -> None:
+    config.to_yaml(tmp_path / "config.yaml")
+    assert FullConfig.from_yaml(tmp_path / "config.yaml") == config
+    assert load_config(tmp_path / "config.yaml") == config
+
+
+def test_configurations_are_immutable() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        FullConfig().training.seed = 1  # type: ignore[misc]
+
+
+def test_loading_is_fast_and_imports_nothing_heavy(tmp_path: Path) -> None:
+    """Also where everything is wrong, and with a DeepSpeed JSON: errors must not wait for torch."""
+    (tmp_path / "run.yaml").write_text("infra: {deepspeed_config: ds.json}\ntrainning: {}\n")
+    (tmp_path / "ds.json").write_text('{"gradient_cliping": 1.0}')
+    code = (
+        "import sys; from pathlib import Path; from ds_encdec.config.load import load_config\n"
+        "try: load_config(Path(sys.argv[1]))\n"
+        "except Exception as error: print(type(error).__name__)\n"
+        "print({'torch', 'deepspeed', 'transformers', 'datasets', 'numpy'} & set(sys.modules))"
+    )
+    start = time.monotonic()
+    command = [sys.executable, "-c", code, str(tmp_path / "run.yaml")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.stdout.split("\n")[:2] == ["ConfigError", "set()"], result.stderr
+    assert time.monotonic() - start < 3.0
+    assert ConfigError.exit_code == 2

@@ -1,0 +1,49 @@
+"""The generated reference and what it is generated from."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from ds_encdec.config import schema
+from ds_encdec.config.schema import FullConfig, Section
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def sections() -> Iterator[type[BaseModel]]:
+    yield from (value for value in vars(schema).values() if isinstance(value, type) and issubclass(value, Section))
+
+
+def test_every_section_and_field_has_a_docstring() -> None:
+    for section in sections():
+        assert section.__doc__, section.__name__
+        for name, field in section.model_fields.items():
+            assert (field.description or "").endswith("."), f"{section.__name__}.{name}"
+
+
+def test_the_reference_is_up_to_date() -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "config_reference.py"), "--check"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_reference_has_every_field() -> None:
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    for section in sections():
+        for name in section.model_fields:
+            if section is not FullConfig:
+                assert f"| `{name}` |" in text, name
+
+
+def test_the_json_schema_knows_choices_bounds_and_texts() -> None:
+    definitions = FullConfig.model_json_schema()["$defs"]
+    training = definitions["TrainingConfig"]["properties"]
+    assert training["activation_checkpointing"]["enum"] == ["none", "full", "every_n", "selective"]
+    assert training["adam_beta1"]["exclusiveMaximum"] == 1
+    assert training["num_train_steps"]["description"] == "Optimizer steps of the run."
+    assert definitions["TrainingConfig"]["additionalProperties"] is False

@@ -1,0 +1,135 @@
+"""Contradictions between fields: each is found, named by its fields, and no sound configuration is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from ds_encdec.config.load import load_config
+from ds_encdec.config.schema import FullConfig, TrainingConfig
+from ds_encdec.types import ConfigError
+
+SCRATCH = {
+    "model.tokenizer_name_or_path": "builtin",
+    "model.architecture": "{vocab_size: 4096, hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4, "
+    "num_key_value_heads: 2, head_dim: 16, intermediate_size: 128}",
+}
+
+
+def load(settings: dict[str, Any]) -> FullConfig:
+    return load_config(None, [f"{field}={value}" for field, value in settings.items()])
+
+
+@pytest.mark.parametrize(
+    ("settings", "fields", "message"),
+    [
+        (SCRATCH | {"model.architecture.num_key_value_heads": 3}, "num_attention_heads = 4", "must divide"),
+        (SCRATCH | {"model.architecture.head_dim": 15}, "model.architecture.head_dim = 15", "must be even"),
+        (SCRATCH | {"model.architecture.vocab_size": 357}, "vocab_size = 357", "must be >= 358"),
+        (SCRATCH | {"model.architecture.vocab_size": 362, "data.use_mode_tokens": "true"}, "= 362", "must be >= 363"),
+        (SCRATCH | {"model.architecture.max_position_embeddings": 4000}, "max_encoder_length = 4096", "longer than"),
+        (SCRATCH | {"model.model_name_or_path": "x"}, 'model.model_name_or_path = "x"', "one of the two"),
+        ({"model.model_name_or_path": "null"}, "model.model_name_or_path = null", "one of the two is needed"),
+        ({"model.architecture": SCRATCH["model.architecture"]}, "tokenizer_name_or_path = null", "builtin"),
+        ({"training.fp16": "true"}, "default: training.bf16 = true", "at most one"),
+        ({"infra.sharding_stage": "zero0"}, 'default: infra.offload_optimizer = "cpu"', "nothing to offload"),
+        ({"infra.sharding_stage": "zero2", "infra.offload_params": "cpu"}, "offload_params", "set zero3"),
+        ({"infra.sharding_stage": "zero2_hybrid"}, 'infra.sharding_stage = "zero2_hybrid"', "FSDP2"),
+        ({"infra.distributed_type": "ddp"}, 'infra.sharding_stage = "zero3"', "ddp shards nothing"),
+        ({"training.activation_checkpointing": "selective"}, '= "selective"', "FSDP2"),
+        ({"infra.offload_optimizer": "nvme"}, "infra.nvme_path = null", "nvme needs the path"),
+        ({"infra.offload_params": "nvme"}, "infra.nvme_path = null", "nvme needs the path"),
+        ({"infra.fsdp_sharding_strategy": "SHARD_GRAD_OP"}, "sharding_stage", "SHARD_GRAD_OP is sharding_stage=zero2"),
+        ({"infra.fsdp_activation_checkpointing": "false"}, '= "full"', "activation_checkpointing=none"),
+        ({"infra.fsdp_cpu_offload": "true"}, 'infra.offload_params = "none"', "offload_params=cpu"),
+        ({"infra.fsdp_cpu_offload": "false"}, 'infra.offload_optimizer = "cpu"', "offload_optimizer=none"),
+        ({"training.num_train_steps": 1000}, "training.warmup_steps = 1000", "must end before the run does"),
+        ({"training.warmup_steps": 0}, "training.warmup_steps = 0", "at least 1 step of warm-up"),
+        (
+            {"training.lr_scheduler_type": "wsd", "training.wsd_decay_fraction": 0.995},
+            "training.wsd_decay_fraction = 0.995",
+            "decay of 99500 steps",
+        ),
+        ({"data.dataset_name": "parquet"}, "data.data_files = null", "parquet needs data_files"),
+        ({"data.dataset_name": "builtin", "data.data_files": "x"}, 'data.data_files = "x"', "reads no files"),
+        ({"data.mixture": "[]"}, "data.mixture = []", "at least one source"),
+        (
+            {"data.mixture": "[{weight: 1, dataset_name: text}]"},
+            "command line: data.mixture.0.dataset_name",
+            "text needs data_files",
+        ),
+        (
+            {"data.mixture": "[{weight: 1, dataset_name: builtin}]", "data.dataset_name": "c4"},
+            'data.dataset_name = "c4"',
+            "a mixture replaces dataset_name",
+        ),
+        ({"data.ul2_task_weights": "[0, 0, 0, 0, 0]"}, "data.ul2_task_weights = [0, 0, 0, 0, 0]", "at least one"),
+        ({"data.ul2_task_weights": "[1, 0, -1, 0, 0]"}, "data.ul2_task_weights", "must be >= 0"),
+        ({"data.eval_fraction": 0}, "data.eval_fraction = 0", "eval_samples=0"),
+        ({"infra.deepspeed_extra": "{gradient_clipping: 1.0}"}, "deepspeed_extra.gradient_clipping", "max_grad_norm"),
+        ({"infra.deepspeed_extra": "{overlap_comm: true}"}, "overlap_comm", "did you mean `zero_optimization.overlap"),
+        ({"infra.deepspeed_extra": "{wandb: {enabled: true}}"}, "wandb.enabled", "does nothing here: trackers"),
+        (
+            {"infra.deepspeed_extra": "{scheduler: {params: {warmup_min_lr: 1e-6}}}"}
+            | {"training.lr_scheduler_type": "wsd"},
+            "infra.deepspeed_extra.scheduler",
+            "only DeepSpeed's own schedules",
+        ),
+    ],
+)
+def test_contradictions(settings: dict[str, Any], fields: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(settings)
+    assert fields in str(caught.value)
+    assert message in str(caught.value)
+    assert "1 problem" in str(caught.value), "one mistake, one problem"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        SCRATCH,
+        SCRATCH | {"model.architecture.vocab_size": 358},
+        {"training.bf16": "false"},
+        {"training.bf16": "false", "training.fp16": "true"},
+        {"infra.sharding_stage": "zero0", "infra.offload_optimizer": "none"},
+        {"infra.offload_params": "cpu"},
+        {"infra.offload_params": "nvme", "infra.nvme_path": "/local"},
+        {"infra.sharding_stage": "zero3_hybrid", "infra.fsdp_sharding_strategy": "HYBRID_SHARD"},
+        {"infra.sharding_stage": "zero2_hybrid", "infra.distributed_type": "fsdp"},
+        {"training.activation_checkpointing": "selective", "infra.distributed_type": "fsdp"},
+        {"infra.fsdp_activation_checkpointing": "true", "infra.fsdp_sharding_strategy": "FULL_SHARD"},
+        {"infra.fsdp_cpu_offload": "true", "infra.offload_params": "cpu"},
+        {"training.num_train_steps": 10, "training.lr_scheduler_type": "WarmupLR"},
+        {"training.num_train_steps": 10, "training.lr_scheduler_type": "constant"},
+        {"training.warmup_steps": 0, "training.lr_scheduler_type": "cosine"},
+        {"data.dataset_name": "json", "data.data_files": "[a.jsonl, b/*.jsonl]"},
+        {"data.dataset_name": "org/corpus", "data.data_files": "part-0.parquet"},
+        {"data.mixture": "[{weight: 1, dataset_name: builtin}, {weight: 2, dataset_name: random}]"},
+        {"data.eval_fraction": 0, "training.eval_samples": 0},
+        {"infra.deepspeed_extra": "{zero_optimization: {overlap_comm: false}}"},
+    ],
+)
+def test_what_is_allowed(settings: dict[str, Any]) -> None:
+    load(settings)
+
+
+def test_several_contradictions_are_reported_together() -> None:
+    with pytest.raises(ConfigError, match="3 problems"):
+        load({"training.fp16": "true", "infra.sharding_stage": "zero0", "data.dataset_name": "text"})
+
+
+def test_contradictions_are_reported_beside_invalid_fields_that_they_do_not_touch() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load({"training.fp16": "true", "training.seed": "x", "infra.sharding_stage": "zero9"})
+    message = str(caught.value)
+    assert "3 problems" in message
+    assert "at most one may be true" in message
+    assert "offload" not in message  # nobody knows what zero9 was meant to be
+
+
+def test_a_configuration_built_in_python_is_checked_too() -> None:
+    with pytest.raises(ValidationError, match="at most one may be true"):
+        FullConfig(training=TrainingConfig(fp16=True))

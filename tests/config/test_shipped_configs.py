@@ -1,0 +1,56 @@
+"""Every file in ds_configs/ loads, and is what its name says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ds_encdec.config.load import load_config
+from ds_encdec.config.schema import FullConfig
+
+SHIPPED = Path(__file__).resolve().parents[2] / "ds_configs"
+FILES = sorted(SHIPPED.iterdir())
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_shipped_file_loads(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert path.suffix in (".yaml", ".json")
+    load_config(None, (), path) if path.suffix == ".json" else load_config(path)
+    assert caplog.messages == []
+
+
+def test_the_default_run_is_the_schema() -> None:
+    assert load_config(SHIPPED / "qwen3_0.6b_ul2.yaml") == FullConfig()
+
+
+def test_one_gpu_makes_the_same_steps_as_eight() -> None:
+    one, eight = load_config(SHIPPED / "qwen3_0.6b_ul2_1gpu.yaml"), FullConfig()
+    for config in (one, eight):
+        assert config.infra.num_gpus * config.training.gradient_accumulation_steps == 64
+    changed = {"infra", "training"}
+    assert one.model_dump(exclude=changed) == eight.model_dump(exclude=changed)
+    training = {"gradient_accumulation_steps"}
+    assert one.training.model_dump(exclude=training) == eight.training.model_dump(exclude=training)
+
+
+def test_the_quickstart_goes_through_the_machinery_of_the_large_run() -> None:
+    quickstart, large = load_config(SHIPPED / "quickstart.yaml"), FullConfig()
+    for field in ("sharding_stage", "offload_optimizer", "distributed_type"):
+        assert getattr(quickstart.infra, field) == getattr(large.infra, field)
+    for field in ("bf16", "activation_checkpointing", "lr_scheduler_type"):
+        assert getattr(quickstart.training, field) == getattr(large.training, field)
+    assert quickstart.data.dataset_name == quickstart.model.tokenizer_name_or_path == "builtin"
+    assert quickstart.infra.device == "auto"
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "offload"),
+    [("zero1.json", "zero1", "none"), ("zero2.json", "zero2", "none"), ("zero3_offload.json", "zero3", "cpu")],
+)
+def test_deepspeed_files(name: str, stage: str, offload: str) -> None:
+    assert '"auto"' in (SHIPPED / name).read_text()
+    assert json.loads((SHIPPED / name).read_text())["train_batch_size"] == "auto"
+    infra = load_config(None, (), SHIPPED / name).infra
+    assert (infra.sharding_stage, infra.offload_optimizer, infra.offload_params) == (stage, offload, "none")

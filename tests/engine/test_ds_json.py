@@ -1,0 +1,211 @@
+"""The rendered JSON: its content, and what DeepSpeed's own parser makes of it."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_encdec.config.deepspeed_keys import check_keys
+from ds_encdec.config.load import load_config
+from ds_encdec.config.schema import FullConfig, InfraConfig
+from ds_encdec.engine.ds_json import render_deepspeed_json
+from ds_encdec.types import ConfigError
+
+SHIPPED = Path(__file__).resolve().parents[2] / "ds_configs"
+
+VARIANTS: dict[str, list[str]] = {
+    "zero0": ["infra.sharding_stage=zero0", "infra.offload_optimizer=none"],
+    "zero1": ["infra.sharding_stage=zero1", "infra.offload_optimizer=none"],
+    "zero2 offload": ["infra.sharding_stage=zero2"],
+    "zero3": ["infra.offload_optimizer=none"],
+    "zero3 offload": [],
+    "zero3 offload all": ["infra.offload_params=cpu"],
+    "zero3 nvme": ["infra.offload_optimizer=nvme", "infra.offload_params=nvme", "infra.nvme_path=/local"],
+    "zero3 hybrid": ["infra.sharding_stage=zero3_hybrid"],
+    "fp16": ["training.bf16=false", "training.fp16=true"],
+    "fp32": ["training.bf16=false"],
+    "no clipping": ["training.max_grad_norm=0"],
+    "torch_adam": ["training.torch_adam=true"],
+    "WarmupLR": ["training.lr_scheduler_type=WarmupLR"],
+    "WarmupCosineLR": ["training.lr_scheduler_type=WarmupCosineLR"],
+    "log warm-up": ["training.warmup_type=log"],
+    "cosine": ["training.lr_scheduler_type=cosine"],
+    "wsd": ["training.lr_scheduler_type=wsd"],
+    "extra": ["infra.deepspeed_extra={zero_optimization: {sub_group_size: 1e8}, wall_clock_breakdown: true}"],
+}
+
+
+def render(overrides: list[str], *, device: str = "cuda", world_size: int = 8) -> dict[str, Any]:
+    config = load_config(None, overrides)
+    return render_deepspeed_json(config, world_size=world_size, gradient_accumulation_steps=8, device=device)
+
+
+@pytest.fixture(params=VARIANTS, ids=lambda name: name.replace(" ", "-"))
+def variant(request: pytest.FixtureRequest) -> tuple[FullConfig, dict[str, Any]]:
+    overrides = VARIANTS[request.param]
+    return load_config(None, overrides), render(overrides, world_size=1)
+
+
+def test_deepspeed_reads_back_what_was_meant(variant: tuple[FullConfig, dict[str, Any]]) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    config, rendered = variant
+    parsed = DeepSpeedConfig(json.loads(json.dumps(rendered)))
+    training, infra, zero = config.training, config.infra, parsed.zero_config
+    assert parsed.zero_optimization_stage == int(infra.sharding_stage[4])
+    for theirs, ours in ((zero.offload_optimizer, infra.offload_optimizer), (zero.offload_param, infra.offload_params)):
+        assert (theirs.device if theirs else "none") == ours
+        assert theirs is None or theirs.pin_memory
+        assert ours != "nvme" or str(theirs.nvme_path) == "/local"
+    assert (parsed.bfloat16_config.enabled, parsed.float16_config.enabled) == (training.bf16, training.fp16)
+    assert parsed.gradient_clipping == training.max_grad_norm
+    assert (parsed.train_micro_batch_size_per_gpu, parsed.gradient_accumulation_steps) == (4, 8)
+    assert parsed.optimizer_name == "adamw"
+    assert parsed.optimizer_params["torch_adam"] is training.torch_adam
+    native = training.lr_scheduler_type.startswith("Warmup")
+    assert parsed.scheduler_name == (training.lr_scheduler_type if native else None)
+    assert (zero.zero_hpz_partition_size > 1) is False  # one rank
+
+
+def test_nothing_is_left_open_and_every_key_is_known(variant: tuple[FullConfig, dict[str, Any]]) -> None:
+    _, rendered = variant
+    assert "auto" not in set(_leaves(rendered))
+    assert [(path, problem) for path, _, problem in check_keys(rendered) if problem] == []
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict | list):
+        for child in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(child)
+    else:
+        yield value
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "learning_rates"),
+    [
+        # Peak 1, 4 steps of warm-up, 10 in all: DeepSpeed's first update is made at the minimum (see lr_schedules.py).
+        ("WarmupDecayLR", [0, 0.25, 0.5, 0.75, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0]),
+        ("WarmupLR", [0, 0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1]),
+        ("WarmupCosineLR", [0, 0.25, 0.5, 0.75]),
+    ],
+)
+def test_schedules_take_the_rendered_parameters(scheduler: str, learning_rates: list[float]) -> None:
+    import torch
+    from deepspeed.runtime import lr_schedules
+
+    steps = ["training.learning_rate=1.0", "training.warmup_steps=4", "training.num_train_steps=10"]
+    block = render([*steps, f"training.lr_scheduler_type={scheduler}"])["scheduler"]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = getattr(lr_schedules, block["type"])(optimizer, **block["params"])
+    rates = []
+    for _ in learning_rates:
+        schedule.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx(learning_rates, abs=1e-12)
+    for _ in range(20):
+        schedule.step()
+    end = {"WarmupDecayLR": 0.0, "WarmupLR": 1.0, "WarmupCosineLR": 0.1}[scheduler]
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(end)
+
+
+def test_adam_takes_the_rendered_parameters() -> None:
+    import torch
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+
+    params = render(["training.adam_beta2=0.95", "training.torch_adam=true"])["optimizer"]["params"]
+    assert params.pop("torch_adam") is True  # taken out by DeepSpeed, the rest goes to the class
+    group = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], **params).param_groups[0]
+    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (2e-4, (0.9, 0.95), 1e-8, 0.01)
+    for compiled in (DeepSpeedCPUAdam, FusedAdam):
+        inspect.signature(compiled.__init__).bind(None, [], **params)
+
+
+def test_the_default_run_on_eight_ranks() -> None:
+    rendered = render([])
+    assert rendered["train_batch_size"] == 4 * 8 * 8
+    assert rendered["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+    assert "offload_param" not in rendered["zero_optimization"]
+    assert rendered["scheduler"]["params"]["warmup_type"] == "linear"
+
+
+def test_a_machine_without_accelerator_pins_nothing_and_overlaps_nothing() -> None:
+    zero = render(["infra.offload_params=cpu"], device="cpu")["zero_optimization"]
+    assert zero["offload_optimizer"]["pin_memory"] is zero["offload_param"]["pin_memory"] is False
+    assert zero["overlap_comm"] is False
+
+
+def test_extra_keys_replace_our_choices_and_leave_the_configuration_alone() -> None:
+    extra = {"zero_optimization": {"overlap_comm": False, "offload_optimizer": {"ratio": 0.5}}, "dump_state": True}
+    config = FullConfig(infra=InfraConfig(deepspeed_extra=extra))
+    rendered = render_deepspeed_json(config, world_size=8, gradient_accumulation_steps=8, device="cuda")
+    zero = rendered["zero_optimization"]
+    assert (zero["overlap_comm"], zero["stage"], rendered["dump_state"]) == (False, 3, True)
+    assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": True, "ratio": 0.5}
+    zero["offload_optimizer"]["ratio"] = 1.0
+    assert config.infra.deepspeed_extra["zero_optimization"]["offload_optimizer"]["ratio"] == 0.5
+
+
+def test_the_hybrid_partition_is_a_node() -> None:
+    config = load_config(None, ["infra.sharding_stage=zero3_hybrid"])
+
+    def size(world_size: int, **keywords: Any) -> int:
+        rendered = render_deepspeed_json(
+            config, world_size=world_size, gradient_accumulation_steps=1, device="cuda", **keywords
+        )
+        return int(rendered["zero_optimization"]["zero_hpz_partition_size"])
+
+    assert size(16, ranks_per_node=8) == 8
+    assert size(8) == 8
+    with pytest.raises(ConfigError, match=r"partitions of 8 ranks .* do not divide the 12 ranks"):
+        size(12, ranks_per_node=8)
+
+
+def test_a_hybrid_partition_given_in_json_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}')
+    config = load_config(None, (), path)
+    rendered = render_deepspeed_json(config, world_size=8, gradient_accumulation_steps=8, device="cuda")
+    assert rendered["zero_optimization"]["zero_hpz_partition_size"] == 4
+
+
+def test_lanes_must_be_what_the_ranks_make() -> None:
+    with pytest.raises(ConfigError, match=r"data\.num_lanes = 32 .* 8 ranks with 8 accumulation steps make \(64\)"):
+        render(["data.num_lanes=32"])
+
+
+def test_a_json_that_was_never_read_is_refused() -> None:
+    config = FullConfig(infra=InfraConfig(deepspeed_config="ds.json"))
+    with pytest.raises(ConfigError, match="has not been read"):
+        render_deepspeed_json(config, world_size=1, gradient_accumulation_steps=1, device="cpu")
+
+
+@pytest.mark.parametrize("name", ["zero1.json", "zero2.json", "zero3_offload.json"])
+def test_shipped_jsons_say_what_we_render_anyway(name: str) -> None:
+    config = load_config(None, (), SHIPPED / name)
+    plain = load_config(
+        None,
+        [
+            f"infra.sharding_stage={config.infra.sharding_stage}",
+            f"infra.offload_optimizer={config.infra.offload_optimizer}",
+        ],
+    )
+    ranks = {"world_size": 8, "gradient_accumulation_steps": 8, "device": "cuda"}
+    assert render_deepspeed_json(config, **ranks) == render_deepspeed_json(plain, **ranks)
+
+
+def test_rendering_needs_neither_torch_nor_deepspeed() -> None:
+    code = (
+        "import sys, ds_encdec.engine.ds_json as m; from ds_encdec.config.schema import FullConfig\n"
+        "m.render_deepspeed_json(FullConfig(), world_size=8, gradient_accumulation_steps=8, device='cuda')\n"
+        "print({'torch', 'deepspeed'} & set(sys.modules))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.stdout.strip() == "set()", result.stderr
