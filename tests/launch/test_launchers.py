@@ -1,0 +1,126 @@
+"""Real launchers around a rank that does nothing but join: the world it finds, and its end when the launcher is gone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ds_encdec.launch.world import free_port
+
+pytestmark = pytest.mark.launch
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+
+RANK = """
+import dataclasses, json, os, sys, time
+from datetime import timedelta
+from pathlib import Path
+from ds_encdec.launch.preemption import StopRequest
+from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
+from ds_encdec.launch.world import discover
+
+folder, waits = Path(sys.argv[-2]), sys.argv[-1] == "wait"
+world = discover(os.environ)
+device = choose_device("cpu", world)
+init_process_group(world, device, timedelta(seconds=60))
+import torch, torch.distributed as dist
+total = torch.tensor([world.rank + 1])
+dist.all_reduce(total)
+report = {**dataclasses.asdict(world), "sum": int(total), "backend": dist.get_backend(), "pid": os.getpid()}
+with StopRequest(world, poll_seconds=0.1) as stop:
+    (folder / f"rank{world.rank}.tmp").write_text(json.dumps(report))
+    (folder / f"rank{world.rank}.tmp").rename(folder / f"rank{world.rank}.json")
+    while waits and not stop.requested:
+        time.sleep(0.05)
+    (folder / f"reason{world.rank}").write_text(str(stop.reason))
+shutdown()
+"""
+
+
+def command(launcher: str, script: Path) -> list[str]:
+    port = str(free_port())
+    return {
+        "python": [sys.executable, str(script)],
+        "torchrun": [str(BIN / "torchrun"), "--nproc-per-node", "2", "--master-port", port, str(script)],
+        "deepspeed": [str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", port, str(script)],
+        "hostfile": [
+            *(str(BIN / "deepspeed"), "--hostfile", str(REPOSITORY / "hostfiles" / "localhost_cpu")),
+            *("--no_ssh_check", "--master_addr", "127.0.0.1", "--master_port", port, str(script)),
+        ],
+    }[launcher]
+
+
+def environment() -> dict[str, str]:
+    """This process's environment, without what another launcher may have left in it."""
+    foreign = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCH_EXTENSIONS_DIR")
+    kept = {name: value for name, value in os.environ.items() if name not in foreign}
+    return {**kept, "PATH": f"{BIN}:{kept['PATH']}", "OMP_NUM_THREADS": "1"}
+
+
+def start(launcher: str, folder: Path, *, wait: bool) -> subprocess.Popen[str]:
+    script = folder / "rank.py"
+    script.write_text(RANK)
+    return subprocess.Popen(
+        [*command(launcher, script), str(folder), "wait" if wait else "go"],
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("launcher", "name", "ranks"),
+    [("python", "python", 1), ("torchrun", "torchrun", 2), ("deepspeed", "deepspeed", 2), ("hostfile", "deepspeed", 2)],
+)
+def test_ranks_find_their_place(tmp_path: Path, launcher: str, name: str, ranks: int) -> None:
+    process = start(launcher, tmp_path, wait=False)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    worlds = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+    for rank, world in enumerate(worlds):
+        assert (world["rank"], world["local_rank"], world["world_size"]) == (rank, rank, ranks)
+        assert (world["local_world_size"], world["num_nodes"], world["node_rank"]) == (ranks, 1, 0)
+        assert (world["launcher"], world["backend"]) == (name, "gloo")
+        assert world["sum"] == ranks * (ranks + 1) // 2
+    assert len({(world["master_addr"], world["master_port"]) for world in worlds}) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_stop_when_deepspeed_itself_is_ended(tmp_path: Path, number: signal.Signals) -> None:
+    """DeepSpeed's single-node runner ends at once and tells nobody: its ranks would train on as orphans."""
+    process = start("deepspeed", tmp_path, wait=True)
+    reports = [tmp_path / f"rank{rank}.json" for rank in (0, 1)]
+    try:
+        wait_until(lambda: all(report.exists() for report in reports), 50, "the ranks to join")
+        ranks = [psutil.Process(json.loads(report.read_text())["pid"]) for report in reports]
+        process.send_signal(number)
+        wait_until(lambda: not any(is_running(rank) for rank in ranks), 30, "the ranks to end")
+    finally:
+        process.kill()
+        process.wait()
+    for rank in (0, 1):
+        assert (tmp_path / f"reason{rank}").read_text() == f"launcher {process.pid} gone"
+
+
+def is_running(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def wait_until(condition: object, seconds: float, what: str) -> None:
+    assert callable(condition)
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        time.sleep(0.05)
