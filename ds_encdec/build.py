@@ -197,9 +197,16 @@ def _wire(
             saved=saved.get("data"),
         )
     )
-    agreement.on_rank_zero(lambda: _write_run_configuration(config, world, plan, device, folder))
 
+    if found:
+        _refuse_other_model(found, source.config)
+        data.loader.load_state(found.read_json("data.json")["lanes"])
     engine = create_engine(config, world, device, source.config, source.weights, plan.gradient_accumulation_steps)
+    if found:
+        engine.load(found.path)
+        logger.info("resumed from %s (step %d)", found.path, state.global_step)
+    # The run's own files are touched last: everything that can refuse a resume has had its chance.
+    agreement.on_rank_zero(lambda: _write_run_configuration(config, world, plan, device, folder))
     recorder = Recorder(
         device=device,
         num_devices=world.world_size,
@@ -210,11 +217,7 @@ def _wire(
         peak_flops=peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
     )
     if found:
-        _refuse_other_model(found, source.config)
-        engine.load(found.path)
         recorder.load_state_dict(saved["recorder"])
-        data.loader.load_state(found.read_json("data.json")["lanes"])
-        logger.info("resumed from %s (step %d)", found.path, state.global_step)
 
     def write_run_files(checkpoint: Path, content: CheckpointContent) -> None:
         write_json(
@@ -259,13 +262,23 @@ def _write_run_configuration(
     write_atomically(folder.ds_config_json, json.dumps(rendered, indent=2) + "\n")
 
 
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "tie_word_embeddings",
+)
+
+
 def _refuse_other_model(found: Checkpoint, config: Qwen3Seq2SeqConfig) -> None:
     """Raise CheckpointError where the checkpoint's sizes are not this run's."""
     saved = Qwen3Seq2SeqConfig.from_pretrained(found.path / "model").to_dict()
     ours = config.to_dict()
-    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    names += ("head_dim", "intermediate_size", "tie_word_embeddings")
-    differing = [f"{name} {saved[name]} there, {ours[name]} here" for name in names if saved[name] != ours[name]]
+    differing = [f"{name} {saved[name]} there, {ours[name]} here" for name in _SIZES if saved[name] != ours[name]]
     if differing:
         raise CheckpointError(f"{found.path} holds another architecture: {'; '.join(differing)}.")
 

@@ -107,7 +107,7 @@ def _inspect_data(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _init_model(options: argparse.Namespace, _: Sequence[str]) -> int:
-    from ds_encdec.model.source import init_model
+    from ds_encdec.init_model import init_model
 
     print(init_model(options.source, options.out, options.num_sentinel_tokens, seed=options.seed))
     return 0
