@@ -1,0 +1,85 @@
+"""Recomputing and offloading change when things are computed and kept, and no number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import pack, tiny_model
+from torch import Tensor
+
+from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
+from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM, Qwen3MLP
+
+MODES = [
+    {"mode": "none", "offload": True},
+    {"mode": "full"},
+    {"mode": "full", "offload": True},
+    {"mode": "every_n", "every_n": 2},
+    {"mode": "every_n", "every_n": 2, "offload": True},
+]
+
+
+def step(model: Qwen3ForSeq2SeqLM) -> tuple[Tensor, dict[str, Tensor]]:
+    model.train()
+    loss = model(**pack((5, 0, 7), (4, 6, 3), 16, 17).inputs).loss
+    loss.backward()
+    return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("options", MODES, ids=str)
+def test_loss_and_gradients_are_bit_identical(options: dict[str, Any]) -> None:
+    expected_loss, expected = step(tiny_model(num_hidden_layers=3))
+    model = tiny_model(num_hidden_layers=3)
+    names = [name for name, _ in model.named_modules()]
+    apply_activation_checkpointing(model, **options)
+    assert [name for name, _ in model.named_modules()] == names
+    loss, gradients = step(model)
+    assert torch.equal(loss, expected_loss)
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, expected[name]), name
+
+
+@pytest.mark.parametrize(
+    ("options", "recomputed"), [({"mode": "none"}, 0), ({"mode": "full"}, 6), ({"mode": "every_n", "every_n": 2}, 4)]
+)
+def test_the_layers_asked_for_recompute(options: dict[str, Any], recomputed: int) -> None:
+    """Three layers on each side; a layer that recomputes runs its MLP a second time."""
+    model = tiny_model(num_hidden_layers=3)
+    calls = []
+    for module in model.modules():
+        if isinstance(module, Qwen3MLP):
+            module.register_forward_pre_hook(lambda *_: calls.append(1))
+    apply_activation_checkpointing(model, **options)
+    step(model)
+    assert len(calls) == 6 + recomputed
+
+
+def test_full_checkpointing_saves_only_the_layers_inputs() -> None:
+    """What autograd keeps between the layers' first and last line, in numbers: one hidden state per layer."""
+    saved = {}
+    for mode in ("none", "full"):
+        model = tiny_model(num_hidden_layers=3).train()
+        apply_activation_checkpointing(model, mode)
+        sizes: dict[int, int] = {}
+
+        def pack_hook(tensor: Tensor, sizes: dict[int, int] = sizes) -> Tensor:
+            if not isinstance(tensor, torch.nn.Parameter):
+                sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack_hook, lambda tensor: tensor):
+            loss = model(**pack((5, 0, 7), (4, 6, 3), 16, 17).inputs).loss
+        saved[mode] = sum(sizes.values())
+        del loss
+    assert saved["full"] < saved["none"] / 3
+
+
+def test_evaluation_needs_no_graph() -> None:
+    model = tiny_model()
+    batch = pack((5, 0, 7), (4, 6, 3), 16, 17)
+    expected = model(**batch.inputs).loss
+    apply_activation_checkpointing(model, "full", offload=True)
+    with torch.no_grad():
+        assert torch.equal(model(**batch.inputs).loss, expected)

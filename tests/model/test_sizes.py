@@ -1,0 +1,96 @@
+"""Parameter count and FLOPs against the real model and against torch's own counter."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from math import prod
+
+import pytest
+from tiny_models import pack, tiny_config, tiny_model
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from ds_encdec.config.schema import ArchitectureConfig
+from ds_encdec.model.flops import forward_flops, training_flops
+from ds_encdec.model.parameter_count import count_parameters, parameter_shapes
+
+QWEN3_0_6B = ArchitectureConfig(
+    vocab_size=151936,
+    hidden_size=1024,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    intermediate_size=3072,
+)
+
+
+def test_qwen3_0_6b_has_the_published_number_of_parameters() -> None:
+    shapes = parameter_shapes(QWEN3_0_6B)
+    assert count_parameters(QWEN3_0_6B) == 1_036_517_376
+    assert prod(shapes["shared.weight"]) == 155_582_464
+    for side in ("encoder", "decoder"):
+        assert sum(prod(shape) for name, shape in shapes.items() if name.startswith(side)) == 440_467_456
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"tie_word_embeddings": False}, {"num_encoder_layers": 3}, {"num_key_value_heads": 1}], ids=str
+)
+def test_names_and_shapes_are_the_models(changes: dict[str, int]) -> None:
+    config = tiny_config(**changes)
+    model = tiny_model(**changes)
+    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    shapes = parameter_shapes(config)
+    assert list(shapes.items()) == list(expected.items())
+    assert count_parameters(config) == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_flops_equal_what_torch_counts() -> None:
+    """torch's counter takes causal attention in full; the pairs above the diagonal are added to ours."""
+    encoder_lengths, decoder_lengths = (5, 0, 7), (4, 6, 3)
+    model = tiny_model(num_encoder_layers=3).train()
+    batch = pack(encoder_lengths, decoder_lengths, 12, 13)  # no padding
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        output = model(**batch.inputs)
+        head_forward_and_backward = 3 * 2 * 13 * 32 * 97
+        forward_counted = counter.get_total_flops()
+        output.loss.backward()
+    config = model.config
+    hidden_pairs = sum(length * (length - 1) // 2 for length in decoder_lengths)
+    unseen = 4 * config.num_attention_heads * config.head_dim * hidden_pairs * config.num_hidden_layers
+    expected_forward = forward_flops(config, encoder_lengths, decoder_lengths) + unseen
+    # The head computes its gradients in the forward pass.
+    assert forward_counted == expected_forward + head_forward_and_backward * 2 // 3
+    assert counter.get_total_flops() == training_flops(config, encoder_lengths, decoder_lengths) + 3 * unseen
+
+
+def test_flops_of_the_default_model_on_its_longest_examples() -> None:
+    """Counted by hand: 6 per weight that a token meets (Kaplan et al., arXiv 2001.08361), 12 per layer, pair and width.
+
+    Weights of one layer: 2·1024·2048 (q, o) + 2·1024·1024 (k, v) + 3·1024·3072 (SwiGLU) = 15,728,640.
+    """
+    encoder, decoder = 4096, 2048
+    projections = 6 * 28 * 15_728_640 * (encoder + decoder) + 6 * 28 * 2 * 1024 * 1024 * encoder
+    head = 6 * 151_936 * 1024 * decoder
+    pairs = encoder**2 + decoder * encoder + decoder * (decoder + 1) // 2
+    attention = 12 * 28 * 2048 * pairs
+    flops = training_flops(QWEN3_0_6B, [encoder], [decoder])
+    assert flops == projections + head + attention
+    assert flops / (encoder + decoder) == pytest.approx(6.24e9, rel=0.01)
+
+
+def test_zero_documents_cost_nothing() -> None:
+    assert training_flops(QWEN3_0_6B, [], []) == 0
+
+
+def test_counting_needs_no_torch() -> None:
+    code = "import sys, ds_encdec.model.parameter_count, ds_encdec.model.flops; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_config_refuses_heads_that_do_not_divide() -> None:
+    with pytest.raises(ValueError, match=r"num_attention_heads \(4\) is not a multiple of num_key_value_heads \(3\)"):
+        tiny_config(num_key_value_heads=3)
+    with pytest.raises(ValueError, match="head_dim"):
+        tiny_config(head_dim=7)
