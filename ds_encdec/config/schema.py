@@ -142,8 +142,8 @@ class DataConfig(Section):
     dataset_split: str = "train"
     """Split of a Hugging Face data set."""
     data_files: DataFiles | None = None
-    """Paths or glob patterns of local files, for `text` (one document per file, or per line of a `.txt` with
-    more than one paragraph: see docs), `json` (JSON lines) and `parquet`."""
+    """Paths or glob patterns of local files, for `text` (one document per file; files above 64 KiB are cut at
+    blank lines into documents of at most that size), `json` (JSON lines) and `parquet`."""
     mixture: tuple[MixtureSource, ...] | None = None
     """Weighted mixture of sources; replaces `dataset_name`."""
     text_column: str = "text"

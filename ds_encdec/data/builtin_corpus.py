@@ -1,0 +1,68 @@
+"""Text that every CPython installation has: the language reference behind `help()`, and stdlib docstrings.
+
+About 2 MB of English about Python, enough to see a small model learn without any download. The docstrings are
+read from the source files, so they are there under `python -OO` too. Parts that some distributions leave
+out (tests, IDLE, tkinter) are not used: one CPython version has one corpus.
+"""
+
+from __future__ import annotations
+
+import ast
+import sysconfig
+from collections.abc import Iterator
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+
+from ds_encdec.types import Document
+
+MIN_CHARACTERS = 200
+"""Shorter texts ("Return the name.") are noise, and are left out."""
+
+_SKIPPED = {"__pycache__", "distutils", "ensurepip", "idlelib", "lib2to3", "site-packages", "test", "tests", "tkinter"}
+_Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
+
+
+@lru_cache(maxsize=1)
+def builtin_documents() -> tuple[Document, ...]:
+    """The corpus, in a fixed order. Takes about a second; later calls are free.
+
+    One document is a topic of the language reference, a class with its methods, or a module with its functions.
+    """
+    topics: dict[str, str] = import_module("pydoc_data.topics").topics
+    documents = [Document(f"builtin/topics/{name}", topics[name]) for name in sorted(topics)]
+    library = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(_source_files(library)):
+        module = ".".join(path.relative_to(library).with_suffix("").parts)
+        documents += (Document(f"builtin/{key}", text) for key, text in _docstrings(module, path.read_bytes()))
+    return tuple(document for document in documents if len(document.text) >= MIN_CHARACTERS)
+
+
+def _source_files(folder: Path) -> Iterator[Path]:
+    for path in folder.iterdir():
+        if path.is_dir():
+            if path.name not in _SKIPPED and not path.name.startswith("config-"):
+                yield from _source_files(path)
+        elif path.suffix == ".py" and not path.name.startswith("_sysconfigdata"):
+            yield path
+
+
+def _docstrings(module: str, source: bytes) -> Iterator[tuple[str, str]]:
+    if b'"""' not in source:
+        return
+    tree = ast.parse(source)
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    yield module, _joined(tree, functions)
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            methods = [inner for inner in node.body if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef)]
+            yield f"{module}.{node.name}", _joined(node, methods)
+
+
+def _joined(owner: _Definition, members: list[ast.FunctionDef | ast.AsyncFunctionDef]) -> str:
+    parts = [ast.get_docstring(owner) or ""]
+    for member in members:
+        if text := ast.get_docstring(member):
+            arguments = ", ".join(argument.arg for argument in member.args.args)
+            parts.append(f"{member.name}({arguments})\n{text}")
+    return "\n\n".join(part for part in parts if part)

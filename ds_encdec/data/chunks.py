@@ -1,0 +1,91 @@
+"""Cutting a tokenised document into chunks and denoising each: tokens to Examples.
+
+Each chunk draws its denoiser by the configured weights, and only then its length, so that the fill of the
+batches never bends the mixture. Everything about chunk k of a document follows from (seed, epoch, document
+key, k) and the document's length: one chunk can be made again without its batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ds_encdec.config.schema import DataConfig
+from ds_encdec.data.randomness import keyed_generator
+from ds_encdec.data.ul2 import MIN_RAW_TOKENS, LengthBounds, denoise, max_raw_length
+from ds_encdec.types import DENOISERS, ConfigError, Example
+
+if TYPE_CHECKING:
+    from ds_encdec.tokenizer.sentinels import Vocabulary
+
+MIN_TAIL_TOKENS = 16
+"""A document's last chunk takes this many tokens from the one before rather than be shorter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens [start, start + length) of a document, and what they are denoised by."""
+
+    index: int
+    start: int
+    length: int
+    denoiser: str
+    rng: np.random.Generator
+
+
+@dataclass(frozen=True)
+class Chunker:
+    """Turns tokenised documents into examples. `weights`: relative, in the order of `DENOISERS`."""
+
+    seed: int
+    weights: tuple[float, ...]
+    bounds: LengthBounds
+    vocabulary: Vocabulary
+
+    @classmethod
+    def from_config(cls, data: DataConfig, seed: int, vocabulary: Vocabulary) -> Chunker:
+        """The chunker of a run. Raises ConfigError for weights that cannot be sampled from."""
+        if min(data.ul2_task_weights) < 0 or sum(data.ul2_task_weights) <= 0:
+            raise ConfigError(
+                f"data.ul2_task_weights={list(data.ul2_task_weights)}: weights must not be negative, nor all zero"
+            )
+        bounds = LengthBounds(
+            max_raw_tokens=data.max_seq_length,
+            max_encoder_tokens=data.max_encoder_length - bool(vocabulary.mode_token_ids),
+            max_decoder_tokens=data.max_decoder_length,
+            num_sentinels=len(vocabulary.sentinel_ids),
+        )
+        return cls(seed, data.ul2_task_weights, bounds, vocabulary)
+
+    def chunks(self, num_tokens: int, document: str, epoch: int) -> Iterator[Chunk]:
+        """The chunks of a document of `num_tokens`, in order. One that is too short to denoise has none."""
+        start = index = 0
+        shares = np.cumsum(self.weights) / sum(self.weights)
+        while num_tokens - start >= MIN_RAW_TOKENS:
+            rng = keyed_generator(self.seed, "denoise", epoch, document, index)
+            denoiser = DENOISERS[int(np.searchsorted(shares, rng.random(), side="right"))]
+            length = _next_length(num_tokens - start, max_raw_length(denoiser, self.bounds))
+            yield Chunk(index, start, length, denoiser, rng)
+            start, index = start + length, index + 1
+
+    def example(self, chunk: Chunk, tokens: np.ndarray, document: str) -> Example:
+        """Denoise one chunk of `tokens` (int32, the whole document). Call it once per chunk: it draws from its rng."""
+        encoder_ids, decoder_ids = denoise(
+            tokens[chunk.start : chunk.start + chunk.length],
+            chunk.denoiser,
+            self.vocabulary,
+            chunk.rng,
+            document_ends=chunk.start + chunk.length == len(tokens),
+        )
+        return Example(encoder_ids, decoder_ids, chunk.denoiser, document)
+
+
+def _next_length(remaining: int, longest: int) -> int:
+    """As long as possible, but what is left behind is nothing or at least a short tail."""
+    if remaining <= longest:
+        return remaining
+    tail = max(MIN_RAW_TOKENS, min(MIN_TAIL_TOKENS, longest // 2))
+    return min(longest, remaining - tail)

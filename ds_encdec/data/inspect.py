@@ -1,0 +1,105 @@
+"""Showing the examples that a run will see, with fill, length and denoiser statistics."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ds_encdec.data.build import TrainingData
+from ds_encdec.data.lane import Lane
+from ds_encdec.types import DENOISERS, Example
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+def inspect_data(data: TrainingData, tokenizer: PreTrainedTokenizerFast, *, num_examples: int, as_json: bool) -> str:
+    """The first `num_examples` examples of the run, in the order of its lanes, as text or as JSON.
+
+    Statistics are over the micro-batches that were made for them. Lanes are read one after the other, and only as many
+    as are needed. Raises DataError.
+    """
+    batches: list[list[Example]] = []
+    for batch in _micro_batches(data):
+        batches.append(batch)
+        if sum(map(len, batches)) >= num_examples:
+            break
+    examples = list(islice((example for batch in batches for example in batch), num_examples))
+    statistics = _statistics(data, batches)
+    if as_json:
+        report = {"examples": [_as_dict(example) for example in examples], "statistics": statistics}
+        return json.dumps(report, ensure_ascii=False)
+    shown = [_as_text(number, example, tokenizer) for number, example in enumerate(examples, start=1)]
+    return "\n".join([*shown, _statistics_text(statistics)])
+
+
+def _micro_batches(data: TrainingData) -> Iterator[list[Example]]:
+    """The micro-batches of the run, step after step, each in lane order."""
+    lanes: list[Lane] = []
+    for number in range(data.pipeline.num_lanes):
+        lanes.append(Lane(data.pipeline, number))
+        yield next(lanes[number])
+    while True:
+        for lane in lanes:
+            yield next(lane)
+
+
+def _statistics(data: TrainingData, batches: Sequence[Sequence[Example]]) -> dict[str, Any]:
+    examples = [example for batch in batches for example in batch]
+    encoder_tokens = np.array([len(example.encoder_ids) for example in examples])
+    decoder_tokens = np.array([len(example.decoder_ids) for example in examples])
+    budgets = data.pipeline.budgets
+    return {
+        "micro_batches": len(batches),
+        "examples": len(examples),
+        "encoder_budget_tokens": budgets.encoder_tokens,
+        "decoder_budget_tokens": budgets.decoder_tokens,
+        "encoder_fill": float(encoder_tokens.sum() / (len(batches) * budgets.encoder_tokens)),
+        "decoder_fill": float(decoder_tokens.sum() / (len(batches) * budgets.decoder_tokens)),
+        "encoder_tokens": _distribution(encoder_tokens),
+        "decoder_tokens": _distribution(decoder_tokens),
+        "denoisers": {name: sum(example.denoiser == name for example in examples) for name in DENOISERS},
+    }
+
+
+def _distribution(lengths: np.ndarray) -> dict[str, float]:
+    return {
+        "min": int(lengths.min()),
+        "median": float(np.median(lengths)),
+        "mean": float(lengths.mean()),
+        "max": int(lengths.max()),
+    }
+
+
+def _as_dict(example: Example) -> dict[str, Any]:
+    return {
+        "document": example.document,
+        "denoiser": example.denoiser,
+        "encoder_ids": example.encoder_ids.tolist(),
+        "decoder_ids": example.decoder_ids.tolist(),
+    }
+
+
+def _as_text(number: int, example: Example, tokenizer: PreTrainedTokenizerFast) -> str:
+    lines = [f"── example {number} · {example.denoiser} · {example.document}"]
+    for side, ids in (("encoder", example.encoder_ids), ("decoder", example.decoder_ids)):
+        text = tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        lines += [f"{side}, {len(ids)} tokens: {text}", f"{side} ids: {ids.tolist()}"]
+    return "\n".join(lines) + "\n"
+
+
+def _statistics_text(statistics: dict[str, Any]) -> str:
+    lines = [f"── {statistics['examples']} examples in {statistics['micro_batches']} micro-batches"]
+    for side in ("encoder", "decoder"):
+        lengths = statistics[f"{side}_tokens"]
+        lines.append(
+            f"{side}: {statistics[f'{side}_fill']:.1%} of {statistics[f'{side}_budget_tokens']} tokens filled; lengths "
+            f"{lengths['min']} to {lengths['max']}, median {lengths['median']:.0f}, mean {lengths['mean']:.0f}"
+        )
+    counts = statistics["denoisers"]
+    lines.append("denoisers: " + ", ".join(f"{name} {counts[name]}" for name in counts))
+    return "\n".join(lines)

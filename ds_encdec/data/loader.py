@@ -1,0 +1,106 @@
+"""The data pipeline of a rank, from documents to the micro-batches of one optimizer step.
+
+1. read      readers.py     a document of the lane's share      keeps: epoch and position in each source
+2. tokenize  text_tokens.py its token ids                       keeps: nothing
+3. denoise   chunks.py      one chunk as an Example             keeps: the next chunk of the open document
+4. pack      packing.py     Examples that fill a micro-batch    keeps: references of what waits, and for how long
+5. collate   collate.py     a Batch of tensors                  keeps: nothing
+
+An optimizer step consumes one micro-batch of each of `num_lanes` lanes. Rank r of W serves lanes r, r + W, ...;
+steps 1 to 4 of a lane depend on nothing but the seed, the configuration and the data (`lane.py`), so a step holds
+the same examples for every W and every number of workers. Worker processes run steps 1 to 4 ahead
+(`workers.py`); each micro-batch comes with its lane's record, so the saved state is that of the micro-batches handed
+out, however far ahead the workers are.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Sequence
+from typing import Any
+
+from ds_encdec.data.collate import collate
+from ds_encdec.data.lane import Pipeline
+from ds_encdec.data.workers import LocalLanes, WorkerLanes
+from ds_encdec.types import Batch, CheckpointError, ConfigError
+
+
+class LaneLoader:
+    """Endless iterator over optimizer steps: each is this rank's micro-batches, in the order of its lanes."""
+
+    def __init__(self, pipeline: Pipeline, *, rank: int, world_size: int, num_workers: int) -> None:
+        """Nothing is read, and no worker started, before the first step. Raises ConfigError."""
+        if pipeline.num_lanes % world_size:
+            fitting = [n for n in range(1, pipeline.num_lanes + 1) if pipeline.num_lanes % n == 0]
+            raise ConfigError(
+                f"data.num_lanes={pipeline.num_lanes} cannot be shared out evenly to {world_size} ranks: use "
+                f"{', '.join(map(str, fitting))} ranks"
+            )
+        self.lanes = tuple(range(rank, pipeline.num_lanes, world_size))
+        self._pipeline = pipeline
+        self._num_workers = max(n for n in range(num_workers + 1) if n == 0 or len(self.lanes) % n == 0)
+        self._records: dict[int, dict[str, Any]] = {}
+        self._running: LocalLanes | WorkerLanes | None = None
+
+    def __iter__(self) -> LaneLoader:
+        return self
+
+    def __next__(self) -> list[Batch]:
+        """The micro-batches of the next step. Raises DataError, also for what went wrong in a worker."""
+        if self._running is None:
+            self._running = self._start()
+        batches = []
+        records = {}
+        for lane in self.lanes:
+            examples, records[lane] = self._running.take(lane)
+            vocabulary = self._pipeline.chunker.vocabulary
+            batches.append(
+                collate(
+                    examples,
+                    self._pipeline.budgets,
+                    decoder_start_id=vocabulary.decoder_start_id,
+                    pad_id=vocabulary.pad_id,
+                )
+            )
+        self._records = records
+        return batches
+
+    @property
+    def epoch(self) -> int:
+        """Complete passes over the data of this rank's slowest lane."""
+        return min((record["epoch"] for record in self._records.values()), default=0)
+
+    def state(self) -> list[dict[str, Any]]:
+        """One small JSON-able record for each lane of this rank, behind the last step handed out.
+
+        Lanes that have not begun have none: a run that saves before its first step starts over.
+        """
+        return list(self._records.values())
+
+    def load_state(self, records: Sequence[dict[str, Any]]) -> None:
+        """Continue behind `records`, which are those of all lanes, whatever ranks saved them.
+
+        Raises CheckpointError where they are not exactly the run's lanes.
+        """
+        by_lane = {record["lane"]: record for record in records}
+        if by_lane and sorted(by_lane) != list(range(self._pipeline.num_lanes)):
+            raise CheckpointError(
+                f"the checkpoint holds data records of lanes {sorted(by_lane)}; this run has lanes 0 to "
+                f"{self._pipeline.num_lanes - 1}"
+            )
+        self.close()
+        self._records = {lane: by_lane[lane] for lane in self.lanes if by_lane}
+
+    def close(self) -> None:
+        """End the workers. The next step would start them again behind the last one handed out."""
+        if self._running is not None:
+            self._running.close()
+            self._running = None
+            atexit.unregister(self.close)
+
+    def _start(self) -> LocalLanes | WorkerLanes:
+        if not self._num_workers:
+            return LocalLanes(self._pipeline, self.lanes, self._records)
+        # Workers ignore signals: without this they would live until their next write after a crash.
+        atexit.register(self.close)
+        return WorkerLanes(self._pipeline, self.lanes, self._records, self._num_workers)

@@ -1,0 +1,192 @@
+"""Where documents come from: two protocols, and the choice of a source by `data.dataset_name`.
+
+A source that can hand out document i is a `MapSource`: its order is a permutation. One that can only be read
+from the front of a unit (a row group, a file, a shard) is a `StreamSource`: its order is shuffled in windows.
+Both are pickled into worker processes, and neither keeps a position: that is `readers.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+
+from ds_encdec.config.schema import DataConfig, MixtureSource
+from ds_encdec.data.builtin_corpus import builtin_documents
+from ds_encdec.data.held_out import held_out_below
+from ds_encdec.data.local_files import JsonLines, ParquetFiles, TextFiles, expand_files
+from ds_encdec.data.randomness import Permutation, keyed_generator
+from ds_encdec.types import DataError, Document
+
+if TYPE_CHECKING:
+    from ds_encdec.tokenizer.sentinels import Vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDocument:
+    """A document that is token ids (int32) from the start, for sources without text."""
+
+    key: str
+    token_ids: np.ndarray
+
+
+AnyDocument: TypeAlias = Document | TokenDocument
+
+
+class MapSource(Protocol):
+    """Documents by number. `identity`: JSON-able facts that tell this data from other data."""
+
+    identity: dict[str, Any]
+
+    def __len__(self) -> int: ...
+
+    def key(self, index: int) -> str:
+        """The key of document `index`, without reading the document."""
+        ...
+
+    def document(self, index: int) -> AnyDocument:
+        """Document `index`. Raises DataError."""
+        ...
+
+
+@runtime_checkable
+class StreamSource(Protocol):
+    """Documents in units that are read from the front. `identity` as in `MapSource`."""
+
+    identity: dict[str, Any]
+    num_units: int
+
+    def documents(self, unit: int, first_row: int) -> Iterator[AnyDocument]:
+        """The documents of `unit` from row `first_row` on. Raises DataError."""
+        ...
+
+
+@dataclass(frozen=True)
+class OpenSource:
+    """A source as a run uses it: its share of the documents, and the rule that holds documents out.
+
+    Documents whose key hashes below `held_out_below` (see `held_out.py`) are kept for evaluation.
+    """
+
+    source: MapSource | StreamSource
+    weight: float
+    held_out_below: float
+
+
+class RandomIds:
+    """Uniformly random ids in documents of log-normal length (median 620 tokens, sigma 1, like web pages)."""
+
+    NUM_DOCUMENTS = 1_000_000
+    MEDIAN_TOKENS = 620
+    MAX_TOKENS = 100_000
+
+    def __init__(self, seed: int, vocabulary: Vocabulary) -> None:
+        reserved = {*vocabulary.sentinel_ids, *vocabulary.mode_token_ids, vocabulary.eos_id, vocabulary.pad_id}
+        self._ids = np.setdiff1d(np.arange(vocabulary.vocab_size, dtype=np.int32), sorted(reserved))
+        self._seed = seed
+        self.identity = {"kind": "random", "seed": seed, "vocab_size": vocabulary.vocab_size}
+
+    def __len__(self) -> int:
+        return self.NUM_DOCUMENTS
+
+    def key(self, index: int) -> str:
+        """`random/INDEX`."""
+        return f"random/{index}"
+
+    def document(self, index: int) -> TokenDocument:
+        """Document `index`, drawn anew at every call, always the same."""
+        rng = keyed_generator(self._seed, "random ids", index)
+        num_tokens = int(np.clip(self.MEDIAN_TOKENS * np.exp(rng.normal()), 2, self.MAX_TOKENS))
+        return TokenDocument(self.key(index), self._ids[rng.integers(len(self._ids), size=num_tokens)])
+
+
+class BuiltinCorpus:
+    """The text that every CPython installation has (`builtin_corpus.py`), as a source."""
+
+    def __init__(self) -> None:
+        self._documents = builtin_documents()
+        characters = sum(len(document.text) for document in self._documents)
+        self.identity = {"kind": "builtin", "documents": len(self._documents), "characters": characters}
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    def key(self, index: int) -> str:
+        """`builtin/` and the module and class, or the topic."""
+        return self._documents[index].key
+
+    def document(self, index: int) -> Document:
+        """Document `index`."""
+        return self._documents[index]
+
+
+def open_sources(data: DataConfig, seed: int, vocabulary: Vocabulary, num_lanes: int) -> tuple[OpenSource, ...]:
+    """Open what `data` names: one source, or those of `data.mixture`. Raises DataError."""
+    entries: Sequence[MixtureSource] = data.mixture or (
+        MixtureSource(
+            weight=1.0,
+            dataset_name=data.dataset_name,
+            dataset_config=data.dataset_config,
+            dataset_split=data.dataset_split,
+            data_files=data.data_files,
+            text_column=data.text_column,
+        ),
+    )
+    opened = []
+    for entry in entries:
+        source = _open(entry, seed, vocabulary, num_lanes, streaming=data.streaming)
+        opened.append(OpenSource(source, entry.weight, held_out_below(_keys(source), data.eval_fraction)))
+    return tuple(opened)
+
+
+def sample_documents(source: MapSource | StreamSource, count: int) -> Iterator[AnyDocument]:
+    """Up to `count` documents, the same on every machine: spread over a map, the first rows of a stream."""
+    return islice(_documents(source), count)
+
+
+def _documents(source: MapSource | StreamSource) -> Iterator[AnyDocument]:
+    if isinstance(source, StreamSource):
+        for unit in range(source.num_units):
+            yield from source.documents(unit, 0)
+    elif len(source):
+        order = Permutation(len(source), 0, "sample")
+        yield from (source.document(order[place]) for place in range(len(source)))
+
+
+def _keys(source: MapSource | StreamSource) -> Iterator[str]:
+    if isinstance(source, StreamSource):
+        return (document.key for document in _documents(source))
+    return (source.key(index) for index in range(len(source)))
+
+
+def _open(
+    entry: MixtureSource, seed: int, vocabulary: Vocabulary, num_lanes: int, *, streaming: bool
+) -> MapSource | StreamSource:
+    match entry.dataset_name:
+        case "builtin":
+            return BuiltinCorpus()
+        case "random":
+            return RandomIds(seed, vocabulary)
+        case "text":
+            return TextFiles(_files(entry))
+        case "json":
+            return JsonLines(_files(entry), entry.text_column)
+        case "parquet":
+            return ParquetFiles(_files(entry), entry.text_column, num_lanes=num_lanes)
+    # Imported here because `datasets` takes a second to import, and local runs do not need it.
+    from ds_encdec.data.hub import open_hub_data
+
+    return open_hub_data(entry, num_lanes, streaming=streaming)
+
+
+def _files(entry: MixtureSource) -> tuple[str, ...]:
+    if not entry.data_files:
+        raise DataError(
+            f"data.dataset_name={entry.dataset_name} reads local files: name them in data.data_files "
+            "(paths or glob patterns)"
+        )
+    patterns = (entry.data_files,) if isinstance(entry.data_files, str) else entry.data_files
+    return expand_files(patterns)

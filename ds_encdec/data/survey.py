@@ -1,0 +1,105 @@
+"""A look at the data before the first step: how much there is, and how it will split between the two sides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ds_encdec.data.chunks import Chunker
+from ds_encdec.data.held_out import held_out_hash
+from ds_encdec.data.packing import Budgets
+from ds_encdec.data.sources import OpenSource, StreamSource, TokenDocument, sample_documents
+from ds_encdec.data.text_tokens import Tokenize
+from ds_encdec.data.ul2 import MIN_RAW_TOKENS, denoised_lengths
+from ds_encdec.types import DataError
+
+SAMPLE_DOCUMENTS = 256
+"""Documents looked at, over all sources."""
+
+_REPETITIONS = 32
+"""Times each sampled length is cut up, so that the ratio carries hardly any noise of the denoisers' draw."""
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What a sample of the training documents shows.
+
+    `ratio`: encoder tokens per decoder token after denoising. `documents` and `tokens`: in the whole training
+    split, before denoising (tokens extrapolated from the sample); None where a stream is longer than the sample.
+    """
+
+    ratio: float
+    documents: int | None
+    tokens: int | None
+
+
+def survey(sources: Sequence[OpenSource], tokenize: Tokenize, chunker: Chunker) -> Survey:
+    """Sample the sources in proportion to their weights. Raises DataError when there is no text at all."""
+    total_weight = sum(opened.weight for opened in sources)
+    samples = [
+        _sample(opened, max(16, round(SAMPLE_DOCUMENTS * opened.weight / total_weight)), tokenize) for opened in sources
+    ]
+    lengths = [length for sample in samples for length in sample.lengths if length >= MIN_RAW_TOKENS]
+    if not lengths:
+        seen = sum(len(sample.lengths) for sample in samples)
+        raise DataError(
+            f"the data set is empty: none of {seen} documents looked at has text to train on. Check data.data_files "
+            "and data.text_column"
+        )
+    documents = [sample.documents for sample in samples]
+    tokens = [sample.tokens for sample in samples]
+    return Survey(
+        ratio=_ratio(lengths, chunker),
+        documents=None if None in documents else sum(n for n in documents if n is not None),
+        tokens=None if None in tokens else sum(n for n in tokens if n is not None),
+    )
+
+
+def require_one_step(found: Survey, num_lanes: int, budgets: Budgets) -> None:
+    """Raise DataError when the training split is smaller than what one optimizer step consumes."""
+    if found.documents is None or found.tokens is None:
+        return
+    per_batch = budgets.encoder_tokens + budgets.decoder_tokens
+    if found.documents < num_lanes or found.tokens < num_lanes * per_batch:
+        raise DataError(
+            f"the corpus is shorter than one batch: about {found.tokens:,} tokens in {found.documents:,} documents to "
+            f"train on, but one optimizer step of {num_lanes} micro-batches x {per_batch:,} tokens needs "
+            f"{num_lanes * per_batch:,} tokens, in at least {num_lanes} documents (one for each lane). Add data, or "
+            "lower training.per_device_train_batch_size, training.gradient_accumulation_steps (or data.num_lanes), "
+            "data.max_encoder_length or data.max_decoder_length"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    lengths: list[int]
+    documents: int | None
+    tokens: int | None
+
+
+def _sample(opened: OpenSource, count: int, tokenize: Tokenize) -> _Sample:
+    read = list(sample_documents(opened.source, count + 1))
+    documents = [document for document in read[:count] if held_out_hash(document.key) >= opened.held_out_below]
+    lengths = [
+        len(document.token_ids) if isinstance(document, TokenDocument) else len(tokenize([document.text])[0])
+        for document in documents
+    ]
+    if len(read) <= count:
+        return _Sample(lengths, len(documents), sum(lengths))
+    if isinstance(opened.source, StreamSource):
+        return _Sample(lengths, None, None)
+    estimate = round(len(opened.source) * (1 - opened.held_out_below))
+    return _Sample(lengths, estimate, round(estimate * sum(lengths) / max(1, len(lengths))))
+
+
+def _ratio(lengths: Sequence[int], chunker: Chunker) -> float:
+    """Encoder tokens per decoder token of documents of these `lengths`, denoised over and over."""
+    encoder_tokens = decoder_tokens = 0
+    for repetition in range(_REPETITIONS):
+        for number, length in enumerate(lengths):
+            for chunk in chunker.chunks(length, f"survey/{number}", repetition):
+                denoised = denoised_lengths(chunk.length, chunk.denoiser)
+                inside = chunk.denoiser == "S" and chunk.start + chunk.length < length
+                encoder_tokens += denoised.encoder_tokens + bool(chunker.vocabulary.mode_token_ids)
+                decoder_tokens += denoised.decoder_tokens - inside
+    return encoder_tokens / decoder_tokens

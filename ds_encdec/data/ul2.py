@@ -1,0 +1,210 @@
+"""UL2's mixture of denoisers (arXiv 2205.05131; the five tasks and weights of T5Gemma 2, arXiv 2512.14856, 3.1).
+
+| denoiser | mean span | corruption | spans |
+|---|---|---|---|
+| R1 | 3 | 0.15 | many |
+| R2 | 12 | 0.50 | many |
+| X1 | 32 | 0.15 | many |
+| X2 | 32 | 0.50 | many |
+| S | the rest | 0.75 | one suffix |
+
+Span corruption is T5's (arXiv 1910.10683, section 3.1.4): noise and kept tokens are each cut at random into
+equally many segments, which alternate. T5's order always ends with noise, so a short text with one span
+always loses its end; here a random part of the first kept segment goes behind the last noise segment, which
+lets a span lie anywhere and changes no length.
+
+    tokens    a b c d e f g h          spans  [c d] [g]
+    encoder   a b <0> e f <1> h        every span becomes one sentinel, no EOS
+    decoder   <0> c d <1> g EOS        what is missing, span by span
+
+The S denoiser is a prefix language model: the encoder reads the first quarter, the decoder continues. Its
+target ends with EOS only where the document ends.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ds_encdec.types import DENOISERS, ConfigError
+
+if TYPE_CHECKING:
+    from ds_encdec.tokenizer.sentinels import Vocabulary
+
+MIN_RAW_TOKENS = 2
+"""Shortest text that can be denoised: one token for each side."""
+
+
+class SpanCorruption(NamedTuple):
+    """Parameters of one span-corrupting denoiser: mean span in tokens, share of the tokens that is noise."""
+
+    mean_span_tokens: int
+    noise_density: float
+
+
+SPAN_CORRUPTIONS = {
+    "R1": SpanCorruption(3, 0.15),
+    "R2": SpanCorruption(12, 0.50),
+    "X1": SpanCorruption(32, 0.15),
+    "X2": SpanCorruption(32, 0.50),
+}
+SUFFIX_DENSITY = 0.75
+"""Share of the tokens that S moves to the decoder."""
+
+
+@dataclass(frozen=True, slots=True)
+class LengthBounds:
+    """What one example may occupy, in tokens: before denoising, and on either side after it."""
+
+    max_raw_tokens: int
+    max_encoder_tokens: int
+    max_decoder_tokens: int
+    num_sentinels: int
+
+
+class DenoisedLengths(NamedTuple):
+    """Lengths after denoising, in tokens; `decoder_tokens` counts the EOS. S has no spans."""
+
+    encoder_tokens: int
+    decoder_tokens: int
+    noise_tokens: int
+    spans: int
+
+
+def denoised_lengths(raw_tokens: int, denoiser: str) -> DenoisedLengths:
+    """The lengths that `raw_tokens` (>= 2) become. They are fixed: no random draw changes them.
+
+    Halves round to even, as in T5's and Hugging Face's code.
+    """
+    if denoiser == "S":
+        suffix = min(max(round(raw_tokens * SUFFIX_DENSITY), 1), raw_tokens - 1)
+        return DenoisedLengths(raw_tokens - suffix, suffix + 1, suffix, 0)
+    mean_span_tokens, noise_density = SPAN_CORRUPTIONS[denoiser]
+    noise = min(max(round(raw_tokens * noise_density), 1), raw_tokens - 1)
+    # A kept segment is at least one token: more spans than that cannot be told apart.
+    spans = min(max(round(noise / mean_span_tokens), 1), raw_tokens - noise)
+    return DenoisedLengths(raw_tokens - noise + spans, noise + spans + 1, noise, spans)
+
+
+@lru_cache(maxsize=256)
+def max_raw_length(denoiser: str, bounds: LengthBounds) -> int:
+    """The longest raw text, in tokens, that neither side has to truncate and that has enough sentinels.
+
+    Every shorter text fits as well, because all lengths grow with the raw length. Raises ConfigError where
+    not even three tokens fit.
+    """
+
+    def too_long(raw_tokens: int) -> bool:
+        lengths = denoised_lengths(raw_tokens, denoiser)
+        return (
+            lengths.encoder_tokens > bounds.max_encoder_tokens
+            or lengths.decoder_tokens > bounds.max_decoder_tokens
+            or lengths.spans > bounds.num_sentinels
+        )
+
+    candidates = range(MIN_RAW_TOKENS, bounds.max_raw_tokens + 1)
+    longest = MIN_RAW_TOKENS - 1 + bisect_left(candidates, True, key=too_long)
+    if longest <= MIN_RAW_TOKENS:
+        raise ConfigError(
+            f"denoiser {denoiser} cannot work on {longest + 1} tokens within {bounds.max_encoder_tokens} encoder "
+            f"tokens (mode token aside) and {bounds.max_decoder_tokens} decoder tokens: raise "
+            "data.max_encoder_length or data.max_decoder_length"
+        )
+    return longest
+
+
+def denoise(
+    tokens: np.ndarray, denoiser: str, vocabulary: Vocabulary, rng: np.random.Generator, *, document_ends: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Corrupt `tokens` (int32 [n], n >= 2) into (encoder_ids, decoder_ids), int32 each.
+
+    The caller keeps `n` within `max_raw_length` and the sentinels out of `tokens`. `document_ends`: the
+    chunk's last token is its document's (only S asks). With mode tokens the encoder starts with one.
+    """
+    if denoiser == "S":
+        encoder_ids, decoder_ids = _split_prefix(tokens, vocabulary.eos_id if document_ends else None)
+    else:
+        encoder_ids, decoder_ids = _corrupt_spans(tokens, denoiser, vocabulary, rng)
+    if vocabulary.mode_token_ids:
+        mode = np.array([vocabulary.mode_token_ids[DENOISERS.index(denoiser)]], dtype=np.int32)
+        encoder_ids = np.concatenate([mode, encoder_ids])
+    return encoder_ids, decoder_ids
+
+
+def _split_prefix(tokens: np.ndarray, eos_id: int | None) -> tuple[np.ndarray, np.ndarray]:
+    prefix_tokens = denoised_lengths(len(tokens), "S").encoder_tokens
+    ending = [] if eos_id is None else [eos_id]
+    return tokens[:prefix_tokens].copy(), np.concatenate([tokens[prefix_tokens:], np.array(ending, dtype=np.int32)])
+
+
+def _corrupt_spans(
+    tokens: np.ndarray, denoiser: str, vocabulary: Vocabulary, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    _, decoder_tokens, noise_tokens, spans = denoised_lengths(len(tokens), denoiser)
+    noise_lengths = _random_partition(noise_tokens, spans, rng)
+    kept_lengths = _random_partition(len(tokens) - noise_tokens, spans, rng)
+    sentinels = np.array(vocabulary.sentinel_ids[:spans], dtype=np.int32)
+
+    # Kept and noise segments alternate: kept, noise, kept, ..., noise, kept.
+    segments = np.empty(2 * spans + 1, dtype=np.int64)
+    segments[0] = rng.integers(kept_lengths[0] + 1)
+    segments[1::2] = noise_lengths
+    segments[2:-1:2] = kept_lengths[1:]
+    segments[-1] = kept_lengths[0] - segments[0]
+    span_starts = np.cumsum(segments[:-1])[::2]
+    is_noise = np.repeat(np.arange(2 * spans + 1) % 2 == 1, segments)
+
+    # A sentinel overwrites the first token of its span, and only that token of it stays in the encoder.
+    encoder_source = tokens.copy()
+    encoder_source[span_starts] = sentinels
+    in_encoder = ~is_noise
+    in_encoder[span_starts] = True
+
+    decoder_ids = np.empty(decoder_tokens, dtype=np.int32)
+    is_text = np.ones(decoder_tokens, dtype=np.bool_)
+    sentinel_slots = np.cumsum(noise_lengths + 1) - (noise_lengths + 1)
+    is_text[sentinel_slots] = False
+    is_text[-1] = False
+    decoder_ids[is_text] = tokens[is_noise]
+    decoder_ids[sentinel_slots] = sentinels
+    decoder_ids[-1] = vocabulary.eos_id
+    return encoder_source[in_encoder], decoder_ids
+
+
+def _random_partition(total: int, parts: int, rng: np.random.Generator) -> np.ndarray:
+    """`parts` positive integers that sum to `total`, every such composition equally likely; int64 [parts]."""
+    edges = np.empty(parts + 1, dtype=np.int64)
+    edges[0], edges[-1] = 0, total
+    edges[1:-1] = rng.choice(total - 1, parts - 1, replace=False, shuffle=False) + 1
+    edges.sort()
+    return edges[1:] - edges[:-1]
+
+
+def reconstruct(encoder_ids: np.ndarray, decoder_ids: np.ndarray, vocabulary: Vocabulary) -> np.ndarray:
+    """The exact inverse of `denoise`: the original tokens, int32 [n].
+
+    Which denoiser was used shows in the target: span corruption starts it with the first sentinel, S with
+    text. Raises ValueError where encoder and decoder do not name the same sentinels in the same order.
+    """
+    if vocabulary.mode_token_ids:
+        encoder_ids = encoder_ids[1:]
+    if decoder_ids[-1] == vocabulary.eos_id:
+        decoder_ids = decoder_ids[:-1]
+    if not len(decoder_ids) or decoder_ids[0] != vocabulary.sentinel_ids[0]:
+        return np.concatenate([encoder_ids, decoder_ids])
+
+    sentinel_ids = np.asarray(vocabulary.sentinel_ids, dtype=np.int32)
+    holes = np.flatnonzero(np.isin(encoder_ids, sentinel_ids))
+    heads = np.flatnonzero(np.isin(decoder_ids, sentinel_ids))
+    if not np.array_equal(encoder_ids[holes], decoder_ids[heads]):
+        raise ValueError("encoder and decoder sequences hold different sentinels")
+    spans = np.split(decoder_ids, heads[1:])
+    kept = np.split(encoder_ids, holes)
+    pieces = [kept[0]]
+    for span, after in zip(spans, kept[1:], strict=True):
+        pieces += [span[1:], after[1:]]
+    return np.concatenate(pieces)
