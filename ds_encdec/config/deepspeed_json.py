@@ -53,7 +53,8 @@ def read_deepspeed_json(path: Path, problems: list[Problem]) -> Settings:
     for key in repeated:
         line = max((line for name, line in lines.items() if name.rpartition(".")[2] == key), default=None)
         problems.append(file_problem(path, line, f"`{key}` is set twice in one block"))
-    return Settings(values, {name: f"{path}:{line}" for name, line in lines.items()})
+    places = dict.fromkeys(values, str(path)) | {name: f"{path}:{line}" for name, line in lines.items()}
+    return Settings(values, places)
 
 
 @dataclass(frozen=True)

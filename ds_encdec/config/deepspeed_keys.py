@@ -188,9 +188,10 @@ def check_keys(block: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any
     """
     for key, value in block.items():
         here = f"{path}.{key}" if path else key
-        if here in _BLOCKS and isinstance(value, dict):
+        known = "." not in key and (here in KEYS or here in _BLOCKS)
+        if known and here in _BLOCKS and isinstance(value, dict):
             yield from check_keys(value, here)
-        elif here not in KEYS and here not in _BLOCKS:
+        elif not known:
             yield here, value, _unknown(key, path)
         elif value is None or value == "auto":
             yield here, None, None

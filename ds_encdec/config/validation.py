@@ -47,8 +47,10 @@ def validate(schema: type[FullConfig], settings: Settings, problems: list[Proble
         except ValidationError as error:
             invalid = [detail for detail in error.errors() if not _conflicts_of(detail)]
             explained = [_explain(schema, settings, detail) for detail in invalid]
-            problems.extend(problem for _, problem in explained)
+            # A required field that was taken out is missing in the next round: that was our doing.
+            problems.extend(problem for path, problem in explained if path not in broken)
             taken_out = {_set_part(values, path) for path, _ in explained}
+            assert all(taken_out), "every section has defaults, so no error is about the whole"
             for path in taken_out:
                 _remove(values, path)
             broken |= taken_out

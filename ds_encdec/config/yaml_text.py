@@ -54,8 +54,8 @@ def read_yaml(path: Path, problems: list[Problem]) -> Settings:
     text = read_text(path, problems)
     if text is None:
         return Settings()
-    loader = _Loader(text)
     try:
+        loader = _Loader(text)
         root = loader.get_single_node()
         if root is None:
             problems.append(file_problem(path, None, "the file is empty"))
@@ -73,8 +73,6 @@ def read_yaml(path: Path, problems: list[Problem]) -> Settings:
         problems.append(file_problem(path, mark.line + 1 if mark else None, message))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         problems.append(file_problem(path, None, f"not valid YAML: {' '.join(str(error).split())}"))
-    finally:
-        loader.dispose()
     return Settings()
 
 
@@ -98,11 +96,7 @@ def file_problem(path: Path, line: int | None, message: str) -> Problem:
 
 def parse_value(text: str) -> Any:
     """`text` read as one YAML value. Raises yaml.YAMLError."""
-    loader = _Loader(text)
-    try:
-        return loader.get_single_data()
-    finally:
-        loader.dispose()
+    return _Loader(text).get_single_data()
 
 
 def write_yaml(values: dict[str, Any]) -> str:
@@ -111,15 +105,14 @@ def write_yaml(values: dict[str, Any]) -> str:
 
 
 def key_lines(text: str) -> dict[str, int]:
-    """The line of every key in a JSON text, by dotted path. `text` must be valid JSON."""
-    # JSON is YAML but for tabs between tokens; inside its strings no raw tab is legal.
-    loader = _Loader(text.replace("\t", " "))
+    """The line of every key in a JSON text, by dotted path; nothing for the rare JSON that is no YAML."""
+    # Tabs between tokens are what YAML does not take; inside its strings JSON has no raw ones.
+    lines: dict[str, int] = {}
     try:
-        lines: dict[str, int] = {}
-        _collect_lines(loader.get_single_node(), "", lines)
-        return lines
-    finally:
-        loader.dispose()
+        _collect_lines(_Loader(text.replace("\t", " ")).get_single_node(), "", lines)
+    except yaml.YAMLError:
+        return {}
+    return lines
 
 
 def _collect_lines(node: yaml.Node | None, path: str, lines: dict[str, int]) -> None:
@@ -146,7 +139,8 @@ class _NodeReader:
         if isinstance(node, yaml.MappingNode):
             self._find_repeated_keys(node, path)
             self.loader.flatten_mapping(node)
-            return {str(key.value): self._read_item(key, value, join(path, key.value)) for key, value in node.value}
+            pairs = [(key, value) for key, value in node.value if self._is_name(key, path)]
+            return {str(key.value): self._read_item(key, value, join(path, key.value)) for key, value in pairs}
         if isinstance(node, yaml.SequenceNode):
             return [self._read_item(item, item, join(path, index)) for index, item in enumerate(node.value)]
         return self.loader.construct_object(node)
@@ -155,10 +149,19 @@ class _NodeReader:
         self.places[path] = f"{self.path}:{_line(place)}"
         return self.read(value, path)
 
+    def _is_name(self, key: yaml.Node, path: str) -> bool:
+        """Whether `key` can name a field. Dotted names are for the command line."""
+        if isinstance(key, yaml.ScalarNode) and "." not in key.value:
+            return True
+        name = key.value if isinstance(key, yaml.ScalarNode) else "a list or a mapping"
+        message = "not a key: sections are nested, with one `field: value` line each"
+        self.problems.append(Problem((Mention(f"{self.path}:{_line(key)}", join(path, name)),), message))
+        return False
+
     def _find_repeated_keys(self, node: yaml.MappingNode, path: str) -> None:
         first: dict[str, int] = {}
         for key, _ in node.value:
-            if key.tag == "tag:yaml.org,2002:merge":
+            if key.tag == "tag:yaml.org,2002:merge" or not isinstance(key, yaml.ScalarNode):
                 continue
             if key.value in first:
                 mention = Mention(f"{self.path}:{_line(key)}", join(path, key.value))

@@ -169,6 +169,7 @@ def test_what_only_follows_gives_way_to_what_is_written(tmp_path: Path) -> None:
             "ds.json:2: gradient_cliping = 1\n      unknown key; did you mean `gradient_clipping`?",
         ),
         ({"zero_optimisation": {"stage": 3}}, "did you mean `zero_optimization`? (DeepSpeed would ignore it silently)"),
+        ({"zero_optimization.stage": 3}, "ds.json:2: zero_optimization.stage = 3\n      unknown key"),
         ({"stage": 3}, "unknown key here; did you mean `zero_optimization.stage`?"),
         ({"zero_optimization": {"stgae": 3}}, "zero_optimization.stgae = 3\n      unknown key; did you mean `stage`?"),
         ({"zero_optimization": {"offload_param": {"devise": "cpu"}}}, "did you mean `device`?"),
@@ -240,6 +241,10 @@ def test_what_does_nothing_is_accepted_with_a_warning(
     for message, key in zip(caplog.messages, warnings, strict=True):
         assert key in message
         assert "does nothing here" in message
+
+
+def test_json_that_is_no_yaml_is_reported_without_lines(tmp_path: Path) -> None:
+    assert "ds.json: log_level = 1\n" in report(tmp_path, '{"log_level": 1, "communication_data_type": "\x7f"}')
 
 
 def test_which_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

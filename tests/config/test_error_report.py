@@ -137,8 +137,11 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
         ("just words", "run.yaml:1\n      the file holds a single value;"),
         ("model:\n\tseed: 1\n", "run.yaml:2\n      not valid YAML: found character '\\t'"),
         ("model: {a: 1\n", "run.yaml:2\n      not valid YAML: expected ',' or '}'"),
+        ("a: \x00\n", "run.yaml\n      not valid YAML: unacceptable character #x0000"),
         ("a: *nowhere\n", "run.yaml:1\n      not valid YAML: found undefined alias 'nowhere'"),
         ("a: !!python/object:os.system {}\n", "run.yaml: a = {}\n"),
+        ("training.seed: 3\n", "run.yaml:1: training.seed\n      not a key: sections are nested"),
+        ("training: {? [a] : 3}\n", "run.yaml:1: training.a list or a mapping\n      not a key"),
         ("training: 5\n", "run.yaml:1: training = 5\n      must be a mapping"),
         ("training: [1]\n", "run.yaml:1: training = [1]\n      must be a mapping"),
     ],
@@ -188,13 +191,23 @@ def test_a_setting_inside_a_plain_value(tmp_path: Path) -> None:
     assert "command line: training.seed.x\n      no such field" in found
 
 
-def test_one_problem_is_reported_once(tmp_path: Path) -> None:
+def test_one_problem_is_reported_once() -> None:
     assert report(None, "training.seed=-1", "training.seed=-1") == (
         "The configuration has 1 problem:\n  command line: training.seed = -1\n      must be >= 0"
     )
 
 
-def test_long_values_are_cut(tmp_path: Path) -> None:
+def test_a_required_field_with_a_wrong_value_is_one_problem() -> None:
+    sizes = "{vocab_size: many, hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4, "
+    sizes += "num_key_value_heads: 2, head_dim: 16, intermediate_size: 128}"
+    found = report(None, f"model.architecture={sizes}", "model.tokenizer_name_or_path=builtin")
+    assert found.splitlines()[1:] == [
+        '  command line: model.architecture.vocab_size = "many"',
+        "      must be a whole number",
+    ]
+
+
+def test_long_values_are_cut() -> None:
     line = report(None, f"training.seed=[{', '.join('7' * 200)}]").splitlines()[1]
     assert line.endswith("...")
     assert len(line) < 120
