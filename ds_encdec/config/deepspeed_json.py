@@ -74,144 +74,124 @@ def merge_deepspeed_json(
 
     Unknown keys, and values that disagree with `settings` or with each other, are appended to `problems`.
     """
-    claims: dict[str, _Claim] = {}
-    extra: dict[str, Any] = {}
-    for path, value, message in check_keys(document.values):
-        if message is not None:
-            problems.append(Problem((_json_mention(document, path, value),), message))
-        elif path in IGNORED:
-            _warn_ignored(document, path, value)
-        elif path in PASSED_ON and value is not None:
-            extra[path] = int(value) if PASSED_ON[path] is int else value
-        elif path in SCHEMA_FIELDS and value is not None:
-            for claim in _translate(document, path, value, problems):
-                _accept(claim, claims, document, problems)
-    _claim_hybrid(document, claims, extra, problems)
-    _claim_lanes(schema, settings, document, claims, problems)
-    return _merged(schema, settings, document, claims, extra, problems)
+    merger = _Merger(schema, settings, document, problems)
+    merger.read_keys()
+    merger.claim_hybrid()
+    merger.claim_lanes()
+    return merger.merged()
 
 
-def _translate(document: Settings, path: str, value: Any, problems: list[Problem]) -> Iterator[_Claim]:
-    """What a key of `SCHEMA_FIELDS` says in the schema's terms."""
-    if path == "zero_optimization.stage":
-        if value in (0, 1, 2, 3) and not isinstance(value, bool):
-            yield _Claim("infra.sharding_stage", f"zero{int(value)}", path, value)
-        else:
-            problems.append(Problem((_json_mention(document, path, value),), 'allowed: 0, 1, 2, 3 or "auto"'))
-    elif path == "optimizer.params.betas":
-        if not isinstance(value, list) or len(value) != 2:
-            problems.append(Problem((_json_mention(document, path, value),), "must be a list of two numbers"))
+class _Merger:
+    """What a JSON says about the schema's fields (`claims`) and beyond them (`extra`), while it is collected."""
+
+    def __init__(
+        self, schema: type[FullConfig], settings: Settings, document: Settings, problems: list[Problem]
+    ) -> None:
+        self.schema, self.settings, self.document, self.problems = schema, settings, document, problems
+        self.claims: dict[str, _Claim] = {}
+        self.extra: dict[str, Any] = {}
+
+    def read_keys(self) -> None:
+        for path, value, message in check_keys(self.document.values):
+            if message is not None:
+                self._report(message, self._mention(path, value))
+            elif path in IGNORED:
+                self._warn_ignored(path, value)
+            elif path in PASSED_ON and value is not None:
+                self.extra[path] = int(value) if PASSED_ON[path] is int else value
+            elif path in SCHEMA_FIELDS and value is not None:
+                for claim in self._translate(path, value):
+                    self._accept(claim)
+
+    def claim_hybrid(self) -> None:
+        """A secondary partition (hpZ) is what the schema calls zero3_hybrid."""
+        size = self.extra.get(_HPZ, 1)
+        if size <= 1:
+            self.extra.pop(_HPZ, None)
             return
-        for field, beta in zip(("training.adam_beta1", "training.adam_beta2"), value, strict=True):
-            if beta != "auto":
-                yield _Claim(field, beta, path, value)
-    elif path != "train_batch_size":
-        yield _Claim(SCHEMA_FIELDS[path], value, path, value)
+        stage = self.claims.pop("infra.sharding_stage", None)
+        if stage is not None and stage.value != "zero3":
+            message = "hpZ is part of ZeRO-3: set stage 3, or remove zero_hpz_partition_size"
+            self._report(message, self._mention(stage.key, stage.shown), self._mention(_HPZ, size))
+        self._accept(_Claim("infra.sharding_stage", "zero3_hybrid", _HPZ, size))
 
+    def claim_lanes(self) -> None:
+        """`train_batch_size` fixes the micro-batches of one optimizer step, whatever the number of ranks."""
+        total = self.document.get("train_batch_size")
+        if total in (None, "auto"):
+            return
+        field = "training.per_device_train_batch_size"
+        claim = self.claims.get(field)
+        micro = claim.value if claim else self.settings.get(field, default_of(self.schema, field))
+        total_mention = self._mention("train_batch_size", total)
+        if not _is_count(total):
+            self._report('must be a whole number >= 1, or "auto"', total_mention)
+        elif _is_count(micro) and total % micro:
+            set_by = self._mention(claim.key, micro) if claim else mention(self.schema, self.settings, field)
+            self._report("train_batch_size must be a multiple of the micro-batch size", total_mention, set_by)
+        elif _is_count(micro):
+            self._accept(_Claim("data.num_lanes", total // micro, "train_batch_size", total))
 
-def _claim_hybrid(
-    document: Settings, claims: dict[str, _Claim], extra: dict[str, Any], problems: list[Problem]
-) -> None:
-    """A secondary partition (hpZ) smaller than the world is what the schema calls zero3_hybrid."""
-    size = extra.get(_HPZ, 1)
-    if size <= 1:
-        extra.pop(_HPZ, None)
-        return
-    stage = claims.pop("infra.sharding_stage", None)
-    if stage is not None and stage.value != "zero3":
-        mentions = (_json_mention(document, stage.key, stage.shown), _json_mention(document, _HPZ, size))
-        problems.append(Problem(mentions, "hpZ is part of ZeRO-3: set stage 3, or remove zero_hpz_partition_size"))
-    claims["infra.sharding_stage"] = _Claim("infra.sharding_stage", "zero3_hybrid", _HPZ, size)
+    def merged(self) -> Settings:
+        """The settings, with every claim put in where nothing was set; where something was, the two must agree."""
+        result = self.settings.copy()
+        extra = [_Claim(f"infra.deepspeed_extra.{key}", value, key, value) for key, value in self.extra.items()]
+        for claim in [*self.claims.values(), *extra]:
+            present = self.settings.get(claim.field)
+            if present is not None and not _same(present, claim.value):
+                message = 'the two disagree: make them equal, or leave it to one (in the JSON with "auto")'
+                here = mention(self.schema, self.settings, claim.field)
+                self._report(message, here, self._mention(claim.key, claim.shown))
+        for claim in [*self.claims.values(), *extra, *self._implied()]:
+            if result.get(claim.field) is None:
+                result.put(claim.field, claim.value, f"{self.document.place_of(claim.key)} ({claim.key})")
+        return result
 
+    def _translate(self, path: str, value: Any) -> Iterator[_Claim]:
+        """What a key of `SCHEMA_FIELDS` says in the schema's terms."""
+        if path == "zero_optimization.stage":
+            if value in (0, 1, 2, 3) and not isinstance(value, bool):
+                yield _Claim("infra.sharding_stage", f"zero{int(value)}", path, value)
+            else:
+                self._report('allowed: 0, 1, 2, 3 or "auto"', self._mention(path, value))
+        elif path == "optimizer.params.betas":
+            if not isinstance(value, list) or len(value) != 2:
+                self._report("must be a list of two numbers", self._mention(path, value))
+                return
+            for field, beta in zip(("training.adam_beta1", "training.adam_beta2"), value, strict=True):
+                if beta != "auto":
+                    yield _Claim(field, beta, path, value)
+        elif path != "train_batch_size":
+            yield _Claim(SCHEMA_FIELDS[path], value, path, value)
 
-def _claim_lanes(
-    schema: type[FullConfig],
-    settings: Settings,
-    document: Settings,
-    claims: dict[str, _Claim],
-    problems: list[Problem],
-) -> None:
-    """`train_batch_size` fixes the micro-batches of one optimizer step, whatever the number of ranks."""
-    total = document.get("train_batch_size")
-    if total in (None, "auto"):
-        return
-    field = "training.per_device_train_batch_size"
-    claim = claims.get(field)
-    micro = claim.value if claim else settings.get(field, default_of(schema, field))
-    micro_mention = _json_mention(document, claim.key, micro) if claim else mention(schema, settings, field)
-    total_mention = _json_mention(document, "train_batch_size", total)
-    if not _is_count(total):
-        problems.append(Problem((total_mention,), 'must be a whole number >= 1, or "auto"'))
-    elif _is_count(micro) and total % micro:
-        message = "train_batch_size must be a multiple of the micro-batch size"
-        problems.append(Problem((total_mention, micro_mention), message))
-    elif _is_count(micro):
-        _accept(_Claim("data.num_lanes", total // micro, "train_batch_size", total), claims, document, problems)
+    def _accept(self, claim: _Claim) -> None:
+        """Note `claim`, unless another key of the same JSON says something else about the field."""
+        earlier = self.claims.setdefault(claim.field, claim)
+        if not _same(earlier.value, claim.value):
+            mentions = (self._mention(earlier.key, earlier.shown), self._mention(claim.key, claim.shown))
+            self._report(f"both set `{claim.field}` and must agree", *mentions)
 
+    def _implied(self) -> Iterator[_Claim]:
+        """What DeepSpeed would read into the JSON though it is not written there."""
+        half = self.claims.get("training.fp16")
+        if half is not None and half.value is True:
+            yield _Claim("training.bf16", False, half.key, half.shown)
+        stage = self.claims.get("infra.sharding_stage")
+        if stage is not None:
+            yield _Claim("infra.offload_optimizer", "none", stage.key, stage.shown)
+            yield _Claim("infra.offload_params", "none", stage.key, stage.shown)
 
-def _accept(claim: _Claim, claims: dict[str, _Claim], document: Settings, problems: list[Problem]) -> None:
-    """Note `claim`, unless another key of the same JSON says something else about the field."""
-    earlier = claims.setdefault(claim.field, claim)
-    if not _same(earlier.value, claim.value):
-        mentions = (
-            _json_mention(document, earlier.key, earlier.shown),
-            _json_mention(document, claim.key, claim.shown),
-        )
-        problems.append(Problem(mentions, f"both set `{claim.field}` and must agree"))
+    def _warn_ignored(self, path: str, value: Any) -> None:
+        block = path.rpartition(".")[0]
+        switched_off = f"{block}.enabled" in self.document and not path.endswith(".enabled")
+        if value and not switched_off:
+            logger.warning("%s: `%s` does nothing here: %s", self.document.place_of(path), path, IGNORED[path])
 
+    def _mention(self, path: str, value: Any) -> Mention:
+        return Mention(self.document.place_of(path), path, show(value))
 
-def _merged(
-    schema: type[FullConfig],
-    settings: Settings,
-    document: Settings,
-    claims: dict[str, _Claim],
-    extra: dict[str, Any],
-    problems: list[Problem],
-) -> Settings:
-    result = settings.copy()
-
-    def take(field: str, value: Any, key: str, shown: Any) -> None:
-        """Set `field`, unless YAML or the command line did: then the two must agree."""
-        present = settings.get(field)
-        if present is None:
-            result.put(field, value, f"{document.place_of(key)} ({key})")
-        elif not _same(present, value):
-            mentions = (mention(schema, settings, field), _json_mention(document, key, shown))
-            message = 'the two disagree: make them equal, or leave it to one (in the JSON with "auto")'
-            problems.append(Problem(mentions, message))
-
-    for claim in claims.values():
-        take(claim.field, claim.value, claim.key, claim.shown)
-    for key, value in extra.items():
-        take(f"infra.deepspeed_extra.{key}", value, key, value)
-    for field, (value, key) in _implied(claims).items():
-        if field not in result:
-            take(field, value, key, value)
-    return result
-
-
-def _implied(claims: dict[str, _Claim]) -> dict[str, tuple[Any, str]]:
-    """What DeepSpeed would read into the JSON: field → (value, the key it follows from)."""
-    implied: dict[str, tuple[Any, str]] = {}
-    half = claims.get("training.fp16")
-    if half is not None and half.value is True:
-        implied["training.bf16"] = (False, half.key)
-    stage = claims.get("infra.sharding_stage")
-    if stage is not None:
-        implied["infra.offload_optimizer"] = ("none", stage.key)
-        implied["infra.offload_params"] = ("none", stage.key)
-    return implied
-
-
-def _warn_ignored(document: Settings, path: str, value: Any) -> None:
-    block = path.rpartition(".")[0]
-    switched_off = f"{block}.enabled" in document and not path.endswith(".enabled")
-    if value and not switched_off:
-        logger.warning("%s: `%s` does nothing here: %s", document.place_of(path), path, IGNORED[path])
-
-
-def _json_mention(document: Settings, path: str, value: Any) -> Mention:
-    return Mention(document.place_of(path), path, show(value))
+    def _report(self, message: str, *mentions: Mention) -> None:
+        self.problems.append(Problem(mentions, message))
 
 
 def _same(one: Any, other: Any) -> bool:
