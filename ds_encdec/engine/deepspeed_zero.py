@@ -46,12 +46,11 @@ class DeepSpeedEngine:
         """Build the model from `weights` (rank 0 reads them) and give it to DeepSpeed.
 
         `ds_json`: the complete DeepSpeed configuration, without "auto" values. The process group exists.
-        Raises ConfigError for what DeepSpeed cannot do: selective checkpointing, fp16 without sharding.
+        Raises ConfigError for fp16 without sharding.
         """
         training = config.training
         checkpointing = training.activation_checkpointing
-        if checkpointing == "selective":
-            raise ConfigError("training.activation_checkpointing=selective: DeepSpeed has none, full and every_n")
+        assert checkpointing != "selective"  # the schema leaves that to FSDP2
         if training.fp16 and ds_json["zero_optimization"]["stage"] == 0:
             # DeepSpeed 0.19.8 unscales gradients here without having scaled the loss (runtime/engine.py: backward).
             raise ConfigError("training.fp16 with infra.sharding_stage=zero0 trains wrongly: use bf16, or zero1")

@@ -1,8 +1,7 @@
-"""Real launchers around a rank that does nothing but join: the world it finds, and its end when the launcher is gone."""
+"""Real launchers around a rank that does nothing but join: the world it finds, and its end without its launcher."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal

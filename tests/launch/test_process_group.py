@@ -1,0 +1,40 @@
+"""Choosing a device. Joining the group is covered by real ranks, in test_launchers.py and tests/distributed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from ds_encdec.launch.process_group import choose_device, shutdown
+from ds_encdec.launch.world import discover
+from ds_encdec.types import ConfigError
+
+SINGLE = discover({})
+DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def test_cpu_is_always_there() -> None:
+    assert choose_device("cpu", SINGLE) == torch.device("cpu")
+
+
+@pytest.mark.skipif(DEVICES > 0, reason="this machine has an accelerator")
+def test_a_machine_without_accelerators() -> None:
+    assert choose_device("auto", SINGLE) == torch.device("cpu")
+    with pytest.raises(ConfigError) as caught:
+        choose_device("cuda", SINGLE)
+    assert "ds_configs/quickstart.yaml" in str(caught.value)
+    assert "infra.device=cpu" in str(caught.value)
+
+
+@pytest.mark.skipif(DEVICES == 0, reason="needs an accelerator")
+def test_a_machine_with_accelerators() -> None:
+    assert choose_device("auto", SINGLE) == torch.device("cuda", 0)
+    crowded = dataclasses.replace(SINGLE, world_size=DEVICES + 1, local_world_size=DEVICES + 1)
+    with pytest.raises(ConfigError, match=f"{DEVICES + 1} ranks"):
+        choose_device("cuda", crowded)
+
+
+def test_shutdown_without_a_group_does_nothing() -> None:
+    shutdown()
