@@ -146,7 +146,7 @@ the encoder's output and its own past. Made with ds_encdec for pre-training on U
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 folder = "."  # this folder
-tokenizer = AutoTokenizer.from_pretrained(folder)
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 model = AutoModelForSeq2SeqLM.from_pretrained(folder, trust_remote_code=True)
 inputs = tokenizer("The capital of France is <extra_id_0>.", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=20)[0]))

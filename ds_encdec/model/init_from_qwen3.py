@@ -23,7 +23,7 @@ from ds_encdec.types import CheckpointError, WeightSource
 VOCABULARY_PARAMETERS = ("shared.weight", "lm_head.weight")
 """Parameters with one row for each token id."""
 
-_STATISTICS_ROWS = 8192
+_STATISTICS_ROWS = 2048
 """Rows of the embedding converted to float64 at one time."""
 
 

@@ -27,23 +27,14 @@ class SafetensorsFolder:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._open_files: dict[str, Any] = {}
         self._file_of = self._read_index()
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._file_of
 
     def tensor(self, name: str) -> Tensor:
         """One tensor on the CPU, in the dtype it is stored in. Raises CheckpointError if there is none."""
         if name not in self._file_of:
             raise CheckpointError(f"{self._folder} has no tensor {name}; is it the model its config.json describes?")
-        return self._open(self._file_of[name]).get_tensor(name)
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        """The shape of a tensor, without reading it; None if there is no such tensor."""
-        if name not in self._file_of:
-            return None
-        return tuple(self._open(self._file_of[name]).get_slice(name).get_shape())
+        with self._open(self._file_of[name]) as file:
+            return file.get_tensor(name)
 
     def _read_index(self) -> dict[str, str]:
         if (index := self._folder / INDEX_FILE).is_file():
@@ -53,16 +44,16 @@ class SafetensorsFolder:
                     raise CheckpointError(f"{index} names the shard {shard}, which is missing. Copy it there again")
             return file_of
         if (self._folder / SINGLE_FILE).is_file():
-            return dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
+            with self._open(SINGLE_FILE) as file:
+                return dict.fromkeys(file.keys(), SINGLE_FILE)
         raise CheckpointError(f"{self._folder} has neither {SINGLE_FILE} nor {INDEX_FILE} (other formats are not read)")
 
-    def _open(self, file: str) -> Any:
-        if file not in self._open_files:
-            try:
-                self._open_files[file] = safe_open(self._folder / file, framework="pt")
-            except SafetensorError as error:
-                raise CheckpointError(f"{self._folder / file} is damaged: {error}. Copy it there again") from error
-        return self._open_files[file]
+    def _open(self, name: str) -> Any:
+        # Anew for each tensor: a file kept open stays mapped, and all of it that was read counts as our memory.
+        try:
+            return safe_open(self._folder / name, framework="pt")
+        except SafetensorError as error:
+            raise CheckpointError(f"{self._folder / name} is damaged: {error}. Copy it there again") from error
 
 
 def write_safetensors_folder(

@@ -1,0 +1,218 @@
+"""Where weights come from, and what is said when they cannot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from tiny_models import tiny_config, tiny_model
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from ds_encdec.config.schema import ArchitectureConfig, ModelConfig
+from ds_encdec.model.initialization import random_weights
+from ds_encdec.model.parameter_count import parameter_shapes
+from ds_encdec.model.safetensors_folder import write_safetensors_folder
+from ds_encdec.model.source import ModelSource, resolve_model
+from ds_encdec.tokenizer.sentinels import Vocabulary
+from ds_encdec.types import CheckpointError, ConfigError
+
+
+def vocabulary(*, sentinels: range = range(90, 94), size: int = 97) -> Vocabulary:
+    return Vocabulary(tuple(sentinels), eos_id=1, pad_id=0, mode_token_ids=(), vocab_size=size)
+
+
+def resolve(folder: Path, known: Vocabulary | None = None, seed: int = 0) -> ModelSource:
+    return resolve_model(ModelConfig(model_name_or_path=str(folder)), known or vocabulary(), seed)
+
+
+def qwen3_folder(folder: Path, *, max_shard_size: str = "5GB", **changes: Any) -> Qwen3ForCausalLM:
+    sizes = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "tie_word_embeddings": True,
+    }
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**{**sizes, **changes})).bfloat16()
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return model
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def test_random_weights_depend_on_seed_and_name_alone() -> None:
+    config = tiny_config(initializer_range=0.02, hidden_size=256)
+    weights, again, other = random_weights(config, 1), random_weights(config, 1), random_weights(config, 2)
+    drawn = weights("encoder.layers.1.mlp.up_proj.weight")
+    assert torch.equal(drawn, again("encoder.layers.1.mlp.up_proj.weight"))
+    assert not torch.equal(drawn, other("encoder.layers.1.mlp.up_proj.weight"))
+    assert not torch.equal(drawn, weights("decoder.layers.1.mlp.up_proj.weight"))
+    assert drawn.std().item() == pytest.approx(0.02, rel=0.05)
+    assert torch.equal(weights("decoder.norm.weight"), torch.ones(256))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_both_sides_copy_a_qwen3_and_only_sentinel_rows_are_new(tmp_path: Path, sharded: bool) -> None:
+    qwen3 = qwen3_folder(tmp_path, max_shard_size="20KB" if sharded else "5GB").state_dict()
+    assert (tmp_path / "model.safetensors.index.json").exists() == sharded
+    source = resolve(tmp_path)
+    for name in parameter_shapes(source.config):
+        tensor = source.weights(name)
+        assert tensor.dtype == torch.bfloat16
+        if name != "shared.weight":
+            assert torch.equal(tensor, qwen3["model." + name.partition(".")[2]]), name
+    embedding, original = source.weights("shared.weight"), qwen3["model.embed_tokens.weight"]
+    kept = [row for row in range(97) if row not in range(90, 94)]
+    assert torch.equal(embedding[kept], original[kept])
+    assert not (embedding[90:94] == original[90:94]).all(dim=1).any()
+    assert source.config.sentinel_token_ids == [90, 91, 92, 93]
+    assert (source.config.eos_token_id, source.config.decoder_start_token_id) == (1, 0)
+
+
+def test_an_untied_head_is_carried_with_sentinel_rows_of_its_own(tmp_path: Path) -> None:
+    qwen3 = qwen3_folder(tmp_path, tie_word_embeddings=False).state_dict()
+    source = resolve(tmp_path)
+    head = source.weights("lm_head.weight")
+    assert not source.config.tie_word_embeddings
+    assert torch.equal(head[:90], qwen3["lm_head.weight"][:90])
+    assert not torch.equal(head[90:94], source.weights("shared.weight")[90:94])
+
+
+def test_sentinel_rows_follow_the_distribution_of_the_trained_rows(tmp_path: Path) -> None:
+    """Dimension by dimension: 2,000 rows drawn from 400 with mean i/10 and deviation 1 + i/20 in dimension i."""
+    model = qwen3_folder(tmp_path, vocab_size=400)
+    dimension = torch.arange(32.0)
+    rows = torch.randn(400, 32, generator=torch.Generator().manual_seed(0)) * (1 + dimension / 20) + dimension / 10
+    model.model.embed_tokens.weight.data = rows.bfloat16()
+    model.save_pretrained(tmp_path)
+    source = resolve(tmp_path, vocabulary(sentinels=range(400, 2400), size=2400))
+    drawn = source.weights("shared.weight")[400:2400].float()
+    torch.testing.assert_close(drawn.mean(0), rows.mean(0), rtol=0, atol=0.25)
+    torch.testing.assert_close(drawn.std(0), rows.std(0), rtol=0.1, atol=0)
+    again = resolve(tmp_path, vocabulary(sentinels=range(400, 2400), size=2400)).weights("shared.weight")
+    assert torch.equal(drawn, again[400:2400].float())
+
+
+def test_more_ids_than_rows_grow_the_embedding_to_a_multiple_of_128(tmp_path: Path) -> None:
+    qwen3_folder(tmp_path)
+    source = resolve(tmp_path, vocabulary(sentinels=range(97, 130), size=130))
+    assert source.config.vocab_size == 256
+    assert source.weights("shared.weight").shape == (256, 32)
+    assert torch.isfinite(source.weights("shared.weight").float()).all()
+
+
+def test_a_folder_of_our_own_gives_its_weights_unchanged(tmp_path: Path) -> None:
+    model = tiny_model(sentinel_token_ids=[90, 91, 92, 93])
+    model.save_pretrained(tmp_path)
+    source = resolve(tmp_path)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(source.weights(name), parameter)
+    assert source.config.initializer_range == model.config.initializer_range
+
+
+def test_more_sentinels_than_our_own_folder_has_are_added(tmp_path: Path) -> None:
+    model = tiny_model(sentinel_token_ids=[90, 91, 92, 93])
+    model.save_pretrained(tmp_path)
+    embedding = resolve(tmp_path, vocabulary(sentinels=range(90, 96))).weights("shared.weight")
+    assert torch.equal(embedding[:94], model.shared.weight[:94])
+    assert not (embedding[94:96] == model.shared.weight[94:96]).all(dim=1).any()
+
+
+ARCHITECTURE = ArchitectureConfig(
+    vocab_size=97,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=12,
+    intermediate_size=48,
+    rope_theta=5e4,
+)
+
+
+def test_an_architecture_gives_random_weights() -> None:
+    section = ModelConfig(model_name_or_path=None, architecture=ARCHITECTURE, loss_chunk_tokens=33)
+    source = resolve_model(section, vocabulary(), seed=3)
+    assert source.config.rope_parameters == {"rope_type": "default", "rope_theta": 5e4}
+    assert source.config.loss_chunk_tokens == 33
+    assert source.config.vocab_size == 97
+    expected = random_weights(source.config, 3)("shared.weight")
+    assert torch.equal(source.weights("shared.weight"), expected)
+
+
+def test_impossible_architectures_are_configuration_errors() -> None:
+    section = ModelConfig(model_name_or_path=None, architecture=ARCHITECTURE)
+    with pytest.raises(ConfigError, match="set it to at least 98"):
+        resolve_model(section, vocabulary(size=98), seed=0)
+    uneven = ARCHITECTURE.model_copy(update={"num_key_value_heads": 3})
+    with pytest.raises(ConfigError, match=r"num_attention_heads \(4\) is not a multiple"):
+        resolve_model(section.model_copy(update={"architecture": uneven}), vocabulary(), seed=0)
+
+
+def test_unusable_folders_say_what_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere does not exist"):
+        resolve(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        resolve(tmp_path)
+    qwen3_folder(tmp_path, max_shard_size="20KB")
+    edit_config(tmp_path, model_type="llama")
+    with pytest.raises(CheckpointError, match=r"model_type is 'llama'; needed is 'qwen3' .* or 'qwen3_seq2seq'"):
+        resolve(tmp_path)
+    edit_config(tmp_path, model_type="qwen3", num_key_value_heads=3)
+    with pytest.raises(CheckpointError, match="not a multiple"):
+        resolve(tmp_path)
+    edit_config(tmp_path, num_key_value_heads=2, rope_scaling={"rope_type": "yarn"}, rope_parameters=None)
+    with pytest.raises(CheckpointError, match="not supported: rope type 'yarn'"):
+        resolve(tmp_path)
+    edit_config(tmp_path, rope_scaling=None, intermediate_size=64)
+    with pytest.raises(CheckpointError, match=r"gate_proj.weight has shape \(48, 32\), .* asks for \(64, 32\)"):
+        resolve(tmp_path).weights("encoder.layers.0.mlp.gate_proj.weight")
+    edit_config(tmp_path, intermediate_size=48)
+    shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match="is damaged"):
+        list(map(resolve(tmp_path).weights, parameter_shapes(tiny_config())))
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=f"names the shard {shard.name}, which is missing"):
+        resolve(tmp_path)
+
+
+def test_a_hub_id_without_cache_or_network_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"Qwen/Qwen3-0.6B is not a local folder, .* give the folder's path"):
+        resolve_model(ModelConfig(), vocabulary(), seed=0)
+
+
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 20_000])
+def test_written_safetensors_are_what_safetensors_reads(tmp_path: Path, max_shard_bytes: int) -> None:
+    config = tiny_config(tie_word_embeddings=False)
+    weights, shapes = random_weights(config, 0), parameter_shapes(config)
+    write_safetensors_folder(tmp_path, shapes, weights, dtype=torch.bfloat16, max_shard_bytes=max_shard_bytes)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert (len(files) > 1) == (max_shard_bytes == 20_000)
+    tensors: dict[str, torch.Tensor] = {}
+    for file in files:
+        assert len(files) == 1 or file.stat().st_size < max_shard_bytes + 4096
+        tensors |= load_file(file)
+        with safe_open(file, "pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+    assert tensors.keys() == shapes.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, weights(name).bfloat16())
+    if len(files) > 1:
+        index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+        assert index["weight_map"].keys() == shapes.keys()
+        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
