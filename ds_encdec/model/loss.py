@@ -2,7 +2,7 @@
 
 With a vocabulary of 152 k, float32 logits of 8,192 tokens alone are 5 GB. `linear_cross_entropy` walks over chunks of
 tokens and computes, while a chunk's logits exist, its losses *and* its gradients; the backward pass only scales them.
-So the head's weight is needed in the forward pass alone, which spares ZeRO-3 a second gather.
+So no logits are computed twice, and nothing reads the head's weight in the backward pass.
 
 Logits, softmax and the sums are float32 whatever the weights are, and the weight's gradient is accumulated in float32.
 
