@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .precision import product_dtype
+
 try:
     from torch.nn.attention import varlen as torch_varlen
 except ImportError:
@@ -262,10 +264,11 @@ def _attend_one(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     mask = None
     if causal and len(q) != len(k):
         mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(len(k) - len(q))
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    dtype, multiply_in = q.dtype, product_dtype(q)
+    q, k, v = (x.transpose(0, 1)[None].to(multiply_in) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal and mask is None, enable_gqa=grouped)
-    return out[0].transpose(0, 1)
+    return out[0].transpose(0, 1).to(dtype)
 
 
 def _masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

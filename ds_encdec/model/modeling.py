@@ -28,6 +28,7 @@ from transformers.modeling_outputs import BaseModelOutput, ModelOutput, Seq2SeqL
 from .attention import Layout, PackedLayout, PaddedLayout
 from .configuration import Qwen3Seq2SeqConfig
 from .loss import IGNORE_INDEX, linear_cross_entropy
+from .precision import Linear
 
 Rotary = tuple[Tensor, Tensor]
 """Cosines and sines, [..., tokens, 1, head_dim], in the dtype of the states."""
@@ -60,10 +61,10 @@ class Qwen3Attention(nn.Module):
         self.head_dim = config.head_dim
         query_size = config.num_attention_heads * config.head_dim
         key_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, key_size, bias=False)
-        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
+        self.q_proj = Linear(config.hidden_size, query_size)
+        self.k_proj = Linear(config.hidden_size, key_size)
+        self.v_proj = Linear(config.hidden_size, key_size)
+        self.o_proj = Linear(query_size, config.hidden_size)
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 
@@ -136,9 +137,9 @@ class Qwen3MLP(nn.Module):
 
     def __init__(self, config: Qwen3Seq2SeqConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
         self.activation = ACT2FN[config.hidden_act]
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -241,7 +242,7 @@ class Qwen3Decoder(nn.Module):
         return self.norm(hidden_states)
 
 
-class LanguageModelHead(nn.Linear):
+class LanguageModelHead(Linear):
     """The output layer, and with it the training loss: the only reader of its (usually tied) weight."""
 
     def forward(  # type: ignore[override]
@@ -303,7 +304,7 @@ class Qwen3ForSeq2SeqLM(PreTrainedModel, GenerationMixin):
         self.shared = nn.Embedding(config.vocab_size, config.hidden_size)
         self.encoder = Qwen3Encoder(config)
         self.decoder = Qwen3Decoder(config)
-        self.lm_head = LanguageModelHead(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = LanguageModelHead(config.hidden_size, config.vocab_size)
         if config.tie_word_embeddings:
             # Here and not only in post_init: a tie made after zero.Init has partitioned both would not hold.
             self.lm_head.weight = self.shared.weight

@@ -118,7 +118,7 @@ def _write_file(
         file.write(len(encoded).to_bytes(8, "little"))
         file.write(encoded)
         for name in names:
-            tensor = weights(name).to(dtype).contiguous()
+            tensor = weights(name).detach().to(dtype).contiguous()
             if tuple(tensor.shape) != tuple(shapes[name]):
                 raise CheckpointError(f"{name} has shape {tuple(tensor.shape)}, the model wants {shapes[name]}")
-            file.write(tensor.view(torch.uint8).numpy().data if tensor.dim() else b"")
+            file.write(tensor.view(torch.uint8).numpy().data)
