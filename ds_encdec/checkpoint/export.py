@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig
 
-from ds_encdec.model import attention, configuration, loss, modeling
+from ds_encdec.model import attention, configuration, loss, modeling, precision
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import count_parameters, parameter_shapes
 from ds_encdec.model.safetensors_folder import write_safetensors_folder
@@ -24,7 +24,7 @@ from ds_encdec.types import CheckpointError, WeightSource
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-REMOTE_CODE = (configuration, attention, loss, modeling)
+REMOTE_CODE = (configuration, precision, attention, loss, modeling)
 """The modules copied into the folder. They import each other relatively, and nothing else of ds_encdec."""
 
 AUTO_MAP = {

