@@ -7,15 +7,18 @@ key, k) and the document's length: one chunk can be made again without its batch
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ds_encdec.config.schema import DataConfig
 from ds_encdec.data.randomness import keyed_generator
-from ds_encdec.data.ul2 import MIN_RAW_TOKENS, LengthBounds, denoise, max_raw_length
+from ds_encdec.data.ul2 import MIN_RAW_TOKENS, LengthBounds, denoise, denoised_lengths, max_raw_length
 from ds_encdec.types import DENOISERS, ConfigError, Example
 
 if TYPE_CHECKING:
@@ -45,6 +48,11 @@ class Chunker:
     bounds: LengthBounds
     vocabulary: Vocabulary
 
+    @cached_property
+    def _cumulative_shares(self) -> list[float]:
+        # Without the last, which is 1 up to rounding: whatever is drawn above the others is its.
+        return list(accumulate(weight / sum(self.weights) for weight in self.weights))[:-1]
+
     @classmethod
     def from_config(cls, data: DataConfig, seed: int, vocabulary: Vocabulary) -> Chunker:
         """The chunker of a run. Raises ConfigError for weights that cannot be sampled from."""
@@ -60,16 +68,25 @@ class Chunker:
         )
         return cls(seed, data.ul2_task_weights, bounds, vocabulary)
 
+    def draw_chunk(self, remaining: int, draw: float) -> tuple[str, int]:
+        """Denoiser and length of the next chunk, with `remaining` tokens to go; `draw` is uniform in [0, 1)."""
+        denoiser = DENOISERS[bisect_right(self._cumulative_shares, draw)]
+        return denoiser, _next_length(remaining, max_raw_length(denoiser, self.bounds))
+
     def chunks(self, num_tokens: int, document: str, epoch: int) -> Iterator[Chunk]:
         """The chunks of a document of `num_tokens`, in order. One that is too short to denoise has none."""
         start = index = 0
-        shares = np.cumsum(self.weights) / sum(self.weights)
         while num_tokens - start >= MIN_RAW_TOKENS:
             rng = keyed_generator(self.seed, "denoise", epoch, document, index)
-            denoiser = DENOISERS[int(np.searchsorted(shares, rng.random(), side="right"))]
-            length = _next_length(num_tokens - start, max_raw_length(denoiser, self.bounds))
+            denoiser, length = self.draw_chunk(num_tokens - start, rng.random())
             yield Chunk(index, start, length, denoiser, rng)
             start, index = start + length, index + 1
+
+    def example_lengths(self, length: int, denoiser: str, *, document_ends: bool) -> tuple[int, int]:
+        """Encoder and decoder tokens that a chunk of `length` tokens becomes, without denoising it."""
+        lengths = denoised_lengths(length, denoiser)
+        lacks_eos = denoiser == "S" and not document_ends
+        return lengths.encoder_tokens + bool(self.vocabulary.mode_token_ids), lengths.decoder_tokens - lacks_eos
 
     def example(self, chunk: Chunk, tokens: np.ndarray, document: str) -> Example:
         """Denoise one chunk of `tokens` (int32, the whole document). Call it once per chunk: it draws from its rng."""

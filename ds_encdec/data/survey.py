@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from ds_encdec.data.chunks import Chunker
 from ds_encdec.data.held_out import held_out_hash
 from ds_encdec.data.packing import Budgets
+from ds_encdec.data.randomness import keyed_generator
 from ds_encdec.data.sources import OpenSource, StreamSource, TokenDocument, sample_documents
 from ds_encdec.data.text_tokens import Tokenize
-from ds_encdec.data.ul2 import MIN_RAW_TOKENS, denoised_lengths
+from ds_encdec.data.ul2 import MIN_RAW_TOKENS
 from ds_encdec.types import DataError
 
 SAMPLE_DOCUMENTS = 256
@@ -49,7 +52,7 @@ def survey(sources: Sequence[OpenSource], tokenize: Tokenize, chunker: Chunker) 
     documents = [sample.documents for sample in samples]
     tokens = [sample.tokens for sample in samples]
     return Survey(
-        ratio=_ratio(lengths, chunker),
+        ratio=documents_ratio(lengths, chunker),
         documents=None if None in documents else sum(n for n in documents if n is not None),
         tokens=None if None in tokens else sum(n for n in tokens if n is not None),
     )
@@ -92,14 +95,15 @@ def _sample(opened: OpenSource, count: int, tokenize: Tokenize) -> _Sample:
     return _Sample(lengths, estimate, round(estimate * sum(lengths) / max(1, len(lengths))))
 
 
-def _ratio(lengths: Sequence[int], chunker: Chunker) -> float:
-    """Encoder tokens per decoder token of documents of these `lengths`, denoised over and over."""
+def documents_ratio(lengths: Sequence[int], chunker: Chunker) -> float:
+    """Encoder tokens per decoder token that documents of these `lengths` (in tokens) yield after denoising."""
+    draw = keyed_generator(chunker.seed, "survey").random
     encoder_tokens = decoder_tokens = 0
-    for repetition in range(_REPETITIONS):
-        for number, length in enumerate(lengths):
-            for chunk in chunker.chunks(length, f"survey/{number}", repetition):
-                denoised = denoised_lengths(chunk.length, chunk.denoiser)
-                inside = chunk.denoiser == "S" and chunk.start + chunk.length < length
-                encoder_tokens += denoised.encoder_tokens + bool(chunker.vocabulary.mode_token_ids)
-                decoder_tokens += denoised.decoder_tokens - inside
+    for remaining in np.tile(lengths, _REPETITIONS).tolist():
+        while remaining >= MIN_RAW_TOKENS:
+            denoiser, length = chunker.draw_chunk(remaining, draw())
+            remaining -= length
+            encoder, decoder = chunker.example_lengths(length, denoiser, document_ends=remaining == 0)
+            encoder_tokens += encoder
+            decoder_tokens += decoder
     return encoder_tokens / decoder_tokens

@@ -1,0 +1,130 @@
+"""From a configuration to data: refusals before anything is built, evaluation, fingerprints, inspection."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from data_parts import byte_tokenizer, make_config, make_data, texts, write_json_lines, write_parquet
+
+from ds_encdec.data.inspect import inspect_data
+from ds_encdec.data.ul2 import reconstruct
+from ds_encdec.types import CheckpointError, DataError
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return write_json_lines(tmp_path / "a.jsonl", texts(300))
+
+
+def test_a_corpus_shorter_than_one_batch(tmp_path: Path) -> None:
+    path = write_json_lines(tmp_path / "a.jsonl", ["twenty characters..."] * 30)
+    config = make_config(dataset_name="json", data_files=path, eval_fraction=0.0)
+    with pytest.raises(
+        DataError, match=r"about 600 tokens in 30 documents .* 4 micro-batches x 640 tokens needs 2,560 tokens"
+    ) as caught:
+        make_data(config, num_lanes=4)
+    assert caught.value.exit_code == 4
+    small = make_config(dataset_name="json", data_files=path, max_encoder_length=8, max_decoder_length=8)
+    with pytest.raises(DataError, match=r"in 2\d documents .*at least 40 documents \(one for each lane\)"):
+        make_data(small, num_lanes=40)
+
+
+@pytest.mark.parametrize("kind", ["json", "parquet"])
+def test_an_empty_data_set(tmp_path: Path, kind: str) -> None:
+    write = (
+        write_json_lines if kind == "json" else lambda path, documents: write_parquet(path, documents, row_group_size=9)
+    )
+    for documents in ([], ["", "", ""]):
+        path = write(tmp_path / "a", documents)
+        with pytest.raises(DataError, match="the data set is empty"):
+            make_data(make_config(dataset_name=kind, data_files=path))
+
+
+def test_only_other_data_is_refused(path: str, tmp_path: Path) -> None:
+    config = make_config(dataset_name="json", data_files=path)
+    saved = json.loads(json.dumps(make_data(config).saved()))
+    assert make_data(config, saved=saved).saved() == saved
+    workers = make_config(dataset_name="json", data_files=path, preprocessing_num_workers=3)
+    assert make_data(workers, world_size=2, saved=saved).saved() == saved
+
+    other = make_config(dataset_name="json", data_files=path, max_encoder_length=80, training={"seed": 7})
+    with pytest.raises(
+        CheckpointError,
+        match=r"fingerprint \w+\) than this run reads \(fingerprint \w+\).*"
+        r"data.max_encoder_length: 96 there, 80 now; training.seed: 42 there, 7 now\.",
+    ):
+        make_data(other, saved=saved)
+    assert make_data(other, saved=saved, accept_other_data=True).ratio == saved["encoder_decoder_ratio"]
+
+    write_json_lines(Path(path), texts(301))
+    with pytest.raises(CheckpointError, match="sources: "):
+        make_data(config, saved=saved)
+
+
+def test_the_ratio_is_the_mixs(path: str) -> None:
+    """The sampled ratio against that of 200 steps of real examples, within 3 %."""
+    data = make_data(make_config(dataset_name="json", data_files=path))
+    batches = [batch for _ in range(200) for batch in next(data.loader)]
+    seen = sum(batch.encoder_tokens for batch in batches) / sum(batch.target_tokens for batch in batches)
+    assert data.ratio == pytest.approx(seen, rel=0.03)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_evaluation_is_the_same_for_any_world_size(path: str, world_size: int) -> None:
+    config = make_config(dataset_name="json", data_files=path, eval_fraction=0.2, training={"eval_samples": 40})
+    alone = make_data(config, num_lanes=12).eval_batches()
+    ranks = [make_data(config, rank=r, world_size=world_size, num_lanes=12).eval_batches() for r in range(world_size)]
+    assert len({len(batches) for batches in ranks}) == 1
+    in_order = [batches[j] for j in range(len(ranks[0])) for batches in ranks]
+    assert [b.labels.tolist() for b in in_order[: len(alone)]] == [b.labels.tolist() for b in alone]
+    assert all(batch.target_tokens == 0 for batch in in_order[len(alone) :])
+    assert sum(len(batch.documents) for batch in alone) == 40
+    assert len({tuple(batch.labels.shape) for batch in in_order}) == 1
+
+
+def test_evaluation_does_not_change_with_seed_or_lanes(path: str) -> None:
+    fields: dict[str, Any] = {"dataset_name": "json", "data_files": path, "eval_fraction": 0.2}
+    one = make_data(make_config(**fields), num_lanes=4)
+    # The budgets, and so the packing, may differ by the sampled ratio: compare what is in the batches.
+    two = make_data(make_config(training={"seed": 9}, **fields), num_lanes=2)
+    first, second = ([key for batch in data.eval_batches() for key in batch.documents] for data in (one, two))
+    assert sorted(first) == sorted(second)
+
+
+def test_nothing_to_evaluate_on(tmp_path: Path) -> None:
+    path = write_json_lines(tmp_path / "a.jsonl", ["one document only. " * 50])
+    data = make_data(make_config(dataset_name="json", data_files=path), num_lanes=1)
+    next(data.loader)  # a single document still trains
+    with pytest.raises(DataError, match=r"no document is held out for evaluation: raise data.eval_fraction"):
+        data.eval_batches()
+
+
+def test_inspection_shows_what_a_run_sees(path: str) -> None:
+    tokenizer, vocabulary = byte_tokenizer()
+    data = make_data(make_config(dataset_name="json", data_files=path))
+    report = json.loads(inspect_data(data, tokenizer, num_examples=25, as_json=True))
+    steps = [next(data.loader) for _ in range(2)]
+    run = [
+        (key, batch.labels[batch.decoder_cu_seqlens[i] : batch.decoder_cu_seqlens[i + 1]].tolist())
+        for batches in steps
+        for batch in batches
+        for i, key in enumerate(batch.documents)
+    ]
+    assert [(one["document"], one["decoder_ids"]) for one in report["examples"]] == run[:25]
+    documents = texts(300)
+    for one in report["examples"]:
+        assert sorted(one) == ["decoder_ids", "denoiser", "document", "encoder_ids"]
+        tokens = reconstruct(np.array(one["encoder_ids"]), np.array(one["decoder_ids"]), vocabulary)
+        assert tokenizer.decode(tokens) in documents[int(one["document"].partition(":")[2])]
+    statistics = report["statistics"]
+    assert sum(statistics["denoisers"].values()) == statistics["examples"] >= 25
+    assert 0.5 < statistics["encoder_fill"] <= 1
+
+    text = inspect_data(data, tokenizer, num_examples=3, as_json=False)
+    assert text.count("── example") == 3
+    assert f"decoder ids: {report['examples'][0]['decoder_ids']}" in text
+    assert "denoisers: R1" in text

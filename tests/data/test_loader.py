@@ -1,0 +1,222 @@
+"""The loader: the same steps for any number of ranks and workers, resumed at any of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from data_parts import make_config, make_data, texts, write_json_lines
+
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.data.loader import LaneLoader
+from ds_encdec.types import Batch, CheckpointError, ConfigError, DataError
+
+NUM_LANES = 12
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return write_json_lines(tmp_path / "a.jsonl", texts(400))
+
+
+def config_of(path: str, workers: int = 0, **fields: Any) -> FullConfig:
+    return make_config(dataset_name="json", data_files=path, preprocessing_num_workers=workers, **fields)
+
+
+@contextmanager
+def loaders(
+    path: str, world_size: int, workers: int, records: list[dict[str, Any]] | None = None
+) -> Iterator[list[LaneLoader]]:
+    """One loader for each of `world_size` ranks."""
+    made = [
+        make_data(config_of(path, workers), rank=rank, world_size=world_size, num_lanes=NUM_LANES).loader
+        for rank in range(world_size)
+    ]
+    try:
+        for loader in made:
+            if records is not None:
+                loader.load_state(records)
+        yield made
+    finally:
+        for loader in made:
+            loader.close()
+
+
+def content(batch: Batch) -> Any:
+    return (batch.documents, batch.encoder_lengths, batch.encoder_ids.tolist(), batch.labels.tolist())
+
+
+def steps(ranks: list[LaneLoader], count: int) -> list[list[Any]]:
+    """`count` optimizer steps, each as the contents of its micro-batches in global lane order."""
+    result = []
+    for _ in range(count):
+        by_rank = [next(loader) for loader in ranks]
+        result.append([content(by_rank[lane % len(ranks)][lane // len(ranks)]) for lane in range(NUM_LANES)])
+    return result
+
+
+@pytest.mark.parametrize(("world_size", "workers"), [(1, 1), (1, 3), (2, 0), (2, 2), (4, 0), (4, 2), (3, 0)])
+def test_steps_are_the_same_for_any_ranks_and_workers(path: str, world_size: int, workers: int) -> None:
+    with loaders(path, 1, 0) as alone:
+        expected = steps(alone, 4)
+    with loaders(path, world_size, workers) as ranks:
+        assert steps(ranks, 4) == expected
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((1, 0), (4, 0)), ((2, 2), (1, 3)), ((4, 0), (2, 1))],
+    ids=lambda pair: f"W{pair[0]}w{pair[1]}",
+)
+def test_resume_at_another_world_size(path: str, before: tuple[int, int], after: tuple[int, int]) -> None:
+    """The state is that of the steps handed out, although workers are several steps ahead."""
+    with loaders(path, 1, 0) as alone:
+        expected = steps(alone, 8)
+    with loaders(path, *before) as ranks:
+        assert steps(ranks, 3) == expected[:3]
+        records = json.loads(json.dumps([record for loader in ranks for record in loader.state()]))
+    with loaders(path, *after, records) as ranks:
+        assert sorted((r for loader in ranks for r in loader.state()), key=lambda r: r["lane"]) == (
+            sorted(records, key=lambda r: r["lane"])
+        )
+        assert steps(ranks, 5) == expected[3:]
+
+
+def test_a_closed_loader_starts_again_where_it_was(path: str) -> None:
+    with loaders(path, 1, 0) as alone:
+        expected = steps(alone, 4)
+    with loaders(path, 1, 2) as ranks:
+        first = steps(ranks, 2)
+        ranks[0].close()
+        assert first + steps(ranks, 2) == expected
+
+
+def test_the_epoch_is_the_slowest_lanes(path: str) -> None:
+    with loaders(path, 1, 0) as (loader,):
+        assert loader.epoch == 0
+        while loader.epoch < 2:
+            next(loader)
+            assert loader.epoch == min(record["epoch"] for record in loader.state())
+
+
+def test_lanes_that_ranks_do_not_divide(path: str) -> None:
+    with pytest.raises(ConfigError, match="num_lanes=12 cannot be shared out evenly to 5 ranks: use 1, 2, 3, 4, 6, 12"):
+        make_data(config_of(path), rank=0, world_size=5, num_lanes=NUM_LANES)
+
+
+def test_records_of_other_lanes_are_refused(path: str) -> None:
+    with loaders(path, 2, 0) as ranks:
+        steps(ranks, 1)
+        with pytest.raises(CheckpointError, match=r"lanes \[0, 2, 4, 6, 8, 10\]; this run has lanes 0 to 11"):
+            ranks[0].load_state(ranks[0].state())
+
+
+def test_an_error_in_a_worker_is_the_error_of_the_run(path: str) -> None:
+    loader = make_data(config_of(path, workers=2, eval_fraction=0.0), num_lanes=2).loader
+    Path(path).write_text(Path(path).read_text().replace('"text"', '"tixt"'))  # the column goes after the start
+    try:
+        with pytest.raises(DataError, match=r"data.text_column=text: a.jsonl, line \d+ has no such column") as caught:
+            steps_of(loader, 3)
+        assert caught.value.exit_code == 4
+    finally:
+        loader.close()
+
+
+def steps_of(loader: LaneLoader, count: int) -> None:
+    for _ in range(count):
+        next(loader)
+
+
+def worker_processes(loader: LaneLoader) -> list[subprocess.Popen[bytes]]:
+    return list(set(loader._running._processes.values()))  # type: ignore[union-attr]
+
+
+def test_a_dead_worker_is_noticed(path: str) -> None:
+    with loaders(path, 1, 2) as (loader,):
+        next(loader)
+        os.kill(worker_processes(loader)[0].pid, signal.SIGKILL)
+        with pytest.raises(DataError, match=r"a data worker \(process \d+\) was killed by SIGKILL"):
+            steps_of(loader, 10)  # what it had prepared may still arrive
+
+
+def test_workers_leave_signals_to_their_parent(path: str) -> None:
+    """A scheduler signals every process of a job; the parent may still have a step to finish."""
+    with loaders(path, 1, 0) as alone:
+        expected = steps(alone, 6)
+    with loaders(path, 1, 2) as ranks:
+        first = steps(ranks, 1)
+        for process in worker_processes(ranks[0]):
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+                process.send_signal(number)
+        assert first + steps(ranks, 5) == expected
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pids: list[int], seconds: float) -> list[int]:
+    deadline = time.monotonic() + seconds
+    while (left := [pid for pid in pids if is_running(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def test_close_ends_the_workers(path: str) -> None:
+    with loaders(path, 1, 3) as (loader,):
+        next(loader)
+        pids = [process.pid for process in worker_processes(loader)]
+    assert len(pids) == 3
+    assert wait_until_gone(pids, 5) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks into /proc")
+@pytest.mark.parametrize("ending", ["exit", "exception", "SIGKILL"])
+def test_workers_end_with_their_parent(path: str, tmp_path: Path, ending: str) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(
+        f"""
+import os, signal, sys, time
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from data_parts import make_config, make_data
+config = make_config(dataset_name="json", data_files={path!r}, preprocessing_num_workers=2)
+loader = make_data(config).loader
+next(loader)
+print(*[process.pid for process in set(loader._running._processes.values())], flush=True)
+if {ending!r} == "exception":
+    raise RuntimeError("crashed")
+if {ending!r} == "SIGKILL":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    )
+    parent = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert parent.returncode == {"exit": 0, "exception": 1, "SIGKILL": -9}[ending], parent.stderr
+    pids = [int(pid) for pid in parent.stdout.split()]
+    assert len(pids) == 2
+    assert wait_until_gone(pids, 10) == []
+
+
+def test_no_document_of_a_batch_overlaps_another(path: str) -> None:
+    """Boundaries partition both buffers, and padding begins where they end."""
+    with loaders(path, 1, 0) as (loader,):
+        for batch in next(loader):
+            for lengths, edges, labels in (
+                (batch.encoder_lengths, batch.encoder_cu_seqlens, None),
+                (batch.decoder_lengths, batch.decoder_cu_seqlens, batch.labels),
+            ):
+                assert edges[: len(lengths) + 1].diff().tolist() == list(lengths)
+                if labels is not None:
+                    assert torch.equal(labels != -100, torch.arange(len(labels)) < edges[-1])

@@ -1,0 +1,148 @@
+"""Reading order: every document once per epoch over all lanes, and positions that resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from data_parts import texts, write_json_lines, write_parquet
+
+from ds_encdec.data.local_files import JsonLines, ParquetFiles
+from ds_encdec.data.readers import LaneShare, Located, MapReader, MixtureReader, StreamReader
+from ds_encdec.data.sources import MapSource, OpenSource, StreamSource
+from ds_encdec.types import DataError
+
+COUNT = 61
+
+
+@pytest.fixture
+def map_source(tmp_path: Path) -> JsonLines:
+    return JsonLines([write_json_lines(tmp_path / "a.jsonl", texts(COUNT))], "text")
+
+
+def parquet(tmp_path: Path, num_lanes: int) -> ParquetFiles:
+    files = [write_parquet(tmp_path / f"{i}.parquet", texts(COUNT)[i::3], row_group_size=4) for i in range(3)]
+    return ParquetFiles(files, "text", num_lanes=num_lanes)
+
+
+def share(lane: int, num_lanes: int, *, seed: int = 1, window: int = 6) -> LaneShare:
+    return LaneShare(lane, num_lanes, seed, shuffle_buffer_size=window)
+
+
+def first_epochs(reader: MapReader | StreamReader, epochs: int) -> list[list[Located]]:
+    passes: list[list[Located]] = [[] for _ in range(epochs)]
+    while (located := next(reader)).epoch < epochs:
+        passes[located.epoch].append(located)
+    return passes
+
+
+@pytest.mark.parametrize("kind", ["map", "stream, units", "stream, rows"])
+@pytest.mark.parametrize("num_lanes", [1, 4, 7])
+def test_an_epoch_of_all_lanes_is_every_document_once(
+    tmp_path: Path, map_source: JsonLines, kind: str, num_lanes: int
+) -> None:
+    source: MapSource | StreamSource = map_source
+    if kind != "map":
+        source = parquet(tmp_path, num_lanes)
+        if kind == "stream, rows":  # pretend that there are more lanes than units
+            source._units, source.num_units = [(0, None), (1, None), (2, None)], 3
+            num_lanes += 3
+    reader_of = StreamReader if isinstance(source, StreamSource) else MapReader
+    lanes = [first_epochs(reader_of(source, 0, share(lane, num_lanes), None), 3) for lane in range(num_lanes)]  # type: ignore[arg-type]
+    orders = []
+    for epoch in range(3):
+        read = [located.document.text for lane in lanes for located in lane[epoch]]  # type: ignore[union-attr]
+        assert sorted(read) == sorted(texts(COUNT))
+        orders.append(tuple(read))
+    assert len(set(orders)) == 3  # in another order each time
+
+
+@pytest.mark.parametrize("kind", ["map", "stream"])
+@pytest.mark.parametrize("taken", [0, 1, 5, 6, 7, 29, 30, 31, 32, 75])
+def test_a_position_resumes_exactly(tmp_path: Path, map_source: JsonLines, kind: str, taken: int) -> None:
+    source: Any = map_source if kind == "map" else parquet(tmp_path, 2)
+    reader_of: Any = MapReader if kind == "map" else StreamReader
+    straight = reader_of(source, 0, share(1, 2), None)
+    for _ in range(taken):
+        next(straight)
+    position = json.loads(json.dumps(straight.position))
+    resumed = reader_of(source, 0, share(1, 2), position)
+    assert [next(resumed) for _ in range(80)] == [next(straight) for _ in range(80)]
+
+
+def test_a_reference_fetches_its_document(tmp_path: Path, map_source: JsonLines) -> None:
+    for reader in (
+        MapReader(map_source, 0, share(0, 2), None),
+        StreamReader(parquet(tmp_path, 2), 0, share(0, 2), None),
+    ):
+        for located in [next(reader) for _ in range(40)]:
+            assert reader.fetch(located.reference) == located.document
+
+
+class CountingParquet(ParquetFiles):
+    """Parquet files that count the rows they hand out."""
+
+    rows_read = 0
+
+    def documents(self, unit: int, first_row: int) -> Any:
+        for document in super().documents(unit, first_row):
+            self.rows_read += 1
+            yield document
+
+
+def test_a_resumed_stream_rereads_at_most_one_window(tmp_path: Path) -> None:
+    files = [write_parquet(tmp_path / f"{i}.parquet", texts(COUNT)[i::3], row_group_size=4) for i in range(3)]
+    straight = StreamReader(ParquetFiles(files, "text", num_lanes=1), 0, share(0, 1), None)
+    for _ in range(45):
+        next(straight)
+    source = CountingParquet(files, "text", num_lanes=1)
+    resumed = StreamReader(source, 0, share(0, 1), straight.position)
+    next(resumed)
+    assert source.rows_read <= 6  # the window of the position: documents 42 to 47
+
+
+def test_windows_shuffle(tmp_path: Path) -> None:
+    source = parquet(tmp_path, 1)
+
+    def order(window: int) -> list[str]:
+        (located,) = first_epochs(StreamReader(source, 0, share(0, 1, window=window), None), 1)
+        return [one.document.key for one in located]
+
+    assert order(1) != order(20)
+    assert sorted(order(1)[:20]) == sorted(order(20)[:20])
+
+
+def test_seeds_and_lanes_give_other_orders(map_source: JsonLines) -> None:
+    def first(lane: int, seed: int) -> list[tuple[int, ...]]:
+        reader = MapReader(map_source, 0, share(lane, 3, seed=seed), None)
+        return [next(reader).reference for _ in range(20)]
+
+    assert first(0, 1) == first(0, 1)
+    assert first(0, 1) != first(0, 2)
+    assert set(first(0, 1)).isdisjoint(first(1, 1))
+
+
+def test_too_many_lanes_for_the_data(tmp_path: Path, map_source: JsonLines) -> None:
+    with pytest.raises(DataError, match="lane 61 of 62 has nothing to read: the source has 61 documents"):
+        MapReader(map_source, 0, share(61, 62), None)
+    reader = StreamReader(parquet(tmp_path, 1), 0, share(90, 100), None)
+    with pytest.raises(DataError, match="lane 90 of 100 has nothing to read"):
+        next(reader)
+
+
+def test_a_mixture_draws_by_weight_and_resumes(tmp_path: Path, map_source: JsonLines) -> None:
+    sources = (OpenSource(map_source, 3.0, 0.0), OpenSource(parquet(tmp_path, 2), 1.0, 0.0))
+    reader = MixtureReader(sources, share(0, 2), None)
+    drawn = [next(reader) for _ in range(2000)]
+    shares = np.bincount([located.reference[0] for located in drawn]) / len(drawn)
+    assert shares[0] == pytest.approx(0.75, abs=4 * np.sqrt(0.75 * 0.25 / 2000))
+    assert reader.epoch == min(located.epoch for located in drawn[-40:] if located.reference[0] == 1)
+    assert all(reader.fetch(located.reference) == located.document for located in drawn[:30])
+
+    resumed = MixtureReader(sources, share(0, 2), json.loads(json.dumps(reader.position)))
+    assert [next(resumed) for _ in range(100)] == [next(reader) for _ in range(100)]
+    other_lane = MixtureReader(sources, share(1, 2), None)
+    assert [next(other_lane).reference[0] for _ in range(100)] != [located.reference[0] for located in drawn[:100]]

@@ -1,0 +1,255 @@
+"""Sources: what becomes a document, how it is named, and clear errors for what is missing."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data_parts import byte_tokenizer, make_config, texts, write_json_lines, write_parquet
+
+from ds_encdec.config.schema import DataConfig, MixtureSource
+from ds_encdec.data.builtin_corpus import builtin_documents
+from ds_encdec.data.hub import HubStream, HubTable, open_hub_data
+from ds_encdec.data.local_files import TEXT_PIECE_BYTES, JsonLines, ParquetFiles, TextFiles, expand_files
+from ds_encdec.data.sources import RandomIds, StreamSource, open_sources
+from ds_encdec.data.text_tokens import TextTokenizer
+from ds_encdec.types import DataError
+
+
+@pytest.fixture(autouse=True)
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`datasets` reads its caches from tmp_path and never asks the network."""
+    import datasets
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def test_builtin_corpus_is_the_same_in_every_process() -> None:
+    documents = builtin_documents()
+    characters = sum(len(document.text) for document in documents)
+    assert characters > 1_500_000
+    assert len({document.key for document in documents}) == len(documents) > 700
+    code = (
+        "from ds_encdec.data.builtin_corpus import builtin_documents; import hashlib; "
+        "print(hashlib.sha256(repr(builtin_documents()).encode()).hexdigest())"
+    )
+    command = [sys.executable, "-OO", "-c", code]  # docstrings are read from source, not from compiled code
+    elsewhere = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+    assert elsewhere == hashlib.sha256(repr(documents).encode()).hexdigest()
+
+
+def test_random_ids_spare_the_special_tokens() -> None:
+    _, vocabulary = byte_tokenizer()
+    source = RandomIds(3, vocabulary)
+    tokens = np.concatenate([source.document(i).token_ids for i in range(300)])
+    special = {*vocabulary.sentinel_ids, vocabulary.eos_id, vocabulary.pad_id}
+    assert special.isdisjoint(tokens.tolist())
+    assert len(set(tokens.tolist())) == vocabulary.vocab_size - len(special)
+    lengths = [len(source.document(i).token_ids) for i in range(2000)]
+    assert np.median(lengths) == pytest.approx(620, rel=0.1)
+    np.testing.assert_array_equal(source.document(5).token_ids, RandomIds(3, vocabulary).document(5).token_ids)
+
+
+def test_a_text_file_is_a_document_and_a_long_one_several(tmp_path: Path) -> None:
+    short, paragraphs, unbroken = "One small file.\n", "\n\n".join(texts(3000)), "é" * TEXT_PIECE_BYTES
+    for name, text in {"a": short, "b": paragraphs, "c": unbroken, "empty": ""}.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+    source = TextFiles(expand_files([str(tmp_path / "*.txt")]))
+
+    documents = [source.document(i) for i in range(len(source))]
+    by_file = {name: "".join(d.text for d in documents if d.key.startswith(name)) for name in ("a", "b", "c", "empty")}
+    assert by_file == {"a": short, "b": paragraphs, "c": unbroken, "empty": ""}
+    assert [d.key for d in documents[:2]] == ["a.txt:0", "b.txt:0"]
+    pieces = [d.text for d in documents if d.key.startswith("b")]
+    assert len(pieces) > 5
+    assert all(len(piece.encode()) <= TEXT_PIECE_BYTES for piece in pieces)
+    assert all(piece.endswith("\n\n") for piece in pieces[:-1])
+    assert [source.key(i) for i in range(len(source))] == [d.key for d in documents]
+
+
+def test_json_lines_are_read_by_number(tmp_path: Path) -> None:
+    lines = [json.dumps({"body": f"Zeile {i} ü"}, ensure_ascii=False) for i in range(50)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines[:30]) + "\n\n")  # a blank line at the end
+    (tmp_path / "b.jsonl").write_text("\n".join(lines[30:]))  # and no newline
+    source = JsonLines(expand_files([str(tmp_path / "*.jsonl")]), "body")
+    assert len(source) == 51
+    assert [source.document(i).text for i in (0, 29, 30, 31, 50)] == [
+        "Zeile 0 ü", "Zeile 29 ü", "", "Zeile 30 ü", "Zeile 49 ü",
+    ]  # fmt: skip
+    assert source.document(31).key == source.key(31) == "b.jsonl:0"
+    assert pickle.loads(pickle.dumps(source)).document(31) == source.document(31)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"title": "x", "id": 1}\n', r"data.text_column=text: a.jsonl, line 1 has no such column; it has title, id"),
+        ('[{"text": "x"}]\n', r"a.jsonl, line 1: expected one JSON object a line, found list"),
+        ('{"text": \n', r"a.jsonl, line 1: not a JSON line"),
+        ('{"text": 5}\n', r"a.jsonl, line 1: expected text, found int 5"),
+    ],
+)
+def test_wrong_json_lines_are_named(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(DataError, match=message):
+        JsonLines([str(tmp_path / "a.jsonl")], "text")
+
+
+def read_all(source: StreamSource) -> list[tuple[str, str]]:
+    return [(d.key, d.text) for unit in range(source.num_units) for d in source.documents(unit, 0)]  # type: ignore[union-attr]
+
+
+def test_parquet_keys_do_not_depend_on_the_units(tmp_path: Path) -> None:
+    documents = texts(100)
+    for part in range(4):
+        write_parquet(tmp_path / f"{part}.parquet", documents[part::4], row_group_size=10)
+    files = expand_files([str(tmp_path / "*.parquet")])
+    by_file, by_group = (ParquetFiles(files, "text", num_lanes=lanes) for lanes in (1, 8))
+    assert (by_file.num_units, by_group.num_units) == (4, 12)
+    assert read_all(by_file) == read_all(by_group)
+    assert sorted(text for _, text in read_all(by_file)) == sorted(documents)
+    for source, unit, row in ((by_file, 2, 13), (by_group, 5, 4)):
+        tail = [d.key for d in source.documents(unit, row)]
+        assert tail == [d.key for d in source.documents(unit, 0)][row:]
+
+
+def test_parquet_errors(tmp_path: Path) -> None:
+    good = write_parquet(tmp_path / "good.parquet", texts(5), row_group_size=5)
+    with pytest.raises(DataError, match=r"data.text_column=body: good.parquet has no such column; it has text, id"):
+        ParquetFiles([good], "body", num_lanes=1)
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 no more")
+    with pytest.raises(DataError, match=r"bad.parquet: cannot be read as parquet"):
+        ParquetFiles([str(tmp_path / "bad.parquet")], "text", num_lanes=1)
+
+
+def test_missing_files_name_the_pattern(tmp_path: Path) -> None:
+    _, vocabulary = byte_tokenizer()
+    there = write_json_lines(tmp_path / "a.jsonl", ["x"])
+    data = DataConfig(dataset_name="json", data_files=(there, str(tmp_path / "no*.jsonl")))
+    with pytest.raises(DataError, match=r"data.data_files: no file matches .*/no\*\.jsonl \(looked from"):
+        open_sources(data, 0, vocabulary, 1)
+    with pytest.raises(DataError, match=r"dataset_name=text reads local files: name them in data\.data_files"):
+        open_sources(DataConfig(dataset_name="text"), 0, vocabulary, 1)
+
+
+def test_a_folder_keeps_its_order_when_it_moves(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    for name in ("x", "y"):
+        write_json_lines(tmp_path / "one" / f"{name}.jsonl", texts(5))
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    first, second = (JsonLines(expand_files([str(tmp_path / folder / "*")]), "text") for folder in ("one", "two"))
+    assert [first.document(i) for i in range(10)] == [second.document(i) for i in range(10)]
+    assert first.identity == second.identity
+
+
+@pytest.fixture
+def parquet_set(tmp_path: Path) -> Path:
+    """A folder that `datasets` reads as a data set with a train split of two parquet files."""
+    folder = tmp_path / "parquet_set"
+    folder.mkdir()
+    for part in range(2):
+        write_parquet(folder / f"train-{part}.parquet", texts(40)[part::2], row_group_size=10)
+    return folder
+
+
+def entry(path: Path | str, **fields: str) -> MixtureSource:
+    return MixtureSource(weight=1.0, dataset_name=str(path), **fields)
+
+
+def test_a_streamed_parquet_set_is_read_by_row_group(parquet_set: Path) -> None:
+    source = open_hub_data(entry(parquet_set), 4, streaming=True)
+    assert isinstance(source, ParquetFiles)
+    assert source.num_units == 4
+    assert sorted(text for _, text in read_all(source)) == sorted(texts(40))
+
+
+def test_a_downloaded_set_is_read_by_row(parquet_set: Path) -> None:
+    source = open_hub_data(entry(parquet_set), 4, streaming=False)
+    assert isinstance(source, HubTable)
+    assert sorted(source.document(i).text for i in range(len(source))) == sorted(texts(40))
+    assert pickle.loads(pickle.dumps(source)).document(7) == source.document(7)
+
+
+def test_another_format_is_streamed_by_shard(tmp_path: Path) -> None:
+    folder = tmp_path / "json_set"
+    folder.mkdir()
+    for part in range(3):
+        with gzip.open(folder / f"train-{part}.jsonl.gz", "wt") as file:
+            file.write("".join(json.dumps({"text": text}) + "\n" for text in texts(30)[part::3]))
+    source = open_hub_data(entry(folder), 4, streaming=True)
+    assert isinstance(source, HubStream)
+    assert source.num_units == 3
+    assert sorted(text for _, text in read_all(source)) == sorted(texts(30))
+    assert [d.key for d in source.documents(1, 4)] == [d.key for d in source.documents(1, 0)][4:]
+    assert read_all(pickle.loads(pickle.dumps(source))) == read_all(source)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"text_column": "body"}, r"data.text_column=body: .* has no such column; it has text, id"),
+        ({"dataset_split": "validation"}, r"data set .*validation: .*split"),
+        ({"dataset_config": "wiki"}, r"data set .*: BuilderConfig 'wiki' not found. Available: \['default'\]"),
+    ],
+)
+def test_hub_errors_say_what_exists(parquet_set: Path, streaming: bool, fields: dict[str, str], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        open_hub_data(entry(parquet_set, **fields), 4, streaming=streaming)
+
+
+def test_missing_data_sets(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="the hub cannot be reached and the data set is not in the local cache"):
+        open_hub_data(entry("someone/nothing"), 1, streaming=True)
+    with pytest.raises(DataError, match="no such data set on the hub, or no access to it"):
+        open_hub_data(entry(tmp_path / "nowhere"), 1, streaming=True)
+
+
+def test_special_tokens_in_a_text_stay_text() -> None:
+    tokenizer, vocabulary = byte_tokenizer()
+    text = "a <extra_id_0> b <|im_end|><|endoftext|>"
+    assert vocabulary.sentinel_ids[0] in tokenizer.encode(text)  # what the tokenizer does by itself
+    ids = TextTokenizer.of(tokenizer)([text])[0]
+    assert ids.dtype == np.int32
+    assert {*vocabulary.sentinel_ids, vocabulary.eos_id, vocabulary.pad_id}.isdisjoint(ids.tolist())
+    assert tokenizer.decode(ids) == text
+    assert vocabulary.sentinel_ids[0] in tokenizer.encode(text)  # unchanged afterwards
+
+
+def test_half_a_surrogate_pair_does_not_end_a_run(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "half \\ud83d pair"}\n')
+    document = JsonLines([str(tmp_path / "a.jsonl")], "text").document(0)
+    tokenizer, _ = byte_tokenizer()
+    assert tokenizer.decode(TextTokenizer.of(tokenizer)([document.text])[0]) == "half ? pair"
+
+
+def test_workers_do_not_import_torch() -> None:
+    code = (
+        "import sys, ds_encdec.data.workers; "
+        "print(sorted({'torch', 'transformers', 'datasets', 'pyarrow'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout.strip() == "[]"
+
+
+def test_mixtures_open_every_source(tmp_path: Path) -> None:
+    _, vocabulary = byte_tokenizer()
+    path = write_json_lines(tmp_path / "a.jsonl", texts(20))
+    config = make_config(
+        mixture=[
+            {"weight": 3, "dataset_name": "json", "data_files": path},
+            {"weight": 1, "dataset_name": "random"},
+        ]
+    )
+    opened = open_sources(config.data, 0, vocabulary, 2)
+    assert [(one.weight, type(one.source)) for one in opened] == [(3, JsonLines), (1, RandomIds)]
