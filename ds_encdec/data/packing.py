@@ -118,15 +118,15 @@ class Packer(Generic[Item]):
         """
         if not self.waiting:
             return None
-        sizes = np.array([(entry.encoder_tokens, entry.decoder_tokens) for entry in self.waiting])
-        left = room - sizes
-        fits = (left >= 0).all(axis=1)
+        sizes = np.array([[entry.encoder_tokens, entry.decoder_tokens] for entry in self.waiting]).T
+        left = room[:, None] - sizes
+        fits = (left >= 0).all(axis=0)
         if not fits.any():
             return None
         if (room > self._capacity * BEST_FIT_BELOW).all():
             return int(fits.argmax())
         single = self._worse_side(left)
-        pair = self._worse_side(left[:, None] - sizes[None])
+        pair = self._worse_side(left[:, :, None] - sizes[:, None, :])
         np.fill_diagonal(pair, np.inf)
         if single.min() <= pair.min():
             return int(single.argmin())
@@ -134,8 +134,11 @@ class Packer(Generic[Item]):
         return first if single[first] <= single[second] else second
 
     def _worse_side(self, left: np.ndarray) -> np.ndarray:
-        """Free share of the emptier side, float [...], of `left` tokens [..., 2]; infinite where a side overflows."""
-        return np.where((left >= 0).all(axis=-1), (left / self._capacity).max(axis=-1), np.inf)
+        """Free share of the emptier side, [...], of `left` tokens [2, ...]; infinite where a side overflows."""
+        encoder_left, decoder_left = left
+        share = np.maximum(encoder_left / self._capacity[0], decoder_left / self._capacity[1])
+        share[(encoder_left < 0) | (decoder_left < 0)] = np.inf
+        return share
 
 
 class _Drain:
