@@ -40,7 +40,7 @@ from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.peak_flops import peak_flops
 from ds_encdec.monitor.recorder import Recorder
 from ds_encdec.monitor.sinks import open_sinks
-from ds_encdec.tokenizer.load import load_tokenizer
+from ds_encdec.tokenizer.load import load_tokenizer, pretrained_tokenizer
 from ds_encdec.tokenizer.sentinels import Vocabulary
 from ds_encdec.trainer import CheckpointContent, Trainer, train
 from ds_encdec.types import (
@@ -136,12 +136,10 @@ def inspect_run_data(config: FullConfig, *, num_examples: int, as_json: bool) ->
 
 def export_checkpoint(checkpoint: Path, out: Path, *, dtype: str, max_shard_bytes: int) -> None:
     """Write a committed checkpoint as a Hugging Face folder with a model card. Raises CheckpointError."""
-    from transformers import AutoTokenizer
-
     path = checkpoint.expanduser().resolve()
     weights = checkpoint_weights(path)
     model_config = Qwen3Seq2SeqConfig.from_pretrained(path / "model")
-    tokenizer = AutoTokenizer.from_pretrained(path / "model")
+    tokenizer = pretrained_tokenizer(str(path / "model"), field="CHECKPOINT")
     facts = {
         "config": FullConfig.from_yaml(path / "config.yaml").model_dump(mode="json"),
         "state": json.loads((path / "trainer.json").read_text())["state"],

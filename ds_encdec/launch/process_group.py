@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import warnings
 from datetime import timedelta
 from typing import Literal
 
@@ -52,6 +53,8 @@ def init_process_group(world: World, device: torch.device, timeout: timedelta) -
     _prepare_environment(world, device)
     if world.local_rank == 0:
         clear_stale_locks(build_folder(os.environ))
+    # DeepSpeed 0.19.8 still calls collectives by names that torch 2.13 renames; nothing a user could mend.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     # Imported here: what _prepare_environment sets is read at import.
