@@ -90,7 +90,8 @@ class RunFolder:
             return {}
 
     def _used(self) -> bool:
-        return self.run_json.exists() or self.metrics.exists() or any(self.checkpoints.glob("step-*"))
+        """Whether a run has left something to lose; one that failed before its first step has not."""
+        return any(self.checkpoints.glob("step-*")) or (self.metrics.exists() and self.metrics.stat().st_size > 0)
 
     def _describe_previous(self) -> str:
         status = self.read_status()

@@ -14,12 +14,22 @@ def test_a_second_run_is_refused_unless_it_resumes(tmp_path: Path) -> None:
     first = RunFolder(str(tmp_path / "run"), "logs")
     first.claim(resume=False)
     first.write_status("running", started_with="x")
+    first.metrics.write_text("{}\n")
     with pytest.raises(OutputLockedError, match="already holds a run"):
         RunFolder(str(tmp_path / "run"), "logs").claim(resume=False)
     with pytest.raises(OutputLockedError, match="in use by process"):
         RunFolder(str(tmp_path / "run"), "logs").claim(resume=True)
     first.release()
     RunFolder(str(tmp_path / "run"), "logs").claim(resume=True)
+
+
+def test_a_run_that_failed_before_its_first_step_is_in_nobodys_way(tmp_path: Path) -> None:
+    first = RunFolder(str(tmp_path / "run"), "logs")
+    first.claim(resume=False)
+    first.metrics.touch()
+    first.write_status("failed", reason="no such column", exit_code=4)
+    first.release()
+    RunFolder(str(tmp_path / "run"), "logs").claim(resume=False)
 
 
 def test_status_keeps_earlier_facts(tmp_path: Path) -> None:
