@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from engine_plan import cases
-from gloo_ranks import run_ranks
+from gloo_ranks import RankFailure, run_ranks
 
 Results = Callable[..., Any]
 
@@ -25,12 +25,19 @@ def engine_results(checkpoints: Path) -> Results:
     """`engine_results(world_size, case)` → the case's result on every rank."""
 
     @functools.cache
-    def run(world_size: int) -> list[dict[str, Any]]:
+    def run(world_size: int) -> list[dict[str, Any]] | RankFailure:
         plan = cases(world_size, checkpoints)
-        return run_ranks("engine_cases.py:run_cases", world_size, {"cases": plan}, timeout_seconds=240)
+        try:
+            # 30 to 90 seconds on two idle cores.
+            return run_ranks("engine_cases.py:run_cases", world_size, {"cases": plan}, timeout_seconds=600)
+        except RankFailure as failure:
+            return failure  # cached like a result: every test would wait for it again
 
     def result(world_size: int, case: str) -> list[Any]:
-        found = [rank[case] for rank in run(world_size)]
+        ranks = run(world_size)
+        if isinstance(ranks, RankFailure):
+            raise ranks
+        found = [rank[case] for rank in ranks]
         for traceback in found:
             assert not isinstance(traceback, str), traceback
         return found

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
 from packed_batches import random_batch
-from small_run import MODEL, STEPS, lane_batches, run_config, weights
+from small_run import ACCUMULATION, MODEL, SHORT_ACCUMULATION, lane_batches, run_config, weights
 
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.deepspeed_zero import DeepSpeedEngine
@@ -45,10 +45,12 @@ def make_engine(config: FullConfig) -> DeepSpeedEngine:
     return engine
 
 
-def train_step(engine: Engine, step: int, veto: Veto | None = None, poison: bool = False) -> dict[str, Any]:
+def train_step(
+    engine: Engine, step: int, accumulation: int = ACCUMULATION, veto: Veto | None = None, poison: bool = False
+) -> dict[str, Any]:
     """One optimizer step on the lanes of this rank. `poison` makes one rank's loss NaN."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    lanes = lane_batches(step, world_size)
+    lanes = lane_batches(step, world_size, accumulation)
     target_tokens = sum(batch.target_tokens for batch in lanes)
     mine = lanes[rank::world_size]
     total = torch.zeros(())
@@ -78,15 +80,15 @@ def full_weights(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
     return found
 
 
-def trajectory(**overrides: Any) -> dict[str, Any]:
-    """Train STEPS steps, evaluate before and after."""
+def trajectory(steps: int, **overrides: Any) -> dict[str, Any]:
+    """Train, and evaluate before and after."""
     engine = make_engine(run_config(**overrides))
     held_out = random_batch(10_000, MODEL.vocab_size)
     before = engine.evaluate(held_out)
-    steps = [train_step(engine, step) for step in range(STEPS)]
+    trained = [train_step(engine, step) for step in range(steps)]
     after = engine.evaluate(held_out)
     result = {
-        "steps": steps,
+        "steps": trained,
         "eval": [float(before.total), float(after.total)],
         "by_denoiser": after.by_denoiser,
         "tokens_by_denoiser": after.tokens_by_denoiser,
@@ -96,16 +98,25 @@ def trajectory(**overrides: Any) -> dict[str, Any]:
     return result
 
 
+def short_engine(**overrides: Any) -> DeepSpeedEngine:
+    """An engine for `short_step`: exact comparisons need no long steps."""
+    return make_engine(run_config(gradient_accumulation_steps=SHORT_ACCUMULATION, **overrides))
+
+
+def short_step(engine: Engine, step: int, **how: Any) -> dict[str, Any]:
+    return train_step(engine, step, SHORT_ACCUMULATION, **how)
+
+
 def skipping(how: str, **overrides: Any) -> dict[str, Any]:
     """A run that skips its third step, against one that never saw it."""
     outcomes = []
     for skips in (True, False):
-        engine = make_engine(run_config(**overrides))
-        steps = [train_step(engine, step) for step in (0, 1)]
+        engine = short_engine(**overrides)
+        steps = [short_step(engine, step) for step in (0, 1)]
         if skips:
             veto = (lambda norm: True) if how == "veto" else None
-            steps.append(train_step(engine, 99, veto=veto, poison=how == "nan"))
-        steps += [train_step(engine, step) for step in (2, 3)]
+            steps.append(short_step(engine, 99, veto=veto, poison=how == "nan"))
+        steps += [short_step(engine, step) for step in (2, 3)]
         outcomes.append({"steps": steps, "weights": full_weights(engine)})
         engine.close()
     return {"skipped": outcomes[0], "clean": outcomes[1]}
@@ -117,17 +128,17 @@ def resuming(directory: str, **overrides: Any) -> dict[str, Any]:
     if dist.get_rank() == 0:
         folder.mkdir(parents=True)
     dist.barrier()
-    first = make_engine(run_config(**overrides))
+    first = short_engine(**overrides)
     for step in (0, 1):
-        train_step(first, step)
+        short_step(first, step)
     files = [str(path.relative_to(folder)) for path in first.save(folder)]
     saved_weights = full_weights(first)
-    straight = [train_step(first, step) for step in (2, 3)]
+    straight = [short_step(first, step) for step in (2, 3)]
     straight_weights = full_weights(first)
     first.close()
-    second = make_engine(run_config(**overrides))
+    second = short_engine(**overrides)
     second.load(folder)
-    resumed = [train_step(second, step) for step in (2, 3)]
+    resumed = [short_step(second, step) for step in (2, 3)]
     resumed_weights = full_weights(second)
     second.close()
     return {

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from small_run import SHORT_STEPS, STEPS
+
 Case = tuple[str, str, dict[str, Any]]
 
 STAGES = ("zero0", "zero1", "zero2", "zero3")
@@ -16,17 +18,31 @@ DEFAULT_PERSISTENCE = {"deepspeed_extra": {}}
 FLOAT32_ACCUMULATION = {"deepspeed_extra": {"data_types": {"grad_accum_dtype": "fp32"}}}
 
 PARITY: dict[str, dict[str, Any]] = {
-    **{stage: {"sharding_stage": stage} for stage in STAGES},
-    **{f"{stage}-offload": {"sharding_stage": stage, "offload_optimizer": "cpu"} for stage in SHARDED},
-    "zero3-offload-all": {"offload_optimizer": "cpu", "offload_params": "cpu"},
-    "zero3-persistent": DEFAULT_PERSISTENCE,
-    "zero3-recompute": {"activation_checkpointing": "full"},
-    "zero3-recompute-every-2": {"activation_checkpointing": "every_n"},
-    "zero3-activation-offload": {"activation_checkpointing": "full", "activation_offload": True},
-    "zero3-warmup-decay": {"lr_scheduler_type": "WarmupDecayLR"},
-    "zero1-wsd": {"sharding_stage": "zero1", "lr_scheduler_type": "wsd", "wsd_decay_fraction": 0.5},
+    **{stage: {"sharding_stage": stage, "steps": STEPS} for stage in STAGES},
+    **{f"{stage}-offload": {"sharding_stage": stage, "offload_optimizer": "cpu", "steps": STEPS} for stage in SHARDED},
+    "zero1-wsd": {
+        "sharding_stage": "zero1",
+        "lr_scheduler_type": "wsd",
+        "wsd_decay_fraction": 0.5,
+        "steps": STEPS,
+    },
+    "zero3-offload-all": {"offload_optimizer": "cpu", "offload_params": "cpu", "steps": SHORT_STEPS},
 }
-"""Float32 runs that must be the oracle's, by name."""
+"""Float32 runs that must be the oracle's, by name, on one and two ranks."""
+
+TWO_RANK_PARITY: dict[str, dict[str, Any]] = PARITY | {
+    "zero3-short": {"steps": SHORT_STEPS},
+    "zero3-persistent": {"steps": SHORT_STEPS, **DEFAULT_PERSISTENCE},
+    "zero3-recompute": {"steps": SHORT_STEPS, "activation_checkpointing": "full"},
+    "zero3-recompute-every-2": {"steps": SHORT_STEPS, "activation_checkpointing": "every_n"},
+    "zero3-activation-offload": {
+        "steps": SHORT_STEPS,
+        "activation_checkpointing": "full",
+        "activation_offload": True,
+    },
+    "zero3-warmup-decay": {"steps": SHORT_STEPS, "lr_scheduler_type": "WarmupDecayLR"},
+}
+"""The same, on two ranks only."""
 
 SKIPS: dict[str, dict[str, Any]] = {
     f"{stage}-{how}": {"sharding_stage": stage, "how": how} for stage in STAGES for how in ("veto", "nan")
@@ -50,7 +66,8 @@ RESUMES: dict[str, dict[str, Any]] = {
 
 def cases(world_size: int, folder: Path) -> list[Case]:
     """All cases of a start with `world_size` ranks; checkpoints go under `folder`."""
-    plan: list[Case] = [(f"parity {name}", "trajectory", given) for name, given in PARITY.items()]
+    parity = PARITY if world_size == 1 else TWO_RANK_PARITY
+    plan: list[Case] = [(f"parity {name}", "trajectory", given) for name, given in parity.items()]
     if world_size == 1:
         return plan
     plan += [(f"skip {name}", "skipping", given) for name, given in SKIPS.items()]

@@ -7,6 +7,7 @@ and returns its results in rank order. The file is looked for beside this one.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -62,9 +63,7 @@ def run_ranks(
         try:
             problem = _wait(processes, timeout_seconds)
         finally:
-            for process in processes:
-                process.kill()
-                process.wait()
+            _end(processes)
         if problem:
             logs = [f"--- rank {rank}\n{_tail(folder / f'rank{rank}.log')}" for rank in range(world_size)]
             raise RankFailure("\n".join([problem, *logs]))
@@ -85,6 +84,18 @@ def _wait(processes: list[subprocess.Popen[bytes]], timeout_seconds: float) -> s
         time.sleep(0.05)
     codes = [process.returncode for process in processes]
     return problem or (f"exit codes {codes}" if any(codes) else None)
+
+
+def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+    """End what still runs: abort it, so that it shows where it stood, then kill it."""
+    hanging = [process for process in processes if process.poll() is None]
+    for process in hanging:
+        process.send_signal(signal.SIGABRT)
+    if hanging:
+        time.sleep(1.0)
+    for process in processes:
+        process.kill()
+        process.wait()
 
 
 def _tail(path: Path, characters: int = 6000) -> str:

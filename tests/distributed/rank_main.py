@@ -16,7 +16,7 @@ from ds_encdec.launch.world import discover
 
 
 def main(target: str, folder: Path) -> None:
-    faulthandler.dump_traceback_later(100, exit=False)
+    faulthandler.enable()  # run_ranks aborts ranks that hang: their stacks end up in the log
     world = discover(os.environ)
     device = choose_device("cpu", world)
     init_process_group(world, device, timeout=timedelta(seconds=90))

@@ -15,7 +15,9 @@ from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.types import Batch
 
 ACCUMULATION = 4
+SHORT_ACCUMULATION = 2
 STEPS = 8
+SHORT_STEPS = 4
 
 MODEL = Qwen3Seq2SeqConfig(
     vocab_size=96,
@@ -70,12 +72,12 @@ def weights(name: str) -> Tensor:
     return _weights()[name]
 
 
-def lane_batches(step: int, world_size: int) -> list[Batch]:
+def lane_batches(step: int, world_size: int, accumulation: int = ACCUMULATION) -> list[Batch]:
     """The micro-batches of an optimizer step, lane by lane; rank r takes lanes r, r + world size, ….
 
     They differ in target tokens, and one of step 3 is empty.
     """
-    lanes = range(ACCUMULATION * world_size)
+    lanes = range(accumulation * world_size)
     return [
         random_batch(1000 * step + lane, MODEL.vocab_size, examples=0 if (step, lane) == (3, 1) else None)
         for lane in lanes

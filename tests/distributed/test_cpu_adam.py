@@ -26,8 +26,8 @@ pytestmark = [
 def test_cpu_adam_resumes_within_1e_6(tmp_path: Path) -> None:
     settings = {"offload_optimizer": "cpu", "torch_adam": False}
     plan = [
-        ("compiled", "trajectory", settings),
-        ("torch", "trajectory", {**settings, "torch_adam": True}),
+        ("compiled", "trajectory", {"steps": 4, **settings}),
+        ("torch", "trajectory", {"steps": 4, **settings, "torch_adam": True}),
         ("resume", "resuming", {"directory": str(tmp_path / "checkpoint"), **settings}),
     ]
     found, _ = run_ranks("engine_cases.py:run_cases", 2, {"cases": plan})
