@@ -54,6 +54,10 @@ def render_deepspeed_json(
         "optimizer": _optimizer(training),
         "zero_optimization": _zero(config.infra, device, ranks_per_node or world_size),
     }
+    if training.bf16 and rendered["zero_optimization"]["stage"] > 0:
+        # DeepSpeed would accumulate in bfloat16, where 8 micro-batches already cost 0.3 % of the gradient (measured).
+        # Stage 0 knows no other dtype than the parameters'.
+        rendered["data_types"] = {"grad_accum_dtype": "fp32"}
     if training.lr_scheduler_type in NATIVE_SCHEDULES:
         rendered["scheduler"] = _scheduler(training)
     rendered = _merge(rendered, config.infra.deepspeed_extra)
