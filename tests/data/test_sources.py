@@ -123,6 +123,13 @@ def test_parquet_keys_do_not_depend_on_the_units(tmp_path: Path) -> None:
         assert tail == [d.key for d in source.documents(unit, 0)][row:]
 
 
+def test_parquet_behind_a_url(tmp_path: Path) -> None:
+    """The hub's files come as `hf://` URLs; `file://` takes the same way without a network."""
+    paths = [write_parquet(tmp_path / f"{i}.parquet", texts(30)[i::2], row_group_size=4) for i in range(2)]
+    remote = ParquetFiles([f"file://{path}" for path in paths], "text", num_lanes=4, identity={"kind": "hub"})
+    assert read_all(remote) == read_all(ParquetFiles(paths, "text", num_lanes=4))
+
+
 def test_parquet_errors(tmp_path: Path) -> None:
     good = write_parquet(tmp_path / "good.parquet", texts(5), row_group_size=5)
     with pytest.raises(DataError, match=r"data.text_column=body: good.parquet has no such column; it has text, id"):
