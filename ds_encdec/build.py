@@ -65,6 +65,8 @@ def run_training(config: FullConfig, *, resume: str | None = None) -> TrainingSt
     logging.basicConfig(level=logging.INFO if world.is_main else logging.WARNING, format="%(message)s", force=True)
     check_engine(config)
     device = choose_device(config.infra.device, world)
+    if config.training.fp16 and device.type == "cpu":
+        raise ConfigError("training.fp16=true needs an accelerator: DeepSpeed trains no float16 on CPUs. Use bf16.")
     if resume is None:
         plan_lanes(config, world.world_size)  # fails, if it must, before the ranks meet
     init_process_group(world, device, timedelta(minutes=config.infra.distributed_timeout_minutes))

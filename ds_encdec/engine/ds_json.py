@@ -54,9 +54,9 @@ def render_deepspeed_json(
         "optimizer": _optimizer(training),
         "zero_optimization": _zero(config.infra, device, ranks_per_node or world_size),
     }
-    if training.bf16 and rendered["zero_optimization"]["stage"] > 0:
+    if training.bf16 and rendered["zero_optimization"]["stage"] >= 2:
         # DeepSpeed would accumulate in bfloat16, where 8 micro-batches already cost 0.3 % of the gradient (measured).
-        # Stage 0 knows no other dtype than the parameters'.
+        # Not below: stage 0 refuses, and stage 1 takes an optimizer whose checkpoints zero_to_fp32.py cannot read.
         rendered["data_types"] = {"grad_accum_dtype": "fp32"}
     if training.lr_scheduler_type in NATIVE_SCHEDULES:
         rendered["scheduler"] = _scheduler(training)
