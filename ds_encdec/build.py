@@ -24,8 +24,8 @@ from ds_encdec.checkpoint.export import export_hf, model_card
 from ds_encdec.checkpoint.manager import Checkpoint, CheckpointManager, write_json
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.build import build_data
+from ds_encdec.data.builtin_corpus import builtin_documents
 from ds_encdec.data.inspect import inspect_data
-from ds_encdec.data.sources import builtin_documents
 from ds_encdec.engine.ds_json import render_deepspeed_json
 from ds_encdec.engine.select import check_engine, create_engine
 from ds_encdec.launch.agreement import Agreement

@@ -10,6 +10,7 @@ Part of the exported remote code: it imports nothing of ds_encdec outside its ow
 from __future__ import annotations
 
 import platform
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ def _emulated_on_cpu() -> frozenset[torch.dtype]:
     """Dtypes that this machine's CPU has no instructions to multiply in."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return frozenset()  # 64-bit Arm since 8.6 has them; torch does not tell
-    features = getattr(torch.cpu, "get_capabilities", dict)()  # from torch 2.12 on
+    features: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # from torch 2.12 on
     return frozenset(
         dtype for dtype, names in _LOW_PRECISION_CPU_FEATURES.items() if not any(features.get(name) for name in names)
     )
