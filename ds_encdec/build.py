@@ -14,16 +14,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ds_encdec.checkpoint.convert import checkpoint_weights
-from ds_encdec.checkpoint.export import export_hf, model_card
 from ds_encdec.checkpoint.manager import Checkpoint, CheckpointManager, write_json
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.data.build import build_data
+from ds_encdec.data.build import TrainingData, build_data
 from ds_encdec.data.builtin_corpus import builtin_documents
 from ds_encdec.data.inspect import inspect_data
 from ds_encdec.engine.ds_json import render_deepspeed_json
@@ -40,7 +39,7 @@ from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.peak_flops import peak_flops
 from ds_encdec.monitor.recorder import Recorder
 from ds_encdec.monitor.sinks import open_sinks
-from ds_encdec.tokenizer.load import load_tokenizer, pretrained_tokenizer
+from ds_encdec.tokenizer.load import load_tokenizer
 from ds_encdec.tokenizer.sentinels import Vocabulary
 from ds_encdec.trainer import CheckpointContent, Trainer, train
 from ds_encdec.types import (
@@ -50,7 +49,11 @@ from ds_encdec.types import (
     OutOfMemoryError,
     Preempted,
     TrainingState,
+    WeightSource,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
 
@@ -69,12 +72,14 @@ def run_training(config: FullConfig, *, resume: str | None = None) -> TrainingSt
         raise ConfigError("training.fp16=true needs an accelerator: DeepSpeed trains no float16 on CPUs. Use bf16.")
     if resume is None:
         plan_lanes(config, world.world_size)  # fails, if it must, before the ranks meet
-    init_process_group(world, device, timedelta(minutes=config.infra.distributed_timeout_minutes))
-    agreement = Agreement()
-    folder = RunFolder(config.infra.output_dir, config.infra.logging_dir)
-    agreement.on_rank_zero(lambda: folder.claim(resume=resume is not None))
-    with StopRequest(world) as stop, _status(folder, world):
-        trainer = _wire(config, world, device, agreement, folder, stop, resume)
+    if world.world_size != config.infra.num_gpus and world.is_main:
+        logger.info("%d ranks; the configuration was planned for %d", world.world_size, config.infra.num_gpus)
+    timeout = timedelta(minutes=config.infra.distributed_timeout_minutes)
+    init_process_group(world, device, timeout)
+    site = Site(world, device, Agreement(timeout), RunFolder(config.infra.output_dir))
+    site.agreement.on_rank_zero(lambda: site.folder.claim(resume=resume is not None))
+    with StopRequest(world) as stop, _status(site):
+        trainer = _wire(config, site, stop, resume)
         exit_code = 1
         try:
             state = train(trainer)
@@ -87,8 +92,29 @@ def run_training(config: FullConfig, *, resume: str | None = None) -> TrainingSt
             trainer.recorder.close(exit_code)
     trainer.engine.close()
     del trainer
+    site.folder.release()
     shutdown()
     return state
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a run takes place: this rank among the others, its device, and the run's folder."""
+
+    world: World
+    device: torch.device
+    agreement: Agreement
+    folder: RunFolder
+
+
+@dataclass(frozen=True, slots=True)
+class RunModel:
+    """What is trained, before it is built. `weights` is None where a checkpoint will bring them."""
+
+    config: Qwen3Seq2SeqConfig
+    tokenizer: PreTrainedTokenizerFast
+    vocabulary: Vocabulary
+    weights: WeightSource | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,104 +162,57 @@ def inspect_run_data(config: FullConfig, *, num_examples: int, as_json: bool) ->
         data.loader.close()
 
 
-def export_checkpoint(checkpoint: Path, out: Path, *, dtype: str, max_shard_bytes: int) -> None:
-    """Write a committed checkpoint as a Hugging Face folder with a model card. Raises CheckpointError."""
-    path = checkpoint.expanduser().resolve()
-    weights = checkpoint_weights(path)
-    model_config = Qwen3Seq2SeqConfig.from_pretrained(path / "model")
-    tokenizer = pretrained_tokenizer(str(path / "model"), field="CHECKPOINT")
-    facts = {
-        "config": FullConfig.from_yaml(path / "config.yaml").model_dump(mode="json"),
-        "state": json.loads((path / "trainer.json").read_text())["state"],
-        "checkpoint": path.name,
-    }
-    export_hf(
-        weights,
-        model_config,
-        tokenizer,
-        out,
-        dtype=getattr(torch, dtype),
-        max_shard_bytes=max_shard_bytes,
-        card=model_card(facts),
-    )
-
-
-def _load_tokenizer(config: FullConfig) -> tuple[Any, Vocabulary]:
+def _load_tokenizer(config: FullConfig, folder: Path | None = None) -> tuple[PreTrainedTokenizerFast, Vocabulary]:
+    """The configuration's tokenizer, or the one saved in `folder`."""
+    section = config.model
+    if folder is not None:
+        section = section.model_copy(update={"tokenizer_name_or_path": str(folder)})
     return load_tokenizer(
-        config.model,
+        section,
         builtin_texts=lambda: (document.text for document in builtin_documents()),
         mode_tokens=config.data.use_mode_tokens,
     )
 
 
-def _wire(
-    config: FullConfig,
-    world: World,
-    device: torch.device,
-    agreement: Agreement,
-    folder: RunFolder,
-    stop: StopRequest,
-    resume: str | None,
-) -> Trainer:
+def _wire(config: FullConfig, site: Site, stop: StopRequest, resume: str | None) -> Trainer:
+    """Everything a run needs, in the order in which it may fail cheaply; the run's own files are touched last."""
+    world, device, agreement = site.world, site.device, site.agreement
     checkpoints = CheckpointManager(
-        folder.checkpoints, agreement, engine_name=config.infra.distributed_type, keep=config.training.save_total_limit
+        site.folder.checkpoints,
+        agreement,
+        engine_name=config.infra.distributed_type,
+        keep=config.training.save_total_limit,
     )
     checkpoints.prepare()
     found = checkpoints.find(resume)
     saved = found.read_json("trainer.json") if found else {}
     state = TrainingState(**saved.get("state", {}))
     plan = plan_lanes(config, world.world_size, saved.get("num_lanes"))
-
-    tokenizer, vocabulary = agreement.rank_zero_first(lambda: _load_tokenizer(config))
-    source = agreement.rank_zero_first(lambda: resolve_model(config.model, vocabulary, seed=config.training.seed))
+    if found:
+        agreement.on_every_rank(lambda: _refuse_other_run(found, config))
+    model = agreement.rank_zero_first(lambda: _open_model(config, found))
     data = agreement.rank_zero_first(
         lambda: build_data(
             config,
-            tokenizer,
-            vocabulary,
+            model.tokenizer,
+            model.vocabulary,
             rank=world.rank,
             world_size=world.world_size,
             num_lanes=plan.num_lanes,
             saved=saved.get("data"),
         )
     )
-
     if found:
-        _refuse_other_model(found, source.config)
         data.loader.load_state(found.read_json("data.json")["lanes"])
-    engine = create_engine(config, world, device, source.config, source.weights, plan.gradient_accumulation_steps)
+    engine = create_engine(config, world, device, model.config, model.weights, plan.gradient_accumulation_steps)
     if found:
         engine.load(found.path)
+        state = checkpoints.adopt(found, state)
         logger.info("resumed from %s (step %d)", found.path, state.global_step)
-    # The run's own files are touched last: everything that can refuse a resume has had its chance.
-    agreement.on_rank_zero(lambda: _write_run_configuration(config, world, plan, device, folder))
-    recorder = Recorder(
-        device=device,
-        num_devices=world.world_size,
-        warmup_steps=config.training.warmup_steps,
-        monitor=TrainingMonitor(),
-        sinks=open_sinks(config, folder.root, rank=world.rank, start_step=state.global_step),
-        batch_flops=lambda batch: training_flops(source.config, batch.encoder_lengths, batch.decoder_lengths),
-        peak_flops=peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
-    )
+    agreement.on_rank_zero(lambda: _write_run_configuration(config, site, plan))
+    recorder = agreement.on_every_rank(lambda: _open_recorder(config, site, model.config, state))
     if found:
         recorder.load_state_dict(saved["recorder"])
-
-    def write_run_files(checkpoint: Path, content: CheckpointContent) -> None:
-        write_json(
-            checkpoint / "trainer.json",
-            {
-                "state": content.state.to_dict(),
-                "num_lanes": plan.num_lanes,
-                "data": data.saved(),
-                "recorder": content.recorder,
-            },
-        )
-        write_json(checkpoint / "data.json", {"lanes": content.lanes})
-        config.to_yaml(checkpoint / "config.yaml")
-        source.config.save_pretrained(checkpoint / "model")
-        tokenizer.save_pretrained(checkpoint / "model")
-
     return Trainer(
         config=config,
         engine=engine,
@@ -243,72 +222,121 @@ def _wire(
         recorder=recorder,
         checkpoints=checkpoints,
         stop=stop,
-        write_run_files=write_run_files,
+        write_run_files=partial(_write_run_files, config=config, model=model, data=data, plan=plan),
         state=state,
     )
 
 
-def _write_run_configuration(
-    config: FullConfig, world: World, plan: LanePlan, device: torch.device, folder: RunFolder
+def _open_model(config: FullConfig, found: Checkpoint | None) -> RunModel:
+    """From the configuration; on resume from the checkpoint alone, whose source may be gone or have changed."""
+    if found is None:
+        tokenizer, vocabulary = _load_tokenizer(config)
+        source = resolve_model(config.model, vocabulary, seed=config.training.seed)
+        return RunModel(source.config, tokenizer, vocabulary, source.weights)
+    folder = found.path / "model"
+    tokenizer, vocabulary = _load_tokenizer(config, folder)
+    model_config = Qwen3Seq2SeqConfig.from_pretrained(folder)
+    model_config.loss_chunk_tokens = config.model.loss_chunk_tokens
+    model_config.use_flash_attention = config.model.use_flash_attention
+    return RunModel(model_config, tokenizer, vocabulary, weights=None)
+
+
+def _refuse_other_run(found: Checkpoint, config: FullConfig) -> None:
+    """Raise CheckpointError where the checkpoint was made with another model than the configuration names."""
+    saved = FullConfig.from_yaml(found.path / "config.yaml")
+    differing = [
+        f"{name} is {theirs!r} there and {ours!r} here"
+        for name, theirs, ours in (
+            ("model.model_name_or_path", saved.model.model_name_or_path, config.model.model_name_or_path),
+            ("model.architecture", saved.model.architecture, config.model.architecture),
+            ("model.num_sentinel_tokens", saved.model.num_sentinel_tokens, config.model.num_sentinel_tokens),
+            ("data.use_mode_tokens", saved.data.use_mode_tokens, config.data.use_mode_tokens),
+        )
+        if theirs != ours
+    ]
+    if differing:
+        raise CheckpointError(
+            f"{found.path} was made with another model: {'; '.join(differing)}. Give the checkpoint's values, or start "
+            "a new run from its export."
+        )
+
+
+def _open_recorder(config: FullConfig, site: Site, model_config: Qwen3Seq2SeqConfig, state: TrainingState) -> Recorder:
+    device = site.device
+    return Recorder(
+        device=device,
+        num_devices=site.world.world_size,
+        warmup_steps=config.training.warmup_steps,
+        monitor=TrainingMonitor(),
+        sinks=open_sinks(config, site.folder.root, rank=site.world.rank, start_step=state.global_step),
+        batch_flops=lambda batch: training_flops(model_config, batch.encoder_lengths, batch.decoder_lengths),
+        peak_flops=peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
+    )
+
+
+def _write_run_files(
+    checkpoint: Path,
+    content: CheckpointContent,
+    *,
+    config: FullConfig,
+    model: RunModel,
+    data: TrainingData,
+    plan: LanePlan,
 ) -> None:
-    config.to_yaml(folder.config_yaml)
+    """What a checkpoint holds beside the engine's files; see docs/checkpoints.md."""
+    trainer = {
+        "state": content.state.to_dict(),
+        "num_lanes": plan.num_lanes,
+        "data": data.saved(),
+        "recorder": content.recorder,
+    }
+    write_json(checkpoint / "trainer.json", trainer)
+    write_json(checkpoint / "data.json", {"lanes": content.lanes})
+    config.to_yaml(checkpoint / "config.yaml")
+    model.config.save_pretrained(checkpoint / "model")
+    model.tokenizer.save_pretrained(checkpoint / "model")
+
+
+def _write_run_configuration(config: FullConfig, site: Site, plan: LanePlan) -> None:
+    config.to_yaml(site.folder.config_yaml)
     rendered = render_deepspeed_json(
         config,
-        world_size=world.world_size,
+        world_size=site.world.world_size,
         gradient_accumulation_steps=plan.gradient_accumulation_steps,
-        device=device.type,
-        ranks_per_node=world.local_world_size,
+        device=site.device.type,
+        ranks_per_node=site.world.local_world_size,
     )
-    write_atomically(folder.ds_config_json, json.dumps(rendered, indent=2) + "\n")
-
-
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "tie_word_embeddings",
-)
-
-
-def _refuse_other_model(found: Checkpoint, config: Qwen3Seq2SeqConfig) -> None:
-    """Raise CheckpointError where the checkpoint's sizes are not this run's."""
-    saved = Qwen3Seq2SeqConfig.from_pretrained(found.path / "model").to_dict()
-    ours = config.to_dict()
-    differing = [f"{name} {saved[name]} there, {ours[name]} here" for name in _SIZES if saved[name] != ours[name]]
-    if differing:
-        raise CheckpointError(f"{found.path} holds another architecture: {'; '.join(differing)}.")
+    write_atomically(site.folder.ds_config_json, json.dumps(rendered, indent=2) + "\n")
 
 
 @contextmanager
-def _status(folder: RunFolder, world: World) -> Iterator[None]:
-    """Keep `run.json` true: running, then completed, preempted or failed with the reason and exit code.
-
-    Any rank may be the one that fails, so any rank may write the failure.
-    """
-    if world.is_main:
+def _status(site: Site) -> Iterator[None]:
+    """Keep `run.json` true: running, then completed, preempted or failed with the reason and exit code."""
+    if site.world.is_main:
         started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        folder.write_status("running", started_at=started, world_size=world.world_size, launcher=world.launcher)
+        site.folder.write_status(
+            "running", started_at=started, world_size=site.world.world_size, launcher=site.world.launcher
+        )
     try:
         yield
-    except Preempted as error:
-        folder.write_status("preempted", reason=str(error), exit_code=error.exit_code)
-        raise
-    except DsEncDecError as error:
-        folder.write_status("failed", reason=str(error), exit_code=error.exit_code)
-        raise
-    except torch.OutOfMemoryError as error:
-        out_of_memory = OutOfMemoryError(
+    except BaseException as error:
+        named = _named(error, site.world)
+        state = "preempted" if isinstance(named, Preempted) else "failed"
+        site.folder.write_status(state, reason=str(named), exit_code=named.exit_code)
+        if named is error:
+            raise
+        raise named from error
+    if site.world.is_main:
+        site.folder.write_status("completed", exit_code=0)
+
+
+def _named(error: BaseException, world: World) -> DsEncDecError:
+    """The error as one of ours, with an exit code."""
+    if isinstance(error, DsEncDecError):
+        return error
+    if isinstance(error, torch.OutOfMemoryError):
+        return OutOfMemoryError(
             f"rank {world.rank} ran out of device memory: {error}. Lower training.per_device_train_batch_size, or use "
             "training.activation_checkpointing=full, infra.offload_optimizer=cpu or a higher infra.sharding_stage."
         )
-        folder.write_status("failed", reason=str(out_of_memory), exit_code=out_of_memory.exit_code)
-        raise out_of_memory from error
-    except BaseException as error:
-        folder.write_status("failed", reason=f"rank {world.rank}: {type(error).__name__}: {error}", exit_code=1)
-        raise
-    if world.is_main:
-        folder.write_status("completed", exit_code=0)
+    return DsEncDecError(f"rank {world.rank}: {type(error).__name__}: {error}")

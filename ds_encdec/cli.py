@@ -84,7 +84,10 @@ def _parser() -> argparse.ArgumentParser:
 def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from ds_encdec.config.load import load_config
 
-    path = options.config or options.config_option
+    path, overrides = options.config, list(overrides)
+    if path is not None and "=" in str(path):  # an override in the place of the file
+        path, overrides = None, [str(path), *overrides]
+    path = path or options.config_option
     load_config(train.find_shipped(path), overrides, train.find_shipped(options.deepspeed_config))
     print(f"{path or 'the default configuration'}: no problems found")
     return 0
@@ -114,11 +117,12 @@ def _init_model(options: argparse.Namespace, _: Sequence[str]) -> int:
 
 
 def _export(options: argparse.Namespace, _: Sequence[str]) -> int:
-    from ds_encdec.build import export_checkpoint
+    import torch
 
-    export_checkpoint(
-        options.checkpoint, options.out, dtype=options.dtype, max_shard_bytes=int(options.max_shard_gb * 1e9)
-    )
+    from ds_encdec.checkpoint.export import export_checkpoint
+
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[options.dtype]
+    export_checkpoint(options.checkpoint, options.out, dtype=dtype, max_shard_bytes=int(options.max_shard_gb * 1e9))
     print(f"exported to {options.out}")
     return 0
 

@@ -20,6 +20,7 @@ if not __package__:
 
 import argparse
 import json
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -38,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return run(options, overrides)
     except DsEncDecError as error:
+        if type(error) is DsEncDecError:  # none of the foreseen ones: show where it comes from
+            traceback.print_exc()
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
 
@@ -92,4 +95,9 @@ def _leave(exit_code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    _leave(main())
+    try:
+        code = main()
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    _leave(code)

@@ -19,7 +19,7 @@ from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.loader import LaneLoader
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.evaluate import evaluate
-from ds_encdec.launch.agreement import Agreement
+from ds_encdec.launch.agreement import Agreement, attempt
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.monitor.recorder import Recorder
 from ds_encdec.types import Batch, DivergedError, Preempted, StepResult, TrainingState
@@ -74,9 +74,7 @@ def train(run: Trainer) -> TrainingState:
     skipped_in_a_row = 0
     last_save = time.monotonic()
     while state.global_step < training.num_train_steps:
-        with run.recorder.waiting_for_data():
-            micro_batches = next(run.loader)
-        totals = _exchange(run, micro_batches, seconds_since_save=time.monotonic() - last_save)
+        micro_batches, totals = _next_step(run, last_save)
         for last, batch in mark_last(micro_batches):
             loss = run.engine.forward(batch)
             run.engine.backward(loss, target_tokens=totals.target_tokens, last=last)
@@ -94,7 +92,9 @@ def train(run: Trainer) -> TrainingState:
         if due.every(training.logging_steps):
             run.recorder.log(state)
         eval_loss = None
-        if training.eval_samples and due.every(training.eval_steps):
+        # A checkpoint is evaluated, or it could not be the best; one that is asked for in a hurry is not.
+        evaluates = due.every(training.eval_steps) or due.every(training.save_steps)
+        if training.eval_samples and evaluates and not totals.stop:
             eval_loss = _evaluate(run, state)
         if totals.save_due or totals.stop or due.every(training.save_steps):
             state = _save(run, state, eval_loss, done=done)
@@ -136,20 +136,35 @@ def mark_last(items: Sequence[T]) -> Iterator[tuple[bool, T]]:
         yield index == len(items), item
 
 
-def _exchange(run: Trainer, micro_batches: Sequence[Batch], *, seconds_since_save: float) -> StepTotals:
-    """Sum the tokens and agree on stopping and saving, so that every rank takes the same branches."""
+def _next_step(run: Trainer, last_save: float) -> tuple[list[Batch], StepTotals]:
+    """This rank's micro-batches, and what all ranks bring to the step: they take the same branches by it.
+
+    Raises on every rank the error of one that has no data, so that the others do not wait for it.
+    """
+    with run.recorder.waiting_for_data():
+        micro_batches, error = attempt(lambda: next(run.loader))
     hours = run.config.training.save_interval_hours
     rows = run.agreement.exchange(
         [
-            sum(batch.target_tokens for batch in micro_batches),
-            sum(batch.encoder_tokens for batch in micro_batches),
+            error is not None,
+            sum(batch.target_tokens for batch in micro_batches or ()),
+            sum(batch.encoder_tokens for batch in micro_batches or ()),
             run.loader.epoch,
             run.stop.requested,
-            hours is not None and seconds_since_save > hours * 3600,
+            hours is not None and time.monotonic() - last_save > hours * 3600,
         ]
     )
-    target_tokens, encoder_tokens, epochs, stops, saves = zip(*rows, strict=True)
-    return StepTotals(sum(target_tokens), sum(encoder_tokens), min(epochs), any(stops), bool(saves[0]))
+    failures, target_tokens, encoder_tokens, epochs, stops, saves = zip(*rows, strict=True)
+    if any(failures):
+        run.agreement.raise_first(error)
+    totals = StepTotals(
+        target_tokens=sum(target_tokens),
+        encoder_tokens=sum(encoder_tokens),
+        epoch=min(epochs),
+        stop=any(stops),
+        save_due=bool(saves[0]),  # rank 0's clock decides
+    )
+    return micro_batches or [], totals
 
 
 def _evaluate(run: Trainer, state: TrainingState) -> float | None:
@@ -163,11 +178,14 @@ def _evaluate(run: Trainer, state: TrainingState) -> float | None:
 
 
 def _save(run: Trainer, state: TrainingState, eval_loss: float | None, *, done: bool) -> TrainingState:
-    """Save a checkpoint. It becomes `best` when it was evaluated just now, to the lowest loss of all saved ones."""
+    """Save a checkpoint. It becomes `best` when it was evaluated just now, to the lowest loss of all saved ones.
+
+    Returns the state that was saved, which knows of the new best one.
+    """
     best = state.best_eval_loss
     is_best = eval_loss is not None and (best is None or eval_loss < best)
     if is_best:
-        state = dataclasses.replace(state, best_eval_loss=eval_loss)
+        state = dataclasses.replace(state, best_eval_loss=eval_loss, best_step=state.global_step)
     with run.recorder.paused():
         records = run.recorder.state_dict()
         lanes = [record for rank_records in run.agreement.gather(run.loader.state()) for record in rank_records]

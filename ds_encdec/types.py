@@ -193,7 +193,8 @@ class TrainingState:
 
     `global_step` counts applied optimizer steps (schedules follow it), `data_step` consumed ones,
     `skipped_steps` their difference. Token counts are global, over all ranks. `epoch` is the number
-    of the pass over the data that the slowest lane is in. Losses are nats per target token.
+    of the pass over the data that the slowest lane is in. `best_eval_loss` (nats per target token) is the
+    lowest of all saved checkpoints, that of `best_step`.
     """
 
     global_step: int = 0
@@ -201,6 +202,7 @@ class TrainingState:
     skipped_steps: int = 0
     epoch: int = 0
     best_eval_loss: float | None = None
+    best_step: int | None = None
     encoder_tokens_seen: int = 0
     target_tokens_seen: int = 0
 

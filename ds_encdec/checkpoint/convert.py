@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_encdec.checkpoint.manifest import read_manifest, verify_files
+from ds_encdec.checkpoint.manifest import read_manifest, verify_files, verify_listing
 from ds_encdec.types import CheckpointError, WeightSource
 
 _ZERO0_STATES = "mp_rank_00_model_states.pt"
@@ -24,6 +24,7 @@ def checkpoint_weights(checkpoint: Path) -> WeightSource:
     (fp32 weights without optimizer states) and one full parameter. Raises CheckpointError.
     """
     manifest = read_manifest(checkpoint)
+    verify_listing(checkpoint, manifest)
     verify_files(checkpoint, manifest.files)
     plain = [record.path for record in manifest.files if record.path.endswith(_ZERO0_STATES)]
     if (checkpoint / "latest").exists():

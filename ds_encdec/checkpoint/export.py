@@ -15,10 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig
 
+from ds_encdec.checkpoint.convert import checkpoint_weights
+from ds_encdec.config.schema import FullConfig
 from ds_encdec.model import attention, configuration, loss, modeling, precision
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import count_parameters, parameter_shapes
 from ds_encdec.model.safetensors_folder import write_safetensors_folder
+from ds_encdec.tokenizer.load import pretrained_tokenizer
 from ds_encdec.types import CheckpointError, WeightSource
 
 if TYPE_CHECKING:
@@ -64,6 +67,26 @@ def export_hf(
         tokenizer.save_pretrained(unfinished)
     (unfinished / "README.md").write_text(card)
     unfinished.replace(out)
+
+
+def export_checkpoint(checkpoint: Path, out: Path, *, dtype: torch.dtype, max_shard_bytes: int) -> None:
+    """Export a committed checkpoint, with a model card written from its run. Raises CheckpointError."""
+    path = checkpoint.expanduser().resolve()
+    weights = checkpoint_weights(path)
+    facts = {
+        "config": FullConfig.from_yaml(path / "config.yaml").model_dump(mode="json"),
+        "state": json.loads((path / "trainer.json").read_text())["state"],
+        "checkpoint": path.name,
+    }
+    export_hf(
+        weights,
+        Qwen3Seq2SeqConfig.from_pretrained(path / "model"),
+        pretrained_tokenizer(str(path / "model"), field="CHECKPOINT"),
+        out,
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+        card=model_card(facts),
+    )
 
 
 def _write_configuration(config: Qwen3Seq2SeqConfig, dtype: torch.dtype, folder: Path) -> None:

@@ -16,6 +16,7 @@ either no `step-N` or a whole one.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -27,12 +28,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_encdec.checkpoint.manifest import MANIFEST, FileRecord, Manifest, read_manifest, record_file, verify_files
+from ds_encdec.checkpoint.manifest import (
+    MANIFEST,
+    FileRecord,
+    Manifest,
+    read_manifest,
+    record_file,
+    verify_files,
+    verify_listing,
+)
 from ds_encdec.launch.agreement import Agreement
-from ds_encdec.launch.run_folder import write_atomically
-from ds_encdec.types import CheckpointError
+from ds_encdec.launch.run_folder import flush_folder, write_atomically
+from ds_encdec.types import CheckpointError, TrainingState
 
 logger = logging.getLogger(__name__)
+
+_REPLACED = ".replaced-"
+"""Prefix of a checkpoint while another one of the same step takes its place."""
 
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
 
@@ -82,7 +94,7 @@ class CheckpointManager:
         `write_engine` runs on every rank, `write_rest` on rank 0 alone.
         """
         started = time.monotonic()
-        final = self.folder / f"step-{step:08d}"
+        final = self.folder / _name(step)
         temporary = final.with_name(final.name + ".tmp")
         self._agreement.on_rank_zero(lambda: _fresh_folder(temporary))
         own_files = write_engine(temporary)
@@ -95,19 +107,49 @@ class CheckpointManager:
         """The checkpoint to resume from, verified by all ranks; None where there is none to resume.
 
         `resume`: None, `auto` (the newest whole one; damaged ones are passed over with a warning), or
-        a path (CheckpointError where that one is damaged).
+        a path. Raises CheckpointError where the named one is damaged, or under `auto` all are: starting
+        anew would then write over what may still be saved.
         """
         if resume is None:
             return None
         if resume != "auto":
             return self._verified(Path(resume).expanduser().resolve())
-        for path in self._agreement.on_rank_zero(self._candidates):
+        candidates = self._agreement.on_rank_zero(self._candidates)
+        for path in candidates:
             try:
                 return self._verified(path)
             except CheckpointError as error:
                 if self._agreement.rank == 0:
                     logger.warning("Passing over a damaged checkpoint: %s", error)
+        if candidates:
+            raise CheckpointError(
+                f"{self.folder}: none of its {len(candidates)} checkpoints is whole (the warnings above say why). "
+                "Restore one, or start a new run in another infra.output_dir."
+            )
         return None
+
+    def adopt(self, checkpoint: Checkpoint, state: TrainingState) -> TrainingState:
+        """Make `checkpoint`, which the run goes on from, the newest of this folder; returns its state here.
+
+        Later steps are put aside as `abandoned-…`, so that the run's history is one line again. Where the
+        checkpoint is another run's, its best one is not here, and the first evaluated one will be.
+        """
+        if checkpoint.path.parent == self.folder.resolve():
+            self._agreement.on_rank_zero(lambda: self._abandon_after(checkpoint.manifest.step, state.best_step))
+        has_best = self._agreement.on_rank_zero(lambda: (self.folder / "best").exists())
+        return state if has_best else dataclasses.replace(state, best_eval_loss=None, best_step=None)
+
+    def _abandon_after(self, step: int, best_step: int | None) -> None:
+        for later, path in committed_steps(self.folder).items():
+            if later > step:
+                aside = path.with_name(f"abandoned-{path.name}-{time.strftime('%Y%m%dT%H%M%S')}")
+                path.rename(aside)
+                logger.warning("Going back to step %d: %s is now %s.", step, path.name, aside.name)
+        (self.folder / "final").unlink(missing_ok=True)
+        (self.folder / "best").unlink(missing_ok=True)
+        if best_step is not None and (best := self.folder / _name(best_step)).exists():
+            _move_pointer(self.folder / "best", best.name)
+        _move_pointer(self.folder / "latest", _name(step))
 
     def _verified(self, path: Path) -> Checkpoint:
         """Each rank checks its share of the files; all agree."""
@@ -115,17 +157,14 @@ class CheckpointManager:
 
         def check() -> Checkpoint:
             manifest = read_manifest(path)
+            verify_listing(path, manifest)
             verify_files(path, manifest.files[rank::world_size])
             return Checkpoint(path, manifest)
 
         return self._agreement.on_every_rank(check)
 
     def _candidates(self) -> list[Path]:
-        steps = sorted(committed_steps(self.folder).values(), reverse=True)
-        pointed = self.folder / "latest"
-        if pointed.exists():  # a run resumed from an older step leaves newer folders that it has abandoned
-            steps.sort(key=lambda path: path == pointed.resolve(), reverse=True)
-        return steps
+        return [path for _, path in sorted(committed_steps(self.folder).items(), reverse=True)]
 
     def _commit(
         self,
@@ -144,12 +183,17 @@ class CheckpointManager:
         ]
         manifest = Manifest(step, self._agreement.world_size, self._engine_name, tuple(records))
         for folder in {temporary, *(path.parent for path in rest)}:
-            _flush_folder(folder)
+            flush_folder(folder)
         write_atomically(temporary / MANIFEST, manifest.to_json())
-        _flush_folder(temporary)
-        _remove(final)
+        flush_folder(temporary)
+        replaced = final.with_name(f"{_REPLACED}{final.name}")
+        if final.exists():
+            # The same step again (it was skipped since, or reached anew). Between these two renames the
+            # older one has no name that counts; `prepare` gives it back after a crash.
+            os.rename(final, replaced)
         os.rename(temporary, final)
-        _flush_folder(self.folder)
+        flush_folder(self.folder)
+        _delete(replaced)
         for name in ("latest", *pointers):
             _move_pointer(self.folder / name, final.name)
         self._prune()
@@ -164,10 +208,15 @@ class CheckpointManager:
                 _remove(path)
 
     def _clear_leftovers(self) -> None:
-        for path in self.folder.glob("*.tmp"):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        for path in self.folder.glob(".removed-*"):
-            shutil.rmtree(path)
+        for path in self.folder.glob(f"{_REPLACED}*"):
+            original = path.with_name(path.name.removeprefix(_REPLACED))
+            if original.exists():
+                _delete(path)
+            else:
+                path.rename(original)
+        for pattern in ("*.tmp", ".*.tmp", ".removed-*", ".probe-*"):
+            for path in self.folder.glob(pattern):
+                _delete(path)
 
 
 def committed_steps(folder: Path) -> dict[int, Path]:
@@ -191,19 +240,28 @@ def _touch(path: Path) -> str:
 
 
 def _fresh_folder(path: Path) -> None:
-    if path.exists():
-        shutil.rmtree(path)
+    _delete(path)
     path.mkdir(parents=True)
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
 
 
 def _remove(path: Path) -> None:
     """Make a folder invisible in one step, then delete it."""
-    if path.exists():
-        hidden = path.with_name(f".removed-{path.name}")
-        if hidden.exists():
-            shutil.rmtree(hidden)
-        os.rename(path, hidden)
-        shutil.rmtree(hidden)
+    hidden = path.with_name(f".removed-{path.name}")
+    _delete(hidden)
+    os.rename(path, hidden)
+    _delete(hidden)
+
+
+def _delete(path: Path) -> None:
+    """Delete a file, a link or a folder, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _move_pointer(link: Path, target: str) -> None:
@@ -211,11 +269,3 @@ def _move_pointer(link: Path, target: str) -> None:
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target)
     os.replace(temporary, link)
-
-
-def _flush_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

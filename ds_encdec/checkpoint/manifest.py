@@ -75,6 +75,22 @@ def read_manifest(checkpoint: Path) -> Manifest:
     return manifest
 
 
+def verify_listing(checkpoint: Path, manifest: Manifest) -> None:
+    """Check that the folder holds the manifest's files and no others; readers find some of them by pattern.
+
+    Raises CheckpointError naming a file that is missing, foreign, or no plain file of this folder.
+    """
+    listed = {record.path for record in manifest.files}
+    present = {path.relative_to(checkpoint).as_posix(): path for path in checkpoint.rglob("*") if not _is_folder(path)}
+    foreign = sorted(set(present) - listed - {MANIFEST})
+    if foreign:
+        raise CheckpointError(f"{checkpoint / foreign[0]}: not in the manifest; the checkpoint was changed.")
+    if missing := sorted(listed - set(present)):
+        raise CheckpointError(f"{checkpoint / missing[0]}: missing, but the manifest lists it.")
+    if links := [path for path in present.values() if path.is_symlink()]:
+        raise CheckpointError(f"{links[0]}: a symbolic link; a checkpoint holds plain files.")
+
+
 def verify_files(checkpoint: Path, records: tuple[FileRecord, ...]) -> None:
     """Compare files with their records. Raises CheckpointError naming the first that differs."""
     for record in records:
@@ -89,6 +105,10 @@ def verify_files(checkpoint: Path, records: tuple[FileRecord, ...]) -> None:
             raise CheckpointError(f"{path}: {error.strerror}, but the manifest lists it.") from error
         if digest != record.sha256:
             raise CheckpointError(f"{path}: its SHA-256 is not the manifest's; the file was changed or damaged.")
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
 
 
 def _hash(file: Any) -> tuple[str, int]:

@@ -5,7 +5,9 @@ They never touch the accelerator, so none of them waits for a kernel. All are no
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -13,18 +15,21 @@ import torch.distributed as dist
 
 from ds_encdec.types import DsEncDecError
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 
 class Agreement:
     """A gloo group over all ranks for decisions and small records. Create it once, on every rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: timedelta | None = None) -> None:
+        """`timeout`: of an exchange, where a group of its own is needed; None is torch's default."""
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         # NCCL cannot move host objects without a device synchronisation; a second, gloo, group can.
         needs_own = self.world_size > 1 and dist.get_backend() != "gloo"
-        self._group = dist.new_group(backend="gloo") if needs_own else None
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if needs_own else None
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's integers, in rank order: one small all-gather."""
@@ -48,13 +53,13 @@ class Agreement:
 
         Only for actions without collectives inside, or whose collectives all ranks reach.
         """
-        result, error = _attempt(action)
-        self._raise_first(error)
+        result, error = attempt(action)
+        self.raise_first(error)
         return result  # type: ignore[return-value]  # no error on any rank, so the action returned
 
     def on_rank_zero(self, action: Callable[[], T]) -> T:
         """Run `action` on rank 0 and hand its (picklable) result, or its error, to every rank."""
-        mine = _attempt(action) if self.rank == 0 else None
+        mine = attempt(action) if self.rank == 0 else None
         result, error = self.gather(mine)[0]
         if error is not None:
             raise error
@@ -65,24 +70,26 @@ class Agreement:
 
         If any raised, all raise the same error.
         """
-        result, error = _attempt(action) if self.rank == 0 else (None, None)
-        self._raise_first(error)
+        result, error = attempt(action) if self.rank == 0 else (None, None)
+        self.raise_first(error)
         if self.rank != 0:
-            result, error = _attempt(action)
-        self._raise_first(error)
+            result, error = attempt(action)
+        self.raise_first(error)
         return result  # type: ignore[return-value]  # no error on any rank, so the action returned
 
-    def _raise_first(self, error: Exception | None) -> None:
-        """Raise the lowest rank's error, on every rank."""
+    def raise_first(self, error: Exception | None) -> None:
+        """Raise the lowest rank's error on every rank, each bringing its own or None; or nothing."""
         for other in self.gather(error):
             if other is not None:
                 raise other
 
 
-def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """What `action` returns, or the error it raises, which must reach the other ranks before it is raised."""
     try:
         return action(), None
     except DsEncDecError as error:
         return None, error
-    except Exception as error:  # must reach the others, or they would wait for this rank for ever
+    except Exception as error:
+        logger.debug("on this rank alone:", exc_info=True)
         return None, DsEncDecError(f"{type(error).__name__}: {error}")

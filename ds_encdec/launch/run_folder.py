@@ -26,9 +26,8 @@ from ds_encdec.types import ConfigError, OutputLockedError
 class RunFolder:
     """Paths of a run, and on rank 0 its exclusive ownership."""
 
-    def __init__(self, output_dir: str, logging_dir: str) -> None:
+    def __init__(self, output_dir: str) -> None:
         self.root = Path(output_dir).expanduser().absolute()
-        self.logs = self.root / Path(logging_dir).expanduser()  # an absolute logging_dir wins
         self.checkpoints = self.root / "checkpoints"
         self.metrics = self.root / "metrics.jsonl"
         self.config_yaml = self.root / "config.yaml"
@@ -76,11 +75,19 @@ class RunFolder:
             self._lock = None
 
     def write_status(self, state: str, *, reason: str = "", exit_code: int | None = None, **facts: Any) -> None:
-        """Replace `run.json` atomically; facts given earlier are kept."""
-        previous = self.read_status()
-        record = {**previous, **facts, "state": state, "reason": reason, "exit_code": exit_code}
-        record["updated_at"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        write_atomically(self.run_json, json.dumps(record, indent=2) + "\n")
+        """Replace `run.json`; facts given earlier are kept.
+
+        Any rank may call it. Once a run has failed, what other ranks say of it (mostly that a peer is
+        gone) is not taken: the first reason is the one that explains.
+        """
+        with open(self.root / ".run.json.lock", "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            previous = self.read_status()
+            if state == "failed" and previous.get("state") == "failed":
+                return
+            record = {**previous, **facts, "state": state, "reason": reason, "exit_code": exit_code}
+            record["updated_at"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+            write_atomically(self.run_json, json.dumps(record, indent=2) + "\n")
 
     def read_status(self) -> dict[str, Any]:
         """The content of `run.json`, or {} where there is none."""
@@ -100,9 +107,19 @@ class RunFolder:
 
 def write_atomically(path: Path, text: str) -> None:
     """Write `text` so that a reader, or a crash, sees the old content or the new one and nothing between."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with open(temporary, "w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+    flush_folder(path.parent)
+
+
+def flush_folder(path: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

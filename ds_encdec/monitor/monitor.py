@@ -17,6 +17,10 @@ MAX_LOSS_SPIKES = 5
 """Loss spikes that a phase may have and still pass."""
 
 
+MAX_SAVED_ALERTS = 1000
+"""Alerts that a checkpoint keeps, the newest ones."""
+
+
 class PhaseLimits(Protocol):
     """What `validate_phase` reads of a phase's configuration; losses in nats per target token."""
 
@@ -132,7 +136,7 @@ class TrainingMonitor:
         return {"passed": all(check["passed"] for check in checks), "checks": checks}
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the history, strictly JSON-able."""
+        """Everything but the history and old alerts, strictly JSON-able."""
         return {
             **{name: getattr(self, name) for name in _SCALARS},
             **{name: getattr(self, name).state_dict() for name in _WINDOWS},

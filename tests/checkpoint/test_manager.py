@@ -15,7 +15,7 @@ import pytest
 from ds_encdec.checkpoint.manager import CheckpointManager, committed_steps, write_json
 from ds_encdec.checkpoint.manifest import MANIFEST, read_manifest
 from ds_encdec.launch.agreement import Agreement
-from ds_encdec.types import CheckpointError
+from ds_encdec.types import CheckpointError, TrainingState
 
 
 def make_manager(folder: Path, keep: int | None = None) -> CheckpointManager:
@@ -91,14 +91,72 @@ def test_auto_passes_over_a_damaged_checkpoint_and_a_path_is_refused(tmp_path: P
         manager.find(str(newest))
 
 
-def test_auto_follows_the_run_that_went_back_to_an_older_step(tmp_path: Path) -> None:
+def test_auto_never_starts_anew_over_damaged_checkpoints(tmp_path: Path) -> None:
     manager = make_manager(tmp_path)
-    for step in (10, 20, 30):
-        save(manager, step)
-    save(manager, 15)  # resumed from 10
+    for step in (1, 2):
+        (save(manager, step) / "trainer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="none of its 2 checkpoints is whole"):
+        manager.find("auto")
+
+
+def test_a_foreign_file_or_link_is_refused_before_anything_reads_it(tmp_path: Path) -> None:
+    manager = make_manager(tmp_path)
+    path = save(manager, 1)
+    foreign = path / "zero" / "foreign_optim_states.pt"
+    foreign.write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=r"foreign_optim_states\.pt: not in the manifest"):
+        manager.find(str(path))
+    foreign.unlink()
+    shard = path / "zero" / "shard.bin"
+    shard.rename(tmp_path / "elsewhere")
+    shard.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="a symbolic link"):
+        manager.find(str(path))
+
+
+def test_going_back_puts_the_later_steps_aside(tmp_path: Path) -> None:
+    manager = make_manager(tmp_path, keep=3)
+    save(manager, 10)
+    save(manager, 20, "best")
+    save(manager, 30, "best")
+    back = manager.find(str(tmp_path / "step-00000020"))
+    assert back is not None
+    state = TrainingState(global_step=20, best_eval_loss=1.5, best_step=20)
+    assert manager.adopt(back, state) == state
+    assert sorted(committed_steps(tmp_path)) == [10, 20]
+    assert [path.name[:23] for path in tmp_path.glob("abandoned-*")] == ["abandoned-step-00000030"]
+    assert (tmp_path / "best").resolve().name == (tmp_path / "latest").resolve().name == "step-00000020"
+    save(manager, 25)
     found = manager.find("auto")
     assert found is not None
-    assert found.manifest.step == 15
+    assert found.manifest.step == 25
+
+
+def test_a_checkpoint_of_another_run_brings_no_best(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    other = make_manager(tmp_path / "a")
+    save(other, 10, "best")
+    manager = make_manager(tmp_path / "b")
+    found = manager.find(str(tmp_path / "a" / "step-00000010"))
+    assert found is not None
+    state = manager.adopt(found, TrainingState(global_step=10, best_eval_loss=1.0, best_step=10))
+    assert (state.best_eval_loss, state.best_step) == (None, None)
+    assert sorted(committed_steps(tmp_path / "a")) == [10]
+
+
+def test_what_a_kill_at_any_rename_leaves_is_mended(tmp_path: Path) -> None:
+    manager = make_manager(tmp_path)
+    path = save(manager, 3)
+    # Killed while the same step was saved again, between the two renames.
+    path.rename(tmp_path / f".replaced-{path.name}")
+    (tmp_path / f"{path.name}.tmp").mkdir()
+    # Killed while a pointer was moved: a link to a folder is no folder.
+    (tmp_path / ".latest.tmp").symlink_to(path.name)
+    manager.prepare()
+    found = manager.find("auto")
+    assert found is not None
+    assert found.manifest.step == 3
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000003"]
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -11,29 +12,29 @@ from ds_encdec.types import ConfigError, OutputLockedError
 
 
 def test_a_second_run_is_refused_unless_it_resumes(tmp_path: Path) -> None:
-    first = RunFolder(str(tmp_path / "run"), "logs")
+    first = RunFolder(str(tmp_path / "run"))
     first.claim(resume=False)
     first.write_status("running", started_with="x")
     first.metrics.write_text("{}\n")
     with pytest.raises(OutputLockedError, match="already holds a run"):
-        RunFolder(str(tmp_path / "run"), "logs").claim(resume=False)
+        RunFolder(str(tmp_path / "run")).claim(resume=False)
     with pytest.raises(OutputLockedError, match="in use by process"):
-        RunFolder(str(tmp_path / "run"), "logs").claim(resume=True)
+        RunFolder(str(tmp_path / "run")).claim(resume=True)
     first.release()
-    RunFolder(str(tmp_path / "run"), "logs").claim(resume=True)
+    RunFolder(str(tmp_path / "run")).claim(resume=True)
 
 
 def test_a_run_that_failed_before_its_first_step_is_in_nobodys_way(tmp_path: Path) -> None:
-    first = RunFolder(str(tmp_path / "run"), "logs")
+    first = RunFolder(str(tmp_path / "run"))
     first.claim(resume=False)
     first.metrics.touch()
     first.write_status("failed", reason="no such column", exit_code=4)
     first.release()
-    RunFolder(str(tmp_path / "run"), "logs").claim(resume=False)
+    RunFolder(str(tmp_path / "run")).claim(resume=False)
 
 
 def test_status_keeps_earlier_facts(tmp_path: Path) -> None:
-    folder = RunFolder(str(tmp_path / "run"), "logs")
+    folder = RunFolder(str(tmp_path / "run"))
     folder.claim(resume=False)
     folder.write_status("running", world_size=2)
     folder.write_status("failed", reason="because", exit_code=5)
@@ -41,12 +42,24 @@ def test_status_keeps_earlier_facts(tmp_path: Path) -> None:
     assert (status["state"], status["world_size"], status["exit_code"]) == ("failed", 2, 5)
 
 
-def test_paths(tmp_path: Path) -> None:
-    assert RunFolder(str(tmp_path), "./logs").logs == tmp_path / "logs"
-    assert RunFolder(str(tmp_path), "/elsewhere").logs == Path("/elsewhere")
+def test_ranks_that_fail_together_keep_the_first_reason(tmp_path: Path) -> None:
+    folder = RunFolder(str(tmp_path))
+    folder.write_status("running", world_size=8)
+    with multiprocessing.get_context("spawn").Pool(4) as pool:
+        pool.starmap(fail, [(str(tmp_path), rank) for rank in range(40)])
+    status = folder.read_status()
+    assert (status["state"], status["exit_code"], status["world_size"]) == ("failed", 4, 8)
+    folder.write_status("failed", reason="a peer is gone", exit_code=1)
+    assert folder.read_status() == status
+    folder.write_status("running")
+    assert folder.read_status()["state"] == "running"
+
+
+def fail(root: str, rank: int) -> None:
+    RunFolder(root).write_status("failed", reason=f"rank {rank}", exit_code=4)
 
 
 def test_an_unwritable_folder_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"infra\.output_dir"):
-        RunFolder(str(tmp_path / "file" / "run"), "logs").claim(resume=False)
+        RunFolder(str(tmp_path / "file" / "run")).claim(resume=False)
