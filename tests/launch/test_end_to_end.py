@@ -119,6 +119,30 @@ def test_a_second_run_is_refused_and_a_signal_saves(finished: Path, tmp_path: Pa
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
+def test_bad_data_of_one_rank_ends_all_with_its_reason(tmp_path: Path) -> None:
+    """One lane meets a broken line in the middle of the run; the other rank must not wait for it."""
+    lines = [
+        json.dumps({"text": f"{number} " + "the quick brown fox jumps over the lazy dog. " * 12})
+        for number in range(400)
+    ]
+    lines[200] = json.dumps({"text": 5})
+    (tmp_path / "data.jsonl").write_text("\n".join(lines) + "\n")
+    settings = overrides(
+        tmp_path / "run",
+        data__dataset_name="json",
+        data__data_files=tmp_path / "data.jsonl",
+        training__num_train_steps=2000,
+        training__save_steps=2000,
+        training__eval_steps=2000,
+    )
+    result = run([*launcher("torchrun"), "--config", QUICKSTART, *settings], tmp_path)
+    assert result.returncode != 0
+    status = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("failed", 4), result.stdout
+    assert "line 201" in status["reason"]
+    assert result.stdout.count("exitcode  : 4") == 2, result.stdout  # both ranks, by torchrun's own report
+
+
 def test_config_errors_come_before_anything_is_built(tmp_path: Path) -> None:
     result = run(
         [*launcher("python"), "--config", QUICKSTART, f"infra.output_dir={tmp_path / 'run'}", "training.lr=1"], tmp_path
