@@ -56,7 +56,7 @@ model="$output/export"
 text="The <extra_id_0> statement is used to <extra_id_1> a function in a class."
 echo
 echo "corrupted  $text"
-echo "filled in  $(ds-encdec generate --model "$model" --text "$text" --max-new-tokens 32 | tr '\n' ' ')"
+echo "filled in  $(ds-encdec generate --model "$model" --text "$text" --max-new-tokens 32 | tr -s '[:space:]' ' ')"
 python - "$output/metrics.jsonl" <<'END'
 import json, sys
 
