@@ -21,15 +21,16 @@ from torch.optim.lr_scheduler import LambdaLR
 from ds_encdec.config.rules import NATIVE_SCHEDULES
 from ds_encdec.config.schema import FullConfig, TrainingConfig
 from ds_encdec.engine import zero_files
+from ds_encdec.engine.layout import layout_of
 from ds_encdec.engine.protocol import Veto
-from ds_encdec.engine.sharded_model import assert_ties, build_model
+from ds_encdec.engine.sharded_model import assert_ties, build_model, load_weights, set_master_weights
 from ds_encdec.engine.step_gate import step_gate
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.attention import PackedLayout
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.optim.param_groups import parameter_groups
 from ds_encdec.optim.schedules import rate_factor
-from ds_encdec.types import DENOISERS, IGNORE_INDEX, Batch, ConfigError, LossSum, StepResult, WeightSource
+from ds_encdec.types import DENOISERS, IGNORE_INDEX, Batch, LossSum, StepResult, WeightSource
 
 
 class DeepSpeedEngine:
@@ -39,23 +40,22 @@ class DeepSpeedEngine:
         self,
         config: FullConfig,
         model_config: Qwen3Seq2SeqConfig,
-        weights: WeightSource,
+        weights: WeightSource | None,
         ds_json: dict[str, Any],
         device: torch.device,
     ) -> None:
         """Build the model from `weights` (rank 0 reads them) and give it to DeepSpeed.
 
-        `ds_json`: the complete DeepSpeed configuration, without "auto" values. The process group exists.
-        Raises ConfigError for fp16 without sharding.
+        Without `weights` the parameters hold anything until `load`. `ds_json`: the complete DeepSpeed configuration,
+        without "auto" values. The process group exists.
         """
         training = config.training
         checkpointing = training.activation_checkpointing
         assert checkpointing != "selective"  # the schema leaves that to FSDP2
-        if training.fp16 and ds_json["zero_optimization"]["stage"] == 0:
-            # DeepSpeed 0.19.8 unscales gradients here without having scaled the loss (runtime/engine.py: backward).
-            raise ConfigError("training.fp16 with infra.sharding_stage=zero0 trains wrongly: use bf16, or zero1")
         self.device = device
-        model = build_model(model_config, weights, ds_json, dtype=compute_dtype(training), device=device)
+        self._layout = layout_of(config, dist.get_world_size())
+        model = build_model(model_config, ds_json, dtype=compute_dtype(training), device=device)
+        rounded = load_weights(model, weights) if weights else []
         apply_activation_checkpointing(
             model,
             checkpointing,
@@ -70,6 +70,8 @@ class DeepSpeedEngine:
             dist_init_required=False,
         )
         assert_ties(model)
+        if weights and self._engine.zero_optimization():
+            set_master_weights(model, weights, rounded)
         self.model: torch.nn.Module = self._engine.module
         self._gate = step_gate(self._engine)
         self._engine.train()
@@ -115,11 +117,11 @@ class DeepSpeedEngine:
 
     def save(self, directory: Path) -> list[Path]:
         """See protocol.Engine. DeepSpeed's own files, see zero_files."""
-        return zero_files.save(self._engine, directory)
+        return zero_files.save(self._engine, directory, self._layout)
 
     def load(self, directory: Path) -> None:
-        """See protocol.Engine. Under ZeRO-3 only before the first step."""
-        zero_files.load(self._engine, directory)
+        """See protocol.Engine. Under ZeRO-3 only before the first step. Rates and decay stay this run's."""
+        zero_files.load(self._engine, directory, self._layout)
 
     def close(self) -> None:
         """See protocol.Engine. Afterwards drop the last reference to the engine."""

@@ -58,7 +58,10 @@ class Engine(Protocol):
         ...
 
     def load(self, directory: Path) -> None:
-        """Restore what `save` wrote, at the same world size. Raises CheckpointError."""
+        """Restore what `save` wrote, at the same world size: state and counters. Raises CheckpointError.
+
+        Settings stay those of this run's configuration: rates, decay, clipping, the schedule and its length.
+        """
         ...
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,8 @@ from ds_encdec.engine.deepspeed_zero import DeepSpeedEngine
 from ds_encdec.engine.protocol import Engine, Veto
 from ds_encdec.engine.select import create_engine
 from ds_encdec.launch.world import discover
-from ds_encdec.types import CheckpointError, LossSum
+from ds_encdec.model.parameter_count import parameter_shapes
+from ds_encdec.types import CheckpointError, LossSum, WeightSource
 
 
 def run_cases(cases: Sequence[tuple[str, str, dict[str, Any]]]) -> dict[str, Any]:
@@ -34,12 +36,10 @@ def run_cases(cases: Sequence[tuple[str, str, dict[str, Any]]]) -> dict[str, Any
     return results
 
 
-def make_engine(config: FullConfig) -> DeepSpeedEngine:
-    import os
-
+def make_engine(config: FullConfig, source: WeightSource | None = weights) -> DeepSpeedEngine:
     world = discover(os.environ)
     engine = create_engine(
-        config, world, torch.device("cpu"), MODEL, weights, config.training.gradient_accumulation_steps
+        config, world, torch.device("cpu"), MODEL, source, config.training.gradient_accumulation_steps
     )
     assert isinstance(engine, DeepSpeedEngine)
     return engine
@@ -98,9 +98,9 @@ def trajectory(steps: int, **overrides: Any) -> dict[str, Any]:
     return result
 
 
-def short_engine(**overrides: Any) -> DeepSpeedEngine:
+def short_engine(source: WeightSource | None = weights, **overrides: Any) -> DeepSpeedEngine:
     """An engine for `short_step`: exact comparisons need no long steps."""
-    return make_engine(run_config(gradient_accumulation_steps=SHORT_ACCUMULATION, **overrides))
+    return make_engine(run_config(gradient_accumulation_steps=SHORT_ACCUMULATION, **overrides), source)
 
 
 def short_step(engine: Engine, step: int, **how: Any) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def resuming(directory: str, **overrides: Any) -> dict[str, Any]:
     straight = [short_step(first, step) for step in (2, 3)]
     straight_weights = full_weights(first)
     first.close()
-    second = short_engine(**overrides)
+    second = short_engine(source=None, **overrides)
     second.load(folder)
     resumed = [short_step(second, step) for step in (2, 3)]
     resumed_weights = full_weights(second)
@@ -147,6 +147,57 @@ def resuming(directory: str, **overrides: Any) -> dict[str, Any]:
         "straight": (straight, straight_weights),
         "resumed": (resumed, resumed_weights),
     }
+
+
+def resuming_changed(directory: str, then: dict[str, Any], **overrides: Any) -> dict[str, Any]:
+    """Two steps, a save, and two more of a run configured as `then` says."""
+    folder = Path(directory)
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True)
+    dist.barrier()
+    first = short_engine(**overrides)
+    for step in (0, 1):
+        short_step(first, step)
+    first.save(folder)
+    first.close()
+    second = short_engine(source=None, **overrides | then)
+    second.load(folder)
+    steps = [short_step(second, step) for step in (2, 3)]
+    result = {"steps": steps, "weights": full_weights(second)}
+    second.close()
+    return result
+
+
+def untrained(source: str, **overrides: Any) -> dict[str, Any]:
+    """The float32 weights of an engine that has not trained, and how often its source was asked for a parameter."""
+    asked: list[str] = []
+
+    def recorded(name: str) -> torch.Tensor:
+        asked.append(name)
+        return weights(name).bfloat16() if source == "bf16" else weights(name)
+
+    engine = short_engine(source=recorded, **overrides)
+    result = {"weights": full_weights(engine), "asked": asked}
+    engine.close()
+    return result
+
+
+def unreadable_weights(problem: str, **overrides: Any) -> dict[str, str]:
+    """What each rank says when rank 0 cannot read the source's third parameter."""
+    third = list(dict(parameter_shapes(MODEL)))[2]
+
+    def damaged(name: str) -> torch.Tensor:
+        if name != third:
+            return weights(name)
+        if problem == "shape":
+            return torch.zeros(3, 5)
+        raise CheckpointError(f"{name} is damaged")
+
+    try:
+        short_engine(source=damaged, **overrides)
+    except CheckpointError as error:
+        return {"message": str(error)}
+    return {"message": "built"}
 
 
 def refused_loads(directory: str, **overrides: Any) -> dict[str, str]:

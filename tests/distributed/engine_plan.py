@@ -59,9 +59,44 @@ RESUMES: dict[str, dict[str, Any]] = {
     **{stage: {"sharding_stage": stage} for stage in ("zero0", "zero2")},
     "zero1-bf16": {"sharding_stage": "zero1", "bf16": True},
     "zero3-offload-bf16": {"offload_optimizer": "cpu", "bf16": True},
+    "zero1-warmup-cosine": {"sharding_stage": "zero1", "lr_scheduler_type": "WarmupCosineLR"},
+    "zero3-persistent": {"bf16": True, **DEFAULT_PERSISTENCE},
     "zero3-warmup-decay": {"lr_scheduler_type": "WarmupDecayLR"},
 }
-"""Runs that are saved and resumed, by name."""
+"""Runs that are saved and resumed, by name. They change no setting."""
+
+OTHER_SETTINGS = {
+    "learning_rate": 3e-3,
+    "weight_decay": 0.3,
+    "adam_beta1": 0.8,
+    "adam_epsilon": 1e-6,
+    "max_grad_norm": 0.2,
+    "num_train_steps": 5,
+}
+CHANGED_RESUMES: dict[str, dict[str, Any]] = {
+    "zero0-cosine": {"sharding_stage": "zero0", "then": OTHER_SETTINGS},
+    "zero1-wsd": {"sharding_stage": "zero1", "then": {**OTHER_SETTINGS, "lr_scheduler_type": "wsd"}},
+    "zero2-to-native": {"sharding_stage": "zero2", "then": {**OTHER_SETTINGS, "lr_scheduler_type": "WarmupDecayLR"}},
+    "zero3-offload-from-native": {
+        "offload_optimizer": "cpu",
+        "lr_scheduler_type": "WarmupDecayLR",
+        "then": {**OTHER_SETTINGS, "lr_scheduler_type": "cosine"},
+    },
+    "zero3-native": {"lr_scheduler_type": "WarmupCosineLR", "then": OTHER_SETTINGS},
+}
+"""Float32 runs that are resumed with other settings, by name."""
+
+UNTRAINED: dict[str, dict[str, Any]] = {
+    **{f"{stage}-bf16": {"sharding_stage": stage, "bf16": True} for stage in SHARDED},
+    "zero1-bf16-float32-accumulation": {"sharding_stage": "zero1", "bf16": True, **FLOAT32_ACCUMULATION},
+    "zero2-bf16-offload": {"sharding_stage": "zero2", "bf16": True, "offload_optimizer": "cpu"},
+    "zero3-bf16-offload": {"bf16": True, "offload_optimizer": "cpu", "offload_params": "cpu"},
+    "zero3-bf16-persistent": {"bf16": True, **DEFAULT_PERSISTENCE},
+}
+"""Runs with float32 weights beside those they compute with, by name."""
+
+UNREADABLE = {f"{stage}-{problem}": (stage, problem) for stage in ("zero1", "zero3") for problem in ("shape", "error")}
+"""Sources that rank 0 cannot read, by name."""
 
 
 def cases(world_size: int, folder: Path) -> list[Case]:
@@ -73,6 +108,19 @@ def cases(world_size: int, folder: Path) -> list[Case]:
     plan += [(f"skip {name}", "skipping", given) for name, given in SKIPS.items()]
     plan += [
         (f"resume {name}", "resuming", {"directory": str(folder / name), **given}) for name, given in RESUMES.items()
+    ]
+    plan += [
+        (f"changed {name}", "resuming_changed", {"directory": str(folder / f"changed-{name}"), **given})
+        for name, given in CHANGED_RESUMES.items()
+    ]
+    plan += [
+        (f"untrained {name} {source}", "untrained", {"source": source, **given})
+        for name, given in UNTRAINED.items()
+        for source in ("float32", "bf16")
+    ]
+    plan += [
+        (f"unreadable {name}", "unreadable_weights", {"sharding_stage": stage, "problem": problem})
+        for name, (stage, problem) in UNREADABLE.items()
     ]
     plan += [(f"decay {stage}", "only_decay", {"sharding_stage": stage}) for stage in ("zero0", "zero3")]
     plan.append(("shards", "shard_sizes", {}))

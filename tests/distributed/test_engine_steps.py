@@ -10,8 +10,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import Results
-from engine_plan import RESUMES, SKIPS
-from small_run import run_config, weights
+from engine_plan import CHANGED_RESUMES, RESUMES, SKIPS, UNREADABLE, UNTRAINED
+from small_run import MODEL, SHORT_ACCUMULATION, lane_batches, run_config, weights
+from torch_oracle import TorchOracle
+
+from ds_encdec.model.parameter_count import parameter_shapes
+from ds_encdec.types import StepResult
 
 pytestmark = pytest.mark.distributed
 
@@ -44,6 +48,49 @@ def test_resume_is_exact_to_the_bit(engine_results: Results, case: str) -> None:
         resumed_steps, resumed_weights = rank["resumed"]
         assert resumed_steps == straight_steps
         assert_identical(resumed_weights, straight_weights)
+
+
+@pytest.mark.parametrize("case", CHANGED_RESUMES)
+def test_a_resumed_run_follows_its_own_settings(engine_results: Results, case: str) -> None:
+    """Against the oracle, whose settings are exchanged in mid-run: rates, decay, betas, epsilon, clipping, schedule."""
+    before = {key: value for key, value in CHANGED_RESUMES[case].items() if key == "lr_scheduler_type"}
+    oracle = TorchOracle(run_config(**before), MODEL, weights)
+    steps = [oracle_step(oracle, step) for step in (0, 1)]
+    oracle.use(run_config(**before | CHANGED_RESUMES[case]["then"]).training)
+    steps = [oracle_step(oracle, step) for step in (2, 3)]
+    for rank in engine_results(2, f"changed {case}"):
+        for mine, expected in zip(rank["steps"], steps, strict=True):
+            assert mine["learning_rate"] == pytest.approx(expected.learning_rate, rel=1e-9)
+            assert mine["grad_norm"] == pytest.approx(float(expected.grad_norm), rel=1e-5)
+        for name, parameter in oracle.model.named_parameters():
+            # A thirtieth of what a step moves a weight by.
+            torch.testing.assert_close(rank["weights"][name], parameter.detach(), rtol=0, atol=1e-4, msg=name)
+
+
+def oracle_step(oracle: TorchOracle, step: int) -> StepResult:
+    lanes = lane_batches(step, 2, SHORT_ACCUMULATION)
+    target_tokens = sum(batch.target_tokens for batch in lanes)
+    for index, batch in enumerate(lanes):
+        oracle.backward(oracle.forward(batch), target_tokens=target_tokens, last=index == len(lanes) - 1)
+    return oracle.step()
+
+
+@pytest.mark.parametrize("case", UNTRAINED)
+def test_training_starts_from_the_source_to_the_bit(engine_results: Results, case: str) -> None:
+    names = list(parameter_shapes(MODEL))
+    for number, rank in enumerate(engine_results(2, f"untrained {case} float32")):
+        assert_identical(rank["weights"], {name: weights(name) for name in names})
+        assert set(rank["asked"]) == (set() if number else set(names))  # rank 0 reads, nobody else
+    for number, rank in enumerate(engine_results(2, f"untrained {case} bf16")):
+        assert_identical(rank["weights"], {name: weights(name).bfloat16().float() for name in names})
+        assert rank["asked"] == ([] if number else names)  # once: bf16 loses nothing of it
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_a_source_that_rank_zero_cannot_read_fails_on_all_ranks(engine_results: Results, case: str) -> None:
+    wanted = "the source has shape [3, 5], the model [16, 32]" if case.endswith("shape") else "is damaged"
+    for rank in engine_results(2, f"unreadable {case}"):
+        assert wanted in rank["message"]
 
 
 @pytest.mark.parametrize("case", RESUMES)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.schema import FullConfig, TrainingConfig
 from ds_encdec.engine.protocol import Veto
 from ds_encdec.model.attention import PackedLayout
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
@@ -42,6 +42,14 @@ class TorchOracle:
             eps=self.training.adam_epsilon,
         )
         self.applied_steps = 0
+
+    def use(self, training: TrainingConfig) -> None:
+        """Go on with other settings."""
+        self.training = training
+        for group in self.optimizer.param_groups:
+            group["betas"] = (training.adam_beta1, training.adam_beta2)
+            group["eps"] = training.adam_epsilon
+            group["weight_decay"] = training.weight_decay if group["weight_decay"] else 0.0
 
     def forward(self, batch: Batch) -> LossSum:
         self.model.train()

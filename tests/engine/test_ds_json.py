@@ -15,7 +15,7 @@ import pytest
 from ds_encdec.config.deepspeed_keys import check_keys
 from ds_encdec.config.load import load_config
 from ds_encdec.config.schema import FullConfig, InfraConfig
-from ds_encdec.engine.ds_json import render_deepspeed_json
+from ds_encdec.engine.ds_json import accumulates_in_bf16, render_deepspeed_json
 from ds_encdec.types import ConfigError
 
 SHIPPED = Path(__file__).resolve().parents[2] / "ds_configs"
@@ -176,9 +176,23 @@ def test_a_hybrid_partition_given_in_json_is_kept(tmp_path: Path) -> None:
     assert rendered["zero_optimization"]["zero_hpz_partition_size"] == 4
 
 
-def test_lanes_must_be_what_the_ranks_make() -> None:
-    with pytest.raises(ConfigError, match=r"data\.num_lanes = 32 .* 8 ranks with 8 accumulation steps make \(64\)"):
-        render(["data.num_lanes=32"])
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["infra.sharding_stage=zero1"], True),
+        (["infra.sharding_stage=zero0", "infra.offload_optimizer=none"], True),
+        (["infra.sharding_stage=zero2"], False),
+        ([], False),
+        (["infra.sharding_stage=zero1", "training.bf16=false"], False),
+        (["infra.sharding_stage=zero1", "infra.deepspeed_extra={data_types: {grad_accum_dtype: fp32}}"], False),
+    ],
+)
+def test_which_runs_accumulate_in_bf16(overrides: list[str], expected: bool) -> None:
+    assert accumulates_in_bf16(render(overrides)) is expected
+    once = render_deepspeed_json(
+        load_config(None, overrides), world_size=8, gradient_accumulation_steps=1, device="cuda"
+    )
+    assert not accumulates_in_bf16(once)
 
 
 def test_a_json_that_was_never_read_is_refused() -> None:
