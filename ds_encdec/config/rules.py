@@ -90,6 +90,12 @@ def _architecture(config: FullConfig) -> Iterator[Conflict]:
 def _precision(config: FullConfig) -> Iterator[Conflict]:
     if config.training.bf16 and config.training.fp16:
         yield Conflict(("training.bf16", "training.fp16"), "at most one may be true; both false is float32")
+    if config.training.fp16 and config.infra.device == "cpu":
+        yield Conflict(("training.fp16", "infra.device"), "DeepSpeed trains no float16 on CPUs: use bf16")
+    if config.training.fp16 and config.infra.sharding_stage == "zero0" and config.infra.distributed_type != "fsdp":
+        # DeepSpeed 0.19.8 unscales these gradients without having scaled the loss (runtime/engine.py: backward).
+        message = "without sharding DeepSpeed trains float16 wrongly: use bf16, or zero1 to zero3"
+        yield Conflict(("training.fp16", "infra.sharding_stage"), message)
 
 
 def _sharding(config: FullConfig) -> Iterator[Conflict]:

@@ -34,6 +34,13 @@ def load(settings: dict[str, Any]) -> FullConfig:
         ({"model.model_name_or_path": "null"}, "model.model_name_or_path = null", "one of the two is needed"),
         ({"model.architecture": SCRATCH["model.architecture"]}, "tokenizer_name_or_path = null", "builtin"),
         ({"training.fp16": "true"}, "default: training.bf16 = true", "at most one"),
+        ({"training.bf16": "false", "training.fp16": "true", "infra.device": "cpu"}, "infra.device", "on CPUs"),
+        (
+            {"training.bf16": "false", "training.fp16": "true"}
+            | {"infra.sharding_stage": "zero0", "infra.offload_optimizer": "none"},
+            'infra.sharding_stage = "zero0"',
+            "trains float16 wrongly",
+        ),
         ({"infra.sharding_stage": "zero0"}, 'default: infra.offload_optimizer = "cpu"', "nothing to offload"),
         ({"infra.sharding_stage": "zero2", "infra.offload_params": "cpu"}, "offload_params", "set zero3"),
         ({"infra.sharding_stage": "zero2_hybrid"}, 'infra.sharding_stage = "zero2_hybrid"', "FSDP2"),
@@ -118,7 +125,7 @@ def test_what_is_allowed(settings: dict[str, Any]) -> None:
 
 def test_several_contradictions_are_reported_together() -> None:
     with pytest.raises(ConfigError, match="3 problems"):
-        load({"training.fp16": "true", "infra.sharding_stage": "zero0", "data.dataset_name": "text"})
+        load({"training.fp16": "true", "infra.sharding_stage": "zero2_hybrid", "data.dataset_name": "text"})
 
 
 def test_contradictions_are_reported_beside_invalid_fields_that_they_do_not_touch() -> None:
