@@ -18,7 +18,7 @@ from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.initialization import keyed_generator
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.model.safetensors_folder import SafetensorsFolder
-from ds_encdec.types import CheckpointError, WeightSource
+from ds_encdec.types import WeightSource
 
 VOCABULARY_PARAMETERS = ("shared.weight", "lm_head.weight")
 """Parameters with one row for each token id."""
@@ -27,20 +27,26 @@ _STATISTICS_ROWS = 2048
 """Rows of the embedding converted to float64 at one time."""
 
 
-def qwen3_weights(folder: Path, config: Qwen3Seq2SeqConfig, seed: int) -> WeightSource:
+def qwen3_weights(folder: Path, config: Qwen3Seq2SeqConfig, *, stored_rows: int, seed: int) -> WeightSource:
     """The parameters of `config`'s model from the decoder-only Qwen3 in `folder`, in the dtype stored there.
 
-    Reads each tensor when it is asked for. Raises CheckpointError on missing shards, tensors, or unequal shapes.
+    `stored_rows`: rows of the folder's embedding. Names and shapes of all tensors are checked now (CheckpointError),
+    each tensor is read when it is asked for.
     """
     source = SafetensorsFolder(folder)
+    source.check({_qwen3_name(name): shape for name, shape in _stored_shapes(config, stored_rows).items()})
     added_ids = {*config.sentinel_token_ids, *config.mode_token_ids}
-    weights = with_added_rows(lambda name: source.tensor(_qwen3_name(name)), config, added_ids, seed)
-    return with_checked_shapes(weights, config, folder)
+    return with_added_rows(lambda name: source.tensor(_qwen3_name(name)), config, added_ids, seed)
 
 
-def seq2seq_weights(folder: Path) -> WeightSource:
-    """The parameters in a folder of our own (an export, or `ds-encdec init-model`'s), in the dtype stored there."""
-    return SafetensorsFolder(folder).tensor
+def seq2seq_weights(folder: Path, config: Qwen3Seq2SeqConfig, *, stored_rows: int) -> WeightSource:
+    """The parameters in a folder of our own (an export, or `ds-encdec init-model`'s), in the dtype stored there.
+
+    As `qwen3_weights`, but rows that the folder lacks are not added.
+    """
+    source = SafetensorsFolder(folder)
+    source.check(_stored_shapes(config, stored_rows))
+    return source.tensor
 
 
 def with_added_rows(
@@ -69,19 +75,10 @@ def with_added_rows(
     return extended_weights
 
 
-def with_checked_shapes(weights: WeightSource, config: Qwen3Seq2SeqConfig, folder: Path) -> WeightSource:
-    """`weights`, raising CheckpointError where a shape is not the one `config` asks for."""
+def _stored_shapes(config: Qwen3Seq2SeqConfig, rows: int) -> dict[str, tuple[int, ...]]:
+    """The parameters' shapes before the vocabulary's matrices grow from `rows`."""
     shapes = parameter_shapes(config)
-
-    def checked_weights(name: str) -> Tensor:
-        tensor = weights(name)
-        if tuple(tensor.shape) != shapes[name]:
-            raise CheckpointError(
-                f"{folder}: {name} has shape {tuple(tensor.shape)}, but its config.json asks for {shapes[name]}"
-            )
-        return tensor
-
-    return checked_weights
+    return {name: (rows, *shape[1:]) if name in VOCABULARY_PARAMETERS else shape for name, shape in shapes.items()}
 
 
 def _qwen3_name(name: str) -> str:

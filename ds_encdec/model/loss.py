@@ -50,7 +50,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if hidden_grad is not None:
                 hidden_grad[chunk] = logit_grads @ matmul_weight
             if weight_grad is not None:
-                weight_grad += _matmul_float32(logit_grads.T, states)
+                _add_matmul(weight_grad, logit_grads.T, states)
         ctx.save_for_backward(hidden_grad, weight_grad)
         ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(token_losses)
@@ -59,11 +59,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        # Scaled where they lie. A second backward pass over a retained graph would scale again: autograd refuses it.
         hidden_grad, weight_grad = ctx.saved_tensors
         if hidden_grad is not None:
-            hidden_grad = (hidden_grad * grad).to(hidden_grad.dtype)
+            hidden_grad.mul_(grad)
         if weight_grad is not None:
-            weight_grad = (weight_grad * grad).to(ctx.weight_dtype)
+            weight_grad = weight_grad.mul_(grad).to(ctx.weight_dtype)
         return hidden_grad, weight_grad, None, None, None
 
 
@@ -88,3 +89,11 @@ def _matmul_operand(x: Tensor) -> Tensor:
 
 def _matmul_float32(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b) if a.dtype == torch.float32 else torch.mm(a, b, out_dtype=torch.float32)
+
+
+def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """`total += a @ b` in float32. Low precision operands need a product of their own: addmm_ wants one dtype."""
+    if a.dtype == torch.float32:
+        total.addmm_(a, b)
+    else:
+        total += _matmul_float32(a, b)

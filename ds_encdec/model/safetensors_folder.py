@@ -36,9 +36,34 @@ class SafetensorsFolder:
         with self._open(self._file_of[name]) as file:
             return file.get_tensor(name)
 
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise CheckpointError unless the folder has these tensors in these shapes. Reads the files' headers alone."""
+        if missing := sorted(shapes.keys() - self._file_of.keys()):
+            raise CheckpointError(
+                f"{self._folder} lacks {len(missing)} of the model's {len(shapes)} tensors, {missing[0]} among them; "
+                "is it the model its config.json describes?"
+            )
+        for file_name in sorted({self._file_of[name] for name in shapes}):
+            with self._open(file_name) as file:
+                held = set(file.keys())
+                for name in (name for name in shapes if self._file_of[name] == file_name):
+                    self._check_tensor(file, file_name, name, shapes[name], held)
+
+    def _check_tensor(self, file: Any, file_name: str, name: str, shape: tuple[int, ...], held: set[str]) -> None:
+        if name not in held:
+            raise CheckpointError(f"{self._folder / file_name} has no {name}, which {INDEX_FILE} says is there")
+        found = tuple(file.get_slice(name).get_shape())
+        if found != tuple(shape):
+            raise CheckpointError(
+                f"{self._folder / file_name}: {name} has shape {found}, but the folder's config.json asks for {shape}"
+            )
+
     def _read_index(self) -> dict[str, str]:
         if (index := self._folder / INDEX_FILE).is_file():
-            file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            try:
+                file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise CheckpointError(f"{index} is damaged: {error!r}. Copy it there again") from error
             for shard in sorted(set(file_of.values())):
                 if not (self._folder / shard).is_file():
                     raise CheckpointError(f"{index} names the shard {shard}, which is missing. Copy it there again")

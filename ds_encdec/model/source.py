@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from ds_encdec.config.model_folder import MODEL_FILES, model_folder
 from ds_encdec.config.schema import ArchitectureConfig, ModelConfig
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.model.init_from_qwen3 import qwen3_weights, seq2seq_weights, with_added_rows, with_checked_shapes
+from ds_encdec.model.init_from_qwen3 import qwen3_weights, seq2seq_weights, with_added_rows
 from ds_encdec.model.initialization import random_weights
 from ds_encdec.model.parameter_count import count_parameters
 from ds_encdec.types import CheckpointError, ConfigError, WeightSource
@@ -57,7 +57,8 @@ class ModelSource:
 def resolve_model(section: ModelConfig, vocabulary: TokenIds, seed: int) -> ModelSource:
     """The model that `section` asks for, for the token ids of `vocabulary`.
 
-    Downloads configuration and safetensors of a hub model that is not cached; weights are read when they are asked for.
+    Downloads configuration and safetensors of a hub model that is not cached. The names and shapes of its tensors are
+    checked at once, from the files' headers; weights are read when they are asked for.
     Raises ConfigError for an impossible architecture, CheckpointError for a model that cannot be reached, read or used.
     """
     if section.architecture is not None:
@@ -70,7 +71,8 @@ def resolve_model(section: ModelConfig, vocabulary: TokenIds, seed: int) -> Mode
         return _from_seq2seq(section, folder, stored, vocabulary, seed)
     config = _seq2seq_config(section, folder, qwen3_fields(stored, folder), vocabulary, stored["vocab_size"])
     description = f"encoder and decoder from the decoder-only Qwen3 in {section.model_name_or_path}"
-    return ModelSource(config, qwen3_weights(folder, config, seed), description)
+    weights = qwen3_weights(folder, config, stored_rows=stored["vocab_size"], seed=seed)
+    return ModelSource(config, weights, description)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -142,9 +144,9 @@ def _from_seq2seq(
     config = _seq2seq_config(section, folder, fields, vocabulary, stored["vocab_size"])
     trained_ids = {*stored.get("sentinel_token_ids", ()), *stored.get("mode_token_ids", ())}
     added_ids = {*config.sentinel_token_ids, *config.mode_token_ids} - trained_ids
-    weights = with_added_rows(seq2seq_weights(folder), config, added_ids, seed)
+    own = seq2seq_weights(folder, config, stored_rows=stored["vocab_size"])
     description = f"the encoder-decoder in {section.model_name_or_path}"
-    return ModelSource(config, with_checked_shapes(weights, config, folder), description)
+    return ModelSource(config, with_added_rows(own, config, added_ids, seed), description)
 
 
 _OWN_FIELDS = {"pad_token_id", "eos_token_id", "decoder_start_token_id", "loss_chunk_tokens", "use_flash_attention"}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_encdec.model.loss import linear_cross_entropy
 
@@ -102,14 +105,29 @@ def test_a_frozen_weight_gets_no_gradient_and_hidden_still_does() -> None:
     assert hidden.grad.abs().sum() > 0
 
 
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+        return func(*args, **kwargs or {})
+
+
 @pytest.mark.parametrize("grad_enabled", [True, False])
-def test_without_gradients_none_are_computed(grad_enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_gradients_none_are_computed(grad_enabled: bool) -> None:
     """Counted by the matrix products of a chunk: one for logits, two more for gradients."""
     hidden, weight, labels = inputs(torch.float32)
-    products = []
-    original = torch.mm
-    monkeypatch.setattr(torch, "mm", lambda *args, **options: products.append(1) or original(*args, **options))
-    with torch.set_grad_enabled(grad_enabled):
+    with torch.set_grad_enabled(grad_enabled), Products() as products:
         loss, _ = linear_cross_entropy(hidden, weight, labels, TOKENS)
     assert loss.requires_grad == grad_enabled
-    assert len(products) == (2 if grad_enabled else 1)  # hidden's gradient is a product by operator
+    assert products.count == (3 if grad_enabled else 1)
+
+
+def test_a_second_backward_pass_is_refused_rather_than_scaled_twice() -> None:
+    hidden, weight, labels = inputs(torch.float32)
+    loss, _ = linear_cross_entropy(hidden, weight, labels, 8)
+    (loss * 2).backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -16,7 +16,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from ds_encdec.config.schema import ArchitectureConfig, ModelConfig
 from ds_encdec.model.initialization import random_weights
 from ds_encdec.model.parameter_count import parameter_shapes
-from ds_encdec.model.safetensors_folder import write_safetensors_folder
+from ds_encdec.model.safetensors_folder import SafetensorsFolder, write_safetensors_folder
 from ds_encdec.model.source import ModelSource, resolve_model
 from ds_encdec.tokenizer.sentinels import Vocabulary
 from ds_encdec.types import CheckpointError, ConfigError
@@ -177,15 +177,45 @@ def test_unusable_folders_say_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not supported: rope type 'yarn'"):
         resolve(tmp_path)
     edit_config(tmp_path, rope_scaling=None, intermediate_size=64)
-    with pytest.raises(CheckpointError, match=r"gate_proj.weight has shape \(48, 32\), .* asks for \(64, 32\)"):
-        resolve(tmp_path).weights("encoder.layers.0.mlp.gate_proj.weight")
+    with pytest.raises(CheckpointError, match=r"-of-.*_proj.weight has shape \(48, 32\), .* asks for \(64, 32\)"):
+        resolve(tmp_path)
     edit_config(tmp_path, intermediate_size=48)
     shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
     shard.write_bytes(shard.read_bytes()[:100])
-    with pytest.raises(CheckpointError, match="is damaged"):
-        list(map(resolve(tmp_path).weights, parameter_shapes(tiny_config())))
+    with pytest.raises(CheckpointError, match=f"{shard.name} is damaged"):
+        resolve(tmp_path)
     shard.unlink()
     with pytest.raises(CheckpointError, match=f"names the shard {shard.name}, which is missing"):
+        resolve(tmp_path)
+
+
+@pytest.mark.parametrize("max_shard_size", ["5GB", "20KB"])
+def test_a_tensor_too_few_or_of_another_shape_is_noticed_before_any_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_shard_size: str
+) -> None:
+    model = tiny_model()
+    model.save_pretrained(tmp_path, max_shard_size=max_shard_size)
+    resolve(tmp_path)
+    monkeypatch.setattr(SafetensorsFolder, "tensor", None)  # no data is needed
+    edit_config(tmp_path, num_hidden_layers=3)
+    with pytest.raises(CheckpointError, match=r"lacks 11 of the model's \d+ tensors, decoder\.layers\.2\."):
+        resolve(tmp_path)
+    edit_config(tmp_path, num_hidden_layers=2, vocab_size=112)
+    with pytest.raises(CheckpointError, match=r"safetensors: shared.weight has shape \(97, 32\), .* \(112, 32\)"):
+        resolve(tmp_path)
+
+
+def test_an_index_that_names_the_wrong_shard_is_noticed(tmp_path: Path) -> None:
+    qwen3_folder(tmp_path, max_shard_size="20KB")
+    index = tmp_path / "model.safetensors.index.json"
+    stored = json.loads(index.read_text())
+    shards = sorted(set(stored["weight_map"].values()))
+    stored["weight_map"]["model.norm.weight"] = shards[0]
+    index.write_text(json.dumps(stored))
+    with pytest.raises(CheckpointError, match=f"{shards[0]} has no model.norm.weight"):
+        resolve(tmp_path)
+    index.write_text("{}")
+    with pytest.raises(CheckpointError, match=r"index\.json is damaged"):
         resolve(tmp_path)
 
 
