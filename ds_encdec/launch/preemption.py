@@ -4,6 +4,9 @@ Schedulers send SIGTERM or SIGUSR1, a person SIGINT. They reach the ranks at dif
 some ranks not at all, so the loop exchanges `StopRequest.requested` between ranks once per step and
 acts on the common answer. A launcher killed outright tells nobody: with `deepspeed` on one node, even
 SIGTERM ends the launcher and leaves the ranks running, so every rank watches for its launchers itself.
+
+A rank whose peer has died may sit in a collective for ever. DeepSpeed's launcher then sends SIGTERM to one rank after
+the other and gives each 30 seconds; a rank that has not taken a step for a while ends at its SIGTERM instead.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -22,7 +26,7 @@ from ds_encdec.types import HangError
 
 logger = logging.getLogger(__name__)
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 LAUNCHER_PROGRAMS = ("deepspeed", "deepspeed.launcher.launch", "torchrun", "torch.distributed.run")
 """Scripts and modules whose python processes are launchers."""
@@ -31,22 +35,41 @@ LAUNCHER_PROGRAMS = ("deepspeed", "deepspeed.launcher.launch", "torchrun", "torc
 class StopRequest:
     """Notices that this run should end. Use as a context manager around the loop, in the main thread.
 
-    `grace_seconds`: how long the process may live on, to save itself, after its launcher is gone;
-    then it is ended with HangError's exit code, since nothing else would end it.
+    The loop asks `requested` once per step: that is also its sign of life. `grace_seconds`: how long the process may
+    live on, to save itself, after its launcher is gone. `stuck_seconds`: how long after its last sign of life SIGTERM
+    finds a rank stuck (never less than twice its longest pause so far, which may be an evaluation or a save); a rank
+    that has seen the request is on its way out and has all the time it needs. Either way the process is ended with
+    HangError's exit code, since nothing else would end it.
     """
 
-    def __init__(self, world: World, grace_seconds: float = 300.0, poll_seconds: float = 2.0) -> None:
+    def __init__(
+        self,
+        world: World,
+        grace_seconds: float = 300.0,
+        poll_seconds: float = 2.0,
+        stuck_seconds: float = 60.0,
+    ) -> None:
         self._launchers = [] if world.launcher == SINGLE_PROCESS else launchers_above(os.getpid())
         self._grace_seconds = grace_seconds
         self._poll_seconds = poll_seconds
+        self._stuck_seconds = stuck_seconds
         self._reason: str | None = None
+        self._terminated = False
+        self._seen = False
+        self._asked_at: float | None = None
+        self._longest_pause_seconds = 0.0
         self._left = threading.Event()
         self._previous_handlers: dict[int, object] = {}
 
     @property
     def requested(self) -> bool:
         """True from the first signal, or from the launcher's end, on. Of this rank: exchange it."""
-        return self._reason is not None
+        now = time.monotonic()
+        if self._asked_at is not None:
+            self._longest_pause_seconds = max(self._longest_pause_seconds, now - self._asked_at)
+        self._asked_at = now
+        self._seen = self._reason is not None
+        return self._seen
 
     @property
     def reason(self) -> str | None:
@@ -55,9 +78,10 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         for number in STOP_SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # nohup: the run is meant to outlive its terminal
             self._previous_handlers[number] = signal.signal(number, self._on_signal)
-        if self._launchers:
-            threading.Thread(target=self._watch_launchers, name="launcher-watch", daemon=True).start()
+        threading.Thread(target=self._watch, name="stop-watch", daemon=True).start()
         return self
 
     def __exit__(
@@ -68,20 +92,32 @@ class StopRequest:
             signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.requested:
+        if number == signal.SIGINT and self._reason is not None:
             raise KeyboardInterrupt  # the second Ctrl-C: now, without a checkpoint
         self._reason = self._reason or signal.Signals(number).name
+        self._terminated = self._terminated or number == signal.SIGTERM
 
-    def _watch_launchers(self) -> None:
+    def _watch(self) -> None:
+        """Look after launchers and signs of life, in a thread: the main one may sit in a collective for ever."""
+        started_at = time.monotonic()
         while not self._left.wait(self._poll_seconds):
             gone = [launcher for launcher in self._launchers if not is_alive(launcher)]
             if gone:
                 self._reason = self._reason or f"launcher {gone[0].pid} gone"
                 logger.error("The launcher (process %d) is gone: saving and stopping.", gone[0].pid)
                 if not self._left.wait(self._grace_seconds):
-                    logger.error("Still running %.0f s after the launcher went: ending.", self._grace_seconds)
-                    os._exit(HangError.exit_code)  # the main thread may sit in a collective for ever
+                    self._end(f"Still running {self._grace_seconds:.0f} s after the launcher went")
                 return
+            silent_seconds = time.monotonic() - (self._asked_at or started_at)
+            if self._terminated and not self._seen and silent_seconds > self._patience_seconds():
+                self._end(f"Asked to stop, and no step for {silent_seconds:.0f} s: another rank is probably gone")
+
+    def _patience_seconds(self) -> float:
+        return max(self._stuck_seconds, 2 * self._longest_pause_seconds)
+
+    def _end(self, why: str) -> None:
+        logger.error("%s: ending.", why)
+        os._exit(HangError.exit_code)
 
 
 def launchers_above(pid: int) -> list[psutil.Process]:

@@ -10,6 +10,7 @@ import gc
 import os
 import socket
 import warnings
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Literal
 
@@ -85,6 +86,18 @@ def shutdown() -> None:
     dist.destroy_process_group()
 
 
+def openmp_threads(environ: Mapping[str, str], world: World, usable_cores: int) -> int | None:
+    """This rank's share of the machine's cores; None where the user has set OMP_NUM_THREADS.
+
+    torchrun sets it to 1 where it is unset (torch/distributed/run.py), and a CPU optimizer on one core takes longer
+    than the rest of the step. So its 1 is no one's wish; any other number is.
+    """
+    given = environ.get("OMP_NUM_THREADS")
+    if given is None or (given == "1" and "TORCHELASTIC_RUN_ID" in environ):
+        return max(1, usable_cores // world.local_world_size)
+    return None
+
+
 def _prepare_environment(world: World, device: torch.device) -> None:
     """Export the World to libraries that read it from the environment, and the settings they need."""
     os.environ.update(
@@ -102,8 +115,8 @@ def _prepare_environment(world: World, device: torch.device) -> None:
         if world.num_nodes == 1 and "lo" in (name for _, name in socket.if_nameindex()):
             # Where the host's own name does not resolve, or only to a foreign interface, gloo cannot connect.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if "OMP_NUM_THREADS" not in os.environ:
-        threads = max(1, _usable_cores() // world.local_world_size)
+    threads = openmp_threads(os.environ, world, _usable_cores())
+    if threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
         torch.set_num_threads(threads)  # OpenMP may have read its variable already
 

@@ -20,14 +20,27 @@ SINGLE = discover({})
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_signal_asks_for_a_stop(number: signal.Signals) -> None:
-    before = signal.getsignal(number)
-    with StopRequest(SINGLE) as stop:
-        assert not stop.requested
-        assert stop.reason is None
-        os.kill(os.getpid(), number)
-        assert stop.requested
-        assert stop.reason == number.name
-    assert signal.getsignal(number) is before
+    outside = signal.signal(number, signal.SIG_DFL)
+    try:
+        with StopRequest(SINGLE) as stop:
+            assert not stop.requested
+            assert stop.reason is None
+            os.kill(os.getpid(), number)
+            assert stop.requested
+            assert stop.reason == number.name
+        assert signal.getsignal(number) == signal.SIG_DFL
+    finally:
+        signal.signal(number, outside)
+
+
+def test_nohup_is_respected() -> None:
+    outside = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest(SINGLE) as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.requested
+    finally:
+        signal.signal(signal.SIGHUP, outside)
 
 
 def test_second_ctrl_c_does_not_wait_for_the_checkpoint() -> None:
@@ -111,6 +124,41 @@ def test_hanging_rank_ends_after_the_grace_period(tmp_path: Path) -> None:
     launcher.wait()
     wait_until_gone(rank, seconds=20)  # without the watch it would sleep for a minute
     assert not (tmp_path / "saved").exists()
+
+
+# Ranks that got SIGTERM: one sits in a collective, one is slow but takes its steps, one has seen the request and saves.
+LOOP = """
+import sys, time
+from pathlib import Path
+from ds_encdec.launch.preemption import StopRequest
+from ds_encdec.launch.world import discover
+folder, kind = Path(sys.argv[1]), sys.argv[2]
+with StopRequest(discover({}), poll_seconds=0.05, stuck_seconds=2) as stop:
+    for step in range(3):
+        assert not stop.requested
+        time.sleep(2.0 if kind == "slow" else 0.01)
+    (folder / "ready").touch()
+    if kind == "stuck":
+        time.sleep(60)
+    time.sleep(0.5)
+    assert stop.requested
+    time.sleep(3 if kind == "saving" else 0)
+(folder / "saved").touch()
+"""
+
+
+@pytest.mark.parametrize(("kind", "exit_code"), [("stuck", 8), ("slow", 0), ("saving", 0)])
+def test_sigterm_ends_a_rank_that_takes_no_steps(tmp_path: Path, kind: str, exit_code: int) -> None:
+    (tmp_path / "loop.py").write_text(LOOP)
+    rank = subprocess.Popen([sys.executable, str(tmp_path / "loop.py"), str(tmp_path), kind])
+    try:
+        wait_for(tmp_path / "ready")
+        rank.terminate()
+        assert rank.wait(timeout=20) == exit_code
+    finally:
+        rank.kill()
+        rank.wait()
+    assert (tmp_path / "saved").exists() == (exit_code == 0)
 
 
 def test_only_launchers_are_watched() -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from ds_encdec.launch.process_group import choose_device, shutdown
+from ds_encdec.launch.process_group import choose_device, openmp_threads, shutdown
 from ds_encdec.launch.world import discover
 from ds_encdec.types import ConfigError
 
@@ -34,6 +34,23 @@ def test_a_machine_with_accelerators() -> None:
     crowded = dataclasses.replace(SINGLE, world_size=DEVICES + 1, local_world_size=DEVICES + 1)
     with pytest.raises(ConfigError, match=f"{DEVICES + 1} ranks"):
         choose_device("cuda", crowded)
+
+
+@pytest.mark.parametrize(
+    ("environ", "threads"),
+    [
+        ({}, 3),
+        ({"OMP_NUM_THREADS": "2"}, None),
+        ({"OMP_NUM_THREADS": "1"}, None),
+        ({"TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1"}, 3),  # torchrun's own doing
+        ({"TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "2"}, None),
+        ({"TORCHELASTIC_RUN_ID": "none"}, 3),
+    ],
+)
+def test_ranks_share_the_cores_unless_the_user_says_otherwise(environ: dict[str, str], threads: int | None) -> None:
+    world = dataclasses.replace(SINGLE, world_size=4, local_world_size=4)
+    assert openmp_threads(environ, world, usable_cores=14) == threads
+    assert openmp_threads(environ, world, usable_cores=2) == (threads and 1)
 
 
 def test_shutdown_without_a_group_does_nothing() -> None:
