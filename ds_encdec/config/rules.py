@@ -92,7 +92,8 @@ def _precision(config: FullConfig) -> Iterator[Conflict]:
         yield Conflict(("training.bf16", "training.fp16"), "at most one may be true; both false is float32")
     if config.training.fp16 and config.infra.device == "cpu":
         yield Conflict(("training.fp16", "infra.device"), "DeepSpeed trains no float16 on CPUs: use bf16")
-    if config.training.fp16 and config.infra.sharding_stage == "zero0" and config.infra.distributed_type != "fsdp":
+    unsharded = config.infra.sharding_stage == "zero0" and config.infra.distributed_type in ("deepspeed", "auto")
+    if config.training.fp16 and unsharded:
         # DeepSpeed 0.19.8 unscales these gradients without having scaled the loss (runtime/engine.py: backward).
         message = "without sharding DeepSpeed trains float16 wrongly: use bf16, or zero1 to zero3"
         yield Conflict(("training.fp16", "infra.sharding_stage"), message)

@@ -71,7 +71,7 @@ class DeepSpeedEngine:
         )
         assert_ties(model)
         if weights and self._engine.zero_optimization():
-            set_master_weights(model, weights, rounded)
+            set_master_weights(model, weights, rounded, device)
         self.model: torch.nn.Module = self._engine.module
         self._gate = step_gate(self._engine)
         self._engine.train()

@@ -68,18 +68,18 @@ def load_weights(model: nn.Module, weights: WeightSource) -> list[str]:
     return rounded
 
 
-def set_master_weights(model: nn.Module, weights: WeightSource, names: list[str]) -> None:
+def set_master_weights(model: nn.Module, weights: WeightSource, names: list[str], device: torch.device) -> None:
     """Give the optimizer's float32 weights of the parameters `names` the exact values of `weights`.
 
     DeepSpeed made them from bf16 or fp16 parameters. ZeRO 1-3, after `deepspeed.initialize`. Collective; rank 0 reads
-    and broadcasts one parameter at a time.
+    and broadcasts one parameter at a time, through `device`.
     """
     reads = dist.get_rank() == 0
     parameters = dict(model.named_parameters())
     error: Exception | None = None
     for name in names:
         parameter = parameters[name]
-        full = torch.zeros(_full_shape(parameter), dtype=torch.float32, device=parameter.device)
+        full = torch.zeros(_full_shape(parameter), dtype=torch.float32, device=device)
         if reads and error is None:
             source, error = attempt(partial(_read, weights, name, parameter))
             if source is not None:

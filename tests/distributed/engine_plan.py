@@ -95,6 +95,9 @@ UNTRAINED: dict[str, dict[str, Any]] = {
 }
 """Runs with float32 weights beside those they compute with, by name."""
 
+LOSSLESS = ("zero1-bf16", "zero3-bf16")
+"""Those of them that also start from a bf16 source."""
+
 UNREADABLE = {f"{stage}-{problem}": (stage, problem) for stage in ("zero1", "zero3") for problem in ("shape", "error")}
 """Sources that rank 0 cannot read, by name."""
 
@@ -116,7 +119,7 @@ def cases(world_size: int, folder: Path) -> list[Case]:
     plan += [
         (f"untrained {name} {source}", "untrained", {"source": source, **given})
         for name, given in UNTRAINED.items()
-        for source in ("float32", "bf16")
+        for source in (("float32", "bf16") if name in LOSSLESS else ("float32",))
     ]
     plan += [
         (f"unreadable {name}", "unreadable_weights", {"sharding_stage": stage, "problem": problem})

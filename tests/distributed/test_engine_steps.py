@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Results
-from engine_plan import CHANGED_RESUMES, RESUMES, SKIPS, UNREADABLE, UNTRAINED
+from engine_plan import CHANGED_RESUMES, LOSSLESS, RESUMES, SKIPS, UNREADABLE, UNTRAINED
 from small_run import MODEL, SHORT_ACCUMULATION, lane_batches, run_config, weights
 from torch_oracle import TorchOracle
 
@@ -81,9 +81,14 @@ def test_training_starts_from_the_source_to_the_bit(engine_results: Results, cas
     for number, rank in enumerate(engine_results(2, f"untrained {case} float32")):
         assert_identical(rank["weights"], {name: weights(name) for name in names})
         assert set(rank["asked"]) == (set() if number else set(names))  # rank 0 reads, nobody else
+
+
+@pytest.mark.parametrize("case", LOSSLESS)
+def test_a_bf16_source_is_read_once(engine_results: Results, case: str) -> None:
+    names = list(parameter_shapes(MODEL))
     for number, rank in enumerate(engine_results(2, f"untrained {case} bf16")):
         assert_identical(rank["weights"], {name: weights(name).bfloat16().float() for name in names})
-        assert rank["asked"] == ([] if number else names)  # once: bf16 loses nothing of it
+        assert rank["asked"] == ([] if number else names)
 
 
 @pytest.mark.parametrize("case", UNREADABLE)
