@@ -125,6 +125,8 @@ class MixtureSource(Section):
     """See `data.dataset_config`."""
     dataset_split: str = "train"
     """See `data.dataset_split`."""
+    dataset_revision: str | None = None
+    """See `data.dataset_revision`."""
     data_files: DataFiles | None = None
     """See `data.data_files`."""
     text_column: str = "text"
@@ -141,6 +143,9 @@ class DataConfig(Section):
     """Configuration (subset) of a Hugging Face data set."""
     dataset_split: str = "train"
     """Split of a Hugging Face data set."""
+    dataset_revision: str | None = None
+    """Branch, tag or commit of a data set on the hub; None: its main branch. A run keeps the commit that it found
+    at its first start, so later pushes change nothing."""
     data_files: DataFiles | None = None
     """Paths or glob patterns of local files, for `text` (one document per file; files above 64 KiB are cut at
     blank lines into documents of at most that size), `json` (JSON lines) and `parquet`."""

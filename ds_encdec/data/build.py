@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.chunks import Chunker
-from ds_encdec.data.evaluation import eval_batches
-from ds_encdec.data.fingerprint import fingerprint, require_same
+from ds_encdec.data.collate import pinned
+from ds_encdec.data.evaluation import cached_examples, find_examples, pack_examples
+from ds_encdec.data.fingerprint import digest, fingerprint, require_same
+from ds_encdec.data.hub_commits import resolve_commits
 from ds_encdec.data.lane import Pipeline
 from ds_encdec.data.loader import LaneLoader
 from ds_encdec.data.packing import token_budgets
 from ds_encdec.data.sources import open_sources
 from ds_encdec.data.survey import require_one_step, survey
 from ds_encdec.data.text_tokens import TextTokenizer
-from ds_encdec.types import Batch
+from ds_encdec.types import Batch, Example
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -29,8 +32,8 @@ if TYPE_CHECKING:
 class TrainingData:
     """The data of one rank.
 
-    `eval_batches` reads and packs the held-out examples at its first call and keeps them. `ratio`: encoder
-    tokens per decoder token, by which the micro-batch was divided.
+    `eval_batches` packs the held-out examples at its first call and keeps the batches. `ratio`: encoder
+    tokens per decoder token, by which the micro-batch was divided. `commits`: see `resolve_commits`.
     """
 
     loader: LaneLoader
@@ -38,10 +41,15 @@ class TrainingData:
     pipeline: Pipeline
     fingerprint: dict[str, Any]
     ratio: float
+    commits: Mapping[str, str]
 
     def saved(self) -> dict[str, Any]:
         """What a checkpoint keeps for `build_data(saved=...)`, beside the loader's records. Equal on all ranks."""
-        return {"fingerprint": self.fingerprint, "encoder_decoder_ratio": self.ratio}
+        return {
+            "fingerprint": self.fingerprint,
+            "encoder_decoder_ratio": self.ratio,
+            "dataset_commits": dict(self.commits),
+        }
 
 
 def build_data(
@@ -53,18 +61,27 @@ def build_data(
     world_size: int,
     num_lanes: int,
     saved: dict[str, Any] | None = None,
+    commits: Mapping[str, str] | None = None,
     accept_other_data: bool = False,
+    evaluation_cache: Path | None = None,
+    pin_memory: bool = False,
 ) -> TrainingData:
     """Open the sources and wire the loader. Starts no process and reads a few hundred documents at most.
 
-    `saved`: what an earlier `TrainingData.saved()` of the run returned. Raises DataError for sources that are
-    missing, unreadable or too small, ConfigError for lanes that ranks do not divide, and CheckpointError when the data
-    is not that of `saved` (unless `accept_other_data`).
+    `saved`: what an earlier `TrainingData.saved()` of the run returned. `commits`: what `resolve_commits` found on one
+    rank for all of them; None: looked up here. `evaluation_cache`: a folder; the evaluation examples are found now
+    and kept in it, or read from it. None: they are found at the first evaluation, by every rank. `pin_memory`: batches
+    are in page-locked memory, for a GPU.
+
+    Raises DataError for sources that are missing, unreadable or too small, ConfigError for lanes that ranks do not
+    divide, and CheckpointError when the data is not that of `saved` (unless `accept_other_data`).
     """
     data, training = config.data, config.training
+    if commits is None:
+        commits = resolve_commits(data, saved["dataset_commits"] if saved else None)
     tokenize = TextTokenizer.of(tokenizer)
     chunker = Chunker.from_config(data, training.seed, vocabulary)
-    sources = open_sources(data, training.seed, vocabulary, num_lanes)
+    sources = open_sources(data, training.seed, vocabulary, num_lanes, commits)
     if saved is None:
         found = survey(sources, tokenize, chunker)
         ratio = found.ratio
@@ -85,11 +102,34 @@ def build_data(
     facts = fingerprint(config, pipeline)
     if saved is not None and not accept_other_data:
         require_same(saved["fingerprint"], facts)
-    loader = LaneLoader(pipeline, rank=rank, world_size=world_size, num_workers=data.preprocessing_num_workers)
+    loader = LaneLoader(
+        pipeline,
+        rank=rank,
+        world_size=world_size,
+        num_workers=data.preprocessing_num_workers,
+        pin_memory=pin_memory,
+    )
     eval_budgets = token_budgets(data, training.per_device_eval_batch_size, ratio)
 
     @cache
-    def held_out() -> Sequence[Batch]:
-        return eval_batches(pipeline, eval_budgets, training.eval_samples, rank=rank, world_size=world_size)
+    def eval_examples() -> Sequence[Example]:
+        return _eval_examples(pipeline, training.eval_samples, facts, evaluation_cache)
 
-    return TrainingData(loader, held_out, pipeline, facts, ratio)
+    @cache
+    def eval_batches() -> Sequence[Batch]:
+        batches = pack_examples(eval_examples(), pipeline, eval_budgets, rank=rank, world_size=world_size)
+        return [pinned(batch) for batch in batches] if pin_memory else batches
+
+    if evaluation_cache and training.eval_samples:
+        eval_examples()
+    return TrainingData(loader, eval_batches, pipeline, facts, ratio, commits)
+
+
+def _eval_examples(
+    pipeline: Pipeline, num_examples: int, facts: dict[str, Any], cache_folder: Path | None
+) -> Sequence[Example]:
+    """The held-out examples, from the file in `cache_folder` that is named after all they depend on."""
+    if cache_folder is None:
+        return find_examples(pipeline, num_examples)
+    name = f"examples-{digest([facts, num_examples])}.npz"
+    return cached_examples(cache_folder / name, lambda: find_examples(pipeline, num_examples))

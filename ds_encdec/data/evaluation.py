@@ -1,10 +1,20 @@
-"""The evaluation batches: the first examples of the held-out documents, the same at every evaluation and world size."""
+"""The evaluation split: the first examples of the held-out documents, the same at every evaluation and world size.
+
+Finding them takes a look at the keys of about `eval_samples / eval_fraction` documents, so it is done once, and
+the examples are kept in a small file.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from itertools import islice
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, islice
+from pathlib import Path
+from zipfile import BadZipFile
+
+import numpy as np
 
 from ds_encdec.data.collate import collate
 from ds_encdec.data.held_out import held_out_hash
@@ -12,61 +22,134 @@ from ds_encdec.data.lane import Pipeline
 from ds_encdec.data.packing import Budgets, Waiting
 from ds_encdec.data.randomness import Permutation
 from ds_encdec.data.sources import AnyDocument, OpenSource, StreamSource
-from ds_encdec.types import Batch, DataError, Example
+from ds_encdec.types import DENOISERS, Batch, DataError, Example
 
 _SEED = 0
 """Evaluation does not depend on the run's seed, so that runs can be compared."""
 
+logger = logging.getLogger(__name__)
 
-def eval_batches(pipeline: Pipeline, budgets: Budgets, num_examples: int, *, rank: int, world_size: int) -> list[Batch]:
-    """Rank `rank`'s part of the first `num_examples` held-out examples (fewer, if there are no more).
 
-    All ranks pack the same batches; batch j goes to rank j mod world_size, and empty batches make the ranks'
-    lists equally long. Raises DataError when nothing is held out.
-    """
-    packer = dataclasses.replace(pipeline, budgets=budgets).packer()
-    arrivals = (
-        Waiting(example, len(example.encoder_ids), len(example.decoder_ids))
-        for example in islice(held_out_examples(pipeline), num_examples)
-    )
-    packed: list[list[Example]] = list(iter(lambda: packer.pack(arrivals), []))
-    if not packed:
+def cached_examples(cache_file: Path, find: Callable[[], Sequence[Example]]) -> Sequence[Example]:
+    """The examples in `cache_file`; where there is none, those that `find` returns, which are then kept in it."""
+    if cache_file.exists():
+        return _read_examples(cache_file)
+    logger.info("finding the examples to evaluate on; they are kept in %s", cache_file)
+    examples = find()
+    _write_examples(cache_file, examples)
+    return examples
+
+
+def find_examples(pipeline: Pipeline, num_examples: int) -> list[Example]:
+    """The first `num_examples` held-out examples (fewer, if there are no more). Raises DataError when there is none."""
+    examples = list(islice(held_out_examples(pipeline), num_examples))
+    if not examples:
         raise DataError(
             "no document is held out for evaluation: raise data.eval_fraction, add documents (two at least), or turn "
             "evaluation off with training.eval_samples=0"
         )
+    return examples
+
+
+def pack_examples(
+    examples: Sequence[Example], pipeline: Pipeline, budgets: Budgets, *, rank: int, world_size: int
+) -> list[Batch]:
+    """Rank `rank`'s part of `examples`.
+
+    All ranks pack the same batches; batch j goes to rank j mod world_size, and empty batches make the ranks'
+    lists equally long.
+    """
+    packer = dataclasses.replace(pipeline, budgets=budgets).packer()
+    arrivals = iter([Waiting(example, len(example.encoder_ids), len(example.decoder_ids)) for example in examples])
+    packed: list[list[Example]] = list(iter(lambda: packer.pack(arrivals), []))
     rounds = -(-len(packed) // world_size)
     packed += [[]] * (rounds * world_size - len(packed))
     vocabulary = pipeline.chunker.vocabulary
     return [
-        collate(examples, budgets, decoder_start_id=vocabulary.decoder_start_id, pad_id=vocabulary.pad_id)
-        for examples in packed[rank::world_size]
+        collate(batch, budgets, decoder_start_id=vocabulary.decoder_start_id, pad_id=vocabulary.pad_id)
+        for batch in packed[rank::world_size]
     ]
 
 
 def held_out_examples(pipeline: Pipeline) -> Iterator[Example]:
-    """Every held-out example once, source by source in turn, denoised alike in all runs."""
+    """Every held-out example once, denoised alike in all runs; documents come from the sources by weight."""
     chunker = dataclasses.replace(pipeline.chunker, seed=_SEED)
-    queues = [_held_out_documents(opened) for opened in pipeline.sources]
-    while queues:
-        for documents in list(queues):
-            document = next(documents, None)
-            if document is None:
-                queues.remove(documents)
-                continue
-            tokens = pipeline.tokens(document)
-            for chunk in chunker.chunks(len(tokens), document.key, 0):
-                yield chunker.example(chunk, tokens, document.key)
+    for document in _by_weight(pipeline.sources):
+        tokens = pipeline.tokens(document)
+        for chunk in chunker.chunks(len(tokens), document.key, 0):
+            yield chunker.example(chunk, tokens, document.key)
+
+
+def _by_weight(sources: Sequence[OpenSource]) -> Iterator[AnyDocument]:
+    """Held-out documents in turns that keep every prefix in proportion to the weights.
+
+    The next one is of the source that is furthest behind its share. A source that has no more drops out.
+    """
+    queues = {number: _held_out_documents(opened) for number, opened in enumerate(sources)}
+    due = {number: 1 / opened.weight for number, opened in enumerate(sources)}
+    while due:
+        number = min(due, key=lambda candidate: due[candidate])
+        document = next(queues[number], None)
+        if document is None:
+            del due[number]
+        else:
+            due[number] += 1 / sources[number].weight
+            yield document
 
 
 def _held_out_documents(opened: OpenSource) -> Iterator[AnyDocument]:
+    """The held-out documents of a source. Keys come first: others are not read where the source can avoid it."""
     source = opened.source
+
+    def is_held_out(key: str) -> bool:
+        return held_out_hash(key) < opened.held_out_below
+
+    if not opened.held_out_below:
+        return
     if isinstance(source, StreamSource):
         for unit in range(source.num_units):
-            documents = source.documents(unit, 0)
-            yield from (one for one in documents if held_out_hash(one.key) < opened.held_out_below)
-    elif opened.held_out_below:
+            yield from source.documents(unit, 0, is_held_out)
+    else:
         order = Permutation(len(source), _SEED, "evaluation")
-        for index in (order[place] for place in range(len(source))):
-            if held_out_hash(source.key(index)) < opened.held_out_below:
-                yield source.document(index)
+        indices = (order[place] for place in range(len(source)))
+        yield from (source.document(index) for index in indices if is_held_out(source.key(index)))
+
+
+def _write_examples(path: Path, examples: Sequence[Example]) -> None:
+    """One .npz file of flat ids, lengths, denoisers and document keys. It appears complete, or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with open(unfinished, "wb") as file:
+        np.savez(
+            file,
+            encoder_ids=np.concatenate([example.encoder_ids for example in examples]),
+            encoder_lengths=np.array([len(example.encoder_ids) for example in examples]),
+            decoder_ids=np.concatenate([example.decoder_ids for example in examples]),
+            decoder_lengths=np.array([len(example.decoder_ids) for example in examples]),
+            denoisers=np.array([DENOISERS.index(example.denoiser) for example in examples]),
+            documents=np.array([example.document for example in examples]),
+        )
+    unfinished.replace(path)
+
+
+def _read_examples(path: Path) -> list[Example]:
+    """What `_write_examples` wrote. Raises DataError for a damaged file."""
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            arrays = {name: stored[name] for name in stored.files}
+    except (OSError, ValueError, EOFError, BadZipFile) as error:
+        raise DataError(f"{path}: cannot be read ({error}). Delete it: it is made again") from error
+    return [
+        Example(encoder_ids, decoder_ids, DENOISERS[denoiser], str(document))
+        for encoder_ids, decoder_ids, denoiser, document in zip(
+            _split(arrays["encoder_ids"], arrays["encoder_lengths"]),
+            _split(arrays["decoder_ids"], arrays["decoder_lengths"]),
+            arrays["denoisers"],
+            arrays["documents"],
+            strict=True,
+        )
+    ]
+
+
+def _split(flat: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
+    return np.split(flat, list(accumulate(lengths.tolist()))[:-1])

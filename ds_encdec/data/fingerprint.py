@@ -30,7 +30,7 @@ def fingerprint(config: FullConfig, pipeline: Pipeline) -> dict[str, Any]:
     """JSON-able facts; two runs whose facts are equal see the same examples in the same order.
 
     Fields carry their configuration names. The tokenizer is known by what it makes of a fixed text, sources by
-    names and sizes (local files), revision (hub) or content (built-in corpus).
+    commit (hub), content (built-in corpus), or names, sizes, beginnings and ends of their files (local).
     """
     vocabulary = pipeline.chunker.vocabulary
     facts = {f"data.{name}": getattr(config.data, name) for name in _ORDER_FIELDS}

@@ -8,26 +8,30 @@ again up to its window.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
 import datasets
+import httpx
 
 from ds_encdec.config.schema import MixtureSource
-from ds_encdec.data.local_files import ParquetFiles, missing_column, text_of
+from ds_encdec.data.local_files import ParquetFiles, file_digests, missing_column, short_names, text_of
+from ds_encdec.data.remote import retry_rows
 from ds_encdec.types import DataError, Document
 
 
 def open_hub_data(entry: MixtureSource, num_lanes: int, *, streaming: bool) -> HubTable | HubStream | ParquetFiles:
     """Open the data set that `entry` names. Raises DataError."""
     with _readable_errors(entry):
-        if not streaming:
-            return HubTable(entry, datasets.load_dataset(**_arguments(entry), split=entry.dataset_split))
         builder = datasets.load_dataset_builder(**_arguments(entry))
-        identity = {**_identity(entry), "revision": builder.hash}
-        files = (builder.config.data_files or {}).get(entry.dataset_split, [])
+        identity = _identity(entry, builder)
+        if not streaming:
+            builder.download_and_prepare()
+            return HubTable(entry, builder.as_dataset(split=entry.dataset_split), identity)
+        files = _files(entry, builder)
         if type(builder).__module__.endswith(".parquet") and files:
             return ParquetFiles(list(files), entry.text_column, num_lanes=num_lanes, identity=identity)
         stream = datasets.load_dataset(**_arguments(entry), split=entry.dataset_split, streaming=True)
@@ -37,13 +41,13 @@ def open_hub_data(entry: MixtureSource, num_lanes: int, *, streaming: bool) -> H
 class HubTable:
     """A downloaded data set. A `MapSource`."""
 
-    def __init__(self, entry: MixtureSource, table: datasets.Dataset) -> None:
+    def __init__(self, entry: MixtureSource, table: datasets.Dataset, identity: dict[str, Any]) -> None:
         if entry.text_column not in table.column_names:
             raise missing_column(entry.text_column, _name(entry), table.column_names)
         self._table = table.select_columns([entry.text_column])
         self._column = entry.text_column
         self._name = _name(entry)
-        self.identity = {**_identity(entry), "rows": len(table), "revision": str(table.download_size)}
+        self.identity = {**identity, "rows": len(table)}
 
     def __len__(self) -> int:
         return len(self._table)
@@ -70,25 +74,40 @@ class HubStream:
         self.num_units = stream.num_shards
         self.identity = identity
 
-    def documents(self, unit: int, first_row: int) -> Iterator[Document]:
-        """The documents of a shard from row `first_row` on; those before are read and dropped."""
+    def documents(self, unit: int, first_row: int, wanted: Callable[[str], bool] | None = None) -> Iterator[Document]:
+        """The documents of a shard from row `first_row` on (those before are read and dropped) that are `wanted`."""
         shard = self._stream.shard(num_shards=self.num_units, index=unit)
-        for row, record in enumerate(islice(shard, first_row, None), start=first_row):
+        records = retry_rows(lambda row: islice(shard, row, None), first_row, f"{self._name}, shard {unit}")
+        for row, record in enumerate(records, start=first_row):
             key = f"{self._name}:{unit}:{row}"
-            yield Document(key, text_of(record[self._column], key))
+            if wanted is None or wanted(key):
+                yield Document(key, text_of(record[self._column], key))
 
 
 def _arguments(entry: MixtureSource) -> dict[str, Any]:
     files = list(entry.data_files) if isinstance(entry.data_files, tuple) else entry.data_files
-    return {"path": entry.dataset_name, "name": entry.dataset_config, "data_files": files}
+    return {
+        "path": entry.dataset_name,
+        "name": entry.dataset_config,
+        "data_files": files,
+        "revision": entry.dataset_revision,
+    }
 
 
 def _name(entry: MixtureSource) -> str:
     return "/".join(part for part in (entry.dataset_name, entry.dataset_config, entry.dataset_split) if part)
 
 
-def _identity(entry: MixtureSource) -> dict[str, Any]:
-    return {"kind": "hub", "name": _name(entry), "text_column": entry.text_column}
+def _files(entry: MixtureSource, builder: datasets.DatasetBuilder) -> list[str]:
+    return list((builder.config.data_files or {}).get(entry.dataset_split, []))
+
+
+def _identity(entry: MixtureSource, builder: datasets.DatasetBuilder) -> dict[str, Any]:
+    """Name and commit of a data set on the hub; of a folder, its files, so that it may move."""
+    if not os.path.isdir(entry.dataset_name):
+        return {"kind": "hub", "name": _name(entry), "commit": builder.hash, "text_column": entry.text_column}
+    files = _files(entry, builder)
+    return {"kind": "folder", "files": file_digests(files, short_names(files)), "text_column": entry.text_column}
 
 
 @contextmanager
@@ -103,7 +122,7 @@ def _readable_errors(entry: MixtureSource) -> Iterator[None]:
             f"data.dataset_name={entry.dataset_name}: no such data set on the hub, or no access to it ({error}). "
             "Check the name; for a gated one log in with `hf auth login`. Local files: text, json or parquet"
         ) from error
-    except OSError as error:
+    except (OSError, httpx.HTTPError) as error:
         raise DataError(
             f"data.dataset_name={entry.dataset_name}: the hub cannot be reached and the data set is not in the local "
             f"cache ({error}). Without a network use local files (text, json, parquet), `builtin` or `random`"

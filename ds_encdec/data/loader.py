@@ -19,7 +19,7 @@ import atexit
 from collections.abc import Sequence
 from typing import Any
 
-from ds_encdec.data.collate import collate
+from ds_encdec.data.collate import collate, pinned
 from ds_encdec.data.lane import Pipeline
 from ds_encdec.data.workers import LocalLanes, WorkerLanes
 from ds_encdec.types import Batch, CheckpointError, ConfigError
@@ -28,8 +28,13 @@ from ds_encdec.types import Batch, CheckpointError, ConfigError
 class LaneLoader:
     """Endless iterator over optimizer steps: each is this rank's micro-batches, in the order of its lanes."""
 
-    def __init__(self, pipeline: Pipeline, *, rank: int, world_size: int, num_workers: int) -> None:
-        """Nothing is read, and no worker started, before the first step. Raises ConfigError."""
+    def __init__(
+        self, pipeline: Pipeline, *, rank: int, world_size: int, num_workers: int, pin_memory: bool = False
+    ) -> None:
+        """Nothing is read, and no worker started, before the first step. Raises ConfigError.
+
+        `pin_memory`: hand out batches in page-locked memory, for a GPU.
+        """
         if pipeline.num_lanes % world_size:
             fitting = [n for n in range(1, pipeline.num_lanes + 1) if pipeline.num_lanes % n == 0]
             raise ConfigError(
@@ -39,6 +44,7 @@ class LaneLoader:
         self.lanes = tuple(range(rank, pipeline.num_lanes, world_size))
         self._pipeline = pipeline
         self._num_workers = max(n for n in range(num_workers + 1) if n == 0 or len(self.lanes) % n == 0)
+        self._pin_memory = pin_memory
         self._records: dict[int, dict[str, Any]] = {}
         self._running: LocalLanes | WorkerLanes | None = None
 
@@ -54,14 +60,13 @@ class LaneLoader:
         for lane in self.lanes:
             examples, records[lane] = self._running.take(lane)
             vocabulary = self._pipeline.chunker.vocabulary
-            batches.append(
-                collate(
-                    examples,
-                    self._pipeline.budgets,
-                    decoder_start_id=vocabulary.decoder_start_id,
-                    pad_id=vocabulary.pad_id,
-                )
+            batch = collate(
+                examples,
+                self._pipeline.budgets,
+                decoder_start_id=vocabulary.decoder_start_id,
+                pad_id=vocabulary.pad_id,
             )
+            batches.append(pinned(batch) if self._pin_memory else batch)
         self._records = records
         return batches
 

@@ -1,4 +1,4 @@
-"""Local files as sources: plain text, JSON lines and parquet.
+"""Files as sources: plain text, JSON lines and parquet (the last one also behind a URL, as the hub's are).
 
 Documents are named by their file's path below the files' common folder, so a data set keeps its order and its
 held-out split when it moves to another folder or machine.
@@ -6,15 +6,18 @@ held-out split when it moves to another folder or machine.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from glob import glob
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
+from ds_encdec.data.remote import retry, retry_rows
 from ds_encdec.types import DataError, Document
 
 TEXT_PIECE_BYTES = 1 << 16
@@ -22,6 +25,7 @@ TEXT_PIECE_BYTES = 1 << 16
 shuffled, spread over lanes and held out in part."""
 
 _SCAN_BYTES = 1 << 24
+_DIGESTED_BYTES = 1 << 16
 
 
 def expand_files(patterns: Sequence[str]) -> tuple[str, ...]:
@@ -41,8 +45,8 @@ def expand_files(patterns: Sequence[str]) -> tuple[str, ...]:
 
 def short_names(files: Sequence[str]) -> list[str]:
     """Each file's path below the folder that all of them share."""
-    if len(files) == 1:
-        return [os.path.basename(files[0])]
+    if len(files) < 2:
+        return [os.path.basename(path) for path in files]
     folder = os.path.commonpath([os.path.dirname(path) for path in files])
     return [os.path.relpath(path, folder) for path in files]
 
@@ -93,7 +97,7 @@ class TextFiles:
     def __init__(self, files: Sequence[str]) -> None:
         self._names = short_names(files)
         self._spans = _Spans(files, [_text_edges(path) for path in files])
-        self.identity = {"kind": "text", "files": _sizes(files, self._names)}
+        self.identity = {"kind": "text", "files": file_digests(files, self._names)}
 
     def __len__(self) -> int:
         return len(self._spans)
@@ -115,7 +119,7 @@ class JsonLines:
         self._names = short_names(files)
         self._spans = _Spans(files, [_line_edges(path) for path in files])
         self._text_column = text_column
-        self.identity = {"kind": "json", "files": _sizes(files, self._names), "text_column": text_column}
+        self.identity = {"kind": "json", "files": file_digests(files, self._names), "text_column": text_column}
         if len(self):
             self.document(0)  # a wrong column or format shows now, not after the model is built
 
@@ -167,48 +171,104 @@ class ParquetFiles:
         else:
             self._open(0)
         self.num_units = len(self._units)
-        self.identity = identity or {"kind": "parquet", "files": _sizes(files, self._names), "text_column": text_column}
+        self.identity = identity or {
+            "kind": "parquet",
+            "files": file_digests(files, self._names),
+            "text_column": text_column,
+        }
 
-    def documents(self, unit: int, first_row: int) -> Iterator[Document]:
-        """The documents of `unit` from row `first_row` on; one row group is in memory at a time."""
+    def documents(self, unit: int, first_row: int, wanted: Callable[[str], bool] | None = None) -> Iterator[Document]:
+        """The documents of `unit` from row `first_row` on; one row group is in memory at a time.
+
+        Only those whose key is `wanted`, if given; a row group without any is not read. A remote file whose
+        connection breaks is opened again where it was.
+        """
+        path = self._files[self._units[unit][0]]
+        if not _is_remote(path):
+            rows = self._rows(unit, first_row, wanted)
+        else:
+            rows = retry_rows(lambda row: self._rows(unit, row, wanted), first_row, path)
+        return (document for document in rows if document is not None)
+
+    def _rows(self, unit: int, first_row: int, wanted: Callable[[str], bool] | None) -> Iterator[Document | None]:
+        """Every row of `unit` from `first_row` on; None for one that is not wanted."""
         file, only_group = self._units[unit]
-        parquet = self._open(file)
+        parquet = self._open_once(file)
         groups = range(parquet.num_row_groups) if only_group is None else [only_group]
         skip = first_row
         for group in groups:
             num_rows = parquet.metadata.row_group(group).num_rows
-            if skip < num_rows:
-                yield from self._rows(parquet, file, group, skip)
+            keys = [f"{self._names[file]}:{group}:{row}" for row in range(skip, num_rows)]
+            yield from self._documents(parquet, file, group, keys, wanted)
             skip = max(0, skip - num_rows)
 
-    def _rows(self, parquet: Any, file: int, group: int, first_row: int) -> Iterator[Document]:
+    def _documents(
+        self, parquet: Any, file: int, group: int, keys: list[str], wanted: Callable[[str], bool] | None
+    ) -> Iterator[Document | None]:
+        """The last rows of a row group, as many as there are `keys`."""
+        chosen = [wanted is None or wanted(key) for key in keys]
+        if not any(chosen):
+            yield from [None] * len(keys)
+            return
         where = f"{self._names[file]}, row group {group}"
-        try:
-            column = parquet.read_row_group(group, columns=[self._text_column]).column(0)
-        except (OSError, ValueError) as error:
-            raise DataError(f"{where}: cannot be read ({error})") from error
-        for row in range(first_row, len(column)):
-            text = text_of(column[row].as_py(), f"{where}, row {row}")
-            yield Document(f"{self._names[file]}:{group}:{row}", text)
+        column = self._read(parquet, file, group)
+        first_row = len(column) - len(keys)
+        for row, (key, is_chosen) in enumerate(zip(keys, chosen, strict=True), start=first_row):
+            yield Document(key, text_of(column[row].as_py(), f"{where}, row {row}")) if is_chosen else None
+
+    def _read(self, parquet: Any, file: int, group: int) -> Any:
+        """The texts of a row group, an Arrow array."""
+        with _local_errors(self._files[file], f"cannot be read (row group {group})"):
+            return parquet.read_row_group(group, columns=[self._text_column]).column(0)
 
     def _open(self, file: int) -> Any:
+        path = self._files[file]
+        return retry(lambda: self._open_once(file), path) if _is_remote(path) else self._open_once(file)
+
+    def _open_once(self, file: int) -> Any:
         # Imported here because it takes 0.2 s, and most runs read no parquet.
         import fsspec  # type: ignore[import-untyped]
         from pyarrow.parquet import ParquetFile
 
         path = self._files[file]
-        try:
-            parquet = ParquetFile(fsspec.open(path, "rb").open() if "://" in path else path)
-        except (OSError, ValueError) as error:
-            raise DataError(f"{path}: cannot be read as parquet ({error})") from error
+        with _local_errors(path, "cannot be read as parquet"):
+            parquet = ParquetFile(fsspec.open(path, "rb").open() if _is_remote(path) else path)
         if self._text_column not in parquet.schema_arrow.names:
             raise missing_column(self._text_column, self._names[file], parquet.schema_arrow.names)
         return parquet
 
 
-def _sizes(files: Sequence[str], names: Sequence[str]) -> dict[str, int]:
-    """Size in bytes of each file, by its short name."""
-    return {name: os.path.getsize(path) for name, path in zip(names, files, strict=True)}
+def _is_remote(path: str) -> bool:
+    return "://" in path
+
+
+@contextmanager
+def _local_errors(path: str, what: str) -> Iterator[None]:
+    """Turn the errors of a local file into DataErrors at once. Those of a remote one are `remote.py`'s to judge."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if _is_remote(path):
+            raise
+        raise DataError(f"{path}: {what} ({error})") from error
+
+
+def file_digests(files: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+    """Size in bytes of each file and a digest of its first and last 64 KiB, by its short name.
+
+    Cheap for any number of gigabytes. A change in the middle that keeps the size goes unnoticed; a copy, or a
+    newer modification time, is no change.
+    """
+    return {name: _digest(path) for name, path in zip(names, files, strict=True)}
+
+
+def _digest(path: str) -> str:
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        content = hashlib.blake2b(file.read(_DIGESTED_BYTES), digest_size=8)
+        file.seek(max(0, size - _DIGESTED_BYTES))
+        content.update(file.read(_DIGESTED_BYTES))
+    return f"{size}-{content.hexdigest()}"
 
 
 def _line_edges(path: str) -> np.ndarray:

@@ -7,7 +7,8 @@ Both are pickled into worker processes, and neither keeps a position: that is `r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
@@ -59,8 +60,10 @@ class StreamSource(Protocol):
     identity: dict[str, Any]
     num_units: int
 
-    def documents(self, unit: int, first_row: int) -> Iterator[AnyDocument]:
-        """The documents of `unit` from row `first_row` on. Raises DataError."""
+    def documents(
+        self, unit: int, first_row: int, wanted: Callable[[str], bool] | None = None
+    ) -> Iterator[AnyDocument]:
+        """The documents of `unit` from row `first_row` on; those whose key is `wanted`, if given. Raises DataError."""
         ...
 
 
@@ -108,8 +111,8 @@ class BuiltinCorpus:
 
     def __init__(self) -> None:
         self._documents = builtin_documents()
-        characters = sum(len(document.text) for document in self._documents)
-        self.identity = {"kind": "builtin", "documents": len(self._documents), "characters": characters}
+        content = hashlib.sha256(repr(self._documents).encode()).hexdigest()
+        self.identity = {"kind": "builtin", "documents": len(self._documents), "sha256": content}
 
     def __len__(self) -> int:
         return len(self._documents)
@@ -123,23 +126,40 @@ class BuiltinCorpus:
         return self._documents[index]
 
 
-def open_sources(data: DataConfig, seed: int, vocabulary: Vocabulary, num_lanes: int) -> tuple[OpenSource, ...]:
-    """Open what `data` names: one source, or those of `data.mixture`. Raises DataError."""
-    entries: Sequence[MixtureSource] = data.mixture or (
+LOCAL_DATASETS = ("builtin", "random", "text", "json", "parquet")
+"""Values of `data.dataset_name` that do not name a data set of the hub."""
+
+
+def source_entries(data: DataConfig) -> Sequence[MixtureSource]:
+    """The sources that `data` names: those of `data.mixture`, else the only one."""
+    return data.mixture or (
         MixtureSource(
             weight=1.0,
             dataset_name=data.dataset_name,
             dataset_config=data.dataset_config,
             dataset_split=data.dataset_split,
+            dataset_revision=data.dataset_revision,
             data_files=data.data_files,
             text_column=data.text_column,
         ),
     )
+
+
+def open_sources(
+    data: DataConfig, seed: int, vocabulary: Vocabulary, num_lanes: int, commits: Mapping[str, str]
+) -> tuple[OpenSource, ...]:
+    """Open what `data` names, data sets of the hub at `commits` (see `hub_commits.py`). Raises DataError."""
     opened = []
-    for entry in entries:
-        source = _open(entry, seed, vocabulary, num_lanes, streaming=data.streaming)
+    for entry in source_entries(data):
+        pinned = entry.model_copy(update={"dataset_revision": commits.get(hub_name(entry), entry.dataset_revision)})
+        source = _open(pinned, seed, vocabulary, num_lanes, streaming=data.streaming)
         opened.append(OpenSource(source, entry.weight, held_out_below(_keys(source), data.eval_fraction)))
     return tuple(opened)
+
+
+def hub_name(entry: MixtureSource) -> str:
+    """`DATASET@REVISION`: what a commit is looked up by."""
+    return f"{entry.dataset_name}@{entry.dataset_revision or 'main'}"
 
 
 def sample_documents(source: MapSource | StreamSource, count: int) -> Iterator[AnyDocument]:

@@ -9,9 +9,8 @@
 | S | the rest | 0.75 | one suffix |
 
 Span corruption is T5's (arXiv 1910.10683, section 3.1.4): noise and kept tokens are each cut at random into
-equally many segments, which alternate. T5's order always ends with noise, so a short text with one span
-always loses its end; here a random part of the first kept segment goes behind the last noise segment, which
-lets a span lie anywhere and changes no length.
+segments, which alternate. T5 makes equally many and ends with noise, so a short text with one span always loses its
+end. Here a text may end with a kept segment, so that a span can lie anywhere (see `_kept_lengths`); no length changes.
 
     tokens    a b c d e f g h          spans  [c d] [g]
     encoder   a b <0> e f <1> h        every span becomes one sentinel, no EOS
@@ -146,15 +145,12 @@ def _corrupt_spans(
 ) -> tuple[np.ndarray, np.ndarray]:
     _, decoder_tokens, noise_tokens, spans = denoised_lengths(len(tokens), denoiser)
     noise_lengths = _random_partition(noise_tokens, spans, rng)
-    kept_lengths = _random_partition(len(tokens) - noise_tokens, spans, rng)
     sentinels = np.array(vocabulary.sentinel_ids[:spans], dtype=np.int32)
 
     # Kept and noise segments alternate: kept, noise, kept, ..., noise, kept.
     segments = np.empty(2 * spans + 1, dtype=np.int64)
-    segments[0] = rng.integers(kept_lengths[0] + 1)
+    segments[0::2] = _kept_lengths(len(tokens) - noise_tokens, spans, noise_tokens / len(tokens), rng)
     segments[1::2] = noise_lengths
-    segments[2:-1:2] = kept_lengths[1:]
-    segments[-1] = kept_lengths[0] - segments[0]
     span_starts = np.cumsum(segments[:-1])[::2]
     is_noise = np.repeat(np.arange(2 * spans + 1) % 2 == 1, segments)
 
@@ -173,6 +169,23 @@ def _corrupt_spans(
     decoder_ids[sentinel_slots] = sentinels
     decoder_ids[-1] = vocabulary.eos_id
     return encoder_source[in_encoder], decoder_ids
+
+
+def _kept_lengths(kept_tokens: int, spans: int, noise_density: float, rng: np.random.Generator) -> np.ndarray:
+    """Lengths of the kept segments around and between `spans` spans; only the outer two may be 0; int64 [spans + 1].
+
+    Drawn in one of two ways, because no span may hang over an end of the text. Where all `spans + 1` are alike, the
+    ends are corrupted too rarely, all the more where noise is dense; where the outer two are one segment cut in two,
+    sparse noise piles up near the ends. Taking the first way with probability 1 - 2 x density makes the outer ones
+    1 - density times as long as the others on average, which corrupts positions most evenly for all four denoisers.
+    """
+    if rng.random() < 1 - 2 * noise_density:
+        lengths = _random_partition(kept_tokens + 2, spans + 1, rng)
+        lengths[[0, -1]] -= 1
+        return lengths
+    inner = _random_partition(kept_tokens, spans, rng)
+    before = rng.integers(inner[0] + 1)
+    return np.concatenate([[before], inner[1:], [inner[0] - before]])
 
 
 def _random_partition(total: int, parts: int, rng: np.random.Generator) -> np.ndarray:

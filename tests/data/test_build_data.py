@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from data_parts import byte_tokenizer, make_config, make_data, texts, write_json_lines, write_parquet
 
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.data.evaluation import held_out_examples
+from ds_encdec.data.held_out import held_out_hash
 from ds_encdec.data.inspect import inspect_data
+from ds_encdec.data.local_files import ParquetFiles
 from ds_encdec.data.ul2 import reconstruct
-from ds_encdec.types import CheckpointError, DataError
+from ds_encdec.types import Batch, CheckpointError, DataError
 
 
 @pytest.fixture
@@ -93,6 +99,92 @@ def test_evaluation_does_not_change_with_seed_or_lanes(path: str) -> None:
     two = make_data(make_config(training={"seed": 9}, **fields), num_lanes=2)
     first, second = ([key for batch in data.eval_batches() for key in batch.documents] for data in (one, two))
     assert sorted(first) == sorted(second)
+
+
+def evaluation_config(path: str, **fields: Any) -> FullConfig:
+    return make_config(dataset_name="json", data_files=path, eval_fraction=0.2, training={"eval_samples": 40}, **fields)
+
+
+def test_evaluation_examples_are_found_once_and_early(path: str, tmp_path: Path) -> None:
+    config, folder = evaluation_config(path), tmp_path / "evaluation"
+    expected = [batch.labels.tolist() for batch in make_data(config).eval_batches()]
+    first = make_data(config, evaluation_cache=folder)
+    (file,) = folder.iterdir()  # before anybody asked for a batch, and nothing unfinished beside it
+    assert [batch.labels.tolist() for batch in first.eval_batches()] == expected
+
+    later = make_data(config, evaluation_cache=folder, saved=first.saved())
+    Path(path).write_text("")  # whoever reads the data now finds nothing
+    assert [batch.labels.tolist() for batch in later.eval_batches()] == expected
+    assert [batch.documents for batch in later.eval_batches()] == [batch.documents for batch in first.eval_batches()]
+
+    file.write_bytes(file.read_bytes()[:100])
+    write_json_lines(Path(path), texts(300))
+    with pytest.raises(DataError, match=r"\.npz: cannot be read .* Delete it"):
+        make_data(config, evaluation_cache=folder)
+
+
+def test_other_settings_have_other_evaluation_examples(path: str, tmp_path: Path) -> None:
+    for config in (evaluation_config(path), evaluation_config(path, max_encoder_length=80)):
+        make_data(config, evaluation_cache=tmp_path / "evaluation").eval_batches()
+    assert len(list((tmp_path / "evaluation").iterdir())) == 2
+
+
+def test_evaluation_follows_the_weights_of_a_mixture(tmp_path: Path) -> None:
+    """Documents of 40 characters are one example each: 30 and 10 of 40 examples, one more or less."""
+    mixture = [
+        {
+            "weight": weight,
+            "dataset_name": "json",
+            "data_files": write_json_lines(tmp_path / f"{name}.jsonl", ["x" * 40] * 400),
+        }
+        for name, weight in (("a", 3), ("b", 1))
+    ]
+    config = make_config(mixture=mixture, eval_fraction=0.5, training={"eval_samples": 40})
+    keys = [key for batch in make_data(config).eval_batches() for key in batch.documents]
+    assert sum(key.startswith("a") for key in keys) == pytest.approx(30, abs=1)
+    assert len(keys) == 40
+
+
+def test_evaluation_reads_only_row_groups_that_hold_something_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_parquet(tmp_path / "a.parquet", texts(2000), row_group_size=10)
+    config = make_config(dataset_name="parquet", data_files=path, eval_fraction=0.01)
+    data = make_data(config)
+    expected = {f"a.parquet:{i // 10}:{i % 10}" for i in range(2000)}
+    expected = {key for key in expected if held_out_hash(key) < 0.01}
+    groups: list[int] = []
+    read = ParquetFiles._read
+
+    def counted(self: ParquetFiles, parquet: Any, file: int, group: int) -> Any:
+        groups.append(group)
+        return read(self, parquet, file, group)
+
+    monkeypatch.setattr(ParquetFiles, "_read", counted)
+    found = {example.document for example in held_out_examples(data.pipeline)}
+    assert found == expected
+    assert sorted(groups) == sorted({int(key.split(":")[1]) for key in expected})
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="page-locked memory needs CUDA")
+def test_batches_for_a_gpu_are_pinned(path: str) -> None:
+    data = make_data(evaluation_config(path), pin_memory=True)
+    for batch in [*next(data.loader), *data.eval_batches()]:
+        tensors = [value for value in vars_of(batch) if isinstance(value, torch.Tensor)]
+        assert len(tensors) == 8
+        assert all(tensor.is_pinned() for tensor in tensors)
+
+
+def vars_of(batch: Batch) -> list[Any]:
+    return [getattr(batch, field.name) for field in dataclasses.fields(batch)]
+
+
+def test_a_file_that_changes_without_growing_is_other_data(path: str) -> None:
+    config = make_config(dataset_name="json", data_files=path)
+    saved = make_data(config).saved()
+    Path(path).write_text(Path(path).read_text().replace("the", "teh"))
+    with pytest.raises(CheckpointError, match="sources: "):
+        make_data(config, saved=saved)
 
 
 def test_nothing_to_evaluate_on(tmp_path: Path) -> None:

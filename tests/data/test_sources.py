@@ -144,9 +144,9 @@ def test_missing_files_name_the_pattern(tmp_path: Path) -> None:
     there = write_json_lines(tmp_path / "a.jsonl", ["x"])
     data = DataConfig(dataset_name="json", data_files=(there, str(tmp_path / "no*.jsonl")))
     with pytest.raises(DataError, match=r"data.data_files: no file matches .*/no\*\.jsonl \(looked from"):
-        open_sources(data, 0, vocabulary, 1)
+        open_sources(data, 0, vocabulary, 1, {})
     with pytest.raises(DataError, match=r"dataset_name=text reads local files: name them in data\.data_files"):
-        open_sources(DataConfig(dataset_name="text"), 0, vocabulary, 1)
+        open_sources(DataConfig(dataset_name="text"), 0, vocabulary, 1, {})
 
 
 def test_a_folder_keeps_its_order_when_it_moves(tmp_path: Path) -> None:
@@ -258,5 +258,5 @@ def test_mixtures_open_every_source(tmp_path: Path) -> None:
             {"weight": 1, "dataset_name": "random"},
         ]
     )
-    opened = open_sources(config.data, 0, vocabulary, 2)
+    opened = open_sources(config.data, 0, vocabulary, 2, {})
     assert [(one.weight, type(one.source)) for one in opened] == [(3, JsonLines), (1, RandomIds)]

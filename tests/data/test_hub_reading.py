@@ -1,0 +1,155 @@
+"""Data sets on a hub: a run keeps its commit whatever is pushed, and outlives connections that break."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data_parts import make_config, make_data, texts, write_parquet
+from huggingface_hub import hf_file_system
+from huggingface_hub.utils import http_backoff
+from local_hub import LocalHub, local_hub
+
+from ds_encdec.config.schema import FullConfig, MixtureSource
+from ds_encdec.data import remote
+from ds_encdec.data.hub import open_hub_data
+from ds_encdec.data.hub_commits import resolve_commits
+from ds_encdec.data.local_files import ParquetFiles
+from ds_encdec.types import CheckpointError, DataError
+
+NAME = "someone/texts"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
+    with local_hub(tmp_path, monkeypatch) as hub:
+        yield hub
+
+
+def parquet_files(folder: Path, documents: list[str]) -> dict[str, Path]:
+    folder.mkdir()
+    paths = [write_parquet(folder / f"train-{i}.parquet", documents[i::2], row_group_size=20) for i in range(2)]
+    return {Path(path).name: Path(path) for path in paths}
+
+
+def config_of(*, streaming: bool, **fields: Any) -> FullConfig:
+    return make_config(dataset_name=NAME, streaming=streaming, **fields)
+
+
+def first_step(config: FullConfig, **more: Any) -> tuple[dict[str, Any], list[Any]]:
+    data = make_data(config, num_lanes=2, **more)
+    return json.loads(json.dumps(data.saved())), [batch.labels.tolist() for batch in next(data.loader)]
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_push_changes_nothing_for_a_run_that_has_begun(hub: LocalHub, tmp_path: Path, streaming: bool) -> None:
+    config = config_of(streaming=streaming)
+    first = hub.push(parquet_files(tmp_path / "one", texts(200)), "v1")
+    saved, batches = first_step(config)
+    assert saved["dataset_commits"] == {f"{NAME}@main": first}
+    assert saved["fingerprint"]["sources"][0]["commit"] == first
+
+    second = hub.push(parquet_files(tmp_path / "two", texts(200, seed=5)))
+    assert first_step(config, saved=saved) == (saved, batches)
+    new, other = first_step(config)
+    assert new["dataset_commits"] == {f"{NAME}@main": second}
+    assert other != batches
+    pinned, again = first_step(config_of(streaming=streaming, dataset_revision="v1"))
+    assert pinned["dataset_commits"] == {f"{NAME}@v1": first}
+    assert again == batches
+    with pytest.raises(CheckpointError, match=rf"sources: .*{first}.* there, .*{second}.* now"):
+        make_data(config, num_lanes=2, saved=saved, commits={f"{NAME}@main": second})
+
+
+def test_what_one_rank_found_holds_for_the_others(hub: LocalHub, tmp_path: Path) -> None:
+    config = config_of(streaming=True)
+    hub.push(parquet_files(tmp_path / "one", texts(200)))
+    commits = resolve_commits(config.data)
+    before = first_step(config, commits=commits)
+    hub.push(parquet_files(tmp_path / "two", texts(200, seed=5)))
+    assert first_step(config, commits=commits) == before
+
+
+def test_a_revision_that_does_not_exist(hub: LocalHub, tmp_path: Path) -> None:
+    hub.push(parquet_files(tmp_path / "one", texts(50)))
+    with pytest.raises(DataError, match="v9"):
+        make_data(config_of(streaming=True, dataset_revision="v9"))
+
+
+@pytest.fixture
+def streamed(hub: LocalHub, tmp_path: Path) -> ParquetFiles:
+    hub.push(parquet_files(tmp_path / "one", texts(200)))
+    source = open_hub_data(MixtureSource(weight=1.0, dataset_name=NAME), 1, streaming=True)
+    assert isinstance(source, ParquetFiles)
+    return source
+
+
+def read(source: ParquetFiles) -> list[str]:
+    return [document.text for unit in range(source.num_units) for document in source.documents(unit, 0)]
+
+
+def shorten_patience(monkeypatch: pytest.MonkeyPatch, retries: int) -> None:
+    """Our pauses in milliseconds, and huggingface_hub's own retries, of up to 23 s a request, switched off."""
+    monkeypatch.setattr(remote, "RETRY_DELAYS_SECONDS", (0.01,) * retries)
+    monkeypatch.setattr(hf_file_system, "http_backoff", partial(http_backoff, max_retries=0))
+
+
+@pytest.mark.parametrize("how", ["drop", "cut", "error"])
+def test_broken_connections_are_outlived(
+    hub: LocalHub, streamed: ParquetFiles, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shorten_patience(monkeypatch, 4)
+    expected = texts(200)[0::2] + texts(200)[1::2]
+    assert read(streamed) == expected
+    for broken in (1, 3):
+        hub.breaking, hub.breaking_how = broken, how
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger=remote.__name__):
+            assert read(streamed) == expected
+        assert hub.breaking == 0
+        warnings = [record.message for record in caplog.records if record.name == remote.__name__]
+        assert [message.partition(" failed")[0].partition("parquet: ")[2] for message in warnings] == [
+            f"attempt {attempt} of 5" for attempt in range(1, broken + 1)
+        ]
+
+
+def test_patience_ends_with_a_data_error(
+    hub: LocalHub, streamed: ParquetFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten_patience(monkeypatch, 2)
+    hub.breaking = 10**6
+    before = hub.content_requests
+    with pytest.raises(
+        DataError, match=r"train-0.parquet: cannot be read after 3 attempts \(RemoteProtocolError"
+    ) as caught:
+        read(streamed)
+    assert caught.value.exit_code == 4
+    assert hub.content_requests == before + 3
+
+
+def test_what_will_never_work_is_not_tried_again(hub: LocalHub, streamed: ParquetFiles) -> None:
+    hub.commits = {sha: {} for sha in hub.commits}  # the files are gone
+    before = hub.content_requests
+    with pytest.raises(DataError, match="cannot be read"):
+        read(streamed)
+    assert hub.content_requests == before
+
+
+def test_rows_go_on_behind_the_last_one_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "RETRY_DELAYS_SECONDS", (0.0,))
+    starts: list[int] = []
+
+    def rows(first: int) -> Iterator[int]:
+        starts.append(first)
+        for row in range(first, 10):
+            if row in (3, 7) and row != first:
+                raise ConnectionResetError("gone")
+            yield row
+
+    assert list(remote.retry_rows(rows, 1, "numbers")) == list(range(1, 10))
+    assert starts == [1, 3, 7]  # patience is restored by every row that arrives
