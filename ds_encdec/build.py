@@ -24,9 +24,10 @@ from ds_encdec.checkpoint.manager import Checkpoint, CheckpointManager, write_js
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.build import TrainingData, build_data
 from ds_encdec.data.builtin_corpus import builtin_documents
+from ds_encdec.data.hub_commits import resolve_commits
 from ds_encdec.data.inspect import inspect_data
 from ds_encdec.engine.ds_json import render_deepspeed_json
-from ds_encdec.engine.select import check_engine, create_engine
+from ds_encdec.engine.select import check_checkpoint, check_engine, create_engine
 from ds_encdec.launch.agreement import Agreement
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
@@ -68,7 +69,7 @@ def run_training(config: FullConfig, *, resume: str | None = None) -> TrainingSt
     logging.basicConfig(level=logging.INFO if world.is_main else logging.WARNING, format="%(message)s", force=True)
     check_engine(config)
     device = choose_device(config.infra.device, world)
-    if config.training.fp16 and device.type == "cpu":
+    if config.training.fp16 and device.type == "cpu":  # infra.device=auto; rules.py sees the other cases
         raise ConfigError("training.fp16=true needs an accelerator: DeepSpeed trains no float16 on CPUs. Use bf16.")
     if resume is None:
         plan_lanes(config, world.world_size)  # fails, if it must, before the ranks meet
@@ -189,8 +190,11 @@ def _wire(config: FullConfig, site: Site, stop: StopRequest, resume: str | None)
     state = TrainingState(**saved.get("state", {}))
     plan = plan_lanes(config, world.world_size, saved.get("num_lanes"))
     if found:
-        agreement.on_every_rank(lambda: _refuse_other_run(found, config))
+        agreement.on_every_rank(lambda: _refuse_other_run(found, config, world))
     model = agreement.rank_zero_first(lambda: _open_model(config, found))
+    # One rank asks the hub, so that all read the same commit of a data set.
+    saved_commits = saved["data"]["dataset_commits"] if found else None
+    commits = agreement.on_rank_zero(lambda: resolve_commits(config.data, saved_commits))
     data = agreement.rank_zero_first(
         lambda: build_data(
             config,
@@ -200,6 +204,9 @@ def _wire(config: FullConfig, site: Site, stop: StopRequest, resume: str | None)
             world_size=world.world_size,
             num_lanes=plan.num_lanes,
             saved=saved.get("data"),
+            commits=commits,
+            evaluation_cache=site.folder.root / "evaluation",
+            pin_memory=device.type == "cuda",
         )
     )
     if found:
@@ -241,8 +248,9 @@ def _open_model(config: FullConfig, found: Checkpoint | None) -> RunModel:
     return RunModel(model_config, tokenizer, vocabulary, weights=None)
 
 
-def _refuse_other_run(found: Checkpoint, config: FullConfig) -> None:
-    """Raise CheckpointError where the checkpoint was made with another model than the configuration names."""
+def _refuse_other_run(found: Checkpoint, config: FullConfig, world: World) -> None:
+    """Raise CheckpointError where this configuration on these ranks cannot go on from the checkpoint."""
+    check_checkpoint(config, world, found.path)
     saved = FullConfig.from_yaml(found.path / "config.yaml")
     differing = [
         f"{name} is {theirs!r} there and {ours!r} here"
