@@ -75,6 +75,8 @@ def train(run: Trainer) -> TrainingState:
     last_save = time.monotonic()
     while state.global_step < training.num_train_steps:
         micro_batches, totals = _next_step(run, last_save)
+        if totals.stop:
+            run.stop.acknowledge()
         for last, batch in mark_last(micro_batches):
             loss = run.engine.forward(batch)
             run.engine.backward(loss, target_tokens=totals.target_tokens, last=last)

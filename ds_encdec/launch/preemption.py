@@ -32,6 +32,10 @@ LAUNCHER_PROGRAMS = ("deepspeed", "deepspeed.launcher.launch", "torchrun", "torc
 """Scripts and modules whose python processes are launchers."""
 
 
+SAME_CTRL_C_SECONDS = 2.0
+"""One Ctrl-C reaches a rank from the terminal, and again from a launcher that passes it on."""
+
+
 class StopRequest:
     """Notices that this run should end. Use as a context manager around the loop, in the main thread.
 
@@ -54,6 +58,7 @@ class StopRequest:
         self._poll_seconds = poll_seconds
         self._stuck_seconds = stuck_seconds
         self._reason: str | None = None
+        self._signalled_at = 0.0
         self._terminated = False
         self._seen = False
         self._asked_at: float | None = None
@@ -70,6 +75,10 @@ class StopRequest:
         self._asked_at = now
         self._seen = self._reason is not None
         return self._seen
+
+    def acknowledge(self) -> None:
+        """The ranks have agreed to stop, whoever was asked: this one is on its way out, and may take its time to save."""
+        self._seen = True
 
     @property
     def reason(self) -> str | None:
@@ -92,8 +101,10 @@ class StopRequest:
             signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self._reason is not None:
+        now = time.monotonic()
+        if self._reason is not None and number == signal.SIGINT and now - self._signalled_at > SAME_CTRL_C_SECONDS:
             raise KeyboardInterrupt  # the second Ctrl-C: now, without a checkpoint
+        self._signalled_at = now
         self._reason = self._reason or signal.Signals(number).name
         self._terminated = self._terminated or number == signal.SIGTERM
 

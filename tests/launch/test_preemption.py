@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_encdec.launch import preemption
 from ds_encdec.launch.preemption import STOP_SIGNALS, StopRequest, launchers_above
 from ds_encdec.launch.world import discover
 
@@ -43,10 +44,13 @@ def test_nohup_is_respected() -> None:
         signal.signal(signal.SIGHUP, outside)
 
 
-def test_second_ctrl_c_does_not_wait_for_the_checkpoint() -> None:
+def test_second_ctrl_c_does_not_wait_for_the_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preemption, "SAME_CTRL_C_SECONDS", 0.5)
     with StopRequest(SINGLE) as stop:
         os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)  # the same one, passed on by a launcher
         assert stop.requested
+        time.sleep(0.6)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -62,6 +66,7 @@ def test_first_reason_is_kept() -> None:
 RANK = """
 import dataclasses, sys, time
 from pathlib import Path
+from ds_encdec.launch import preemption
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.world import discover
 folder, grace = Path(sys.argv[1]), float(sys.argv[2])
@@ -126,10 +131,12 @@ def test_hanging_rank_ends_after_the_grace_period(tmp_path: Path) -> None:
     assert not (tmp_path / "saved").exists()
 
 
-# Ranks that got SIGTERM: one sits in a collective, one is slow but takes its steps, one has seen the request and saves.
+# Ranks that got SIGTERM: one sits in a collective, one is slow but takes its steps, one has seen the
+# request and saves, one saves because of another's.
 LOOP = """
 import sys, time
 from pathlib import Path
+from ds_encdec.launch import preemption
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.world import discover
 folder, kind = Path(sys.argv[1]), sys.argv[2]
@@ -141,13 +148,16 @@ with StopRequest(discover({}), poll_seconds=0.05, stuck_seconds=2) as stop:
     if kind == "stuck":
         time.sleep(60)
     time.sleep(0.5)
-    assert stop.requested
-    time.sleep(3 if kind == "saving" else 0)
+    if kind == "agreed":  # the other rank was asked first, and the answer of the exchange is what this one knows
+        stop.acknowledge()
+    else:
+        assert stop.requested
+    time.sleep(3 if kind in ("saving", "agreed") else 0)
 (folder / "saved").touch()
 """
 
 
-@pytest.mark.parametrize(("kind", "exit_code"), [("stuck", 8), ("slow", 0), ("saving", 0)])
+@pytest.mark.parametrize(("kind", "exit_code"), [("stuck", 8), ("slow", 0), ("saving", 0), ("agreed", 0)])
 def test_sigterm_ends_a_rank_that_takes_no_steps(tmp_path: Path, kind: str, exit_code: int) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
     rank = subprocess.Popen([sys.executable, str(tmp_path / "loop.py"), str(tmp_path), kind])
