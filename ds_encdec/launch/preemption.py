@@ -77,7 +77,7 @@ class StopRequest:
         return self._seen
 
     def acknowledge(self) -> None:
-        """The ranks have agreed to stop, whoever was asked: this one is on its way out, and may take its time to save."""
+        """The ranks have agreed to stop, whoever was asked first: this one may take its time to save."""
         self._seen = True
 
     @property
