@@ -92,7 +92,7 @@ class _Spans:
 
 
 class TextFiles:
-    """UTF-8 text files (bytes that are not are replaced). A `MapSource`."""
+    """UTF-8 text files. A `MapSource`."""
 
     def __init__(self, files: Sequence[str]) -> None:
         self._names = short_names(files)
@@ -108,8 +108,15 @@ class TextFiles:
         return f"{self._names[file]}:{piece}"
 
     def document(self, index: int) -> Document:
-        """Document `index`, read from its file."""
-        return Document(self.key(index), self._spans.read(index).decode("utf-8", errors="replace"))
+        """Document `index`, read from its file. Raises DataError where it is not UTF-8."""
+        try:
+            return Document(self.key(index), self._spans.read(index).decode("utf-8"))
+        except UnicodeDecodeError as error:
+            file, _ = self._spans.locate(index)
+            raise DataError(
+                f"{self._names[file]}: not UTF-8 text ({error.reason} in document {self.key(index)}). Convert it, for "
+                "example with `iconv -f latin1 -t utf-8`, or leave it out of data.data_files"
+            ) from error
 
 
 class JsonLines:

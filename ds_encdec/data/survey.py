@@ -62,14 +62,19 @@ def require_one_step(found: Survey, num_lanes: int, budgets: Budgets) -> None:
     """Raise DataError when the training split is smaller than what one optimizer step consumes."""
     if found.documents is None or found.tokens is None:
         return
+    if found.documents < num_lanes:
+        raise DataError(
+            f"{found.documents:,} documents to train on are too few for {num_lanes} lanes: each lane (a micro-batch of "
+            f"every optimizer step) reads documents of its own. Set data.num_lanes={max(1, found.documents)} or less, "
+            "give more files or lines, or cut long ones"
+        )
     per_batch = budgets.encoder_tokens + budgets.decoder_tokens
-    if found.documents < num_lanes or found.tokens < num_lanes * per_batch:
+    if found.tokens < num_lanes * per_batch:
         raise DataError(
             f"the corpus is shorter than one batch: about {found.tokens:,} tokens in {found.documents:,} documents to "
             f"train on, but one optimizer step of {num_lanes} micro-batches x {per_batch:,} tokens needs "
-            f"{num_lanes * per_batch:,} tokens, in at least {num_lanes} documents (one for each lane). Add data, or "
-            "lower training.per_device_train_batch_size, training.gradient_accumulation_steps (or data.num_lanes), "
-            "data.max_encoder_length or data.max_decoder_length"
+            f"{num_lanes * per_batch:,} tokens. Add data, or lower training.per_device_train_batch_size, "
+            "training.gradient_accumulation_steps (or data.num_lanes), data.max_encoder_length or data.max_decoder_length"
         )
 
 

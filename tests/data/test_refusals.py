@@ -1,0 +1,32 @@
+"""Data that cannot be trained on is refused with the reason and the way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ds_encdec.data.local_files import TextFiles
+from ds_encdec.data.packing import Budgets
+from ds_encdec.data.survey import Survey, require_one_step
+from ds_encdec.types import DataError
+
+BUDGETS = Budgets(encoder_tokens=400, decoder_tokens=600, max_examples=8)
+
+
+def test_fewer_documents_than_lanes_names_the_lanes() -> None:
+    with pytest.raises(DataError, match=r"1 documents .* too few for 4 lanes.*data\.num_lanes=1"):
+        require_one_step(Survey(ratio=1.0, documents=1, tokens=21_270), 4, BUDGETS)
+
+
+def test_too_few_tokens_names_both_numbers() -> None:
+    with pytest.raises(DataError, match=r"3,999 tokens in 9 documents.*needs 4,000 tokens"):
+        require_one_step(Survey(ratio=1.0, documents=9, tokens=3_999), 4, BUDGETS)
+    require_one_step(Survey(ratio=1.0, documents=4, tokens=4_000), 4, BUDGETS)
+
+
+def test_text_that_is_not_utf8_is_not_trained_on(tmp_path: Path) -> None:
+    path = tmp_path / "latin.txt"
+    path.write_bytes("déjà vu".encode("latin-1"))
+    with pytest.raises(DataError, match=r"latin\.txt: not UTF-8"):
+        TextFiles([str(path)]).document(0)
