@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,6 +35,7 @@ from ds_encdec.launch.run_folder import RunFolder, write_atomically
 from ds_encdec.launch.world import World, discover
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.flops import training_flops
+from ds_encdec.model.parameter_count import count_parameters
 from ds_encdec.model.source import resolve_model
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.peak_flops import peak_flops
@@ -79,22 +80,29 @@ def run_training(config: FullConfig, *, resume: str | None = None) -> TrainingSt
     init_process_group(world, device, timeout)
     site = Site(world, device, Agreement(timeout), RunFolder(config.infra.output_dir))
     site.agreement.on_rank_zero(lambda: site.folder.claim(resume=resume is not None))
-    with StopRequest(world) as stop, _status(site):
+    with StopRequest(world) as stop, _failures_recorded(site, spare=resume is not None) as begin:
         trainer = _wire(config, site, stop, resume)
-        exit_code = 1
-        try:
-            state = train(trainer)
-            exit_code = 0
-        except DsEncDecError as error:
-            exit_code = error.exit_code
-            raise
-        finally:
-            trainer.loader.close()
-            trainer.recorder.close(exit_code)
-    trainer.engine.close()
+        begin()
+        state = _train_and_close(trainer)
     del trainer
     site.folder.release()
     shutdown()
+    return state
+
+
+def _train_and_close(trainer: Trainer) -> TrainingState:
+    exit_code = 1
+    try:
+        state = train(trainer)
+        exit_code = 0
+    except DsEncDecError as error:
+        exit_code = error.exit_code
+        raise
+    finally:
+        trainer.loader.close()
+        trainer.recorder.close(exit_code)
+    logger.info("finished at step %d; checkpoints are in %s", state.global_step, trainer.checkpoints.folder)
+    trainer.engine.close()
     return state
 
 
@@ -216,6 +224,15 @@ def _wire(config: FullConfig, site: Site, stop: StopRequest, resume: str | None)
         engine.load(found.path)
         state = checkpoints.adopt(found, state)
         logger.info("resumed from %s (step %d)", found.path, state.global_step)
+    logger.info(
+        "%s parameters, %d micro-batches a step on %d ranks, steps %d to %d, into %s",
+        f"{count_parameters(model.config):,}",
+        plan.num_lanes,
+        world.world_size,
+        state.global_step,
+        config.training.num_train_steps,
+        site.folder.root,
+    )
     agreement.on_rank_zero(lambda: _write_run_configuration(config, site, plan))
     recorder = agreement.on_every_rank(lambda: _open_recorder(config, site, model.config, state))
     if found:
@@ -318,19 +335,30 @@ def _write_run_configuration(config: FullConfig, site: Site, plan: LanePlan) -> 
 
 
 @contextmanager
-def _status(site: Site) -> Iterator[None]:
-    """Keep `run.json` true: running, then completed, preempted or failed with the reason and exit code."""
-    if site.world.is_main:
-        started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        site.folder.write_status(
-            "running", started_at=started, world_size=site.world.world_size, launcher=site.world.launcher
-        )
+def _failures_recorded(site: Site, *, spare: bool) -> Iterator[Callable[[], None]]:
+    """Keep `run.json` true: running once the function it yields is called, then completed, preempted or failed.
+
+    What goes wrong before that is recorded too, unless `spare`: a resume that is refused leaves the earlier
+    run's status alone. Any rank may be the one that fails; the folder keeps the first reason.
+    """
+    began = False
+
+    def begin() -> None:
+        nonlocal began
+        began = True
+        if site.world.is_main:
+            started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+            site.folder.write_status(
+                "running", started_at=started, world_size=site.world.world_size, launcher=site.world.launcher
+            )
+
     try:
-        yield
+        yield begin
     except BaseException as error:
         named = _named(error, site.world)
-        state = "preempted" if isinstance(named, Preempted) else "failed"
-        site.folder.write_status(state, reason=str(named), exit_code=named.exit_code)
+        if began or not spare:
+            state = "preempted" if isinstance(named, Preempted) else "failed"
+            site.folder.write_status(state, reason=str(named), exit_code=named.exit_code)
         if named is error:
             raise
         raise named from error

@@ -33,13 +33,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="ds-encdec", description="Train encoder-decoders from Qwen3 checkpoints with DeepSpeed and UL2."
+        prog="ds-encdec",
+        description="Train encoder-decoders from Qwen3 checkpoints with DeepSpeed and UL2.",
+        allow_abbrev=False,
     )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
 
     def verb(name: str, run: Verb, summary: str, *, overrides: bool = False) -> argparse.ArgumentParser:
         epilog = "further arguments: section.field=value" if overrides else None
-        sub = verbs.add_parser(name, help=summary, description=summary, epilog=epilog)
+        sub = verbs.add_parser(name, help=summary, description=summary, epilog=epilog, allow_abbrev=False)
         sub.set_defaults(run=run, accepts_overrides=overrides)
         return sub
 

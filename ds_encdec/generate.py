@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers.utils.logging import disable_progress_bar
 
+from ds_encdec.checkpoint.manifest import MANIFEST
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.source import read_config
@@ -37,6 +39,9 @@ def generate_text(
     for a folder that is not such a model.
     """
     folder = Path(model_dir)
+    if (folder / MANIFEST).exists():
+        raise CheckpointError(f"--model: {folder} is a checkpoint; make it a model with ds-encdec export {folder} OUT")
+    disable_progress_bar()  # a bar for loading would stand between the text and its continuation
     if (model_type := read_config(folder)["model_type"]) != Qwen3Seq2SeqConfig.model_type:
         raise CheckpointError(
             f"--model: {folder} is a {model_type}; make it an encoder-decoder with ds-encdec init-model"

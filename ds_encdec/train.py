@@ -26,18 +26,28 @@ from pathlib import Path
 from typing import NoReturn
 
 from ds_encdec.config.load import load_config
-from ds_encdec.types import DsEncDecError
+from ds_encdec.types import ConfigError, DsEncDecError, Preempted
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run training as told by the command line; returns the process's exit code."""
     parser = argparse.ArgumentParser(
-        prog="ds_encdec/train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="ds_encdec/train.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # an abbreviation may be a misspelt setting
     )
     add_arguments(parser)
     options, overrides = parser.parse_known_args(arguments)
     try:
         return run(options, overrides)
+    except Preempted as error:
+        print(error, flush=True)
+        return error.exit_code
+    except ConfigError as error:
+        if os.environ.get("RANK", "0") == "0":  # every rank reads the same configuration and finds the same
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
     except DsEncDecError as error:
         if type(error) is DsEncDecError:  # none of the foreseen ones: show where it comes from
             traceback.print_exc()

@@ -8,6 +8,7 @@ saved, and when the run ends.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from ds_encdec.launch.agreement import Agreement, attempt
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.monitor.recorder import Recorder
 from ds_encdec.types import Batch, DivergedError, Preempted, StepResult, TrainingState
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -199,6 +202,7 @@ def _save(run: Trainer, state: TrainingState, eval_loss: float | None, *, done: 
             pointers=("best",) * is_best + ("final",) * done,
         )
     run.recorder.log_save(seconds)
+    logger.info("saved step %d%s in %.1f s", state.global_step, ", the best so far" if is_best else "", seconds)
     return state
 
 

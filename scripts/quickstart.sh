@@ -55,6 +55,7 @@ model="$output/export"
 
 text="The <extra_id_0> statement is used to <extra_id_1> a function in a class."
 echo
+echo "A model of 1.3 M parameters has not learned to write after so few steps; this shows the way from text to text:"
 echo "corrupted  $text"
 echo "filled in  $(ds-encdec generate --model "$model" --text "$text" --max-new-tokens 32 | tr -s '[:space:]' ' ')"
 python - "$output/metrics.jsonl" <<'END'
@@ -69,5 +70,6 @@ metrics      $output/metrics.jsonl
 TensorBoard  tensorboard --logdir $output/logs
 checkpoints  $output/checkpoints
 model        $model   (AutoModelForSeq2SeqLM.from_pretrained(..., trust_remote_code=True))
+try next     source $ROOT/.venv/bin/activate && ds-encdec inspect-data --config $ROOT/ds_configs/quickstart.yaml -n 3
 took         $((SECONDS / 60)) min $((SECONDS % 60)) s
 END

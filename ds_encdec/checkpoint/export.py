@@ -52,8 +52,7 @@ def export_hf(
     complete; an unfinished one stays behind as `out` + `.tmp` and is replaced by the next attempt. Raises
     CheckpointError if `out` exists and is not empty.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out} exists and is not empty: nothing was written. Name another folder")
+    _refuse_existing(out)
     unfinished = out.with_name(f"{out.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -71,6 +70,7 @@ def export_hf(
 
 def export_checkpoint(checkpoint: Path, out: Path, *, dtype: torch.dtype, max_shard_bytes: int) -> None:
     """Export a committed checkpoint, with a model card written from its run. Raises CheckpointError."""
+    _refuse_existing(out)  # before minutes of reading
     path = checkpoint.expanduser().resolve()
     weights = checkpoint_weights(path)
     facts = {
@@ -87,6 +87,11 @@ def export_checkpoint(checkpoint: Path, out: Path, *, dtype: torch.dtype, max_sh
         max_shard_bytes=max_shard_bytes,
         card=model_card(facts),
     )
+
+
+def _refuse_existing(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out} exists and is not empty: nothing was written. Name another folder")
 
 
 def _write_configuration(config: Qwen3Seq2SeqConfig, dtype: torch.dtype, folder: Path) -> None:

@@ -64,8 +64,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
         content: dict[str, Any] = json.loads(path.read_text())
         records = tuple(FileRecord(**record) for record in content.pop("files"))
         manifest = Manifest(**content, files=records)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{checkpoint} is not a complete checkpoint: it has no {MANIFEST}.") from error
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointError(_no_checkpoint(checkpoint)) from error
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{path} is not a readable manifest: {error}") from error
     if manifest.format_version != FORMAT_VERSION:
@@ -105,6 +105,15 @@ def verify_files(checkpoint: Path, records: tuple[FileRecord, ...]) -> None:
             raise CheckpointError(f"{path}: {error.strerror}, but the manifest lists it.") from error
         if digest != record.sha256:
             raise CheckpointError(f"{path}: its SHA-256 is not the manifest's; the file was changed or damaged.")
+
+
+def _no_checkpoint(path: Path) -> str:
+    if not path.exists():
+        return f"{path}: no such folder."
+    for final in (path / "final", path / "checkpoints" / "final"):
+        if final.exists():
+            return f"{path} is not a checkpoint, but holds some: give {final} or one beside it."
+    return f"{path} is not a complete checkpoint: it has no {MANIFEST}."
 
 
 def _is_folder(path: Path) -> bool:

@@ -74,7 +74,7 @@ def require_one_step(found: Survey, num_lanes: int, budgets: Budgets) -> None:
             f"the corpus is shorter than one batch: about {found.tokens:,} tokens in {found.documents:,} documents to "
             f"train on, but one optimizer step of {num_lanes} micro-batches x {per_batch:,} tokens needs "
             f"{num_lanes * per_batch:,} tokens. Add data, or lower training.per_device_train_batch_size, "
-            "training.gradient_accumulation_steps (or data.num_lanes), data.max_encoder_length or data.max_decoder_length"
+            "training.gradient_accumulation_steps (or data.num_lanes), or the maximum lengths"
         )
 
 

@@ -134,7 +134,7 @@ class Recorder:
                 is_warmup=record.global_step <= self._warmup_steps,
             )
             for alert in alerts if self._sinks else ():
-                logger.warning(alert["message"])
+                logger.warning("%s: %s", alert["type"], alert["message"])
 
     def _publish(self, state: TrainingState, metrics: dict[str, float]) -> None:
         for sink in self._sinks:
