@@ -55,8 +55,14 @@ def test_nothing_to_resume(tmp_path: Path) -> None:
     manager = make_manager(tmp_path)
     assert manager.find("auto") is None
     assert manager.find(None) is None
-    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
+    with pytest.raises(CheckpointError, match="no such folder"):
         manager.find(str(tmp_path / "absent"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
+        manager.find(str(tmp_path / "empty"))
+    save(manager, 1, "final")
+    with pytest.raises(CheckpointError, match="give .*final"):
+        manager.find(str(tmp_path))
 
 
 def test_retention_spares_best_and_final(tmp_path: Path) -> None:
