@@ -42,6 +42,7 @@ keeps it).
 
 - `"auto"`, `null` and absent keys leave a field to the YAML file, the command line, or its default.
 - What the JSON and one of the others both set must agree. An error names both places and both values.
+  Places in the JSON are `file:line:column`.
 - As DeepSpeed reads it, `fp16` switches `bf16` off, and a ZeRO stage without an offload block means no offload,
   unless the YAML file or the command line says otherwise.
 - The two `betas` are `adam_beta1` and `adam_beta2`.

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from ds_encdec.config.deepspeed_keys import IGNORED, PASSED_ON, SCHEMA_FIELDS, check_keys
 from ds_encdec.config.report import Mention, Problem, show
 from ds_encdec.config.settings import Settings
-from ds_encdec.config.validation import default_of, mention
-from ds_encdec.config.yaml_text import file_problem, key_lines, read_text
+from ds_encdec.config.validation import default_of, mention, wrong_value
+from ds_encdec.config.yaml_text import file_problem, key_positions, read_text
 
 if TYPE_CHECKING:
     from ds_encdec.config.schema import FullConfig
@@ -30,7 +30,10 @@ _HPZ = "zero_optimization.zero_hpz_partition_size"
 
 
 def read_deepspeed_json(path: Path, problems: list[Problem]) -> Settings:
-    """The entries of a DeepSpeed JSON under DeepSpeed's own names. What is wrong with the file goes to `problems`."""
+    """The entries of a DeepSpeed JSON under DeepSpeed's own names. What is wrong with the file goes to `problems`.
+
+    Their places are `file:line:column`, since such files are often written on one line.
+    """
     text = read_text(path, problems)
     if text is None:
         return Settings()
@@ -44,16 +47,17 @@ def read_deepspeed_json(path: Path, problems: list[Problem]) -> Settings:
     try:
         values = json.loads(text, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
-        problems.append(file_problem(path, error.lineno, f"not valid JSON: {error.msg}"))
+        problems.append(file_problem(path, f"not valid JSON: {error.msg}", error.lineno, error.colno))
         return Settings()
     if not isinstance(values, dict):
-        problems.append(file_problem(path, None, "a DeepSpeed configuration is one { ... } block"))
+        problems.append(file_problem(path, "a DeepSpeed configuration is one { ... } block"))
         return Settings()
-    lines = key_lines(text)
+    positions = key_positions(text)
     for key in repeated:
-        line = max((line for name, line in lines.items() if name.rpartition(".")[2] == key), default=None)
-        problems.append(file_problem(path, line, f"`{key}` is set twice in one block"))
-    places = dict.fromkeys(values, str(path)) | {name: f"{path}:{line}" for name, line in lines.items()}
+        last = max((at for name, at in positions.items() if name.rpartition(".")[2] == key), default=())
+        problems.append(file_problem(path, f"`{key}` is set twice in one block", *last))
+    places = {name: f"{path}:{line}:{column}" for name, (line, column) in positions.items()}
+    places = dict.fromkeys(values, str(path)) | places
     return Settings(values, places)
 
 
@@ -138,7 +142,7 @@ class _Merger:
         extra = [_Claim(f"infra.deepspeed_extra.{key}", value, key, value) for key, value in self.extra.items()]
         for claim in [*self.claims.values(), *extra]:
             present = self.settings.get(claim.field)
-            if present is not None and not _same(present, claim.value):
+            if present is not None and not self._agree(present, claim):
                 message = 'the two disagree: make them equal, or leave it to one (in the JSON with "auto")'
                 here = mention(self.schema, self.settings, claim.field)
                 self._report(message, here, self._mention(claim.key, claim.shown))
@@ -167,9 +171,21 @@ class _Merger:
     def _accept(self, claim: _Claim) -> None:
         """Note `claim`, unless another key of the same JSON says something else about the field."""
         earlier = self.claims.setdefault(claim.field, claim)
-        if not _same(earlier.value, claim.value):
+        if not self._agree(earlier.value, claim):
             mentions = (self._mention(earlier.key, earlier.shown), self._mention(claim.key, claim.shown))
             self._report(f"both set `{claim.field}` and must agree", *mentions)
+
+    def _agree(self, earlier: Any, claim: _Claim) -> bool:
+        """Whether `claim` leaves its field at `earlier`. A value that is wrong by itself disagrees with nothing.
+
+        One in `claim` is reported here; one in `earlier` is in the settings, and reported when they are validated.
+        """
+        if _same(earlier, claim.value):
+            return True
+        wrong = wrong_value(self.schema, claim.field, claim.value)
+        if wrong is not None:
+            self._report(wrong, self._mention(claim.key, claim.shown))
+        return wrong is not None or wrong_value(self.schema, claim.field, earlier) is not None
 
     def _implied(self) -> Iterator[_Claim]:
         """What DeepSpeed would read into the JSON though it is not written there."""

@@ -19,7 +19,8 @@ DEFAULT = "default"
 
 @dataclass(frozen=True)
 class Mention:
-    """A field named in a problem: where its value was set (`file:line`, `command line`, `default`), and to what.
+    """A field named in a problem: where its value was set (`file:line`, `file:line:column` in JSON,
+    `command line`, `default`), and to what.
 
     `shown` is the value as the report prints it; empty where there is none to print.
     """
@@ -75,7 +76,9 @@ def raise_if_any(problems: Sequence[Problem]) -> None:
     raise ConfigError("\n".join([f"The configuration has {count}:", *map(str, listed)]))
 
 
-def _order(place: str) -> tuple[bool, str, int]:
-    """Files first, by line, then the command line and defaults."""
-    match = re.match(r"(.*):(\d+)", place)
-    return (False, match[1], int(match[2])) if match else (place in (COMMAND_LINE, DEFAULT), place, 0)
+def _order(place: str) -> tuple[bool, str, int, int]:
+    """Files first, by line and column, then the command line and defaults."""
+    match = re.match(r"(.*?):(\d+)(?::(\d+))?(?= |$)", place)
+    if match is None:
+        return (place in (COMMAND_LINE, DEFAULT), place, 0, 0)
+    return (False, match[1], int(match[2]), int(match[3] or 0))

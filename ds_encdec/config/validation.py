@@ -28,6 +28,7 @@ _EXPECTED = {
     "model_type": "a mapping (`field: value` lines)",
     "model_attributes_type": "a mapping (`field: value` lines)",
 }
+_STAND_INS: dict[Any, Any] = {int: 1, float: 1.0, str: "unknown"}
 _BOUNDS = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}
 
 
@@ -35,8 +36,9 @@ def validate(schema: type[FullConfig], settings: Settings, problems: list[Proble
     """The configuration that `settings` describe, or None and what is wrong with them in `problems`.
 
     Pydantic checks fields against each other only when each is valid by itself. To report both at once,
-    invalid fields are taken out and the rest is checked again; contradictions that involve a field
-    taken out are dropped, since nobody knows what was meant there.
+    invalid fields and unknown keys are taken out, stand-ins are put where a required field is lacking, and the
+    rest is checked again. Contradictions that involve one of these fields are dropped, since nobody
+    knows what was meant there; so is what a misspelt key explains about the field it was meant for.
     """
     values = deepcopy(settings.values)
     broken: set[str] = set()
@@ -45,19 +47,28 @@ def validate(schema: type[FullConfig], settings: Settings, problems: list[Proble
             config = schema.model_validate(values)
             return None if broken else config
         except ValidationError as error:
-            invalid = [detail for detail in error.errors() if not _conflicts_of(detail)]
-            explained = [_explain(schema, settings, detail) for detail in invalid]
-            # A required field that was taken out is missing in the next round: that was our doing.
-            problems.extend(problem for path, problem in explained if path not in broken)
-            taken_out = {_set_part(values, path) for path, _ in explained}
-            assert all(taken_out), "every section has defaults, so no error is about the whole"
-            for path in taken_out:
-                _remove(values, path)
-            broken |= taken_out
-            if not invalid:
-                found = [conflict for detail in error.errors() for conflict in _conflicts_of(detail)]
-                problems.extend(_mention_all(schema, settings, c) for c in found if not _touches(c, broken))
-                return None
+            details = error.errors()
+        invalid = [detail for detail in details if not _conflicts_of(detail)]
+        unknown = [_path(detail) for detail in invalid if detail["type"] == "extra_forbidden"]
+        broken.update(field for path in unknown for field in _meant(schema, path) if field not in settings)
+        # A required field that was taken out is missing in the next round: that was our doing.
+        problems.extend(_explain(schema, settings, detail) for detail in invalid if _path(detail) not in broken)
+        broken |= _mend(schema, values, invalid)
+        if not invalid:
+            found = [conflict for detail in details for conflict in _conflicts_of(detail)]
+            problems.extend(_mention_all(schema, settings, c) for c in found if not _touches(c, broken))
+            return None
+
+
+def wrong_value(schema: type[FullConfig], path: str, value: Any) -> str | None:
+    """What is wrong with `value` for the field at the dotted `path`, whatever else is set; None if nothing is."""
+    settings = Settings()
+    settings.put(path, value, "")
+    try:
+        schema.model_validate(settings.values)
+    except ValidationError as error:
+        return next((_allowed(detail) for detail in error.errors() if _within(_path(detail), path)), None)
+    return None
 
 
 def default_of(schema: type[BaseModel], path: str) -> Any:
@@ -87,22 +98,39 @@ def _mention_all(schema: type[BaseModel], settings: Settings, conflict: Conflict
 
 
 def _touches(conflict: Conflict, broken: Iterable[str]) -> bool:
-    return any((field + ".").startswith(path + ".") or (path + ".").startswith(field + ".")
-               for field in conflict.fields for path in broken)  # fmt: skip
+    """Whether `conflict` is about a broken field. A section is only read for being there: its fields do not matter."""
+    return any(_within(field, path) for field in conflict.fields for path in broken)
 
 
-def _explain(schema: type[BaseModel], settings: Settings, detail: ErrorDetails) -> tuple[str, Problem]:
-    """The dotted path of an error of pydantic's, and the same error in our words."""
-    path = ".".join(str(part) for part in detail["loc"])
+def _within(path: str, outer: str) -> bool:
+    return path == outer or path.startswith(outer + ".")
+
+
+def _path(detail: ErrorDetails) -> str:
+    """The dotted path that an error of pydantic's is about."""
+    return ".".join(str(part) for part in detail["loc"])
+
+
+def _explain(schema: type[BaseModel], settings: Settings, detail: ErrorDetails) -> Problem:
+    """An error of pydantic's in our words."""
+    path = _path(detail)
+    parent, _, key = path.rpartition(".")
     if detail["type"] == "missing":
-        message = "an item is missing from the list" if path[-1].isdigit() else "the field is required"
-        return path, Problem((Mention(settings.place_of(path), path),), message)
+        message = "an item is missing from the list" if key.isdigit() else "the field is required"
+        return Problem((Mention(settings.place_of(path), path),), message)
     if detail["type"] == "extra_forbidden":
-        parent, _, key = path.rpartition(".")
-        names = _fields_at(schema, parent)
-        elsewhere = [] if closest(key, names) else [name for name in _all_fields(schema) if name.endswith("." + key)]
-        return path, Problem((mention(schema, settings, path),), unknown_key(key, names, elsewhere))
-    return path, Problem((mention(schema, settings, path),), _allowed(detail))
+        elsewhere = [name for name in _meant(schema, path) if name.rpartition(".")[0] != parent]
+        return Problem((mention(schema, settings, path),), unknown_key(key, _fields_at(schema, parent), elsewhere))
+    # A single string may stand for a list of one, whose item 0 nobody wrote.
+    written = parent if key.isdigit() and isinstance(settings.get(parent), str) else path
+    return Problem((mention(schema, settings, written),), _allowed(detail))
+
+
+def _meant(schema: type[BaseModel], path: str) -> list[str]:
+    """The fields that an unknown key may stand for: a neighbour of similar name, else those of its name elsewhere."""
+    parent, _, key = path.rpartition(".")
+    guess = closest(key, _fields_at(schema, parent))
+    return [join(parent, guess)] if guess else [name for name in _all_fields(schema) if name.endswith("." + key)]
 
 
 def _allowed(detail: ErrorDetails) -> str:
@@ -110,7 +138,7 @@ def _allowed(detail: ErrorDetails) -> str:
     kind, context = detail["type"], detail.get("ctx", {})
     if kind == "literal_error":
         guess = closest(str(detail["input"]), [name.strip("'") for name in _split_expected(context["expected"])])
-        return f"allowed: {context['expected']}" + (f"; did you mean '{guess}'?" if guess else "")
+        return f"allowed: {context['expected']}" + (f"; did you mean `{guess}`?" if guess else "")
     if kind in _BOUNDS:
         limit = next(context[name] for name in ("gt", "ge", "lt", "le") if name in context)
         return f"must be {_BOUNDS[kind]} {limit}"
@@ -125,26 +153,47 @@ def _split_expected(expected: str) -> list[str]:
     return expected.replace(" or ", ", ").split(", ")
 
 
+def _mend(schema: type[BaseModel], values: dict[str, Any], details: Iterable[ErrorDetails]) -> set[str]:
+    """Change `values` so that they no longer have these errors; the paths of what was taken out or put in."""
+    lacking = {
+        _path(detail)
+        for detail in details
+        if detail["type"] == "missing" and isinstance(_container(values, _path(detail)), dict)
+    }
+    taken_out = {_set_part(values, path) for path in map(_path, details) if path not in lacking}
+    assert all(taken_out), "every section has defaults, so no error is about the whole"
+    for path in taken_out:
+        container = _container(values, path)
+        if isinstance(container, dict):
+            container.pop(path.rpartition(".")[2], None)
+    for path in lacking:
+        container = _container(values, path)
+        if isinstance(container, dict):
+            parent, _, field = path.rpartition(".")
+            container[field] = stand_in(_section_at(schema, parent), field)
+    return taken_out | lacking
+
+
+def stand_in(section: type[BaseModel], field: str) -> Any:
+    """A valid value for a required field, of which nothing will be reported."""
+    return _STAND_INS[section.model_fields[field].annotation]
+
+
+def _container(values: dict[str, Any], path: str) -> Any:
+    """What the last key of `path` is looked up in; None if that is not there."""
+    parent = path.rpartition(".")[0]
+    return Settings(values).get(parent) if parent else values
+
+
 def _set_part(values: dict[str, Any], path: str) -> str:
-    """The longest part of `path` that leads through mappings to something that is set.
-
-    Shorter than `path` for an item of a list and for a required field that is missing.
-    """
-    current: Any = values
-    found: list[str] = []
-    for key in path.split("."):
-        if not isinstance(current, dict) or key not in current:
+    """The longest part of `path` that is set and can be taken out: the whole list for one of its items."""
+    while path:
+        parent, _, key = path.rpartition(".")
+        container = _container(values, path)
+        if isinstance(container, dict) and key in container:
             break
-        found.append(key)
-        current = current[key]
-    return ".".join(found)
-
-
-def _remove(values: dict[str, Any], path: str) -> None:
-    *parents, last = path.split(".")
-    for key in parents:
-        values = values.get(key, {})
-    values.pop(last, None)
+        path = parent
+    return path
 
 
 def _section_type(annotation: Any) -> type[BaseModel] | None:
@@ -154,12 +203,19 @@ def _section_type(annotation: Any) -> type[BaseModel] | None:
     return next((found for part in get_args(annotation) if (found := _section_type(part))), None)
 
 
-def _fields_at(schema: type[BaseModel], path: str) -> list[str]:
-    section: type[BaseModel] | None = schema
+def _section_at(schema: type[BaseModel], path: str) -> type[BaseModel]:
+    """The section at the dotted `path`, which leads through fields of `schema` and items of lists."""
+    section = schema
     for key in path.split(".") if path else []:
-        if section and not key.isdigit():
-            section = _section_type(section.model_fields[key].annotation) if key in section.model_fields else None
-    return list(section.model_fields) if section else []
+        if not key.isdigit():
+            inner = _section_type(section.model_fields[key].annotation)
+            assert inner is not None, f"{path} is no section"
+            section = inner
+    return section
+
+
+def _fields_at(schema: type[BaseModel], path: str) -> list[str]:
+    return list(_section_at(schema, path).model_fields)
 
 
 def _all_fields(schema: type[BaseModel], path: str = "") -> Iterator[str]:

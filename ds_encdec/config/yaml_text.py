@@ -58,21 +58,21 @@ def read_yaml(path: Path, problems: list[Problem]) -> Settings:
         loader = _Loader(text)
         root = loader.get_single_node()
         if root is None:
-            problems.append(file_problem(path, None, "the file is empty"))
+            problems.append(file_problem(path, "the file is empty"))
             return Settings()
         if not isinstance(root, yaml.MappingNode):
             kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
             message = f"the file holds {kind}; sections with `field: value` lines are needed"
-            problems.append(file_problem(path, _line(root), message))
+            problems.append(file_problem(path, message, _line(root)))
             return Settings()
         reader = _NodeReader(loader, path, problems)
         return Settings(reader.read(root, ""), reader.places)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         message = f"not valid YAML: {error.problem or error.context}"
-        problems.append(file_problem(path, mark.line + 1 if mark else None, message))
+        problems.append(file_problem(path, message, mark.line + 1 if mark else None))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        problems.append(file_problem(path, None, f"not valid YAML: {' '.join(str(error).split())}"))
+        problems.append(file_problem(path, f"not valid YAML: {' '.join(str(error).split())}"))
     return Settings()
 
 
@@ -81,17 +81,18 @@ def read_text(path: Path, problems: list[Problem]) -> str | None:
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        problems.append(file_problem(path, None, "no such file"))
+        problems.append(file_problem(path, "no such file"))
     except UnicodeDecodeError:
-        problems.append(file_problem(path, None, "not a text file in UTF-8"))
+        problems.append(file_problem(path, "not a text file in UTF-8"))
     except OSError as error:
-        problems.append(file_problem(path, None, f"cannot be read: {error.strerror}"))
+        problems.append(file_problem(path, f"cannot be read: {error.strerror}"))
     return None
 
 
-def file_problem(path: Path, line: int | None, message: str) -> Problem:
-    """A problem with a file as such."""
-    return Problem((Mention("", f"{path}:{line}" if line else str(path)),), message)
+def file_problem(path: Path, message: str, line: int | None = None, column: int | None = None) -> Problem:
+    """A problem with a file as such; `line` and `column` count from 1."""
+    place = ":".join(str(part) for part in (path, line, column) if part is not None)
+    return Problem((Mention("", place),), message)
 
 
 def parse_value(text: str) -> Any:
@@ -104,23 +105,23 @@ def write_yaml(values: dict[str, Any]) -> str:
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
-def key_lines(text: str) -> dict[str, int]:
-    """The line of every key in a JSON text, by dotted path; nothing for the rare JSON that is no YAML."""
+def key_positions(text: str) -> dict[str, tuple[int, int]]:
+    """Line and column, from 1, of the keys in a JSON text by dotted path; nothing for the rare JSON that is no YAML."""
     # Tabs between tokens are what YAML does not take; inside its strings JSON has no raw ones.
-    lines: dict[str, int] = {}
+    positions: dict[str, tuple[int, int]] = {}
     try:
-        _collect_lines(_Loader(text.replace("\t", " ")).get_single_node(), "", lines)
+        _collect_positions(_Loader(text.replace("\t", " ")).get_single_node(), "", positions)
     except yaml.YAMLError:
         return {}
-    return lines
+    return positions
 
 
-def _collect_lines(node: yaml.Node | None, path: str, lines: dict[str, int]) -> None:
+def _collect_positions(node: yaml.Node | None, path: str, positions: dict[str, tuple[int, int]]) -> None:
     if isinstance(node, yaml.MappingNode):
         for key_node, value_node in node.value:
             child = join(path, key_node.value)
-            lines[child] = _line(key_node)
-            _collect_lines(value_node, child, lines)
+            positions[child] = (_line(key_node), int(key_node.start_mark.column) + 1)
+            _collect_positions(value_node, child, positions)
 
 
 def _line(node: yaml.Node) -> int:

@@ -115,13 +115,13 @@ def test_disagreement_names_both_places_and_both_values(tmp_path: Path) -> None:
         == """\
 The configuration has 3 problems:
   run.yaml:2: training.max_grad_norm = 1.0
-  ds.json:2: gradient_clipping = 0.5
+  ds.json:2:2: gradient_clipping = 0.5
       the two disagree: make them equal, or leave it to one (in the JSON with "auto")
   run.yaml:4: infra.deepspeed_extra.zero_optimization.sub_group_size = 6
-  ds.json:5: zero_optimization.sub_group_size = 5
+  ds.json:5:3: zero_optimization.sub_group_size = 5
       the two disagree: make them equal, or leave it to one (in the JSON with "auto")
   command line: infra.sharding_stage = "zero3"
-  ds.json:4: zero_optimization.stage = 2
+  ds.json:4:3: zero_optimization.stage = 2
       the two disagree: make them equal, or leave it to one (in the JSON with "auto")"""
     )
 
@@ -129,7 +129,7 @@ The configuration has 3 problems:
 def test_two_keys_of_the_json_that_disagree(tmp_path: Path) -> None:
     document = '{"optimizer": {"params": {"lr": 1e-3}},\n"scheduler": {"params": {"warmup_max_lr": 2e-3}}}'
     found = report(tmp_path, document)
-    assert "ds.json:1: optimizer.params.lr = 0.001\n  ds.json:2: scheduler.params.warmup_max_lr = 0.002" in found
+    assert "ds.json:1:27: optimizer.params.lr = 0.001\n  ds.json:2:26: scheduler.params.warmup_max_lr = 0.002" in found
     assert "both set `training.learning_rate` and must agree" in found
 
 
@@ -166,10 +166,10 @@ def test_what_only_follows_gives_way_to_what_is_written(tmp_path: Path) -> None:
     [
         (
             {"gradient_cliping": 1},
-            "ds.json:2: gradient_cliping = 1\n      unknown key; did you mean `gradient_clipping`?",
+            "ds.json:2:2: gradient_cliping = 1\n      unknown key; did you mean `gradient_clipping`?",
         ),
         ({"zero_optimisation": {"stage": 3}}, "did you mean `zero_optimization`? (DeepSpeed would ignore it silently)"),
-        ({"zero_optimization.stage": 3}, "ds.json:2: zero_optimization.stage = 3\n      unknown key"),
+        ({"zero_optimization.stage": 3}, "ds.json:2:2: zero_optimization.stage = 3\n      unknown key"),
         ({"stage": 3}, "unknown key here; did you mean `zero_optimization.stage`?"),
         ({"zero_optimization": {"stgae": 3}}, "zero_optimization.stgae = 3\n      unknown key; did you mean `stage`?"),
         ({"zero_optimization": {"offload_param": {"devise": "cpu"}}}, "did you mean `device`?"),
@@ -182,8 +182,8 @@ def test_what_only_follows_gives_way_to_what_is_written(tmp_path: Path) -> None:
         ({"optimizer": {"type": "Lion"}}, 'optimizer.type = "Lion"\n      only "AdamW" or "Adam" or'),
         ({"optimizer": {"params": {"betas": 0.9}}}, "must be a list of two numbers"),
         ({"optimizer": {"params": {"max_grad_norm": 1}}}, "write `gradient_clipping`"),
-        ({"scheduler": {"type": "OneCycle"}}, "ds.json:3 (scheduler.type): training.lr_scheduler_type"),
-        ({"gradient_clipping": "high"}, 'ds.json:2 (gradient_clipping): training.max_grad_norm = "high"'),
+        ({"scheduler": {"type": "OneCycle"}}, "ds.json:3:3 (scheduler.type): training.lr_scheduler_type"),
+        ({"gradient_clipping": "high"}, 'ds.json:2:2 (gradient_clipping): training.max_grad_norm = "high"'),
         ({"gradient_accumulation_steps": 0}, "(gradient_accumulation_steps): training.gradient_accumulation_steps = 0"),
         ({"zero_optimization": {"stage": 4}}, 'zero_optimization.stage = 4\n      allowed: 0, 1, 2, 3 or "auto"'),
         ({"zero_optimization": True}, "zero_optimization = true\n      must be a block, { ... }"),
@@ -197,15 +197,15 @@ def test_what_only_follows_gives_way_to_what_is_written(tmp_path: Path) -> None:
         ({"data_efficiency": {"enabled": True}}, "not supported by ds_encdec; remove it"),
         (
             {"train_batch_size": 30},
-            "ds.json:2: train_batch_size = 30\n  default: training.per_device_train_batch_size = 4",
+            "ds.json:2:2: train_batch_size = 30\n  default: training.per_device_train_batch_size = 4",
         ),
         ({"train_batch_size": "many"}, "must be a whole number >= 1"),
-        ("{", "ds.json:1\n      not valid JSON"),
+        ("{", "ds.json:1:2\n      not valid JSON"),
         ('{\n "a": 1,\n}', "not valid JSON"),
         ("[]", "a DeepSpeed configuration is one { ... } block"),
         (
             '{\n\t"fp16": {"enabled": true,\n\t"enabled": false}}',
-            "ds.json:3\n      `enabled` is set twice in one block",
+            "ds.json:3:2\n      `enabled` is set twice in one block",
         ),
     ],
 )
@@ -243,6 +243,41 @@ def test_what_does_nothing_is_accepted_with_a_warning(
         assert "does nothing here" in message
 
 
+def test_a_file_of_one_line_has_columns(tmp_path: Path) -> None:
+    document = '{"wall_clock_breakdown": 1, "bf16": {"enable": true}, "gradient_cliping": 1}'
+    found = report(tmp_path, document)
+    for key in ("wall_clock_breakdown", "bf16.enable", "gradient_cliping"):
+        column = document.index('"' + key.removeprefix("bf16.") + '"') + 1
+        assert f"ds.json:1:{column}: {key} = " in found
+
+
+@pytest.mark.parametrize(
+    ("document", "text", "expected"),
+    [
+        (
+            {"bf16": {"enabled": "true"}},
+            "training: {bf16: true}",
+            ['ds.json:3:3: bf16.enabled = "true"', "must be true or false"],
+        ),
+        (
+            {"bf16": {"enabled": True}},
+            "training: {bf16: 'true'}",
+            ['run.yaml:1: training.bf16 = "true"', "must be true or false"],
+        ),
+        (
+            {"optimizer": {"params": {"lr": 1e-3}}, "scheduler": {"params": {"warmup_max_lr": "1e-3"}}},
+            "",
+            ['ds.json:9:4: scheduler.params.warmup_max_lr = "1e-3"', "must be a number"],
+        ),
+    ],
+)
+def test_a_wrong_type_is_no_disagreement(
+    tmp_path: Path, document: dict[str, Any], text: str, expected: list[str]
+) -> None:
+    found = report(tmp_path, document, text=text)
+    assert [line.strip() for line in found.splitlines()[1:]] == expected
+
+
 def test_json_that_is_no_yaml_is_reported_without_lines(tmp_path: Path) -> None:
     assert "ds.json: log_level = 1\n" in report(tmp_path, '{"log_level": 1, "communication_data_type": "\x7f"}')
 
@@ -267,7 +302,7 @@ def test_which_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_train_batch_size_and_lanes_must_agree(tmp_path: Path) -> None:
     found = report(tmp_path, {"train_batch_size": 256}, text="data:\n  num_lanes: 32\n")
-    assert "run.yaml:2: data.num_lanes = 32\n  ds.json:2: train_batch_size = 256" in found
+    assert "run.yaml:2: data.num_lanes = 32\n  ds.json:2:2: train_batch_size = 256" in found
 
 
 def test_a_section_that_is_no_mapping_stays_an_error(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from ds_encdec.config.load import load_config
+from ds_encdec.config.schema import Section
+from ds_encdec.config.validation import stand_in
 from ds_encdec.types import ConfigError
 
 
@@ -62,11 +64,9 @@ trainning:
 
 # One entry a problem, in the order of the report. No contradiction is reported about a field that is wrong by itself.
 EXPECTED = """\
-The configuration has 27 problems:
+The configuration has 26 problems:
   run.yaml:2: model.num_sentinel_tokens = 0
       must be >= 1
-  run.yaml:3: model.architecture.num_hidden_layers
-      the field is required
   run.yaml:3: model.architecture.num_key_value_heads
       the field is required
   run.yaml:3: model.architecture.head_dim
@@ -79,8 +79,6 @@ The configuration has 27 problems:
       an item is missing from the list
   run.yaml:12: data.mixture.1.weight = "heavy"
       must be a number
-  run.yaml:12: data.mixture.1.dataset_name
-      the field is required
   run.yaml:13: data.mixture.1.dataset_nam = "builtin"
       unknown key; did you mean `dataset_name`?
   run.yaml:14: data.streaming = "yes"
@@ -97,9 +95,9 @@ The configuration has 27 problems:
       must be a whole number
   run.yaml:21: training.lr_scheduler_type = "cosin"
       allowed: 'WarmupDecayLR', 'WarmupLR', 'WarmupCosineLR', 'cosine', 'linear', 'constant' or 'wsd'; \
-did you mean 'cosine'?
+did you mean `cosine`?
   run.yaml:22: training.report_to.0 = "tensorbord"
-      allowed: 'wandb' or 'tensorboard'; did you mean 'tensorboard'?
+      allowed: 'wandb' or 'tensorboard'; did you mean `tensorboard`?
   run.yaml:23: training.bf16 = true
   run.yaml:24: training.fp16 = true
       at most one may be true; both false is float32
@@ -120,6 +118,8 @@ did you mean 'cosine'?
       unknown key; did you mean `save_steps`?
   command line: infra.num_gpus = 0
       must be >= 1
+  default: model.tokenizer_name_or_path = null
+      a model from scratch brings no tokenizer: name one, or `builtin`
 """
 
 
@@ -205,6 +205,83 @@ def test_a_required_field_with_a_wrong_value_is_one_problem() -> None:
         '  command line: model.architecture.vocab_size = "many"',
         "      must be a whole number",
     ]
+
+
+@pytest.mark.parametrize("text", ["training:\n  report_to: tensorbord\n", None])
+def test_a_single_value_that_stands_for_a_list(tmp_path: Path, text: str | None) -> None:
+    path, overrides = (written(tmp_path, text), ()) if text else (None, ("training.report_to=tensorbord",))
+    assert report(path, *overrides).splitlines()[1:] == [
+        f'  {"run.yaml:2" if text else "command line"}: training.report_to = "tensorbord"',
+        "      allowed: 'wandb' or 'tensorboard'; did you mean `tensorboard`?",
+    ]
+
+
+SCRATCH = """\
+model:
+  tokenizer_name_or_path: builtin
+  architecture:
+    vocab_size: 4096
+    hidden_size: 128
+    num_hidden_layers: 2
+    num_attention_heads: 4
+    num_key_value_heads: 2
+    head_dim: 32
+    intermediate_size: 256
+"""
+HEADS = """\
+  run.yaml:7: model.architecture.num_attention_heads = 4
+  run.yaml:8: model.architecture.num_key_value_heads = 3
+      every key/value head must serve equally many query heads: one must divide the other"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "problem"),
+    [
+        ("hidden_size", "hidden_sise", "hidden_sise = 128\n      unknown key; did you mean `hidden_size`?"),
+        ("hidden_size: 128", "hidden_size: wide", 'hidden_size = "wide"\n      must be a whole number'),
+        ("hidden_size: 128", "colour: red", "the field is required"),
+    ],
+)
+def test_contradictions_beside_a_mistake_in_the_same_section(
+    tmp_path: Path, before: str, after: str, problem: str
+) -> None:
+    alone = report(written(tmp_path, SCRATCH.replace(before, after)))
+    both = report(written(tmp_path, SCRATCH.replace(before, after).replace("value_heads: 2", "value_heads: 3")))
+    assert problem in alone
+    assert "divide" not in alone
+    assert both.split("\n", 1)[1] == alone.split("\n", 1)[1] + "\n" + HEADS
+
+
+@pytest.mark.parametrize(
+    ("text", "problems"),
+    [
+        (SCRATCH.replace("num_key_value_heads: 2", "num_key_value_head: 3"), ["num_key_value_head"]),
+        ("training: {warmup_step: 5, num_train_steps: 10}", ["training.warmup_step"]),
+        ("warmup_steps: 5\ntraining: {num_train_steps: 10}", ["warmup_steps"]),
+        ("trainning: {warmup_steps: 5}\nmodel: {model_name_or_path: null}", ["trainning", "model.model_name_or_path"]),
+        # What is set under its right name is not excused by a typo beside it.
+        (
+            "training: {warmup_step: 5, warmup_steps: 20, num_train_steps: 10}",
+            ["training.warmup_step", "training.warmup_steps"],
+        ),
+        # A source of a mixture is mended in its place, so that the other one is still looked at.
+        (
+            "data: {mixture: [{weight: 1, dataset_nam: text}, {weight: 1, dataset_name: text}]}",
+            ["data.mixture.0.dataset_nam", "data.mixture.1.dataset_name"],
+        ),
+    ],
+)
+def test_what_a_typo_explains_is_not_reported_beside_it(tmp_path: Path, text: str, problems: list[str]) -> None:
+    found = report(written(tmp_path, text))
+    assert f"{len(problems)} problem" in found.splitlines()[0]
+    for field in problems:
+        assert f": {field} = " in found
+
+
+def test_every_required_field_has_a_valid_stand_in() -> None:
+    for section in Section.__subclasses__():
+        required = [name for name, info in section.model_fields.items() if info.is_required()]
+        section.model_validate({name: stand_in(section, name) for name in required})
 
 
 def test_long_values_are_cut() -> None:
