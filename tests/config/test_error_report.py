@@ -255,7 +255,7 @@ def test_contradictions_beside_a_mistake_in_the_same_section(
 @pytest.mark.parametrize(
     ("text", "problems"),
     [
-        (SCRATCH.replace("num_key_value_heads: 2", "num_key_value_head: 3"), ["num_key_value_head"]),
+        (SCRATCH.replace("num_key_value_heads: 2", "num_key_value_head: 3"), ["model.architecture.num_key_value_head"]),
         ("training: {warmup_step: 5, num_train_steps: 10}", ["training.warmup_step"]),
         ("warmup_steps: 5\ntraining: {num_train_steps: 10}", ["warmup_steps"]),
         ("trainning: {warmup_steps: 5}\nmodel: {model_name_or_path: null}", ["trainning", "model.model_name_or_path"]),
