@@ -61,7 +61,7 @@ def test_nothing_to_resume(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not a complete checkpoint"):
         manager.find(str(tmp_path / "empty"))
     save(manager, 1, "final")
-    with pytest.raises(CheckpointError, match="give .*final"):
+    with pytest.raises(CheckpointError, match=r"give .*final"):
         manager.find(str(tmp_path))
 
 
