@@ -107,7 +107,7 @@ def test_every_file_is_returned_by_one_rank(engine_results: Results, checkpoints
     assert len(optimizer_files) == (0 if case == "zero0" else 2)
 
 
-@pytest.mark.parametrize("case", ["zero2", "zero3-offload-bf16"])
+@pytest.mark.parametrize("case", ["zero1-bf16", "zero2", "zero3-offload-bf16"])
 def test_zero_to_fp32_yields_the_weights(engine_results: Results, checkpoints: Path, tmp_path: Path, case: str) -> None:
     expected = engine_results(2, f"resume {case}")[0]["saved"]
     checkpoint = checkpoints / case

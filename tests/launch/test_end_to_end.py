@@ -119,6 +119,22 @@ def test_a_second_run_is_refused_and_a_signal_saves(finished: Path, tmp_path: Pa
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
+def test_checkpoints_by_the_clock(tmp_path: Path) -> None:
+    settings = overrides(
+        tmp_path / "run",
+        training__num_train_steps=60,
+        training__save_steps=1000,
+        training__save_interval_hours=0.5 / 3600,
+        training__save_total_limit="null",
+        training__eval_samples=0,
+    )
+    result = run([*launcher("python"), "--config", QUICKSTART, *settings], tmp_path)
+    assert result.returncode == 0, result.stdout
+    saved = [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")]
+    assert len(saved) > 1  # without the clock only the last step's
+    assert "step-00000060" in saved
+
+
 def test_bad_data_of_one_rank_ends_all_with_its_reason(tmp_path: Path) -> None:
     """One lane meets a broken line in the middle of the run; the other rank must not wait for it."""
     lines = [

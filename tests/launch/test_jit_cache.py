@@ -64,6 +64,7 @@ def test_old_lock_with_a_live_holder_is_left(tmp_path: Path) -> None:
 
 def test_no_folder_is_no_problem(tmp_path: Path) -> None:
     clear_stale_locks(tmp_path / "never_built")
+    assert not (tmp_path / "never_built").exists()
 
 
 def test_build_folder_is_private_and_stable(tmp_path: Path) -> None:

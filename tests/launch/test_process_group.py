@@ -55,3 +55,4 @@ def test_ranks_share_the_cores_unless_the_user_says_otherwise(environ: dict[str,
 
 def test_shutdown_without_a_group_does_nothing() -> None:
     shutdown()
+    assert not torch.distributed.is_initialized()

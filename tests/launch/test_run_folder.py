@@ -30,7 +30,10 @@ def test_a_run_that_failed_before_its_first_step_is_in_nobodys_way(tmp_path: Pat
     first.metrics.touch()
     first.write_status("failed", reason="no such column", exit_code=4)
     first.release()
-    RunFolder(str(tmp_path / "run")).claim(resume=False)
+    second = RunFolder(str(tmp_path / "run"))
+    second.claim(resume=False)
+    second.write_status("running")
+    assert second.read_status()["state"] == "running"
 
 
 def test_status_keeps_earlier_facts(tmp_path: Path) -> None:
