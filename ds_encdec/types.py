@@ -10,9 +10,9 @@ This is the lowest room: it imports nothing of ds_encdec, and torch only for typ
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
@@ -216,5 +216,34 @@ class TrainingState:
         return dataclasses.asdict(self)
 
 
-WeightSource = Callable[[str], "Tensor"]
-"""Looks up one full parameter, on the CPU, by its neutral name (the name in `named_parameters()`)."""
+class WeightSource(Protocol):
+    """Looks up a parameter, on the CPU, by its neutral name: the name in `named_parameters()`, a tied one's first."""
+
+    def __call__(self, name: str, rows: slice = slice(None), /) -> Tensor:
+        """The parameter, or `rows` (start and stop, no step) of its first dimension. Any floating dtype."""
+        ...
+
+
+StateKind = Literal["weight", "exp_avg", "exp_avg_sq"]
+"""What there is of each trained parameter: its float32 weight, and AdamW's first and second moments."""
+
+
+class SavedState(Protocol):
+    """The weights and AdamW state in a checkpoint, whatever engine, sharding and number of ranks wrote them.
+
+    Opened on every rank after the hashes of all files were checked; reads files, talks to no other rank.
+    """
+
+    applied_steps: int
+    """Optimizer steps behind this state: AdamW's own counter, of every parameter."""
+    loss_scaler: Mapping[str, float | int] | None
+    """State of a dynamic loss scale (float16), where the engine that saved had one."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Neutral name → full shape, in the order of `named_parameters()`."""
+
+    def read(self, kind: StateKind, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Elements [start, stop) of the flattened full parameter: float32, one dimension, on the CPU, the caller's own.
+
+        Takes only about as much memory as is asked for. Raises CheckpointError where the checkpoint has no such entry.
+        """
+        ...

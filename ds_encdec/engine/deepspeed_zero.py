@@ -15,22 +15,21 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from ds_encdec.config.rules import NATIVE_SCHEDULES
 from ds_encdec.config.schema import FullConfig, TrainingConfig
 from ds_encdec.engine import zero_files
+from ds_encdec.engine.forward import compute_dtype, packed_forward
 from ds_encdec.engine.layout import layout_of
 from ds_encdec.engine.protocol import Veto
 from ds_encdec.engine.sharded_model import assert_ties, build_model, load_weights, set_master_weights
 from ds_encdec.engine.step_gate import step_gate
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
-from ds_encdec.model.attention import PackedLayout
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.optim.param_groups import parameter_groups
 from ds_encdec.optim.schedules import rate_factor
-from ds_encdec.types import DENOISERS, IGNORE_INDEX, Batch, LossSum, StepResult, WeightSource
+from ds_encdec.types import Batch, LossSum, StepResult, WeightSource
 
 
 class DeepSpeedEngine:
@@ -78,21 +77,7 @@ class DeepSpeedEngine:
 
     def forward(self, batch: Batch) -> LossSum:
         """See protocol.Engine."""
-        batch = batch.to(self.device)
-        output = self._engine(
-            input_ids=batch.encoder_ids,
-            decoder_input_ids=batch.decoder_input_ids,
-            labels=batch.labels,
-            packing=PackedLayout.build(
-                batch.encoder_cu_seqlens,
-                batch.decoder_cu_seqlens,
-                batch.encoder_lengths,
-                batch.decoder_lengths,
-                batch.encoder_positions,
-                batch.decoder_positions,
-            ),
-        )
-        return split_by_denoiser(output.loss, output.token_losses, batch)
+        return packed_forward(self._engine, batch.to(self.device))
 
     def backward(self, loss_sum: LossSum, *, target_tokens: int, last: bool) -> None:
         """See protocol.Engine. A step without any target has a zero gradient."""
@@ -126,24 +111,6 @@ class DeepSpeedEngine:
     def close(self) -> None:
         """See protocol.Engine. Afterwards drop the last reference to the engine."""
         self._engine.destroy()
-
-
-def compute_dtype(training: TrainingConfig) -> torch.dtype:
-    """The dtype of parameters and activations."""
-    if training.bf16:
-        return torch.bfloat16
-    return torch.float16 if training.fp16 else torch.float32
-
-
-def split_by_denoiser(total: Tensor, token_losses: Tensor, batch: Batch) -> LossSum:
-    """Split the loss of a batch by denoiser. `token_losses`: float32 [Td], 0 where the label is -100."""
-    has_loss = (batch.labels != IGNORE_INDEX).float()
-    zeros = torch.zeros(len(DENOISERS), device=token_losses.device)
-    return LossSum(
-        total=total,
-        by_denoiser=zeros.index_add(0, batch.denoiser_ids, token_losses),
-        tokens_by_denoiser=zeros.index_add(0, batch.denoiser_ids, has_loss),
-    )
 
 
 def _scheduler_hook(training: TrainingConfig) -> Callable[[torch.optim.Optimizer], LambdaLR] | None:

@@ -1,25 +1,40 @@
 """The seam between the loop and whatever shards the model.
 
-`deepspeed_zero.DeepSpeedEngine` implements it; the tests hold a plain single-process torch
+`deepspeed_zero.DeepSpeedEngine` and `fsdp2.FSDP2Engine` implement it; the tests hold a plain single-process torch
 implementation against it. The trainer knows this protocol and nothing of what lies behind.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ds_encdec.types import Batch, LossSum, StepResult
+from ds_encdec.types import Batch, LossSum, SavedState, StepResult
 
 Veto = Callable[[Tensor], bool]
 """Called once per step with the global gradient norm (float32 scalar, pre-clip); True skips the step.
 
 It must give the same answer on every rank.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class StagedSave:
+    """One rank's part of a checkpoint, ready to be written.
+
+    `num_bytes`: about the size of the files this rank will write. `write`: writes them and returns them, complete but
+    not yet flushed to disk; every file is returned by exactly one rank. It is called on every rank, once, possibly from
+    a background thread while training goes on: it uses no collective of the training's groups, and raises OSError (on
+    this rank or on several) where the disk does not take the files.
+    """
+
+    num_bytes: int
+    write: Callable[[], list[Path]]
 
 
 class Engine(Protocol):
@@ -49,18 +64,20 @@ class Engine(Protocol):
         """The loss of one micro-batch without gradients, in evaluation mode."""
         ...
 
-    def save(self, directory: Path) -> list[Path]:
-        """Write weights, optimizer and schedule under `directory` (exists, shared by all ranks).
+    def stage(self, directory: Path, *, copy: bool) -> StagedSave:
+        """Prepare to write weights, optimizer state and `record.EngineRecord` under `directory`, which exists, shared.
 
-        Returns the files this rank wrote; every file is returned by exactly one rank, and all are
-        complete when the call returns on that rank.
+        Collective. With `copy` everything is copied to host memory now, so that training may go on before and while it
+        is written; the buffers are kept for the next save. Without, it must be written before the next step.
         """
         ...
 
-    def load(self, directory: Path) -> None:
-        """Restore what `save` wrote, at the same world size: state and counters. Raises CheckpointError.
+    def load(self, saved: SavedState) -> None:
+        """Take over weights, moments and counters, whatever engine saved them; also into an engine that has trained.
 
-        Settings stay those of this run's configuration: rates, decay, clipping, the schedule and its length.
+        Collective; each rank reads what it holds and no more than one full parameter besides. Settings stay those of
+        this run's configuration: rates, betas, decay, clipping, the schedule and its length. Raises CheckpointError, on
+        every rank, where the state is another model's.
         """
         ...
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.engine.deepspeed_zero import compute_dtype
+from ds_encdec.engine.forward import compute_dtype
 from ds_encdec.engine.layout import TAG, layout_of, write_layout
 from ds_encdec.engine.select import check_checkpoint, check_engine, create_engine
 from ds_encdec.launch.world import discover
