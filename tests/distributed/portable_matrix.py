@@ -1,0 +1,87 @@
+"""Every engine's checkpoints continued by every engine, on every number of ranks: for a test and for a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gloo_ranks import run_ranks
+from portable_runs import ENGINES, SAVED_STEP, STEPS
+
+WORLD_SIZES = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Side:
+    """Who saves, or who loads: an engine on a number of ranks."""
+
+    engine: str
+    world_size: int
+
+    def __str__(self) -> str:
+        return f"{self.engine} on {self.world_size}"
+
+
+SIDES = tuple(Side(engine, world_size) for engine in ENGINES for world_size in WORLD_SIZES)
+
+Pair = tuple[Side, Side]
+"""Who saves and who loads."""
+
+
+@dataclass(frozen=True)
+class Continued:
+    """A continued run against the uninterrupted one: largest difference of a loss (nats), and whether samples agree."""
+
+    loss_difference: float
+    same_samples: bool
+
+
+def uninterrupted(folder: Path) -> dict[str, Any]:
+    """The run that all continuations must be like."""
+    return _by_world_size({Side("DDP", 1): {"output_dir": str(folder / "uninterrupted")}})[Side("DDP", 1)]
+
+
+def save_all(sides: Sequence[Side], folder: Path) -> dict[Side, Path]:
+    """Each side trains SAVED_STEP steps and is stopped: the checkpoints."""
+    folders = {side: folder / f"saved by {side}" for side in sides}
+    _by_world_size({side: {"output_dir": str(path), "stop_after": SAVED_STEP} for side, path in folders.items()})
+    return {side: path / "checkpoints" / f"step-{SAVED_STEP:08d}" for side, path in folders.items()}
+
+
+def continue_all(
+    pairs: Sequence[Pair], saved: Mapping[Side, Path], reference: Mapping[str, Any], folder: Path
+) -> dict[Pair, Continued]:
+    """The second side of each pair goes on from the checkpoint of the first."""
+    arguments = {
+        (saver, loader): {
+            "output_dir": str(folder / f"saved by {saver}, continued by {loader}"),
+            "resume": str(saved[saver]),
+        }
+        for saver, loader in pairs
+    }
+    found = _by_world_size(arguments, side=lambda pair: pair[1])
+    return {pair: _compare(result, reference) for pair, result in found.items()}
+
+
+def _compare(continued: Mapping[str, Any], reference: Mapping[str, Any]) -> Continued:
+    steps = range(SAVED_STEP + 1, STEPS + 1)
+    assert list(continued["losses"]) == list(steps)
+    return Continued(
+        max(abs(continued["losses"][step] - reference["losses"][step]) for step in steps),
+        continued["samples"] == reference["samples"][SAVED_STEP:],
+    )
+
+
+def _by_world_size(runs: Mapping[Any, dict[str, Any]], side: Callable[[Any], Side] = lambda key: key) -> dict[Any, Any]:
+    """Start each number of ranks once, for all of its runs; rank 0's results."""
+    found = {}
+    for world_size in WORLD_SIZES:
+        keys = [key for key in runs if side(key).world_size == world_size]
+        if keys:
+            given = [{"engine": side(key).engine, **runs[key]} for key in keys]
+            timeout_seconds = 60 + 40 * len(keys)
+            results, *_ = run_ranks("portable_runs.py:train_runs", world_size, {"runs": given}, None, timeout_seconds)
+            found |= dict(zip(keys, results, strict=True))
+    return found

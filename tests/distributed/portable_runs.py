@@ -1,0 +1,131 @@
+"""Whole runs, many in one start of ranks: saved by one engine on some ranks, continued by another on others.
+
+The real path from configuration to checkpoint (`build.run_training`), on real text. Only the process group is that of
+the ranks, and the loader is listened to, to know which samples each step was made of.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import itertools
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ds_encdec import build
+from ds_encdec.config.load import load_config
+from ds_encdec.data.loader import LaneLoader
+from ds_encdec.trainer import Trainer
+from ds_encdec.types import Batch, Preempted, TrainingState
+
+sys.path.append(str(Path(__file__).parents[1] / "launch"))
+
+from tiny_run import QUICKSTART, TINY
+
+SAVED_STEP, STEPS = 4, 24
+"""A run is stopped and saved after 4 steps; its continuation makes 20 more."""
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "ZeRO-3 offload": {"infra.sharding_stage": "zero3", "infra.offload_optimizer": "cpu"},
+    "ZeRO-2": {"infra.sharding_stage": "zero2"},
+    "ZeRO-1": {"infra.sharding_stage": "zero1"},
+    "FSDP2": {"infra.distributed_type": "fsdp", "infra.sharding_stage": "zero3"},
+    "HSDP": {"infra.distributed_type": "fsdp", "infra.sharding_stage": "zero3_hybrid"},
+    "DDP": {"infra.distributed_type": "ddp", "infra.sharding_stage": "zero0"},
+}
+"""What saves and loads, as settings."""
+
+RUN: dict[str, Any] = TINY | {
+    "data.num_lanes": 4,
+    "training.num_train_steps": STEPS,
+    "training.warmup_steps": 6,  # still warming up when it is saved
+    "training.bf16": False,
+    "training.activation_checkpointing": "none",
+    "training.save_steps": 1000,
+    "training.eval_samples": 0,
+    "training.logging_steps": 1,
+    "training.report_to": "none",
+    "training.average_checkpoints": 0,
+    "infra.offload_optimizer": "none",
+}
+"""A float32 run of a tiny model, the same for every engine."""
+
+
+class ListeningLoader:
+    """A LaneLoader that notes what each step was made of, and asks the run to stop after `stop_after` steps."""
+
+    def __init__(self, loader: LaneLoader, stop_after: int | None) -> None:
+        self._loader = loader
+        self._stop_after = stop_after
+        self.samples: list[list[tuple[int, str]]] = []
+
+    def __next__(self) -> list[Batch]:
+        batches = next(self._loader)
+        self.samples.append([(lane, _digest(batch)) for lane, batch in zip(self._loader.lanes, batches, strict=True)])
+        if len(self.samples) == self._stop_after:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return batches
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+def train_runs(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`train_run(**run)` for each, one after the other."""
+    return [train_run(**run) for run in runs]
+
+
+def train_run(engine: str, output_dir: str, resume: str | None = None, stop_after: int | None = None) -> dict[str, Any]:
+    """Train to the end, or for `stop_after` steps and a checkpoint. On every rank: losses and samples by step."""
+    world_size = dist.get_world_size()
+    settings = RUN | ENGINES[engine] | {"infra.output_dir": output_dir}
+    if engine == "HSDP":
+        settings["infra.hybrid_shard_size"] = max(1, world_size // 2)
+    config = load_config(Path(QUICKSTART), [f"{name}={value}" for name, value in settings.items()])
+    listening: list[ListeningLoader] = []
+
+    def train(trainer: Trainer) -> TrainingState:
+        trainer.loader = ListeningLoader(trainer.loader, stop_after)  # type: ignore[assignment]
+        listening.append(trainer.loader)  # type: ignore[arg-type]
+        try:
+            return real_train(trainer)
+        except Preempted:
+            trainer.engine.close()
+            raise
+
+    # The ranks are a group already, and go on with other runs afterwards.
+    real_train, real_join, real_shutdown = build.train, build.init_process_group, build.shutdown
+    build.train, build.init_process_group, build.shutdown = train, lambda *_, **__: None, dist.barrier
+    try:
+        build.run_training(config, resume=resume)
+    except Preempted:
+        assert stop_after is not None
+    finally:
+        build.train, build.init_process_group, build.shutdown = real_train, real_join, real_shutdown
+    gc.collect()
+    dist.barrier()
+    return {"losses": _losses(Path(output_dir)), "samples": _samples(listening[0])}
+
+
+def _losses(output_dir: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
+
+
+def _samples(listening: ListeningLoader) -> list[list[str]]:
+    """Of every step, one digest per lane, in lane order."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, listening.samples)
+    return [[digest for _, digest in sorted(itertools.chain(*ranks))] for ranks in zip(*everyone, strict=True)]
+
+
+def _digest(batch: Batch) -> str:
+    """Which documents a micro-batch holds and what became of them."""
+    ids = batch.encoder_ids.numpy().tobytes() + batch.labels.numpy().tobytes()
+    return hashlib.sha256("\n".join(batch.documents).encode() + ids).hexdigest()

@@ -1,0 +1,41 @@
+"""docs/parity.md says what the engines do: its bounds hold in every row, and some rows are run again here."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+import pytest
+from gloo_ranks import run_ranks
+from parity_runs import ENGINES, oracle_losses
+
+PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
+FLOAT32_BOUND, BF16_BOUND = 1e-5, 0.05
+ROW = re.compile(r"^\| (?P<name>[^|]+?) (?P<figures>(?:\| \d\.\de[-+]\d\d ){6})\|$", re.MULTILINE)
+AGAIN = ["DeepSpeed ZeRO-3, optimizer offload", "DeepSpeed ZeRO-1", "FSDP2 zero3", "DDP"]
+
+
+@functools.cache
+def oracle() -> list[float]:
+    return oracle_losses()
+
+
+def test_every_engine_has_a_row_within_the_bounds() -> None:
+    rows = {
+        row["name"]: [float(figure) for figure in row["figures"].split("|")[1:]]
+        for row in ROW.finditer(PAGE.read_text())
+    }
+    assert list(rows) == list(ENGINES)
+    for name, figures in rows.items():
+        assert max(figures[:3]) < FLOAT32_BOUND, name
+        assert max(figures[3:]) < BF16_BOUND, name
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("bf16", "bound"), [(False, FLOAT32_BOUND), (True, BF16_BOUND)], ids=["float32", "bf16"])
+def test_fifty_steps_follow_the_oracle(bf16: bool, bound: float) -> None:
+    found, *_ = run_ranks("parity_runs.py:engine_losses", 2, {"names": AGAIN, "bf16": bf16}, timeout_seconds=300)
+    assert oracle()[-1] < oracle()[0] - 0.3  # it learns, or agreement would say little
+    for name in AGAIN:
+        assert found[name] == pytest.approx(oracle(), abs=bound), name

@@ -1,0 +1,37 @@
+"""What one engine saved on some ranks, another continues on others: same samples, same losses.
+
+Each engine saves once and loads once on 1, 2 and 4 ranks, always from another engine and another number of ranks;
+scripts/checkpoint_matrix.py runs all pairs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from portable_matrix import SIDES, Continued, Pair, continue_all, save_all, uninterrupted
+
+pytestmark = pytest.mark.distributed
+
+
+def pairs() -> list[Pair]:
+    """A permutation of all sides without any that meets its own engine or number of ranks."""
+    return [(side, SIDES[(index + 4) % len(SIDES)]) for index, side in enumerate(SIDES)]
+
+
+@pytest.fixture(scope="module")
+def continued(tmp_path_factory: pytest.TempPathFactory) -> dict[Pair, Continued]:
+    folder: Path = tmp_path_factory.mktemp("portable")
+    return continue_all(pairs(), save_all(SIDES, folder), uninterrupted(folder), folder)
+
+
+def test_pairs_cross_engines_and_world_sizes() -> None:
+    for saver, loader in pairs():
+        assert saver.engine != loader.engine
+        assert saver.world_size != loader.world_size
+
+
+@pytest.mark.parametrize("pair", pairs(), ids=lambda pair: f"{pair[0]}, {pair[1]}")
+def test_goes_on_like_the_uninterrupted_run(continued: dict[Pair, Continued], pair: Pair) -> None:
+    assert continued[pair].same_samples
+    assert continued[pair].loss_difference < 1e-5
