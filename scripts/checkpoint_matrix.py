@@ -24,13 +24,14 @@ PAGE = ROOT / "docs" / "portability.md"
 
 INTRODUCTION = """# Checkpoints across engines and numbers of ranks
 
-Each engine trained a tiny model in float32 on real text for {saved} steps on 1, 2 and 4 ranks and was stopped; from each
-of the {savers} checkpoints each engine went on for {steps} steps on 1, 2 and 4 ranks ({pairs} continuations). The table
-shows, worst of the nine combinations of ranks, the largest difference of a step's loss (nats per target token) from a run
-that was never interrupted. The bound is 1e-5. The samples of every step, lane by lane, were {samples}.
+Each engine trained a tiny model in float32 on real text for {saved} steps on 1, 2 and 4 ranks and was stopped; from
+each of the {savers} checkpoints each engine went on for {steps} steps on 1, 2 and 4 ranks ({pairs} continuations).
+The table shows, worst of the nine combinations of ranks, the largest difference of a step's loss (nats per target
+token) from a run that was never interrupted. The bound is 1e-5. The samples of every step, lane by lane, were
+{samples}.
 
-Regenerate this page with `python scripts/checkpoint_matrix.py`. `tests/distributed/test_portable_checkpoints.py` repeats
-{tested} of the pairs, with each engine and number of ranks once on either side.
+Regenerate this page with `python scripts/checkpoint_matrix.py`. `tests/distributed/test_portable_checkpoints.py`
+repeats {tested} of the pairs, with each engine and number of ranks once on either side.
 """
 
 

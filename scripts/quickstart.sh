@@ -2,6 +2,7 @@
 # Trains a small encoder-decoder on text that is already on this machine, exports it, and lets it fill a sentence.
 #
 #   scripts/quickstart.sh [--ranks N] [--resume auto] [section.field=value ...]
+#   scripts/quickstart.sh infra.distributed_type=fsdp       # FSDP2 instead of DeepSpeed, started by torchrun
 #
 # --ranks  processes to train with (default: two, or one where there is only one core or GPU)
 #
@@ -43,8 +44,13 @@ output="${output:-$(numbered_folder)}"
 # One port per run, so that another one on this machine is not in the way.
 port=$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
 
+launcher=(deepspeed --num_gpus "$ranks" --master_port "$port")
+case " ${overrides[*]-} " in *infra.distributed_type=fsdp* | *infra.distributed_type=ddp*)
+    launcher=(torchrun --nproc-per-node "$ranks" --master-port "$port") ;;
+esac
+
 echo "training on $ranks rank(s) into $output"
-deepspeed --num_gpus "$ranks" --master_port "$port" "$ROOT/ds_encdec/train.py" \
+"${launcher[@]}" "$ROOT/ds_encdec/train.py" \
     --config "$ROOT/ds_configs/quickstart.yaml" ${resume:+--resume "$resume"} \
     "infra.output_dir=$output" ${overrides[@]+"${overrides[@]}"}
 
