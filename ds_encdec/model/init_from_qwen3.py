@@ -24,7 +24,7 @@ VOCABULARY_PARAMETERS = ("shared.weight", "lm_head.weight")
 """Parameters with one row for each token id."""
 
 _STATISTICS_ROWS = 2048
-"""Rows of the embedding converted to float64 at one time."""
+"""Rows of the embedding read and converted to float64 at one time."""
 
 
 def qwen3_weights(folder: Path, config: Qwen3Seq2SeqConfig, *, stored_rows: int, seed: int) -> WeightSource:
@@ -35,8 +35,12 @@ def qwen3_weights(folder: Path, config: Qwen3Seq2SeqConfig, *, stored_rows: int,
     """
     source = SafetensorsFolder(folder)
     source.check({_qwen3_name(name): shape for name, shape in _stored_shapes(config, stored_rows).items()})
+
+    def stored(name: str, rows: slice = slice(None), /) -> Tensor:
+        return source.tensor(_qwen3_name(name), rows)
+
     added_ids = {*config.sentinel_token_ids, *config.mode_token_ids}
-    return with_added_rows(lambda name: source.tensor(_qwen3_name(name)), config, added_ids, seed)
+    return with_added_rows(stored, config, added_ids, stored_rows=stored_rows, seed=seed)
 
 
 def seq2seq_weights(folder: Path, config: Qwen3Seq2SeqConfig, *, stored_rows: int) -> WeightSource:
@@ -50,26 +54,31 @@ def seq2seq_weights(folder: Path, config: Qwen3Seq2SeqConfig, *, stored_rows: in
 
 
 def with_added_rows(
-    weights: WeightSource, config: Qwen3Seq2SeqConfig, added_ids: Collection[int], seed: int
+    weights: WeightSource, config: Qwen3Seq2SeqConfig, added_ids: Collection[int], *, stored_rows: int, seed: int
 ) -> WeightSource:
     """`weights`, with the embedding's (and an untied head's) rows `added_ids` drawn anew, and grown to `vocab_size`.
 
-    Rows below all of these are the trained ones, whose mean and standard deviation the new rows are drawn with.
+    `stored_rows`: those that `weights` has. Rows below all new ones are the trained ones, whose mean and standard
+    deviation the new rows are drawn with; they are read in pieces.
     """
+    total_rows = max(stored_rows, config.vocab_size)
+    new_rows = torch.tensor(
+        sorted({row for row in added_ids if row < stored_rows}.union(range(stored_rows, total_rows))), dtype=torch.int64
+    )
 
-    def extended_weights(name: str) -> Tensor:
-        tensor = weights(name)
-        if name not in VOCABULARY_PARAMETERS:
-            return tensor
-        rows, width = tensor.shape
-        new_rows = sorted({row for row in added_ids if row < rows}.union(range(rows, config.vocab_size)))
-        if not new_rows:
-            return tensor
-        mean, std = _row_statistics(tensor[: new_rows[0]])
-        drawn = torch.randn(len(new_rows), width, generator=keyed_generator(seed, f"{name}: added rows"))
-        extended = torch.empty(max(rows, config.vocab_size), width, dtype=tensor.dtype)
-        extended[:rows] = tensor
-        extended[new_rows] = (mean + std * drawn).to(tensor.dtype)
+    def extended_weights(name: str, rows: slice = slice(None), /) -> Tensor:
+        if name not in VOCABULARY_PARAMETERS or not len(new_rows):
+            return weights(name, rows)
+        start, stop, _ = rows.indices(total_rows)
+        stored = weights(name, slice(min(start, stored_rows), min(stop, stored_rows)))
+        width = stored.shape[1]
+        extended = torch.empty(stop - start, width, dtype=stored.dtype)
+        extended[: len(stored)] = stored
+        wanted = (new_rows >= start) & (new_rows < stop)
+        if wanted.any():
+            mean, std = _row_statistics(weights, name, int(new_rows[0]), width)
+            drawn = torch.randn(len(new_rows), width, generator=keyed_generator(seed, f"{name}: added rows"))
+            extended[new_rows[wanted] - start] = (mean + std * drawn[wanted]).to(stored.dtype)
         return extended
 
     return extended_weights
@@ -88,14 +97,14 @@ def _qwen3_name(name: str) -> str:
     return re.sub(r"^(encoder|decoder)\.", "model.", name)
 
 
-def _row_statistics(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation over rows of [n, hidden], float32 [hidden] each, summed in float64 by pieces."""
-    total = torch.zeros(rows.shape[1], dtype=torch.float64)
+def _row_statistics(weights: WeightSource, name: str, count: int, width: int) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation over the first `count` rows, float32 [width] each, summed in float64 by pieces."""
+    total = torch.zeros(width, dtype=torch.float64)
     total_of_squares = torch.zeros_like(total)
-    for piece in rows.split(_STATISTICS_ROWS):
-        values = piece.double()
+    for start in range(0, count, _STATISTICS_ROWS):
+        values = weights(name, slice(start, min(start + _STATISTICS_ROWS, count))).double()
         total += values.sum(0)
         total_of_squares += values.square().sum(0)
-    mean = total / len(rows)
-    variance = (total_of_squares / len(rows) - mean.square()).clamp_min(0.0)
+    mean = total / count
+    variance = (total_of_squares / count - mean.square()).clamp_min(0.0)
     return mean.float(), variance.sqrt().float()

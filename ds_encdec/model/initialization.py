@@ -26,10 +26,12 @@ def random_weights(config: Qwen3Seq2SeqConfig, seed: int) -> WeightSource:
     """Qwen3's initialisation: norms 1, matrices N(0, `initializer_range`); float32."""
     shapes = parameter_shapes(config)
 
-    def weights(name: str) -> Tensor:
+    def weights(name: str, rows: slice = slice(None), /) -> Tensor:
         shape = shapes[name]
         if len(shape) == 1:
-            return torch.ones(shape)
-        return torch.empty(shape).normal_(0.0, config.initializer_range, generator=keyed_generator(seed, name))
+            return torch.ones(shape)[rows]
+        # A generator cannot start in the middle: the whole is drawn, and only its rows are kept.
+        drawn = torch.empty(shape).normal_(0.0, config.initializer_range, generator=keyed_generator(seed, name))
+        return drawn if rows == slice(None) else drawn[rows].clone()
 
     return weights

@@ -29,12 +29,15 @@ class SafetensorsFolder:
         self._folder = folder
         self._file_of = self._read_index()
 
-    def tensor(self, name: str) -> Tensor:
-        """One tensor on the CPU, in the dtype it is stored in. Raises CheckpointError if there is none."""
+    def tensor(self, name: str, rows: slice = slice(None), /) -> Tensor:
+        """One tensor (or `rows` of it) on the CPU, in the dtype it is stored in. Reads no more than is asked for.
+
+        Raises CheckpointError if there is none.
+        """
         if name not in self._file_of:
             raise CheckpointError(f"{self._folder} has no tensor {name}; is it the model its config.json describes?")
         with self._open(self._file_of[name]) as file:
-            return file.get_tensor(name)
+            return file.get_tensor(name) if rows == slice(None) else file.get_slice(name)[rows]
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise CheckpointError unless the folder has these tensors in these shapes. Reads the files' headers alone."""

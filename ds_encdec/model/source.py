@@ -144,9 +144,10 @@ def _from_seq2seq(
     config = _seq2seq_config(section, folder, fields, vocabulary, stored["vocab_size"])
     trained_ids = {*stored.get("sentinel_token_ids", ()), *stored.get("mode_token_ids", ())}
     added_ids = {*config.sentinel_token_ids, *config.mode_token_ids} - trained_ids
-    own = seq2seq_weights(folder, config, stored_rows=stored["vocab_size"])
+    rows = stored["vocab_size"]
+    own = seq2seq_weights(folder, config, stored_rows=rows)
     description = f"the encoder-decoder in {section.model_name_or_path}"
-    return ModelSource(config, with_added_rows(own, config, added_ids, seed), description)
+    return ModelSource(config, with_added_rows(own, config, added_ids, stored_rows=rows, seed=seed), description)
 
 
 _OWN_FIELDS = {"pad_token_id", "eos_token_id", "decoder_start_token_id", "loss_chunk_tokens", "use_flash_attention"}

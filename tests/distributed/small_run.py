@@ -67,9 +67,9 @@ def _weights() -> dict[str, Tensor]:
     }
 
 
-def weights(name: str) -> Tensor:
+def weights(name: str, rows: slice = slice(None), /) -> Tensor:
     """A WeightSource, the same in every process."""
-    return _weights()[name]
+    return _weights()[name][rows]
 
 
 def lane_batches(step: int, world_size: int, accumulation: int = ACCUMULATION) -> list[Batch]:

@@ -122,6 +122,18 @@ def test_a_folder_of_our_own_gives_its_weights_unchanged(tmp_path: Path) -> None
     assert source.config.initializer_range == model.config.initializer_range
 
 
+@pytest.mark.parametrize("sentinels", [range(90, 94), range(97, 130)], ids=["in unused rows", "in rows of their own"])
+def test_rows_of_a_parameter_are_those_of_the_whole(tmp_path: Path, sentinels: range) -> None:
+    """Of a folder and of random weights: inside and across the trained, the new and the missing rows."""
+    qwen3_folder(tmp_path)
+    folder = resolve(tmp_path, vocabulary(sentinels=sentinels, size=max(97, sentinels.stop)))
+    for weights in (folder.weights, random_weights(folder.config, 3)):
+        for name, shape in parameter_shapes(folder.config).items():
+            whole = weights(name)
+            for rows in (slice(0, 5), slice(88, 93), slice(95, 120), slice(93, shape[0]), slice(200, 300), slice(3, 3)):
+                assert torch.equal(weights(name, rows), whole[rows]), (name, rows)
+
+
 def test_more_sentinels_than_our_own_folder_has_are_added(tmp_path: Path) -> None:
     model = tiny_model(sentinel_token_ids=[90, 91, 92, 93])
     model.save_pretrained(tmp_path)
