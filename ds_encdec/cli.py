@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from ds_encdec import train
 from ds_encdec.types import DsEncDecError
@@ -70,8 +71,17 @@ def _parser() -> argparse.ArgumentParser:
     export = verb("export", _export, "write a checkpoint as a Hugging Face model folder")
     export.add_argument("checkpoint", type=Path, help="a checkpoint, e.g. output/checkpoints/final")
     export.add_argument("out", type=Path, help="folder to write; must not exist")
-    export.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="(default float32)")
-    export.add_argument("--max-shard-gb", type=float, default=5.0, help="largest file, in GB (default 5)")
+    export.add_argument("--encoder-only", action="store_true", help="the encoder alone, as a text embedding model")
+    _add_weight_arguments(export)
+
+    average = verb("average", _average, "write the mean of a run's last checkpoints as a Hugging Face model folder")
+    average.add_argument("run_folder", metavar="run", type=Path, help="a run, e.g. output")
+    average.add_argument("out", type=Path, nargs="?", help="folder to write (default RUN/export/averaged)")
+    average.add_argument("--last", type=int, default=5, help="newest checkpoints to average (default 5)")
+    _add_weight_arguments(average)
+
+    verify = verb("verify", _verify, "compare every file of a checkpoint, or of all in a run, with its SHA-256")
+    verify.add_argument("path", type=Path, help="a checkpoint or a run, e.g. output")
 
     generate = verb("generate", _generate, "fill sentinels in a text, or continue it")
     generate.add_argument("--model", type=Path, required=True, help="exported folder")
@@ -81,6 +91,17 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     generate.add_argument("--seed", type=int, default=0, help="seed of sampling (default 0)")
     return parser
+
+
+def _add_weight_arguments(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="(default float32)")
+    verb.add_argument("--max-shard-gb", type=float, default=5.0, help="largest file, in GB (default 5)")
+
+
+def _weight_options(options: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    return {"dtype": getattr(torch, options.dtype), "max_shard_bytes": int(options.max_shard_gb * 1e9)}
 
 
 def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -119,13 +140,27 @@ def _init_model(options: argparse.Namespace, _: Sequence[str]) -> int:
 
 
 def _export(options: argparse.Namespace, _: Sequence[str]) -> int:
-    import torch
-
     from ds_encdec.checkpoint.export import export_checkpoint
 
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[options.dtype]
-    export_checkpoint(options.checkpoint, options.out, dtype=dtype, max_shard_bytes=int(options.max_shard_gb * 1e9))
+    export_checkpoint(options.checkpoint, options.out, encoder_only=options.encoder_only, **_weight_options(options))
     print(f"exported to {options.out}")
+    return 0
+
+
+def _average(options: argparse.Namespace, _: Sequence[str]) -> int:
+    from ds_encdec.checkpoint.average import average_checkpoints
+
+    out = options.out or options.run_folder / "export" / "averaged"
+    steps = average_checkpoints(options.run_folder, out, last=options.last, **_weight_options(options))
+    print(f"the mean of steps {', '.join(map(str, steps))} is in {out}")
+    return 0
+
+
+def _verify(options: argparse.Namespace, _: Sequence[str]) -> int:
+    from ds_encdec.checkpoint.verify import verify_checkpoints
+
+    for checkpoint in verify_checkpoints(options.path):
+        print(checkpoint, flush=True)
     return 0
 
 

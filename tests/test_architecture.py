@@ -32,7 +32,7 @@ LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 # Heavy or foreign packages and the only places that may know them.
 CONFINED = {
-    "deepspeed": ("engine/", "checkpoint/convert.py", "launch/process_group.py"),
+    "deepspeed": ("engine/", "launch/process_group.py"),
     "wandb": ("monitor/sinks.py",),
 }
 

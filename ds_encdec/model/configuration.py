@@ -1,11 +1,11 @@
-"""The configuration of `Qwen3ForSeq2SeqLM`, as saved in `config.json`.
+"""The configurations of `Qwen3ForSeq2SeqLM` and of `Qwen3EncoderModel`, as saved in `config.json`.
 
 Part of the exported remote code: it imports nothing of ds_encdec outside its own folder.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
@@ -92,3 +92,22 @@ class Qwen3Seq2SeqConfig(PretrainedConfig):
             decoder_start_token_id=decoder_start_token_id,
             **kwargs,
         )
+
+
+class Qwen3EncoderConfig(Qwen3Seq2SeqConfig):
+    """The same of an encoder that stands alone: `num_hidden_layers` counts its layers."""
+
+    model_type = "qwen3_seq2seq_encoder"
+    attribute_map: ClassVar[dict[str, str]] = {"num_encoder_layers": "num_hidden_layers"}
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.is_encoder_decoder = False
+
+    @classmethod
+    def of(cls, config: Qwen3Seq2SeqConfig) -> Qwen3EncoderConfig:
+        """The configuration of the encoder of `config`."""
+        fields = config.to_dict()
+        for name in ("model_type", "num_encoder_layers"):
+            del fields[name]
+        return cls(**fields | {"num_hidden_layers": config.num_encoder_layers})

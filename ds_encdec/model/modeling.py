@@ -1,4 +1,4 @@
-"""`Qwen3ForSeq2SeqLM`: an encoder-decoder whose every weight has a place in a Qwen3 checkpoint.
+"""`Qwen3ForSeq2SeqLM`: an encoder-decoder whose every weight has a place in a Qwen3 checkpoint; and its encoder alone.
 
 The encoder is a stack of Qwen3 layers with bidirectional attention. The decoder's layers have the same parameters:
 their attention takes its queries from the decoder and its keys and values, through the layer's own projections, from
@@ -26,7 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput, ModelOutput, Seq2SeqLMOutput
 
 from .attention import Layout, PackedLayout, PaddedLayout
-from .configuration import Qwen3Seq2SeqConfig
+from .configuration import Qwen3EncoderConfig, Qwen3Seq2SeqConfig
 from .loss import IGNORE_INDEX, linear_cross_entropy
 from .precision import Linear
 
@@ -273,6 +273,42 @@ class EmbeddedEncoder(nn.Module):
         embeds = self.shared(input_ids) if inputs_embeds is None else inputs_embeds
         layout = PaddedLayout.build(encoder_length=embeds.shape[1], encoder_valid=attention_mask, device=embeds.device)
         return BaseModelOutput(last_hidden_state=self.encoder(embeds, layout=layout))
+
+
+class Qwen3EncoderModel(PreTrainedModel):
+    """The bidirectional encoder on its own: contextual states of tokens, to be pooled into embeddings of texts."""
+
+    config_class = Qwen3EncoderConfig
+    base_model_prefix = ""
+    supports_gradient_checkpointing = True
+    _no_split_modules = ("Qwen3EncoderLayer",)
+    _supports_sdpa = True
+
+    def __init__(self, config: Qwen3EncoderConfig) -> None:
+        super().__init__(config)
+        self.shared = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.encoder = Qwen3Encoder(config)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """The embedding of token ids."""
+        return self.shared
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        """Replace the embedding."""
+        self.shared = value
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        return_dict: bool | None = None,
+        **_: Any,
+    ) -> BaseModelOutput | tuple[Tensor, ...]:
+        """See `EmbeddedEncoder`; `last_hidden_state` is [B, Le, hidden]."""
+        output = EmbeddedEncoder(self.shared, self.encoder)(input_ids, attention_mask, inputs_embeds)
+        return output.to_tuple() if return_dict is False else output
 
 
 @dataclass

@@ -1,0 +1,82 @@
+"""The mean of a run's last checkpoints, as a Hugging Face folder.
+
+Weights late on a trajectory scatter around a better point than any of them (Izmailov et al., arXiv 1803.05407).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ds_encdec.checkpoint.export import export_hf, refuse_existing
+from ds_encdec.checkpoint.folder import committed_steps
+from ds_encdec.checkpoint.model_card import RunFacts, model_card
+from ds_encdec.checkpoint.saved_state import open_saved_state, saved_weights
+from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.tokenizer.load import pretrained_tokenizer
+from ds_encdec.types import CheckpointError, WeightSource
+
+_NO_ARCHITECTURE = ("loss_chunk_tokens", "use_flash_attention", "use_cache", "transformers_version", "dtype")
+"""Fields of a model's configuration that may differ between checkpoints of one model."""
+
+
+def average_checkpoints(run: Path, out: Path, *, last: int, dtype: torch.dtype, max_shard_bytes: int) -> list[int]:
+    """Write the arithmetic mean of the weights of the newest `last` checkpoints of `run` (fewer, if it has fewer).
+
+    Any engines may have saved them. Sums and quotients are float32, in the order of the steps, before the result is
+    rounded to `dtype`; two full parameters are in memory at a time. `out` is the Hugging Face folder to write, as of
+    `export_hf`; its card, tokenizer and configuration are those of the newest. Returns the averaged steps. Raises
+    CheckpointError for fewer than two checkpoints, damaged ones, and ones of different models.
+    """
+    refuse_existing(out)  # before minutes of reading
+    checkpoints = dict(sorted(committed_steps(run / "checkpoints").items())[-last:])
+    if last < 2 or len(checkpoints) < 2:
+        asked = "1 was asked for" if last < 2 else f"{run} has {len(checkpoints)}"
+        raise CheckpointError(f"An average takes at least two checkpoints, but {asked}. See training.save_total_limit.")
+    paths = [path.resolve() for path in checkpoints.values()]
+    _refuse_different_models(paths)
+    weights = mean_weights([saved_weights(open_saved_state(path)) for path in paths])
+    newest, steps = paths[-1], list(checkpoints)
+    export_hf(
+        weights,
+        Qwen3Seq2SeqConfig.from_pretrained(newest / "model"),
+        pretrained_tokenizer(str(newest / "model"), field="RUN"),
+        out,
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+        card=model_card(RunFacts.of(newest, f"mean of the checkpoints at steps {', '.join(map(str, steps))}")),
+    )
+    return steps
+
+
+def mean_weights(sources: Sequence[WeightSource]) -> WeightSource:
+    """The mean of float32 sources: summed from the first to the last, then divided."""
+
+    def lookup(name: str, rows: slice = slice(None), /) -> Tensor:
+        total = sources[0](name, rows)
+        for source in sources[1:]:
+            total += source(name, rows)
+        return total.div_(len(sources))
+
+    return lookup
+
+
+def _refuse_different_models(checkpoints: Sequence[Path]) -> None:
+    first, *others = checkpoints
+    expected = _architecture(first)
+    for other in others:
+        found = _architecture(other)
+        for field in expected:
+            if found.get(field) != expected[field]:
+                raise CheckpointError(
+                    f"{first.name} and {other.name} are of different models, which have no average: {field} is "
+                    f"{expected[field]!r} in the one and {found.get(field)!r} in the other."
+                )
+
+
+def _architecture(checkpoint: Path) -> dict[str, object]:
+    fields = Qwen3Seq2SeqConfig.from_pretrained(checkpoint / "model").to_dict()
+    return {name: value for name, value in fields.items() if name not in _NO_ARCHITECTURE}

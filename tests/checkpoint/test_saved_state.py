@@ -1,0 +1,93 @@
+"""One way to read any checkpoint: dispatch, verification before anything is unpickled, rows of weights, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from saved_checkpoints import KINDS, config, flat, flip_byte, random_state, save_checkpoint, write_tensors
+
+from ds_encdec.checkpoint.dcp_state import DcpState
+from ds_encdec.checkpoint.saved_state import open_saved_state, saved_weights
+from ds_encdec.engine.record import ENGINE_RECORD
+from ds_encdec.model.parameter_count import parameter_shapes
+from ds_encdec.types import CheckpointError
+
+
+@pytest.mark.parametrize("engine", ["dcp", "deepspeed"])
+def test_every_format_gives_names_shapes_counters_and_every_element(tmp_path: Path, engine: str) -> None:
+    state = random_state(config(), seed=1)
+    saved = open_saved_state(save_checkpoint(tmp_path, 7, state, config(), engine=engine))
+    assert list(saved.shapes.items()) == list(parameter_shapes(config()).items())
+    assert (saved.applied_steps, saved.loss_scaler) == (7, None)
+    for kind in KINDS:
+        for name, full in state[kind].items():
+            read = saved.read(kind, name)
+            assert torch.equal(read.view(full.shape), full)
+            read.zero_()  # the caller's own
+            assert torch.equal(saved.read(kind, name, 5, 9), full.flatten()[5:9])
+
+
+def test_weights_by_rows(tmp_path: Path) -> None:
+    state = random_state(config(), seed=1)
+    weights = saved_weights(open_saved_state(save_checkpoint(tmp_path, 7, state, config())))
+    for name, full in state["weight"].items():
+        assert torch.equal(weights(name), full)
+        for rows in (slice(1, 3), slice(2, None), slice(3, 3), slice(0, 10**6)):
+            assert torch.equal(weights(name, rows), full[rows])
+    with pytest.raises(CheckpointError, match=r"no parameter 'lm_head\.weight'"):
+        weights("lm_head.weight")
+
+
+def test_damage_is_found_before_anything_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_checkpoint(tmp_path, 7, random_state(config(), seed=1), config())
+    flip_byte(path / "dcp" / ".metadata")
+
+    def opened(*_: Any, **__: Any) -> None:
+        raise AssertionError("unpickled")
+
+    monkeypatch.setattr("ds_encdec.checkpoint.saved_state.DcpState", opened)
+    with pytest.raises(CheckpointError, match=r"dcp/\.metadata: its SHA-256"):
+        open_saved_state(path)
+    with pytest.raises(AssertionError, match="unpickled"):
+        open_saved_state(path, verified=True)
+
+
+def test_an_unknown_format_is_refused_by_name(tmp_path: Path) -> None:
+    write_tensors(tmp_path, random_state(config(), seed=1))
+    record = json.loads((tmp_path / ENGINE_RECORD).read_text())
+    (tmp_path / ENGINE_RECORD).write_text(json.dumps(record | {"format": "papyrus"}))
+    with pytest.raises(CheckpointError, match="'papyrus'"):
+        open_saved_state(tmp_path, verified=True)
+
+
+def test_dcp_files_that_no_engine_of_ours_wrote_are_refused(tmp_path: Path) -> None:
+    state = random_state(config(), seed=1)
+    write_tensors(tmp_path, state)
+    with pytest.raises(CheckpointError, match="no exp_avg of a parameter 'nothing'"):
+        DcpState(tmp_path).read("exp_avg", "nothing")
+    rounded = {name: tensor.bfloat16() for name, tensor in flat(state).items()}
+    dcp.save(rounded, checkpoint_id=tmp_path / "dcp")
+    with pytest.raises(CheckpointError, match=r"weight\.shared\.weight is torch\.bfloat16"):
+        DcpState(tmp_path)
+    (tmp_path / "dcp" / ".metadata").write_bytes(b"no pickle")
+    with pytest.raises(CheckpointError, match=r"dcp/\.metadata is not readable"):
+        DcpState(tmp_path)
+    (tmp_path / "dcp" / ".metadata").unlink()
+    with pytest.raises(CheckpointError, match=r"dcp/\.metadata is not readable"):
+        DcpState(tmp_path)
+
+
+def test_a_file_of_tensors_that_is_cut_short_is_named(tmp_path: Path) -> None:
+    write_tensors(tmp_path, random_state(config(), seed=1))
+    saved = DcpState(tmp_path)
+    (file,) = (tmp_path / "dcp").glob("*.distcp")
+    saved.read("weight", "shared.weight", 0, 1)
+    file.write_bytes(file.read_bytes()[:2000])
+    for kind in KINDS:
+        with pytest.raises(CheckpointError, match=rf"{file.name}: a tensor in it is not readable"):
+            saved.read(kind, "shared.weight")
