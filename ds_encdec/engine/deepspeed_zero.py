@@ -8,7 +8,9 @@ division off. Micro-batch boundaries are told to DeepSpeed explicitly; its own c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +21,28 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ds_encdec.config.rules import NATIVE_SCHEDULES
 from ds_encdec.config.schema import FullConfig, TrainingConfig
-from ds_encdec.engine import zero_files
 from ds_encdec.engine.forward import compute_dtype, packed_forward
-from ds_encdec.engine.layout import layout_of
-from ds_encdec.engine.protocol import Veto
-from ds_encdec.engine.sharded_model import assert_ties, build_model, load_weights, set_master_weights
+from ds_encdec.engine.optimizer_shards import (
+    MOMENTS,
+    adam_state,
+    loss_scaler_state,
+    refresh_parameters,
+    set_adam_step,
+    set_loss_scaler_state,
+    shards,
+    undo_first_step,
+)
+from ds_encdec.engine.protocol import StagedSave, Veto
+from ds_encdec.engine.record import EngineRecord
+from ds_encdec.engine.sharded_model import assert_ties, build_model, full_shape, load_weights, set_master_weights
 from ds_encdec.engine.step_gate import step_gate
+from ds_encdec.engine.zero_files import HostBuffers, StagingArea, collect, staged_save
+from ds_encdec.launch.agreement import Agreement
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.optim.param_groups import parameter_groups
 from ds_encdec.optim.schedules import rate_factor
-from ds_encdec.types import Batch, LossSum, StepResult, WeightSource
+from ds_encdec.types import Batch, CheckpointError, ConfigError, LossSum, SavedState, StepResult, WeightSource
 
 
 class DeepSpeedEngine:
@@ -46,13 +59,16 @@ class DeepSpeedEngine:
         """Build the model from `weights` (rank 0 reads them) and give it to DeepSpeed.
 
         Without `weights` the parameters hold anything until `load`. `ds_json`: the complete DeepSpeed configuration,
-        without "auto" values. The process group exists.
+        without "auto" values. The process group exists. Raises ConfigError for states that no checkpoint would hold.
         """
+        _refuse_unsaved_states(ds_json["zero_optimization"])
         training = config.training
         checkpointing = training.activation_checkpointing
         assert checkpointing != "selective"  # the schema leaves that to FSDP2
         self.device = device
-        self._layout = layout_of(config, dist.get_world_size())
+        self._config = config
+        self._agreement = Agreement(timedelta(minutes=config.infra.distributed_timeout_minutes))
+        self._buffers = HostBuffers(pin_memory=config.infra.pin_memory and device.type == "cuda")
         model = build_model(model_config, ds_json, dtype=compute_dtype(training), device=device)
         rounded = load_weights(model, weights) if weights else []
         apply_activation_checkpointing(
@@ -61,16 +77,20 @@ class DeepSpeedEngine:
             every_n=training.activation_checkpointing_every_n,
             offload=training.activation_offload,
         )
+        groups = parameter_groups(model, training.weight_decay)
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        self._groups = tuple(tuple(names[parameter] for parameter in group["params"]) for group in groups)
         self._engine, *_ = deepspeed.initialize(
             model=model,
-            model_parameters=parameter_groups(model, training.weight_decay),
+            model_parameters=groups,
             config=ds_json,
             lr_scheduler=_scheduler_hook(training),
             dist_init_required=False,
         )
         assert_ties(model)
-        if weights and self._engine.zero_optimization():
-            set_master_weights(model, weights, rounded, device)
+        undo_first_step(self._engine)
+        if weights:
+            set_master_weights(model, shards(self._engine), weights, rounded, device)
         self.model: torch.nn.Module = self._engine.module
         self._gate = step_gate(self._engine)
         self._engine.train()
@@ -100,13 +120,45 @@ class DeepSpeedEngine:
         finally:
             self._engine.train()
 
-    def save(self, directory: Path) -> list[Path]:
+    def stage(self, directory: Path, *, copy: bool) -> StagedSave:
         """See protocol.Engine. DeepSpeed's own files, see zero_files."""
-        return zero_files.save(self._engine, directory, self._layout)
+        files = collect(self._engine, directory)
+        if copy:
+            self._buffers.rewind()
+        area = StagingArea(self._buffers if copy else None)
+        record = EngineRecord(
+            format="deepspeed",
+            sharding_stage=self._config.infra.sharding_stage,
+            world_size=dist.get_world_size(),
+            dtype=str(compute_dtype(self._config.training)).removeprefix("torch."),
+            applied_steps=self._engine.global_steps - self._engine.skipped_steps,
+            groups=self._groups,
+            loss_scaler=loss_scaler_state(self._engine),
+        )
+        # Host memory may run out on one rank alone.
+        return self._agreement.on_every_rank(lambda: staged_save(self._engine, directory, files, area, record))
 
-    def load(self, directory: Path) -> None:
-        """See protocol.Engine. Under ZeRO-3 only before the first step. Rates and decay stay this run's."""
-        zero_files.load(self._engine, directory, self._layout)
+    def load(self, saved: SavedState) -> None:
+        """See protocol.Engine. Between two steps, before the first one, or after any."""
+        self._agreement.on_every_rank(lambda: self._fill_optimizer(saved))
+        engine = self._engine
+        refresh_parameters(engine)
+        set_loss_scaler_state(engine, saved.loss_scaler)
+        engine.global_steps, engine.skipped_steps = saved.applied_steps, 0
+        engine.micro_steps = saved.applied_steps * engine.gradient_accumulation_steps()
+        engine.global_samples = saved.applied_steps * engine.train_batch_size()
+        set_applied_steps(engine.lr_scheduler, saved.applied_steps)
+
+    def _fill_optimizer(self, saved: SavedState) -> None:
+        """Read what this rank's optimizer holds. Not collective. Raises CheckpointError."""
+        shapes = {name: tuple(full_shape(parameter)) for name, parameter in self.model.named_parameters()}
+        _check_same_model(saved.shapes, {name: shapes[name] for group in self._groups for name in group})
+        for shard in shards(self._engine):
+            shard.fill(shard.weights, partial(saved.read, "weight"))
+            state = adam_state(self._engine.basic_optimizer, shard.weights)
+            set_adam_step(state, saved.applied_steps)
+            for kind in MOMENTS:
+                shard.fill(state[kind], partial(saved.read, kind))
 
     def close(self) -> None:
         """See protocol.Engine. Afterwards drop the last reference to the engine."""
@@ -118,3 +170,41 @@ def _scheduler_hook(training: TrainingConfig) -> Callable[[torch.optim.Optimizer
     if training.lr_scheduler_type in NATIVE_SCHEDULES:
         return None
     return lambda optimizer: LambdaLR(optimizer, lambda update_index: rate_factor(update_index, training))
+
+
+def set_applied_steps(scheduler: Any, applied: int) -> None:
+    """Put a schedule, and its optimizer's rates, where they are after `applied` steps of its present configuration.
+
+    `scheduler`: a LambdaLR, or a class of deepspeed/runtime/lr_schedules.py, whose counter starts at -1.
+    """
+    if not isinstance(scheduler, LambdaLR):
+        scheduler.step(applied - 1)
+        return
+    # Not step(): torch warns when a schedule is stepped before its optimizer.
+    scheduler.last_epoch = applied
+    groups = scheduler.optimizer.param_groups
+    for group, peak, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+        group["lr"] = peak * factor(applied)
+
+
+def _refuse_unsaved_states(zero: Mapping[str, Any]) -> None:
+    """DeepSpeed's files hold nothing of states on NVMe, nor the moments of those that `ratio` leaves on the device."""
+    for block in ("offload_optimizer", "offload_param"):
+        if zero.get(block, {}).get("device") == "nvme":
+            field = "infra.offload_params" if block == "offload_param" else "infra.offload_optimizer"
+            raise ConfigError(f"{field}=nvme: checkpoints of such a run are not supported yet. Use cpu.")
+    if (ratio := zero.get("offload_optimizer", {}).get("ratio", 1.0)) != 1.0:
+        raise ConfigError(
+            f"zero_optimization.offload_optimizer.ratio={ratio} in infra.deepspeed_extra: DeepSpeed's checkpoints lack "
+            "the Adam moments of what stays on the device. Leave it out, or use infra.offload_optimizer=none."
+        )
+
+
+def _check_same_model(saved: Mapping[str, tuple[int, ...]], mine: Mapping[str, tuple[int, ...]]) -> None:
+    differing = sorted(name for name in saved.keys() | mine.keys() if saved.get(name) != mine.get(name))
+    if differing:
+        name = differing[0]
+        raise CheckpointError(
+            f"The checkpoint is of another model: {name} has shape {saved.get(name)} there and {mine.get(name)} here"
+            f" (None: there is no such parameter); {len(differing)} parameters differ."
+        )

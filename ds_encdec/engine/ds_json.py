@@ -11,7 +11,6 @@ from typing import Any
 
 from ds_encdec.config.rules import NATIVE_SCHEDULES
 from ds_encdec.config.schema import FullConfig, InfraConfig, TrainingConfig
-from ds_encdec.engine.layout import zero_stage
 from ds_encdec.types import ConfigError
 
 # Elements of the buffers that gradients and parameters are collected in. DeepSpeed's default of 5e8 takes
@@ -38,8 +37,9 @@ def render_deepspeed_json(
     """The complete DeepSpeed configuration of a run.
 
     `gradient_accumulation_steps`: micro-batches of this rank in one optimizer step (it follows from
-    `data.num_lanes`). `device`: "cpu" or an accelerator's name. `ranks_per_node`: the size of
-    zero3_hybrid's secondary partition (hpZ, ZeRO++, arXiv 2306.10209); None: all ranks are on one node.
+    `data.num_lanes`). `device`: "cpu" or an accelerator's name. `ranks_per_node`: the size of zero3_hybrid's
+    secondary partition (hpZ, ZeRO++, arXiv 2306.10209) where `infra.hybrid_shard_size` names none; None: all ranks
+    are on one node.
 
     The schedule is part of the JSON only where it is DeepSpeed's own class; the engine hooks the others in.
     Batch sizes are bookkeeping: DeepSpeed never sees a data loader, and one "sample" of theirs is a packed
@@ -61,7 +61,9 @@ def render_deepspeed_json(
         "bf16": {"enabled": training.bf16},
         "fp16": {"enabled": training.fp16},
         "optimizer": _optimizer(training),
-        "zero_optimization": _zero(config.infra, device, ranks_per_node or world_size),
+        "zero_optimization": _zero(
+            config.infra, device, hybrid_shard_size=config.infra.hybrid_shard_size or ranks_per_node or world_size
+        ),
     }
     if training.bf16 and rendered["zero_optimization"]["stage"] >= 2:
         # DeepSpeed would accumulate in bfloat16, where 8 micro-batches already cost 0.3 % of the gradient (measured).
@@ -74,6 +76,11 @@ def render_deepspeed_json(
     return rendered
 
 
+def zero_stage(infra: InfraConfig) -> int:
+    """DeepSpeed's number of `infra.sharding_stage`: 0 to 3, a hybrid's without the hybrid."""
+    return int(infra.sharding_stage.removeprefix("zero").removesuffix("_hybrid"))
+
+
 def accumulates_in_bf16(rendered: dict[str, Any]) -> bool:
     """Whether a run of this JSON adds several micro-batches' gradients up in bfloat16."""
     in_float32 = rendered.get("data_types", {}).get("grad_accum_dtype") == "fp32"
@@ -84,7 +91,8 @@ def _check_partition(zero: dict[str, Any], world_size: int) -> None:
     size = zero.get("zero_hpz_partition_size", 1)
     if world_size % size:
         raise ConfigError(
-            f"zero3_hybrid: partitions of {size} ranks (zero_hpz_partition_size) do not divide the {world_size} ranks"
+            f"zero3_hybrid: partitions of {size} ranks (infra.hybrid_shard_size or zero_hpz_partition_size) do not "
+            f"divide the {world_size} ranks"
         )
 
 
@@ -115,7 +123,7 @@ def _scheduler(training: TrainingConfig) -> dict[str, Any]:
     return {"type": training.lr_scheduler_type, "params": params}
 
 
-def _zero(infra: InfraConfig, device: str, ranks_per_node: int) -> dict[str, Any]:
+def _zero(infra: InfraConfig, device: str, *, hybrid_shard_size: int) -> dict[str, Any]:
     stage = zero_stage(infra)
     if stage == 0:
         return {"stage": 0}
@@ -137,7 +145,7 @@ def _zero(infra: InfraConfig, device: str, ranks_per_node: int) -> dict[str, Any
     else:
         zero["allgather_bucket_size"] = bucket
     if infra.sharding_stage == "zero3_hybrid":
-        zero["zero_hpz_partition_size"] = ranks_per_node
+        zero["zero_hpz_partition_size"] = hybrid_shard_size
     pin_memory = infra.pin_memory and device != "cpu"
     if infra.offload_optimizer != "none":
         zero["offload_optimizer"] = _offload(infra, infra.offload_optimizer, pin_memory)

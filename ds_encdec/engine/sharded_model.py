@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -9,11 +10,10 @@ from typing import Any, TypeVar
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers.initialization import no_init_weights
 
+from ds_encdec.engine.optimizer_shards import Shard
 from ds_encdec.launch.agreement import attempt
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
@@ -68,41 +68,41 @@ def load_weights(model: nn.Module, weights: WeightSource) -> list[str]:
     return rounded
 
 
-def set_master_weights(model: nn.Module, weights: WeightSource, names: list[str], device: torch.device) -> None:
+def set_master_weights(
+    model: nn.Module, shards: Sequence[Shard], weights: WeightSource, names: Sequence[str], device: torch.device
+) -> None:
     """Give the optimizer's float32 weights of the parameters `names` the exact values of `weights`.
 
-    DeepSpeed made them from bf16 or fp16 parameters. ZeRO 1-3, after `deepspeed.initialize`. Collective; rank 0 reads
-    and broadcasts one parameter at a time, through `device`.
+    DeepSpeed made them from bf16 or fp16 parameters. After `deepspeed.initialize`. Collective; rank 0 reads and
+    broadcasts one parameter at a time, through `device`.
     """
     reads = dist.get_rank() == 0
     parameters = dict(model.named_parameters())
     error: Exception | None = None
     for name in names:
         parameter = parameters[name]
-        full = torch.zeros(_full_shape(parameter), dtype=torch.float32, device=device)
+        full = torch.zeros(full_shape(parameter), dtype=torch.float32, device=device)
         if reads and error is None:
             source, error = attempt(partial(_read, weights, name, parameter))
             if source is not None:
                 full.copy_(source)
         dist.broadcast(full, src=0)
-        if hasattr(parameter, "ds_id"):
-            safe_set_local_fp32_param(parameter, _partition(full, parameter))
-        else:
-            safe_set_full_fp32_param(parameter, full)
+        for shard in shards:
+            shard.fill_parameter(name, full.view(-1))
     if error := _from_rank_zero(error):
         raise error
 
 
 def _read(weights: WeightSource, name: str, parameter: nn.Parameter) -> Tensor:
     source = weights(name)
-    if source.shape != _full_shape(parameter):
+    if source.shape != full_shape(parameter):
         raise CheckpointError(
-            f"{name}: the source has shape {list(source.shape)}, the model {list(_full_shape(parameter))}"
+            f"{name}: the source has shape {list(source.shape)}, the model {list(full_shape(parameter))}"
         )
     return source
 
 
-def _full_shape(parameter: nn.Parameter) -> torch.Size:
+def full_shape(parameter: nn.Parameter) -> torch.Size:
     """The shape of a parameter, also where ZeRO-3 has taken it apart and left [0]."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
@@ -112,13 +112,6 @@ def _gathered(parameter: nn.Parameter) -> AbstractContextManager[object]:
     if hasattr(parameter, "ds_id"):
         return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
     return nullcontext()
-
-
-def _partition(full: Tensor, parameter: nn.Parameter) -> Tensor:
-    """This rank's part of a parameter under ZeRO-3: equal parts, the last one padded."""
-    size: int = parameter.ds_tensor.ds_numel  # type: ignore[attr-defined]  # DeepSpeed's
-    padded = functional.pad(full.flatten(), (0, size * dist.get_world_size() - full.numel()))
-    return padded.narrow(0, size * dist.get_rank(), size)
 
 
 def _from_rank_zero(value: T) -> T:

@@ -1,86 +1,139 @@
-"""DeepSpeed's own checkpoint files: written whole, read back at the same world size.
+"""DeepSpeed's own checkpoint files: collected inside its `save_checkpoint`, written whenever it suits.
 
 CHECKPOINT/
+  engine.json        what wrote these files (record.py)
   latest             the tag, for zero_to_fp32.py (stages 1-3)
   zero_to_fp32.py    DeepSpeed's script: `python CHECKPOINT/zero_to_fp32.py CHECKPOINT OUT` (stages 1-3)
   zero/
-    layout.json      what wrote these files: stage, world size, dtype (layout.py)
     *mp_rank_00_model_states.pt, *_optim_states.pt
 
 Committing the folder, hashing it and pointing at it is the checkpoint manager's work. Stage 0 has no
 zero_to_fp32.py: its weights stand in full in `mp_rank_00_model_states.pt`.
 
-The files bring back state and counters: weights, moments, loss scale, steps. What the user configures (rates, decay,
-clipping, the schedule and its length) DeepSpeed would restore too; here the configuration wins.
+`save_checkpoint` ends with a barrier; a rank that cannot write would leave the others there. So nothing is written
+inside it, and no rank waits for another while it writes.
 """
 
 from __future__ import annotations
 
-import re
+import copy
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+import torch
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
-from torch.optim.lr_scheduler import LambdaLR
+from torch import Tensor
 
-from ds_encdec.engine.layout import TAG, Layout, check_layout, write_layout
-from ds_encdec.types import CheckpointError
-
-_CONFIGURED = ("lr", "initial_lr", "betas", "eps", "weight_decay")
-"""Entries of an optimizer group that come from the configuration; `initial_lr` is LambdaLR's peak."""
+from ds_encdec.engine.protocol import StagedSave
+from ds_encdec.engine.record import TAG, EngineRecord, write_record
 
 
-def save(engine: DeepSpeedEngine, directory: Path, layout: Layout) -> list[Path]:
-    """Write the engine's state under `directory` (exists, shared by all ranks); returns this rank's files.
+class HostBuffers:
+    """Host memory for the tensors of a save, kept from one save to the next, which needs the same sizes."""
 
-    Collective. Every file is returned by exactly one rank.
-    """
-    if dist.get_rank() == 0:
+    def __init__(self, *, pin_memory: bool) -> None:
+        """`pin_memory`: an accelerator then copies several times faster."""
+        self._pin_memory = pin_memory
+        self._kept: list[torch.UntypedStorage] = []
+        self._used = 0
+
+    def rewind(self) -> None:
+        """Begin a new save: everything may be written over."""
+        self._used = 0
+
+    def copy(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        """The content of `storage` in the next buffer."""
+        if self._used == len(self._kept):
+            self._kept.append(self._new(0))
+        if self._kept[self._used].nbytes() != storage.nbytes():
+            self._kept[self._used] = self._new(storage.nbytes())
+        buffer = self._kept[self._used]
+        self._used += 1
+        return buffer.copy_(storage)
+
+    def _new(self, num_bytes: int) -> torch.UntypedStorage:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pin_memory).untyped_storage()
+
+
+class StagingArea:
+    """What is saved, by file. Tensors that share storage share it here too, and are counted and written once."""
+
+    def __init__(self, buffers: HostBuffers | None) -> None:
+        """With `buffers` every tensor is copied to the host; without, it is only referred to."""
+        self.num_bytes = 0
+        self._buffers = buffers
+        self._storages: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
+
+    def take(self, item: Any) -> Any:
+        """`item` (nested containers) with its tensors copied or referred to, and all else copied."""
+        if isinstance(item, Tensor):
+            return self._take_tensor(item.detach())
+        if isinstance(item, dict):
+            taken = ((key, self.take(value)) for key, value in item.items())
+            return OrderedDict(taken) if isinstance(item, OrderedDict) else dict(taken)
+        if type(item) in (list, tuple):
+            return type(item)(map(self.take, item))
+        return copy.deepcopy(item)
+
+    def _take_tensor(self, tensor: Tensor) -> Tensor:
+        source = tensor.untyped_storage()
+        key = (tensor.device, source.data_ptr())
+        if key not in self._storages:
+            self.num_bytes += source.nbytes()
+            self._storages[key] = self._buffers.copy(source) if self._buffers else source
+        held = torch.empty(0, dtype=tensor.dtype, device=self._storages[key].device)
+        return held.set_(self._storages[key], tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+class _Collector(TorchCheckpointEngine):
+    """DeepSpeed's writer of files, which here only notes what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.files: dict[Path, Any] = {}
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Folders are made when files are written."""
+
+    def save(self, state_dict: Any, path: str) -> None:
+        self.files[Path(path)] = state_dict
+
+
+def collect(engine: DeepSpeedEngine, directory: Path) -> dict[Path, Any]:
+    """What DeepSpeed would write from this rank, by file; the tensors are the live ones. Collective."""
+    native, engine.checkpoint_engine = engine.checkpoint_engine, _Collector()
+    engine._copy_recovery_script = lambda folder: None  # hides the method, which writes
+    try:
+        engine.save_checkpoint(str(directory), tag=TAG, save_latest=False)
+        files: dict[Path, Any] = engine.checkpoint_engine.files
+        return files
+    finally:
+        engine.checkpoint_engine = native
+        del engine._copy_recovery_script
+
+
+def staged_save(
+    engine: DeepSpeedEngine, directory: Path, files: dict[Path, Any], area: StagingArea, record: EngineRecord
+) -> StagedSave:
+    """This rank's part of a checkpoint of what `collect` has found. Not collective; nothing is written yet."""
+    staged = {path: area.take(state) for path, state in files.items()}
+
+    def write() -> list[Path]:
         (directory / TAG).mkdir(exist_ok=True)
-        write_layout(layout, directory)
-        if engine.zero_optimization_stage() > 0:
-            (directory / "latest").write_text(TAG)  # not save_latest=True: that one moves before all have written
-    engine.save_checkpoint(str(directory), tag=TAG, save_latest=False)  # ends with a barrier
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
-    return [path for path in files if _owner(path.relative_to(directory)) == dist.get_rank()]
+        for path, state in staged.items():
+            with path.open("wb") as file:  # a file, not a path: torch then lets the OSError of a full disk through
+                torch.save(state, file)
+        return [*staged, *(_write_extras(engine, directory, record) if engine.global_rank == 0 else ())]
+
+    return StagedSave(area.num_bytes, write)
 
 
-def load(engine: DeepSpeedEngine, directory: Path, layout: Layout) -> None:
-    """Restore weights, moments, loss scale and counters. Collective. The engine must be fresh (under ZeRO-3).
-
-    The files are unpickled: check their hashes first. Raises CheckpointError when they are missing, or
-    were written at another stage, world size or dtype.
-    """
-    check_layout(directory, layout)
-    optimizer = engine.optimizer
-    configured = [{key: group[key] for key in _CONFIGURED if key in group} for group in optimizer.param_groups]
-    path, _ = engine.load_checkpoint(str(directory), tag=TAG, load_lr_scheduler_states=False)
-    if path is None:
-        raise CheckpointError(f"{directory}: DeepSpeed found no model states in {TAG}/")
-    for group, settings in zip(optimizer.param_groups, configured, strict=True):
-        group.update(settings)
-    if hasattr(optimizer, "clip_grad"):  # saved and restored by stages 1 and 2
-        optimizer.clip_grad = engine.gradient_clipping()
-    set_applied_steps(engine.lr_scheduler, engine.global_steps - engine.skipped_steps)
-
-
-def set_applied_steps(scheduler: Any, applied: int) -> None:
-    """Put a schedule, and its optimizer's rates, where they are after `applied` steps of its present configuration.
-
-    `scheduler`: a LambdaLR, or a class of deepspeed/runtime/lr_schedules.py, whose counter starts at -1.
-    """
-    if not isinstance(scheduler, LambdaLR):
-        scheduler.step(applied - 1)
-        return
-    # Not step(): torch warns when a schedule is stepped before its optimizer.
-    scheduler.last_epoch = applied
-    groups = scheduler.optimizer.param_groups
-    for group, peak, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
-        group["lr"] = peak * factor(applied)
-
-
-def _owner(path: Path) -> int:
-    """The rank that wrote a file: named in it (`zero_pp_rank_3_mp_rank_00_…`, `rank3/…`), else rank 0."""
-    named = re.search(r"rank_?(\d+)", str(path))
-    return int(named.group(1)) if named else 0
+def _write_extras(engine: DeepSpeedEngine, directory: Path, record: EngineRecord) -> list[Path]:
+    written = [write_record(record, directory)]
+    if engine.zero_optimization_stage() > 0:
+        engine._copy_recovery_script(str(directory))
+        (directory / "latest").write_text(TAG)
+        written += [directory / name for name in ("zero_to_fp32.py", "zero_to_torch.py", "latest")]
+    return written

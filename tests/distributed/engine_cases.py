@@ -15,6 +15,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from packed_batches import random_batch
 from small_run import ACCUMULATION, MODEL, SHORT_ACCUMULATION, lane_batches, run_config, weights
 
+from ds_encdec.checkpoint.zero_state import ZeroState
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.deepspeed_zero import DeepSpeedEngine
 from ds_encdec.engine.protocol import Engine, Veto
@@ -122,46 +123,63 @@ def skipping(how: str, **overrides: Any) -> dict[str, Any]:
     return {"skipped": outcomes[0], "clean": outcomes[1]}
 
 
-def resuming(directory: str, **overrides: Any) -> dict[str, Any]:
-    """Four steps in one go, against two, a save, a new engine, and two more."""
-    folder = Path(directory)
+def save(engine: DeepSpeedEngine, folder: Path) -> list[str]:
+    """Write a checkpoint of `engine`; the names of this rank's files. Back when all ranks have written."""
     if dist.get_rank() == 0:
         folder.mkdir(parents=True)
     dist.barrier()
+    files = engine.stage(folder, copy=False).write()
+    dist.barrier()
+    return [str(path.relative_to(folder)) for path in files]
+
+
+def adam_steps(engine: DeepSpeedEngine) -> list[float]:
+    """Adam's own counter of everything that this rank's optimizer holds."""
+    return [float(state["step"]) for state in engine._engine.basic_optimizer.state.values()]
+
+
+def resuming(directory: str, **overrides: Any) -> dict[str, Any]:
+    """Four steps in one go, against two, a save, and two more: of a new engine, and again of the first one."""
+    folder = Path(directory)
     first = short_engine(**overrides)
     for step in (0, 1):
         short_step(first, step)
-    files = [str(path.relative_to(folder)) for path in first.save(folder)]
+    files = save(first, folder)
     saved_weights = full_weights(first)
     straight = [short_step(first, step) for step in (2, 3)]
     straight_weights = full_weights(first)
+    first.load(ZeroState(folder))
+    rolled_back_weights = full_weights(first)
+    repeated = [short_step(first, step) for step in (2, 3)]
+    repeated_weights = full_weights(first)
     first.close()
     second = short_engine(source=None, **overrides)
-    second.load(folder)
+    second.load(ZeroState(folder))
+    loaded_steps = adam_steps(second)
     resumed = [short_step(second, step) for step in (2, 3)]
     resumed_weights = full_weights(second)
     second.close()
     return {
         "files": files,
         "saved": saved_weights,
+        "rolled back": rolled_back_weights,
+        "adam steps": loaded_steps,
         "straight": (straight, straight_weights),
         "resumed": (resumed, resumed_weights),
+        "repeated": (repeated, repeated_weights),
     }
 
 
 def resuming_changed(directory: str, then: dict[str, Any], **overrides: Any) -> dict[str, Any]:
     """Two steps, a save, and two more of a run configured as `then` says."""
     folder = Path(directory)
-    if dist.get_rank() == 0:
-        folder.mkdir(parents=True)
-    dist.barrier()
     first = short_engine(**overrides)
     for step in (0, 1):
         short_step(first, step)
-    first.save(folder)
+    save(first, folder)
     first.close()
     second = short_engine(source=None, **overrides | then)
-    second.load(folder)
+    second.load(ZeroState(folder))
     steps = [short_step(second, step) for step in (2, 3)]
     result = {"steps": steps, "weights": full_weights(second)}
     second.close()

@@ -1,0 +1,189 @@
+"""The float32 weights and Adam states that this rank's optimizer holds, and filling them by ranges of parameters.
+
+DeepSpeed gives its optimizer a few flat tensors instead of the model's parameters. Which elements of which parameter
+stand where in them depends on the ZeRO stage; here all stages look alike: shards, each with the pieces it is made of.
+These are private places of DeepSpeed 0.19.8; the tests of resumed runs hold them down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor, nn
+
+from ds_encdec.types import StateKind
+
+MOMENTS: tuple[StateKind, StateKind] = ("exp_avg", "exp_avg_sq")
+
+Read = Callable[[str, int, int], Tensor]
+"""Elements [start, stop) of the flattened parameter of this name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements [start, start + length) of the flattened parameter `name`; they begin at `offset` in a shard."""
+
+    name: str
+    start: int
+    length: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One of the tensors that the optimizer steps: float32 weights. What is not in `pieces` is padding."""
+
+    weights: Tensor
+    pieces: tuple[Piece, ...]
+
+    def fill(self, target: Tensor, read: Read) -> None:
+        """Fill `target`, the weights or one of their moments, with what `read` gives; padding with zeros."""
+        flat = target.detach().view(-1)
+        flat.zero_()
+        for piece in self.pieces:
+            flat[piece.offset : piece.offset + piece.length] = read(piece.name, piece.start, piece.start + piece.length)
+
+    def fill_parameter(self, name: str, full: Tensor) -> None:
+        """Fill this shard's weights of one parameter, given in full and flattened."""
+        flat = self.weights.detach().view(-1)
+        for piece in self.pieces:
+            if piece.name == name:
+                flat[piece.offset : piece.offset + piece.length] = full[piece.start : piece.start + piece.length]
+
+
+def shards(engine: DeepSpeedEngine) -> list[Shard]:
+    """All shards of this rank, in the order in which DeepSpeed steps them."""
+    optimizer = engine.optimizer
+    names: Mapping[nn.Parameter, str] = engine.param_names
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        found = zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True)
+        return [Shard(flat, tuple(_own_parts(group, names, engine.global_rank))) for flat, group in found]
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        found = zip(optimizer.single_partition_of_fp32_groups, optimizer.bit16_groups, strict=True)
+        return [Shard(flat, tuple(_linked(group, names))) for flat, group in found]
+    if isinstance(optimizer, BF16_Optimizer):
+        found = zip(optimizer.fp32_groups_flat_partition, optimizer.bf16_groups, strict=True)
+        return [Shard(flat, tuple(_linked(group, names))) for flat, group in found]
+    if isinstance(optimizer, FP16_Optimizer):
+        found = zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True)
+        return [Shard(flat, tuple(_end_to_end(group, names))) for flat, group in found]
+    if isinstance(optimizer, FP16_UnfusedOptimizer):
+        masters = [master for group in optimizer.fp32_groups for master in group]
+        parameters = [parameter for group in optimizer.fp16_groups for parameter in group]
+    else:
+        masters = parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [
+        Shard(master, tuple(_end_to_end([parameter], names)))
+        for master, parameter in zip(masters, parameters, strict=True)
+    ]
+
+
+def _own_parts(group: list[nn.Parameter], names: Mapping[nn.Parameter, str], rank: int) -> Iterator[Piece]:
+    """ZeRO 3: this rank's of the equal parts of each parameter, end to end."""
+    offset = 0
+    for parameter in group:
+        size: int = parameter.ds_tensor.ds_numel  # type: ignore[attr-defined]  # DeepSpeed's, as the next
+        start = min(rank * size, parameter.ds_numel)  # type: ignore[attr-defined]
+        length = min(size, parameter.ds_numel - start)  # type: ignore[attr-defined]
+        yield Piece(names[parameter], start, length, offset)
+        offset += size
+
+
+def _linked(group: list[nn.Parameter], names: Mapping[nn.Parameter, str]) -> Iterator[Piece]:
+    """ZeRO 1 and 2: DeepSpeed links each parameter that this rank has a part of to that part."""
+    for parameter in group:
+        link = parameter._hp_mapping  # type: ignore[attr-defined]
+        if link is not None:
+            here, there = link.lp_fragment_address, link.hp_fragment_address
+            yield Piece(names[parameter], here.start, here.numel, there.start)
+
+
+def _end_to_end(group: list[nn.Parameter], names: Mapping[nn.Parameter, str]) -> Iterator[Piece]:
+    """ZeRO 0: whole parameters."""
+    offset = 0
+    for parameter in group:
+        yield Piece(names[parameter], 0, parameter.numel(), offset)
+        offset += parameter.numel()
+
+
+def adam_state(optimizer: torch.optim.Optimizer, weights: Tensor) -> dict[str, Any]:
+    """The Adam state of a shard; made, as the optimizer itself would in its first step, where there is none yet."""
+    state: dict[str, Any] = optimizer.state[weights]
+    if not state:
+        in_float32 = isinstance(optimizer, DeepSpeedCPUAdam) and optimizer.fp32_optimizer_states
+        of_torch = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
+        state["step"] = torch.tensor(0.0) if of_torch else 0
+        for kind in MOMENTS:
+            state[kind] = torch.zeros_like(weights, dtype=torch.float32 if in_float32 else None, requires_grad=False)
+    return state
+
+
+def set_adam_step(state: dict[str, Any], applied_steps: int) -> None:
+    """Put a shard's own counter to `applied_steps`; it is a tensor in torch's AdamW and an integer in DeepSpeed's."""
+    if isinstance(state["step"], Tensor):
+        state["step"].fill_(applied_steps)
+    else:
+        state["step"] = applied_steps
+
+
+def undo_first_step(engine: DeepSpeedEngine) -> None:
+    """Stage 0 in 16 bit: DeepSpeed makes an optimizer step when it builds the wrapper, with zero gradients.
+
+    It counts, and it decays the float32 weights. Here they are what the parameters are again.
+    """
+    if isinstance(engine.optimizer, FP16_Optimizer | FP16_UnfusedOptimizer):
+        engine.basic_optimizer.state.clear()
+        engine.optimizer.refresh_fp32_params()
+
+
+def refresh_parameters(engine: DeepSpeedEngine) -> None:
+    """Give the layers' parameters the values of the float32 weights, as at the end of a step. Collective."""
+    optimizer = engine.optimizer
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        optimizer.checkpoint_event_prologue()  # no parameter is whole
+        for index in range(len(optimizer.fp16_groups)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(index)
+        optimizer.checkpoint_event_epilogue()  # gathers those that stay whole; hpZ's second copies are dropped
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer | BF16_Optimizer):
+        optimizer.update_lp_params()
+    elif isinstance(optimizer, FP16_Optimizer):
+        for low, high in zip(optimizer.fp16_groups_flat, optimizer.fp32_groups_flat, strict=True):
+            low.data.copy_(high.data)
+    elif isinstance(optimizer, FP16_UnfusedOptimizer):
+        for lows, highs in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+            for low, high in zip(lows, highs, strict=True):
+                low.data.copy_(high.data)
+
+
+def loss_scaler_state(engine: DeepSpeedEngine) -> dict[str, float | int] | None:
+    """Where a dynamic loss scale (float16) is; None where there is none."""
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    if not isinstance(scaler, DynamicLossScaler):
+        return None
+    return {
+        "scale": float(scaler.cur_scale),
+        "steps_since_overflow": scaler.cur_iter - scaler.last_overflow_iter - 1,
+        "hysteresis": scaler.cur_hysteresis,
+    }
+
+
+def set_loss_scaler_state(engine: DeepSpeedEngine, state: Mapping[str, float | int] | None) -> None:
+    """Go on with a loss scale where both this run and the saved one have a dynamic one."""
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    if state is None or not isinstance(scaler, DynamicLossScaler):
+        return
+    scaler.cur_scale = state["scale"]
+    scaler.last_overflow_iter = -1
+    scaler.cur_iter = int(state.get("steps_since_overflow", 0))
+    scaler.cur_hysteresis = int(state.get("hysteresis", scaler.delayed_shift))
