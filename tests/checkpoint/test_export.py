@@ -3,52 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from saved_checkpoints import config, random_state, save_checkpoint, tokenizer
 
-from ds_encdec.checkpoint.export import export_hf, model_card, untrained_model_card
+from ds_encdec.checkpoint.export import export_checkpoint, export_hf
+from ds_encdec.checkpoint.model_card import RunFacts, model_card, untrained_model_card
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.generate import fill_sentinels, generate_text
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.initialization import random_weights
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
-from ds_encdec.tokenizer.sentinels import add_sentinels
 from ds_encdec.types import CheckpointError, TrainingState
-
-WORDS = {"<pad>": 0, "<eos>": 1, "hello": 2, "world": 3}
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    backend = Tokenizer(models.WordLevel(WORDS, unk_token="<pad>"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
-    add_sentinels(made, 4, mode_tokens=False)
-    return made
-
-
-def config(**changes: Any) -> Qwen3Seq2SeqConfig:
-    sizes = {
-        "vocab_size": 24,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 12,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-        "decoder_start_token_id": 0,
-        "sentinel_token_ids": [4, 5, 6, 7],
-    }
-    return Qwen3Seq2SeqConfig(**{**sizes, **changes})
 
 
 def export(out: Path, model_config: Qwen3Seq2SeqConfig, **options: Any) -> None:
@@ -57,14 +32,17 @@ def export(out: Path, model_config: Qwen3Seq2SeqConfig, **options: Any) -> None:
     export_hf(weights, model_config, tokenizer(), out, **{**defaults, **options})
 
 
-FRESH_PROCESS = """
-import json, sys
+BLOCKED = """
+import sys
 class Blocked:
     def find_spec(self, name, *_):
-        if name.partition(".")[0] in ("ds_encdec", "deepspeed"):
+        if name.partition(".")[0] in BLOCKED_PACKAGES:
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Blocked())
-import torch
+"""
+
+GENERATION = """
+import json, torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 folder = sys.argv[1]
 model = AutoModelForSeq2SeqLM.from_pretrained(folder, trust_remote_code=True)
@@ -76,23 +54,33 @@ print(json.dumps({
     "ids": ids.tolist(), "logits": logits.double().tolist(), "generated": generated.tolist(), "dtype": str(model.dtype),
     "tied": model.lm_head.weight is model.shared.weight, "eos": model.generation_config.eos_token_id,
     "module": type(model).__module__,
-    "blocked": [m for m in sys.modules if m.partition(".")[0] in ("ds_encdec", "deepspeed")],
 }))
 """
+
+
+def without(packages: Sequence[str], code: str, *arguments: Path, cwd: Path) -> str:
+    """The last line that `code` prints in a fresh process in which `packages` cannot be imported."""
+    program = f"BLOCKED_PACKAGES = {packages!r}{BLOCKED}{code}"
+    run = subprocess.run(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"HF_HOME": str(cwd / "hf"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PATH": os.environ["PATH"]},
+        cwd=cwd,
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout.splitlines()[-1]
 
 
 @pytest.mark.parametrize(("tied", "max_shard_bytes"), [(True, 10**9), (False, 20_000)])
 def test_loads_and_generates_without_ds_encdec(tmp_path: Path, tied: bool, max_shard_bytes: int) -> None:
     model_config, out = config(tie_word_embeddings=tied), tmp_path / "out"
     export(out, model_config, max_shard_bytes=max_shard_bytes)
-    command = [sys.executable, "-I", "-c", FRESH_PROCESS, str(out)]
-    environment = {"HF_HOME": str(tmp_path / "hf"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
-    fresh = json.loads(run.stdout.splitlines()[-1])
+    fresh = json.loads(without(["ds_encdec", "deepspeed"], GENERATION, out, cwd=tmp_path))
     assert fresh["ids"] == [[2, 6, 3]]
     assert fresh["tied"] == tied
-    assert (fresh["eos"], fresh["blocked"], fresh["dtype"]) == (1, [], "torch.float32")
+    assert (fresh["eos"], fresh["dtype"]) == (1, "torch.float32")
     assert fresh["module"].startswith("transformers_modules.")
     ours = Qwen3ForSeq2SeqLM.from_pretrained(out).eval()
     ids = torch.tensor(fresh["ids"])
@@ -107,6 +95,78 @@ def test_tied_weights_are_written_once_in_the_dtype_asked_for(tmp_path: Path) ->
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     assert Qwen3ForSeq2SeqLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
     assert (tmp_path / "out" / "README.md").read_text() == "a card"
+
+
+EXPORT = """
+from pathlib import Path
+import torch
+from ds_encdec.checkpoint.export import export_checkpoint
+export_checkpoint(Path(sys.argv[1]), Path(sys.argv[2]), dtype=torch.float32, max_shard_bytes=10**9)
+print("done")
+"""
+
+
+def test_a_checkpoint_is_exported_without_deepspeed(tmp_path: Path) -> None:
+    state = random_state(config(), seed=3)
+    for engine in ("dcp", "deepspeed"):
+        checkpoint, out = (
+            save_checkpoint(tmp_path / engine, 7, state, config(), engine=engine),
+            tmp_path / f"{engine}-out",
+        )
+        assert without(["deepspeed"], EXPORT, checkpoint, out, cwd=tmp_path) == "done"
+        exported = load_file(out / "model.safetensors")
+        assert exported.keys() == state["weight"].keys()
+        assert all(torch.equal(exported[name], full) for name, full in state["weight"].items())
+        assert "checkpoint `step-00000007`" in (out / "README.md").read_text()
+        assert (out / "generation_config.json").exists()
+
+
+def card_code(folder: Path) -> str:
+    """The Python code in a folder's model card."""
+    (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    return code
+
+
+REPORT = """
+import json
+print(json.dumps({
+    "model": type(model).__name__, "module": type(model).__module__,
+    "parameters": [name for name, _ in model.named_parameters()],
+    "ids": inputs["input_ids"].tolist(), "mask": inputs["attention_mask"].tolist(),
+    "states": states.double().tolist(), "embeddings": embeddings.double().tolist(),
+}))
+"""
+
+
+def test_the_encoder_alone_is_an_embedding_model_that_its_card_shows_how_to_use(tmp_path: Path) -> None:
+    """The card's own code, run in the folder by a process without ds_encdec, against the whole model's encoder."""
+    checkpoint = save_checkpoint(tmp_path, 7, random_state(config(), seed=3), config())
+    whole, out = tmp_path / "whole", tmp_path / "encoder"
+    export_checkpoint(checkpoint, whole, dtype=torch.float32, max_shard_bytes=10**9)
+    export_checkpoint(checkpoint, out, dtype=torch.float32, max_shard_bytes=10**9, encoder_only=True)
+    assert {name.partition(".")[0] for name in load_file(out / "model.safetensors")} == {"shared", "encoder"}
+    assert not (out / "generation_config.json").exists()
+    code = card_code(out).replace('folder = "."', f"folder = {str(out)!r}")
+    texts = ["hello world hello", "world"]
+    code = re.sub(r"texts = .*", f"texts = {texts!r}", code)
+    fresh = json.loads(without(["ds_encdec", "deepspeed"], code + REPORT, cwd=tmp_path))
+    assert fresh["model"] == "Qwen3EncoderModel"
+    assert fresh["module"].startswith("transformers_modules.")
+    encoder = Qwen3ForSeq2SeqLM.from_pretrained(whole).eval().get_encoder()
+    assert fresh["parameters"] == [name for name, _ in encoder.named_parameters()]
+    ids, mask = torch.tensor(fresh["ids"]), torch.tensor(fresh["mask"])
+    assert mask.tolist() == [[1, 1, 1], [1, 0, 0]]
+    states = encoder(ids, mask).last_hidden_state
+    assert torch.equal(torch.tensor(fresh["states"]), states)
+    means = torch.stack([states[0].mean(0), states[1, 0]])
+    torch.testing.assert_close(torch.tensor(fresh["embeddings"]), means / means.norm(dim=1, keepdim=True))
+
+
+def test_the_cards_code_of_the_whole_model_runs(tmp_path: Path) -> None:
+    checkpoint = save_checkpoint(tmp_path, 7, random_state(config(), seed=3), config())
+    export_checkpoint(checkpoint, tmp_path / "out", dtype=torch.bfloat16, max_shard_bytes=10**9)
+    code = card_code(tmp_path / "out").replace('folder = "."', f"folder = {str(tmp_path / 'out')!r}")
+    assert without(["ds_encdec", "deepspeed"], code, cwd=tmp_path)
 
 
 def test_an_existing_folder_is_not_written_over(tmp_path: Path) -> None:
@@ -131,9 +191,8 @@ def test_a_failure_leaves_nothing_under_the_name(tmp_path: Path) -> None:
 
 
 def test_the_card_tells_the_runs_facts() -> None:
-    run = FullConfig().model_dump(mode="json")
     state = TrainingState(global_step=1200, encoder_tokens_seen=5_000_000, target_tokens_seen=6_000_000)
-    card = model_card({"config": run, "state": state.to_dict(), "checkpoint": "step-00001200"})
+    card = model_card(RunFacts(FullConfig(), state, "checkpoint `step-00001200`"))
     header, _, body = card.removeprefix("---\n").partition("\n---\n")
     assert "base_model: Qwen/Qwen3-0.6B" in header.splitlines()
     for fact in (

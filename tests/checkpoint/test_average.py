@@ -1,0 +1,98 @@
+"""The mean of a run's last checkpoints: exact, of any engines mixed, and refused where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from saved_checkpoints import State, config, flip_byte, random_state, save_checkpoint
+
+from ds_encdec import cli
+from ds_encdec.checkpoint.average import average_checkpoints
+from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
+from ds_encdec.types import CheckpointError
+
+ENGINES = {400: "deepspeed", 100: "dcp", 1200: "dcp", 900: "deepspeed"}
+
+
+def save_run(run: Path) -> dict[int, State]:
+    """A run of four checkpoints, their folders made in no order of the steps."""
+    states = {step: random_state(config(), seed=step) for step in ENGINES}
+    for step, engine in ENGINES.items():
+        save_checkpoint(run / "checkpoints", step, states[step], config(), engine=engine)
+    (run / "checkpoints" / "latest").symlink_to("step-00001200")
+    (run / "checkpoints" / "step-00001300.tmp").mkdir()
+    return states
+
+
+def average(run: Path, out: Path, last: int = 5, dtype: torch.dtype = torch.float32) -> list[int]:
+    return average_checkpoints(run, out, last=last, dtype=dtype, max_shard_bytes=10**9)
+
+
+@pytest.mark.parametrize("last", [3, 9])
+def test_the_mean_of_the_newest_is_exact(tmp_path: Path, last: int) -> None:
+    states = save_run(tmp_path)
+    steps = average(tmp_path, tmp_path / "out", last)
+    assert steps == {3: [400, 900, 1200], 9: [100, 400, 900, 1200]}[last]
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert tensors.keys() == states[100]["weight"].keys()
+    for name, found in tensors.items():
+        total = states[steps[0]]["weight"][name].numpy().copy()
+        for step in steps[1:]:
+            total += states[step]["weight"][name].numpy()
+        assert np.array_equal(found.numpy(), total / np.float32(len(steps)))
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"mean of the checkpoints at steps {', '.join(map(str, steps))}" in card
+    assert Qwen3ForSeq2SeqLM.from_pretrained(tmp_path / "out").config.num_encoder_layers == 3
+
+
+def test_the_mean_is_rounded_once(tmp_path: Path) -> None:
+    save_run(tmp_path)
+    average(tmp_path, tmp_path / "exact")
+    average(tmp_path, tmp_path / "rounded", dtype=torch.bfloat16)
+    exact, rounded = (load_file(tmp_path / out / "model.safetensors") for out in ("exact", "rounded"))
+    assert all(torch.equal(rounded[name], tensor.bfloat16()) for name, tensor in exact.items())
+
+
+def test_fewer_than_two_have_no_mean(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has 0\. See training\.save_total_limit"):
+        average(tmp_path, tmp_path / "out")
+    save_checkpoint(tmp_path / "checkpoints", 100, random_state(config(), 0), config())
+    with pytest.raises(CheckpointError, match="has 1"):
+        average(tmp_path, tmp_path / "out")
+    save_checkpoint(tmp_path / "checkpoints", 200, random_state(config(), 0), config())
+    with pytest.raises(CheckpointError, match="1 was asked for"):
+        average(tmp_path, tmp_path / "out", last=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]
+
+
+def test_different_models_are_both_named(tmp_path: Path) -> None:
+    other = config(num_encoder_layers=2)
+    save_checkpoint(tmp_path / "checkpoints", 100, random_state(config(), 0), config())
+    save_checkpoint(tmp_path / "checkpoints", 200, random_state(other, 0), other)
+    with pytest.raises(CheckpointError, match=r"step-00000100 and step-00000200 .* num_encoder_layers is 3 .* 2 in"):
+        average(tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_kernels_are_no_part_of_the_model(tmp_path: Path) -> None:
+    for step, other in ((100, config()), (200, config(use_flash_attention=False, loss_chunk_tokens=7))):
+        save_checkpoint(tmp_path / "checkpoints", step, random_state(other, step), other)
+    assert average(tmp_path, tmp_path / "out") == [100, 200]
+
+
+def test_a_damaged_checkpoint_is_named_and_nothing_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_run(tmp_path)
+    damaged = tmp_path / "checkpoints" / "step-00000400" / "zero" / "mp_rank_00_model_states.pt"
+    flip_byte(damaged)
+    assert cli.main(["average", str(tmp_path), "--last", "3"]) == 5
+    assert str(damaged) in capsys.readouterr().err
+    assert not (tmp_path / "export").exists()
+    assert cli.main(["average", str(tmp_path), "--last", "2", "--dtype", "bfloat16"]) == 0
+    assert "steps 900, 1200" in capsys.readouterr().out
+    assert load_file(tmp_path / "export" / "averaged" / "model.safetensors")["shared.weight"].dtype == torch.bfloat16
+    assert cli.main(["average", str(tmp_path), "--last", "2"]) == 5
+    assert "exists and is not empty" in capsys.readouterr().err
