@@ -6,9 +6,11 @@ the machine, the output folder, the data and the model's source, the engine.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,14 +22,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ds_encdec.checkpoint.manager import Checkpoint, CheckpointManager, write_json
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.checkpoint.average import average_checkpoints
+from ds_encdec.checkpoint.folder import committed_steps
+from ds_encdec.checkpoint.manager import Checkpoint, CheckpointManager
+from ds_encdec.checkpoint.saved_state import open_saved_state
+from ds_encdec.config.schema import FullConfig, ModelConfig
 from ds_encdec.data.build import TrainingData, build_data
 from ds_encdec.data.builtin_corpus import builtin_documents
+from ds_encdec.data.fingerprint import usable_records
 from ds_encdec.data.hub_commits import resolve_commits
 from ds_encdec.data.inspect import inspect_data
 from ds_encdec.engine.ds_json import render_deepspeed_json
-from ds_encdec.engine.select import check_checkpoint, check_engine, create_engine
+from ds_encdec.engine.select import create_engine, resolve_engine
 from ds_encdec.launch.agreement import Agreement
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
@@ -59,16 +65,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MIN_AVERAGED = 3
+"""Checkpoints that a run must have left for their mean to be written at its end."""
+MAX_AVERAGED_SHARD_BYTES = 5_000_000_000
+"""Largest file of that export, as of `ds-encdec export`."""
 
-def run_training(config: FullConfig, *, resume: str | None = None) -> TrainingState:
+
+def run_training(config: FullConfig, *, resume: str | None = None, allow_data_change: bool = False) -> TrainingState:
     """Train as configured, on whatever ranks the environment says this process is one of.
 
-    `resume`: None, `auto`, or the path of a checkpoint. Raises DsEncDecError subclasses, whose exit
+    `resume`: None, `auto`, or the path of a checkpoint, of whatever engine and number of ranks. `allow_data_change`: go
+    on from it although this run reads other data. Raises DsEncDecError subclasses, whose exit
     codes are also in the run's `run.json`.
     """
     world = discover(os.environ)
     logging.basicConfig(level=logging.INFO if world.is_main else logging.WARNING, format="%(message)s", force=True)
-    check_engine(config)
+    engine = resolve_engine(config)
     device = choose_device(config.infra.device, world)
     if config.training.fp16 and device.type == "cpu":  # infra.device=auto; rules.py sees the other cases
         raise ConfigError("training.fp16=true needs an accelerator: DeepSpeed trains no float16 on CPUs. Use bf16.")
@@ -77,16 +89,18 @@ def run_training(config: FullConfig, *, resume: str | None = None) -> TrainingSt
     if world.world_size != config.infra.num_gpus and world.is_main:
         logger.info("%d ranks; the configuration was planned for %d", world.world_size, config.infra.num_gpus)
     timeout = timedelta(minutes=config.infra.distributed_timeout_minutes)
-    init_process_group(world, device, timeout)
+    init_process_group(world, device, timeout, engine)
     site = Site(world, device, Agreement(timeout), RunFolder(config.infra.output_dir))
     site.agreement.on_rank_zero(lambda: site.folder.claim(resume=resume is not None))
     with StopRequest(world) as stop, _failures_recorded(site, spare=resume is not None) as begin:
-        trainer = _wire(config, site, stop, resume)
+        trainer = _wire(config, site, stop, resume, allow_data_change)
         begin()
         state = _train_and_close(trainer)
     del trainer
-    site.folder.release()
     shutdown()
+    if world.is_main:
+        _average_last_checkpoints(config, site.folder)
+    site.folder.release()
     return state
 
 
@@ -99,11 +113,39 @@ def _train_and_close(trainer: Trainer) -> TrainingState:
         exit_code = error.exit_code
         raise
     finally:
+        trainer.checkpoints.close()
         trainer.loader.close()
         trainer.recorder.close(exit_code)
     logger.info("finished at step %d; checkpoints are in %s", state.global_step, trainer.checkpoints.folder)
     trainer.engine.close()
     return state
+
+
+def _average_last_checkpoints(config: FullConfig, folder: RunFolder) -> None:
+    """Write the mean of a finished run's last checkpoints to `export/averaged`, in the place of an earlier one.
+
+    The run is complete whatever happens here: what goes wrong is logged.
+    """
+    last = config.training.average_checkpoints
+    if not last or len(committed_steps(folder.checkpoints)) < MIN_AVERAGED:
+        return
+    fresh, replaced = (folder.averaged.with_name(f".averaged.{word}") for word in ("new", "replaced"))
+    try:
+        for path in (fresh, replaced):
+            shutil.rmtree(path, ignore_errors=True)
+        steps = average_checkpoints(
+            folder.root, fresh, last=last, dtype=torch.float32, max_shard_bytes=MAX_AVERAGED_SHARD_BYTES
+        )
+        if folder.averaged.exists():
+            folder.averaged.rename(replaced)
+        fresh.rename(folder.averaged)
+        shutil.rmtree(replaced, ignore_errors=True)
+    except Exception as error:
+        logger.error(
+            "The mean of the last checkpoints could not be written: %s. `ds-encdec average` tries again.", error
+        )
+        return
+    logger.info("the mean of the checkpoints at steps %s is in %s", ", ".join(map(str, steps)), folder.averaged)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,22 +225,20 @@ def _load_tokenizer(config: FullConfig, folder: Path | None = None) -> tuple[Pre
     )
 
 
-def _wire(config: FullConfig, site: Site, stop: StopRequest, resume: str | None) -> Trainer:
+def _wire(config: FullConfig, site: Site, stop: StopRequest, resume: str | None, allow_data_change: bool) -> Trainer:
     """Everything a run needs, in the order in which it may fail cheaply; the run's own files are touched last."""
     world, device, agreement = site.world, site.device, site.agreement
     checkpoints = CheckpointManager(
         site.folder.checkpoints,
         agreement,
-        engine_name=config.infra.distributed_type,
+        engine_name=resolve_engine(config),
         keep=config.training.save_total_limit,
     )
     checkpoints.prepare()
-    found = checkpoints.find(resume)
+    found = checkpoints.find(resume, accept=lambda checkpoint: _refuse_other_run(checkpoint, config, world))
     saved = found.read_json("trainer.json") if found else {}
     state = TrainingState(**saved.get("state", {}))
     plan = plan_lanes(config, world.world_size, saved.get("num_lanes"))
-    if found:
-        agreement.on_every_rank(lambda: _refuse_other_run(found, config, world))
     model = agreement.rank_zero_first(lambda: _open_model(config, found))
     # One rank asks the hub, so that all read the same commit of a data set.
     saved_commits = saved["data"]["dataset_commits"] if found else None
@@ -213,15 +253,26 @@ def _wire(config: FullConfig, site: Site, stop: StopRequest, resume: str | None)
             num_lanes=plan.num_lanes,
             saved=saved.get("data"),
             commits=commits,
+            accept_other_data=allow_data_change,
             evaluation_cache=site.folder.root / "evaluation",
             pin_memory=device.type == "cuda",
         )
     )
     if found:
-        data.loader.load_state(found.read_json("data.json")["lanes"])
+        fingerprint = saved["data"]["fingerprint"]
+        lanes = usable_records(found.read_json("data.json")["lanes"], fingerprint, data.fingerprint)
+        data.loader.load_state(lanes)
+        if data.fingerprint != fingerprint:
+            logger.log(
+                logging.WARNING if world.is_main else logging.DEBUG,
+                "Going on with other data than %s was made on: %s. The best checkpoint is chosen anew.",
+                found.path,
+                "the lanes keep their places among the documents" if lanes else "the lanes begin anew",
+            )
+            state = dataclasses.replace(state, best_eval_loss=None, best_step=None)
     engine = create_engine(config, world, device, model.config, model.weights, plan.gradient_accumulation_steps)
     if found:
-        engine.load(found.path)
+        engine.load(open_saved_state(found.path, verified=True))
         state = checkpoints.adopt(found, state)
         logger.info("resumed from %s (step %d)", found.path, state.global_step)
     logger.info(
@@ -246,7 +297,7 @@ def _wire(config: FullConfig, site: Site, stop: StopRequest, resume: str | None)
         recorder=recorder,
         checkpoints=checkpoints,
         stop=stop,
-        write_run_files=partial(_write_run_files, config=config, model=model, data=data, plan=plan),
+        run_files=partial(_run_files, config=config, model=model, data=data, plan=plan),
         state=state,
     )
 
@@ -266,24 +317,35 @@ def _open_model(config: FullConfig, found: Checkpoint | None) -> RunModel:
 
 
 def _refuse_other_run(found: Checkpoint, config: FullConfig, world: World) -> None:
-    """Raise CheckpointError where this configuration on these ranks cannot go on from the checkpoint."""
-    check_checkpoint(config, world, found.path)
-    saved = FullConfig.from_yaml(found.path / "config.yaml")
+    """Raise where this configuration on these ranks cannot go on from the checkpoint; reads its small files only.
+
+    ConfigError for a number of ranks that does not divide its lanes, CheckpointError for another model or tokenizer.
+    """
+    plan_lanes(config, world.world_size, found.read_json("trainer.json")["num_lanes"])
+    theirs, ours = (
+        _model_settings(section) for section in (FullConfig.from_yaml(found.path / "config.yaml").model, config.model)
+    )
     differing = [
-        f"{name} is {theirs!r} there and {ours!r} here"
-        for name, theirs, ours in (
-            ("model.model_name_or_path", saved.model.model_name_or_path, config.model.model_name_or_path),
-            ("model.architecture", saved.model.architecture, config.model.architecture),
-            ("model.num_sentinel_tokens", saved.model.num_sentinel_tokens, config.model.num_sentinel_tokens),
-            ("data.use_mode_tokens", saved.data.use_mode_tokens, config.data.use_mode_tokens),
-        )
-        if theirs != ours
+        f"{name} is {theirs.get(name)!r} there and {ours.get(name)!r} here"
+        for name in {**theirs, **ours}
+        if theirs.get(name) != ours.get(name)
     ]
     if differing:
         raise CheckpointError(
-            f"{found.path} was made with another model: {'; '.join(differing)}. Give the checkpoint's values, or start "
-            "a new run from its export."
+            f"{found.path} was made with another model or tokenizer: {'; '.join(differing)}. Give the checkpoint's "
+            "values, or start a new run from its export."
         )
+
+
+def _model_settings(section: ModelConfig) -> dict[str, Any]:
+    """The settings that decide what is trained, by their names in the configuration."""
+    sizes = section.architecture.model_dump() if section.architecture else {}
+    return {
+        "model.model_name_or_path": section.model_name_or_path,
+        "model.tokenizer_name_or_path": section.tokenizer_name_or_path or section.model_name_or_path,
+        "model.num_sentinel_tokens": section.num_sentinel_tokens,
+        **{f"model.architecture.{name}": value for name, value in sizes.items()},
+    }
 
 
 def _open_recorder(config: FullConfig, site: Site, model_config: Qwen3Seq2SeqConfig, state: TrainingState) -> Recorder:
@@ -299,31 +361,37 @@ def _open_recorder(config: FullConfig, site: Site, model_config: Qwen3Seq2SeqCon
     )
 
 
-def _write_run_files(
-    checkpoint: Path,
-    content: CheckpointContent,
-    *,
-    config: FullConfig,
-    model: RunModel,
-    data: TrainingData,
-    plan: LanePlan,
-) -> None:
-    """What a checkpoint holds beside the engine's files; see docs/checkpoints.md."""
+def _run_files(
+    content: CheckpointContent, *, config: FullConfig, model: RunModel, data: TrainingData, plan: LanePlan
+) -> Callable[[Path], None]:
+    """What writes all that a checkpoint holds beside the engine's files; see docs/checkpoints.md."""
     trainer = {
         "state": content.state.to_dict(),
         "num_lanes": plan.num_lanes,
         "data": data.saved(),
         "recorder": content.recorder,
     }
-    write_json(checkpoint / "trainer.json", trainer)
-    write_json(checkpoint / "data.json", {"lanes": content.lanes})
-    config.to_yaml(checkpoint / "config.yaml")
-    model.config.save_pretrained(checkpoint / "model")
-    model.tokenizer.save_pretrained(checkpoint / "model")
+    # Text now: by the time it is written, training may have gone on.
+    texts = {
+        "trainer.json": json.dumps(trainer, indent=1) + "\n",
+        "data.json": json.dumps({"lanes": content.lanes}, indent=1) + "\n",
+        "config.yaml": config.dump_yaml(),
+    }
+
+    def write(checkpoint: Path) -> None:
+        for name, text in texts.items():
+            (checkpoint / name).write_text(text, encoding="utf-8")
+        model.config.save_pretrained(checkpoint / "model")
+        model.tokenizer.save_pretrained(checkpoint / "model")
+
+    return write
 
 
 def _write_run_configuration(config: FullConfig, site: Site, plan: LanePlan) -> None:
     config.to_yaml(site.folder.config_yaml)
+    if resolve_engine(config) != "deepspeed":
+        site.folder.ds_config_json.unlink(missing_ok=True)  # an earlier start's, with the other engine
+        return
     rendered = render_deepspeed_json(
         config,
         world_size=site.world.world_size,

@@ -3,6 +3,7 @@
 --config FILE              YAML of the run (default: the schema's defaults, ds_configs/qwen3_0.6b_ul2.yaml)
 --deepspeed_config FILE    raw DeepSpeed JSON, reconciled with the YAML
 --resume auto|PATH         go on from the newest whole checkpoint, or from this one
+--allow-data-change        resume although the data is not the checkpoint's
 --print-config             print the resolved YAML and stop
 --print-deepspeed-config   print the JSON that DeepSpeed would be given and stop
 section.field=value        overrides; `--section.field value` works too
@@ -60,6 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, help="YAML of the run")
     parser.add_argument("--deepspeed_config", "--deepspeed-config", type=Path, help="raw DeepSpeed JSON")
     parser.add_argument("--resume", metavar="auto|PATH", help="continue from a checkpoint")
+    parser.add_argument(
+        "--allow-data-change", action="store_true", help="resume although the data is not the checkpoint's"
+    )
     parser.add_argument("--print-config", action="store_true", help="print the resolved YAML and stop")
     parser.add_argument("--print-deepspeed-config", action="store_true", help="print DeepSpeed's JSON and stop")
     # Launchers add this one; the rank is read from the environment (launch/world.py).
@@ -79,7 +83,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         return 0
     from ds_encdec.build import run_training  # torch and deepspeed are imported only once the configuration is sound
 
-    run_training(config, resume=options.resume)
+    run_training(config, resume=options.resume, allow_data_change=options.allow_data_change)
     return 0
 
 

@@ -23,7 +23,7 @@ from ds_encdec.evaluate import evaluate
 from ds_encdec.launch.agreement import Agreement, attempt
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.monitor.recorder import Recorder
-from ds_encdec.types import Batch, DivergedError, Preempted, StepResult, TrainingState
+from ds_encdec.types import Batch, CheckpointError, DivergedError, Preempted, StepResult, TrainingState
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,7 @@ class StepTotals:
     epoch: int
     stop: bool
     save_due: bool
+    save_over: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,11 @@ class CheckpointContent:
 
 @dataclass
 class Trainer:
-    """A run, wired. `write_run_files` writes a `CheckpointContent` into a checkpoint (rank 0 only)."""
+    """A run, wired.
+
+    `run_files` turns a `CheckpointContent`, as it is now, into what writes it into a checkpoint's folder later, from
+    any thread (rank 0 only).
+    """
 
     config: FullConfig
     engine: Engine
@@ -62,7 +67,7 @@ class Trainer:
     recorder: Recorder
     checkpoints: CheckpointManager
     stop: StopRequest
-    write_run_files: Callable[[Path, CheckpointContent], None]
+    run_files: Callable[[CheckpointContent], Callable[[Path], None]]
     state: TrainingState
 
 
@@ -70,7 +75,7 @@ def train(run: Trainer) -> TrainingState:
     """Train until `training.num_train_steps` steps have been applied; returns the final state.
 
     Raises Preempted after a save when the run was asked to stop, DivergedError when too many steps in
-    a row were skipped.
+    a row were skipped, CheckpointError when the last save of all fails. A save may still be under way then.
     """
     training = run.config.training
     state = run.state
@@ -80,6 +85,8 @@ def train(run: Trainer) -> TrainingState:
         micro_batches, totals = _next_step(run, last_save)
         if totals.stop:
             run.stop.acknowledge()
+        if totals.save_over:
+            state = _collect_save(run, state)
         for last, batch in mark_last(micro_batches):
             loss = run.engine.forward(batch)
             run.engine.backward(loss, target_tokens=totals.target_tokens, last=last)
@@ -102,7 +109,7 @@ def train(run: Trainer) -> TrainingState:
         if training.eval_samples and evaluates and not totals.stop:
             eval_loss = _evaluate(run, state)
         if totals.save_due or totals.stop or due.every(training.save_steps):
-            state = _save(run, state, eval_loss, done=done)
+            state = _save(run, state, eval_loss, done=done, stopping=totals.stop)
             last_save = time.monotonic()
         if totals.stop and not done:
             raise Preempted(f"stopped at step {state.global_step} by {run.stop.reason or 'another rank'}; state saved")
@@ -157,9 +164,10 @@ def _next_step(run: Trainer, last_save: float) -> tuple[list[Batch], StepTotals]
             run.loader.epoch,
             run.stop.requested,
             hours is not None and time.monotonic() - last_save > hours * 3600,
+            run.checkpoints.save_is_over,
         ]
     )
-    failures, target_tokens, encoder_tokens, epochs, stops, saves = zip(*rows, strict=True)
+    failures, target_tokens, encoder_tokens, epochs, stops, saves_due, saves_over = zip(*rows, strict=True)
     if any(failures):
         run.agreement.raise_first(error)
     totals = StepTotals(
@@ -167,7 +175,8 @@ def _next_step(run: Trainer, last_save: float) -> tuple[list[Batch], StepTotals]
         encoder_tokens=sum(encoder_tokens),
         epoch=min(epochs),
         stop=any(stops),
-        save_due=bool(saves[0]),  # rank 0's clock decides
+        save_due=bool(saves_due[0]),  # rank 0's clock decides
+        save_over=all(saves_over),
     )
     return micro_batches or [], totals
 
@@ -182,28 +191,59 @@ def _evaluate(run: Trainer, state: TrainingState) -> float | None:
     return metrics["eval/loss"]
 
 
-def _save(run: Trainer, state: TrainingState, eval_loss: float | None, *, done: bool) -> TrainingState:
+def _save(run: Trainer, state: TrainingState, eval_loss: float | None, *, done: bool, stopping: bool) -> TrainingState:
     """Save a checkpoint. It becomes `best` when it was evaluated just now, to the lowest loss of all saved ones.
 
-    Returns the state that was saved, which knows of the new best one.
+    The last one of this process is written at once, and the run fails with it. Of any other the run learns later
+    whether it was written, and goes on if not. Returns the state, with what is known of the best checkpoint.
     """
-    best = state.best_eval_loss
-    is_best = eval_loss is not None and (best is None or eval_loss < best)
-    if is_best:
-        state = dataclasses.replace(state, best_eval_loss=eval_loss, best_step=state.global_step)
+    last = done or stopping
     with run.recorder.paused():
+        state = _collect_save(run, state)  # at most one under way
+        best = state.best_eval_loss
+        is_best = eval_loss is not None and (best is None or eval_loss < best)
+        saved = state
+        if is_best:
+            saved = dataclasses.replace(state, best_eval_loss=eval_loss, best_step=state.global_step)
         records = run.recorder.state_dict()
         lanes = [record for rank_records in run.agreement.gather(run.loader.state()) for record in rank_records]
-        content = CheckpointContent(state, records, lanes)
-        seconds = run.checkpoints.save(
-            state.global_step,
-            run.engine.save,
-            lambda folder: run.write_run_files(folder, content),
+        in_background = run.config.training.async_save and not last
+        run.checkpoints.save(
+            saved,
+            run.engine.stage,
+            run.run_files(CheckpointContent(saved, records, lanes)),
             pointers=("best",) * is_best + ("final",) * done,
+            in_background=in_background,
         )
-    run.recorder.log_save(seconds)
-    logger.info("saved step %d%s in %.1f s", state.global_step, ", the best so far" if is_best else "", seconds)
-    return state
+        return state if in_background else _collect_save(run, state, must_succeed=last)
+
+
+def _collect_save(run: Trainer, state: TrainingState, *, must_succeed: bool = False) -> TrainingState:
+    """Take note of how the save under way, if any, ended; waits for it. Returns the state with its best checkpoint.
+
+    A failed one changes nothing but the log, unless it `must_succeed`: then CheckpointError is raised.
+    """
+    outcome = run.checkpoints.collect()
+    if outcome is None:
+        return state
+    step = outcome.state.global_step
+    if outcome.problem is not None:
+        problem = f"step {step} was not saved: {outcome.problem} Earlier checkpoints are untouched."
+        if must_succeed:
+            raise CheckpointError(f"{problem} Then go on with `--resume auto`.")
+        if run.agreement.rank == 0:
+            logger.error("%s Training goes on; the next save is at its usual time.", problem)
+        return state
+    run.recorder.log_save(blocked_seconds=outcome.blocked_seconds, seconds=outcome.seconds)
+    best = "" if outcome.state.best_step != step else ", the best so far"
+    logger.info(
+        "saved step %d%s in %.1f s, %.1f s of them with training held up",
+        step,
+        best,
+        outcome.seconds,
+        outcome.blocked_seconds,
+    )
+    return dataclasses.replace(state, best_eval_loss=outcome.state.best_eval_loss, best_step=outcome.state.best_step)
 
 
 def _divergence(state: TrainingState, skipped: int) -> str:

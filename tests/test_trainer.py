@@ -10,7 +10,7 @@ from ds_encdec.config.schema import DataConfig, FullConfig, TrainingConfig
 from ds_encdec.trainer import DueSteps, StepTotals, advance, mark_last
 from ds_encdec.types import ConfigError, StepResult, TrainingState
 
-TOTALS = StepTotals(target_tokens=70, encoder_tokens=50, epoch=2, stop=False, save_due=False)
+TOTALS = StepTotals(target_tokens=70, encoder_tokens=50, epoch=2, stop=False, save_due=False, save_over=False)
 
 
 def result(applied: bool) -> StepResult:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,13 @@ from typing import Any
 from ds_encdec.types import CheckpointError
 
 MANIFEST = "manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _BLOCK_BYTES = 1 << 22
+_DESCRIPTION = re.compile(r"[^/]+\.(json|yaml)")
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint is not what its manifest says; an older one may be whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +37,7 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint consists of, and what wrote it."""
+    """What a checkpoint consists of, and what wrote it: `engine` is "deepspeed" or "fsdp"."""
 
     step: int
     world_size: int
@@ -48,6 +54,10 @@ class Manifest:
         """Size of the whole checkpoint."""
         return sum(record.num_bytes for record in self.files)
 
+    def descriptions(self) -> tuple[FileRecord, ...]:
+        """The small JSON and YAML files that say what the checkpoint is of; the others hold tensors or vocabulary."""
+        return tuple(record for record in self.files if _DESCRIPTION.fullmatch(record.path))
+
 
 def record_file(path: Path, root: Path) -> FileRecord:
     """Flush `path` to disk and describe it."""
@@ -58,53 +68,64 @@ def record_file(path: Path, root: Path) -> FileRecord:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """The manifest of a committed checkpoint. Raises CheckpointError naming what is wrong."""
+    """The manifest of a committed checkpoint. Raises DamagedCheckpointError naming what is wrong."""
     path = checkpoint / MANIFEST
     try:
         content: dict[str, Any] = json.loads(path.read_text())
         records = tuple(FileRecord(**record) for record in content.pop("files"))
         manifest = Manifest(**content, files=records)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointError(_no_checkpoint(checkpoint)) from error
+        raise DamagedCheckpointError(_no_checkpoint(checkpoint)) from error
     except (ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(f"{path} is not a readable manifest: {error}") from error
+        raise DamagedCheckpointError(f"{path} is not a readable manifest: {error}") from error
     if manifest.format_version != FORMAT_VERSION:
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{path} has format version {manifest.format_version}; this version of ds_encdec reads {FORMAT_VERSION}."
         )
+    return manifest
+
+
+def verify_checkpoint(checkpoint: Path) -> Manifest:
+    """Check a whole checkpoint in this process: no file missing, foreign or changed. Returns its manifest.
+
+    Reads every byte and unpickles nothing. Raises DamagedCheckpointError naming the first file that is wrong.
+    """
+    manifest = read_manifest(checkpoint)
+    verify_listing(checkpoint, manifest)
+    verify_files(checkpoint, manifest.files)
     return manifest
 
 
 def verify_listing(checkpoint: Path, manifest: Manifest) -> None:
     """Check that the folder holds the manifest's files and no others; readers find some of them by pattern.
 
-    Raises CheckpointError naming a file that is missing, foreign, or no plain file of this folder.
+    Raises DamagedCheckpointError naming a file that is missing, foreign, or no plain file of this folder.
     """
     listed = {record.path for record in manifest.files}
     present = {path.relative_to(checkpoint).as_posix(): path for path in checkpoint.rglob("*") if not _is_folder(path)}
     foreign = sorted(set(present) - listed - {MANIFEST})
     if foreign:
-        raise CheckpointError(f"{checkpoint / foreign[0]}: not in the manifest; the checkpoint was changed.")
+        raise DamagedCheckpointError(f"{checkpoint / foreign[0]}: not in the manifest; the checkpoint was changed.")
     if missing := sorted(listed - set(present)):
-        raise CheckpointError(f"{checkpoint / missing[0]}: missing, but the manifest lists it.")
+        raise DamagedCheckpointError(f"{checkpoint / missing[0]}: missing, but the manifest lists it.")
     if links := [path for path in present.values() if path.is_symlink()]:
-        raise CheckpointError(f"{links[0]}: a symbolic link; a checkpoint holds plain files.")
+        raise DamagedCheckpointError(f"{links[0]}: a symbolic link; a checkpoint holds plain files.")
 
 
 def verify_files(checkpoint: Path, records: tuple[FileRecord, ...]) -> None:
-    """Compare files with their records. Raises CheckpointError naming the first that differs."""
+    """Compare files with their records. Raises DamagedCheckpointError naming the first that differs."""
     for record in records:
         path = checkpoint / record.path
         try:
             size = path.stat().st_size
             if size != record.num_bytes:
-                raise CheckpointError(f"{path}: {size} bytes, but the manifest says {record.num_bytes}.")
+                raise DamagedCheckpointError(f"{path}: {size} bytes, but the manifest says {record.num_bytes}.")
             with open(path, "rb") as file:
                 digest, _ = _hash(file)
         except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror}, but the manifest lists it.") from error
+            raise DamagedCheckpointError(f"{path}: {error.strerror}, but the manifest lists it.") from error
         if digest != record.sha256:
-            raise CheckpointError(f"{path}: its SHA-256 is not the manifest's; the file was changed or damaged.")
+            raise DamagedCheckpointError(f"{path}: its SHA-256 is not the manifest's; the file was changed or damaged.")
 
 
 def _no_checkpoint(path: Path) -> str:

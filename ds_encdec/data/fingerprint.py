@@ -26,6 +26,10 @@ _ORDER_FIELDS = (
 )
 
 
+_POSITION_FACTS = ("sources", "data.num_lanes", "data.shuffle_buffer_size", "training.seed")
+"""What decides which document comes when. Positions in the sources mean the same as long as these are equal."""
+
+
 def fingerprint(config: FullConfig, pipeline: Pipeline) -> dict[str, Any]:
     """JSON-able facts; two runs whose facts are equal see the same examples in the same order.
 
@@ -61,5 +65,19 @@ def require_same(saved: dict[str, Any], now: dict[str, Any]) -> None:
     differences = "; ".join(f"{name}: {saved.get(name)} there, {now.get(name)} now" for name in names)
     raise CheckpointError(
         f"the checkpoint was made on other data (fingerprint {digest(saved)}) than this run reads (fingerprint "
-        f"{digest(now)}), so it cannot continue where it was: {differences}. Restore these settings, or start a new run"
+        f"{digest(now)}), so it cannot continue where it was: {differences}. Restore these settings, start a new "
+        "run, or insist with --allow-data-change"
     )
+
+
+def usable_records(records: list[dict[str, Any]], saved: dict[str, Any], now: dict[str, Any]) -> list[dict[str, Any]]:
+    """What of the lanes' saved `records` still holds for data of the fingerprint `now`.
+
+    All of it where nothing differs. Where the same documents come in the same order, the positions among them, but not
+    what was cut from them and waits: the rules for that have changed. Otherwise nothing, and the lanes begin anew.
+    """
+    if saved == now:
+        return records
+    if any(saved.get(name) != now[name] for name in _POSITION_FACTS):
+        return []
+    return [{**record, "next_chunk": None, "waiting": []} for record in records]

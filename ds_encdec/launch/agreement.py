@@ -23,13 +23,21 @@ T = TypeVar("T")
 class Agreement:
     """A gloo group over all ranks for decisions and small records. Create it once, on every rank."""
 
-    def __init__(self, timeout: timedelta | None = None) -> None:
-        """`timeout`: of an exchange, where a group of its own is needed; None is torch's default."""
+    def __init__(self, timeout: timedelta | None = None, *, own_group: bool = False) -> None:
+        """`timeout`: of an exchange, where a group of its own is needed; None is torch's default.
+
+        `own_group`: never share the training's group, so that a thread may use it while training goes on.
+        """
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self._timeout = timeout
         # NCCL cannot move host objects without a device synchronisation; a second, gloo, group can.
-        needs_own = self.world_size > 1 and dist.get_backend() != "gloo"
+        needs_own = self.world_size > 1 and (own_group or dist.get_backend() != "gloo")
         self._group = dist.new_group(backend="gloo", timeout=timeout) if needs_own else None
+
+    def twin(self) -> Agreement:
+        """Another one with a group of its own, for one other thread of every rank. A collective."""
+        return Agreement(self._timeout, own_group=True)
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's integers, in rank order: one small all-gather."""

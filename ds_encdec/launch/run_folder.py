@@ -1,10 +1,10 @@
 """The folder of a run: its paths, the lock that keeps a second run out, and `run.json`.
 
 OUTPUT_DIR/
-  checkpoints/step-00001000/   see checkpoint/manager.py
-  export/                      a Hugging Face model, written by `ds-encdec export`
+  checkpoints/step-00001000/   see checkpoint/folder.py
+  export/averaged/             the mean of the last checkpoints as a Hugging Face model, at the end of a run
   logs/                        TensorBoard and W&B files
-  config.yaml  ds_config.json  what the run was started with
+  config.yaml  ds_config.json  what the run was started with; the latter where DeepSpeed runs
   metrics.jsonl                one JSON object per logging interval
   run.json                     running | completed | preempted | failed, with reason and exit code
   .lock                        held by rank 0 as long as it lives
@@ -29,6 +29,7 @@ class RunFolder:
     def __init__(self, output_dir: str) -> None:
         self.root = Path(output_dir).expanduser().absolute()
         self.checkpoints = self.root / "checkpoints"
+        self.averaged = self.root / "export" / "averaged"
         self.metrics = self.root / "metrics.jsonl"
         self.config_yaml = self.root / "config.yaml"
         self.ds_config_json = self.root / "ds_config.json"

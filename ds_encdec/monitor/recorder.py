@@ -104,9 +104,9 @@ class Recorder:
         """Publish an evaluation."""
         self._publish(state, dict(metrics))
 
-    def log_save(self, seconds: float) -> None:
-        """Note how long a checkpoint held training up, for the next line of metrics."""
-        self._once["ckpt/blocked_s"] = seconds
+    def log_save(self, *, blocked_seconds: float, seconds: float) -> None:
+        """Note how long a checkpoint held training up, and took in all, for the next line of metrics."""
+        self._once |= {"ckpt/blocked_s": blocked_seconds, "ckpt/total_s": seconds}
 
     def state_dict(self) -> dict[str, Any]:
         """Windows and the steps of an unfinished interval; equal on all ranks. A collective."""

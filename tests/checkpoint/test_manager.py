@@ -2,41 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
-import os
-import subprocess
-import sys
-import textwrap
-import time
 from pathlib import Path
 
 import pytest
+from saves import make_manager, save
 
-from ds_encdec.checkpoint.manager import CheckpointManager, committed_steps, write_json
-from ds_encdec.checkpoint.manifest import MANIFEST, read_manifest
+from ds_encdec.checkpoint.folder import committed_steps
+from ds_encdec.checkpoint.manager import Checkpoint, CheckpointManager
+from ds_encdec.checkpoint.manifest import MANIFEST, DamagedCheckpointError, read_manifest, verify_checkpoint
 from ds_encdec.launch.agreement import Agreement
-from ds_encdec.types import CheckpointError, TrainingState
-
-
-def make_manager(folder: Path, keep: int | None = None) -> CheckpointManager:
-    manager = CheckpointManager(folder, Agreement(), engine_name="test", keep=keep)
-    folder.mkdir(exist_ok=True)
-    manager.prepare()
-    return manager
-
-
-def write_engine(folder: Path) -> list[Path]:
-    (folder / "zero").mkdir()
-    path = folder / "zero" / "shard.bin"
-    path.write_bytes(os.urandom(1000))
-    return [path]
-
-
-def save(manager: CheckpointManager, step: int, *pointers: str) -> Path:
-    manager.save(
-        step, write_engine, lambda folder: write_json(folder / "trainer.json", {"step": step}), pointers=pointers
-    )
-    return manager.folder / f"step-{step:08d}"
+from ds_encdec.types import CheckpointError, ConfigError, TrainingState
 
 
 def test_a_saved_checkpoint_lists_every_file_and_is_found(tmp_path: Path) -> None:
@@ -173,30 +150,72 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000003"]
 
 
-def test_a_killed_save_leaves_no_visible_checkpoint(tmp_path: Path) -> None:
-    """SIGKILL at some moment of one of many saves: what is visible verifies, and the next start cleans up."""
-    program = textwrap.dedent(
-        """
-        import sys
-        from pathlib import Path
-        sys.path.insert(0, sys.argv[2])
-        from test_manager import make_manager, save
-        manager = make_manager(Path(sys.argv[1]))
-        print("ready", flush=True)
-        for step in range(1, 100000):
-            save(manager, step)
-        """
-    )
-    arguments = [sys.executable, "-c", program, str(tmp_path), str(Path(__file__).parent)]
-    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    time.sleep(0.5)
-    process.kill()
-    process.wait()
+def test_what_other_run_and_other_ranks_cannot_use_is_refused_before_large_files_are_read(tmp_path: Path) -> None:
     manager = make_manager(tmp_path)
-    assert not list(tmp_path.glob("*.tmp"))
-    steps = committed_steps(tmp_path)
-    assert steps
-    for path in steps.values():
-        assert manager.find(str(path)) is not None
+    save(manager, 1)
+    newest = save(manager, 2)
+    (newest / "zero" / "shard.bin").write_bytes(b"x" * 1000)  # nobody notices: it is not read
+    seen = []
+
+    def refuse(checkpoint: Checkpoint) -> None:
+        seen.append(checkpoint.read_json("trainer.json"))
+        raise ConfigError("3 ranks do not divide")
+
+    for resume in ("auto", str(newest)):
+        with pytest.raises(ConfigError, match="3 ranks"):
+            manager.find(resume, accept=refuse)
+    assert seen == [{"step": 2}, {"step": 2}]  # refused, not passed over
+    (newest / "trainer.json").write_text(json.dumps({"step": 9}))
+    with pytest.raises(ConfigError):
+        manager.find("auto", accept=refuse)
+    assert seen[2:] == [{"step": 1}]  # a damaged one is not even asked about
+
+
+def test_a_checkpoint_of_another_run_is_refused_where_this_run_has_its_own(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    foreign = save(make_manager(tmp_path / "a"), 10)
+    manager = make_manager(tmp_path / "b")
+    assert manager.find(str(foreign)) is not None
+    own = save(manager, 3, "final")
+    with pytest.raises(
+        CheckpointError, match=rf"{foreign} is not one of .*{tmp_path / 'b'}.*step-00000003.*output_dir"
+    ):
+        manager.find(str(foreign))
+    assert manager.find(str(tmp_path / "b" / "final")) is not None
+    aside = own.with_name("abandoned-step-00000009")
+    foreign.rename(aside)
+    with pytest.raises(CheckpointError, match="is not one of this run's"):
+        manager.find(str(aside))
+
+
+def test_verify_reads_every_file(tmp_path: Path) -> None:
+    path = save(make_manager(tmp_path), 1)
+    assert verify_checkpoint(path) == read_manifest(path)
+    shard = path / "zero" / "shard.bin"
+    shard.write_bytes(b"x" * 1000)
+    with pytest.raises(DamagedCheckpointError, match=rf"{shard}: its SHA-256"):
+        verify_checkpoint(path)
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"infra\.output_dir: cannot write to .*Not a directory"):
+        CheckpointManager(tmp_path / "file" / "x", Agreement(), engine_name="test", keep=None).prepare()
+
+
+def test_what_cannot_be_deleted_does_not_fail_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = make_manager(tmp_path, keep=1)
+    save(manager, 1)
+
+    def busy(path: Path) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+
+    monkeypatch.setattr("shutil.rmtree", busy)
+    save(manager, 2, "best")
+    assert "could not be deleted" in caplog.text
+    assert (tmp_path / "best").resolve().name == "step-00000002"
+    monkeypatch.undo()
+    manager.prepare()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "latest", "step-00000002"]

@@ -87,6 +87,7 @@ def test_throughput_after_a_resume_counts_only_what_this_process_did(tmp_path: P
 
 def test_time_in_checkpoints_comes_with_the_next_line_only(tmp_path: Path) -> None:
     recorder = make_recorder(tmp_path / "metrics.jsonl", 0)
-    recorder.log_save(1.5)
+    recorder.log_save(blocked_seconds=1.5, seconds=4.0)
     run(recorder, 0, 8)
-    assert [line.get("ckpt/blocked_s") for line in lines(tmp_path / "metrics.jsonl")] == [1.5, None]
+    found = lines(tmp_path / "metrics.jsonl")
+    assert [(line.get("ckpt/blocked_s"), line.get("ckpt/total_s")) for line in found] == [(1.5, 4.0), (None, None)]

@@ -1,0 +1,63 @@
+"""A manager of one process, and saves of an engine whose state is a thousand random bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from ds_encdec.checkpoint.manager import CheckpointManager, SaveOutcome, Stage
+from ds_encdec.engine.protocol import StagedSave
+from ds_encdec.launch.agreement import Agreement
+from ds_encdec.types import TrainingState
+
+NUM_BYTES = 1000
+
+
+def make_manager(folder: Path, keep: int | None = None) -> CheckpointManager:
+    manager = CheckpointManager(folder, Agreement(), engine_name="test", keep=keep)
+    folder.mkdir(exist_ok=True)
+    manager.prepare()
+    return manager
+
+
+def engine(before_writing: Callable[[], object] = lambda: None, num_bytes: int = NUM_BYTES) -> Stage:
+    """The `stage` of an engine that calls `before_writing`, and says that it will write `num_bytes`."""
+
+    def stage(folder: Path, *, copy: bool) -> StagedSave:
+        content = os.urandom(NUM_BYTES)
+
+        def write() -> list[Path]:
+            path = folder / "zero" / "shard.bin"
+            path.parent.mkdir()
+            path.write_bytes(content[:10])  # the beginning is always written
+            before_writing()
+            path.write_bytes(content)
+            return [path]
+
+        return StagedSave(num_bytes, write)
+
+    return stage
+
+
+def begin(
+    manager: CheckpointManager, step: int, *pointers: str, stage: Stage | None = None, in_background: bool = False
+) -> None:
+    def write_rest(folder: Path) -> None:
+        (folder / "trainer.json").write_text(json.dumps({"step": step}))
+
+    manager.save(TrainingState(step), stage or engine(), write_rest, pointers=pointers, in_background=in_background)
+
+
+def collect(manager: CheckpointManager) -> SaveOutcome:
+    outcome = manager.collect()
+    assert outcome is not None
+    return outcome
+
+
+def save(manager: CheckpointManager, step: int, *pointers: str) -> Path:
+    """Save at once, successfully; the checkpoint."""
+    begin(manager, step, *pointers)
+    assert collect(manager).problem is None
+    return manager.folder / f"step-{step:08d}"

@@ -1,0 +1,189 @@
+"""Saves in the background, and saves that fail: what a run sees of them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from saves import NUM_BYTES, begin, collect, engine, make_manager, save
+
+from ds_encdec.checkpoint.folder import committed_steps
+from ds_encdec.checkpoint.manifest import verify_checkpoint
+
+BOTH_WAYS = pytest.mark.parametrize("in_background", [False, True], ids=["at once", "in the background"])
+
+
+def no_space() -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", "shard.bin")
+
+
+def test_training_goes_on_while_files_are_written(tmp_path: Path) -> None:
+    manager = make_manager(tmp_path)
+    written = threading.Event()
+    begin(manager, 1, stage=engine(before_writing=written.wait), in_background=True)
+    time.sleep(0.2)
+    assert not manager.save_is_over
+    assert not committed_steps(tmp_path)
+    written.set()
+    outcome = collect(manager)
+    assert outcome.problem is None
+    assert outcome.num_bytes == verify_checkpoint(tmp_path / "step-00000001").num_bytes > NUM_BYTES
+    assert outcome.blocked_seconds < 0.2 <= outcome.seconds
+    assert manager.collect() is None
+
+
+def test_a_save_says_when_it_is_over(tmp_path: Path) -> None:
+    manager = make_manager(tmp_path)
+    assert not manager.save_is_over
+    begin(manager, 1, in_background=True)
+    deadline = time.monotonic() + 10
+    while not manager.save_is_over:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert collect(manager).state.global_step == 1
+    assert not manager.save_is_over
+
+
+def test_waiting_for_a_save_is_time_that_training_was_held_up(tmp_path: Path) -> None:
+    manager = make_manager(tmp_path)
+    begin(manager, 1, stage=engine(before_writing=lambda: time.sleep(0.3)), in_background=True)
+    assert collect(manager).blocked_seconds >= 0.25
+    begin(manager, 2, stage=engine(before_writing=lambda: time.sleep(0.3)))
+    assert collect(manager).blocked_seconds >= 0.3
+
+
+@BOTH_WAYS
+def test_a_full_disk_fails_the_save_and_nothing_else(tmp_path: Path, in_background: bool) -> None:
+    manager = make_manager(tmp_path)
+    earlier = save(manager, 1, "best")
+    begin(manager, 2, "best", stage=engine(no_space, num_bytes=4321), in_background=in_background)
+    problem = collect(manager).problem
+    assert problem is not None
+    assert "rank 0: [Errno 28] No space left on device: 'shard.bin'" in problem
+    assert "about 4,321 bytes" in problem
+    assert f"free in {tmp_path}" in problem
+    assert "training.save_total_limit" in problem
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "latest", earlier.name]
+    assert (tmp_path / "best").resolve() == (tmp_path / "latest").resolve() == earlier
+    verify_checkpoint(earlier)
+    verify_checkpoint(save(manager, 3))
+
+
+def test_the_same_step_again_that_fails_leaves_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = make_manager(tmp_path)
+    first = verify_checkpoint(save(manager, 1))
+    rename = os.rename
+
+    def full(source: Path, target: Path) -> None:
+        if source.name.endswith(".tmp"):
+            no_space()
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", full)
+    begin(manager, 1)
+    assert "No space" in str(collect(manager).problem)
+    assert verify_checkpoint(tmp_path / "step-00000001") == first
+
+
+def test_too_little_space_is_noticed_before_anything_is_written(tmp_path: Path) -> None:
+    manager = make_manager(tmp_path)
+    written: list[int] = []
+    begin(manager, 1, stage=engine(before_writing=lambda: written.append(1), num_bytes=1 << 60))
+    problem = collect(manager).problem
+    assert problem is not None
+    assert problem.startswith(f"too little space is free. The checkpoint takes about {1 << 60:,} bytes and has ")
+    assert not written
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_made_fails_the_save(tmp_path: Path) -> None:
+    manager = make_manager(tmp_path)
+    tmp_path.rename(tmp_path.with_name("moved"))
+    tmp_path.write_text("a file in its place")
+    try:
+        begin(manager, 1, in_background=True)
+        assert "Not a directory" in str(collect(manager).problem)
+    finally:
+        tmp_path.unlink()
+
+
+@BOTH_WAYS
+def test_what_the_disk_is_not_to_blame_for_is_raised(tmp_path: Path, in_background: bool) -> None:
+    manager = make_manager(tmp_path)
+    begin(manager, 1, stage=engine(lambda: [][0]), in_background=in_background)
+    with pytest.raises(Exception, match="IndexError: list index out of range"):
+        manager.collect()
+    assert manager.collect() is None
+    assert not committed_steps(tmp_path)
+
+
+def test_closing_waits_for_the_save_under_way(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    manager = make_manager(tmp_path)
+    manager.close()
+    begin(manager, 1, stage=engine(before_writing=lambda: time.sleep(0.2)), in_background=True)
+    manager.close()
+    assert sorted(committed_steps(tmp_path)) == [1]
+    for reason in (no_space, lambda: [][0]):
+        begin(manager, 2, stage=engine(reason), in_background=True)
+        manager.close()
+    assert "step 2 was not saved: rank 0: [Errno 28]" in caplog.text
+    assert "IndexError" in caplog.text
+
+
+FULL_FILE_SYSTEM = """
+import sys
+from pathlib import Path
+from saves import begin, collect, engine, make_manager, save
+from ds_encdec.checkpoint.manifest import verify_checkpoint
+
+folder = Path(sys.argv[1])
+manager = make_manager(folder)
+earlier = save(manager, 1)
+ballast = folder / "ballast"
+try:
+    ballast.write_bytes(bytes(1 << 24))
+except OSError:
+    pass
+size = ballast.stat().st_size
+with open(ballast, "r+b") as file:
+    file.truncate(size - 8192)  # two pages: the folder and the first file, but not all of the checkpoint
+begin(manager, 2, "best", stage=engine(num_bytes=0), in_background=True)
+print(collect(manager).problem)
+verify_checkpoint(earlier)
+assert sorted(path.name for path in folder.iterdir()) == ["ballast", "latest", earlier.name], list(folder.iterdir())
+ballast.unlink()
+verify_checkpoint(save(manager, 3))
+"""
+
+
+def test_a_file_system_that_is_really_full(tmp_path: Path) -> None:
+    mount = tmp_path / "small"
+    mount.mkdir()
+    inside = textwrap.dedent(
+        f"""
+        mount -t tmpfs -o size=64k none {mount} || exit 77
+        exec {sys.executable} -c "$PROGRAM" {mount}/checkpoints
+        """
+    )
+    environ = {**os.environ, "PROGRAM": FULL_FILE_SYSTEM, "PYTHONPATH": str(Path(__file__).parent)}
+    try:
+        result = subprocess.run(
+            ["unshare", "--user", "--map-root-user", "--mount", "bash", "-c", inside],
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    except FileNotFoundError:
+        pytest.skip("no unshare(1) here")
+    if result.returncode == 77 or "unshare" in result.stderr:
+        pytest.skip(f"no file system may be mounted here: {result.stderr.strip()}")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "No space left on device" in result.stdout

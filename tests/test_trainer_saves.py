@@ -1,0 +1,194 @@
+"""The loop and its saves, with an engine that only says what it is told: which are believed, and which end a run."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_encdec import trainer as trainer_module
+from ds_encdec.checkpoint.folder import committed_steps
+from ds_encdec.checkpoint.manager import CheckpointManager
+from ds_encdec.checkpoint.manifest import verify_checkpoint
+from ds_encdec.config.schema import FullConfig, TrainingConfig
+from ds_encdec.engine.protocol import StagedSave
+from ds_encdec.launch.agreement import Agreement
+from ds_encdec.launch.preemption import StopRequest
+from ds_encdec.launch.world import discover
+from ds_encdec.monitor.monitor import TrainingMonitor
+from ds_encdec.monitor.recorder import Recorder
+from ds_encdec.monitor.sinks import JsonlSink
+from ds_encdec.trainer import CheckpointContent, Trainer, train
+from ds_encdec.types import Batch, CheckpointError, Preempted, StepResult, TrainingState
+
+
+class ScriptedEngine:
+    """An engine without a model. `writing[step]` is called where the checkpoint of that step is written."""
+
+    def __init__(self, writing: dict[int, Callable[[], object]]) -> None:
+        self.writing = writing
+        self.step_number = 0
+
+    def step(self) -> StepResult:
+        self.step_number += 1
+        time.sleep(0.02)
+        return StepResult(applied=True, grad_norm=torch.tensor(1.0), learning_rate=0.1)
+
+    def stage(self, folder: Path, *, copy: bool) -> StagedSave:
+        step = self.step_number
+
+        def write() -> list[Path]:
+            (folder / "weights").write_text(str(step))
+            self.writing.get(step, lambda: None)()
+            return [folder / "weights"]
+
+        return StagedSave(1, write)
+
+
+class EmptyLoader:
+    """Steps without a micro-batch."""
+
+    epoch = 0
+
+    def __next__(self) -> list[Batch]:
+        return []
+
+    def state(self) -> list[dict[str, Any]]:
+        return [{"lane": 0}]
+
+
+def fail() -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", "weights")
+
+
+def make_run(folder: Path, engine: ScriptedEngine, **training: Any) -> Trainer:
+    config = FullConfig(
+        training=TrainingConfig(
+            **{"num_train_steps": 8, "save_steps": 2, "logging_steps": 1, "eval_steps": 2, "warmup_steps": 1} | training
+        )
+    )
+    agreement = Agreement()
+    folder.mkdir(exist_ok=True)
+    checkpoints = CheckpointManager(folder, agreement, engine_name="test", keep=None)
+    checkpoints.prepare()
+
+    def run_files(content: CheckpointContent) -> Callable[[Path], None]:
+        text = json.dumps(content.state.to_dict())
+        return lambda path: (path / "trainer.json").write_text(text) and None
+
+    recorder = Recorder(
+        device=torch.device("cpu"),
+        num_devices=1,
+        warmup_steps=0,
+        monitor=TrainingMonitor(),
+        sinks=[JsonlSink(folder.with_suffix(".jsonl"))],
+        batch_flops=lambda batch: 0.0,
+        peak_flops=None,
+    )
+    return Trainer(
+        config=config,
+        engine=engine,  # type: ignore[arg-type]
+        loader=EmptyLoader(),  # type: ignore[arg-type]
+        eval_batches=list,
+        agreement=agreement,
+        recorder=recorder,
+        checkpoints=checkpoints,
+        stop=StopRequest(discover({})),
+        run_files=run_files,
+        state=TrainingState(),
+    )
+
+
+@pytest.fixture
+def eval_losses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What the coming evaluations will find; the last one again and again."""
+    losses = [1.0]
+
+    def evaluate(*_: Any) -> dict[str, float]:
+        return {"eval/loss": losses.pop(0) if len(losses) > 1 else losses[0]}
+
+    monkeypatch.setattr(trainer_module, "evaluate", evaluate)
+    return losses
+
+
+def saved_state(folder: Path, name: str) -> TrainingState:
+    return TrainingState(**json.loads((folder / name / "trainer.json").read_text()))
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_a_save_that_fails_is_not_believed_and_the_next_one_is(
+    tmp_path: Path, eval_losses: list[float], caplog: pytest.LogCaptureFixture, async_save: bool
+) -> None:
+    eval_losses[:] = [4.0, 1.0, 3.0, 5.0]
+    folder = tmp_path / "checkpoints"
+    run = make_run(folder, ScriptedEngine({4: fail}), async_save=async_save)
+    state = train(run)
+    assert sorted(committed_steps(folder)) == [2, 6, 8]
+    assert (state.best_step, state.best_eval_loss) == (6, 3.0)  # 1.0 was step 4's
+    assert (folder / "best").resolve().name == "step-00000006"
+    assert saved_state(folder, "step-00000008").best_step == 6
+    (message,) = [record.message for record in caplog.records if record.levelno == logging.ERROR]
+    assert message.startswith("step 4 was not saved: rank 0: [Errno 28] No space left on device: 'weights'.")
+    assert "Training goes on" in message
+
+
+def test_seconds_blocked_and_in_all_are_logged(tmp_path: Path, eval_losses: list[float]) -> None:
+    engine = ScriptedEngine({20: lambda: time.sleep(0.3)})
+    train(make_run(tmp_path / "checkpoints", engine, num_train_steps=60, save_steps=20))
+    lines = [json.loads(line) for line in (tmp_path / "checkpoints.jsonl").read_text().splitlines()]
+    first = next(line for line in lines if "ckpt/total_s" in line)
+    assert 20 < first["step"] <= 41  # where the loop saw that the save was over, not where it began
+    assert first["ckpt/blocked_s"] < 0.3 <= first["ckpt/total_s"]
+
+
+def test_there_is_never_more_than_one_save_under_way(tmp_path: Path, eval_losses: list[float]) -> None:
+    """A save slower than the interval holds the next one up, and none is lost."""
+    engine = ScriptedEngine({step: lambda: time.sleep(0.2) for step in range(9)})
+    run = make_run(tmp_path / "checkpoints", engine, save_steps=1)
+    train(run)
+    assert sorted(committed_steps(run.checkpoints.folder)) == list(range(1, 9))
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_a_last_save_that_fails_ends_the_run_with_an_error(
+    tmp_path: Path, eval_losses: list[float], async_save: bool
+) -> None:
+    run = make_run(tmp_path / "checkpoints", ScriptedEngine({8: fail}), async_save=async_save)
+    with pytest.raises(CheckpointError, match=r"step 8 was not saved: .*No space left.*--resume auto"):
+        train(run)
+    assert sorted(committed_steps(run.checkpoints.folder)) == [2, 4, 6]
+    for path in committed_steps(run.checkpoints.folder).values():
+        verify_checkpoint(path)
+
+
+def test_a_save_on_being_stopped_is_written_before_the_run_ends(
+    tmp_path: Path, eval_losses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for writing, saved, error in (({}, [2, 3], Preempted), ({3: fail}, [2], CheckpointError)):
+        engine = ScriptedEngine(writing)
+        run = make_run(tmp_path / error.__name__, engine)
+        monkeypatch.setattr(StopRequest, "requested", property(lambda _, engine=engine: engine.step_number == 2))
+        with pytest.raises(error):
+            train(run)
+        assert sorted(committed_steps(run.checkpoints.folder)) == saved
+
+
+def test_what_goes_wrong_in_the_background_ends_the_run_at_a_later_step(
+    tmp_path: Path, eval_losses: list[float]
+) -> None:
+    def broken() -> None:
+        raise RuntimeError("a bug")
+
+    engine = ScriptedEngine({2: broken})
+    run = make_run(tmp_path / "checkpoints", engine, save_steps=2, num_train_steps=1000)
+    with pytest.raises(Exception, match="RuntimeError: a bug"):
+        train(run)
+    assert engine.step_number <= 4
+    assert not committed_steps(run.checkpoints.folder)
