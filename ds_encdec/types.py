@@ -224,6 +224,9 @@ class WeightSource(Protocol):
         ...
 
 
+EngineName = Literal["deepspeed", "fsdp"]
+"""The engines there are; `infra.distributed_type` names them, `ddp` (FSDP2 without sharding) and `auto`."""
+
 StateKind = Literal["weight", "exp_avg", "exp_avg_sq"]
 """What there is of each trained parameter: its float32 weight, and AdamW's first and second moments."""
 

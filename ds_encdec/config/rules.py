@@ -6,12 +6,13 @@ it read, so that the report can say where each of them was set.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ds_encdec.config.deepspeed_keys import check_extra
-from ds_encdec.types import DENOISERS
+from ds_encdec.types import DENOISERS, EngineName
 
 if TYPE_CHECKING:
     from ds_encdec.config.schema import DataConfig, FullConfig, MixtureSource
@@ -90,13 +91,6 @@ def _architecture(config: FullConfig) -> Iterator[Conflict]:
 def _precision(config: FullConfig) -> Iterator[Conflict]:
     if config.training.bf16 and config.training.fp16:
         yield Conflict(("training.bf16", "training.fp16"), "at most one may be true; both false is float32")
-    if config.training.fp16 and config.infra.device == "cpu":
-        yield Conflict(("training.fp16", "infra.device"), "DeepSpeed trains no float16 on CPUs: use bf16")
-    unsharded = config.infra.sharding_stage == "zero0" and config.infra.distributed_type in ("deepspeed", "auto")
-    if config.training.fp16 and unsharded:
-        # DeepSpeed 0.19.8 unscales these gradients without having scaled the loss (runtime/engine.py: backward).
-        message = "without sharding DeepSpeed trains float16 wrongly: use bf16, or zero1 to zero3"
-        yield Conflict(("training.fp16", "infra.sharding_stage"), message)
 
 
 def _sharding(config: FullConfig) -> Iterator[Conflict]:
@@ -108,14 +102,74 @@ def _sharding(config: FullConfig) -> Iterator[Conflict]:
     if infra.offload_params != "none" and stage not in ("zero3", "zero3_hybrid"):
         message = "parameters can be offloaded only where they are sharded: set zero3, or offload_params=none"
         yield Conflict(("infra.sharding_stage", "infra.offload_params"), message)
-    if engine == "deepspeed" and stage == "zero2_hybrid":
-        message = "DeepSpeed has no hybrid of ZeRO-2; FSDP2 has: set distributed_type=fsdp, or zero3_hybrid"
-        yield Conflict(("infra.sharding_stage", "infra.distributed_type"), message)
     if engine == "ddp" and stage != "zero0":
         yield Conflict(("infra.distributed_type", "infra.sharding_stage"), "ddp shards nothing: set zero0")
-    if engine == "deepspeed" and config.training.activation_checkpointing == "selective":
+    if infra.hybrid_shard_size is not None and not stage.endswith("_hybrid"):
+        message = "only zero2_hybrid and zero3_hybrid shard over fewer ranks than all: set one of them, or null"
+        yield Conflict(("infra.hybrid_shard_size", "infra.sharding_stage"), message)
+
+
+def _compilation(config: FullConfig) -> Iterator[Conflict]:
+    if config.training.torch_compile and config.training.activation_checkpointing == "selective":
+        message = "inside compiled layers nothing can be selected: set full, every_n or none, or torch_compile=false"
+        yield Conflict(("training.torch_compile", "training.activation_checkpointing"), message)
+
+
+def _engine(config: FullConfig) -> Iterator[Conflict]:
+    kind = config.infra.distributed_type
+    if kind == "deepspeed":
+        yield from engine_conflicts(config, "deepspeed")
+    elif kind in ("fsdp", "ddp"):
+        yield from engine_conflicts(config, "fsdp")
+    else:
+        lacks = [engine_conflicts(config, "deepspeed"), engine_conflicts(config, "fsdp")]
+        if all(lacks):  # `auto` takes the one that can
+            yield from itertools.chain(*lacks)
+
+
+def engine_conflicts(config: FullConfig, engine: EngineName) -> list[Conflict]:
+    """What `config` asks for that `engine` cannot do."""
+    return list(_deepspeed_lacks(config) if engine == "deepspeed" else _fsdp_lacks(config))
+
+
+def _deepspeed_lacks(config: FullConfig) -> Iterator[Conflict]:
+    training, infra = config.training, config.infra
+    if infra.sharding_stage == "zero2_hybrid":
+        message = "DeepSpeed has no hybrid of ZeRO-2; FSDP2 has: set distributed_type=fsdp, or zero3_hybrid"
+        yield Conflict(("infra.sharding_stage", "infra.distributed_type"), message)
+    if training.activation_checkpointing == "selective":
         message = "selective checkpointing is FSDP2's (distributed_type=fsdp); DeepSpeed has none, full and every_n"
         yield Conflict(("training.activation_checkpointing", "infra.distributed_type"), message)
+    if training.torch_compile:
+        message = "compiled layers are FSDP2's: set distributed_type=fsdp, or torch_compile=false"
+        yield Conflict(("training.torch_compile", "infra.distributed_type"), message)
+    if infra.fsdp_reduce_every_micro_batch:
+        message = "this is FSDP2's: set distributed_type=fsdp, or fsdp_reduce_every_micro_batch=false"
+        yield Conflict(("infra.fsdp_reduce_every_micro_batch", "infra.distributed_type"), message)
+    if training.fp16 and infra.device == "cpu":
+        yield Conflict(("training.fp16", "infra.device"), "DeepSpeed trains no float16 on CPUs: use bf16")
+    if training.fp16 and infra.sharding_stage == "zero0":
+        # DeepSpeed 0.19.8 unscales these gradients without having scaled the loss (runtime/engine.py: backward).
+        message = "without sharding DeepSpeed trains float16 wrongly: use bf16, or zero1 to zero3"
+        yield Conflict(("training.fp16", "infra.sharding_stage"), message)
+    if training.lr_scheduler_type in NATIVE_SCHEDULES and training.warmup_steps < 1:
+        message = "DeepSpeed's schedules need at least 1 step of warm-up; linear, cosine and constant do without"
+        yield Conflict(("training.warmup_steps", "training.lr_scheduler_type"), message)
+
+
+def _fsdp_lacks(config: FullConfig) -> Iterator[Conflict]:
+    training, infra = config.training, config.infra
+    if training.fp16:
+        message = "FSDP2 has no loss scaling: set bf16=true and fp16=false, or distributed_type=deepspeed"
+        yield Conflict(("training.fp16", "infra.distributed_type"), message)
+    for field in ("offload_optimizer", "offload_params"):
+        if getattr(infra, field) == "nvme":
+            message = f"FSDP2 offloads to the CPU only: set {field}=cpu or none, or distributed_type=deepspeed"
+            yield Conflict(("infra." + field, "infra.distributed_type"), message)
+    if infra.offload_params == "cpu" and infra.offload_optimizer == "none":
+        # Its sharded parameters are the float32 master weights that the optimizer steps, where they are.
+        message = "FSDP2 offloads parameters and optimizer together: set offload_optimizer=cpu, or offload_params=none"
+        yield Conflict(("infra.offload_params", "infra.offload_optimizer"), message)
 
 
 def _nvme(config: FullConfig) -> Iterator[Conflict]:
@@ -153,9 +207,6 @@ def _schedule(config: FullConfig) -> Iterator[Conflict]:
     if schedule == "wsd" and training.warmup_steps < training.num_train_steps < training.warmup_steps + decay_steps:
         message = f"the warm-up and the decay of {decay_steps} steps do not fit into the run"
         yield Conflict((*fields, "training.wsd_decay_fraction"), message)
-    if schedule in NATIVE_SCHEDULES and training.warmup_steps < 1 and config.infra.distributed_type == "deepspeed":
-        message = "DeepSpeed's schedules need at least 1 step of warm-up; linear, cosine and constant do without"
-        yield Conflict(("training.warmup_steps", "training.lr_scheduler_type"), message)
 
 
 def _data_sources(config: FullConfig) -> Iterator[Conflict]:
@@ -208,6 +259,8 @@ _RULES: tuple[Callable[[FullConfig], Iterator[Conflict]], ...] = (
     _architecture,
     _precision,
     _sharding,
+    _compilation,
+    _engine,
     _nvme,
     _fsdp_aliases,
     _schedule,

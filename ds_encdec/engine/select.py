@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ds_encdec.config.rules import engine_conflicts
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.ds_json import accumulates_in_bf16, render_deepspeed_json
-from ds_encdec.engine.layout import check_layout, layout_of
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.launch.world import World
-from ds_encdec.types import ConfigError, WeightSource
+from ds_encdec.types import ConfigError, EngineName, WeightSource
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +19,30 @@ if TYPE_CHECKING:
     from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 
 logger = logging.getLogger(__name__)
+
+
+def resolve_engine(config: FullConfig) -> EngineName:
+    """The engine that `infra.distributed_type` means on this machine; imports none.
+
+    `auto` is DeepSpeed where it is installed and can do what is asked, else FSDP2. Raises ConfigError where DeepSpeed
+    is needed and not installed.
+    """
+    kind = config.infra.distributed_type
+    if kind in ("fsdp", "ddp") or (kind == "auto" and engine_conflicts(config, "deepspeed")):
+        return "fsdp"
+    if importlib.util.find_spec("deepspeed") is not None:
+        return "deepspeed"
+    if kind == "deepspeed":
+        raise ConfigError(
+            "infra.distributed_type=deepspeed, but deepspeed is not installed: pip install deepspeed, or set "
+            "infra.distributed_type=fsdp (or auto), which trains the same with torch alone"
+        )
+    if conflicts := engine_conflicts(config, "fsdp"):
+        fields = "; ".join(f"{', '.join(conflict.fields)}: {conflict.message}" for conflict in conflicts)
+        raise ConfigError(
+            f"infra.distributed_type=auto: deepspeed is not installed, and FSDP2 cannot do this ({fields})"
+        )
+    return "fsdp"
 
 
 def create_engine(
@@ -32,10 +55,41 @@ def create_engine(
 ) -> Engine:
     """Build the model and its engine. Collective; the process group exists (launch/process_group.py).
 
-    `weights` is asked on rank 0 only; None for a run that loads a checkpoint at once, and so needs none. Raises
-    ConfigError as `check_engine` does, and CheckpointError, on every rank, for weights that cannot be read.
+    `weights` is None for a run that loads a checkpoint at once, and so needs none. Raises ConfigError as
+    `resolve_engine` does and for a number of ranks that does not fit the sharding, and CheckpointError, on every rank,
+    for weights that cannot be read.
     """
-    check_engine(config)
+    if resolve_engine(config) == "fsdp":
+        return _fsdp2(config, world, device, model_config, weights)
+    return _deepspeed(config, world, device, model_config, weights, gradient_accumulation_steps)
+
+
+def _fsdp2(
+    config: FullConfig,
+    world: World,
+    device: torch.device,
+    model_config: Qwen3Seq2SeqConfig,
+    weights: WeightSource | None,
+) -> Engine:
+    from ds_encdec.engine.fsdp2 import FSDP2Engine
+
+    if world.is_main and config.infra.distributed_type == "auto":
+        lacks = [conflict.fields[0] for conflict in engine_conflicts(config, "deepspeed")]
+        reason = f"DeepSpeed does not do what {', '.join(lacks)} asks for" if lacks else "deepspeed is not installed"
+        logger.warning("infra.distributed_type=auto: %s; training with FSDP2.", reason)
+    if world.is_main and config.infra.deepspeed_extra:
+        logger.warning("infra.deepspeed_extra does nothing under FSDP2: %s", ", ".join(config.infra.deepspeed_extra))
+    return FSDP2Engine(config, world, device, model_config, weights)
+
+
+def _deepspeed(
+    config: FullConfig,
+    world: World,
+    device: torch.device,
+    model_config: Qwen3Seq2SeqConfig,
+    weights: WeightSource | None,
+    gradient_accumulation_steps: int,
+) -> Engine:
     from ds_encdec.engine.deepspeed_zero import DeepSpeedEngine  # takes seconds, and only this engine needs it
 
     ds_json = render_deepspeed_json(
@@ -53,20 +107,3 @@ def create_engine(
             gradient_accumulation_steps,
         )
     return DeepSpeedEngine(config, model_config, weights, ds_json, device)
-
-
-def check_checkpoint(config: FullConfig, world: World, directory: Path) -> None:
-    """Raise CheckpointError where this run's engine could not load the checkpoint `directory`; imports none.
-
-    Compares what the files are bound to (stage, dtype, number of ranks); does not read them.
-    """
-    check_layout(directory, layout_of(config, world.world_size))
-
-
-def check_engine(config: FullConfig) -> None:
-    """Raise ConfigError where `infra.distributed_type` names an engine that is not there; imports none."""
-    kind = config.infra.distributed_type
-    if kind not in ("deepspeed", "auto"):
-        raise ConfigError(f"infra.distributed_type={kind}: this engine is not available yet; use deepspeed")
-    if importlib.util.find_spec("deepspeed") is None:
-        raise ConfigError(f"infra.distributed_type={kind}: deepspeed is not installed (pip install deepspeed)")

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ds_encdec.launch.jit_cache import build_folder, clear_stale_locks
 from ds_encdec.launch.world import World
-from ds_encdec.types import ConfigError
+from ds_encdec.types import ConfigError, EngineName
 
 
 def choose_device(requested: Literal["cuda", "cpu", "auto"], world: World) -> torch.device:
@@ -45,19 +45,28 @@ def choose_device(requested: Literal["cuda", "cpu", "auto"], world: World) -> to
     return torch.device("cuda", world.local_rank)
 
 
-def init_process_group(world: World, device: torch.device, timeout: timedelta) -> None:
+def init_process_group(world: World, device: torch.device, timeout: timedelta, engine: EngineName) -> None:
     """Prepare this process's environment and join the default process group (nccl on cuda, gloo on cpu).
 
-    `timeout` bounds the meeting of the ranks and every collective. Must come before deepspeed is
-    imported anywhere in the process.
+    `timeout` bounds the meeting of the ranks and every collective. Only for `deepspeed` is that imported; this must
+    come before it is anywhere else in the process.
     """
     _prepare_environment(world, device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if engine == "deepspeed":
+        _init_deepspeed(world, device, timeout)
+    else:
+        # With shards offloaded to the CPU their gradients' norm is reduced there.
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timeout, world_size=world.world_size, rank=world.rank)
+
+
+def _init_deepspeed(world: World, device: torch.device, timeout: timedelta) -> None:
     if world.local_rank == 0:
         clear_stale_locks(build_folder(os.environ))
     # DeepSpeed 0.19.8 still calls collectives by names that torch 2.13 renames; nothing a user could mend.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     # Imported here: what _prepare_environment sets is read at import.
     import deepspeed
 

@@ -3,46 +3,67 @@
 Layers are patched in place, on the instance's `forward`, so module and parameter names stay as they are and the hooks
 of ZeRO-3 and FSDP2, which sit around `forward`, keep working. Checkpointing is torch's non-reentrant one; losses and
 gradients are bit-identical in every mode.
+
+`selective` decides per operation: the outputs of attention and of every second matrix product are kept, the rest (the
+other products, norms, rotations, activations) is computed again. It needs a parameter that stays where it is while a
+layer runs, as under FSDP2; inside compiled code it would see none of these operations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from ds_encdec.model.modeling import Qwen3DecoderLayer, Qwen3EncoderLayer, Qwen3ForSeq2SeqLM
 
-Mode = Literal["none", "full", "every_n"]
+Mode = Literal["none", "full", "every_n", "selective"]
 Forward = Callable[..., Tensor]
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+"""Around the forward pass of a layer, and around its recomputation."""
+
+_ATTENTION_NAMES = ("attention", "attn")
+"""Parts of the names of attention kernels: aten's, torch's varlen_attn, flash-attn's."""
 
 
 def apply_activation_checkpointing(
-    model: Qwen3ForSeq2SeqLM, mode: Mode, *, every_n: int = 2, offload: bool = False
+    model: Qwen3ForSeq2SeqLM, mode: Mode, *, every_n: int = 2, offload: bool = False, compiled: bool = False
 ) -> None:
     """Make layers recompute their activations in the backward pass, or keep them in host memory, or both.
 
-    `full`: every layer recomputes; `every_n`: of either stack the layers 0, n, 2n, …; `none`: no layer. `offload`: what
-    layers save for the backward pass (with recomputation only their input) lives in host memory until then. Apply once,
-    before the model is wrapped by an engine.
+    `full`: every layer recomputes; `every_n`: of either stack the layers 0, n, 2n, …; `selective`: every layer, the
+    cheaper half of its operations; `none`: no layer. `offload`: what layers save for the backward pass (with
+    recomputation only their input) lives in host memory until then. `compiled`: each layer runs through torch.compile,
+    which recomputation and offload then stand around. Apply once, before the model is wrapped by an engine.
     """
-    interval = {"none": 0, "full": 1, "every_n": every_n}[mode]
+    assert not (compiled and mode == "selective")  # the schema refuses it
+    interval = {"none": 0, "full": 1, "every_n": every_n, "selective": 1}[mode]
+    contexts = _selective_contexts if mode == "selective" else noop_context_fn
     for stack in (model.encoder.layers, model.decoder.layers):
         for index, layer in enumerate(stack):
             assert isinstance(layer, (Qwen3EncoderLayer, Qwen3DecoderLayer))
             forward: Forward = layer.forward
+            if compiled:
+                forward = torch.compile(forward)
             if interval and index % interval == 0:
-                forward = _recomputing(forward)
+                forward = _recomputing(forward, contexts)
             if offload:
                 forward = _offloading(forward, layer)
             layer.forward = forward  # type: ignore[method-assign]
 
 
-def _recomputing(forward: Forward) -> Forward:
+def _recomputing(forward: Forward, contexts: Callable[[], Contexts]) -> Forward:
     """The layer, remembering only `hidden_states`; what else it reads (encoder output, rotary tables) lives anyway."""
 
     def recomputing_forward(hidden_states: Tensor, *shared: Any, **options: Any) -> Tensor:
@@ -50,9 +71,25 @@ def _recomputing(forward: Forward) -> Forward:
             return forward(hidden_states, *shared, **options)
 
         # The model draws no random numbers, so there is no generator state to save and restore.
-        return checkpoint(run, hidden_states, use_reentrant=False, preserve_rng_state=False)
+        return checkpoint(run, hidden_states, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
     return recomputing_forward
+
+
+def _selective_contexts() -> Contexts:
+    """A new decision for one run of a layer: products are counted from its start, in both passes alike."""
+    products = {False: 0, True: 0}
+
+    def policy(context: SelectiveCheckpointContext, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        name = str(operation)
+        if operation == torch.ops.aten.mm.default:
+            products[context.is_recompute] += 1
+            kept = products[context.is_recompute] % 2 == 1
+        else:
+            kept = any(part in name for part in _ATTENTION_NAMES)
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 def _offloading(forward: Forward, layer: nn.Module) -> Forward:

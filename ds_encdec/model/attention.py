@@ -119,11 +119,14 @@ class PackedLayout:
             merge_index=_merge_index(encoder_cu, decoder_cu, encoder_tokens, decoder_tokens),
         )
 
+    # torch.compile leaves attention alone: it goes by the documents' lengths, and would be compiled for each batch.
+    @torch.compiler.disable
     def attend_encoder(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Self-attention within each document. q: [Te, heads, D]; returns the same shape, zeros on padding."""
         out = self._attend(q, k, v, self.encoder, causal=False)
         return torch.where(self.encoder_valid[:, None, None], out, 0.0)
 
+    @torch.compiler.disable
     def attend_merged(self, q: Tensor, k: Tensor, v: Tensor, encoder_k: Tensor, encoder_v: Tensor) -> Tensor:
         """Merged attention within each document. q: [Td, heads, D]; returns the same shape, zeros on padding."""
         merged_k = torch.cat([encoder_k, k]).index_select(0, self.merge_index)

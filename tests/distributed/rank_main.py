@@ -19,7 +19,8 @@ def main(target: str, folder: Path) -> None:
     faulthandler.enable()  # run_ranks aborts ranks that hang: their stacks end up in the log
     world = discover(os.environ)
     device = choose_device("cpu", world)
-    init_process_group(world, device, timeout=timedelta(seconds=90))
+    engine = "fsdp" if "WITHOUT_DEEPSPEED" in os.environ else "deepspeed"
+    init_process_group(world, device, timedelta(seconds=90), engine)
     file_name, function_name = target.split(":")
     function = getattr(importlib.import_module(file_name.removesuffix(".py")), function_name)
     arguments = torch.load(folder / "arguments.pt", weights_only=False)

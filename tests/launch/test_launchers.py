@@ -31,7 +31,7 @@ from ds_encdec.launch.world import discover
 folder, waits = Path(sys.argv[-2]), sys.argv[-1] == "wait"
 world = discover(os.environ)
 device = choose_device("cpu", world)
-init_process_group(world, device, timedelta(seconds=60))
+init_process_group(world, device, timedelta(seconds=60), "deepspeed")
 import torch, torch.distributed as dist
 total = torch.tensor([world.rank + 1])
 dist.all_reduce(total)

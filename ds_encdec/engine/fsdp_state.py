@@ -1,0 +1,148 @@
+"""The state of the FSDP2 engine: out into torch.distributed.checkpoint's files, and in from any checkpoint.
+
+CHECKPOINT/
+  engine.json                      what wrote it (record.py)
+  dcp/.metadata, __RANK_0.distcp   float32 tensors weight.NAME, exp_avg.NAME, exp_avg_sq.NAME
+
+Names are neutral: those of `named_parameters()`, a tied one's first. Where parameters are replicated, one of the ranks
+that hold the same rows writes them.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
+
+from ds_encdec.engine.fsdp_sharding import local_rows
+from ds_encdec.engine.protocol import StagedSave
+from ds_encdec.engine.record import DCP_FOLDER, EngineRecord, write_record
+from ds_encdec.launch.agreement import Agreement
+from ds_encdec.types import CheckpointError, SavedState, StateKind
+
+MOMENTS: tuple[StateKind, ...] = ("exp_avg", "exp_avg_sq")
+
+
+def state_tensors(parameters: Mapping[str, DTensor], optimizer: torch.optim.Optimizer) -> dict[str, DTensor]:
+    """`KIND.NAME` → the sharded tensor itself, for every weight and moment."""
+    tensors: dict[str, Tensor] = {f"weight.{name}": parameter.detach() for name, parameter in parameters.items()}
+    for kind in MOMENTS:
+        tensors |= {f"{kind}.{name}": optimizer.state[parameter][kind] for name, parameter in parameters.items()}
+    return cast(dict[str, DTensor], tensors)  # what DTensor's operations return is typed as Tensor
+
+
+class HostCopies:
+    """A copy of the state in host memory, made into the same buffers every time."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, DTensor] = {}
+
+    def take(self, tensors: Mapping[str, DTensor]) -> dict[str, DTensor]:
+        """The buffers, holding `tensors` as they are now. Waits for the device once."""
+        on_device = any(tensor.to_local().is_cuda for tensor in tensors.values())
+        if not self._buffers:
+            buffers: dict[str, Tensor] = {
+                key: torch.empty_like(tensor, device="cpu", pin_memory=tensor.to_local().is_cuda)
+                for key, tensor in tensors.items()
+            }
+            self._buffers = cast(dict[str, DTensor], buffers)
+        for key, tensor in tensors.items():
+            self._buffers[key].to_local().copy_(tensor.to_local(), non_blocking=True)
+        if on_device:
+            torch.cuda.current_stream().synchronize()
+        return dict(self._buffers)
+
+
+class StateWriter:
+    """Writes states, possibly from a background thread: over a gloo group that nothing else uses."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        """Collective. `timeout`: of each exchange between the writing ranks."""
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
+
+    def staged(self, tensors: dict[str, DTensor], record: EngineRecord, directory: Path) -> StagedSave:
+        """`tensors` and `record`, to be written under `directory`."""
+        num_bytes = sum(tensor.to_local().nbytes // _replicas(tensor) for tensor in tensors.values())
+        return StagedSave(num_bytes, partial(self._write, tensors, record, directory))
+
+    def close(self) -> None:
+        """Collective, when nothing is being written."""
+        dist.destroy_process_group(self._group)
+
+    def _write(self, tensors: dict[str, DTensor], record: EngineRecord, directory: Path) -> list[Path]:
+        folder = directory / DCP_FOLDER
+        # Not synced: flushing to disk is the checkpoint manager's, file by file with the hashes.
+        writer = dcp.FileSystemWriter(folder, sync_files=False, overwrite=False)
+        try:
+            dcp.save(dict(tensors), storage_writer=writer, process_group=self._group)
+        except CheckpointException as failure:  # a BaseException, with every rank's error
+            raise _plain_error(failure, folder) from failure
+        rank = dist.get_rank()
+        files = sorted(folder.glob(f"__{rank}_*.distcp"))
+        if rank == 0:
+            files += [folder / ".metadata", write_record(record, directory)]
+        return files
+
+
+def load_state(
+    saved: SavedState, parameters: Mapping[str, DTensor], optimizer: torch.optim.Optimizer, agreement: Agreement
+) -> None:
+    """Fill this rank's shards of weights and moments, and AdamW's step counters, from `saved`.
+
+    Collective. CheckpointError of another model, or what any rank failed to read, is raised by all.
+    """
+    _check_shapes(saved, parameters)
+    agreement.on_every_rank(lambda: _read_local(saved, parameters, optimizer))
+
+
+def _check_shapes(saved: SavedState, parameters: Mapping[str, DTensor]) -> None:
+    """Raise CheckpointError, naming the first difference, unless both have the same parameters in the same shapes."""
+    for problem in _differences(saved, parameters):
+        raise CheckpointError(f"the checkpoint is another model's: {problem}")
+
+
+def _differences(saved: SavedState, parameters: Mapping[str, DTensor]) -> Iterator[str]:
+    for name, parameter in parameters.items():
+        found = saved.shapes.get(name)
+        if found is None:
+            yield f"it has no parameter {name}, which this run's model has"
+        elif tuple(found) != tuple(parameter.shape):
+            yield f"{name} has shape {list(found)} there and {list(parameter.shape)} in this run's model"
+    yield from (f"it has a parameter {name}, which this run's model lacks" for name in saved.shapes.keys() - parameters)
+
+
+@torch.no_grad()
+def _read_local(saved: SavedState, parameters: Mapping[str, DTensor], optimizer: torch.optim.Optimizer) -> None:
+    for name, parameter in parameters.items():
+        state = optimizer.state[parameter]
+        rows, row_elements = local_rows(parameter), prod(parameter.shape[1:])
+        kinds: dict[StateKind, DTensor] = {"weight": parameter, **{kind: state[kind] for kind in MOMENTS}}
+        for kind, tensor in kinds.items():
+            local: Tensor = tensor.to_local()
+            if local.numel():
+                values = saved.read(kind, name, rows.start * row_elements, rows.stop * row_elements)
+                local.copy_(values.view(local.shape))
+        state["step"].fill_(saved.applied_steps)
+
+
+def _replicas(tensor: DTensor) -> int:
+    return tensor.device_mesh.size() // tensor.device_mesh.size(tensor.device_mesh.ndim - 1)
+
+
+def _plain_error(failure: CheckpointException, folder: Path) -> Exception:
+    """The first rank's error, as OSError where the disk refused."""
+    rank, (error, _) = min(failure.failures.items())
+    if isinstance(error, OSError):
+        return OSError(error.errno or errno.EIO, f"rank {rank}: {error.strerror or error}", str(folder))
+    return CheckpointError(f"{folder} could not be written: rank {rank}: {type(error).__name__}: {error}")

@@ -1,0 +1,55 @@
+"""What the cases of every engine share inside the ranks: running them by name, and one optimizer step."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from small_run import ACCUMULATION, lane_batches
+
+from ds_encdec.engine.protocol import Engine, Veto
+from ds_encdec.types import LossSum
+
+Case = tuple[str, str, dict[str, Any]]
+"""Name, function, arguments."""
+
+
+def run_all(cases: Sequence[Case], functions: Mapping[str, Callable[..., Any]]) -> dict[str, Any]:
+    """Run the cases one after the other; results by name, of what failed its traceback."""
+    results: dict[str, Any] = {}
+    for name, function, arguments in cases:
+        try:
+            results[name] = functions[function](**arguments)
+        except Exception:
+            results[name] = traceback.format_exc()
+            print(name, results[name], flush=True)
+    return results
+
+
+def train_step(
+    engine: Engine, step: int, accumulation: int = ACCUMULATION, veto: Veto | None = None, poison: bool = False
+) -> dict[str, Any]:
+    """One optimizer step on the lanes of this rank. `poison` makes one rank's loss NaN."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    lanes = lane_batches(step, world_size, accumulation)
+    target_tokens = sum(batch.target_tokens for batch in lanes)
+    mine = lanes[rank::world_size]
+    total = torch.zeros(())
+    for index, batch in enumerate(mine):
+        loss = engine.forward(batch)
+        total += loss.total.detach()
+        if poison and rank == 0:
+            loss = LossSum(loss.total * float("nan"), loss.by_denoiser, loss.tokens_by_denoiser)
+        engine.backward(loss, target_tokens=target_tokens, last=index == len(mine) - 1)
+    result = engine.step(veto)
+    dist.all_reduce(total)
+    return {
+        "loss": float(total) / target_tokens,
+        "grad_norm": float(result.grad_norm),
+        "grad_norm_dtype": str(result.grad_norm.dtype),
+        "learning_rate": result.learning_rate,
+        "applied": result.applied,
+    }

@@ -1,0 +1,324 @@
+"""What runs inside the ranks for the FSDP2 engine: cases by name, many per start, each returning plain data."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from engine_steps import Case, run_all, train_step
+from packed_batches import random_batch
+from small_run import MODEL, SHORT_ACCUMULATION, run_config, weights
+
+from ds_encdec.checkpoint.dcp_state import DcpState
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.engine.fsdp2 import FSDP2Engine
+from ds_encdec.engine.select import create_engine
+from ds_encdec.launch.world import discover
+from ds_encdec.model.parameter_count import parameter_shapes
+from ds_encdec.types import CheckpointError, ConfigError, StateKind, WeightSource
+
+
+def run_cases(cases: Sequence[Case]) -> dict[str, Any]:
+    results = run_all(cases, globals())
+    results["imported deepspeed"] = "deepspeed" in sys.modules
+    return results
+
+
+def fsdp_config(**overrides: Any) -> FullConfig:
+    kind = "ddp" if overrides.get("sharding_stage") == "zero0" else "fsdp"
+    return run_config(**{"distributed_type": kind, "deepspeed_extra": {}} | overrides)
+
+
+def make_engine(config: FullConfig, source: WeightSource | None = weights) -> FSDP2Engine:
+    engine = create_engine(config, discover(os.environ), torch.device("cpu"), MODEL, source, 1)
+    assert isinstance(engine, FSDP2Engine)
+    return engine
+
+
+def short_engine(source: WeightSource | None = weights, **overrides: Any) -> FSDP2Engine:
+    """An engine for `short_step`: exact comparisons need no long steps."""
+    return make_engine(fsdp_config(gradient_accumulation_steps=SHORT_ACCUMULATION, **overrides), source)
+
+
+def short_step(engine: FSDP2Engine, step: int, **how: Any) -> dict[str, Any]:
+    return train_step(engine, step, SHORT_ACCUMULATION, **how)
+
+
+def full_state(engine: FSDP2Engine) -> dict[str, torch.Tensor]:
+    """`KIND.NAME` → the full tensor."""
+    found = {}
+    for name, parameter in engine._parameters.items():
+        found[f"weight.{name}"] = parameter.detach().full_tensor().clone()
+        for kind in ("exp_avg", "exp_avg_sq"):
+            found[f"{kind}.{name}"] = engine._optimizer.state[parameter][kind].full_tensor().clone()
+    return found
+
+
+def full_weights(engine: FSDP2Engine) -> dict[str, torch.Tensor]:
+    state = full_state(engine)
+    return {key.removeprefix("weight."): tensor for key, tensor in state.items() if key.startswith("weight.")}
+
+
+def shared_folder(directory: str) -> Path:
+    folder = Path(directory)
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True)
+    dist.barrier()
+    return folder
+
+
+def trajectory(steps: int, **overrides: Any) -> dict[str, Any]:
+    """Train, and evaluate before and after."""
+    engine = make_engine(fsdp_config(**overrides))
+    held_out = random_batch(10_000, MODEL.vocab_size)
+    before = engine.evaluate(held_out)
+    trained = [train_step(engine, step) for step in range(steps)]
+    after = engine.evaluate(held_out)
+    result = {
+        "steps": trained,
+        "eval": [float(before.total), float(after.total)],
+        "by_denoiser": after.by_denoiser,
+        "tokens_by_denoiser": after.tokens_by_denoiser,
+        "loss_dtype": str(after.total.dtype),
+        "weights": full_weights(engine),
+    }
+    engine.close()
+    return result
+
+
+def skipping(how: str, **overrides: Any) -> dict[str, Any]:
+    """A run that skips its third step, against one that never saw it."""
+    outcomes = []
+    for skips in (True, False):
+        engine = short_engine(**overrides)
+        steps = [short_step(engine, step) for step in (0, 1)]
+        if skips:
+            veto = (lambda norm: True) if how == "veto" else None
+            steps.append(short_step(engine, 99, veto=veto, poison=how == "nan"))
+        steps += [short_step(engine, step) for step in (2, 3)]
+        outcomes.append({"steps": steps, "state": full_state(engine)})
+        engine.close()
+    return {"skipped": outcomes[0], "clean": outcomes[1]}
+
+
+def saving(directory: str, copy: bool, **overrides: Any) -> dict[str, Any]:
+    """Two steps, a save, two more; the same two after loading it into a new engine, and into this one.
+
+    With `copy` the files are written by a thread while training goes on.
+    """
+    folder = shared_folder(directory)
+    engine = short_engine(**overrides)
+    for step in (0, 1):
+        short_step(engine, step)
+    saved_state = full_state(engine)
+    files: list[Path] = []
+    staged = engine.stage(folder, copy=copy)
+    writer = threading.Thread(target=lambda: files.extend(staged.write()))
+    if not copy:
+        writer.run()
+    straight = [short_step(engine, 2)]
+    if copy:
+        writer.start()
+    straight.append(short_step(engine, 3))
+    if copy:
+        writer.join()
+    straight_state = full_state(engine)
+    dist.barrier()
+    engine.evaluate(random_batch(1, MODEL.vocab_size))  # leaves parameters gathered
+    again = [_resume(engine, folder), full_state(engine)]
+    engine.close()
+    fresh = short_engine(source=None, **overrides)
+    resumed = [_resume(fresh, folder), full_state(fresh)]
+    fresh.close()
+    return {
+        "files": [str(path.relative_to(folder)) for path in files],
+        "num_bytes": staged.num_bytes,
+        "saved": saved_state,
+        "straight": [straight, straight_state],
+        "again": again,
+        "resumed": resumed,
+    }
+
+
+def _resume(engine: FSDP2Engine, folder: Path) -> list[dict[str, Any]]:
+    engine.load(DcpState(folder))
+    return [short_step(engine, step) for step in (2, 3)]
+
+
+def reloading(directory: str, **overrides: Any) -> dict[str, torch.Tensor]:
+    """What an engine holds after loading what another start of ranks has saved."""
+    engine = short_engine(source=None, **overrides)
+    engine.load(DcpState(Path(directory)))
+    state = full_state(engine)
+    rate = short_step(engine, 2)["learning_rate"]
+    engine.close()
+    return {"state": state, "learning_rate": rate}
+
+
+def untrained_state() -> dict[str, torch.Tensor]:
+    engine = short_engine()
+    tensors = {key: tensor.full_tensor() for key, tensor in engine.stage(Path(), copy=True).write.args[0].items()}
+    engine.close()
+    return tensors
+
+
+class FakeState:
+    """A SavedState of zeros."""
+
+    applied_steps = 3
+    loss_scaler = None
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], unreadable_on: int | None = None) -> None:
+        self.shapes = shapes
+        self._unreadable_on = unreadable_on
+
+    def read(self, kind: StateKind, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        if dist.get_rank() == self._unreadable_on:
+            raise CheckpointError(f"{kind} of {name} is damaged")
+        assert stop is not None
+        return torch.zeros(stop - start)
+
+
+def refused_loads() -> dict[str, str]:
+    """What each rank says to states that cannot be loaded."""
+    engine = short_engine()
+    shapes = dict(parameter_shapes(MODEL))
+    lacking = {name: shape for name, shape in shapes.items() if name != "decoder.norm.weight"}
+    states = {
+        "lacking": FakeState(lacking),
+        "other shape": FakeState(shapes | {"decoder.norm.weight": (33,)}),
+        "more": FakeState(shapes | {"lora.weight": (3,)}),
+        "unreadable": FakeState(shapes, unreadable_on=dist.get_world_size() - 1),
+        "whole": FakeState(shapes),
+    }
+    messages = {}
+    for name, state in states.items():
+        try:
+            engine.load(state)
+            messages[name] = "loaded"
+        except CheckpointError as error:
+            messages[name] = str(error)
+    engine.close()
+    return messages
+
+
+def unreadable_weights(problem: str) -> str:
+    """What each rank says when the last one cannot read the source's third parameter."""
+    third = list(parameter_shapes(MODEL))[2]
+
+    def damaged(name: str, rows: slice = slice(None), /) -> torch.Tensor:
+        if name != third or dist.get_rank() != dist.get_world_size() - 1:
+            return weights(name, rows)
+        if problem == "shape":
+            return torch.zeros(3, 5)
+        raise CheckpointError(f"{name} is damaged")
+
+    try:
+        short_engine(source=damaged)
+    except CheckpointError as error:
+        return str(error)
+    return "built"
+
+
+def indivisible_ranks() -> str:
+    try:
+        short_engine(sharding_stage="zero3_hybrid", hybrid_shard_size=3)
+    except ConfigError as error:
+        return str(error)
+    return "built"
+
+
+def only_decay(**overrides: Any) -> dict[str, Any]:
+    """One step without any target: the gradient is zero, so weights move by weight decay alone."""
+    engine = make_engine(fsdp_config(**overrides, lr_scheduler_type="constant", warmup_steps=0))
+    empty = random_batch(5, MODEL.vocab_size, examples=0)
+    for last in (False, True):
+        engine.backward(engine.forward(empty), target_tokens=0, last=last)
+    result = engine.step()
+    moved = full_weights(engine)
+    engine.close()
+    return {"learning_rate": result.learning_rate, "grad_norm": float(result.grad_norm), "weights": moved}
+
+
+def held(**overrides: Any) -> dict[str, Any]:
+    """What a rank asks its source for, holds of each parameter, and holds in memory besides, before and after a step."""
+    asked: dict[str, int] = {}
+
+    def recorded(name: str, rows: slice = slice(None), /) -> torch.Tensor:
+        found = weights(name, rows)
+        asked[name] = found.numel()
+        return found
+
+    engine = short_engine(source=recorded, **overrides)
+    shards = {name: parameter.to_local().numel() for name, parameter in engine._parameters.items()}
+    short_step(engine, 0)
+    after = {name: parameter.to_local().numel() for name, parameter in engine.model.named_parameters()}
+    moments = {
+        name: engine._optimizer.state[parameter]["exp_avg"].to_local().numel()
+        for name, parameter in engine._parameters.items()
+    }
+    gathered = sum(
+        tensor.untyped_storage().nbytes()
+        for tensor in _live_tensors()
+        if tensor.shape == (MODEL.vocab_size, MODEL.hidden_size) and not hasattr(tensor, "_spec")
+    )
+    tied = engine.model.lm_head.weight is engine.model.shared.weight
+    dtypes = {str(parameter.dtype) for parameter in engine.model.parameters()}
+    engine.close()
+    return {
+        "asked": asked,
+        "shards": shards,
+        "after": after,
+        "moments": moments,
+        "tied": tied,
+        "dtypes": dtypes,
+        "gathered_bytes": gathered,
+    }
+
+
+def _live_tensors() -> list[torch.Tensor]:
+    gc.collect()
+    return [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
+
+
+def compiled(**overrides: Any) -> dict[str, Any]:
+    """Compiled layers: how many graphs there are after the first step, and after batches of many other lengths."""
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    engine = make_engine(fsdp_config(torch_compile=True, **overrides))
+    train_step(engine, 0)
+    first = counters["stats"]["unique_graphs"]
+    for step in (1, 2, 3):
+        train_step(engine, step)
+    engine.close()
+    return {"first": first, "then": counters["stats"]["unique_graphs"]}
+
+
+def full_disk(directory: str) -> str:
+    """What each rank says when files may not grow beyond 20 kB."""
+    folder = shared_folder(directory)
+    engine = short_engine()
+    staged = engine.stage(folder, copy=True)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        staged.write()
+        message = "written"
+    except OSError as error:
+        message = f"OSError: {error}"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, previous)
+    engine.close()
+    return message
