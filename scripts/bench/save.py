@@ -1,0 +1,215 @@
+"""How long a checkpoint holds training up: in the background, at once, and as the libraries save by themselves.
+
+    torchrun --standalone --nproc-per-node 2 scripts/bench/save.py --engine deepspeed
+    torchrun --standalone --nproc-per-node 2 scripts/bench/save.py --engine fsdp --hidden 768 --layers 8
+
+Each repetition saves the same trained state three ways, one after the other: `background` (a staging copy; then
+training goes on while files are written, flushed, hashed and committed), `at once` (the same without the copy), and
+`library` (DeepSpeed's `save_checkpoint`, or `torch.distributed.checkpoint.save` of model and optimizer; neither flushes
+nor hashes). Medians over the repetitions; the first one, which makes the staging buffers, does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+from ds_encdec.checkpoint.manager import CheckpointManager, SaveOutcome
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.engine.protocol import Engine
+from ds_encdec.engine.select import create_engine
+from ds_encdec.launch.agreement import Agreement
+from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
+from ds_encdec.launch.world import discover
+from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.initialization import random_weights
+from ds_encdec.model.parameter_count import count_parameters
+from ds_encdec.types import Batch, TrainingState
+
+ENGINES = {
+    "deepspeed": {"distributed_type": "deepspeed", "offload_optimizer": "cpu"},
+    "fsdp": {"distributed_type": "fsdp", "offload_optimizer": "none"},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engine", choices=ENGINES, default="deepspeed")
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=6, help="of the encoder, and again of the decoder")
+    parser.add_argument("--vocab", type=int, default=32768)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="where to write (default: the system's temporary folder)")
+    options = parser.parse_args()
+
+    world = discover(os.environ)
+    device = choose_device("auto", world)
+    init_process_group(world, device, timedelta(minutes=10), options.engine)
+    agreement = Agreement()
+    folder = Path(agreement.on_rank_zero(lambda: tempfile.mkdtemp(prefix="save-", dir=options.folder)))
+    config, model_config = _configuration(options)
+    engine = create_engine(config, world, device, model_config, random_weights(model_config, 0), 1)
+    manager = CheckpointManager(folder, agreement, engine_name=options.engine, keep=1)
+    bench = SaveBench(engine, manager, agreement, packed_batch(model_config.vocab_size), _LIBRARY[options.engine])
+    measured = [bench.repetition(number) for number in range(options.repeats + 1)][1:]
+    if world.is_main:
+        _report(options, model_config, world.world_size, measured)
+        shutil.rmtree(folder)
+    engine.close()
+    del engine, bench
+    shutdown()
+
+
+class SaveBench:
+    """One engine, saved over and over."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        manager: CheckpointManager,
+        agreement: Agreement,
+        batch: Batch,
+        library: Callable[[Any, Path], None],
+    ) -> None:
+        self.engine = engine
+        self.manager = manager
+        self.agreement = agreement
+        self.batch = batch
+        self.library = library
+
+    def repetition(self, number: int) -> dict[str, float]:
+        """Seconds that each way held training up, and of a step beside a save and without one."""
+        found = {"quiet step": self._step()}
+        self._begin_save(2 * number, in_background=True)
+        steps = [self._step()]
+        while not all(self.agreement.gather(self.manager.save_is_over)):
+            steps.append(self._step())
+        background = self._outcome()
+        self._begin_save(2 * number + 1, in_background=False)
+        at_once = self._outcome()
+        found |= {
+            "background": background.blocked_seconds,
+            "background, until committed": background.seconds,
+            "step beside a save": statistics.mean(steps),
+            "at once": at_once.blocked_seconds,
+            "bytes": float(at_once.num_bytes),
+        }
+        library_folder = self.manager.folder / f"library-{number}"
+        dist.barrier()
+        found["library"] = _seconds(lambda: self.library(self.engine, library_folder))
+        if dist.get_rank() == 0:
+            shutil.rmtree(library_folder)
+        return found
+
+    def _begin_save(self, step: int, *, in_background: bool) -> None:
+        state = TrainingState(global_step=step)
+        self.manager.save(state, self.engine.stage, _nothing, pointers=(), in_background=in_background)
+
+    def _outcome(self) -> SaveOutcome:
+        outcome = self.manager.collect()
+        if outcome is None or outcome.problem is not None:
+            raise SystemExit(f"nothing was saved: {outcome}")
+        return outcome
+
+    def _step(self) -> float:
+        def step() -> None:
+            loss = self.engine.forward(self.batch)
+            self.engine.backward(loss, target_tokens=self.batch.target_tokens * dist.get_world_size(), last=True)
+            self.engine.step()
+
+        return _seconds(step)
+
+
+def _seconds(action: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    action()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def _nothing(folder: Path) -> None:
+    """No files beside the engine's."""
+
+
+def _deepspeed_save(engine: Any, folder: Path) -> None:
+    engine._engine.save_checkpoint(str(folder))
+
+
+def _dcp_save(engine: Any, folder: Path) -> None:
+    """What a user of FSDP2 writes: model and optimizer by torch.distributed.checkpoint's own state dicts."""
+    model, optimizer = get_state_dict(engine.model, engine.optimizer)
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+
+
+_LIBRARY = {"deepspeed": _deepspeed_save, "fsdp": _dcp_save}
+
+
+def packed_batch(vocab_size: int) -> Batch:
+    """A micro-batch of one example of 256 and 256 random tokens."""
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocab_size, (3, 256), generator=draw)
+    boundaries = torch.tensor([0, 256], dtype=torch.int32)
+    return Batch(
+        encoder_ids=ids[0],
+        decoder_input_ids=ids[1],
+        labels=ids[2],
+        encoder_positions=torch.arange(256),
+        decoder_positions=torch.arange(256),
+        encoder_cu_seqlens=boundaries,
+        decoder_cu_seqlens=boundaries,
+        denoiser_ids=torch.zeros(256, dtype=torch.int64),
+        encoder_lengths=(256,),
+        decoder_lengths=(256,),
+    )
+
+
+def _configuration(options: argparse.Namespace) -> tuple[FullConfig, Qwen3Seq2SeqConfig]:
+    training = {"torch_adam": True, "activation_checkpointing": "none", "warmup_steps": 1, "num_train_steps": 10_000}
+    infra = {"device": "auto", "sharding_stage": "zero3", **ENGINES[options.engine]}
+    model_config = Qwen3Seq2SeqConfig(
+        vocab_size=options.vocab,
+        hidden_size=options.hidden,
+        intermediate_size=3 * options.hidden,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.hidden // 64,
+        num_key_value_heads=options.hidden // 128,
+        head_dim=64,
+        pad_token_id=0,
+        eos_token_id=1,
+        decoder_start_token_id=0,
+    )
+    return FullConfig.model_validate({"training": training, "infra": infra}), model_config
+
+
+def _report(
+    options: argparse.Namespace, model_config: Qwen3Seq2SeqConfig, world_size: int, measured: list[dict[str, float]]
+) -> None:
+    median = {name: statistics.median(repetition[name] for repetition in measured) for name in measured[0]}
+    print(
+        f"{options.engine}, {count_parameters(model_config) / 1e6:.0f} M parameters, {world_size} ranks, "
+        f"{median['bytes'] / 1e9:.2f} GB, medians of {len(measured)}"
+    )
+    for name, seconds in median.items():
+        if name != "bytes":
+            print(f"{name:>28}: {seconds:7.2f} s")
+    for way in ("background", "at once"):
+        ratio = statistics.median(repetition["library"] / repetition[way] for repetition in measured)
+        print(f"{'library / ' + way:>28}: {ratio:7.1f} x")
+
+
+if __name__ == "__main__":
+    main()
