@@ -308,15 +308,25 @@ class CheckpointManager:
         """What `action` returns. Raises _DiskRefusedError where the file system refuses it."""
         try:
             return action()
-        except OSError as error:
-            cause = f"rank {self._agreement.rank}: {error}"
-            raise self._refused(cause, _ADVICE.get(error.errno or 0, _FREE_SPACE), needed_bytes) from error
+        except Exception as error:
+            refusal = _disk_error(error)
+            if refusal is None:
+                raise
+            cause = f"rank {self._agreement.rank}: {refusal}"
+            raise self._refused(cause, _ADVICE.get(refusal.errno or 0, _FREE_SPACE), needed_bytes) from error
 
     def _refused(self, cause: str, advice: str, needed_bytes: int) -> _DiskRefusedError:
         """The error, with the space that is free now: some more will be when what was written is removed."""
         free_bytes = shutil.disk_usage(self.folder).free
         takes = f"takes about {needed_bytes:,} bytes and " if needed_bytes else ""
         return _DiskRefusedError(f"{cause}. The checkpoint {takes}has {free_bytes:,} free in {self.folder}. {advice}")
+
+
+def _disk_error(error: BaseException | None) -> OSError | None:
+    """The OSError that `error` is or comes from: torch.save, closing its file after one, raises a RuntimeError."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _touch(path: Path) -> str:

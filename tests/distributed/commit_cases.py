@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import os
+import resource
+import time
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from small_run import MODEL, SHORT_ACCUMULATION, run_config, weights
 
-from ds_encdec.checkpoint.manager import CheckpointManager, write_json
+from ds_encdec.checkpoint.folder import committed_steps
+from ds_encdec.checkpoint.manager import CheckpointManager
+from ds_encdec.checkpoint.manifest import verify_checkpoint
+from ds_encdec.engine.protocol import StagedSave
+from ds_encdec.engine.select import create_engine
 from ds_encdec.launch.agreement import Agreement
-from ds_encdec.types import DataError, DsEncDecError
+from ds_encdec.launch.world import discover
+from ds_encdec.types import DataError, DsEncDecError, TrainingState
 
 
 def error_of(action: Any) -> tuple[str, str]:
@@ -47,11 +56,37 @@ def agree() -> dict[str, Any]:
     }
 
 
-def write_shard(folder: Path) -> list[Path]:
-    path = folder / f"shard-{dist.get_rank()}.bin"
-    path.write_bytes(bytes([dist.get_rank()]) * 100)
-    dist.barrier()
-    return [path]
+class SlowShards:
+    """An engine of one shard per rank, which takes `seconds` to write where the rank is `slow_rank`."""
+
+    def __init__(self, num_bytes: int = 100, slow_rank: int = -1, seconds: float = 0.0) -> None:
+        self._num_bytes = num_bytes
+        self._seconds = seconds if dist.get_rank() == slow_rank else 0.0
+
+    def stage(self, folder: Path, *, copy: bool) -> StagedSave:
+        def write() -> list[Path]:
+            time.sleep(self._seconds)
+            path = folder / f"shard-{dist.get_rank()}.bin"
+            path.write_bytes(bytes([dist.get_rank()]) * self._num_bytes)
+            return [path]
+
+        return StagedSave(self._num_bytes, write)
+
+    def close(self) -> None:
+        """Nothing was taken."""
+
+
+def save(manager: CheckpointManager, step: int, engine: Any, *pointers: str, in_background: bool = False) -> None:
+    def write_rest(path: Path) -> None:
+        (path / "trainer.json").write_text("{}")
+
+    manager.save(TrainingState(step), engine.stage, write_rest, pointers=pointers, in_background=in_background)
+
+
+def problem_of(manager: CheckpointManager) -> str | None:
+    outcome = manager.collect()
+    assert outcome is not None
+    return outcome.problem
 
 
 def save_and_find(folder: str) -> dict[str, Any]:
@@ -59,7 +94,8 @@ def save_and_find(folder: str) -> dict[str, Any]:
     manager = CheckpointManager(Path(folder), Agreement(), engine_name="test", keep=None)
     manager.prepare()
     for step in (1, 2):
-        manager.save(step, write_shard, lambda path: write_json(path / "trainer.json", {}), pointers=())
+        save(manager, step, SlowShards())
+        assert problem_of(manager) is None
     whole = manager.find("auto")
     dist.barrier()
     damaged = Path(folder) / "step-00000002"
@@ -67,12 +103,17 @@ def save_and_find(folder: str) -> dict[str, Any]:
         (damaged / "shard-1.bin").write_bytes(b"x" * 100)
     dist.barrier()
     fallback = manager.find("auto")
+    refused = error_of(lambda: manager.find(str(damaged)))
+    if dist.get_rank() == 0:
+        (damaged / "shard-1.bin").unlink()
+    dist.barrier()
     assert whole is not None
     assert fallback is not None
     return {
         "files": sorted(record.path for record in whole.manifest.files),
         "steps": (whole.manifest.step, fallback.manifest.step),
-        "refused": error_of(lambda: manager.find(str(damaged))),
+        "flipped": refused,
+        "missing": error_of(lambda: manager.find(str(damaged))),
     }
 
 
@@ -82,3 +123,69 @@ def unshared(folder: str) -> tuple[str, str]:
     mine.mkdir()
     manager = CheckpointManager(mine, Agreement(), engine_name="test", keep=None)
     return error_of(manager.prepare)
+
+
+def train_while_saving(folder: str) -> dict[str, Any]:
+    """Collectives of the training's group go on under a save that one rank is slow to write."""
+    manager = CheckpointManager(Path(folder), Agreement(), engine_name="test", keep=None)
+    manager.prepare()
+    save(manager, 1, SlowShards(slow_rank=1, seconds=1.5), in_background=True)
+    total = torch.zeros(1)
+    for _ in range(100):
+        total += 1
+        dist.all_reduce(total)
+        total /= dist.get_world_size()
+    visible_before = sorted(committed_steps(Path(folder)))
+    over_before = manager.save_is_over
+    outcome = manager.collect()
+    assert outcome is not None
+    return {
+        "total": float(total),
+        "before": (visible_before, over_before),
+        "after": (sorted(committed_steps(Path(folder))), outcome.problem, outcome.num_bytes),
+        "seconds": outcome.seconds,
+    }
+
+
+def fail_to_save(folder: str, engines: tuple[str, ...]) -> dict[str, Any]:
+    """Rank 1 may write no file above a limit: each engine, at once and in the background, then without the limit."""
+    found: dict[str, Any] = {}
+    for name in engines:
+        for in_background in (False, True):
+            path = Path(folder) / f"{name}-{in_background}"
+            path.mkdir(exist_ok=True)
+            found[path.name] = fail_once(path, name, in_background)
+    return found
+
+
+def fail_once(folder: Path, engine_name: str, in_background: bool) -> dict[str, Any]:
+    agreement = Agreement()
+    engine = make_engine(engine_name)
+    manager = CheckpointManager(folder, agreement, engine_name=engine_name, keep=None)
+    manager.prepare()
+    save(manager, 1, engine, "best")
+    problems = [problem_of(manager)]
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if agreement.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, unlimited[1]))
+    save(manager, 2, engine, "best", in_background=in_background)
+    problems.append(problem_of(manager))
+    left = sorted(path.name for path in folder.iterdir())
+    best = (folder / "best").resolve().name
+    dist.barrier()
+    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    save(manager, 3, engine, "best", in_background=in_background)
+    problems.append(problem_of(manager))
+    for path in committed_steps(folder).values():
+        verify_checkpoint(path)
+    engine.close()
+    steps = sorted(committed_steps(folder))
+    dist.barrier()
+    return {"problems": problems, "left": left, "best": best, "steps": steps}
+
+
+def make_engine(name: str) -> Any:
+    if name == "shards":
+        return SlowShards(num_bytes=100_000)
+    config = run_config(distributed_type=name, gradient_accumulation_steps=SHORT_ACCUMULATION)
+    return create_engine(config, discover(os.environ), torch.device("cpu"), MODEL, weights, SHORT_ACCUMULATION)

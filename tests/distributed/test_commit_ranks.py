@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -25,9 +26,39 @@ def test_ranks_commit_together_and_agree_on_what_is_damaged(tmp_path: Path) -> N
     assert found[0] == found[1]
     assert found[0]["files"] == ["shard-0.bin", "shard-1.bin", "trainer.json"]
     assert found[0]["steps"] == (2, 1)
-    kind, message = found[0]["refused"]
-    assert kind == "CheckpointError"
-    assert "shard-1.bin" in message
+    for damage, says in (("flipped", "SHA-256"), ("missing", "missing, but the manifest lists it")):
+        kind, message = found[0][damage]
+        assert kind == "DamagedCheckpointError"
+        assert "shard-1.bin" in message
+        assert says in message
+
+
+def test_collectives_of_training_go_on_under_a_save(tmp_path: Path) -> None:
+    found = run_ranks("commit_cases.py:train_while_saving", 2, {"folder": str(tmp_path)})
+    for rank in found:
+        assert rank["total"] == 100
+        assert rank["before"] == ([], False)
+        assert rank["after"][:2] == ([1], None)
+        assert rank["after"] == found[0]["after"]
+        assert rank["seconds"] >= 1.5
+
+
+def test_a_rank_that_cannot_write_fails_the_save_on_all_and_nothing_else(tmp_path: Path) -> None:
+    """A limit on the size of files stands for a full disk: it needs no file system of its own."""
+    engines = ("shards", "deepspeed", "fsdp")
+    found = run_ranks("commit_cases.py:fail_to_save", 2, {"folder": str(tmp_path), "engines": engines})
+    assert found[0] == found[1]
+    assert len(found[0]) == 2 * len(engines)
+    for case, result in found[0].items():
+        first, second, third = result["problems"]
+        assert (first, third) == (None, None), case
+        assert "[Errno 27]" in second, case
+        assert "rank 1" in second, case
+        assert "ulimit -f" in second, case
+        assert re.search(r"takes about [\d,]{6,} bytes and has [\d,]+ free in /", second), second
+        assert result["left"] == ["best", "latest", "step-00000001"], case
+        assert result["best"] == "step-00000001", case
+        assert result["steps"] == [1, 3], case
 
 
 def test_a_folder_that_is_not_shared_is_refused_on_all_ranks(tmp_path: Path) -> None:
