@@ -50,7 +50,8 @@ class ZeroState:
         """Map the files. Raises CheckpointError, naming the file, for one that is missing or of another layout."""
         record = read_record(checkpoint)
         self.applied_steps = record.applied_steps
-        self.loss_scaler = record.loss_scaler
+        self.loss_scaler: Mapping[str, float | int] | None = record.loss_scaler
+        self.shapes: Mapping[str, _Shape]
         self._folder = checkpoint / TAG
         try:
             self.shapes, found = _read_layout(self._folder, record)

@@ -34,8 +34,9 @@ from ds_encdec.engine.optimizer_shards import (
 )
 from ds_encdec.engine.protocol import StagedSave, Veto
 from ds_encdec.engine.record import EngineRecord
-from ds_encdec.engine.sharded_model import assert_ties, build_model, full_shape, load_weights, set_master_weights
+from ds_encdec.engine.sharded_model import build_model, full_shape, load_weights, set_master_weights
 from ds_encdec.engine.step_gate import step_gate
+from ds_encdec.engine.ties import assert_ties
 from ds_encdec.engine.zero_files import HostBuffers, StagingArea, collect, staged_save
 from ds_encdec.launch.agreement import Agreement
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing

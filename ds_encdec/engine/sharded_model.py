@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
 from ds_encdec.engine.optimizer_shards import Shard
+from ds_encdec.engine.ties import assert_ties
 from ds_encdec.launch.agreement import attempt
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
@@ -119,15 +120,6 @@ def _from_rank_zero(value: T) -> T:
     carried = [value]
     dist.broadcast_object_list(carried, src=0)
     return carried[0]
-
-
-def assert_ties(model: Qwen3ForSeq2SeqLM) -> None:
-    """The output layer shares the embedding's parameter exactly when the configuration says so."""
-    shared = model.lm_head.weight is model.shared.weight
-    if shared != bool(model.config.tie_word_embeddings):
-        raise AssertionError(
-            f"tie_word_embeddings={model.config.tie_word_embeddings}, but lm_head and embedding share: {shared}"
-        )
 
 
 def _default_dtype(dtype: torch.dtype) -> AbstractContextManager[None]:

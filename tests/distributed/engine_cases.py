@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-import json
 import os
-import traceback
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
+from engine_plan import LANES, LAST_STEP, SAVED_STEP
+from engine_steps import Case, run_all, train_step
 from packed_batches import random_batch
-from small_run import ACCUMULATION, MODEL, SHORT_ACCUMULATION, lane_batches, run_config, weights
+from small_run import MODEL, SHORT_ACCUMULATION, run_config, weights
 
 from ds_encdec.checkpoint.zero_state import ZeroState
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.deepspeed_zero import DeepSpeedEngine
-from ds_encdec.engine.protocol import Engine, Veto
+from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine
 from ds_encdec.launch.world import discover
 from ds_encdec.model.parameter_count import parameter_shapes
-from ds_encdec.types import CheckpointError, LossSum, WeightSource
+from ds_encdec.types import CheckpointError, SavedState, StateKind, WeightSource
 
 
-def run_cases(cases: Sequence[tuple[str, str, dict[str, Any]]]) -> dict[str, Any]:
-    """Run (name, function, arguments) one after the other; what failed is returned as its traceback."""
-    results: dict[str, Any] = {}
-    for name, function, arguments in cases:
-        try:
-            results[name] = globals()[function](**arguments)
-        except Exception:
-            results[name] = traceback.format_exc()
-            print(name, results[name], flush=True)
-    return results
+def run_cases(cases: Sequence[Case]) -> dict[str, Any]:
+    """Run (name, function of this file, arguments) one after the other; what failed is returned as its traceback."""
+    return run_all(cases, globals())
 
 
 def make_engine(config: FullConfig, source: WeightSource | None = weights) -> DeepSpeedEngine:
@@ -44,32 +39,6 @@ def make_engine(config: FullConfig, source: WeightSource | None = weights) -> De
     )
     assert isinstance(engine, DeepSpeedEngine)
     return engine
-
-
-def train_step(
-    engine: Engine, step: int, accumulation: int = ACCUMULATION, veto: Veto | None = None, poison: bool = False
-) -> dict[str, Any]:
-    """One optimizer step on the lanes of this rank. `poison` makes one rank's loss NaN."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    lanes = lane_batches(step, world_size, accumulation)
-    target_tokens = sum(batch.target_tokens for batch in lanes)
-    mine = lanes[rank::world_size]
-    total = torch.zeros(())
-    for index, batch in enumerate(mine):
-        loss = engine.forward(batch)
-        total += loss.total.detach()
-        if poison and rank == 0:
-            loss = LossSum(loss.total * float("nan"), loss.by_denoiser, loss.tokens_by_denoiser)
-        engine.backward(loss, target_tokens=target_tokens, last=index == len(mine) - 1)
-    result = engine.step(veto)
-    dist.all_reduce(total)
-    return {
-        "loss": float(total) / target_tokens,
-        "grad_norm": float(result.grad_norm),
-        "grad_norm_dtype": str(result.grad_norm.dtype),
-        "learning_rate": result.learning_rate,
-        "applied": result.applied,
-    }
 
 
 def full_weights(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
@@ -218,32 +187,142 @@ def unreadable_weights(problem: str, **overrides: Any) -> dict[str, str]:
     return {"message": "built"}
 
 
+class Watched:
+    """A SavedState that counts the elements it gave away, and fails on one rank where told to."""
+
+    def __init__(self, saved: SavedState, *, fails_on: int | None = None) -> None:
+        self.applied_steps, self.loss_scaler, self.shapes = saved.applied_steps, saved.loss_scaler, saved.shapes
+        self.elements_read: Counter[str] = Counter()
+        self.longest_read = 0
+        self._saved = saved
+        self._fails = fails_on == dist.get_rank()
+
+    def read(self, kind: StateKind, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        if self._fails:
+            raise CheckpointError(f"{name} is damaged")
+        values = self._saved.read(kind, name, start, stop)
+        self.elements_read[kind] += len(values)
+        self.longest_read = max(self.longest_read, len(values))
+        return values
+
+
+def lane_engine(source: WeightSource | None, overrides: dict[str, Any]) -> DeepSpeedEngine:
+    """An engine whose steps are made of the same lanes on any number of ranks."""
+    return make_engine(run_config(gradient_accumulation_steps=LANES // dist.get_world_size(), **overrides), source)
+
+
+def lane_steps(engine: Engine, first: int, last: int) -> list[dict[str, Any]]:
+    return [train_step(engine, step, LANES // dist.get_world_size()) for step in range(first, last)]
+
+
+def leaving(directory: str, **overrides: Any) -> dict[str, Any]:
+    """Train, save, train on: the uninterrupted run."""
+    engine = lane_engine(weights, overrides)
+    lane_steps(engine, 0, SAVED_STEP)
+    save(engine, Path(directory))
+    saved = full_weights(engine)
+    steps = lane_steps(engine, SAVED_STEP, LAST_STEP)
+    result = {"saved": saved, "steps": steps, "weights": full_weights(engine)}
+    engine.close()
+    return result
+
+
+def arriving(source: str, directory: str, **overrides: Any) -> dict[str, Any]:
+    """Load what another run left in `source`, save it again at once, and train on."""
+    engine = lane_engine(None, overrides)
+    saved = Watched(ZeroState(Path(source)))
+    engine.load(saved)
+    counted = adam_steps(engine)
+    save(engine, Path(directory))
+    steps = lane_steps(engine, SAVED_STEP, LAST_STEP)
+    result = {
+        "elements read": saved.elements_read,
+        "longest read": saved.longest_read,
+        "adam steps": counted,
+        "weight decays": [group["weight_decay"] for group in engine._engine.basic_optimizer.param_groups],
+        "steps": steps,
+        "weights": full_weights(engine),
+    }
+    engine.close()
+    return result
+
+
+def staging(directory: str, **overrides: Any) -> dict[str, Any]:
+    """One state written at once, from a copy two steps later in a thread, and again after going back to it."""
+    folders = [Path(directory) / name for name in ("at once", "later", "again")]
+    if dist.get_rank() == 0:
+        for folder in folders:
+            folder.mkdir(parents=True)
+    engine = short_engine(**overrides)
+    short_step(engine, 0)
+    now = engine.stage(folders[0], copy=False)
+    now.write()
+    staged = engine.stage(folders[1], copy=True)
+    first = short_step(engine, 1)
+    thread = Thread(target=staged.write)
+    thread.start()
+    short_step(engine, 2)
+    thread.join()
+    engine.load(ZeroState(folders[0]))
+    again = engine.stage(folders[2], copy=True)  # into the same buffers
+    repeated = short_step(engine, 1)
+    files = again.write()
+    dist.barrier()
+    engine.close()
+    sizes = sum(path.stat().st_size for path in files)
+    return {
+        "bytes": (now.num_bytes, staged.num_bytes, again.num_bytes),
+        "written": sizes,
+        "first": first,
+        "repeated": repeated,
+    }
+
+
 def refused_loads(directory: str, **overrides: Any) -> dict[str, str]:
-    """The messages for a missing checkpoint, and for one of another world size."""
+    """What each rank says to a checkpoint of another model, to one that rank 1 cannot read, and to a whole one."""
     folder = Path(directory)
     engine = make_engine(run_config(**overrides))
-    messages = {}
+    save(engine, folder)
+    other = Watched(ZeroState(folder))
+    other.shapes = {name: shape for name, shape in other.shapes.items() if name != "encoder.norm.weight"}
 
-    def message() -> str:
+    def message(saved: SavedState) -> str:
         try:
-            engine.load(folder)
+            engine.load(saved)
         except CheckpointError as error:
             return str(error)
         return "loaded"
 
-    messages["missing"] = message()
-    dist.barrier()
+    messages = {
+        "other model": message(other),
+        "damaged on rank 1": message(Watched(ZeroState(folder), fails_on=1)),
+        "whole": message(ZeroState(folder)),
+    }
+    engine.close()
+    return messages
+
+
+def unwritable(directory: str, **overrides: Any) -> dict[str, Any]:
+    """A rank that cannot write says so by itself, and nobody waits for it."""
+    folder = Path(directory)
     if dist.get_rank() == 0:
         folder.mkdir(parents=True)
     dist.barrier()
-    engine.save(folder)
-    layout = folder / "zero" / "layout.json"
-    if dist.get_rank() == 0:
-        layout.write_text(json.dumps({**json.loads(layout.read_text()), "world size": 64}))
+    engine = short_engine(**overrides)
+    staged = engine.stage(folder, copy=False)
+    (folder / "zero").mkdir(exist_ok=True)
+    name = f"zero_pp_rank_{dist.get_rank()}_mp_rank_00_optim_states.pt"
+    if dist.get_rank() == 1:
+        (folder / "zero" / name).symlink_to("/dev/full")
+    try:
+        staged.write()
+        error = None
+    except OSError as raised:
+        error = raised.errno
     dist.barrier()
-    messages["world size"] = message()
+    steps = [short_step(engine, 0)["applied"]]
     engine.close()
-    return messages
+    return {"errno": error, "steps": steps}
 
 
 def only_decay(**overrides: Any) -> dict[str, Any]:

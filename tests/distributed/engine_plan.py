@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from engine_steps import Case
 from small_run import SHORT_STEPS, STEPS
 
-Case = tuple[str, str, dict[str, Any]]
+LANES = 4
+SAVED_STEP, LAST_STEP = 3, 7
+"""Of the runs that go on elsewhere: all steps are made of four lanes, and what is saved is the state after three."""
 
 STAGES = ("zero0", "zero1", "zero2", "zero3")
 SHARDED = STAGES[1:]
@@ -55,10 +58,20 @@ SKIPS: dict[str, dict[str, Any]] = {
 }
 """Runs with a skipped step, by name."""
 
+# Several of the optimizer's tensors to a parameter group, each with its own Adam step.
+SUB_GROUPS = {
+    "deepspeed_extra": {"zero_optimization": {"stage3_param_persistence_threshold": 0, "sub_group_size": 1000}}
+}
+
 RESUMES: dict[str, dict[str, Any]] = {
     **{stage: {"sharding_stage": stage} for stage in ("zero0", "zero2")},
+    "zero0-bf16": {"sharding_stage": "zero0", "bf16": True},
     "zero1-bf16": {"sharding_stage": "zero1", "bf16": True},
+    "zero1-bf16-float32-accumulation": {"sharding_stage": "zero1", "bf16": True, **FLOAT32_ACCUMULATION},
+    "zero2-offload-bf16": {"sharding_stage": "zero2", "offload_optimizer": "cpu", "bf16": True},
     "zero3-offload-bf16": {"offload_optimizer": "cpu", "bf16": True},
+    "zero3-offload-all-bf16": {"offload_optimizer": "cpu", "offload_params": "cpu", "bf16": True},
+    "zero3-sub-groups": SUB_GROUPS,
     "zero1-warmup-cosine": {"sharding_stage": "zero1", "lr_scheduler_type": "WarmupCosineLR"},
     "zero3-persistent": {"bf16": True, **DEFAULT_PERSISTENCE},
     "zero3-warmup-decay": {"lr_scheduler_type": "WarmupDecayLR"},
@@ -98,6 +111,66 @@ UNTRAINED: dict[str, dict[str, Any]] = {
 LOSSLESS = ("zero1-bf16", "zero3-bf16")
 """Those of them that also start from a bf16 source."""
 
+LEAVING: dict[str, dict[str, Any]] = {
+    "zero0": {"sharding_stage": "zero0"},
+    "zero1": {"sharding_stage": "zero1"},
+    "zero2": {"sharding_stage": "zero2"},
+    "zero3": SUB_GROUPS,
+    "zero3-offload": {"offload_optimizer": "cpu"},
+    "zero1-bf16": {"sharding_stage": "zero1", "bf16": True, **FLOAT32_ACCUMULATION},
+    "zero3-bf16": {"bf16": True},
+}
+"""Runs on two ranks whose checkpoints others go on from, by name."""
+
+ARRIVING: list[tuple[int, dict[str, tuple[str, dict[str, Any]]]]] = [
+    (
+        1,
+        {
+            "zero3-offload to zero1": ("zero3-offload", {"sharding_stage": "zero1"}),
+            "zero1 to zero3": ("zero1", SUB_GROUPS),
+            "zero2 to zero0": ("zero2", {"sharding_stage": "zero0"}),
+            "zero0 to zero3-offload": ("zero0", {"offload_optimizer": "cpu"}),
+            "zero3-bf16 to zero0-bf16": ("zero3-bf16", {"sharding_stage": "zero0", "bf16": True}),
+            "zero1-bf16 to zero2-bf16": ("zero1-bf16", {"sharding_stage": "zero2", "bf16": True}),
+        },
+    ),
+    (
+        4,
+        {
+            "zero3-offload to zero2": ("zero3-offload", {"sharding_stage": "zero2"}),
+            "zero3 to zero3": ("zero3", SUB_GROUPS),
+            "zero0 to zero1": ("zero0", {"sharding_stage": "zero1"}),
+            "zero3-bf16 to hybrid": (
+                "zero3-bf16",
+                {"sharding_stage": "zero3_hybrid", "hybrid_shard_size": 2, "bf16": True},
+            ),
+        },
+    ),
+    (
+        2,
+        {
+            "back to zero2": ("zero3-offload to zero1", {"sharding_stage": "zero2"}),
+            "back to zero3-offload": ("zero0 to zero1", {"offload_optimizer": "cpu"}),
+            "back to zero1": ("zero1 to zero3", {"sharding_stage": "zero1"}),
+            "back to zero3": ("zero2 to zero0", {}),
+            "back to zero1-bf16": (
+                "zero3-bf16 to zero0-bf16",
+                {"sharding_stage": "zero1", "bf16": True, **FLOAT32_ACCUMULATION},
+            ),
+            "back to zero3-bf16": ("zero3-bf16 to hybrid", {"bf16": True, **DEFAULT_PERSISTENCE}),
+        },
+    ),
+]
+"""Number of ranks, and which checkpoint each run goes on from and how, in the order in which they can be made."""
+
+STAGING: dict[str, dict[str, Any]] = {
+    **{stage: {"sharding_stage": stage} for stage in STAGES},
+    "zero3-offload-bf16": {"offload_optimizer": "cpu", "bf16": True},
+    # DeepSpeed makes hpZ's groups once per process: no other case here may use it.
+    "zero3-hybrid-bf16": {"sharding_stage": "zero3_hybrid", "hybrid_shard_size": 2, "bf16": True},
+}
+"""Runs that are written from copies and go back to the first of them, by name."""
+
 UNREADABLE = {f"{stage}-{problem}": (stage, problem) for stage in ("zero1", "zero3") for problem in ("shape", "error")}
 """Sources that rank 0 cannot read, by name."""
 
@@ -127,5 +200,29 @@ def cases(world_size: int, folder: Path) -> list[Case]:
     ]
     plan += [(f"decay {stage}", "only_decay", {"sharding_stage": stage}) for stage in ("zero0", "zero3")]
     plan.append(("shards", "shard_sizes", {}))
-    plan.append(("refused", "refused_loads", {"directory": str(folder / "refused"), "sharding_stage": "zero2"}))
+    plan += [
+        (f"refused {stage}", "refused_loads", {"directory": str(folder / f"refused-{stage}"), "sharding_stage": stage})
+        for stage in ("zero2", "zero3")
+    ]
+    plan += [
+        (f"staging {name}", "staging", {"directory": str(folder / f"staging-{name}"), **given})
+        for name, given in STAGING.items()
+    ]
+    plan.append(("unwritable", "unwritable", {"directory": str(folder / "unwritable"), "sharding_stage": "zero2"}))
     return plan
+
+
+def portable_cases(folder: Path) -> list[tuple[int, list[Case]]]:
+    """The starts of ranks in which checkpoints are left, taken over on other numbers of ranks, and left again."""
+    leaving = [(name, "leaving", {"directory": str(folder / name), **given}) for name, given in LEAVING.items()]
+    arriving = [
+        (
+            world_size,
+            [
+                (name, "arriving", {"source": str(folder / source), "directory": str(folder / name), **given})
+                for name, (source, given) in cases.items()
+            ],
+        )
+        for world_size, cases in ARRIVING
+    ]
+    return [(2, leaving), *arriving]

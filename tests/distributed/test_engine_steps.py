@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from errno import ENOSPC
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import Results
-from engine_plan import CHANGED_RESUMES, LOSSLESS, RESUMES, SKIPS, UNREADABLE, UNTRAINED
+from engine_plan import CHANGED_RESUMES, LOSSLESS, RESUMES, SKIPS, STAGING, UNREADABLE, UNTRAINED
 from small_run import MODEL, SHORT_ACCUMULATION, lane_batches, run_config, weights
 from torch_oracle import TorchOracle
 
+from ds_encdec.checkpoint.zero_state import ZeroState
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.types import StepResult
 
@@ -48,6 +50,18 @@ def test_resume_is_exact_to_the_bit(engine_results: Results, case: str) -> None:
         resumed_steps, resumed_weights = rank["resumed"]
         assert resumed_steps == straight_steps
         assert_identical(resumed_weights, straight_weights)
+        assert set(rank["adam steps"]) == {2}
+
+
+@pytest.mark.parametrize("case", RESUMES)
+def test_going_back_is_exact_to_the_bit(engine_results: Results, case: str) -> None:
+    """The engine that saved has trained on, and loads what it saved."""
+    for rank in engine_results(2, f"resume {case}"):
+        straight_steps, straight_weights = rank["straight"]
+        repeated_steps, repeated_weights = rank["repeated"]
+        assert_identical(rank["rolled back"], rank["saved"])
+        assert repeated_steps == straight_steps
+        assert_identical(repeated_weights, straight_weights)
 
 
 @pytest.mark.parametrize("case", CHANGED_RESUMES)
@@ -104,10 +118,34 @@ def test_every_file_is_returned_by_one_rank(engine_results: Results, checkpoints
     written = [str(path.relative_to(checkpoints / case)) for path in (checkpoints / case).rglob("*") if path.is_file()]
     assert sorted(returned) == sorted(written)
     optimizer_files = [name for name in returned if name.endswith("optim_states.pt")]
-    assert len(optimizer_files) == (0 if case == "zero0" else 2)
+    assert len(optimizer_files) == (0 if case.startswith("zero0") else 2)
 
 
-@pytest.mark.parametrize("case", ["zero1-bf16", "zero2", "zero3-offload-bf16"])
+@pytest.mark.parametrize("case", STAGING)
+def test_a_copy_is_what_was_staged_whenever_it_is_written(
+    engine_results: Results, checkpoints: Path, case: str
+) -> None:
+    for rank in engine_results(2, f"staging {case}"):
+        at_once, later, again = rank["bytes"]
+        assert at_once == later == again
+        assert at_once <= rank["written"] <= at_once + 200_000  # pickles, and rank 0's scripts
+        assert rank["repeated"] == rank["first"]
+    folder = checkpoints / f"staging-{case}"
+    written = [path.relative_to(folder / "at once") for path in (folder / "at once").rglob("*") if path.is_file()]
+    assert len(written) == (2 if case == "zero0" else 8 if case.startswith("zero3") else 7)
+    for path in written:
+        expected = (folder / "at once" / path).read_bytes()
+        assert (folder / "later" / path).read_bytes() == expected, path
+        assert (folder / "again" / path).read_bytes() == expected, path
+
+
+def test_a_rank_whose_disk_is_full_says_so_and_holds_nobody_up(engine_results: Results) -> None:
+    ranks = engine_results(2, "unwritable")
+    assert [rank["errno"] for rank in ranks] == [None, ENOSPC]
+    assert [rank["steps"] for rank in ranks] == [[True], [True]]
+
+
+@pytest.mark.parametrize("case", ["zero1-bf16", "zero2", "zero3-offload-bf16", "zero3-sub-groups"])
 def test_zero_to_fp32_yields_the_weights(engine_results: Results, checkpoints: Path, tmp_path: Path, case: str) -> None:
     expected = engine_results(2, f"resume {case}")[0]["saved"]
     checkpoint = checkpoints / case
@@ -115,14 +153,18 @@ def test_zero_to_fp32_yields_the_weights(engine_results: Results, checkpoints: P
     subprocess.run(command, check=True, capture_output=True, timeout=60)
     found = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
     assert torch.equal(found.pop("lm_head.weight"), found["shared.weight"])
-    assert_identical({name: tensor.float() for name, tensor in found.items()}, expected)
+    found = {name: tensor.float() for name, tensor in found.items()}
+    assert_identical(found, expected)
+    saved = ZeroState(checkpoint)
+    assert_identical(found, {name: saved.read("weight", name).view(shape) for name, shape in saved.shapes.items()})
 
 
-def test_unusable_checkpoints_are_refused(engine_results: Results, checkpoints: Path) -> None:
-    for messages in engine_results(2, "refused"):
-        assert str(checkpoints / "refused") in messages["missing"]
-        assert "world size 64" in messages["world size"]
-        assert "world size 2" in messages["world size"]
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_unusable_checkpoints_are_refused_by_all_ranks(engine_results: Results, stage: str) -> None:
+    for messages in engine_results(2, f"refused {stage}"):
+        assert "another model: encoder.norm.weight has shape None there and (32,) here" in messages["other model"]
+        assert messages["damaged on rank 1"].endswith("is damaged")
+        assert messages["whole"] == "loaded"
 
 
 @pytest.mark.parametrize("stage", ["zero0", "zero3"])

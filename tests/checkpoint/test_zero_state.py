@@ -1,0 +1,166 @@
+"""Reading DeepSpeed's files: what is refused, and what stands where in files made by hand."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from ds_encdec.checkpoint.zero_state import ZeroState
+from ds_encdec.engine.record import TAG, EngineRecord, write_record
+from ds_encdec.types import CheckpointError
+
+NAMES = ("a.weight", "b.weight")
+SHAPES = {"a.weight": (3, 2), "b.weight": (5,)}
+
+
+def checkpoint(folder: Path, stage: str, files: dict[str, Any], *, world_size: int = 1, applied_steps: int = 2) -> Path:
+    (folder / TAG).mkdir()
+    for name, content in files.items():
+        torch.save(content, folder / TAG / name)
+    record = EngineRecord("deepspeed", stage, world_size, "float32", applied_steps, groups=(NAMES,))
+    write_record(record, folder)
+    return folder
+
+
+def plain_states() -> dict[str, Any]:
+    """What stage 0 saves: a holds 0 to 5, b holds 10 to 14; their moments are 100 and 200 more."""
+    module = {"a.weight": torch.arange(6.0).view(3, 2), "b.weight": torch.arange(10.0, 15.0)}
+    state = {
+        index: {"step": torch.tensor(2.0), "exp_avg": value + 100, "exp_avg_sq": value + 200}
+        for index, value in enumerate(module.values())
+    }
+    return {"module": module, "optimizer": {"state": state, "param_groups": [{"params": [0, 1]}]}}
+
+
+def two_parts(zero_stage: int, pad: int) -> dict[str, Any]:
+    """What stages 1 and 2 save on two ranks: both parameters end to end, `pad` elements between, cut in the middle."""
+    values = [*range(6), *[0.0] * pad, *range(10, 15)]
+    size = -(-len(values) // 4) * 2
+    missing = 2 * size - len(values)
+    files: dict[str, Any] = {
+        "mp_rank_00_model_states.pt": {
+            "module": {name: torch.zeros(shape) for name, shape in SHAPES.items()},
+            "param_shapes": [{name: torch.Size(shape) for name, shape in SHAPES.items()}],
+        }
+    }
+    flat = torch.tensor([*values, *[0.0] * missing])
+    for rank, part in enumerate(flat.split(size)):
+        padding = missing if rank == 1 else 0
+        states = {
+            "single_partition_of_fp32_groups": [part[: size - padding]],
+            "base_optimizer_state": {
+                "state": {0: {"exp_avg": part + 100, "exp_avg_sq": part + 200}},
+                "param_groups": [{"params": [0]}],
+            },
+            "group_paddings": [padding],
+            "param_alignment_paddings": [[pad, 0]],
+            "zero_stage": zero_stage,
+        }
+        files[f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"] = {"optimizer_state_dict": states}
+    return files
+
+
+class Attack:
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.system, (f"touch {self.path}",)
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+
+def test_ranges_of_a_parameter(tmp_path: Path) -> None:
+    saved = ZeroState(checkpoint(tmp_path, "zero0", {"mp_rank_00_model_states.pt": plain_states()}))
+    assert saved.shapes == SHAPES
+    assert saved.read("weight", "a.weight", 1, 4).tolist() == [1, 2, 3]
+    assert saved.read("exp_avg", "b.weight").tolist() == [110, 111, 112, 113, 114]
+    assert saved.read("exp_avg_sq", "a.weight", 5).tolist() == [205]
+    assert saved.read("weight", "a.weight", 2, 2).tolist() == []
+
+
+@pytest.mark.parametrize(("stage", "pad"), [("zero1", 0), ("zero2", 0), ("zero2", 2), ("zero2", 3)])
+def test_ranges_over_a_cut(tmp_path: Path, stage: str, pad: int) -> None:
+    saved = ZeroState(checkpoint(tmp_path, stage, two_parts(int(stage[-1]), pad), world_size=2))
+    assert saved.read("weight", "a.weight").tolist() == [0, 1, 2, 3, 4, 5]
+    assert saved.read("weight", "b.weight").tolist() == [10, 11, 12, 13, 14]
+    assert saved.read("exp_avg_sq", "b.weight", 1, 4).tolist() == [211, 212, 213]
+
+
+def test_what_is_read_is_the_callers_own(tmp_path: Path) -> None:
+    saved = ZeroState(checkpoint(tmp_path, "zero0", {"mp_rank_00_model_states.pt": plain_states()}))
+    saved.read("weight", "b.weight").zero_()
+    assert saved.read("weight", "b.weight").tolist() == [10, 11, 12, 13, 14]
+
+
+def test_moments_before_the_first_step_are_zero(tmp_path: Path) -> None:
+    states = plain_states()
+    states["optimizer"]["state"] = {}
+    folder = checkpoint(tmp_path, "zero0", {"mp_rank_00_model_states.pt": states}, applied_steps=0)
+    assert ZeroState(folder).read("exp_avg", "b.weight").tolist() == [0] * 5
+    write_record(EngineRecord("deepspeed", "zero0", 1, "float32", applied_steps=2, groups=(NAMES,)), folder)
+    with pytest.raises(CheckpointError, match=r"no exp_avg of b\.weight"):
+        ZeroState(folder).read("exp_avg", "b.weight")
+
+
+def test_an_unknown_parameter_is_refused(tmp_path: Path) -> None:
+    saved = ZeroState(checkpoint(tmp_path, "zero0", {"mp_rank_00_model_states.pt": plain_states()}))
+    with pytest.raises(CheckpointError, match=r"no parameter 'c\.weight'"):
+        saved.read("weight", "c.weight")
+
+
+def test_nothing_that_a_file_names_is_run(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    states = {**plain_states(), "lr_scheduler": Attack(trace)}
+    folder = checkpoint(tmp_path, "zero0", {"mp_rank_00_model_states.pt": states})
+    with pytest.raises(CheckpointError, match=r"mp_rank_00_model_states\.pt: names posix\.system"):
+        ZeroState(folder)
+    assert not trace.exists()
+
+
+class Scaler:
+    """Saved under a name of DeepSpeed's that cannot be imported."""
+
+    def __init__(self) -> None:
+        self.cur_scale = 1.0
+
+
+def test_deepspeeds_own_classes_are_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = ModuleType("deepspeed.not_there")
+    absent.Scaler = Scaler  # type: ignore[attr-defined]
+    with monkeypatch.context() as present:
+        present.setitem(sys.modules, "deepspeed.not_there", absent)
+        present.setattr(Scaler, "__module__", "deepspeed.not_there")
+        files = {"mp_rank_00_model_states.pt": {**plain_states(), "loss_scaler": Scaler()}}
+        folder = checkpoint(tmp_path, "zero0", files)
+    assert ZeroState(folder).read("weight", "b.weight", 0, 1).tolist() == [10]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("no states of rank 1", "0 files of optimizer states of rank 1"),
+        ("one rank less", "of b.weight only 0 of 5 elements are there"),
+        ("no model states", r"mp_rank_00_model_states\.pt: cannot be read"),
+        ("cut off", r"zero_pp_rank_0_mp_rank_00_optim_states\.pt: cannot be read"),
+        ("other layout", "not laid out as DeepSpeed 0.19 does it"),
+    ],
+)
+def test_damaged_checkpoints_are_refused(tmp_path: Path, change: str, message: str) -> None:
+    files = two_parts(2, 0)
+    if change == "other layout":
+        del files["zero_pp_rank_1_mp_rank_00_optim_states.pt"]["optimizer_state_dict"]["group_paddings"]
+    folder = checkpoint(tmp_path, "zero2", files, world_size=1 if change == "one rank less" else 2)
+    if change == "no states of rank 1":
+        (folder / TAG / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    if change == "no model states":
+        (folder / TAG / "mp_rank_00_model_states.pt").unlink()
+    if change == "cut off":
+        path = folder / TAG / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+        path.write_bytes(path.read_bytes()[:500])
+    with pytest.raises(CheckpointError, match=message):
+        ZeroState(folder)
