@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -79,6 +80,11 @@ def _parser() -> argparse.ArgumentParser:
     average.add_argument("out", type=Path, nargs="?", help="folder to write (default RUN/export/averaged)")
     average.add_argument("--last", type=int, default=5, help="newest checkpoints to average (default 5)")
     _add_weight_arguments(average)
+
+    convert = verb("convert", _convert, "write a checkpoint in the files of a certain engine", overrides=True)
+    convert.add_argument("checkpoint", type=Path, help="a checkpoint, e.g. output/checkpoints/final")
+    convert.add_argument("out", type=Path, help="checkpoint folder to write; must not exist")
+    convert.add_argument("--to", choices=("deepspeed", "dcp"), required=True, help="format of the tensors")
 
     verify = verb("verify", _verify, "compare every file of a checkpoint, or of all in a run, with its SHA-256")
     verify.add_argument("path", type=Path, help="a checkpoint or a run, e.g. output")
@@ -153,6 +159,15 @@ def _average(options: argparse.Namespace, _: Sequence[str]) -> int:
     out = options.out or options.run_folder / "export" / "averaged"
     steps = average_checkpoints(options.run_folder, out, last=options.last, **_weight_options(options))
     print(f"the mean of steps {', '.join(map(str, steps))} is in {out}")
+    return 0
+
+
+def _convert(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from ds_encdec.checkpoint.convert import convert_checkpoint
+
+    convert_checkpoint(options.checkpoint, options.out, to=options.to, overrides=overrides)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{options.checkpoint} is in {options.out} for {options.to}")
     return 0
 
 

@@ -62,24 +62,33 @@ def random_state(model_config: Qwen3Seq2SeqConfig, seed: int) -> State:
 
 
 def save_checkpoint(
-    folder: Path, step: int, state: State, model_config: Qwen3Seq2SeqConfig, *, engine: str = "dcp"
+    folder: Path,
+    step: int,
+    state: State,
+    model_config: Qwen3Seq2SeqConfig,
+    *,
+    engine: str = "dcp",
+    loss_scaler: dict[str, float] | None = None,
 ) -> Path:
     """A whole checkpoint `folder`/step-N with `state` in the files of `engine`, "dcp" or "deepspeed" (stage 0)."""
     path = folder / f"step-{step:08d}"
     path.mkdir(parents=True)
-    write_tensors(path, state, engine, step)
+    write_tensors(path, state, engine, step, loss_scaler)
     model_config.save_pretrained(path / "model")
     tokenizer().save_pretrained(path / "model")
     FullConfig().to_yaml(path / "config.yaml")
     trainer = {"state": TrainingState(global_step=step, data_step=step, encoder_tokens_seen=5_000_000).to_dict()}
     (path / "trainer.json").write_text(json.dumps(trainer))
+    (path / "data.json").write_text('{"lanes": []}')
     files = sorted(file for file in path.rglob("*") if file.is_file())
     manifest = Manifest(step, 1, engine, tuple(record_file(file, path) for file in files))
     (path / MANIFEST).write_text(manifest.to_json())
     return path
 
 
-def write_tensors(path: Path, state: State, engine: str = "dcp", step: int = 3) -> None:
+def write_tensors(
+    path: Path, state: State, engine: str = "dcp", step: int = 3, loss_scaler: dict[str, float] | None = None
+) -> None:
     """The engine's part of a checkpoint."""
     names = tuple(state["weight"])
     if engine == "dcp":
@@ -96,7 +105,7 @@ def write_tensors(path: Path, state: State, engine: str = "dcp", step: int = 3) 
             {"module": state["weight"], "optimizer": {"state": moments, "param_groups": groups}},
             path / TAG / "mp_rank_00_model_states.pt",
         )
-    write_record(EngineRecord(engine, "zero0", 1, "float32", step, (names,)), path)  # type: ignore[arg-type]
+    write_record(EngineRecord(engine, "zero0", 1, "float32", step, (names,), loss_scaler), path)  # type: ignore[arg-type]
 
 
 def flat(state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:

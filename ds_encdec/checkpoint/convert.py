@@ -1,0 +1,145 @@
+"""`ds-encdec convert`: a checkpoint in the files of a certain engine, for tools that read those.
+
+Runs resume from any checkpoint as it is; nothing has to be converted for that. Here the engine is built on the CPU,
+loads the checkpoint and saves itself, so that its files are what it writes in training.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+
+from ds_encdec.checkpoint.export import refuse_existing
+from ds_encdec.checkpoint.manifest import MANIFEST, FileRecord, Manifest, read_manifest, record_file, verify_checkpoint
+from ds_encdec.checkpoint.saved_state import open_saved_state
+from ds_encdec.config.load import load_config
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.engine.record import read_record, write_record
+from ds_encdec.engine.select import create_engine, resolve_engine
+from ds_encdec.launch.agreement import Agreement
+from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
+from ds_encdec.launch.run_folder import flush_folder, write_atomically
+from ds_encdec.launch.world import World, discover
+from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.types import ConfigError, EngineName, SavedState
+
+Format = Literal["deepspeed", "dcp"]
+
+_ENGINES: dict[Format, EngineName] = {"deepspeed": "deepspeed", "dcp": "fsdp"}
+_TIMEOUT = timedelta(hours=2)
+"""Of the ranks' waiting for each other, most of it while rank 0 hashes the checkpoint."""
+
+
+def convert_checkpoint(checkpoint: Path, out: Path, *, to: Format, overrides: Sequence[str] = ()) -> None:
+    """Write `checkpoint` to the new checkpoint folder `out` in the format `to`.
+
+    Called by one process, or by N ranks, which write N shards. Weights, moments and counters are equal to the bit. What
+    else a checkpoint holds is copied, with the engine and `overrides` (`section.field=value`) in config.yaml; of these
+    `infra.sharding_stage` says how the state is cut. Raises CheckpointError for a damaged checkpoint and where `out`
+    exists, and ConfigError where the configuration asks for what the engine cannot do.
+    """
+    source, world = checkpoint.expanduser().resolve(), discover(os.environ)
+    refuse_existing(out)
+    config = _target_config(source, _ENGINES[to], overrides)
+    init_process_group(world, choose_device("cpu", world), _TIMEOUT, _ENGINES[to])
+    agreement = Agreement(_TIMEOUT)
+    unfinished = out.with_name(f"{out.name}.tmp")
+    agreement.on_rank_zero(lambda: _begin(source, unfinished))
+    saved = agreement.on_every_rank(lambda: open_saved_state(source, verified=True))
+    own = _write_engine_files(saved, source, unfinished, config, world, agreement)
+    records = [record for rank_records in agreement.gather(own) for record in rank_records]
+    agreement.on_rank_zero(lambda: _write_rest(source, unfinished, config))
+    agreement.on_rank_zero(lambda: _commit(source, unfinished, out, records, world.world_size, _ENGINES[to]))
+    shutdown()
+
+
+def _target_config(source: Path, engine: EngineName, overrides: Sequence[str]) -> FullConfig:
+    """The checkpoint's configuration, for `engine`. Raises CheckpointError, or ConfigError that says what to set."""
+    read_manifest(source)  # what is no checkpoint is called that
+    config = load_config(source / "config.yaml", [f"infra.distributed_type={engine}", *overrides])
+    if resolve_engine(config) != engine:
+        raise ConfigError(
+            f"infra.distributed_type={config.infra.distributed_type} is not the engine that --to asks for"
+        )
+    return config
+
+
+def _writing_config(config: FullConfig, world: World) -> FullConfig:
+    """`config` as an engine takes it here: float32 on the CPU, nothing that only training needs.
+
+    Stages keep what they shard, but not over whom; DeepSpeed's zero0 becomes zero1, which has a zero_to_fp32.py.
+    """
+    stage = config.infra.sharding_stage.removesuffix("_hybrid")
+    if (config.infra.distributed_type, stage) == ("deepspeed", "zero0"):
+        stage = "zero1"
+    training = {
+        "bf16": False,
+        "fp16": False,
+        "torch_adam": True,
+        "activation_checkpointing": "none",
+        "torch_compile": False,
+    }
+    infra = {
+        "distributed_type": config.infra.distributed_type,
+        "num_gpus": world.world_size,
+        "device": "cpu",
+        "sharding_stage": stage,
+        "offload_optimizer": "none",
+    }
+    return FullConfig.model_validate(
+        {**config.model_dump(), "training": config.training.model_dump() | training, "infra": infra}
+    )
+
+
+def _begin(source: Path, unfinished: Path) -> None:
+    """Check what is read, and make the folder to write into."""
+    verify_checkpoint(source)
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+
+
+def _write_engine_files(
+    saved: SavedState, source: Path, unfinished: Path, config: FullConfig, world: World, agreement: Agreement
+) -> list[FileRecord]:
+    """Load `saved` into the engine and write that; returns this rank's files. Collective."""
+    model_config = Qwen3Seq2SeqConfig.from_pretrained(source / "model")
+    engine = create_engine(_writing_config(config, world), world, choose_device("cpu", world), model_config, None, 1)
+    engine.load(saved)
+    staged = engine.stage(unfinished, copy=False)
+    files = agreement.on_every_rank(staged.write)
+    engine.close()
+    agreement.on_rank_zero(lambda: _keep_loss_scale(source, unfinished))
+    return agreement.on_every_rank(lambda: [record_file(path, unfinished) for path in files])
+
+
+def _keep_loss_scale(source: Path, unfinished: Path) -> None:
+    """A float16 run's loss scale, which the engine that was built here in float32 has not."""
+    record = dataclasses.replace(read_record(unfinished), loss_scaler=read_record(source).loss_scaler)
+    write_record(record, unfinished)
+
+
+def _write_rest(source: Path, unfinished: Path, config: FullConfig) -> None:
+    for name in ("trainer.json", "data.json"):
+        shutil.copyfile(source / name, unfinished / name)
+    shutil.copytree(source / "model", unfinished / "model")
+    config.to_yaml(unfinished / "config.yaml")
+
+
+def _commit(
+    source: Path, unfinished: Path, out: Path, engine_files: list[FileRecord], world_size: int, engine: EngineName
+) -> None:
+    """Hash what the engine did not write, write the manifest, and give the folder its name."""
+    known = {record.path for record in engine_files}
+    files = [path for path in sorted(unfinished.rglob("*")) if path.is_file()]
+    rest = [record_file(path, unfinished) for path in files if path.relative_to(unfinished).as_posix() not in known]
+    manifest = Manifest(read_manifest(source).step, world_size, engine, (*engine_files, *rest))
+    for folder in (unfinished, *(path for path in unfinished.rglob("*") if path.is_dir())):
+        flush_folder(folder)
+    write_atomically(unfinished / MANIFEST, manifest.to_json())
+    unfinished.replace(out)
+    flush_folder(out.parent)

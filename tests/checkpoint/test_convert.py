@@ -1,0 +1,140 @@
+"""`ds-encdec convert`: to either engine's files, on one process and on ranks, bit for bit; and what it refuses."""
+
+from __future__ import annotations
+
+import filecmp
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from saved_checkpoints import KINDS, State, config, flip_byte, random_state, save_checkpoint
+
+from ds_encdec import cli
+from ds_encdec.checkpoint.saved_state import open_saved_state
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.engine.record import read_record
+
+pytestmark = pytest.mark.distributed
+
+STEP = 7
+LOSS_SCALER = {"cur_scale": 1024.0, "cur_iter": 7}
+
+
+@pytest.fixture(scope="module")
+def state() -> State:
+    return random_state(config(), seed=1)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory, state: State) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("source"), STEP, state, config(), loss_scaler=LOSS_SCALER)
+
+
+def run_convert(
+    source: Path, out: Path, to: str, *overrides: str, ranks: int | None = None
+) -> subprocess.CompletedProcess[str]:
+    """In a plain process, or on `ranks` under torchrun."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    command = [
+        sys.executable,
+        *launcher,
+        "-m",
+        "ds_encdec.cli",
+        "convert",
+        str(source),
+        str(out),
+        "--to",
+        to,
+        *overrides,
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
+
+
+def convert(source: Path, out: Path, to: str, *overrides: str, ranks: int | None = None) -> None:
+    run = run_convert(source, out, to, *overrides, ranks=ranks)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.count(f"is in {out} for {to}") == 1
+
+
+def assert_same(checkpoint: Path, state: State, source: Path) -> None:
+    """The manifest holds, every element and counter is there, and so is what is not the engine's."""
+    saved = open_saved_state(checkpoint)
+    assert (saved.applied_steps, saved.loss_scaler) == (STEP, LOSS_SCALER)
+    assert list(saved.shapes) == list(state["weight"])
+    for kind in KINDS:
+        for name, full in state[kind].items():
+            assert torch.equal(saved.read(kind, name).view(full.shape), full), (kind, name)
+    copied = ["trainer.json", "data.json", *(f"model/{file.name}" for file in (source / "model").iterdir())]
+    assert filecmp.cmpfiles(source, checkpoint, copied, shallow=False) == (copied, [], [])
+
+
+def test_there_and_back(tmp_path: Path, state: State, source: Path) -> None:
+    deepspeed, back = tmp_path / "deepspeed", tmp_path / "back"
+    convert(source, deepspeed, "deepspeed", "infra.sharding_stage=zero2", ranks=2)
+    assert_same(deepspeed, state, source)
+    record = read_record(deepspeed)
+    assert (record.format, record.sharding_stage, record.world_size) == ("deepspeed", "zero2", 2)
+    infra = FullConfig.from_yaml(deepspeed / "config.yaml").infra
+    assert (infra.distributed_type, infra.sharding_stage, infra.device) == ("deepspeed", "zero2", "cuda")
+    convert(deepspeed, back, "dcp", ranks=2)
+    assert_same(back, state, source)
+    assert (read_record(back).format, len(list((back / "dcp").glob("*.distcp")))) == ("dcp", 2)
+    assert FullConfig.from_yaml(back / "config.yaml").infra.distributed_type == "fsdp"
+
+
+@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero3"])
+def test_deepspeeds_own_script_reads_what_one_process_wrote(
+    tmp_path: Path, state: State, source: Path, stage: str
+) -> None:
+    out, file = tmp_path / "out", tmp_path / "pytorch_model.bin"
+    convert(source, out, "deepspeed", f"infra.sharding_stage={stage}", "infra.offload_optimizer=none")
+    assert_same(out, state, source)
+    script = [sys.executable, str(out / "zero_to_fp32.py"), str(out), str(tmp_path)]
+    subprocess.run(script, capture_output=True, text=True, check=True, timeout=120)
+    weights = torch.load(file, weights_only=True)
+    assert torch.equal(weights.pop("lm_head.weight"), weights["shared.weight"])
+    assert weights.keys() == state["weight"].keys()
+    assert all(torch.equal(weights[name], full) for name, full in state["weight"].items())
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("infra.sharding_stage=zero2_hybrid", "DeepSpeed has no hybrid of ZeRO-2"),
+        ("infra.distributed_type=fsdp", "not the engine that --to asks for"),
+        ("infra.sharding_staje=zero2", "did you mean"),
+    ],
+)
+def test_settings_that_do_not_fit(
+    tmp_path: Path, source: Path, override: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["convert", str(source), str(tmp_path / "out"), "--to", "deepspeed", override]) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_folder_is_not_written_over(
+    tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "precious").touch()
+    assert cli.main(["convert", str(source), str(tmp_path), "--to", "deepspeed"]) == 5
+    assert "exists and is not empty" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+
+def test_what_is_no_checkpoint(tmp_path: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["convert", str(source.parent), str(tmp_path / "out"), "--to", "dcp"]) == 5
+    assert "is not a complete checkpoint" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_refused_before_it_is_read(tmp_path: Path, state: State) -> None:
+    damaged = save_checkpoint(tmp_path / "checkpoints", STEP, state, config())
+    flip_byte(damaged / "dcp" / ".metadata")
+    run = run_convert(damaged, tmp_path / "out", "dcp")
+    assert run.returncode == 5
+    assert "dcp/.metadata: its SHA-256" in run.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
