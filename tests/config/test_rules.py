@@ -17,6 +17,9 @@ SCRATCH = {
     "num_key_value_heads: 2, head_dim: 16, intermediate_size: 128}",
 }
 
+FSDP = {"infra.distributed_type": "fsdp"}
+AUTO = {"infra.distributed_type": "auto"}
+
 
 def load(settings: dict[str, Any]) -> FullConfig:
     return load_config(None, [f"{field}={value}" for field, value in settings.items()])
@@ -46,6 +49,25 @@ def load(settings: dict[str, Any]) -> FullConfig:
         ({"infra.sharding_stage": "zero2_hybrid"}, 'infra.sharding_stage = "zero2_hybrid"', "FSDP2"),
         ({"infra.distributed_type": "ddp"}, 'infra.sharding_stage = "zero3"', "ddp shards nothing"),
         ({"training.activation_checkpointing": "selective"}, '= "selective"', "FSDP2"),
+        ({"training.torch_compile": "true"}, "training.torch_compile = true", "FSDP2's"),
+        ({"infra.fsdp_reduce_every_micro_batch": "true"}, "fsdp_reduce_every_micro_batch = true", "FSDP2's"),
+        (
+            FSDP | {"training.torch_compile": "true", "training.activation_checkpointing": "selective"},
+            '= "selective"',
+            "nothing can be selected",
+        ),
+        (FSDP | {"training.fp16": "true", "training.bf16": "false"}, "training.fp16 = true", "no loss scaling"),
+        (
+            FSDP | {"infra.offload_optimizer": "nvme", "infra.nvme_path": "/local"},
+            'infra.offload_optimizer = "nvme"',
+            "offloads to the CPU only",
+        ),
+        (
+            FSDP | {"infra.offload_params": "cpu", "infra.offload_optimizer": "none"},
+            'infra.offload_optimizer = "none"',
+            "parameters and optimizer together",
+        ),
+        ({"infra.hybrid_shard_size": 4}, "infra.hybrid_shard_size = 4", "only zero2_hybrid and zero3_hybrid"),
         ({"infra.offload_optimizer": "nvme"}, "infra.nvme_path = null", "nvme needs the path"),
         ({"infra.offload_params": "nvme"}, "infra.nvme_path = null", "nvme needs the path"),
         ({"infra.fsdp_sharding_strategy": "SHARD_GRAD_OP"}, "sharding_stage", "SHARD_GRAD_OP is sharding_stage=zero2"),
@@ -107,6 +129,13 @@ def test_contradictions(settings: dict[str, Any], fields: str, message: str) -> 
         {"infra.sharding_stage": "zero3_hybrid", "infra.fsdp_sharding_strategy": "HYBRID_SHARD"},
         {"infra.sharding_stage": "zero2_hybrid", "infra.distributed_type": "fsdp"},
         {"training.activation_checkpointing": "selective", "infra.distributed_type": "fsdp"},
+        FSDP | {"training.torch_compile": "true"},
+        FSDP | {"infra.sharding_stage": "zero2_hybrid", "infra.hybrid_shard_size": 4},
+        FSDP | {"training.warmup_steps": 0},
+        AUTO | {"infra.sharding_stage": "zero2_hybrid"},
+        AUTO | {"training.fp16": "true", "training.bf16": "false"},
+        AUTO | {"infra.offload_optimizer": "nvme", "infra.nvme_path": "/local"},
+        AUTO | {"training.torch_compile": "true"},
         {"infra.fsdp_activation_checkpointing": "true", "infra.fsdp_sharding_strategy": "FULL_SHARD"},
         {"infra.fsdp_cpu_offload": "true", "infra.offload_params": "cpu"},
         {"training.num_train_steps": 10, "training.lr_scheduler_type": "WarmupLR"},
@@ -126,6 +155,14 @@ def test_what_is_allowed(settings: dict[str, Any]) -> None:
 def test_several_contradictions_are_reported_together() -> None:
     with pytest.raises(ConfigError, match="3 problems"):
         load({"training.fp16": "true", "infra.sharding_stage": "zero2_hybrid", "data.dataset_name": "text"})
+
+
+def test_auto_needs_one_engine_that_can_do_all() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(AUTO | {"infra.sharding_stage": "zero2_hybrid", "training.fp16": "true", "training.bf16": "false"})
+    assert "2 problems" in str(caught.value)
+    assert "DeepSpeed has no hybrid of ZeRO-2" in str(caught.value)
+    assert "FSDP2 has no loss scaling" in str(caught.value)
 
 
 def test_contradictions_are_reported_beside_invalid_fields_that_they_do_not_touch() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny_models import pack, tiny_model
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM, Qwen3MLP
@@ -18,6 +19,8 @@ MODES = [
     {"mode": "full", "offload": True},
     {"mode": "every_n", "every_n": 2},
     {"mode": "every_n", "every_n": 2, "offload": True},
+    {"mode": "selective"},
+    {"mode": "selective", "offload": True},
 ]
 
 
@@ -54,6 +57,33 @@ def test_the_layers_asked_for_recompute(options: dict[str, Any], recomputed: int
     apply_activation_checkpointing(model, **options)
     step(model)
     assert len(calls) == 6 + recomputed
+
+
+class Executed(TorchDispatchMode):
+    """Counts matrix products and attention kernels that really run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = self.attentions = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.products += func is torch.ops.aten.mm.default
+        self.attentions += "attention" in func.__name__ and "backward" not in func.__name__
+        return func(*args, **(kwargs or {}))
+
+
+def test_selective_checkpointing_repeats_half_of_the_products_and_no_attention() -> None:
+    counts = {}
+    for mode in ("none", "full", "selective"):
+        model = tiny_model(num_hidden_layers=3)
+        apply_activation_checkpointing(model, mode)
+        with Executed() as counted:
+            step(model)
+        counts[mode] = counted
+    # Of 7 products in an encoder layer and 9 in a decoder layer: every second one, beginning with the second.
+    assert counts["selective"].products - counts["none"].products == 3 * (3 + 4)
+    assert counts["full"].products - counts["none"].products > 3 * (3 + 4) * 1.5
+    assert counts["selective"].attentions == counts["none"].attentions < counts["full"].attentions
 
 
 def test_full_checkpointing_saves_only_the_layers_inputs() -> None:

@@ -1,0 +1,158 @@
+"""Which engine a configuration gets, and what is refused before anything is built."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import pytest
+import torch
+
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.engine import select
+from ds_encdec.engine.forward import compute_dtype
+from ds_encdec.engine.select import create_engine, resolve_engine
+from ds_encdec.launch.world import discover
+from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.types import ConfigError
+
+MODEL = Qwen3Seq2SeqConfig(num_hidden_layers=1)
+ZERO0 = {"sharding_stage": "zero0", "offload_optimizer": "none"}
+
+
+def configured(training: dict[str, Any] | None = None, **infra: Any) -> FullConfig:
+    return FullConfig.model_validate({"training": training or {}, "infra": infra})
+
+
+@pytest.fixture
+def without_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+
+    def find_spec(name: str) -> ModuleSpec | None:
+        return None if name == "deepspeed" else find(name)
+
+    monkeypatch.setattr(select.importlib.util, "find_spec", find_spec)
+
+
+@pytest.mark.parametrize(
+    ("config", "engine"),
+    [
+        (configured(distributed_type="deepspeed"), "deepspeed"),
+        (configured(distributed_type="fsdp"), "fsdp"),
+        (configured(distributed_type="ddp", **ZERO0), "fsdp"),
+        (configured(distributed_type="auto"), "deepspeed"),
+        (configured(distributed_type="auto", sharding_stage="zero2_hybrid"), "fsdp"),
+        (configured({"activation_checkpointing": "selective"}, distributed_type="auto"), "fsdp"),
+        (configured({"torch_compile": True}, distributed_type="auto"), "fsdp"),
+    ],
+)
+def test_the_engine_of_a_configuration(config: FullConfig, engine: str) -> None:
+    assert resolve_engine(config) == engine
+
+
+@pytest.mark.usefixtures("without_deepspeed")
+def test_without_deepspeed() -> None:
+    assert resolve_engine(configured(distributed_type="fsdp")) == "fsdp"
+    assert resolve_engine(configured(distributed_type="auto")) == "fsdp"
+    with pytest.raises(ConfigError, match=r"deepspeed is not installed.*infra\.distributed_type=fsdp \(or auto\)"):
+        resolve_engine(configured(distributed_type="deepspeed"))
+    nvme = configured(distributed_type="auto", offload_optimizer="nvme", nvme_path="/local")
+    with pytest.raises(ConfigError, match=r"auto: deepspeed is not installed, and FSDP2 cannot.*offload_optimizer"):
+        resolve_engine(nvme)
+
+
+@pytest.mark.usefixtures("without_deepspeed")
+def test_a_missing_deepspeed_is_refused_before_anything_is_read() -> None:
+    def no_weights(name: str, rows: slice = slice(None), /) -> torch.Tensor:
+        raise AssertionError(f"{name} was read although the run is refused")
+
+    with pytest.raises(ConfigError, match="not installed"):
+        create_engine(configured(), discover({}), torch.device("cpu"), MODEL, no_weights, 1)
+
+
+BLOCKED = """
+import sys
+sys.modules["deepspeed"] = None  # what an import finds where it is not installed
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.engine.select import resolve_engine
+from ds_encdec.launch.process_group import init_process_group, choose_device
+from ds_encdec.launch.world import discover
+from ds_encdec.types import ConfigError
+from datetime import timedelta
+try:
+    resolve_engine(FullConfig())
+except ConfigError as error:
+    print(error.exit_code, error)
+world = discover({})
+engine = resolve_engine(FullConfig.model_validate({"infra": {"distributed_type": "auto"}}))
+init_process_group(world, choose_device("cpu", world), timedelta(seconds=60), engine)
+import torch
+import torch.distributed as dist
+import ds_encdec.build, ds_encdec.engine.fsdp2
+print(engine, dist.get_backend(), dist.get_world_size())
+dist.destroy_process_group()
+"""
+
+
+def test_a_machine_without_deepspeed_trains_with_fsdp2() -> None:
+    result = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    refusal, found = result.stdout.strip().splitlines()
+    assert refusal.startswith("2 infra.distributed_type=deepspeed, but deepspeed is not installed")
+    assert found == "fsdp gloo 1"
+
+
+@pytest.mark.parametrize(
+    ("config", "missing", "warnings"),
+    [
+        (configured(distributed_type="auto"), True, ["deepspeed is not installed; training with FSDP2"]),
+        (
+            configured({"torch_compile": True}, distributed_type="auto"),
+            False,
+            ["DeepSpeed does not do what training.torch_compile asks for; training with FSDP2"],
+        ),
+        (
+            configured(distributed_type="fsdp", deepspeed_extra={"zero_optimization": {"overlap_comm": False}}),
+            False,
+            ["infra.deepspeed_extra does nothing under FSDP2: zero_optimization"],
+        ),
+        (configured(distributed_type="fsdp"), False, []),
+    ],
+)
+def test_what_is_not_as_asked_is_said_once(
+    config: FullConfig,
+    missing: bool,
+    warnings: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    request: pytest.FixtureRequest,
+) -> None:
+    import ds_encdec.engine.fsdp2
+
+    if missing:
+        request.getfixturevalue("without_deepspeed")
+    monkeypatch.setattr(ds_encdec.engine.fsdp2, "FSDP2Engine", lambda *_: None)
+    with caplog.at_level(logging.WARNING):
+        create_engine(config, discover({}), torch.device("cpu"), MODEL, None, 1)
+    assert len(caplog.messages) == len(warnings)
+    for message, wanted in zip(caplog.messages, warnings, strict=True):
+        assert wanted in message
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype"),
+    [
+        ({"bf16": True}, torch.bfloat16),
+        ({"bf16": False}, torch.float32),
+        ({"bf16": False, "fp16": True}, torch.float16),
+    ],
+)
+def test_compute_dtype(flags: dict[str, bool], dtype: torch.dtype) -> None:
+    assert compute_dtype(FullConfig.model_validate({"training": flags}).training) is dtype
