@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import resource
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from engine_steps import Case, run_all, train_step
 from packed_batches import random_batch
 from small_run import MODEL, SHORT_ACCUMULATION, run_config, weights
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_encdec.checkpoint.dcp_state import DcpState
 from ds_encdec.config.schema import FullConfig
@@ -250,7 +251,7 @@ def only_decay(**overrides: Any) -> dict[str, Any]:
 
 
 def held(**overrides: Any) -> dict[str, Any]:
-    """What a rank asks its source for, holds of each parameter, and holds in memory besides, before and after a step."""
+    """What a rank asks its source for, and what it holds of each parameter and moment once it has trained."""
     asked: dict[str, int] = {}
 
     def recorded(name: str, rows: slice = slice(None), /) -> torch.Tensor:
@@ -259,41 +260,51 @@ def held(**overrides: Any) -> dict[str, Any]:
         return found
 
     engine = short_engine(source=recorded, **overrides)
-    shards = {name: parameter.to_local().numel() for name, parameter in engine._parameters.items()}
     short_step(engine, 0)
-    after = {name: parameter.to_local().numel() for name, parameter in engine.model.named_parameters()}
-    moments = {
-        name: engine._optimizer.state[parameter]["exp_avg"].to_local().numel()
-        for name, parameter in engine._parameters.items()
-    }
-    gathered = sum(
-        tensor.untyped_storage().nbytes()
-        for tensor in _live_tensors()
-        if tensor.shape == (MODEL.vocab_size, MODEL.hidden_size) and not hasattr(tensor, "_spec")
-    )
-    tied = engine.model.lm_head.weight is engine.model.shared.weight
-    dtypes = {str(parameter.dtype) for parameter in engine.model.parameters()}
-    engine.close()
-    return {
+    tensors = engine.stage(Path(), copy=False).write.args[0]
+    held = {name: parameter.to_local().numel() for name, parameter in engine.model.named_parameters()}
+    result = {
         "asked": asked,
-        "shards": shards,
-        "after": after,
-        "moments": moments,
-        "tied": tied,
-        "dtypes": dtypes,
-        "gathered_bytes": gathered,
+        "held": held,
+        "state": {key: tensor.to_local().numel() for key, tensor in tensors.items()},
+        "tied": engine.model.lm_head.weight is engine.model.shared.weight,
+        "dtypes": {str(parameter.dtype) for parameter in engine.model.parameters()},
     }
+    engine.close()
+    return result
 
 
-def _live_tensors() -> list[torch.Tensor]:
-    gc.collect()
-    return [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
+class Collectives(TorchDispatchMode):
+    """Counts the collectives called inside, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.calls[func.__name__.split(".")[0].strip("_")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def communication(**overrides: Any) -> dict[str, int]:
+    """Collectives of an optimizer step of two micro-batches."""
+    engine = short_engine(**overrides)
+    short_step(engine, 0)
+    with Collectives() as counted:
+        for last in (False, True):
+            loss = engine.forward(random_batch(int(last), MODEL.vocab_size))
+            engine.backward(loss, target_tokens=100, last=last)
+    engine.step()
+    engine.close()
+    return dict(counted.calls)
 
 
 def compiled(**overrides: Any) -> dict[str, Any]:
     """Compiled layers: how many graphs there are after the first step, and after batches of many other lengths."""
     from torch._dynamo.utils import counters
 
+    torch.compiler.reset()  # other cases have compiled these layers before
     counters.clear()
     engine = make_engine(fsdp_config(torch_compile=True, **overrides))
     train_step(engine, 0)

@@ -1,0 +1,205 @@
+"""Which cases of fsdp_cases.py run at which number of ranks, in one start of processes each, without deepspeed."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from engine_steps import Case
+from gloo_ranks import RankFailure, run_ranks
+from small_run import SHORT_STEPS, STEPS
+
+HYBRID_OF_ONE = {"hybrid_shard_size": 1}
+
+PARITY: dict[int, dict[str, dict[str, Any]]] = {
+    1: {
+        **{stage: {"sharding_stage": stage, "steps": STEPS} for stage in ("zero0", "zero2", "zero3")},
+        "zero3-offload": {"offload_optimizer": "cpu", "steps": SHORT_STEPS},
+        "zero3_hybrid": {"sharding_stage": "zero3_hybrid", "steps": SHORT_STEPS},
+    },
+    2: {
+        **{stage: {"sharding_stage": stage, "steps": STEPS} for stage in ("zero0", "zero1", "zero2", "zero3")},
+        "zero0-wsd": {
+            "sharding_stage": "zero0",
+            "lr_scheduler_type": "wsd",
+            "wsd_decay_fraction": 0.5,
+            "steps": STEPS - 2,
+        },
+        "zero3-warmup-decay": {"lr_scheduler_type": "WarmupDecayLR", "steps": STEPS},
+        "zero2-offload": {"sharding_stage": "zero2", "offload_optimizer": "cpu", "steps": SHORT_STEPS},
+        "zero3-offload": {"offload_optimizer": "cpu", "offload_params": "cpu", "steps": SHORT_STEPS},
+        "zero2_hybrid": {"sharding_stage": "zero2_hybrid", "steps": SHORT_STEPS},
+        "zero3_hybrid-of-one": {"sharding_stage": "zero3_hybrid", "steps": SHORT_STEPS, **HYBRID_OF_ONE},
+        "zero3-short": {"steps": SHORT_STEPS},
+        "zero3-full": {"activation_checkpointing": "full", "steps": SHORT_STEPS},
+        "zero3-every-2": {"activation_checkpointing": "every_n", "steps": SHORT_STEPS},
+        "zero3-selective": {"activation_checkpointing": "selective", "steps": SHORT_STEPS},
+        "zero3-activation-offload": {
+            "activation_checkpointing": "full",
+            "activation_offload": True,
+            "steps": SHORT_STEPS,
+        },
+        "zero3-compile": {"torch_compile": True, "steps": SHORT_STEPS},
+        "zero2-compile-full": {
+            "sharding_stage": "zero2",
+            "torch_compile": True,
+            "activation_checkpointing": "full",
+            "steps": SHORT_STEPS,
+        },
+        "zero2-reduce-always": {
+            "sharding_stage": "zero2",
+            "fsdp_reduce_every_micro_batch": True,
+            "steps": SHORT_STEPS,
+        },
+        "zero3-reduce-always": {"fsdp_reduce_every_micro_batch": True, "steps": SHORT_STEPS},
+    },
+    4: {
+        **{stage: {"sharding_stage": stage, "steps": SHORT_STEPS} for stage in ("zero0", "zero3")},
+        **{
+            f"{stage}{'-reduce-always' if always else ''}": {
+                "sharding_stage": stage,
+                "hybrid_shard_size": 2,
+                "fsdp_reduce_every_micro_batch": always,
+                "steps": SHORT_STEPS,
+            }
+            for stage in ("zero2_hybrid", "zero3_hybrid")
+            for always in (False, True)
+        },
+    },
+}
+"""Float32 runs that must be the oracle's, by number of ranks and name."""
+
+BF16: dict[str, dict[str, Any]] = {
+    "zero0": {"sharding_stage": "zero0"},
+    "zero2-offload": {"sharding_stage": "zero2", "offload_optimizer": "cpu"},
+    "zero3": {},
+    "zero3-selective": {"activation_checkpointing": "selective"},
+}
+"""bf16 runs of two ranks, by name."""
+
+SKIPS: dict[str, dict[str, Any]] = {
+    "zero0-nan": {"sharding_stage": "zero0", "how": "nan"},
+    "zero2-veto": {"sharding_stage": "zero2", "how": "veto"},
+    "zero2-bf16-nan": {"sharding_stage": "zero2", "bf16": True, "how": "nan"},
+    "zero3-nan": {"how": "nan"},
+    "zero3-bf16-offload-veto": {"offload_optimizer": "cpu", "bf16": True, "how": "veto"},
+    "zero3_hybrid-reduce-always-nan": {
+        "sharding_stage": "zero3_hybrid",
+        "fsdp_reduce_every_micro_batch": True,
+        "how": "nan",
+        **HYBRID_OF_ONE,
+    },
+}
+"""Runs of two ranks with a skipped step, by name."""
+
+SAVES: dict[str, dict[str, Any]] = {
+    "zero0": {"sharding_stage": "zero0", "copy": True},
+    "zero2-bf16": {"sharding_stage": "zero2", "bf16": True, "copy": True},
+    "zero3": {"copy": False},
+    "zero3-offload-bf16": {"offload_optimizer": "cpu", "bf16": True, "copy": True},
+    "zero3_hybrid": {"sharding_stage": "zero3_hybrid", "copy": False, **HYBRID_OF_ONE},
+    "zero3-warmup-decay": {"lr_scheduler_type": "WarmupDecayLR", "copy": True},
+}
+"""Runs of two ranks that are saved and loaded, by name."""
+
+RELOADS: dict[str, dict[str, Any]] = {
+    "zero0": {"sharding_stage": "zero0"},
+    "zero3": {},
+    "zero3_hybrid": {"sharding_stage": "zero3_hybrid", "hybrid_shard_size": 2},
+}
+"""Runs of four ranks that load what two have saved as zero3-warmup-decay, by name."""
+
+COMMUNICATION: dict[str, dict[str, Any]] = {
+    "zero0": {"sharding_stage": "zero0"},
+    "zero2": {"sharding_stage": "zero2"},
+    "zero3": {},
+    "zero3_hybrid": {"sharding_stage": "zero3_hybrid", "hybrid_shard_size": 2},
+    "zero3-reduce-always": {"fsdp_reduce_every_micro_batch": True},
+    "zero2_hybrid-reduce-always": {
+        "sharding_stage": "zero2_hybrid",
+        "hybrid_shard_size": 2,
+        "fsdp_reduce_every_micro_batch": True,
+    },
+}
+"""Runs of four ranks whose collectives are counted, by name."""
+
+HELD: dict[str, dict[str, Any]] = {
+    "zero0": {"sharding_stage": "zero0"},
+    "zero2": {"sharding_stage": "zero2"},
+    "zero3": {},
+    "zero3_hybrid": {"sharding_stage": "zero3_hybrid", "hybrid_shard_size": 2},
+}
+"""Runs of four ranks whose shards are measured, by name."""
+
+
+@functools.cache
+def checkpoints() -> Path:
+    """Where the cases leave their checkpoints, until the end of the session."""
+    folder = tempfile.TemporaryDirectory(prefix="fsdp-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
+
+
+def result(world_size: int, case: str) -> list[Any]:
+    """The case's result on every rank."""
+    ranks = _run(world_size)
+    if isinstance(ranks, RankFailure):
+        raise ranks
+    found = [rank[case] for rank in ranks]
+    for traceback in found:
+        assert not (isinstance(traceback, str) and traceback.startswith("Traceback")), traceback
+    return found
+
+
+@functools.cache
+def _run(world_size: int) -> list[dict[str, Any]] | RankFailure:
+    plan = [(f"parity {name}", "trajectory", given) for name, given in PARITY[world_size].items()]
+    plan += _CASES[world_size]()
+    try:
+        return run_ranks(
+            "fsdp_cases.py:run_cases",
+            world_size,
+            {"cases": plan},
+            env={"WITHOUT_DEEPSPEED": "1"},
+            timeout_seconds=600,
+        )
+    except RankFailure as failure:
+        return failure  # cached like a result: every test would wait for it again
+
+
+def _one_rank() -> list[Case]:
+    return []
+
+
+def _two_ranks() -> list[Case]:
+    plan: list[Case] = [
+        (f"bf16 {name}", "trajectory", {"bf16": True, "steps": STEPS, **given}) for name, given in BF16.items()
+    ]
+    plan += [(f"skip {name}", "skipping", given) for name, given in SKIPS.items()]
+    plan += [(f"save {name}", "saving", {"directory": str(checkpoints() / name), **g}) for name, g in SAVES.items()]
+    plan += [(f"unreadable {problem}", "unreadable_weights", {"problem": problem}) for problem in ("shape", "error")]
+    plan += [(f"decay {stage}", "only_decay", {"sharding_stage": stage}) for stage in ("zero0", "zero3")]
+    plan.append(("compiled", "compiled", {"activation_checkpointing": "every_n"}))
+    plan.append(("untrained", "untrained_state", {}))
+    plan.append(("refused", "refused_loads", {}))
+    plan.append(("indivisible", "indivisible_ranks", {}))
+    plan.append(("full disk", "full_disk", {"directory": str(checkpoints() / "full")}))
+    return plan
+
+
+def _four_ranks() -> list[Case]:
+    result(2, "save zero3-warmup-decay")  # must be there
+    saved = str(checkpoints() / "zero3-warmup-decay")
+    plan: list[Case] = [
+        (f"reload {name}", "reloading", {"directory": saved, "lr_scheduler_type": "WarmupDecayLR", **given})
+        for name, given in RELOADS.items()
+    ]
+    plan += [(f"communication {name}", "communication", given) for name, given in COMMUNICATION.items()]
+    plan += [(f"held {name}", "held", given) for name, given in HELD.items()]
+    return plan
+
+
+_CASES = {1: _one_rank, 2: _two_ranks, 4: _four_ranks}

@@ -1,0 +1,106 @@
+"""Skipped steps, saves and loads of the FSDP2 engine: properties that are exact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fsdp_plan import RELOADS, SAVES, SKIPS, checkpoints, result
+from small_run import MODEL, run_config, weights
+
+from ds_encdec.engine.record import read_record
+from ds_encdec.model.parameter_count import parameter_shapes
+from ds_encdec.optim.schedules import learning_rate
+
+pytestmark = pytest.mark.distributed
+
+
+def assert_identical(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert not [name for name in expected if not torch.equal(found[name], expected[name])]
+
+
+@pytest.mark.parametrize("case", SKIPS)
+def test_a_skipped_step_leaves_no_trace(case: str) -> None:
+    for rank in result(2, f"skip {case}"):
+        skipped, clean = rank["skipped"], rank["clean"]
+        refused = skipped["steps"].pop(2)
+        assert not refused["applied"]
+        assert refused["learning_rate"] == skipped["steps"][2]["learning_rate"]  # the schedule did not move
+        assert skipped["steps"] == clean["steps"]  # losses, norms, rates: equal to the bit, before and after
+        assert_identical(skipped["state"], clean["state"])
+        if SKIPS[case]["how"] == "veto":
+            assert 0 < refused["grad_norm"] < 100
+        else:
+            assert refused["grad_norm"] == float("inf")
+
+
+@pytest.mark.parametrize("engine", ["resumed", "again"])
+@pytest.mark.parametrize("case", SAVES)
+def test_a_loaded_run_goes_on_to_the_bit(case: str, engine: str) -> None:
+    """In a fresh engine and in the one that went on; saved while it did, where `copy` allows that."""
+    for rank in result(2, f"save {case}"):
+        steps, state = rank["straight"]
+        assert rank[engine][0] == steps
+        assert_identical(rank[engine][1], state)
+        assert not torch.equal(state["weight.shared.weight"], rank["saved"]["weight.shared.weight"])
+
+
+@pytest.mark.parametrize("case", RELOADS)
+def test_four_ranks_load_what_two_have_saved(case: str) -> None:
+    saved = result(2, "save zero3-warmup-decay")[0]["saved"]
+    training = run_config(lr_scheduler_type="WarmupDecayLR").training
+    for rank in result(4, f"reload {case}"):
+        assert_identical(rank["state"], saved)
+        assert rank["learning_rate"] == learning_rate(2, training)
+
+
+@pytest.mark.parametrize("case", SAVES)
+def test_every_file_is_returned_by_one_rank(case: str) -> None:
+    ranks: list[dict[str, Any]] = result(2, f"save {case}")
+    folder = checkpoints() / case
+    returned = [name for rank in ranks for name in rank["files"]]
+    assert sorted(returned) == sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    assert {"engine.json", "dcp/.metadata"} <= set(ranks[0]["files"])
+    total = 12 * sum(torch.Size(shape).numel() for shape in parameter_shapes(MODEL).values())
+    assert sum(rank["num_bytes"] for rank in ranks) == pytest.approx(total, rel=0.01)
+
+
+@pytest.mark.parametrize("case", SAVES)
+def test_the_record_describes_the_files(case: str) -> None:
+    result(2, f"save {case}")
+    record = read_record(checkpoints() / case)
+    given = SAVES[case]
+    assert (record.format, record.world_size, record.applied_steps, record.loss_scaler) == ("dcp", 2, 2, None)
+    assert record.sharding_stage == given.get("sharding_stage", "zero3")
+    assert record.dtype == ("bfloat16" if given.get("bf16") else "float32")
+    decaying, others = record.groups
+    assert sorted([*decaying, *others]) == sorted(parameter_shapes(MODEL))
+    assert all(name.endswith("norm.weight") for name in others)
+    assert not any(name.endswith("norm.weight") for name in decaying)
+
+
+def test_a_state_that_has_not_trained_can_be_saved() -> None:
+    for state in result(2, "untrained"):
+        for name in parameter_shapes(MODEL):
+            assert torch.equal(state[f"weight.{name}"], weights(name))
+            assert not state[f"exp_avg.{name}"].any()
+            assert not state[f"exp_avg_sq.{name}"].any()
+
+
+def test_states_of_other_models_are_refused_on_every_rank() -> None:
+    for messages in result(2, "refused"):
+        assert "no parameter decoder.norm.weight" in messages["lacking"]
+        assert "decoder.norm.weight has shape [33] there and [32] in this run's model" in messages["other shape"]
+        assert "lora.weight, which this run's model lacks" in messages["more"]
+        assert messages["unreadable"] == "weight of shared.weight is damaged"
+        assert messages["whole"] == "loaded"
+
+
+def test_a_full_disk_is_an_oserror_on_every_rank() -> None:
+    for message in result(2, "full disk"):
+        assert message.startswith("OSError")
+        assert "File too large" in message
+        assert str(Path(checkpoints() / "full" / "dcp")) in message
