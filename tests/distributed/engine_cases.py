@@ -20,6 +20,7 @@ from small_run import MODEL, SHORT_ACCUMULATION, run_config, weights
 from ds_encdec.checkpoint.zero_state import ZeroState
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.deepspeed_zero import DeepSpeedEngine
+from ds_encdec.engine.optimizer_shards import shards
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine
 from ds_encdec.launch.world import discover
@@ -43,11 +44,18 @@ def make_engine(config: FullConfig, source: WeightSource | None = weights) -> De
 
 def full_weights(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
     """Every parameter in full, float32 master where there is one."""
-    found = {}
-    for name, parameter in engine.model.named_parameters():
-        master = safe_get_full_fp32_param(parameter) if engine._engine.zero_optimization() else parameter
-        found[name] = master.detach().float().clone()
-    return found
+    parameters = dict(engine.model.named_parameters())
+    if engine._engine.zero_optimization():
+        masters = {name: safe_get_full_fp32_param(parameter) for name, parameter in parameters.items()}
+    else:
+        masters = {
+            piece.name: shard.weights.view(-1)[piece.offset : piece.offset + piece.length].view_as(
+                parameters[piece.name]
+            )
+            for shard in shards(engine._engine)
+            for piece in shard.pieces
+        }
+    return {name: master.detach().float().clone() for name, master in masters.items()}
 
 
 def trajectory(steps: int, **overrides: Any) -> dict[str, Any]:

@@ -100,7 +100,7 @@ CHANGED_RESUMES: dict[str, dict[str, Any]] = {
 """Float32 runs that are resumed with other settings, by name."""
 
 UNTRAINED: dict[str, dict[str, Any]] = {
-    **{f"{stage}-bf16": {"sharding_stage": stage, "bf16": True} for stage in SHARDED},
+    **{f"{stage}-bf16": {"sharding_stage": stage, "bf16": True} for stage in STAGES},
     "zero1-bf16-float32-accumulation": {"sharding_stage": "zero1", "bf16": True, **FLOAT32_ACCUMULATION},
     "zero2-bf16-offload": {"sharding_stage": "zero2", "bf16": True, "offload_optimizer": "cpu"},
     "zero3-bf16-offload": {"bf16": True, "offload_optimizer": "cpu", "offload_params": "cpu"},
@@ -108,7 +108,7 @@ UNTRAINED: dict[str, dict[str, Any]] = {
 }
 """Runs with float32 weights beside those they compute with, by name."""
 
-LOSSLESS = ("zero1-bf16", "zero3-bf16")
+LOSSLESS = ("zero0-bf16", "zero1-bf16", "zero3-bf16")
 """Those of them that also start from a bf16 source."""
 
 LEAVING: dict[str, dict[str, Any]] = {
