@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fresh_process import without
 from saved_checkpoints import KINDS, State, config, flip_byte, random_state, save_checkpoint
 
 from ds_encdec import cli
@@ -99,6 +100,20 @@ def test_deepspeeds_own_script_reads_what_one_process_wrote(
     assert torch.equal(weights.pop("lm_head.weight"), weights["shared.weight"])
     assert weights.keys() == state["weight"].keys()
     assert all(torch.equal(weights[name], full) for name, full in state["weight"].items())
+
+
+CONVERT = """
+from pathlib import Path
+from ds_encdec.checkpoint.convert import convert_checkpoint
+convert_checkpoint(Path(sys.argv[1]), Path(sys.argv[2]), to="dcp", overrides=["infra.sharding_stage=zero1"])
+print("done")
+"""
+
+
+def test_deepspeeds_files_are_converted_without_deepspeed(tmp_path: Path, state: State) -> None:
+    source = save_checkpoint(tmp_path, STEP, state, config(), engine="deepspeed", loss_scaler=LOSS_SCALER)
+    assert without(["deepspeed"], CONVERT, source, tmp_path / "out", cwd=tmp_path) == "done"
+    assert_same(tmp_path / "out", state, source)
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fresh_process import without
 from safetensors.torch import load_file
 from saved_checkpoints import config, random_state, save_checkpoint, tokenizer
 
@@ -32,15 +29,6 @@ def export(out: Path, model_config: Qwen3Seq2SeqConfig, **options: Any) -> None:
     export_hf(weights, model_config, tokenizer(), out, **{**defaults, **options})
 
 
-BLOCKED = """
-import sys
-class Blocked:
-    def find_spec(self, name, *_):
-        if name.partition(".")[0] in BLOCKED_PACKAGES:
-            raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, Blocked())
-"""
-
 GENERATION = """
 import json, torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
@@ -56,21 +44,6 @@ print(json.dumps({
     "module": type(model).__module__,
 }))
 """
-
-
-def without(packages: Sequence[str], code: str, *arguments: Path, cwd: Path) -> str:
-    """The last line that `code` prints in a fresh process in which `packages` cannot be imported."""
-    program = f"BLOCKED_PACKAGES = {packages!r}{BLOCKED}{code}"
-    run = subprocess.run(
-        [sys.executable, "-c", program, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={"HF_HOME": str(cwd / "hf"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PATH": os.environ["PATH"]},
-        cwd=cwd,
-    )
-    assert run.returncode == 0, run.stderr
-    return run.stdout.splitlines()[-1]
 
 
 @pytest.mark.parametrize(("tied", "max_shard_bytes"), [(True, 10**9), (False, 20_000)])
