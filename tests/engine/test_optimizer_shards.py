@@ -1,0 +1,91 @@
+"""Filling a shard, its Adam state, and the loss scale of float16, which no CPU trains with."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any, cast
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import pytest
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from torch import Tensor
+
+from ds_encdec.engine.optimizer_shards import (
+    Piece,
+    Shard,
+    adam_state,
+    loss_scaler_state,
+    set_adam_step,
+    set_loss_scaler_state,
+)
+
+
+def engine_with(scaler: Any) -> DeepSpeedEngine:
+    return cast(DeepSpeedEngine, SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=scaler)))
+
+
+def dynamic_scaler() -> DynamicLossScaler:
+    return DynamicLossScaler(
+        init_scale=2.0**16, scale_window=4, min_scale=1.0, delayed_shift=2, consecutive_hysteresis=False
+    )
+
+
+def test_a_shard_is_filled_by_ranges_and_its_padding_zeroed() -> None:
+    shard = Shard(torch.full((8,), 9.0), (Piece("a", 2, 3, 0), Piece("b", 0, 2, 4)))
+    values = {"a": torch.arange(10.0), "b": torch.tensor([20.0, 21.0])}
+    shard.fill(shard.weights, lambda name, start, stop: values[name][start:stop])
+    assert shard.weights.tolist() == [2, 3, 4, 0, 20, 21, 0, 0]
+    shard.fill_parameter("b", torch.tensor([30.0, 31.0]))
+    assert shard.weights.tolist() == [2, 3, 4, 0, 30, 31, 0, 0]
+
+
+def test_a_state_made_for_torch_is_what_its_own_first_step_makes() -> None:
+    untouched, stepped = torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True)
+    stepped.grad = torch.zeros(4)
+    optimizer = torch.optim.AdamW([untouched, stepped])
+    optimizer.step()
+    made, own = adam_state(optimizer, untouched), optimizer.state[stepped]
+    set_adam_step(made, 1)
+    assert made.keys() == own.keys()
+    for key, value in own.items():
+        assert torch.equal(made[key], value)
+        assert (made[key].dtype, made[key].requires_grad) == (value.dtype, False)
+
+
+def test_deepspeeds_optimizers_count_in_integers() -> None:
+    class Counting(torch.optim.Optimizer):
+        def step(self, closure: Any = None) -> None: ...
+
+    weights: Tensor = torch.ones(4, requires_grad=True)
+    state = adam_state(Counting([weights], {}), weights)
+    set_adam_step(state, 7)
+    assert state["step"] == 7
+    assert isinstance(state["step"], int)
+
+
+@pytest.mark.parametrize("before", range(12))
+def test_a_loss_scale_goes_on_as_if_never_interrupted(before: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepspeed.comm.get_rank", lambda: 1)  # the scaler logs on rank 0
+    overflows = [index in (2, 3, 5, 14) for index in range(24)]
+    straight, resumed = dynamic_scaler(), dynamic_scaler()
+    for overflow in overflows[:before]:
+        straight.update_scale(overflow)
+    set_loss_scaler_state(engine_with(resumed), loss_scaler_state(engine_with(straight)))
+    for overflow in overflows[before:]:
+        assert resumed.cur_scale == straight.cur_scale
+        straight.update_scale(overflow)
+        resumed.update_scale(overflow)
+
+
+def test_without_a_dynamic_loss_scale_there_is_nothing_to_carry_over() -> None:
+    static = LossScaler(scale=1.0)
+    assert loss_scaler_state(engine_with(static)) is None
+    set_loss_scaler_state(engine_with(static), {"scale": 8.0})
+    assert static.cur_scale == 1.0
+    fresh = dynamic_scaler()
+    set_loss_scaler_state(engine_with(fresh), None)
+    assert fresh.cur_scale == 2.0**16

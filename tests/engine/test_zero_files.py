@@ -1,0 +1,51 @@
+"""Staging: what is copied, what is shared, and what the next save uses again."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ds_encdec.engine.zero_files import HostBuffers, StagingArea
+
+
+def tied_state() -> tuple[dict[str, Any], Tensor]:
+    """A tensor, a view of it and its transpose, beside one of its own; and the first."""
+    flat = torch.arange(12.0)
+    parameter = nn.Parameter(flat.view(3, 4))
+    state = OrderedDict(flat=flat, part=[flat[4:8]], matrix=(parameter.t(), torch.Size([3])), own=torch.ones(5), step=3)
+    return state, flat
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_shared_storage_stays_shared_and_counts_once(copied: bool) -> None:
+    state, flat = tied_state()
+    area = StagingArea(HostBuffers(pin_memory=False) if copied else None)
+    taken = area.take(state)
+    assert isinstance(taken, OrderedDict)
+    assert taken["matrix"][1:] == (torch.Size([3]),)
+    assert taken["step"] == 3
+    assert area.num_bytes == (12 + 5) * 4
+    for found, given in ((taken["part"][0], flat[4:8]), (taken["matrix"][0], flat.view(3, 4).t())):
+        assert torch.equal(found, given)
+        assert found.untyped_storage().data_ptr() == taken["flat"].untyped_storage().data_ptr()
+        assert not found.requires_grad
+    flat.zero_()
+    assert bool(taken["part"][0].any()) is copied
+
+
+def test_the_next_save_uses_the_same_memory() -> None:
+    buffers = HostBuffers(pin_memory=False)
+    first = StagingArea(buffers).take(tied_state()[0])
+    buffers.rewind()
+    second = StagingArea(buffers).take({"a": torch.full((12,), 7.0), "b": torch.zeros(9)})
+    assert second["a"].data_ptr() == first["flat"].data_ptr()
+    assert first["flat"].tolist() == [7.0] * 12
+    assert second["b"].tolist() == [0.0] * 9  # another size: new memory
+    assert first["own"].tolist() == [1.0] * 5
