@@ -29,7 +29,7 @@ from ds_encdec.engine.fsdp_sharding import (
     reshards_after_forward,
     sharded_parameters,
 )
-from ds_encdec.engine.fsdp_state import HostCopies, StateWriter, load_state, state_tensors
+from ds_encdec.engine.fsdp_state import HostCopies, StateWriter, keys_to_write, load_state, state_tensors
 from ds_encdec.engine.protocol import StagedSave, Veto
 from ds_encdec.engine.record import EngineRecord
 from ds_encdec.launch.agreement import Agreement
@@ -58,10 +58,11 @@ class FSDP2Engine:
         """
         self.device = device
         self._training, self._infra = config.training, config.infra
+        mesh = make_mesh(config.infra, world, device)
         timeout = timedelta(minutes=config.infra.distributed_timeout_minutes)
         self._agreement = Agreement(timeout)
         self._writer = StateWriter(timeout)
-        model = build_sharded_model(config, model_config, make_mesh(config.infra, world, device), device)
+        model = build_sharded_model(config, model_config, mesh, device)
         assert isinstance(model, FSDPModule)
         self.model: torch.nn.Module = model
         self._sharded: FSDPModule = model
@@ -112,9 +113,10 @@ class FSDP2Engine:
     def stage(self, directory: Path, *, copy: bool) -> StagedSave:
         """See protocol.Engine. torch.distributed.checkpoint's files, see fsdp_state."""
         tensors = state_tensors(self._parameters, self._optimizer)
+        keys = keys_to_write(tensors)
         if copy:
-            tensors = self._host_copies.take(tensors)
-        return self._writer.staged(tensors, self._record(), directory)
+            tensors |= self._host_copies.take({key: tensors[key] for key in keys})
+        return self._writer.staged(tensors, keys, self._record(), directory)
 
     def load(self, saved: SavedState) -> None:
         """See protocol.Engine."""

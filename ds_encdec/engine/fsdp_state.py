@@ -4,14 +4,15 @@ CHECKPOINT/
   engine.json                      what wrote it (record.py)
   dcp/.metadata, __RANK_0.distcp   float32 tensors weight.NAME, exp_avg.NAME, exp_avg_sq.NAME
 
-Names are neutral: those of `named_parameters()`, a tied one's first. Where parameters are replicated, one of the ranks
-that hold the same rows writes them.
+Names are neutral: those of `named_parameters()`, a tied one's first. Where parameters are replicated, each tensor is
+written by one replica alone, so all replicas share the work, and the host memory of the copies.
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from math import prod
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
@@ -40,6 +42,20 @@ def state_tensors(parameters: Mapping[str, DTensor], optimizer: torch.optim.Opti
     for kind in MOMENTS:
         tensors |= {f"{kind}.{name}": optimizer.state[parameter][kind] for name, parameter in parameters.items()}
     return cast(dict[str, DTensor], tensors)  # what DTensor's operations return is typed as Tensor
+
+
+def keys_to_write(tensors: Mapping[str, DTensor]) -> list[str]:
+    """The tensors that this rank's replica writes: each goes to the replica that has the fewest elements by then."""
+    mesh = next(iter(tensors.values())).device_mesh
+    replicas, mine = (mesh.size(0), mesh.get_local_rank(0)) if mesh.ndim == 2 else (1, 0)
+    elements = [0] * replicas
+    keys = []
+    for key, tensor in tensors.items():
+        replica = elements.index(min(elements))
+        elements[replica] += tensor.numel()
+        if replica == mine:
+            keys.append(key)
+    return keys
 
 
 class HostCopies:
@@ -71,21 +87,25 @@ class StateWriter:
         """Collective. `timeout`: of each exchange between the writing ranks."""
         self._group = dist.new_group(backend="gloo", timeout=timeout)
 
-    def staged(self, tensors: dict[str, DTensor], record: EngineRecord, directory: Path) -> StagedSave:
-        """`tensors` and `record`, to be written under `directory`."""
-        num_bytes = sum(tensor.to_local().nbytes // _replicas(tensor) for tensor in tensors.values())
-        return StagedSave(num_bytes, partial(self._write, tensors, record, directory))
+    def staged(
+        self, tensors: Mapping[str, DTensor], keys: Sequence[str], record: EngineRecord, directory: Path
+    ) -> StagedSave:
+        """`record` and all `tensors`, to be written under `directory`; of those this rank writes `keys`."""
+        num_bytes = sum(tensors[key].to_local().nbytes for key in keys)
+        return StagedSave(num_bytes, partial(self._write, dict(tensors), frozenset(keys), record, directory))
 
     def close(self) -> None:
         """Collective, when nothing is being written."""
         dist.destroy_process_group(self._group)
 
-    def _write(self, tensors: dict[str, DTensor], record: EngineRecord, directory: Path) -> list[Path]:
+    def _write(
+        self, tensors: dict[str, DTensor], keys: frozenset[str], record: EngineRecord, directory: Path
+    ) -> list[Path]:
         folder = directory / DCP_FOLDER
         # Not synced: flushing to disk is the checkpoint manager's, file by file with the hashes.
         writer = dcp.FileSystemWriter(folder, sync_files=False, overwrite=False)
         try:
-            dcp.save(dict(tensors), storage_writer=writer, process_group=self._group)
+            dcp.save(tensors, storage_writer=writer, planner=_PlanOf(keys), process_group=self._group)
         except CheckpointException as failure:  # a BaseException, with every rank's error
             raise _plain_error(failure, folder) from failure
         rank = dist.get_rank()
@@ -93,6 +113,19 @@ class StateWriter:
         if rank == 0:
             files += [folder / ".metadata", write_record(record, directory)]
         return files
+
+
+class _PlanOf(DefaultSavePlanner):
+    """Plans to write `keys` alone. Every rank names all tensors, so that the files list them in the model's order."""
+
+    def __init__(self, keys: frozenset[str]) -> None:
+        super().__init__()
+        self._keys = keys
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        self.plan = replace(plan, items=[item for item in plan.items if item.index.fqn in self._keys])
+        return self.plan
 
 
 def load_state(
@@ -134,10 +167,6 @@ def _read_local(saved: SavedState, parameters: Mapping[str, DTensor], optimizer:
                 values = saved.read(kind, name, rows.start * row_elements, rows.stop * row_elements)
                 local.copy_(values.view(local.shape))
         state["step"].fill_(saved.applied_steps)
-
-
-def _replicas(tensor: DTensor) -> int:
-    return tensor.device_mesh.size() // tensor.device_mesh.size(tensor.device_mesh.ndim - 1)
 
 
 def _plain_error(failure: CheckpointException, folder: Path) -> Exception:

@@ -10,6 +10,7 @@ import torch
 from fsdp_plan import RELOADS, SAVES, SKIPS, checkpoints, result
 from small_run import MODEL, run_config, weights
 
+from ds_encdec.checkpoint.dcp_state import DcpState
 from ds_encdec.engine.record import read_record
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.optim.schedules import learning_rate
@@ -65,7 +66,16 @@ def test_every_file_is_returned_by_one_rank(case: str) -> None:
     assert sorted(returned) == sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     assert {"engine.json", "dcp/.metadata"} <= set(ranks[0]["files"])
     total = 12 * sum(torch.Size(shape).numel() for shape in parameter_shapes(MODEL).values())
-    assert sum(rank["num_bytes"] for rank in ranks) == pytest.approx(total, rel=0.01)
+    assert sum(rank["num_bytes"] for rank in ranks) == total
+    assert max(rank["num_bytes"] for rank in ranks) < 0.6 * total  # replicas share the work
+    assert len([name for name in returned if name.endswith(".distcp")]) == 2
+
+
+@pytest.mark.parametrize("case", SAVES)
+def test_the_files_name_the_parameters_in_the_models_order(case: str) -> None:
+    result(2, f"save {case}")
+    assert DcpState(checkpoints() / case).shapes == dict(parameter_shapes(MODEL))
+    assert list(DcpState(checkpoints() / case).shapes) == list(parameter_shapes(MODEL))
 
 
 @pytest.mark.parametrize("case", SAVES)
