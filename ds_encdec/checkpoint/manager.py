@@ -36,6 +36,7 @@ from ds_encdec.checkpoint.manifest import (
 )
 from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.launch.agreement import Agreement
+from ds_encdec.launch.run_folder import disk_error
 from ds_encdec.types import CheckpointError, TrainingState
 
 logger = logging.getLogger(__name__)
@@ -309,7 +310,7 @@ class CheckpointManager:
         try:
             return action()
         except Exception as error:
-            refusal = _disk_error(error)
+            refusal = disk_error(error)
             if refusal is None:
                 raise
             cause = f"rank {self._agreement.rank}: {refusal}"
@@ -320,13 +321,6 @@ class CheckpointManager:
         free_bytes = shutil.disk_usage(self.folder).free
         takes = f"takes about {needed_bytes:,} bytes and " if needed_bytes else ""
         return _DiskRefusedError(f"{cause}. The checkpoint {takes}has {free_bytes:,} free in {self.folder}. {advice}")
-
-
-def _disk_error(error: BaseException | None) -> OSError | None:
-    """The OSError that `error` is or comes from: torch.save, closing its file after one, raises a RuntimeError."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__ or error.__context__
-    return error
 
 
 def _touch(path: Path) -> str:

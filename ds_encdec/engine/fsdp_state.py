@@ -25,12 +25,15 @@ from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 
 from ds_encdec.engine.fsdp_sharding import local_rows
 from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.engine.record import DCP_FOLDER, EngineRecord, write_record
 from ds_encdec.launch.agreement import Agreement
+from ds_encdec.launch.run_folder import disk_error
 from ds_encdec.types import CheckpointError, SavedState, StateKind
 
 MOMENTS: tuple[StateKind, ...] = ("exp_avg", "exp_avg_sq")
@@ -80,6 +83,19 @@ class HostCopies:
         return dict(self._buffers)
 
 
+class _DiskWriter(dcp.FileSystemWriter):
+    """DCP's writer, whose errors still say that the disk refused once they have travelled to another rank."""
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            refusal = disk_error(error)
+            if refusal is None:
+                raise
+            raise refusal from error
+
+
 class StateWriter:
     """Writes states, possibly from a background thread: over a gloo group that nothing else uses."""
 
@@ -103,7 +119,7 @@ class StateWriter:
     ) -> list[Path]:
         folder = directory / DCP_FOLDER
         # Not synced: flushing to disk is the checkpoint manager's, file by file with the hashes.
-        writer = dcp.FileSystemWriter(folder, sync_files=False, overwrite=False)
+        writer = _DiskWriter(folder, sync_files=False, overwrite=False)
         try:
             dcp.save(tensors, storage_writer=writer, planner=_PlanOf(keys), process_group=self._group)
         except CheckpointException as failure:  # a BaseException, with every rank's error

@@ -124,3 +124,10 @@ def flush_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def disk_error(error: BaseException | None) -> OSError | None:
+    """The OSError that `error` is or comes from: torch.save, closing its file after one, raises a RuntimeError."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error

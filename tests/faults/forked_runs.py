@@ -1,0 +1,112 @@
+"""Runs of the program, many a minute: a server imports everything once and forks the ranks of each run.
+
+    with ForkedRuns() as runs:
+        finished = runs.run(["--config", …], ranks=2)
+
+Started as a script this module is the server: it reads a request as a line of JSON and answers with one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+from tiny_run import REPOSITORY, environment, free_port
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The exit codes of a run's ranks, and what they printed together."""
+
+    codes: list[int]
+    output: str
+
+
+class ForkedRuns:
+    """Starts the server and asks it for runs. `wrapper`: words in front of its command line."""
+
+    def __init__(self, wrapper: tuple[str, ...] = ()) -> None:
+        self._command = [*wrapper, sys.executable, __file__]
+
+    def __enter__(self) -> ForkedRuns:
+        python_path = os.pathsep.join([str(REPOSITORY), str(Path(__file__).parents[1] / "launch")])
+        self._server = subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment() | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": python_path},
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._server.stdin is not None
+        self._server.stdin.close()  # the server ends with its input
+        self._server.wait(timeout=60)
+
+    def run(self, arguments: list[str], *, ranks: int = 1, largest_file: int | None = None) -> Finished:
+        """Run train.py to its end on `ranks` ranks, none of which may write a file above `largest_file` bytes."""
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        request = {"arguments": arguments, "ranks": ranks, "largest_file": largest_file}
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        return Finished(**json.loads(self._server.stdout.readline()))
+
+
+def serve() -> None:
+    """Answer requests until there are none."""
+    from ds_encdec import build, train  # noqa: F401
+    from ds_encdec.engine import deepspeed_zero, fsdp2  # noqa: F401
+
+    for line in sys.stdin:
+        print(json.dumps(answer(**json.loads(line))), flush=True)
+
+
+def answer(arguments: list[str], ranks: int, largest_file: int | None) -> dict[str, Any]:
+    with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
+        port = free_port()
+        pids = []
+        for rank in range(ranks):
+            pid = os.fork()
+            if pid == 0:
+                be_rank(rank, ranks, port, arguments, largest_file, log.name)
+            pids.append(pid)
+        codes = {pid: os.waitstatus_to_exitcode(status) for pid, status in (os.waitpid(pid, 0) for pid in pids)}
+        return {"codes": [codes[pid] for pid in pids], "output": log.read()}
+
+
+def be_rank(rank: int, ranks: int, port: int, arguments: list[str], largest_file: int | None, log: str) -> NoReturn:
+    from ds_encdec import train
+
+    code = 1
+    try:
+        output = os.open(log, os.O_WRONLY | os.O_APPEND)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        if largest_file is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        os.environ.update({name: str(value) for name, value in place.items()})
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        code = train.main(arguments)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,30 @@
+"""Kills in the middle of saves, by the script that does a hundred of them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.distributed
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "kill_saves.py"
+KILLS = 8
+"""Two of each engine, in the background and at once."""
+
+
+def test_killed_saves_leave_whole_checkpoints_to_go_on_from() -> None:
+    result = subprocess.run(
+        [sys.executable, str(SCRIPT), "--kills", str(KILLS)], capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = re.findall(
+        r"\| (\w+), (?:in the background|at once) \| (\d+) \| (\d+) \| (\d+) \| at most (\d) \|", result.stdout
+    )
+    assert [(engine, int(kills)) for engine, kills, *_ in rows] == 2 * [("deepspeed", 2), ("fsdp", 2)], result.stdout
+    assert sum(int(unfinished) for *_, unfinished, _, _ in rows) > 0, "no kill hit a save before its commit"
+    assert sum(int(verified) for *_, verified, _ in rows) >= KILLS
+    assert max(int(lost) for *_, lost in rows) <= 1

@@ -1,0 +1,197 @@
+"""Resumes that cannot be what is wanted are refused cheaply and by name; what can go on does. On the real program."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked_runs import Finished, ForkedRuns
+from tiny_run import QUICKSTART, losses, metrics, overrides
+
+from ds_encdec.checkpoint.folder import committed_steps
+from ds_encdec.checkpoint.manifest import read_manifest, verify_checkpoint
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[ForkedRuns]:
+    with ForkedRuns() as started:
+        yield started
+
+
+def arguments(folder: Path, *options: str, **changes: Any) -> list[str]:
+    settings = {
+        "infra__distributed_type": "fsdp",
+        "data__num_lanes": 3,
+        "training__num_train_steps": STEPS,
+        "training__save_steps": 2,
+        "training__eval_steps": 2,
+        "training__save_total_limit": 5,
+        "training__report_to": "none",
+    }
+    return ["--config", QUICKSTART, *overrides(folder, **settings | changes), *options]
+
+
+@pytest.fixture(scope="module")
+def finished(runs: ForkedRuns, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of one rank under FSDP2. Not to be changed."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    result = runs.run(arguments(folder))
+    assert result.codes == [0], result.output
+    return folder
+
+
+@pytest.fixture
+def run_folder(finished: Path, tmp_path: Path) -> Path:
+    """A copy of the finished run."""
+    return shutil.copytree(finished, tmp_path / "run", symlinks=True)
+
+
+def assert_refused(result: Finished, code: int, *words: str) -> None:
+    assert set(result.codes) == {code}, result.output
+    for word in words:
+        assert word in result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_finished_run_has_its_average(finished: Path) -> None:
+    averaged = finished / "export" / "averaged"
+    assert (averaged / "model.safetensors").exists()
+    assert "2, 4, 6" in (averaged / "README.md").read_text()
+    assert [path.name for path in averaged.parent.iterdir()] == ["averaged"]
+    assert not (finished / "ds_config.json").exists()  # DeepSpeed had no part in it
+    assert read_manifest(finished / "checkpoints" / "final").engine == "fsdp"
+
+
+def test_ranks_that_do_not_divide_the_lanes_are_told_which_do(runs: ForkedRuns, finished: Path) -> None:
+    before = (finished / "run.json").read_text()
+    result = runs.run(arguments(finished, "--resume", "auto", infra__distributed_type="deepspeed"), ranks=2)
+    assert_refused(result, 2, "2 ranks do not divide the run's 3 lanes", "numbers of ranks: 1, 3.")
+    assert (finished / "run.json").read_text() == before
+
+
+def test_three_ranks_of_the_other_engine_go_on_with_the_same_data(runs: ForkedRuns, run_folder: Path) -> None:
+    """The lanes of one rank are dealt to three; what follows is what one rank would have done."""
+    more = {"training__num_train_steps": 10, "training__lr_scheduler_type": "constant", "training__bf16": "false"}
+    expected = run_folder.with_name("expected")
+    changed = {**more, "training__warmup_steps": 0}
+    alone = runs.run(arguments(expected, **changed))
+    assert alone.codes == [0], alone.output
+    for later in (8, 10):
+        shutil.rmtree(expected / "checkpoints" / f"step-{later:08d}")
+    spread = shutil.copytree(expected, run_folder.with_name("spread"), symlinks=True)
+    result = runs.run(arguments(spread, "--resume", "auto", infra__distributed_type="deepspeed", **changed), ranks=3)
+    assert result.codes == [0, 0, 0], result.output
+    assert [item[:2] for item in losses(spread)] == [item[:2] for item in losses(expected)]
+    assert [item[2] for item in losses(spread)] == pytest.approx([item[2] for item in losses(expected)], abs=1e-5)
+    for name in ("train/tokens_seen", "train/encoder_tokens_seen", "train/epoch"):
+        assert [line.get(name) for line in metrics(spread)] == [line.get(name) for line in metrics(expected)]
+    assert read_manifest(spread / "checkpoints" / "final").engine == "deepspeed"
+    assert (spread / "ds_config.json").exists()
+
+
+def test_another_architecture_or_tokenizer_is_refused_with_both_values(runs: ForkedRuns, finished: Path) -> None:
+    changes = {
+        "model__architecture__hidden_size": 64,
+        "model__tokenizer_name_or_path": "some/where",
+        "model__num_sentinel_tokens": 16,
+    }
+    assert_refused(
+        runs.run(arguments(finished, "--resume", "auto", **changes)),
+        5,
+        "model.architecture.hidden_size is 32 there and 64 here",
+        "model.tokenizer_name_or_path is 'builtin' there and 'some/where' here",
+        "model.num_sentinel_tokens is 32 there and 16 here",
+    )
+
+
+def test_other_data_is_refused_unless_one_insists(runs: ForkedRuns, run_folder: Path) -> None:
+    weights = {"data__ul2_task_weights": "[0,0,0,0,1]", "training__num_train_steps": 8}
+    refused = runs.run(arguments(run_folder, "--resume", "auto", **weights))
+    assert_refused(refused, 5, "data.ul2_task_weights: [1.0, 1.0, 1.0, 1.0, 4.0] there", "--allow-data-change")
+    insisted = runs.run(arguments(run_folder, "--resume", "auto", "--allow-data-change", **weights))
+    assert insisted.codes == [0], insisted.output
+    assert "the lanes keep their places among the documents" in insisted.output
+    last = [line for line in metrics(run_folder) if "train/loss" in line][-1]
+    assert last["step"] == 8
+    assert [name for name in last if name.startswith("train/loss_")] == ["train/loss_S"]
+    documents = {"data__dataset_name": "random", "training__num_train_steps": 10}
+    other = runs.run(arguments(run_folder, "--resume", "auto", "--allow-data-change", **documents))
+    assert other.codes == [0], other.output
+    assert "the lanes begin anew" in other.output
+    assert sorted(committed_steps(run_folder / "checkpoints"))[-1] == 10
+
+
+@pytest.mark.parametrize("damage", ["flipped", "missing"])
+def test_a_damaged_checkpoint(runs: ForkedRuns, run_folder: Path, damage: str) -> None:
+    newest = run_folder / "checkpoints" / "step-00000006"
+    (shard,) = newest.glob("dcp/*.distcp")
+    if damage == "flipped":
+        content = bytearray(shard.read_bytes())
+        content[len(content) // 2] ^= 1
+        shard.write_bytes(content)
+    else:
+        shard.unlink()
+    assert_refused(runs.run(arguments(run_folder, "--resume", str(newest))), 5, str(shard))
+    result = runs.run(arguments(run_folder, "--resume", "auto"))
+    assert result.codes == [0], result.output
+    assert f"Passing over a damaged checkpoint: {shard}" in result.output
+    assert "step-00000004 (step 4)" in result.output
+    assert verify_checkpoint(newest).step == STEPS
+
+
+def test_a_checkpoint_of_another_run_is_not_mixed_into_this_one(
+    runs: ForkedRuns, finished: Path, run_folder: Path, tmp_path: Path
+) -> None:
+    theirs = str(finished / "checkpoints" / "step-00000004")
+    result = runs.run(arguments(run_folder, "--resume", theirs))
+    assert_refused(result, 5, theirs, str(run_folder / "checkpoints"), "infra.output_dir")
+    result = runs.run(arguments(tmp_path / "own", "--resume", theirs))
+    assert result.codes == [0], result.output
+    assert losses(tmp_path / "own") == [item for item in losses(finished) if item[0] > 4]
+
+
+def test_a_disk_that_takes_no_checkpoint_ends_the_run_only_at_its_last(runs: ForkedRuns, run_folder: Path) -> None:
+    """A limit on the size of files stands for the full disk."""
+    for engine in ("fsdp", "deepspeed"):
+        more = {"training__num_train_steps": 10, "infra__distributed_type": engine, "training__logging_steps": 1}
+        result = runs.run(arguments(run_folder, "--resume", "auto", **more), largest_file=100_000)
+        assert_refused(
+            result, 5, "step 8 was not saved", "step 10 was not saved", "[Errno 27]", "File too large", "ulimit"
+        )
+        assert "Training goes on" in result.output
+        assert result.output.count("was not saved") == 2
+        assert [line["step"] for line in metrics(run_folder)][-1] == 10  # trained to the end
+        assert sorted(path.name for path in (run_folder / "checkpoints").glob("step-*")) == [
+            f"step-{step:08d}" for step in (2, 4, 6)
+        ]
+        assert (run_folder / "checkpoints" / "best").resolve().name == "step-00000006"
+        status = json.loads((run_folder / "run.json").read_text())
+        assert (status["state"], status["exit_code"]) == ("failed", 5)
+    result = runs.run(arguments(run_folder, "--resume", "auto", training__num_train_steps=10))
+    assert result.codes == [0], result.output
+
+
+def test_a_folder_inside_a_file_is_refused(runs: ForkedRuns, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = runs.run(arguments(tmp_path / "file" / "run"))
+    assert_refused(result, 2, f"infra.output_dir: cannot write to {tmp_path / 'file' / 'run'}", "Not a directory")
+
+
+def test_a_read_only_folder_is_refused_before_anything_starts(finished: Path) -> None:
+    """Root is not held up by permission bits, so the folder is mounted read-only."""
+    mounts = f'mount --bind {finished} {finished} && mount -o remount,ro,bind {finished} && exec "$@"'
+    wrapper = ("unshare", "--user", "--map-root-user", "--mount", "bash", "-c", mounts, "-")
+    if not shutil.which("unshare") or subprocess.run([*wrapper, "true"], capture_output=True).returncode:
+        pytest.skip("no folder may be mounted here")
+    with ForkedRuns(wrapper) as runs:
+        result = runs.run(arguments(finished, "--resume", "auto"))
+    assert_refused(result, 2, f"infra.output_dir: cannot write to {finished} (Read-only file system)")
