@@ -21,6 +21,7 @@ if not __package__:
 
 import argparse
 import json
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +29,11 @@ from typing import NoReturn
 
 from ds_encdec.config.load import load_config
 from ds_encdec.types import ConfigError, DsEncDecError, Preempted
+
+
+RANK_ZERO_SPEAKS_SECONDS = 10.0
+"""How long other ranks stay after a configuration error. Launchers end all ranks as soon as one has left: were rank 0,
+which says why, slower to find the error than they, nobody would ever read it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         if os.environ.get("RANK", "0") == "0":  # every rank reads the same configuration and finds the same
             print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(RANK_ZERO_SPEAKS_SECONDS)
         return error.exit_code
     except DsEncDecError as error:
         if type(error) is DsEncDecError:  # none of the foreseen ones: show where it comes from
