@@ -181,11 +181,12 @@ def set_applied_steps(scheduler: Any, applied: int) -> None:
     if not isinstance(scheduler, LambdaLR):
         scheduler.step(applied - 1)
         return
-    # Not step(): torch warns when a schedule is stepped before its optimizer.
-    scheduler.last_epoch = applied
     groups = scheduler.optimizer.param_groups
-    for group, peak, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
-        group["lr"] = peak * factor(applied)
+    rates = [peak * factor(applied) for peak, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"] = rate
+    # Not step(): torch warns when a schedule is stepped before its optimizer.
+    vars(scheduler).update(last_epoch=applied, _step_count=applied + 1, _last_lr=rates)
 
 
 def _refuse_unsaved_states(zero: Mapping[str, Any]) -> None:
