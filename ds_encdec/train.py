@@ -30,7 +30,6 @@ from typing import NoReturn
 from ds_encdec.config.load import load_config
 from ds_encdec.types import ConfigError, DsEncDecError, Preempted
 
-
 RANK_ZERO_SPEAKS_SECONDS = 10.0
 """How long other ranks stay after a configuration error. Launchers end all ranks as soon as one has left: were rank 0,
 which says why, slower to find the error than they, nobody would ever read it."""
