@@ -240,6 +240,11 @@ def _denoisers(config: FullConfig) -> Iterator[Conflict]:
         yield Conflict(("data.ul2_task_weights",), f"at least one of {', '.join(DENOISERS)} must have a weight > 0")
 
 
+def _averaging(config: FullConfig) -> Iterator[Conflict]:
+    if config.training.average_checkpoints == 1:
+        yield Conflict(("training.average_checkpoints",), "the mean of one is that one: give 2 or more, or 0 for none")
+
+
 def _evaluation(config: FullConfig) -> Iterator[Conflict]:
     if config.training.eval_samples and not config.data.eval_fraction:
         message = "evaluation needs held-out documents: set eval_fraction > 0, or eval_samples=0"
@@ -267,5 +272,6 @@ _RULES: tuple[Callable[[FullConfig], Iterator[Conflict]], ...] = (
     _data_sources,
     _denoisers,
     _evaluation,
+    _averaging,
     _deepspeed_extra,
 )

@@ -45,6 +45,22 @@ def resolve_engine(config: FullConfig) -> EngineName:
     return "fsdp"
 
 
+def check_ranks(config: FullConfig, world: World) -> None:
+    """Raise ConfigError for a number of ranks that does not fit the sharding: before any time is spent on data."""
+    if resolve_engine(config) == "fsdp":
+        from ds_encdec.engine.fsdp_sharding import mesh_shape  # half a second, and only this engine needs it
+
+        mesh_shape(config.infra, world)
+    else:
+        render_deepspeed_json(
+            config,
+            world_size=world.world_size,
+            gradient_accumulation_steps=1,
+            device=config.infra.device,
+            ranks_per_node=world.local_world_size,
+        )
+
+
 def create_engine(
     config: FullConfig,
     world: World,

@@ -97,6 +97,7 @@ def load(settings: dict[str, Any]) -> FullConfig:
         ({"data.ul2_task_weights": "[0, 0, 0, 0, 0]"}, "data.ul2_task_weights = [0, 0, 0, 0, 0]", "at least one"),
         ({"data.ul2_task_weights": "[1, 0, -1, 0, 0]"}, "data.ul2_task_weights", "must be >= 0"),
         ({"data.eval_fraction": 0}, "data.eval_fraction = 0", "eval_samples=0"),
+        ({"training.average_checkpoints": 1}, "average_checkpoints = 1", "2 or more"),
         ({"infra.deepspeed_extra": "{gradient_clipping: 1.0}"}, "deepspeed_extra.gradient_clipping", "max_grad_norm"),
         ({"infra.deepspeed_extra": "{overlap_comm: true}"}, "overlap_comm", "did you mean `zero_optimization.overlap"),
         ({"infra.deepspeed_extra": "{wandb: {enabled: true}}"}, "wandb.enabled", "does nothing here: trackers"),

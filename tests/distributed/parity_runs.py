@@ -5,14 +5,18 @@ A step is four micro-batches over all ranks, whatever their number, so one oracl
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from small_run import MODEL, lane_batches, run_config, weights
 from torch_oracle import TorchOracle
 
 from ds_encdec.engine.protocol import Engine
+from ds_encdec.engine.select import create_engine
+from ds_encdec.launch.world import discover
 from ds_encdec.types import Batch
 
 LANES = 4
@@ -61,12 +65,12 @@ def oracle_losses() -> list[float]:
 
 def engine_losses(names: list[str], *, bf16: bool) -> dict[str, list[float]]:
     """The same from each engine in `names`, on the ranks this runs on."""
-    from engine_cases import make_engine  # imports deepspeed, which the oracle's process does without
-
     rank, world_size = dist.get_rank(), dist.get_world_size()
     found = {}
     for name in names:
-        engine = make_engine(run_config(**settings(name, world_size, bf16=bf16)))
+        config = run_config(**settings(name, world_size, bf16=bf16))
+        accumulation = config.training.gradient_accumulation_steps
+        engine = create_engine(config, discover(os.environ), torch.device("cpu"), MODEL, weights, accumulation)
         found[name] = _train(engine, rank, world_size, sum_over_ranks=_sum_over_ranks)
         engine.close()
     return found

@@ -18,7 +18,7 @@ import torch
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine import select
 from ds_encdec.engine.forward import compute_dtype
-from ds_encdec.engine.select import create_engine, resolve_engine
+from ds_encdec.engine.select import check_ranks, create_engine, resolve_engine
 from ds_encdec.launch.world import discover
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.types import ConfigError
@@ -156,3 +156,11 @@ def test_what_is_not_as_asked_is_said_once(
 )
 def test_compute_dtype(flags: dict[str, bool], dtype: torch.dtype) -> None:
     assert compute_dtype(FullConfig.model_validate({"training": flags}).training) is dtype
+
+
+@pytest.mark.parametrize("kind", ["deepspeed", "fsdp"])
+def test_hybrids_that_do_not_divide_the_ranks_are_refused_before_the_ranks_meet(kind: str) -> None:
+    infra = {"distributed_type": kind, "sharding_stage": "zero3_hybrid", "hybrid_shard_size": 3, "device": "cpu"}
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    with pytest.raises(ConfigError, match=r"hybrid_shard_size.* do not divide the 4 ranks"):
+        check_ranks(FullConfig.model_validate({"infra": infra}), discover(place))
