@@ -33,7 +33,7 @@ from ds_encdec.data.fingerprint import usable_records
 from ds_encdec.data.hub_commits import resolve_commits
 from ds_encdec.data.inspect import inspect_data
 from ds_encdec.engine.ds_json import render_deepspeed_json
-from ds_encdec.engine.select import check_ranks, create_engine, resolve_engine
+from ds_encdec.engine.select import check_engine, create_engine, resolve_engine
 from ds_encdec.launch.agreement import Agreement
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
@@ -81,7 +81,7 @@ def run_training(config: FullConfig, *, resume: str | None = None, allow_data_ch
     world = discover(os.environ)
     logging.basicConfig(level=logging.INFO if world.is_main else logging.WARNING, format="%(message)s", force=True)
     engine = resolve_engine(config)
-    check_ranks(config, world)
+    check_engine(config, world)
     device = choose_device(config.infra.device, world)
     if config.training.fp16 and device.type == "cpu":  # infra.device=auto; rules.py sees the other cases
         raise ConfigError("training.fp16=true needs an accelerator: DeepSpeed trains no float16 on CPUs. Use bf16.")

@@ -43,7 +43,7 @@ from ds_encdec.model.activation_checkpointing import apply_activation_checkpoint
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.optim.param_groups import parameter_groups
 from ds_encdec.optim.schedules import rate_factor
-from ds_encdec.types import Batch, CheckpointError, ConfigError, LossSum, SavedState, StepResult, WeightSource
+from ds_encdec.types import Batch, CheckpointError, LossSum, SavedState, StepResult, WeightSource
 
 
 class DeepSpeedEngine:
@@ -60,9 +60,8 @@ class DeepSpeedEngine:
         """Build the model from `weights` (rank 0 reads them) and give it to DeepSpeed.
 
         Without `weights` the parameters hold anything until `load`. `ds_json`: the complete DeepSpeed configuration,
-        without "auto" values. The process group exists. Raises ConfigError for states that no checkpoint would hold.
+        without "auto" values. The process group exists.
         """
-        _refuse_unsaved_states(ds_json["zero_optimization"])
         training = config.training
         checkpointing = training.activation_checkpointing
         assert checkpointing != "selective"  # the schema leaves that to FSDP2
@@ -187,19 +186,6 @@ def set_applied_steps(scheduler: Any, applied: int) -> None:
         group["lr"] = rate
     # Not step(): torch warns when a schedule is stepped before its optimizer.
     vars(scheduler).update(last_epoch=applied, _step_count=applied + 1, _last_lr=rates)
-
-
-def _refuse_unsaved_states(zero: Mapping[str, Any]) -> None:
-    """DeepSpeed's files hold nothing of states on NVMe, nor the moments of those that `ratio` leaves on the device."""
-    for block in ("offload_optimizer", "offload_param"):
-        if zero.get(block, {}).get("device") == "nvme":
-            field = "infra.offload_params" if block == "offload_param" else "infra.offload_optimizer"
-            raise ConfigError(f"{field}=nvme: checkpoints of such a run are not supported yet. Use cpu.")
-    if (ratio := zero.get("offload_optimizer", {}).get("ratio", 1.0)) != 1.0:
-        raise ConfigError(
-            f"zero_optimization.offload_optimizer.ratio={ratio} in infra.deepspeed_extra: DeepSpeed's checkpoints lack "
-            "the Adam moments of what stays on the device. Leave it out, or use infra.offload_optimizer=none."
-        )
 
 
 def _check_same_model(saved: Mapping[str, tuple[int, ...]], mine: Mapping[str, tuple[int, ...]]) -> None:

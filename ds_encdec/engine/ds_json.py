@@ -6,6 +6,7 @@ that matters here, no "auto" remains, and every key is checked against `config.d
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -74,6 +75,23 @@ def render_deepspeed_json(
     rendered = _merge(rendered, config.infra.deepspeed_extra)
     _check_partition(rendered["zero_optimization"], world_size)
     return rendered
+
+
+def refuse_unsaved_states(rendered: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a DeepSpeed configuration whose checkpoints would not hold all states.
+
+    They hold nothing of states on NVMe, nor the moments of those that offload's `ratio` leaves on the device.
+    """
+    zero = rendered["zero_optimization"]
+    for block in ("offload_optimizer", "offload_param"):
+        if zero.get(block, {}).get("device") == "nvme":
+            field = "infra.offload_params" if block == "offload_param" else "infra.offload_optimizer"
+            raise ConfigError(f"{field}=nvme: checkpoints of such a run are not supported yet. Use cpu.")
+    if (ratio := zero.get("offload_optimizer", {}).get("ratio", 1.0)) != 1.0:
+        raise ConfigError(
+            f"zero_optimization.offload_optimizer.ratio={ratio} in infra.deepspeed_extra: DeepSpeed's checkpoints lack "
+            "the Adam moments of what stays on the device. Leave it out, or use infra.offload_optimizer=none."
+        )
 
 
 def zero_stage(infra: InfraConfig) -> int:

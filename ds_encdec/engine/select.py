@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ds_encdec.config.rules import engine_conflicts
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.engine.ds_json import accumulates_in_bf16, render_deepspeed_json
+from ds_encdec.engine.ds_json import accumulates_in_bf16, refuse_unsaved_states, render_deepspeed_json
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.launch.world import World
 from ds_encdec.types import ConfigError, EngineName, WeightSource
@@ -45,20 +45,21 @@ def resolve_engine(config: FullConfig) -> EngineName:
     return "fsdp"
 
 
-def check_ranks(config: FullConfig, world: World) -> None:
-    """Raise ConfigError for a number of ranks that does not fit the sharding: before any time is spent on data."""
+def check_engine(config: FullConfig, world: World) -> None:
+    """Raise ConfigError for what the engine cannot do on these ranks: before any time is spent on data."""
     if resolve_engine(config) == "fsdp":
         from ds_encdec.engine.fsdp_sharding import mesh_shape  # half a second, and only this engine needs it
 
         mesh_shape(config.infra, world)
     else:
-        render_deepspeed_json(
+        ds_json = render_deepspeed_json(
             config,
             world_size=world.world_size,
             gradient_accumulation_steps=1,
             device=config.infra.device,
             ranks_per_node=world.local_world_size,
         )
+        refuse_unsaved_states(ds_json)
 
 
 def create_engine(

@@ -18,7 +18,7 @@ import torch
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine import select
 from ds_encdec.engine.forward import compute_dtype
-from ds_encdec.engine.select import check_ranks, create_engine, resolve_engine
+from ds_encdec.engine.select import check_engine, create_engine, resolve_engine
 from ds_encdec.launch.world import discover
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.types import ConfigError
@@ -163,4 +163,19 @@ def test_hybrids_that_do_not_divide_the_ranks_are_refused_before_the_ranks_meet(
     infra = {"distributed_type": kind, "sharding_stage": "zero3_hybrid", "hybrid_shard_size": 3, "device": "cpu"}
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     with pytest.raises(ConfigError, match=r"hybrid_shard_size.* do not divide the 4 ranks"):
-        check_ranks(FullConfig.model_validate({"infra": infra}), discover(place))
+        check_engine(FullConfig.model_validate({"infra": infra}), discover(place))
+
+
+@pytest.mark.parametrize(
+    ("infra", "message"),
+    [
+        ({"offload_optimizer": "nvme", "nvme_path": "/tmp"}, "infra.offload_optimizer=nvme"),
+        ({"offload_params": "nvme", "nvme_path": "/tmp"}, "infra.offload_params=nvme"),
+        ({"deepspeed_extra": {"zero_optimization": {"offload_optimizer": {"ratio": 0.5}}}}, "ratio=0.5"),
+    ],
+)
+def test_states_that_no_checkpoint_would_hold_are_refused_before_the_ranks_meet(
+    infra: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_engine(FullConfig.model_validate({"infra": infra}), discover({}))
