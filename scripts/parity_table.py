@@ -34,7 +34,7 @@ another's. `_hybrid` shards over half of the ranks.
 Regenerate this page with `python scripts/parity_table.py`; `tests/distributed/test_parity_table.py` checks its rows and
 repeats some of them.
 """
-BF16_BOUND = 0.05
+BF16_BOUND = 0.03
 
 
 def main() -> None:
