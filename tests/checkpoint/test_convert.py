@@ -18,7 +18,7 @@ from ds_encdec.checkpoint.saved_state import open_saved_state
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.record import read_record
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.one_process]
 
 STEP = 7
 LOSS_SCALER = {"cur_scale": 1024.0, "cur_iter": 7}

@@ -10,8 +10,12 @@ from pathlib import Path
 
 import pytest
 from portable_matrix import SIDES, Continued, Pair, continue_all, save_all, uninterrupted
+from portable_runs import ENGINES
 
 pytestmark = pytest.mark.distributed
+
+PAGE = Path(__file__).parents[2] / "docs" / "portability.md"
+BOUND = 1e-5  # nats
 
 
 def pairs() -> list[Pair]:
@@ -34,4 +38,13 @@ def test_pairs_cross_engines_and_world_sizes() -> None:
 @pytest.mark.parametrize("pair", pairs(), ids=lambda pair: f"{pair[0]}, {pair[1]}")
 def test_goes_on_like_the_uninterrupted_run(continued: dict[Pair, Continued], pair: Pair) -> None:
     assert continued[pair].same_samples
-    assert continued[pair].loss_difference < 1e-5
+    assert continued[pair].loss_difference < BOUND
+
+
+def test_the_table_of_all_pairs_is_within_the_bound() -> None:
+    rows = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    heads, _, *engines = rows
+    assert heads[1:] == list(ENGINES)
+    assert [row[0] for row in engines] == list(ENGINES)
+    assert all(float(figure) < BOUND for row in engines for figure in row[1:])
+    assert "lane by lane, were the same" in " ".join(PAGE.read_text().split())

@@ -16,7 +16,7 @@ from tiny_run import QUICKSTART, losses, metrics, overrides
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.checkpoint.manifest import read_manifest, verify_checkpoint
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.one_process]
 
 STEPS = 6
 
