@@ -6,14 +6,10 @@ the machine, the output folder, the data and the model's source, the engine.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
-import shutil
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -22,14 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ds_encdec.checkpoint.average import average_checkpoints
-from ds_encdec.checkpoint.folder import committed_steps
+from ds_encdec.checkpoint.average import average_last_checkpoints
 from ds_encdec.checkpoint.manager import Checkpoint, CheckpointManager
-from ds_encdec.checkpoint.saved_state import open_saved_state
-from ds_encdec.config.schema import FullConfig, ModelConfig
+from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.build import TrainingData, build_data
-from ds_encdec.data.builtin_corpus import builtin_documents
-from ds_encdec.data.fingerprint import usable_records
 from ds_encdec.data.hub_commits import resolve_commits
 from ds_encdec.data.inspect import inspect_data
 from ds_encdec.engine.ds_json import render_deepspeed_json
@@ -38,37 +30,28 @@ from ds_encdec.launch.agreement import Agreement
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
 from ds_encdec.launch.run_folder import RunFolder, write_atomically
+from ds_encdec.launch.run_status import ending_recorded
 from ds_encdec.launch.world import World, discover
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.flops import training_flops
 from ds_encdec.model.parameter_count import count_parameters
-from ds_encdec.model.source import resolve_model
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.peak_flops import peak_flops
 from ds_encdec.monitor.recorder import Recorder
 from ds_encdec.monitor.sinks import open_sinks
-from ds_encdec.tokenizer.load import load_tokenizer
-from ds_encdec.tokenizer.sentinels import Vocabulary
+from ds_encdec.resume import load_engine, refuse_other_model, take_up_data
+from ds_encdec.run_model import RunModel, new_model, run_tokenizer, saved_model
 from ds_encdec.trainer import CheckpointContent, Trainer, train
 from ds_encdec.types import (
-    CheckpointError,
     ConfigError,
     DsEncDecError,
-    OutOfMemoryError,
-    Preempted,
     TrainingState,
-    WeightSource,
 )
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    pass
 
 logger = logging.getLogger(__name__)
-
-MIN_AVERAGED = 3
-"""Checkpoints that a run must have left for their mean to be written at its end."""
-MAX_AVERAGED_SHARD_BYTES = 5_000_000_000
-"""Largest file of that export, as of `ds-encdec export`."""
 
 
 def run_training(config: FullConfig, *, resume: str | None = None, allow_data_change: bool = False) -> TrainingState:
@@ -93,14 +76,14 @@ def run_training(config: FullConfig, *, resume: str | None = None, allow_data_ch
     init_process_group(world, device, timeout, engine)
     site = Site(world, device, Agreement(timeout), RunFolder(config.infra.output_dir))
     site.agreement.on_rank_zero(lambda: site.folder.claim(resume=resume is not None))
-    with StopRequest(world) as stop, _failures_recorded(site, spare=resume is not None) as begin:
+    with StopRequest(world) as stop, ending_recorded(site.folder, world, spare=resume is not None) as begin:
         trainer = _wire(config, site, stop, resume, allow_data_change)
         begin()
         state = _train_and_close(trainer)
     del trainer
     shutdown()
     if world.is_main:
-        _average_last_checkpoints(config, site.folder)
+        average_last_checkpoints(site.folder, last=config.training.average_checkpoints)
     site.folder.release()
     return state
 
@@ -122,33 +105,6 @@ def _train_and_close(trainer: Trainer) -> TrainingState:
     return state
 
 
-def _average_last_checkpoints(config: FullConfig, folder: RunFolder) -> None:
-    """Write the mean of a finished run's last checkpoints to `export/averaged`, in the place of an earlier one.
-
-    The run is complete whatever happens here: what goes wrong is logged.
-    """
-    last = config.training.average_checkpoints
-    if not last or len(committed_steps(folder.checkpoints)) < MIN_AVERAGED:
-        return
-    fresh, replaced = (folder.averaged.with_name(f".averaged.{word}") for word in ("new", "replaced"))
-    try:
-        for path in (fresh, replaced):
-            shutil.rmtree(path, ignore_errors=True)
-        steps = average_checkpoints(
-            folder.root, fresh, last=last, dtype=torch.float32, max_shard_bytes=MAX_AVERAGED_SHARD_BYTES
-        )
-        if folder.averaged.exists():
-            folder.averaged.rename(replaced)
-        fresh.rename(folder.averaged)
-        shutil.rmtree(replaced, ignore_errors=True)
-    except Exception as error:
-        logger.error(
-            "The mean of the last checkpoints could not be written: %s. `ds-encdec average` tries again.", error
-        )
-        return
-    logger.info("the mean of the checkpoints at steps %s is in %s", ", ".join(map(str, steps)), folder.averaged)
-
-
 @dataclass(frozen=True, slots=True)
 class Site:
     """Where a run takes place: this rank among the others, its device, and the run's folder."""
@@ -157,16 +113,6 @@ class Site:
     device: torch.device
     agreement: Agreement
     folder: RunFolder
-
-
-@dataclass(frozen=True, slots=True)
-class RunModel:
-    """What is trained, before it is built. `weights` is None where a checkpoint will bring them."""
-
-    config: Qwen3Seq2SeqConfig
-    tokenizer: PreTrainedTokenizerFast
-    vocabulary: Vocabulary
-    weights: WeightSource | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,25 +151,13 @@ def planned_deepspeed_json(config: FullConfig, environ: Mapping[str, str]) -> di
 
 def inspect_run_data(config: FullConfig, *, num_examples: int, as_json: bool) -> str:
     """The first examples that a run of this configuration will see, with statistics, as text or JSON."""
-    tokenizer, vocabulary = _load_tokenizer(config)
+    tokenizer, vocabulary = run_tokenizer(config)
     plan = plan_lanes(config, config.infra.num_gpus)
     data = build_data(config, tokenizer, vocabulary, rank=0, world_size=1, num_lanes=plan.num_lanes)
     try:
         return inspect_data(data, tokenizer, num_examples=num_examples, as_json=as_json)
     finally:
         data.loader.close()
-
-
-def _load_tokenizer(config: FullConfig, folder: Path | None = None) -> tuple[PreTrainedTokenizerFast, Vocabulary]:
-    """The configuration's tokenizer, or the one saved in `folder`."""
-    section = config.model
-    if folder is not None:
-        section = section.model_copy(update={"tokenizer_name_or_path": str(folder)})
-    return load_tokenizer(
-        section,
-        builtin_texts=lambda: (document.text for document in builtin_documents()),
-        mode_tokens=config.data.use_mode_tokens,
-    )
 
 
 def _wire(config: FullConfig, site: Site, stop: StopRequest, resume: str | None, allow_data_change: bool) -> Trainer:
@@ -236,11 +170,16 @@ def _wire(config: FullConfig, site: Site, stop: StopRequest, resume: str | None,
         keep=config.training.save_total_limit,
     )
     checkpoints.prepare()
-    found = checkpoints.find(resume, accept=lambda checkpoint: _refuse_other_run(checkpoint, config, world))
+
+    def accept(checkpoint: Checkpoint) -> None:
+        plan_lanes(config, world.world_size, checkpoint.read_json("trainer.json")["num_lanes"])
+        refuse_other_model(checkpoint, config)
+
+    found = checkpoints.find(resume, accept)
     saved = found.read_json("trainer.json") if found else {}
     state = TrainingState(**saved.get("state", {}))
     plan = plan_lanes(config, world.world_size, saved.get("num_lanes"))
-    model = agreement.rank_zero_first(lambda: _open_model(config, found))
+    model = agreement.rank_zero_first(lambda: saved_model(config, found.path) if found else new_model(config))
     # One rank asks the hub, so that all read the same commit of a data set.
     saved_commits = saved["data"]["dataset_commits"] if found else None
     commits = agreement.on_rank_zero(lambda: resolve_commits(config.data, saved_commits))
@@ -260,20 +199,10 @@ def _wire(config: FullConfig, site: Site, stop: StopRequest, resume: str | None,
         )
     )
     if found:
-        fingerprint = saved["data"]["fingerprint"]
-        lanes = usable_records(found.read_json("data.json")["lanes"], fingerprint, data.fingerprint)
-        data.loader.load_state(lanes)
-        if data.fingerprint != fingerprint:
-            logger.log(
-                logging.WARNING if world.is_main else logging.DEBUG,
-                "Going on with other data than %s was made on: %s. The best checkpoint is chosen anew.",
-                found.path,
-                "the lanes keep their places among the documents" if lanes else "the lanes begin anew",
-            )
-            state = dataclasses.replace(state, best_eval_loss=None, best_step=None)
+        state = take_up_data(found, data, state, is_main=world.is_main)
     engine = create_engine(config, world, device, model.config, model.weights, plan.gradient_accumulation_steps)
     if found:
-        engine.load(open_saved_state(found.path, verified=True))
+        load_engine(engine, found, agreement)
         state = checkpoints.adopt(found, state)
         logger.info("resumed from %s (step %d)", found.path, state.global_step)
     logger.info(
@@ -301,52 +230,6 @@ def _wire(config: FullConfig, site: Site, stop: StopRequest, resume: str | None,
         run_files=partial(_run_files, config=config, model=model, data=data, plan=plan),
         state=state,
     )
-
-
-def _open_model(config: FullConfig, found: Checkpoint | None) -> RunModel:
-    """From the configuration; on resume from the checkpoint alone, whose source may be gone or have changed."""
-    if found is None:
-        tokenizer, vocabulary = _load_tokenizer(config)
-        source = resolve_model(config.model, vocabulary, seed=config.training.seed)
-        return RunModel(source.config, tokenizer, vocabulary, source.weights)
-    folder = found.path / "model"
-    tokenizer, vocabulary = _load_tokenizer(config, folder)
-    model_config = Qwen3Seq2SeqConfig.from_pretrained(folder)
-    model_config.loss_chunk_tokens = config.model.loss_chunk_tokens
-    model_config.use_flash_attention = config.model.use_flash_attention
-    return RunModel(model_config, tokenizer, vocabulary, weights=None)
-
-
-def _refuse_other_run(found: Checkpoint, config: FullConfig, world: World) -> None:
-    """Raise where this configuration on these ranks cannot go on from the checkpoint; reads its small files only.
-
-    ConfigError for a number of ranks that does not divide its lanes, CheckpointError for another model or tokenizer.
-    """
-    plan_lanes(config, world.world_size, found.read_json("trainer.json")["num_lanes"])
-    theirs, ours = (
-        _model_settings(section) for section in (FullConfig.from_yaml(found.path / "config.yaml").model, config.model)
-    )
-    differing = [
-        f"{name} is {theirs.get(name)!r} there and {ours.get(name)!r} here"
-        for name in {**theirs, **ours}
-        if theirs.get(name) != ours.get(name)
-    ]
-    if differing:
-        raise CheckpointError(
-            f"{found.path} was made with another model or tokenizer: {'; '.join(differing)}. Give the checkpoint's "
-            "values, or start a new run from its export."
-        )
-
-
-def _model_settings(section: ModelConfig) -> dict[str, Any]:
-    """The settings that decide what is trained, by their names in the configuration."""
-    sizes = section.architecture.model_dump() if section.architecture else {}
-    return {
-        "model.model_name_or_path": section.model_name_or_path,
-        "model.tokenizer_name_or_path": section.tokenizer_name_or_path or section.model_name_or_path,
-        "model.num_sentinel_tokens": section.num_sentinel_tokens,
-        **{f"model.architecture.{name}": value for name, value in sizes.items()},
-    }
 
 
 def _open_recorder(config: FullConfig, site: Site, model_config: Qwen3Seq2SeqConfig, state: TrainingState) -> Recorder:
@@ -401,47 +284,3 @@ def _write_run_configuration(config: FullConfig, site: Site, plan: LanePlan) -> 
         ranks_per_node=site.world.local_world_size,
     )
     write_atomically(site.folder.ds_config_json, json.dumps(rendered, indent=2) + "\n")
-
-
-@contextmanager
-def _failures_recorded(site: Site, *, spare: bool) -> Iterator[Callable[[], None]]:
-    """Keep `run.json` true: running once the function it yields is called, then completed, preempted or failed.
-
-    What goes wrong before that is recorded too, unless `spare`: a resume that is refused leaves the earlier
-    run's status alone. Any rank may be the one that fails; the folder keeps the first reason.
-    """
-    began = False
-
-    def begin() -> None:
-        nonlocal began
-        began = True
-        if site.world.is_main:
-            started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-            site.folder.write_status(
-                "running", started_at=started, world_size=site.world.world_size, launcher=site.world.launcher
-            )
-
-    try:
-        yield begin
-    except BaseException as error:
-        named = _named(error, site.world)
-        if began or not spare:
-            state = "preempted" if isinstance(named, Preempted) else "failed"
-            site.folder.write_status(state, reason=str(named), exit_code=named.exit_code)
-        if named is error:
-            raise
-        raise named from error
-    if site.world.is_main:
-        site.folder.write_status("completed", exit_code=0)
-
-
-def _named(error: BaseException, world: World) -> DsEncDecError:
-    """The error as one of ours, with an exit code."""
-    if isinstance(error, DsEncDecError):
-        return error
-    if isinstance(error, torch.OutOfMemoryError):
-        return OutOfMemoryError(
-            f"rank {world.rank} ran out of device memory: {error}. Lower training.per_device_train_batch_size, or use "
-            "training.activation_checkpointing=full, infra.offload_optimizer=cpu or a higher infra.sharding_stage."
-        )
-    return DsEncDecError(f"rank {world.rank}: {type(error).__name__}: {error}")

@@ -5,6 +5,8 @@ Weights late on a trajectory scatter around a better point than any of them (Izm
 
 from __future__ import annotations
 
+import logging
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,12 +17,43 @@ from ds_encdec.checkpoint.export import export_hf, refuse_existing
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.checkpoint.model_card import RunFacts, model_card
 from ds_encdec.checkpoint.saved_state import open_saved_state, saved_weights
+from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.tokenizer.load import pretrained_tokenizer
 from ds_encdec.types import CheckpointError, WeightSource
 
+logger = logging.getLogger(__name__)
+
+MIN_AVERAGED = 3
+"""Checkpoints that a run must have left for their mean to be written at its end."""
+MAX_SHARD_BYTES = 5_000_000_000
+"""Largest file of that export, as of `ds-encdec export`."""
 _NO_ARCHITECTURE = ("loss_chunk_tokens", "use_flash_attention", "use_cache", "transformers_version", "dtype")
 """Fields of a model's configuration that may differ between checkpoints of one model."""
+
+
+def average_last_checkpoints(run: RunFolder, *, last: int) -> None:
+    """Write the mean of a finished run's newest checkpoints, at most `last`, to `export/averaged`, over an earlier one.
+
+    The run is complete whatever happens here: what goes wrong is logged.
+    """
+    if not last or len(committed_steps(run.checkpoints)) < MIN_AVERAGED:
+        return
+    fresh, replaced = (run.averaged.with_name(f".averaged.{word}") for word in ("new", "replaced"))
+    try:
+        for path in (fresh, replaced):
+            shutil.rmtree(path, ignore_errors=True)
+        steps = average_checkpoints(run.root, fresh, last=last, dtype=torch.float32, max_shard_bytes=MAX_SHARD_BYTES)
+        if run.averaged.exists():
+            run.averaged.rename(replaced)
+        fresh.rename(run.averaged)
+        shutil.rmtree(replaced, ignore_errors=True)
+    except Exception as error:
+        logger.error(
+            "The mean of the last checkpoints could not be written: %s. `ds-encdec average` tries again.", error
+        )
+        return
+    logger.info("the mean of the checkpoints at steps %s is in %s", ", ".join(map(str, steps)), run.averaged)
 
 
 def average_checkpoints(run: Path, out: Path, *, last: int, dtype: torch.dtype, max_shard_bytes: int) -> list[int]:

@@ -1,0 +1,56 @@
+"""How a run ends, in its `run.json` and as the error that its process leaves with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ds_encdec.launch.run_folder import RunFolder
+from ds_encdec.launch.world import World
+from ds_encdec.types import DsEncDecError, OutOfMemoryError, Preempted
+
+
+@contextmanager
+def ending_recorded(folder: RunFolder, world: World, *, spare: bool) -> Iterator[Callable[[], None]]:
+    """Keep `run.json` true: running once the function it yields is called, then completed, preempted or failed.
+
+    What goes wrong before that is recorded too, unless `spare`: a resume that is refused leaves the earlier
+    run's status alone. Any rank may be the one that fails; the folder keeps the first reason. Every error leaves
+    as a DsEncDecError.
+    """
+    began = False
+
+    def begin() -> None:
+        nonlocal began
+        began = True
+        if world.is_main:
+            started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+            folder.write_status("running", started_at=started, world_size=world.world_size, launcher=world.launcher)
+
+    try:
+        yield begin
+    except BaseException as error:
+        named = _named(error, world)
+        if began or not spare:
+            state = "preempted" if isinstance(named, Preempted) else "failed"
+            folder.write_status(state, reason=str(named), exit_code=named.exit_code)
+        if named is error:
+            raise
+        raise named from error
+    if world.is_main:
+        folder.write_status("completed", exit_code=0)
+
+
+def _named(error: BaseException, world: World) -> DsEncDecError:
+    """The error as one of ours, with an exit code."""
+    if isinstance(error, DsEncDecError):
+        return error
+    if isinstance(error, torch.OutOfMemoryError):
+        return OutOfMemoryError(
+            f"rank {world.rank} ran out of device memory: {error}. Lower training.per_device_train_batch_size, or use "
+            "training.activation_checkpointing=full, infra.offload_optimizer=cpu or a higher infra.sharding_stage."
+        )
+    return DsEncDecError(f"rank {world.rank}: {type(error).__name__}: {error}")

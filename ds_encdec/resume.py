@@ -1,0 +1,67 @@
+"""What a run takes over from the checkpoint that it goes on from, and which checkpoints it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+from ds_encdec.checkpoint.manager import Checkpoint
+from ds_encdec.checkpoint.saved_state import open_saved_state
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.data.build import TrainingData
+from ds_encdec.data.fingerprint import usable_records
+from ds_encdec.engine.protocol import Engine
+from ds_encdec.launch.agreement import Agreement
+from ds_encdec.types import CheckpointError, TrainingState
+
+logger = logging.getLogger(__name__)
+
+
+def refuse_other_model(found: Checkpoint, config: FullConfig) -> None:
+    """Raise CheckpointError where `config` trains another model or tokenizer; reads the small files only."""
+    theirs, ours = _model_settings(FullConfig.from_yaml(found.path / "config.yaml")), _model_settings(config)
+    differing = [
+        f"{name} is {theirs.get(name)!r} there and {ours.get(name)!r} here"
+        for name in {**theirs, **ours}
+        if theirs.get(name) != ours.get(name)
+    ]
+    if differing:
+        raise CheckpointError(
+            f"{found.path} was made with another model or tokenizer: {'; '.join(differing)}. Give the checkpoint's "
+            "values, or start a new run from its export."
+        )
+
+
+def take_up_data(found: Checkpoint, data: TrainingData, state: TrainingState, *, is_main: bool) -> TrainingState:
+    """Put the loader of `data` where the checkpoint was; returns `state`, without a best loss if the data is other."""
+    fingerprint = found.read_json("trainer.json")["data"]["fingerprint"]
+    lanes = usable_records(found.read_json("data.json")["lanes"], fingerprint, data.fingerprint)
+    data.loader.load_state(lanes)
+    if data.fingerprint == fingerprint:
+        return state
+    logger.log(
+        logging.WARNING if is_main else logging.DEBUG,
+        "Going on with other data than %s was made on: %s. The best checkpoint is chosen anew.",
+        found.path,
+        "the lanes keep their places among the documents" if lanes else "the lanes begin anew",
+    )
+    return dataclasses.replace(state, best_eval_loss=None, best_step=None)
+
+
+def load_engine(engine: Engine, found: Checkpoint, agreement: Agreement) -> None:
+    """Fill the engine of every rank from the files of `found`. Where one rank cannot open them, all raise its error."""
+    engine.load(agreement.on_every_rank(lambda: open_saved_state(found.path, verified=True)))
+
+
+def _model_settings(config: FullConfig) -> dict[str, Any]:
+    """The settings that decide what is trained, by their names in the configuration."""
+    section = config.model
+    sizes = section.architecture.model_dump() if section.architecture else {}
+    return {
+        "model.model_name_or_path": section.model_name_or_path,
+        "model.tokenizer_name_or_path": section.tokenizer_name_or_path or section.model_name_or_path,
+        "model.num_sentinel_tokens": section.num_sentinel_tokens,
+        "data.use_mode_tokens": config.data.use_mode_tokens,
+        **{f"model.architecture.{name}": value for name, value in sizes.items()},
+    }
