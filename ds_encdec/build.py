@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ds_encdec.checkpoint.average import average_last_checkpoints
-from ds_encdec.checkpoint.manager import Checkpoint, CheckpointManager
+from ds_encdec.checkpoint.find import Checkpoint, find_checkpoint
+from ds_encdec.checkpoint.manager import CheckpointManager
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.build import TrainingData, build_data
 from ds_encdec.data.hub_commits import resolve_commits
@@ -97,7 +98,8 @@ def _train_and_close(trainer: Trainer) -> TrainingState:
         exit_code = error.exit_code
         raise
     finally:
-        trainer.checkpoints.close()
+        with trainer.stop.busy():
+            trainer.checkpoints.close()
         trainer.loader.close()
         trainer.recorder.close(exit_code)
     logger.info("finished at step %d; checkpoints are in %s", state.global_step, trainer.checkpoints.folder)
@@ -175,7 +177,7 @@ def _wire(config: FullConfig, site: Site, stop: StopRequest, resume: str | None,
         plan_lanes(config, world.world_size, checkpoint.read_json("trainer.json")["num_lanes"])
         refuse_other_model(checkpoint, config)
 
-    found = checkpoints.find(resume, accept)
+    found = find_checkpoint(site.folder.checkpoints, agreement, resume, accept)
     saved = found.read_json("trainer.json") if found else {}
     state = TrainingState(**saved.get("state", {}))
     plan = plan_lanes(config, world.world_size, saved.get("num_lanes"))

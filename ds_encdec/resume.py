@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from typing import Any
 
-from ds_encdec.checkpoint.manager import Checkpoint
+from ds_encdec.checkpoint.find import Checkpoint
 from ds_encdec.checkpoint.saved_state import open_saved_state
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.build import TrainingData

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -198,10 +199,10 @@ def _save(run: Trainer, state: TrainingState, eval_loss: float | None, *, done: 
     whether it was written, and goes on if not. Returns the state, with what is known of the best checkpoint.
     """
     last = done or stopping
-    with run.recorder.paused():
+    with run.recorder.paused(), run.stop.busy():
         state = _collect_save(run, state)  # at most one under way
         best = state.best_eval_loss
-        is_best = eval_loss is not None and (best is None or eval_loss < best)
+        is_best = eval_loss is not None and math.isfinite(eval_loss) and (best is None or eval_loss < best)
         saved = state
         if is_best:
             saved = dataclasses.replace(state, best_eval_loss=eval_loss, best_step=state.global_step)
@@ -228,11 +229,17 @@ def _collect_save(run: Trainer, state: TrainingState, *, must_succeed: bool = Fa
         return state
     step = outcome.state.global_step
     if outcome.problem is not None:
-        problem = f"step {step} was not saved: {outcome.problem} Earlier checkpoints are untouched."
+        problem = f"step {step} was not saved: {outcome.problem}"
+        newest = (
+            "There is no checkpoint yet"
+            if outcome.newest_step is None
+            else f"The newest is step {outcome.newest_step}'s"
+        )
         if must_succeed:
-            raise CheckpointError(f"{problem} Then go on with `--resume auto`.")
+            raise CheckpointError(f"{problem} {newest}. Then go on with `--resume auto`.")
         if run.agreement.rank == 0:
-            logger.error("%s Training goes on; the next save is at its usual time.", problem)
+            again = f"{outcome.failures} saves in a row have failed now. " if outcome.failures > 1 else ""
+            logger.error("%s %s%s. Training goes on; the next save is at its usual time.", problem, again, newest)
         return state
     run.recorder.log_save(blocked_seconds=outcome.blocked_seconds, seconds=outcome.seconds)
     best = "" if outcome.state.best_step != step else ", the best so far"

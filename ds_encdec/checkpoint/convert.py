@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from ds_encdec.checkpoint.export import refuse_existing
-from ds_encdec.checkpoint.manifest import MANIFEST, FileRecord, Manifest, read_manifest, record_file, verify_checkpoint
+from ds_encdec.checkpoint.manifest import FileRecord, read_manifest, record_file, seal, verify_checkpoint
 from ds_encdec.checkpoint.saved_state import open_saved_state
 from ds_encdec.config.load import load_config
 from ds_encdec.config.schema import FullConfig
@@ -23,7 +23,7 @@ from ds_encdec.engine.record import read_record, write_record
 from ds_encdec.engine.select import create_engine, resolve_engine
 from ds_encdec.launch.agreement import Agreement
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
-from ds_encdec.launch.run_folder import flush_folder, write_atomically
+from ds_encdec.launch.run_folder import flush_folder
 from ds_encdec.launch.world import World, discover
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.types import ConfigError, EngineName, SavedState
@@ -133,13 +133,8 @@ def _write_rest(source: Path, unfinished: Path, config: FullConfig) -> None:
 def _commit(
     source: Path, unfinished: Path, out: Path, engine_files: list[FileRecord], world_size: int, engine: EngineName
 ) -> None:
-    """Hash what the engine did not write, write the manifest, and give the folder its name."""
-    known = {record.path for record in engine_files}
-    files = [path for path in sorted(unfinished.rglob("*")) if path.is_file()]
-    rest = [record_file(path, unfinished) for path in files if path.relative_to(unfinished).as_posix() not in known]
-    manifest = Manifest(read_manifest(source).step, world_size, engine, (*engine_files, *rest))
-    for folder in (unfinished, *(path for path in unfinished.rglob("*") if path.is_dir())):
-        flush_folder(folder)
-    write_atomically(unfinished / MANIFEST, manifest.to_json())
+    """Seal the folder and give it its name."""
+    step = read_manifest(source).step
+    seal(unfinished, step=step, world_size=world_size, engine=engine, engine_files=engine_files)
     unfinished.replace(out)
     flush_folder(out.parent)

@@ -17,11 +17,11 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ds_encdec.checkpoint.manifest import MANIFEST, Manifest
-from ds_encdec.launch.run_folder import flush_folder, write_atomically
+from ds_encdec.checkpoint.manifest import MANIFEST
+from ds_encdec.launch.run_folder import flush_folder
 
 logger = logging.getLogger(__name__)
 
@@ -51,19 +51,18 @@ class CheckpointFolder:
         """Where the checkpoint of `step` is written before it is committed."""
         return self.path / f"{_name(step)}.tmp"
 
-    def commit(self, step: int, manifest: Manifest, pointers: Sequence[str]) -> None:
-        """Make `step-N.tmp`, whose files are flushed, visible; move `latest` and `pointers` to it; prune.
+    def commit(self, step: int, pointers: Sequence[str]) -> None:
+        """Make `step-N.tmp`, which is sealed, visible; move `latest` and `pointers` to it; prune.
 
-        Raises OSError; then an earlier checkpoint of the step is what it was.
+        Raises OSError; then an earlier checkpoint of the step is what it was. What goes wrong once the checkpoint is
+        visible is only warned of.
         """
         temporary, final = self.temporary(step), self.path / _name(step)
-        for folder in (temporary, *(path for path in temporary.rglob("*") if path.is_dir())):
-            flush_folder(folder)
-        write_atomically(temporary / MANIFEST, manifest.to_json())
         # New links may need space; moving them over the old ones does not.
         links = {name: _new_link(self.path / name, final.name) for name in ("latest", *pointers)}
         replaced = final.with_name(f"{_REPLACED}{final.name}")
         if final.exists():
+            _delete(replaced)  # left where it could not be deleted before
             # The same step again (it was skipped since, or reached anew). Between these two renames the
             # older one has no name that counts; `clear_leftovers` gives it back after a crash.
             os.rename(final, replaced)
@@ -73,9 +72,7 @@ class CheckpointFolder:
             if replaced.exists():
                 os.rename(replaced, final)
             raise
-        for name, link in links.items():
-            os.replace(link, self.path / name)
-        flush_folder(self.path)
+        self._point_all(links, final)
         self._prune(replaced)
 
     def discard(self, step: int) -> None:
@@ -89,10 +86,13 @@ class CheckpointFolder:
                 aside = path.with_name(f"abandoned-{path.name}-{time.strftime('%Y%m%dT%H%M%S')}")
                 path.rename(aside)
                 logger.warning("Going back to step %d: %s is now %s.", step, path.name, aside.name)
-        (self.path / "final").unlink(missing_ok=True)
-        (self.path / "best").unlink(missing_ok=True)
+        final = self.path / "final"
+        if not final.exists():  # it was later; where the run was complete at `step` or before, it still is
+            final.unlink(missing_ok=True)
         if best_step is not None and (self.path / _name(best_step)).exists():
             self._point("best", best_step)
+        else:
+            (self.path / "best").unlink(missing_ok=True)
         self._point("latest", step)
 
     def clear_leftovers(self) -> None:
@@ -109,6 +109,17 @@ class CheckpointFolder:
 
     def _point(self, name: str, step: int) -> None:
         os.replace(_new_link(self.path / name, _name(step)), self.path / name)
+
+    def _point_all(self, links: Mapping[str, Path], committed: Path) -> None:
+        """Move new links over the pointers, for good. The checkpoint stands, whatever the disk says to this."""
+        try:
+            for name, link in links.items():
+                os.replace(link, self.path / name)
+            flush_folder(self.path)
+        except OSError as error:
+            logger.warning(
+                "%s is saved, but not all of %s could be pointed at it: %s", committed.name, ", ".join(links), error
+            )
 
     def _prune(self, replaced: Path) -> None:
         """Delete what is not kept. The new checkpoint stands: what cannot be deleted is no reason to doubt it."""

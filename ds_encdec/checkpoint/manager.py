@@ -1,4 +1,4 @@
-"""When a checkpoint becomes visible, and which one a run resumes from. How its folder looks: folder.py.
+"""Saving: when a checkpoint becomes visible. How its folder looks: folder.py; what a run resumes from: find.py.
 
 A save has two parts. On the main thread every rank makes its staging copy (`Engine.stage`); that holds training up.
 Then each rank writes, flushes and hashes its own files, rank 0 gathers the records, writes the rest and the manifest,
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import json
 import logging
 import os
 import shutil
@@ -22,18 +21,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
+from ds_encdec.checkpoint.find import Checkpoint
 from ds_encdec.checkpoint.folder import CheckpointFolder, committed_steps
-from ds_encdec.checkpoint.manifest import (
-    DamagedCheckpointError,
-    FileRecord,
-    Manifest,
-    read_manifest,
-    record_file,
-    verify_files,
-    verify_listing,
-)
+from ds_encdec.checkpoint.manifest import FileRecord, record_file, seal
 from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.launch.agreement import Agreement
 from ds_encdec.launch.run_folder import disk_error
@@ -43,28 +35,25 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-Stage = Callable[..., StagedSave]
-"""`Engine.stage`."""
 WriteRest = Callable[[Path], None]
 """Writes what a checkpoint holds beside the engine's files under a folder; called on rank 0, in any thread."""
 
+_FREE_SPACE = "Free space there, or lower training.save_total_limit."
 _ADVICE = {
+    errno.ENOSPC: _FREE_SPACE,
+    errno.EDQUOT: _FREE_SPACE,
     errno.EFBIG: "Raise the limit on the size of files (ulimit -f).",
     errno.EROFS: "Make its file system writable again.",
 }
-_FREE_SPACE = "Free space there, or lower training.save_total_limit."
+_LOOK = "Look at that file system: is it mounted, healthy, and writable for this user?"
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A committed, verified checkpoint."""
+class Stage(Protocol):
+    """`Engine.stage`."""
 
-    path: Path
-    manifest: Manifest
-
-    def read_json(self, name: str) -> Any:
-        """The content of one of its JSON files."""
-        return json.loads((self.path / name).read_text())
+    def __call__(self, directory: Path, /, *, copy: bool) -> StagedSave:
+        """See engine/protocol.py."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +62,8 @@ class SaveOutcome:
 
     `state`: the one that was saved. `num_bytes`: of all files. `blocked_seconds`: how long this rank's training was
     held up; `seconds`: from the staging copy to the commit. `problem`: None, or why there is no such checkpoint.
+    `failures`: saves in a row that have failed, with this one. `newest_step`: of the newest checkpoint that the run
+    can go on from; None where there is none.
     """
 
     state: TrainingState
@@ -80,6 +71,8 @@ class SaveOutcome:
     blocked_seconds: float
     seconds: float
     problem: str | None
+    failures: int
+    newest_step: int | None
 
 
 class _DiskRefusedError(CheckpointError):
@@ -108,7 +101,7 @@ class _SaveUnderWay:
 
 
 class CheckpointManager:
-    """Saves and finds the checkpoints of one run. Every method is called by every rank."""
+    """Saves the checkpoints of one run. Every method is called by every rank."""
 
     def __init__(self, folder: Path, agreement: Agreement, *, engine_name: str, keep: int | None) -> None:
         """A collective: makes a group of its own. `keep`: `training.save_total_limit`."""
@@ -118,6 +111,9 @@ class CheckpointManager:
         self._background = agreement.twin()
         self._engine_name = engine_name
         self._save: _SaveUnderWay | None = None
+        self._copied_before = False
+        self._failures = 0
+        self._newest_step: int | None = None
 
     def prepare(self) -> None:
         """Check that all ranks see one folder that can be written, and clear what a killed save left behind."""
@@ -146,18 +142,20 @@ class CheckpointManager:
         The outcome of an earlier save must have been collected. Not in the background, it is all done on return.
         """
         assert self._save is None, "a save is under way"
-        save = self._save = _SaveUnderWay(state, began=time.monotonic())
+        save = _SaveUnderWay(state, began=time.monotonic())
         step = state.global_step
         try:
             folder = self._agreement.on_rank_zero(lambda: self._on_disk(lambda: self._files.begin(step), 0))
+            staged = self._staged(stage, folder, in_background=in_background)
         except _DiskRefusedError as error:
             save.error, save.ended = error, time.monotonic()
+            self._save = save
             return
-        staged = stage(folder, copy=in_background)
 
         def write() -> int:
             return self._write_and_commit(step, staged, write_rest, pointers)
 
+        self._save = save
         if in_background:
             save.thread = threading.Thread(target=save.run, args=(write,), name=f"save-{step}", daemon=True)
             save.thread.start()
@@ -184,8 +182,19 @@ class CheckpointManager:
         save, self._save = self._save, None
         if save.error is not None and not isinstance(save.error, _DiskRefusedError):
             raise save.error
-        problem = None if save.error is None else str(save.error)
-        return SaveOutcome(save.state, save.num_bytes, save.blocked_seconds, save.ended - save.began, problem)
+        if save.error is None:
+            self._failures, self._newest_step = 0, save.state.global_step
+        else:
+            self._failures += 1
+        return SaveOutcome(
+            save.state,
+            save.num_bytes,
+            save.blocked_seconds,
+            save.ended - save.began,
+            problem=None if save.error is None else str(save.error),
+            failures=self._failures,
+            newest_step=self._newest_step,
+        )
 
     def close(self) -> None:
         """Wait for a save that nobody will collect, because training raised, and log how it ended."""
@@ -201,71 +210,25 @@ class CheckpointManager:
         else:
             logger.info("saved step %d", outcome.state.global_step)
 
-    def find(self, resume: str | None, accept: Callable[[Checkpoint], None] = lambda _: None) -> Checkpoint | None:
-        """The checkpoint to resume from, verified by all ranks; None where there is none to resume.
-
-        `resume`: None, `auto` (the newest whole one; damaged ones are passed over with a warning), or a path. `accept`
-        is called on every rank with a checkpoint of which only the manifest and the small files have been verified,
-        and raises where this run cannot go on from it: that ends the search, before gigabytes are hashed.
-
-        Raises CheckpointError where the named one is damaged, or another run's while this folder has some of its own;
-        and where under `auto` all are damaged: starting anew would then write over what may still be saved.
-        """
-        if resume is None:
-            return None
-        candidates = self._agreement.on_rank_zero(self._candidates)
-        if resume != "auto":
-            path = Path(resume).expanduser().resolve()
-            self._agreement.on_every_rank(lambda: read_manifest(path))  # what is no checkpoint is called that
-            if candidates and path not in candidates:
-                raise CheckpointError(
-                    f"{path} is not one of this run's checkpoints, of which {self.folder} holds {len(candidates)} "
-                    f"(newest: {candidates[0].name}). Two runs in one folder would be mixed up: choose another "
-                    "infra.output_dir to go on from it, or resume one of this folder's own."
-                )
-            return self._verified(path, accept)
-        for path in candidates:
-            try:
-                return self._verified(path, accept)
-            except DamagedCheckpointError as error:
-                if self._agreement.rank == 0:
-                    logger.warning("Passing over a damaged checkpoint: %s", error)
-        if candidates:
-            raise CheckpointError(
-                f"{self.folder}: none of its {len(candidates)} checkpoints is whole (the warnings above say why). "
-                "Restore one, or start a new run in another infra.output_dir."
-            )
-        return None
-
     def adopt(self, checkpoint: Checkpoint, state: TrainingState) -> TrainingState:
         """Make `checkpoint`, which the run goes on from, the newest of this folder; returns its state here.
 
         Later steps are put aside as `abandoned-…`, so that the run's history is one line again. Where the
         checkpoint is another run's, its best one is not here, and the first evaluated one will be.
         """
-        if checkpoint.path.parent == self.folder.resolve():
+        self._newest_step = checkpoint.manifest.step
+        if checkpoint.path in committed_steps(self.folder.resolve()).values():  # not so an `abandoned-…` beside them
             self._agreement.on_rank_zero(lambda: self._files.go_back_to(checkpoint.manifest.step, state.best_step))
         has_best = self._agreement.on_rank_zero(lambda: (self.folder / "best").exists())
         return state if has_best else dataclasses.replace(state, best_eval_loss=None, best_step=None)
 
-    def _verified(self, path: Path, accept: Callable[[Checkpoint], None]) -> Checkpoint:
-        """Each rank checks its share of the large files; all agree."""
-        rank, world_size = self._agreement.rank, self._agreement.world_size
+    def _staged(self, stage: Stage, folder: Path, *, in_background: bool) -> StagedSave:
+        """What the engine will write. Once there are buffers for copies, a save at once goes through them, too.
 
-        def described() -> Checkpoint:
-            manifest = read_manifest(path)
-            verify_listing(path, manifest)
-            verify_files(path, manifest.descriptions())
-            checkpoint = Checkpoint(path, manifest)
-            accept(checkpoint)
-            return checkpoint
-
-        checkpoint = self._agreement.on_every_rank(described)
-        self._agreement.on_every_rank(lambda: verify_files(path, checkpoint.manifest.files[rank::world_size]))
-        return checkpoint
-
-    def _candidates(self) -> list[Path]:
-        return [path.resolve() for _, path in sorted(committed_steps(self.folder).items(), reverse=True)]
+        The writers themselves would take as much host memory again beside those.
+        """
+        self._copied_before = copy = in_background or self._copied_before
+        return stage(folder, copy=copy)
 
     def _write_and_commit(self, step: int, staged: StagedSave, write_rest: WriteRest, pointers: tuple[str, ...]) -> int:
         """The part of a save that may run in the background; returns the bytes of the checkpoint.
@@ -278,8 +241,10 @@ class CheckpointManager:
             return [record_file(path, folder) for path in staged.write()]
 
         def commit(records: list[FileRecord]) -> int:
-            manifest = self._describe(step, folder, records, write_rest)
-            self._files.commit(step, manifest, pointers)
+            write_rest(folder)
+            world_size = self._agreement.world_size
+            manifest = seal(folder, step=step, world_size=world_size, engine=self._engine_name, engine_files=records)
+            self._files.commit(step, pointers)
             return manifest.num_bytes
 
         needed = sum(talk.gather(staged.num_bytes))
@@ -292,17 +257,9 @@ class CheckpointManager:
             talk.on_rank_zero(lambda: self._files.discard(step))
             raise
 
-    def _describe(self, step: int, folder: Path, records: list[FileRecord], write_rest: WriteRest) -> Manifest:
-        """Write the files that are not the engine's; the manifest of all."""
-        write_rest(folder)
-        known = {record.path for record in records}
-        files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-        rest = [record_file(path, folder) for path in files if path.relative_to(folder).as_posix() not in known]
-        return Manifest(step, self._agreement.world_size, self._engine_name, tuple(records + rest))
-
     def _require_space(self, needed_bytes: int) -> None:
-        usage = shutil.disk_usage(self.folder)
-        if usage.total and usage.free < needed_bytes:  # some network file systems report 0 for everything
+        free_bytes = _free_bytes(self.folder)
+        if free_bytes is not None and free_bytes < needed_bytes:
             raise self._refused("too little space is free", _FREE_SPACE, needed_bytes)
 
     def _on_disk(self, action: Callable[[], T], needed_bytes: int) -> T:
@@ -313,14 +270,26 @@ class CheckpointManager:
             refusal = disk_error(error)
             if refusal is None:
                 raise
-            cause = f"rank {self._agreement.rank}: {refusal}"
-            raise self._refused(cause, _ADVICE.get(refusal.errno or 0, _FREE_SPACE), needed_bytes) from error
+            # Ranks that write together all raise the error of one, which says whose it is.
+            named = (refusal.strerror or "").startswith("rank ")
+            cause = str(refusal) if named else f"rank {self._agreement.rank}: {refusal}"
+            raise self._refused(cause, _ADVICE.get(refusal.errno or 0, _LOOK), needed_bytes) from error
 
     def _refused(self, cause: str, advice: str, needed_bytes: int) -> _DiskRefusedError:
         """The error, with the space that is free now: some more will be when what was written is removed."""
-        free_bytes = shutil.disk_usage(self.folder).free
+        free_bytes = _free_bytes(self.folder)
         takes = f"takes about {needed_bytes:,} bytes and " if needed_bytes else ""
-        return _DiskRefusedError(f"{cause}. The checkpoint {takes}has {free_bytes:,} free in {self.folder}. {advice}")
+        free = "an unknown amount" if free_bytes is None else f"{free_bytes:,}"
+        return _DiskRefusedError(f"{cause}. The checkpoint {takes}has {free} free in {self.folder}. {advice}")
+
+
+def _free_bytes(folder: Path) -> int | None:
+    """Space on the file system of `folder`; None where that does not say (some network ones report 0 in all)."""
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError:
+        return None
+    return usage.free if usage.total else None
 
 
 def _touch(path: Path) -> str:

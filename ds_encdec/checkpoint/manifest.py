@@ -10,10 +10,12 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ds_encdec.launch.run_folder import flush_folder, write_atomically
 from ds_encdec.types import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -65,6 +67,21 @@ def record_file(path: Path, root: Path) -> FileRecord:
         os.fsync(file.fileno())
         digest, size = _hash(file)
     return FileRecord(path.relative_to(root).as_posix(), size, digest)
+
+
+def seal(folder: Path, *, step: int, world_size: int, engine: str, engine_files: Sequence[FileRecord]) -> Manifest:
+    """Make a checkpoint's `folder` durable and write its manifest; the engine's files are recorded already.
+
+    What is left is to give the folder its name and to flush its parent. Raises OSError.
+    """
+    known = {record.path for record in engine_files}
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    rest = [record_file(path, folder) for path in files if path.relative_to(folder).as_posix() not in known]
+    manifest = Manifest(step, world_size, engine, (*engine_files, *rest))
+    for inner in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
+        flush_folder(inner)
+    write_atomically(folder / MANIFEST, manifest.to_json())
+    return manifest
 
 
 def read_manifest(checkpoint: Path) -> Manifest:

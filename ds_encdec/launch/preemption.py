@@ -6,7 +6,8 @@ acts on the common answer. A launcher killed outright tells nobody: with `deepsp
 SIGTERM ends the launcher and leaves the ranks running, so every rank watches for its launchers itself.
 
 A rank whose peer has died may sit in a collective for ever. DeepSpeed's launcher then sends SIGTERM to one rank after
-the other and gives each 30 seconds; a rank that has not taken a step for a while ends at its SIGTERM instead.
+the other and gives each 30 seconds; a rank that has not taken a step for a while ends at its SIGTERM instead, unless
+it is saving.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -41,9 +44,9 @@ class StopRequest:
 
     The loop asks `requested` once per step: that is also its sign of life. `grace_seconds`: how long the process may
     live on, to save itself, after its launcher is gone. `stuck_seconds`: how long after its last sign of life SIGTERM
-    finds a rank stuck (never less than twice its longest pause so far, which may be an evaluation or a save); a rank
-    that has seen the request is on its way out and has all the time it needs. Either way the process is ended with
-    HangError's exit code, since nothing else would end it.
+    finds a rank stuck (never less than twice its longest pause so far, which may be an evaluation); a rank that is
+    `busy`, or has seen the request and is on its way out, has all the time it needs. Either way the process is ended
+    with HangError's exit code, since nothing else would end it.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class StopRequest:
         self._signalled_at = 0.0
         self._terminated = False
         self._seen = False
+        self._busy = False
         self._asked_at: float | None = None
         self._longest_pause_seconds = 0.0
         self._left = threading.Event()
@@ -69,12 +73,20 @@ class StopRequest:
     @property
     def requested(self) -> bool:
         """True from the first signal, or from the launcher's end, on. Of this rank: exchange it."""
-        now = time.monotonic()
-        if self._asked_at is not None:
-            self._longest_pause_seconds = max(self._longest_pause_seconds, now - self._asked_at)
-        self._asked_at = now
+        self._give_sign_of_life()
         self._seen = self._reason is not None
         return self._seen
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Wraps a save, or waiting for one: however long it takes, the rank is not stuck."""
+        self._give_sign_of_life()
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._asked_at = time.monotonic()  # before the flag falls; and a save is no pause to learn patience from
+            self._busy = False
 
     def acknowledge(self) -> None:
         """The ranks have agreed to stop, whoever was asked first: this one may take its time to save."""
@@ -119,9 +131,17 @@ class StopRequest:
                 if not self._left.wait(self._grace_seconds):
                     self._end(f"Still running {self._grace_seconds:.0f} s after the launcher went")
                 return
+            if self._seen or self._busy or not self._terminated:
+                continue
             silent_seconds = time.monotonic() - (self._asked_at or started_at)
-            if self._terminated and not self._seen and silent_seconds > self._patience_seconds():
+            if silent_seconds > self._patience_seconds():
                 self._end(f"Asked to stop, and no step for {silent_seconds:.0f} s: another rank is probably gone")
+
+    def _give_sign_of_life(self) -> None:
+        now = time.monotonic()
+        if self._asked_at is not None:
+            self._longest_pause_seconds = max(self._longest_pause_seconds, now - self._asked_at)
+        self._asked_at = now
 
     def _patience_seconds(self) -> float:
         return max(self._stuck_seconds, 2 * self._longest_pause_seconds)

@@ -127,7 +127,11 @@ def flush_folder(path: Path) -> None:
 
 
 def disk_error(error: BaseException | None) -> OSError | None:
-    """The OSError that `error` is or comes from: torch.save, closing its file after one, raises a RuntimeError."""
+    """The OSError of a file system that `error` is or was raised from; None for others, also those of a network.
+
+    An error that only happened while an OSError was handled is not one, but for RuntimeError: torch.save raises that
+    where it cannot close its file after an OSError.
+    """
     while error is not None and not isinstance(error, OSError):
-        error = error.__cause__ or error.__context__
-    return error
+        error = error.__cause__ or (error.__context__ if type(error) is RuntimeError else None)
+    return None if isinstance(error, ConnectionError | TimeoutError) else error

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from ds_encdec.checkpoint.find import Checkpoint, find_checkpoint
 from ds_encdec.checkpoint.manager import CheckpointManager, SaveOutcome, Stage
 from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.launch.agreement import Agreement
@@ -20,6 +21,10 @@ def make_manager(folder: Path, keep: int | None = None) -> CheckpointManager:
     folder.mkdir(exist_ok=True)
     manager.prepare()
     return manager
+
+
+def find(manager: CheckpointManager, resume: str | None) -> Checkpoint | None:
+    return find_checkpoint(manager.folder, Agreement(), resume)
 
 
 def engine(before_writing: Callable[[], object] = lambda: None, num_bytes: int = NUM_BYTES) -> Stage:

@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from small_run import MODEL, SHORT_ACCUMULATION, run_config, weights
 
+from ds_encdec.checkpoint.find import Checkpoint, find_checkpoint
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.checkpoint.manager import CheckpointManager
 from ds_encdec.checkpoint.manifest import verify_checkpoint
 from ds_encdec.engine.protocol import StagedSave
-from ds_encdec.engine.select import create_engine
+from ds_encdec.engine.select import create_engine, resolve_engine
 from ds_encdec.launch.agreement import Agreement
 from ds_encdec.launch.world import discover
 from ds_encdec.types import DataError, DsEncDecError, TrainingState
@@ -89,6 +90,10 @@ def problem_of(manager: CheckpointManager) -> str | None:
     return outcome.problem
 
 
+def find(manager: CheckpointManager, resume: str) -> Checkpoint | None:
+    return find_checkpoint(manager.folder, Agreement(), resume)
+
+
 def save_and_find(folder: str) -> dict[str, Any]:
     """Commit two steps, damage the newer one's shard of rank 1, look for what to resume from."""
     manager = CheckpointManager(Path(folder), Agreement(), engine_name="test", keep=None)
@@ -96,14 +101,14 @@ def save_and_find(folder: str) -> dict[str, Any]:
     for step in (1, 2):
         save(manager, step, SlowShards())
         assert problem_of(manager) is None
-    whole = manager.find("auto")
+    whole = find(manager, "auto")
     dist.barrier()
     damaged = Path(folder) / "step-00000002"
     if dist.get_rank() == 0:
         (damaged / "shard-1.bin").write_bytes(b"x" * 100)
     dist.barrier()
-    fallback = manager.find("auto")
-    refused = error_of(lambda: manager.find(str(damaged)))
+    fallback = find(manager, "auto")
+    refused = error_of(lambda: find(manager, str(damaged)))
     if dist.get_rank() == 0:
         (damaged / "shard-1.bin").unlink()
     dist.barrier()
@@ -113,7 +118,7 @@ def save_and_find(folder: str) -> dict[str, Any]:
         "files": sorted(record.path for record in whole.manifest.files),
         "steps": (whole.manifest.step, fallback.manifest.step),
         "flipped": refused,
-        "missing": error_of(lambda: manager.find(str(damaged))),
+        "missing": error_of(lambda: find(manager, str(damaged))),
     }
 
 
@@ -188,4 +193,6 @@ def make_engine(name: str) -> Any:
     if name == "shards":
         return SlowShards(num_bytes=100_000)
     config = run_config(distributed_type=name, gradient_accumulation_steps=SHORT_ACCUMULATION)
-    return create_engine(config, discover(os.environ), torch.device("cpu"), MODEL, weights, SHORT_ACCUMULATION)
+    return create_engine(
+        resolve_engine(config), config, discover(os.environ), torch.device("cpu"), MODEL, weights, SHORT_ACCUMULATION
+    )

@@ -1,0 +1,99 @@
+"""Which checkpoint a run goes on from."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_encdec.checkpoint.folder import committed_steps
+from ds_encdec.checkpoint.manifest import (
+    DamagedCheckpointError,
+    Manifest,
+    read_manifest,
+    verify_files,
+    verify_listing,
+)
+from ds_encdec.launch.agreement import Agreement
+from ds_encdec.types import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A committed, verified checkpoint."""
+
+    path: Path
+    manifest: Manifest
+
+    def read_json(self, name: str) -> Any:
+        """The content of one of its JSON files."""
+        return json.loads((self.path / name).read_text())
+
+
+Accept = Callable[[Checkpoint], None]
+"""Raises where this run cannot go on from a checkpoint."""
+
+
+def find_checkpoint(
+    folder: Path, agreement: Agreement, resume: str | None, accept: Accept = lambda _: None
+) -> Checkpoint | None:
+    """The checkpoint to resume from, verified by all ranks, each calling this; None where there is none to resume.
+
+    `folder`: the run's own checkpoints. `resume`: None, `auto` (the newest whole one there; damaged ones are passed
+    over with a warning), or a path. `accept` is called on every rank with a checkpoint of which only the manifest and
+    the small files have been verified; what it raises ends the search, before gigabytes are hashed.
+
+    Raises CheckpointError where the named one is damaged, or another run's while this folder has some of its own;
+    and where under `auto` all are damaged: starting anew would then write over what may still be saved.
+    """
+    if resume is None:
+        return None
+    candidates = agreement.on_rank_zero(lambda: _candidates(folder))
+    if resume != "auto":
+        path = Path(resume).expanduser().resolve()
+        agreement.on_every_rank(lambda: read_manifest(path))  # what is no checkpoint is called that
+        if candidates and path not in candidates:
+            raise CheckpointError(
+                f"{path} is not one of this run's checkpoints, of which {folder} holds {len(candidates)} "
+                f"(newest: {candidates[0].name}). Two runs in one folder would be mixed up: choose another "
+                "infra.output_dir to go on from it, or resume one of this folder's own."
+            )
+        return _verified(path, agreement, accept)
+    for path in candidates:
+        try:
+            return _verified(path, agreement, accept)
+        except DamagedCheckpointError as error:
+            if agreement.rank == 0:
+                logger.warning("Passing over a damaged checkpoint: %s", error)
+    if candidates:
+        raise CheckpointError(
+            f"{folder}: none of its {len(candidates)} checkpoints is whole (the warnings above say why). "
+            "Restore one, or start a new run in another infra.output_dir."
+        )
+    return None
+
+
+def _candidates(folder: Path) -> list[Path]:
+    return [path.resolve() for _, path in sorted(committed_steps(folder).items(), reverse=True)]
+
+
+def _verified(path: Path, agreement: Agreement, accept: Accept) -> Checkpoint:
+    """Each rank checks its share of the large files; all agree."""
+
+    def described() -> Checkpoint:
+        manifest = read_manifest(path)
+        verify_listing(path, manifest)
+        verify_files(path, manifest.descriptions())
+        checkpoint = Checkpoint(path, manifest)
+        accept(checkpoint)
+        return checkpoint
+
+    checkpoint = agreement.on_every_rank(described)
+    share = checkpoint.manifest.files[agreement.rank :: agreement.world_size]
+    agreement.on_every_rank(lambda: verify_files(path, share))
+    return checkpoint
