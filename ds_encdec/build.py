@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from ds_encdec.checkpoint.average import average_last_checkpoints
+from ds_encdec.checkpoint.average import average_last_checkpoints, clear_leftovers
 from ds_encdec.checkpoint.find import Checkpoint, find_checkpoint
 from ds_encdec.checkpoint.manager import CheckpointManager
 from ds_encdec.config.schema import FullConfig
@@ -48,9 +48,6 @@ from ds_encdec.types import (
     DsEncDecError,
     TrainingState,
 )
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 
@@ -172,6 +169,7 @@ def _wire(config: FullConfig, site: Site, stop: StopRequest, resume: str | None,
         keep=config.training.save_total_limit,
     )
     checkpoints.prepare()
+    agreement.on_rank_zero(lambda: clear_leftovers(site.folder))
 
     def accept(checkpoint: Checkpoint) -> None:
         plan_lanes(config, world.world_size, checkpoint.read_json("trainer.json")["num_lanes"])

@@ -15,10 +15,13 @@ from torch import Tensor
 
 from ds_encdec.checkpoint.export import export_hf, refuse_existing
 from ds_encdec.checkpoint.folder import committed_steps
+from ds_encdec.checkpoint.manifest import read_manifest
 from ds_encdec.checkpoint.model_card import RunFacts, model_card
 from ds_encdec.checkpoint.saved_state import open_saved_state, saved_weights
+from ds_encdec.config.schema import FullConfig
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.source import architecture
 from ds_encdec.tokenizer.load import pretrained_tokenizer
 from ds_encdec.types import CheckpointError, WeightSource
 
@@ -28,8 +31,10 @@ MIN_AVERAGED = 3
 """Checkpoints that a run must have left for their mean to be written at its end."""
 MAX_SHARD_BYTES = 5_000_000_000
 """Largest file of that export, as of `ds-encdec export`."""
-_NO_ARCHITECTURE = ("loss_chunk_tokens", "use_flash_attention", "use_cache", "transformers_version", "dtype")
-"""Fields of a model's configuration that may differ between checkpoints of one model."""
+_MAX_GAP = 2
+"""`training.save_steps` between neighbours: two, because one save may have failed."""
+_REPLACED = "replaced"
+"""Ending of an earlier mean while the new one takes its place."""
 
 
 def average_last_checkpoints(run: RunFolder, *, last: int) -> None:
@@ -37,17 +42,21 @@ def average_last_checkpoints(run: RunFolder, *, last: int) -> None:
 
     The run is complete whatever happens here: what goes wrong is logged.
     """
-    if not last or len(committed_steps(run.checkpoints)) < MIN_AVERAGED:
-        return
-    fresh, replaced = (run.averaged.with_name(f".averaged.{word}") for word in ("new", "replaced"))
     try:
-        for path in (fresh, replaced):
-            shutil.rmtree(path, ignore_errors=True)
+        found = last_checkpoints(run.checkpoints, max(last, MIN_AVERAGED)) if last else {}
+        if len(found) < MIN_AVERAGED:
+            return
+        logger.info(
+            "Averaging the last checkpoints: rank 0 reads %.1f GB. The run is complete; this may be interrupted.",
+            sum(read_manifest(path).num_bytes for path in list(found.values())[-last:]) / 1e9,
+        )
+        clear_leftovers(run)
+        fresh, replaced = (run.averaged.with_name(f".averaged.{word}") for word in ("new", _REPLACED))
         steps = average_checkpoints(run.root, fresh, last=last, dtype=torch.float32, max_shard_bytes=MAX_SHARD_BYTES)
         if run.averaged.exists():
             run.averaged.rename(replaced)
         fresh.rename(run.averaged)
-        shutil.rmtree(replaced, ignore_errors=True)
+        clear_leftovers(run)
     except Exception as error:
         logger.error(
             "The mean of the last checkpoints could not be written: %s. `ds-encdec average` tries again.", error
@@ -56,8 +65,17 @@ def average_last_checkpoints(run: RunFolder, *, last: int) -> None:
     logger.info("the mean of the checkpoints at steps %s is in %s", ", ".join(map(str, steps)), run.averaged)
 
 
+def clear_leftovers(run: RunFolder) -> None:
+    """Remove what a mean that was killed midway left beside `export/averaged`; give back what it was replacing."""
+    replaced = run.averaged.with_name(f".averaged.{_REPLACED}")
+    if replaced.exists() and not run.averaged.exists():
+        replaced.rename(run.averaged)
+    for path in run.averaged.parent.glob(".averaged.*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def average_checkpoints(run: Path, out: Path, *, last: int, dtype: torch.dtype, max_shard_bytes: int) -> list[int]:
-    """Write the arithmetic mean of the weights of the newest `last` checkpoints of `run` (fewer, if it has fewer).
+    """Write the arithmetic mean of the weights of `last_checkpoints` of `run`.
 
     Any engines may have saved them. Sums and quotients are float32, in the order of the steps, before the result is
     rounded to `dtype`; two full parameters are in memory at a time. `out` is the Hugging Face folder to write, as of
@@ -65,9 +83,9 @@ def average_checkpoints(run: Path, out: Path, *, last: int, dtype: torch.dtype, 
     CheckpointError for fewer than two checkpoints, damaged ones, and ones of different models.
     """
     refuse_existing(out)  # before minutes of reading
-    checkpoints = dict(sorted(committed_steps(run / "checkpoints").items())[-last:])
-    if last < 2 or len(checkpoints) < 2:
-        asked = "1 was asked for" if last < 2 else f"{run} has {len(checkpoints)}"
+    checkpoints = last_checkpoints(run / "checkpoints", last)
+    if len(checkpoints) < 2:
+        asked = "1 was asked for" if last < 2 else f"{run} has {len(checkpoints)} in a row"
         raise CheckpointError(f"An average takes at least two checkpoints, but {asked}. See training.save_total_limit.")
     paths = [path.resolve() for path in checkpoints.values()]
     _refuse_different_models(paths)
@@ -83,6 +101,24 @@ def average_checkpoints(run: Path, out: Path, *, last: int, dtype: torch.dtype, 
         card=model_card(RunFacts.of(newest, f"mean of the checkpoints at steps {', '.join(map(str, steps))}")),
     )
     return steps
+
+
+def last_checkpoints(folder: Path, last: int) -> dict[int, Path]:
+    """Step → path of the newest committed checkpoints under `folder` that stand in a row, at most `last`, oldest first.
+
+    The row ends where checkpoints between two have been deleted: what is older was kept for being the best, and may
+    be far away from where the run is now.
+    """
+    row: list[tuple[int, Path]] = []
+    for step, path in sorted(committed_steps(folder).items(), reverse=True)[:last]:
+        if row and row[-1][0] - step > _MAX_GAP * _save_steps(row[-1][1]):
+            break
+        row.append((step, path))
+    return dict(reversed(row))
+
+
+def _save_steps(checkpoint: Path) -> int:
+    return FullConfig.from_yaml(checkpoint / "config.yaml").training.save_steps
 
 
 def mean_weights(sources: Sequence[WeightSource]) -> WeightSource:
@@ -111,5 +147,4 @@ def _refuse_different_models(checkpoints: Sequence[Path]) -> None:
 
 
 def _architecture(checkpoint: Path) -> dict[str, object]:
-    fields = Qwen3Seq2SeqConfig.from_pretrained(checkpoint / "model").to_dict()
-    return {name: value for name, value in fields.items() if name not in _NO_ARCHITECTURE}
+    return architecture(Qwen3Seq2SeqConfig.from_pretrained(checkpoint / "model"))

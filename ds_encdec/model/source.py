@@ -18,6 +18,8 @@ from ds_encdec.types import CheckpointError, ConfigError, WeightSource
 EMBEDDING_ROWS_MULTIPLE = 128
 """Embeddings that must grow do so to a multiple of this, which matrix kernels like."""
 
+_NO_ARCHITECTURE = ("loss_chunk_tokens", "use_flash_attention", "use_cache", "transformers_version", "dtype")
+
 _COPIED_SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -116,6 +118,11 @@ def qwen3_fields(stored: dict[str, Any], folder: Path) -> dict[str, Any]:
             "rope_theta": rope.get("rope_theta", stored.get("rope_theta", 1e6)),
         },
     }
+
+
+def architecture(config: Qwen3Seq2SeqConfig) -> dict[str, Any]:
+    """The fields of `config` in which two configurations of one model must agree: not the kernels, not versions."""
+    return {name: value for name, value in config.to_dict().items() if name not in _NO_ARCHITECTURE}
 
 
 def _from_architecture(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,8 @@ from safetensors.torch import load_file
 from saved_checkpoints import State, config, flip_byte, random_state, save_checkpoint
 
 from ds_encdec import cli
-from ds_encdec.checkpoint.average import average_checkpoints
+from ds_encdec.checkpoint.average import average_checkpoints, average_last_checkpoints, clear_leftovers
+from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.types import CheckpointError
 
@@ -58,7 +60,7 @@ def test_the_mean_is_rounded_once(tmp_path: Path) -> None:
 
 
 def test_fewer_than_two_have_no_mean(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"has 0\. See training\.save_total_limit"):
+    with pytest.raises(CheckpointError, match=r"has 0 in a row\. See training\.save_total_limit"):
         average(tmp_path, tmp_path / "out")
     save_checkpoint(tmp_path / "checkpoints", 100, random_state(config(), 0), config())
     with pytest.raises(CheckpointError, match="has 1"):
@@ -67,6 +69,36 @@ def test_fewer_than_two_have_no_mean(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="1 was asked for"):
         average(tmp_path, tmp_path / "out", last=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]
+
+
+def test_an_old_best_is_no_part_of_the_mean(tmp_path: Path) -> None:
+    """One that only the pointer kept, far behind the others; a single save that failed is no such gap."""
+    for step in (1000, 96_000, 97_000, 99_000):  # save_steps is 1000
+        save_checkpoint(tmp_path / "checkpoints", step, random_state(config(), 0), config())
+    assert average(tmp_path, tmp_path / "out") == [96_000, 97_000, 99_000]
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00097000")
+    with pytest.raises(CheckpointError, match="has 1 in a row"):
+        average(tmp_path, tmp_path / "other")
+    run = RunFolder(str(tmp_path))
+    average_last_checkpoints(run, last=5)
+    assert not run.averaged.parent.exists()
+
+
+def test_what_a_killed_mean_left_is_cleared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_run(tmp_path)
+    run = RunFolder(str(tmp_path))
+    for leftover in (".averaged.new", ".averaged.new.tmp", ".averaged.replaced"):
+        (run.averaged.parent / leftover).mkdir(parents=True)
+    (run.averaged.parent / ".averaged.replaced" / "earlier").touch()
+    clear_leftovers(run)
+    assert [path.name for path in run.averaged.parent.iterdir()] == ["averaged"]
+    assert (run.averaged / "earlier").exists()
+    with caplog.at_level("INFO"):
+        average_last_checkpoints(run, last=2)
+    assert [path.name for path in run.averaged.parent.iterdir()] == ["averaged"]
+    assert not (run.averaged / "earlier").exists()
+    assert "rank 0 reads 0.0 GB" in caplog.text
+    assert "steps 900, 1200" in caplog.text
 
 
 def test_different_models_are_both_named(tmp_path: Path) -> None:

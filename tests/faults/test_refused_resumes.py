@@ -103,13 +103,15 @@ def test_another_architecture_or_tokenizer_is_refused_with_both_values(runs: For
         "model__architecture__hidden_size": 64,
         "model__tokenizer_name_or_path": "some/where",
         "model__num_sentinel_tokens": 16,
+        "data__use_mode_tokens": "true",
     }
     assert_refused(
-        runs.run(arguments(finished, "--resume", "auto", **changes)),
+        runs.run(arguments(finished, "--resume", "auto", "--allow-data-change", **changes)),
         5,
         "model.architecture.hidden_size is 32 there and 64 here",
         "model.tokenizer_name_or_path is 'builtin' there and 'some/where' here",
         "model.num_sentinel_tokens is 32 there and 16 here",
+        "data.use_mode_tokens is False there and True here",
     )
 
 

@@ -1,0 +1,124 @@
+"""What a run takes from a checkpoint and refuses: models by what they are, not by their names."""
+
+from __future__ import annotations
+
+import shutil
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from saved_checkpoints import random_state, save_checkpoint, tokenizer
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from ds_encdec import resume
+from ds_encdec.checkpoint.export import export_hf
+from ds_encdec.checkpoint.find import Checkpoint
+from ds_encdec.checkpoint.manifest import read_manifest
+from ds_encdec.checkpoint.saved_state import open_saved_state, saved_weights
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.launch.agreement import Agreement
+from ds_encdec.run_model import new_model, saved_model
+from ds_encdec.types import CheckpointError, DsEncDecError
+
+
+def qwen3_folder(folder: Path, **changes: Any) -> Path:
+    """A decoder-only Qwen3 with a tokenizer that has no sentinels yet."""
+    sizes = {"vocab_size": 24, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 12}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    Qwen3ForCausalLM(Qwen3Config(**{**sizes, **heads, **changes})).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def run_config(model: Path | str, *, sentinels: int = 4, mode_tokens: bool = False) -> FullConfig:
+    return FullConfig.model_validate(
+        {
+            "model": {"model_name_or_path": str(model), "num_sentinel_tokens": sentinels},
+            "data": {"use_mode_tokens": mode_tokens},
+        }
+    )
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return qwen3_folder(tmp_path / "source")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, source: Path) -> Checkpoint:
+    """A checkpoint of a run that started from `source`."""
+    model = new_model(run_config(source))
+    path = save_checkpoint(tmp_path / "checkpoints", 3, random_state(model.config, 0), model.config)
+    model.tokenizer.save_pretrained(path / "model")
+    run_config(source).to_yaml(path / "config.yaml")
+    return Checkpoint(path, read_manifest(path))
+
+
+def test_the_same_model_elsewhere_is_the_same(
+    checkpoint: Checkpoint, source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(source.parent)
+    with caplog.at_level("INFO"):
+        resume.refuse_other_model(checkpoint, run_config("./source"))
+    assert "model.model_name_or_path is" in caplog.text
+    source.rename("moved")
+    resume.refuse_other_model(checkpoint, run_config("moved"))
+    resume.refuse_other_model(checkpoint, run_config(source))  # gone, but nobody needs it
+    # An encoder-decoder with these sizes and tokenizer, such as its own export, is the same model as well.
+    resume.refuse_other_model(checkpoint, run_config(exported(checkpoint)))
+
+
+def exported(checkpoint: Checkpoint) -> Path:
+    model, out = saved_model(run_config(""), checkpoint.path), Path("exported")
+    weights = saved_weights(open_saved_state(checkpoint.path, verified=True))
+    export_hf(weights, model.config, model.tokenizer, out, dtype=torch.float32, max_shard_bytes=10**9, card="")
+    return out
+
+
+def test_another_model_is_refused_by_what_differs(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    wider = qwen3_folder(tmp_path / "wider", intermediate_size=64)
+    words = f"model_name_or_path is .*source' there and '{wider}' here; .*intermediate_size is 48 there and 64 here"
+    with pytest.raises(CheckpointError, match=words):
+        resume.refuse_other_model(checkpoint, run_config(wider))
+    missing = tmp_path / "missing"
+    with pytest.raises(CheckpointError, match=f"'{missing}' here; .*cannot be seen here: .* does not exist"):
+        resume.refuse_other_model(checkpoint, run_config(missing))
+
+
+def test_another_tokenizer_is_refused(checkpoint: Checkpoint, source: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(source, tmp_path / "other"))
+    words = other / "tokenizer.json"
+    words.write_text(words.read_text().replace("hello", "goodbye"))
+    with pytest.raises(CheckpointError, match="the tokenizers differ"):
+        resume.refuse_other_model(checkpoint, run_config(other))
+
+
+def test_other_special_tokens_are_refused(checkpoint: Checkpoint, source: Path) -> None:
+    """Their ids would lie outside of the saved embedding, whatever data the user insists on."""
+    for changed, words in (
+        (run_config(source, mode_tokens=True), "data.use_mode_tokens is False there and True here"),
+        (run_config(source, sentinels=5), "model.num_sentinel_tokens is 4 there and 5 here"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            resume.refuse_other_model(checkpoint, changed)
+        with pytest.raises(CheckpointError, match="does not have the special tokens of this run"):
+            saved_model(changed, checkpoint.path)
+
+
+class _SecondOfTwo(Agreement):
+    """Rank 1 of two, whose rank 0 cannot open the checkpoint."""
+
+    def gather(self, record: Any) -> list[Any]:
+        return [DsEncDecError("rank 0 cannot read"), record]
+
+
+class _Untouched:
+    def load(self, saved: object) -> None:
+        raise AssertionError("loaded, while the other rank has left")
+
+
+def test_no_rank_loads_what_another_cannot_open(checkpoint: Checkpoint) -> None:
+    with pytest.raises(DsEncDecError, match="rank 0 cannot read"):
+        resume.load_engine(_Untouched(), checkpoint, _SecondOfTwo(timedelta(minutes=1)))  # type: ignore[arg-type]
