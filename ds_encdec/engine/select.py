@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_engine(config: FullConfig) -> EngineName:
-    """The engine that `infra.distributed_type` means on this machine; imports none.
+    """The engine that `infra.distributed_type` means on this machine, as far as can be told without importing one.
 
     `auto` is DeepSpeed where it is installed and can do what is asked, else FSDP2. Raises ConfigError where DeepSpeed
     is needed and not installed.
@@ -45,9 +45,15 @@ def resolve_engine(config: FullConfig) -> EngineName:
     return "fsdp"
 
 
-def check_engine(config: FullConfig, world: World) -> None:
-    """Raise ConfigError for what the engine cannot do on these ranks: before any time is spent on data."""
-    if resolve_engine(config) == "fsdp":
+def fallback_engine(config: FullConfig) -> EngineName | None:
+    """What takes the place of a DeepSpeed that turns out not to work here: FSDP2, if `auto` leaves the choice to us."""
+    replaceable = config.infra.distributed_type == "auto" and not engine_conflicts(config, "fsdp")
+    return "fsdp" if replaceable else None
+
+
+def check_engine(engine: EngineName, config: FullConfig, world: World) -> None:
+    """Raise ConfigError for what `engine` cannot do on these ranks: before any time is spent on data."""
+    if engine == "fsdp":
         from ds_encdec.engine.fsdp_sharding import mesh_shape  # half a second, and only this engine needs it
 
         mesh_shape(config.infra, world)
@@ -63,6 +69,7 @@ def check_engine(config: FullConfig, world: World) -> None:
 
 
 def create_engine(
+    engine: EngineName,
     config: FullConfig,
     world: World,
     device: torch.device,
@@ -70,13 +77,12 @@ def create_engine(
     weights: WeightSource | None,
     gradient_accumulation_steps: int,
 ) -> Engine:
-    """Build the model and its engine. Collective; the process group exists (launch/process_group.py).
+    """Build the model and `engine` for it. Collective; the process group exists (launch/process_group.py).
 
-    `weights` is None for a run that loads a checkpoint at once, and so needs none. Raises ConfigError as
-    `resolve_engine` does and for a number of ranks that does not fit the sharding, and CheckpointError, on every rank,
-    for weights that cannot be read.
+    `weights` is None for a run that loads a checkpoint at once, and so needs none. Raises ConfigError for a number of
+    ranks that does not fit the sharding, and CheckpointError, on every rank, for weights that cannot be read.
     """
-    if resolve_engine(config) == "fsdp":
+    if engine == "fsdp":
         return _fsdp2(config, world, device, model_config, weights)
     return _deepspeed(config, world, device, model_config, weights, gradient_accumulation_steps)
 
@@ -92,7 +98,7 @@ def _fsdp2(
 
     if world.is_main and config.infra.distributed_type == "auto":
         lacks = [conflict.fields[0] for conflict in engine_conflicts(config, "deepspeed")]
-        reason = f"DeepSpeed does not do what {', '.join(lacks)} asks for" if lacks else "deepspeed is not installed"
+        reason = f"DeepSpeed does not do what {', '.join(lacks)} asks for" if lacks else "no usable deepspeed here"
         logger.warning("infra.distributed_type=auto: %s; training with FSDP2.", reason)
     if world.is_main and config.infra.deepspeed_extra:
         logger.warning("infra.deepspeed_extra does nothing under FSDP2: %s", ", ".join(config.infra.deepspeed_extra))

@@ -7,19 +7,23 @@ imported, OpenMP its thread count when it first runs, and the JIT its folder whe
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import socket
 import warnings
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from ds_encdec.launch.jit_cache import build_folder, clear_stale_locks
 from ds_encdec.launch.world import World
 from ds_encdec.types import ConfigError, EngineName
+
+logger = logging.getLogger(__name__)
 
 
 def choose_device(requested: Literal["cuda", "cpu", "auto"], world: World) -> torch.device:
@@ -45,36 +49,91 @@ def choose_device(requested: Literal["cuda", "cpu", "auto"], world: World) -> to
     return torch.device("cuda", world.local_rank)
 
 
-def init_process_group(world: World, device: torch.device, timeout: timedelta, engine: EngineName) -> None:
+def init_process_group(
+    world: World, device: torch.device, timeout: timedelta, engine: EngineName, *, otherwise: EngineName | None = None
+) -> EngineName:
     """Prepare this process's environment and join the default process group (nccl on cuda, gloo on cpu).
 
-    `timeout` bounds the meeting of the ranks and every collective. Only for `deepspeed` is that imported; this must
-    come before it is anywhere else in the process.
+    Returns `engine`, or on all ranks `otherwise` where that is deepspeed and some rank cannot import it; without
+    `otherwise` all raise ConfigError. `timeout` bounds the meeting of the ranks and every collective. Only for
+    `deepspeed` is that imported; this must come before it is anywhere else in the process.
     """
     _prepare_environment(world, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    store, *_ = next(rendezvous("env://", world.rank, world.world_size, timeout=timeout))
+    store.set_timeout(timeout)
     if engine == "deepspeed":
-        _init_deepspeed(world, device, timeout)
-    else:
-        # With shards offloaded to the CPU their gradients' norm is reduced there.
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timeout, world_size=world.world_size, rank=world.rank)
+        problem = _anyones(_import_deepspeed(world), dist.PrefixStore("import", store), world)
+        if problem is not None:
+            engine = _instead_of_deepspeed(problem, otherwise, world)
+    _join(world, device, timeout, engine, dist.PrefixStore("group", store))
+    return engine
 
 
-def _init_deepspeed(world: World, device: torch.device, timeout: timedelta) -> None:
+def _import_deepspeed(world: World) -> str | None:
+    """Import deepspeed; why that is impossible, or None. Raises nothing: the other ranks must hear of it."""
     if world.local_rank == 0:
         clear_stale_locks(build_folder(os.environ))
     # DeepSpeed 0.19.8 still calls collectives by names that torch 2.13 renames; nothing a user could mend.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
-    # Imported here: what _prepare_environment sets is read at import.
+    try:
+        # Not earlier: what _prepare_environment sets is read at import.
+        import deepspeed  # noqa: F401
+    except Exception as error:  # no CUDA_HOME, another torch's binary interface, a library that is not there
+        return f"rank {world.rank}: {type(error).__name__}: {error}"
+    return None
+
+
+def _anyones(problem: str | None, store: dist.Store, world: World) -> str | None:
+    """What some rank gives as its `problem`, the same on all; None where none has any. There is no group yet."""
+    if problem is not None:
+        store.set("problem", problem)
+    store.wait([_count_in(store, "told", world)])
+    found = store.get("problem").decode() if store.check(["problem"]) else None
+    heard = _count_in(store, "heard", world)
+    if world.rank == 0:  # the store may end with this process
+        store.wait([heard])
+    return found
+
+
+def _count_in(store: dist.Store, what: str, world: World) -> str:
+    """Count this rank; returns the key that is there once all have been."""
+    by_all = f"{what} by all"
+    if store.add(what, 1) == world.world_size:
+        store.set(by_all, "")
+    return by_all
+
+
+def _instead_of_deepspeed(problem: str, otherwise: EngineName | None, world: World) -> EngineName:
+    if otherwise is None:
+        raise ConfigError(
+            f"deepspeed is installed, but cannot be imported ({problem}). Mend that (often CUDA_HOME is not set, or it "
+            "was built for another torch), or set infra.distributed_type=fsdp, which trains the same with torch alone."
+        )
+    if world.is_main:
+        logger.warning("deepspeed is installed, but cannot be imported (%s).", problem)
+    return otherwise
+
+
+def _join(world: World, device: torch.device, timeout: timedelta, engine: EngineName, store: dist.Store) -> None:
+    """The default process group, and DeepSpeed's view of it."""
+    given: dict[str, Any] = {"timeout": timeout, "store": store, "world_size": world.world_size, "rank": world.rank}
+    if engine == "fsdp":
+        # With shards offloaded to the CPU their gradients' norm is reduced there.
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", **given)
+        return
     import deepspeed
 
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    # As DeepSpeed itself makes it (comm/torch.py): one rank has nobody to connect to.
+    bound = device if device.type == "cuda" and world.world_size > 1 else None
+    dist.init_process_group(backend, device_id=bound, **given)
     if device.type == "cpu":
         # An optional all-reduce over shared memory that is compiled on first use: minutes, to save microseconds.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(
-        dist_backend="nccl" if device.type == "cuda" else "gloo",
+        dist_backend=backend,
         auto_mpi_discovery=False,  # the environment is complete; discovery would ask for mpi4py
         timeout=timeout,
         verbose=False,

@@ -61,7 +61,7 @@ def main() -> None:
     agreement = Agreement()
     folder = Path(agreement.on_rank_zero(lambda: tempfile.mkdtemp(prefix="save-", dir=options.folder)))
     config, model_config = _configuration(options)
-    engine = create_engine(config, world, device, model_config, random_weights(model_config, 0), 1)
+    engine = create_engine(options.engine, config, world, device, model_config, random_weights(model_config, 0), 1)
     manager = CheckpointManager(folder, agreement, engine_name=options.engine, keep=1)
     bench = SaveBench(engine, manager, agreement, packed_batch(model_config.vocab_size), _LIBRARY[options.engine])
     measured = [bench.repetition(number) for number in range(options.repeats + 1)][1:]

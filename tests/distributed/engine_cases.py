@@ -22,7 +22,7 @@ from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.deepspeed_zero import DeepSpeedEngine
 from ds_encdec.engine.optimizer_shards import shards
 from ds_encdec.engine.protocol import Engine
-from ds_encdec.engine.select import create_engine
+from ds_encdec.engine.select import create_engine, resolve_engine
 from ds_encdec.launch.world import discover
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.types import CheckpointError, SavedState, StateKind, WeightSource
@@ -36,7 +36,13 @@ def run_cases(cases: Sequence[Case]) -> dict[str, Any]:
 def make_engine(config: FullConfig, source: WeightSource | None = weights) -> DeepSpeedEngine:
     world = discover(os.environ)
     engine = create_engine(
-        config, world, torch.device("cpu"), MODEL, source, config.training.gradient_accumulation_steps
+        resolve_engine(config),
+        config,
+        world,
+        torch.device("cpu"),
+        MODEL,
+        source,
+        config.training.gradient_accumulation_steps,
     )
     assert isinstance(engine, DeepSpeedEngine)
     return engine

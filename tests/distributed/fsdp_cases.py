@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ds_encdec.checkpoint.dcp_state import DcpState
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.fsdp2 import FSDP2Engine
-from ds_encdec.engine.select import create_engine
+from ds_encdec.engine.select import create_engine, resolve_engine
 from ds_encdec.launch.world import discover
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.types import CheckpointError, ConfigError, StateKind, WeightSource
@@ -40,7 +40,7 @@ def fsdp_config(**overrides: Any) -> FullConfig:
 
 
 def make_engine(config: FullConfig, source: WeightSource | None = weights) -> FSDP2Engine:
-    engine = create_engine(config, discover(os.environ), torch.device("cpu"), MODEL, source, 1)
+    engine = create_engine(resolve_engine(config), config, discover(os.environ), torch.device("cpu"), MODEL, source, 1)
     assert isinstance(engine, FSDP2Engine)
     return engine
 

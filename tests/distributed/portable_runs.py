@@ -101,7 +101,8 @@ def train_run(engine: str, output_dir: str, resume: str | None = None, stop_afte
 
     # The ranks are a group already, and go on with other runs afterwards.
     real_train, real_join, real_shutdown = build.train, build.init_process_group, build.shutdown
-    build.train, build.init_process_group, build.shutdown = train, lambda *_, **__: None, dist.barrier
+    build.train, build.shutdown = train, dist.barrier
+    build.init_process_group = lambda world, device, timeout, engine, **_: engine
     try:
         build.run_training(config, resume=resume)
     except Preempted:

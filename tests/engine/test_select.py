@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -18,8 +19,8 @@ import torch
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine import select
 from ds_encdec.engine.forward import compute_dtype
-from ds_encdec.engine.select import check_engine, create_engine, resolve_engine
-from ds_encdec.launch.world import discover
+from ds_encdec.engine.select import check_engine, create_engine, fallback_engine, resolve_engine
+from ds_encdec.launch.world import discover, free_port
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.types import ConfigError
 
@@ -68,15 +69,6 @@ def test_without_deepspeed() -> None:
         resolve_engine(nvme)
 
 
-@pytest.mark.usefixtures("without_deepspeed")
-def test_a_missing_deepspeed_is_refused_before_anything_is_read() -> None:
-    def no_weights(name: str, rows: slice = slice(None), /) -> torch.Tensor:
-        raise AssertionError(f"{name} was read although the run is refused")
-
-    with pytest.raises(ConfigError, match="not installed"):
-        create_engine(configured(), discover({}), torch.device("cpu"), MODEL, no_weights, 1)
-
-
 BLOCKED = """
 import sys
 sys.modules["deepspeed"] = None  # what an import finds where it is not installed
@@ -109,10 +101,83 @@ def test_a_machine_without_deepspeed_trains_with_fsdp2() -> None:
     assert found == "fsdp gloo 1"
 
 
+BROKEN = """
+import os, sys
+from datetime import timedelta
+from pathlib import Path
+folder, kind, engines = Path(sys.argv[1]), sys.argv[2], []
+if os.environ["RANK"] == "1":
+    sys.path.insert(0, sys.argv[1])  # holds a deepspeed whose import fails
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.engine.select import fallback_engine, resolve_engine
+from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
+from ds_encdec.launch.world import discover
+from ds_encdec.types import ConfigError
+world, config = discover(os.environ), FullConfig.model_validate({"infra": {"distributed_type": kind}})
+try:
+    engine = init_process_group(
+        world,
+        choose_device("cpu", world),
+        timedelta(seconds=60),
+        resolve_engine(config),
+        otherwise=fallback_engine(config),
+    )
+    import torch.distributed as dist
+    dist.barrier()
+    print(engine, dist.get_world_size())
+    shutdown()
+except ConfigError as error:
+    print(error.exit_code, error)
+"""
+
+
+@pytest.mark.parametrize("kind", ["auto", "deepspeed"])
+def test_all_ranks_agree_on_a_deepspeed_that_one_cannot_import(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "deepspeed").mkdir()
+    (tmp_path / "deepspeed" / "__init__.py").write_text("raise RuntimeError('CUDA_HOME does not exist')")
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", BROKEN, str(tmp_path), kind],
+            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        printed = [rank.communicate(timeout=120) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for output, errors in printed:
+        if kind == "auto":
+            assert output == "fsdp 2\n", errors
+        else:
+            assert output.startswith("2 deepspeed is installed, but cannot be imported (rank 1: RuntimeError: CUDA_"), (
+                errors
+            )
+            assert "infra.distributed_type=fsdp" in output
+    assert ("cannot be imported (rank 1: RuntimeError" in printed[0][1]) is (kind == "auto")
+
+
+@pytest.mark.parametrize(
+    ("infra", "fallback"),
+    [
+        ({"distributed_type": "auto"}, "fsdp"),
+        ({"distributed_type": "auto", "offload_optimizer": "nvme", "nvme_path": "/local"}, None),
+        ({"distributed_type": "deepspeed"}, None),
+    ],
+)
+def test_what_takes_the_place_of_a_broken_deepspeed(infra: dict[str, Any], fallback: str | None) -> None:
+    assert fallback_engine(configured(**infra)) == fallback
+
+
 @pytest.mark.parametrize(
     ("config", "missing", "warnings"),
     [
-        (configured(distributed_type="auto"), True, ["deepspeed is not installed; training with FSDP2"]),
+        (configured(distributed_type="auto"), True, ["no usable deepspeed here; training with FSDP2"]),
         (
             configured({"torch_compile": True}, distributed_type="auto"),
             False,
@@ -140,7 +205,7 @@ def test_what_is_not_as_asked_is_said_once(
         request.getfixturevalue("without_deepspeed")
     monkeypatch.setattr(ds_encdec.engine.fsdp2, "FSDP2Engine", lambda *_: None)
     with caplog.at_level(logging.WARNING):
-        create_engine(config, discover({}), torch.device("cpu"), MODEL, None, 1)
+        create_engine(resolve_engine(config), config, discover({}), torch.device("cpu"), MODEL, None, 1)
     assert len(caplog.messages) == len(warnings)
     for message, wanted in zip(caplog.messages, warnings, strict=True):
         assert wanted in message
@@ -162,8 +227,9 @@ def test_compute_dtype(flags: dict[str, bool], dtype: torch.dtype) -> None:
 def test_hybrids_that_do_not_divide_the_ranks_are_refused_before_the_ranks_meet(kind: str) -> None:
     infra = {"distributed_type": kind, "sharding_stage": "zero3_hybrid", "hybrid_shard_size": 3, "device": "cpu"}
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    config = FullConfig.model_validate({"infra": infra})
     with pytest.raises(ConfigError, match=r"hybrid_shard_size.* do not divide the 4 ranks"):
-        check_engine(FullConfig.model_validate({"infra": infra}), discover(place))
+        check_engine(resolve_engine(config), config, discover(place))
 
 
 @pytest.mark.parametrize(
@@ -177,5 +243,6 @@ def test_hybrids_that_do_not_divide_the_ranks_are_refused_before_the_ranks_meet(
 def test_states_that_no_checkpoint_would_hold_are_refused_before_the_ranks_meet(
     infra: dict[str, Any], message: str
 ) -> None:
+    config = FullConfig.model_validate({"infra": infra})
     with pytest.raises(ConfigError, match=message):
-        check_engine(FullConfig.model_validate({"infra": infra}), discover({}))
+        check_engine(resolve_engine(config), config, discover({}))
