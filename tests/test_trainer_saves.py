@@ -5,8 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
+import os
+import signal
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ import pytest
 import torch
 
 from ds_encdec import trainer as trainer_module
+from ds_encdec.build import _train_and_close
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.checkpoint.manager import CheckpointManager
 from ds_encdec.checkpoint.manifest import verify_checkpoint
@@ -63,6 +68,9 @@ class EmptyLoader:
     def state(self) -> list[dict[str, Any]]:
         return [{"lane": 0}]
 
+    def close(self) -> None:
+        """Nothing was opened."""
+
 
 def fail() -> None:
     raise OSError(errno.ENOSPC, "No space left on device", "weights")
@@ -100,7 +108,7 @@ def make_run(folder: Path, engine: ScriptedEngine, **training: Any) -> Trainer:
         agreement=agreement,
         recorder=recorder,
         checkpoints=checkpoints,
-        stop=StopRequest(discover({})),
+        stop=StopRequest(discover({}), poll_seconds=0.02, stuck_seconds=0.3),
         run_files=run_files,
         state=TrainingState(),
     )
@@ -136,7 +144,75 @@ def test_a_save_that_fails_is_not_believed_and_the_next_one_is(
     assert saved_state(folder, "step-00000008").best_step == 6
     (message,) = [record.message for record in caplog.records if record.levelno == logging.ERROR]
     assert message.startswith("step 4 was not saved: rank 0: [Errno 28] No space left on device: 'weights'.")
-    assert "Training goes on" in message
+    assert "The newest is step 2's. Training goes on" in message
+
+
+def test_failures_in_a_row_say_what_a_crash_would_lose(
+    tmp_path: Path, eval_losses: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    train(make_run(tmp_path / "checkpoints", ScriptedEngine({2: fail, 4: fail, 6: fail}), async_save=False))
+    messages = [record.message for record in caplog.records if record.levelno == logging.ERROR]
+    assert "in a row" not in messages[0]
+    assert "3 saves in a row have failed now. There is no checkpoint yet." in messages[2]
+
+
+def test_a_loss_that_is_not_finite_is_never_the_best(tmp_path: Path, eval_losses: list[float]) -> None:
+    eval_losses[:] = [math.nan, 3.0, -math.inf, 4.0]
+    folder = tmp_path / "checkpoints"
+    state = train(make_run(folder, ScriptedEngine({})))
+    assert (state.best_step, state.best_eval_loss) == (4, 3.0)
+    assert (folder / "best").resolve().name == "step-00000004"
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Why the watch would have ended the process."""
+    reasons: list[str] = []
+    monkeypatch.setattr(StopRequest, "_end", lambda _, why: reasons.append(why))
+    return reasons
+
+
+def be_slow_and_asked_to_stop() -> None:
+    """By the time of the signal the loop waits for this, be it in the background."""
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(1.0)
+
+
+@pytest.mark.parametrize(
+    ("step", "async_save", "error"),
+    [(8, True, None), (4, False, Preempted), (2, True, Preempted)],
+    ids=["the last save", "a save at once", "waiting for the save before"],
+)
+def test_sigterm_lets_a_slow_save_end(
+    tmp_path: Path,
+    eval_losses: list[float],
+    ended: list[str],
+    step: int,
+    async_save: bool,
+    error: type[Preempted] | None,
+) -> None:
+    run = make_run(tmp_path / "checkpoints", ScriptedEngine({step: be_slow_and_asked_to_stop}), async_save=async_save)
+    with run.stop, pytest.raises(error) if error else nullcontext():
+        train(run)
+    assert not ended
+    assert step in committed_steps(run.checkpoints.folder)
+
+
+def test_sigterm_lets_the_save_end_that_closing_waits_for(
+    tmp_path: Path, ended: list[str], eval_losses: list[float]
+) -> None:
+    class BrokenEngine(ScriptedEngine):
+        def step(self) -> StepResult:
+            if self.step_number == 2:
+                raise RuntimeError("out of memory")
+            return super().step()
+
+    run = make_run(tmp_path / "checkpoints", BrokenEngine({2: be_slow_and_asked_to_stop}))
+    with run.stop, pytest.raises(RuntimeError, match="out of memory"):
+        _train_and_close(run)
+    assert not ended
+    assert sorted(committed_steps(run.checkpoints.folder)) == [2]
 
 
 def test_seconds_blocked_and_in_all_are_logged(tmp_path: Path, eval_losses: list[float]) -> None:

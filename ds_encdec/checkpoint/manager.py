@@ -217,9 +217,15 @@ class CheckpointManager:
         checkpoint is another run's, its best one is not here, and the first evaluated one will be.
         """
         self._newest_step = checkpoint.manifest.step
-        if checkpoint.path in committed_steps(self.folder.resolve()).values():  # not so an `abandoned-…` beside them
-            self._agreement.on_rank_zero(lambda: self._files.go_back_to(checkpoint.manifest.step, state.best_step))
-        has_best = self._agreement.on_rank_zero(lambda: (self.folder / "best").exists())
+
+        def go_back() -> bool:
+            if (
+                checkpoint.path in committed_steps(self.folder.resolve()).values()
+            ):  # not so an `abandoned-…` beside them
+                self._files.go_back_to(checkpoint.manifest.step, state.best_step)
+            return (self.folder / "best").exists()
+
+        has_best = self._agreement.on_rank_zero(go_back)
         return state if has_best else dataclasses.replace(state, best_eval_loss=None, best_step=None)
 
     def _staged(self, stage: Stage, folder: Path, *, in_background: bool) -> StagedSave:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,34 @@ def test_going_back_puts_the_later_steps_aside(tmp_path: Path) -> None:
     found = find(manager, "auto")
     assert found is not None
     assert found.manifest.step == 25
+
+
+def test_a_complete_run_that_is_resumed_stays_complete(tmp_path: Path) -> None:
+    manager = make_manager(tmp_path)
+    save(manager, 10, "best")
+    last = save(manager, 20, "final")
+    state = TrainingState(global_step=20, best_eval_loss=1.5, best_step=10)
+    for resume in ("auto", str(last)):
+        found = find(manager, resume)
+        assert found is not None
+        assert manager.adopt(found, state) == state
+        assert (tmp_path / "final").resolve() == (tmp_path / "latest").resolve() == last
+        assert (tmp_path / "best").resolve().name == "step-00000010"
+    earlier = find(manager, str(tmp_path / "step-00000010"))
+    assert earlier is not None
+    manager.adopt(earlier, state)
+    assert not (tmp_path / "final").is_symlink()  # what it pointed to is put aside
+
+
+def test_going_on_from_what_was_put_aside_points_at_nothing_that_is_gone(tmp_path: Path) -> None:
+    manager = make_manager(tmp_path)
+    aside = save(manager, 10).rename(tmp_path / "abandoned-step-00000010-20260101T000000")
+    (tmp_path / "latest").unlink()
+    found = find(manager, str(aside))
+    assert found is not None
+    state = manager.adopt(found, TrainingState(global_step=10, best_eval_loss=1.0, best_step=10))
+    assert state.best_step is None
+    assert [path.name for path in tmp_path.iterdir()] == [aside.name]
 
 
 def test_a_checkpoint_of_another_run_brings_no_best(tmp_path: Path) -> None:
@@ -123,3 +153,41 @@ def test_what_cannot_be_deleted_does_not_fail_a_save(
     monkeypatch.undo()
     manager.prepare()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "latest", "step-00000002"]
+
+
+def test_a_step_is_saved_again_over_what_could_not_be_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = make_manager(tmp_path)
+    save(manager, 1)
+    rmtree = shutil.rmtree
+
+    def busy(path: Path, **options: bool) -> None:
+        if path.name.startswith(".replaced-"):
+            raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+        rmtree(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    second = verify_checkpoint(save(manager, 1))
+    assert (tmp_path / ".replaced-step-00000001").exists()
+    monkeypatch.undo()
+    assert verify_checkpoint(save(manager, 1)) != second
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]
+
+
+def test_what_fails_after_the_rename_does_not_unsay_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = make_manager(tmp_path)
+    save(manager, 1)
+    replace = os.replace
+
+    def refuse(source: Path, target: Path) -> None:
+        if target.name == "best":
+            raise OSError(errno.EIO, "Input/output error", str(target))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", refuse)
+    verify_checkpoint(save(manager, 2, "best"))
+    assert "step-00000002 is saved, but not all of latest, best could be pointed at it" in caplog.text
+    monkeypatch.undo()
+    manager.prepare()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001", "step-00000002"]

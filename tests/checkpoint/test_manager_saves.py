@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import subprocess
 import sys
@@ -12,10 +13,12 @@ import time
 from pathlib import Path
 
 import pytest
-from saves import NUM_BYTES, begin, collect, engine, make_manager, save
+from saves import NUM_BYTES, begin, collect, engine, find, make_manager, save
 
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.checkpoint.manifest import verify_checkpoint
+from ds_encdec.engine.protocol import StagedSave
+from ds_encdec.types import TrainingState
 
 BOTH_WAYS = pytest.mark.parametrize("in_background", [False, True], ids=["at once", "in the background"])
 
@@ -35,7 +38,7 @@ def test_training_goes_on_while_files_are_written(tmp_path: Path) -> None:
     outcome = collect(manager)
     assert outcome.problem is None
     assert outcome.num_bytes == verify_checkpoint(tmp_path / "step-00000001").num_bytes > NUM_BYTES
-    assert outcome.blocked_seconds < 0.2 <= outcome.seconds
+    assert outcome.blocked_seconds < outcome.seconds - 0.15  # not held up while this test slept
     assert manager.collect() is None
 
 
@@ -135,6 +138,94 @@ def test_closing_waits_for_the_save_under_way(tmp_path: Path, caplog: pytest.Log
         manager.close()
     assert "step 2 was not saved: rank 0: [Errno 28]" in caplog.text
     assert "IndexError" in caplog.text
+
+
+def test_a_save_that_never_began_is_not_said_to_be_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    manager = make_manager(tmp_path)
+
+    def out_of_memory(folder: Path, *, copy: bool) -> StagedSave:
+        raise MemoryError("no room for the copy")
+
+    with pytest.raises(MemoryError):
+        begin(manager, 1, stage=out_of_memory, in_background=True)
+    manager.close()
+    assert "saved step" not in caplog.text
+    assert manager.collect() is None
+
+
+def test_a_save_at_once_goes_through_the_buffers_of_those_before(tmp_path: Path) -> None:
+    """Beside them it would need its own host memory."""
+    manager = make_manager(tmp_path)
+    copies = []
+
+    def stage(folder: Path, *, copy: bool) -> StagedSave:
+        copies.append(copy)
+        return engine()(folder, copy=copy)
+
+    for step, in_background in enumerate((False, True, False), start=1):
+        begin(manager, step, stage=stage, in_background=in_background)
+        assert collect(manager).problem is None
+    assert copies == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "training.save_total_limit"),
+        (OSError(errno.EROFS, "Read-only file system"), "writable again"),
+        (OSError(errno.ESTALE, "Stale file handle"), "Look at that file system"),
+        (PermissionError(errno.EACCES, "Permission denied"), "Look at that file system"),
+    ],
+    ids=lambda value: value.strerror if isinstance(value, OSError) else "",
+)
+def test_the_advice_fits_what_the_disk_said(tmp_path: Path, error: OSError, advice: str) -> None:
+    def refuse() -> None:
+        raise error
+
+    manager = make_manager(tmp_path)
+    begin(manager, 1, stage=engine(refuse))
+    problem = str(collect(manager).problem)
+    assert error.strerror in problem
+    assert advice in problem
+    assert problem.count("save_total_limit") == advice.count("save_total_limit")
+
+
+def test_what_a_network_is_to_blame_for_is_raised(tmp_path: Path) -> None:
+    def reset() -> None:
+        raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
+
+    manager = make_manager(tmp_path)
+    begin(manager, 1, stage=engine(reset))
+    with pytest.raises(Exception, match="ConnectionResetError"):
+        manager.collect()
+
+
+def test_a_file_system_that_does_not_say_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stale(path: Path) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    monkeypatch.setattr("shutil.disk_usage", stale)
+    manager = make_manager(tmp_path)
+    save(manager, 1)
+    begin(manager, 2, stage=engine(no_space))
+    assert "has an unknown amount free" in str(collect(manager).problem)
+
+
+def test_a_failure_says_how_many_and_what_is_left(tmp_path: Path) -> None:
+    manager = make_manager(tmp_path)
+    found = []
+    for step, before_writing in enumerate((no_space, None, no_space, no_space, None), start=1):
+        begin(manager, step, stage=engine(before_writing) if before_writing else None)
+        outcome = collect(manager)
+        found.append((outcome.failures, outcome.newest_step))
+    assert found == [(1, None), (0, 2), (1, 2), (2, 2), (0, 5)]
+    resumed = make_manager(tmp_path)
+    checkpoint = find(resumed, "auto")
+    assert checkpoint is not None
+    resumed.adopt(checkpoint, TrainingState(5))
+    begin(resumed, 6, stage=engine(no_space))
+    assert collect(resumed).newest_step == 5
 
 
 FULL_FILE_SYSTEM = """

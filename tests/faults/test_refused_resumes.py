@@ -71,6 +71,16 @@ def test_a_finished_run_has_its_average(finished: Path) -> None:
     assert read_manifest(finished / "checkpoints" / "final").engine == "fsdp"
 
 
+def test_a_finished_run_may_be_resumed_again(runs: ForkedRuns, run_folder: Path) -> None:
+    """As a queue that starts a job until it succeeds may do."""
+    before = losses(run_folder)
+    result = runs.run(arguments(run_folder, "--resume", "auto"))
+    assert result.codes == [0], result.output
+    assert (run_folder / "checkpoints" / "final").resolve().name == f"step-{STEPS:08d}"
+    assert json.loads((run_folder / "run.json").read_text())["state"] == "completed"
+    assert losses(run_folder) == before
+
+
 def test_ranks_that_do_not_divide_the_lanes_are_told_which_do(runs: ForkedRuns, finished: Path) -> None:
     before = (finished / "run.json").read_text()
     result = runs.run(arguments(finished, "--resume", "auto", infra__distributed_type="deepspeed"), ranks=2)
@@ -171,6 +181,7 @@ def test_a_disk_that_takes_no_checkpoint_ends_the_run_only_at_its_last(runs: For
         )
         assert "Training goes on" in result.output
         assert result.output.count("was not saved") == 2
+        assert "The newest is step 6's. Training goes on" in result.output
         assert [line["step"] for line in metrics(run_folder)][-1] == 10  # trained to the end
         assert sorted(path.name for path in (run_folder / "checkpoints").glob("step-*")) == [
             f"step-{step:08d}" for step in (2, 4, 6)

@@ -132,7 +132,7 @@ def test_hanging_rank_ends_after_the_grace_period(tmp_path: Path) -> None:
 
 
 # Ranks that got SIGTERM: one sits in a collective, one is slow but takes its steps, one has seen the
-# request and saves, one saves because of another's.
+# request and saves, one saves because of another's, one was saving before it was asked.
 LOOP = """
 import sys, time
 from pathlib import Path
@@ -147,6 +147,9 @@ with StopRequest(discover({}), poll_seconds=0.05, stuck_seconds=2) as stop:
     (folder / "ready").touch()
     if kind == "stuck":
         time.sleep(60)
+    if kind == "busy":
+        with stop.busy():
+            time.sleep(3)
     time.sleep(0.5)
     if kind == "agreed":  # the other rank was asked first, and the answer of the exchange is what this one knows
         stop.acknowledge()
@@ -157,7 +160,7 @@ with StopRequest(discover({}), poll_seconds=0.05, stuck_seconds=2) as stop:
 """
 
 
-@pytest.mark.parametrize(("kind", "exit_code"), [("stuck", 8), ("slow", 0), ("saving", 0), ("agreed", 0)])
+@pytest.mark.parametrize(("kind", "exit_code"), [("stuck", 8), ("slow", 0), ("saving", 0), ("agreed", 0), ("busy", 0)])
 def test_sigterm_ends_a_rank_that_takes_no_steps(tmp_path: Path, kind: str, exit_code: int) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
     rank = subprocess.Popen([sys.executable, str(tmp_path / "loop.py"), str(tmp_path), kind])
@@ -175,3 +178,16 @@ def test_only_launchers_are_watched() -> None:
     """pytest's own ancestors (a shell, make, a CI agent) may go without stopping the run."""
     assert launchers_above(os.getpid()) == []
     assert StopRequest(dataclasses.replace(SINGLE, launcher="deepspeed")).requested is False
+
+
+def test_a_long_save_does_not_make_a_rank_patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What hangs after it is found as soon as before it."""
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    stop = StopRequest(SINGLE, stuck_seconds=2)
+    assert not stop.requested
+    now += 5
+    with stop.busy():
+        now += 600
+    assert not stop.requested
+    assert stop._patience_seconds() == 10

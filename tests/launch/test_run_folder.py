@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 from pathlib import Path
 
 import pytest
 
-from ds_encdec.launch.run_folder import RunFolder
+from ds_encdec.launch.run_folder import RunFolder, disk_error
 from ds_encdec.types import ConfigError, OutputLockedError
 
 
@@ -66,3 +67,31 @@ def test_an_unwritable_folder_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"infra\.output_dir"):
         RunFolder(str(tmp_path / "file" / "run")).claim(resume=False)
+
+
+def raised(kind: type[Exception], earlier: OSError, *, explicitly: bool) -> Exception:
+    """An error of `kind` that is raised while `earlier` is handled, as errors come to be."""
+    try:
+        try:
+            raise earlier
+        except OSError as error:
+            if explicitly:
+                raise kind("later") from error
+            raise kind("later")  # noqa: B904  what is asked about
+    except Exception as error:
+        return error
+
+
+def test_which_errors_are_the_disks() -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    assert disk_error(full) is full
+    assert disk_error(raised(ValueError, full, explicitly=True)) is full
+    assert disk_error(raised(RuntimeError, full, explicitly=False)) is full  # torch.save
+    assert disk_error(raised(KeyError, full, explicitly=False)) is None  # a bug where an OSError was handled
+    assert disk_error(RuntimeError("a bug")) is None
+    for network in (
+        ConnectionResetError(errno.ECONNRESET, "reset by peer"),
+        TimeoutError(errno.ETIMEDOUT, "timed out"),
+    ):
+        assert disk_error(network) is None
+        assert disk_error(raised(RuntimeError, network, explicitly=True)) is None
