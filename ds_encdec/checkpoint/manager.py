@@ -219,9 +219,8 @@ class CheckpointManager:
         self._newest_step = checkpoint.manifest.step
 
         def go_back() -> bool:
-            if (
-                checkpoint.path in committed_steps(self.folder.resolve()).values()
-            ):  # not so an `abandoned-…` beside them
+            own = committed_steps(self.folder.resolve()).values()
+            if checkpoint.path in own:  # an `abandoned-…` beside them is not
                 self._files.go_back_to(checkpoint.manifest.step, state.best_step)
             return (self.folder / "best").exists()
 
