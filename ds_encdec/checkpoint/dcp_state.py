@@ -1,14 +1,16 @@
 """Read torch.distributed.checkpoint's files by element ranges, on one rank and without a process group.
 
-`dcp/.metadata` (a pickle: check hashes first) lists every tensor as *chunks*, each a block of the full tensor, and
-where in which `.distcp` file each lies. A chunk is what `torch.save` writes: a zip archive whose entry `…/data/0` is
-the tensor's memory, stored as it is. torch's own reader loads whole chunks; here only the bytes of the range are read,
-straight into the result, so that many ranks can share what few have written.
+`dcp/.metadata` is a pickle, of which only the few plain classes that DCP itself puts there are let in. It lists every
+tensor as *chunks*, each a block of the full tensor, and where in which `.distcp` file each lies. A chunk is what
+`torch.save` writes: a zip archive whose entry `…/data/0` is the tensor's memory, stored as it is. torch's own reader
+loads whole chunks; here only the bytes of the range are read, straight into the result, so that many ranks can share
+what few have written.
 """
 
 from __future__ import annotations
 
 import io
+import pickle
 import struct
 import zipfile
 from bisect import bisect_right
@@ -20,7 +22,6 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from ds_encdec.engine.record import DCP_FOLDER, read_record
@@ -51,10 +52,7 @@ class DcpState:
         self.applied_steps = record.applied_steps
         self.loss_scaler: Mapping[str, float | int] | None = record.loss_scaler
         self._folder = checkpoint / DCP_FOLDER
-        try:
-            metadata = FileSystemReader(self._folder).read_metadata()
-        except Exception as error:  # an unpickler raises anything
-            raise CheckpointError(f"{self._folder / '.metadata'} is not readable: {error!r}") from error
+        metadata = _read_metadata(self._folder / ".metadata")
         tensors = {
             key: entry
             for key, entry in metadata.state_dict_metadata.items()
@@ -101,14 +99,19 @@ class DcpState:
                 raise CheckpointError(f"{self._folder}: {key} is cut along other dimensions than its first.")
             place: Any = metadata.storage_data[MetadataIndex(key, block.offsets)]
             start = block.offsets[0] * row
-            found.append(
-                _Chunk(start, start + prod(block.sizes), self._folder / place.relative_path, place.offset, place.length)
-            )
+            file = self._file(place.relative_path)
+            found.append(_Chunk(start, start + prod(block.sizes), file, place.offset, place.length))
         found.sort(key=lambda chunk: chunk.start)
         starts, stops = [chunk.start for chunk in found], [chunk.stop for chunk in found]
         if [*starts, prod(tensor.size)] != [0, *stops]:
             raise CheckpointError(f"{self._folder}: the chunks of {key} do not cover it once.")
         return found
+
+    def _file(self, name: str) -> Path:
+        """The `.distcp` file of this name. Raises CheckpointError for a path that leads out of the folder."""
+        if Path(name).name != name:
+            raise CheckpointError(f"{self._folder / '.metadata'} names a file outside its folder: {name!r}.")
+        return self._folder / name
 
     def _read_into(self, target: memoryview, chunk: _Chunk, first_byte: int) -> None:
         """Fill `target` with the chunk's bytes from `first_byte` on."""
@@ -123,8 +126,53 @@ class DcpState:
             raise CheckpointError(f"{chunk.file}: a tensor in it is not readable: {error}") from error
 
 
+_PLAIN = {
+    "torch": {"Size", "float64", "float32", "float16", "bfloat16"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata",
+        "MetadataIndex",
+        "TensorStorageMetadata",
+        "TensorProperties",
+        "ChunkStorageMetadata",
+        "BytesStorageMetadata",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},  # its place in Python 3.13
+}
+"""What DCP's writer puts into `.metadata`, by module: data, and what only makes data."""
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Builds what `_PLAIN` names and nothing else, so that opening a file runs no code of the file's choice."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """As pickle's. Raises pickle.UnpicklingError."""
+        if name not in _PLAIN.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which torch.distributed.checkpoint does not save")
+        return super().find_class(module, name)
+
+
+def _read_metadata(path: Path) -> Metadata:
+    """The list of all tensors and their chunks. Raises CheckpointError."""
+    try:
+        with open(path, "rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+    except Exception as error:  # an unpickler raises anything
+        raise CheckpointError(f"{path} is not readable: {error!r}") from error
+    if not isinstance(metadata, Metadata):
+        raise CheckpointError(f"{path} holds a {type(metadata).__name__}, not the metadata of a checkpoint.")
+    return metadata
+
+
 class _Window(io.RawIOBase):
-    """Bytes [offset, offset + length) of an open file, as a file of their own."""
+    """Bytes [offset, offset + length) of an open file, as a file of their own.
+
+    Not torch's `_ReaderView`, which `zipfile` cannot use: it turns the sign of an offset from the end around.
+    """
 
     def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
         self._file, self._offset, self._length, self._position = file, offset, length, 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,34 @@ def test_dcp_files_that_no_engine_of_ours_wrote_are_refused(tmp_path: Path) -> N
         DcpState(tmp_path)
     (tmp_path / "dcp" / ".metadata").unlink()
     with pytest.raises(CheckpointError, match=r"dcp/\.metadata is not readable"):
+        DcpState(tmp_path)
+
+
+class Attack:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.system, (f"touch {self.path}",)
+
+
+def test_dcp_metadata_runs_nothing_and_stays_in_its_folder(tmp_path: Path) -> None:
+    write_tensors(tmp_path, random_state(config(), seed=1))
+    file, trace = tmp_path / "dcp" / ".metadata", tmp_path / "trace"
+    metadata = pickle.loads(file.read_bytes())
+    metadata.planner_data = Attack(trace)
+    file.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"dcp/\.metadata is not readable.*names posix\.system"):
+        DcpState(tmp_path)
+    assert not trace.exists()
+    metadata.planner_data = None
+    for name in ("../secret", "/etc/passwd"):
+        next(iter(metadata.storage_data.values())).relative_path = name
+        file.write_bytes(pickle.dumps(metadata))
+        with pytest.raises(CheckpointError, match=f"names a file outside its folder: '{name}'"):
+            DcpState(tmp_path)
+    file.write_bytes(pickle.dumps(torch.Size([1])))
+    with pytest.raises(CheckpointError, match="holds a Size, not the metadata"):
         DcpState(tmp_path)
 
 
