@@ -26,7 +26,7 @@ from ds_encdec.data.build import TrainingData, build_data
 from ds_encdec.data.hub_commits import resolve_commits
 from ds_encdec.data.inspect import inspect_data
 from ds_encdec.engine.ds_json import render_deepspeed_json
-from ds_encdec.engine.select import check_engine, create_engine, resolve_engine
+from ds_encdec.engine.select import check_engine, create_engine, fallback_engine, resolve_engine
 from ds_encdec.launch.agreement import Agreement
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
@@ -46,6 +46,7 @@ from ds_encdec.trainer import CheckpointContent, Trainer, train
 from ds_encdec.types import (
     ConfigError,
     DsEncDecError,
+    EngineName,
     TrainingState,
 )
 
@@ -62,7 +63,7 @@ def run_training(config: FullConfig, *, resume: str | None = None, allow_data_ch
     world = discover(os.environ)
     logging.basicConfig(level=logging.INFO if world.is_main else logging.WARNING, format="%(message)s", force=True)
     engine = resolve_engine(config)
-    check_engine(config, world)
+    check_engine(engine, config, world)
     device = choose_device(config.infra.device, world)
     if config.training.fp16 and device.type == "cpu":  # infra.device=auto; rules.py sees the other cases
         raise ConfigError("training.fp16=true needs an accelerator: DeepSpeed trains no float16 on CPUs. Use bf16.")
@@ -71,8 +72,8 @@ def run_training(config: FullConfig, *, resume: str | None = None, allow_data_ch
     if world.world_size != config.infra.num_gpus and world.is_main:
         logger.info("%d ranks; the configuration was planned for %d", world.world_size, config.infra.num_gpus)
     timeout = timedelta(minutes=config.infra.distributed_timeout_minutes)
-    init_process_group(world, device, timeout, engine)
-    site = Site(world, device, Agreement(timeout), RunFolder(config.infra.output_dir))
+    engine = init_process_group(world, device, timeout, engine, otherwise=fallback_engine(config))
+    site = Site(world, device, engine, Agreement(timeout), RunFolder(config.infra.output_dir))
     site.agreement.on_rank_zero(lambda: site.folder.claim(resume=resume is not None))
     with StopRequest(world) as stop, ending_recorded(site.folder, world, spare=resume is not None) as begin:
         trainer = _wire(config, site, stop, resume, allow_data_change)
@@ -106,10 +107,11 @@ def _train_and_close(trainer: Trainer) -> TrainingState:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a run takes place: this rank among the others, its device, and the run's folder."""
+    """Where a run takes place: this rank among the others, its device, its engine, and the run's folder."""
 
     world: World
     device: torch.device
+    engine: EngineName
     agreement: Agreement
     folder: RunFolder
 
@@ -165,7 +167,7 @@ def _wire(config: FullConfig, site: Site, stop: StopRequest, resume: str | None,
     checkpoints = CheckpointManager(
         site.folder.checkpoints,
         agreement,
-        engine_name=resolve_engine(config),
+        engine_name=site.engine,
         keep=config.training.save_total_limit,
     )
     checkpoints.prepare()
@@ -200,7 +202,9 @@ def _wire(config: FullConfig, site: Site, stop: StopRequest, resume: str | None,
     )
     if found:
         state = take_up_data(found, data, state, is_main=world.is_main)
-    engine = create_engine(config, world, device, model.config, model.weights, plan.gradient_accumulation_steps)
+    engine = create_engine(
+        site.engine, config, world, device, model.config, model.weights, plan.gradient_accumulation_steps
+    )
     if found:
         load_engine(engine, found, agreement)
         state = checkpoints.adopt(found, state)
@@ -273,7 +277,7 @@ def _run_files(
 
 def _write_run_configuration(config: FullConfig, site: Site, plan: LanePlan) -> None:
     config.to_yaml(site.folder.config_yaml)
-    if resolve_engine(config) != "deepspeed":
+    if site.engine != "deepspeed":
         site.folder.ds_config_json.unlink(missing_ok=True)  # an earlier start's, with the other engine
         return
     rendered = render_deepspeed_json(

@@ -230,6 +230,8 @@ EngineName = Literal["deepspeed", "fsdp"]
 StateKind = Literal["weight", "exp_avg", "exp_avg_sq"]
 """What there is of each trained parameter: its float32 weight, and AdamW's first and second moments."""
 
+MOMENTS: tuple[StateKind, StateKind] = ("exp_avg", "exp_avg_sq")
+
 
 class SavedState(Protocol):
     """The weights and AdamW state in a checkpoint, whatever engine, sharding and number of ranks wrote them.

@@ -6,7 +6,6 @@ loads the checkpoint and saves itself, so that its files are what it writes in t
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 from collections.abc import Sequence
@@ -19,7 +18,6 @@ from ds_encdec.checkpoint.manifest import FileRecord, read_manifest, record_file
 from ds_encdec.checkpoint.saved_state import open_saved_state
 from ds_encdec.config.load import load_config
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.engine.record import read_record, write_record
 from ds_encdec.engine.select import create_engine, resolve_engine
 from ds_encdec.launch.agreement import Agreement
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
@@ -108,19 +106,13 @@ def _write_engine_files(
 ) -> list[FileRecord]:
     """Load `saved` into the engine and write that; returns this rank's files. Collective."""
     model_config = Qwen3Seq2SeqConfig.from_pretrained(source / "model")
-    engine = create_engine(_writing_config(config, world), world, choose_device("cpu", world), model_config, None, 1)
+    device, written_as = choose_device("cpu", world), _writing_config(config, world)
+    engine = create_engine(resolve_engine(config), written_as, world, device, model_config, None, 1)
     engine.load(saved)
     staged = engine.stage(unfinished, copy=False)
     files = agreement.on_every_rank(staged.write)
     engine.close()
-    agreement.on_rank_zero(lambda: _keep_loss_scale(source, unfinished))
     return agreement.on_every_rank(lambda: [record_file(path, unfinished) for path in files])
-
-
-def _keep_loss_scale(source: Path, unfinished: Path) -> None:
-    """A float16 run's loss scale, which the engine that was built here in float32 has not."""
-    record = dataclasses.replace(read_record(unfinished), loss_scaler=read_record(source).loss_scaler)
-    write_record(record, unfinished)
 
 
 def _write_rest(source: Path, unfinished: Path, config: FullConfig) -> None:

@@ -16,8 +16,10 @@ parameters were laid out, are in the model states of rank 0.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -28,18 +30,22 @@ from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from ds_encdec.engine.record import TAG, EngineRecord, read_record
-from ds_encdec.types import CheckpointError, StateKind
+from ds_encdec.types import MOMENTS, CheckpointError, StateKind
 
 _Shape = tuple[int, ...]
 
 
+_Tensors = Mapping[str, Tensor]
+"""Flat tensors of one length that belong together: `weight`, and the moments where there are any."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Fragment:
-    """Elements [start, start + length) of a parameter: from `offset` on in each of the flat `tensors`."""
+    """Elements [start, start + length) of a parameter: from `offset` on in each of the flat tensors of `part`."""
 
     start: int
     length: int
-    tensors: Mapping[str, Tensor]
+    part: Callable[[], _Tensors]
     offset: int
 
 
@@ -53,10 +59,8 @@ class ZeroState:
         self.loss_scaler: Mapping[str, float | int] | None = record.loss_scaler
         self.shapes: Mapping[str, _Shape]
         self._folder = checkpoint / TAG
-        try:
+        with _layout_checked(self._folder):
             self.shapes, found = _read_layout(self._folder, record)
-        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-            raise CheckpointError(f"{self._folder}: not laid out as DeepSpeed 0.19 does it ({error!r})") from None
         self._fragments: dict[str, list[_Fragment]] = {name: [] for name in self.shapes}
         for name, fragment in found:
             self._fragments[name].append(fragment)
@@ -72,8 +76,9 @@ class ZeroState:
             first, last = max(start, fragment.start), min(stop, fragment.start + fragment.length)
             if first >= last:
                 continue
-            if kind in fragment.tensors:
-                source = fragment.tensors[kind].narrow(0, fragment.offset + first - fragment.start, last - first)
+            tensors = fragment.part()
+            if kind in tensors:
+                source = tensors[kind].narrow(0, fragment.offset + first - fragment.start, last - first)
                 values[first - start : last - start] = source
             elif self.applied_steps > 0:
                 raise CheckpointError(f"{self._folder} has no {kind} of {name}")
@@ -101,15 +106,72 @@ def _read_layout(folder: Path, record: EngineRecord) -> tuple[dict[str, _Shape],
         fragments = list(_replicated(module, states["optimizer"], groups))
     else:
         groups = [{name: tuple(shape) for name, shape in group.items()} for group in states["param_shapes"]]
-        cut = _cut_parameters if stage == 3 else _cut_groups
-        fragments = [
-            fragment
-            for rank in range(record.world_size)
-            for fragment in cut(_optimizer_states(folder, rank), groups, rank, record.world_size)
-        ]
+        parts = _Parts(folder, stage, record.world_size)
+        fragments = list((_cut_parameters if stage == 3 else _cut_groups)(parts, groups))
     shapes = {name: shape for group in groups for name, shape in group.items()}
     # The module's own dict has the model's order; a tied parameter stands in it under every name.
     return {name: shapes[name] for name in module if name in shapes}, fragments
+
+
+class _Parts:
+    """The optimizer states of all ranks, stages 1 to 3: one file per rank, opened when something of it is asked for.
+
+    All parts of a group have the same size, so the first rank's file says where everything stands in the others. What
+    a rank loads comes out of few of them, and each of hundreds of ranks would open hundreds of files.
+    """
+
+    def __init__(self, folder: Path, stage: int, world_size: int) -> None:
+        self._stage = stage
+        self.world_size = world_size
+        names = [path.name for path in folder.iterdir()]
+        self._files = [folder / _only_file_of(rank, names, folder) for rank in range(world_size)]
+        self._opened: dict[int, list[_Tensors]] = {}
+        self.sizes: Sequence[int] = ()
+        """Elements of a part of each group, padding included."""
+        self.alignments: Sequence[Sequence[int]] = ()
+        """Padding behind each parameter of each group; none: not aligned."""
+        self._open(0)
+
+    def part(self, rank: int, group: int) -> _Tensors:
+        """Rank `rank`'s part of a group. Raises CheckpointError."""
+        if rank not in self._opened:
+            with _layout_checked(self._files[rank]):
+                self._open(rank)
+        return self._opened[rank][group]
+
+    def _open(self, rank: int) -> None:
+        states = _load(self._files[rank])["optimizer_state_dict"]
+        if self._stage == 3:
+            weights, base = states["fp32_flat_groups"], states["optimizer_state_dict"]
+            paddings = [0] * len(weights)
+        else:
+            weights, base = states["single_partition_of_fp32_groups"], states["base_optimizer_state"]
+            # BF16_Optimizer, which has no "zero_stage", saves its parts with their padding at the end, never aligned.
+            paddings = states["group_paddings"] if "zero_stage" in states else [0] * len(weights)
+        sizes = [weight.numel() + padding for weight, padding in zip(weights, paddings, strict=True)]
+        if rank == 0:
+            self.sizes, self.alignments = sizes, states.get("param_alignment_paddings") or [[] for _ in sizes]
+        if sizes != self.sizes:
+            raise ValueError(f"parts of {sizes} elements, and of {self.sizes} on rank 0")
+        parts = zip(weights, _moments(base), strict=True)
+        self._opened[rank] = [{"weight": weight} | moments for weight, moments in parts]
+
+
+def _only_file_of(rank: int, names: Sequence[str], folder: Path) -> str:
+    ending = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"  # bf16_… in bfloat16
+    found = [name for name in names if name.endswith(ending)]
+    if len(found) != 1:
+        raise CheckpointError(f"{folder}: {len(found)} files of optimizer states of rank {rank}, instead of one")
+    return found[0]
+
+
+@contextmanager
+def _layout_checked(path: Path) -> Iterator[None]:
+    """Raise CheckpointError, naming `path`, where the code inside stumbles over another layout."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(f"{path}: not laid out as DeepSpeed 0.19 does it ({error!r})") from None
 
 
 def _replicated(
@@ -128,37 +190,32 @@ def _replicated(
     for weight, moments, within in zip(weights, _moments(base), held, strict=True):
         tensors = {"weight": weight.reshape(-1)} | {kind: moment.reshape(-1) for kind, moment in moments.items()}
         for name, begin, numel in _laid_out(within):
-            yield name, _Fragment(0, numel, tensors, begin)
+            yield name, _Fragment(0, numel, partial(dict, tensors), begin)
 
 
-def _cut_groups(
-    states: Mapping[str, Any], groups: Sequence[Mapping[str, _Shape]], rank: int, world_size: int
-) -> Iterator[tuple[str, _Fragment]]:
-    """Stages 1 and 2: a group's parameters end to end, cut into `world_size` parts regardless of where one begins."""
-    weights = states["single_partition_of_fp32_groups"]
-    # BF16_Optimizer, which has no "zero_stage", saves its parts with their padding at the end, and never aligns.
-    paddings = states["group_paddings"] if "zero_stage" in states else [0] * len(groups)
-    alignments = states.get("param_alignment_paddings") or [[0] * len(group) for group in groups]
-    parts = zip(weights, _moments(states["base_optimizer_state"]), paddings, groups, alignments, strict=True)
-    for weight, moments, padding, group, alignment in parts:
-        size = weight.numel() + padding
+def _cut_groups(parts: _Parts, groups: Sequence[Mapping[str, _Shape]]) -> Iterator[tuple[str, _Fragment]]:
+    """Stages 1 and 2: a group's parameters end to end, cut into equal parts regardless of where one begins."""
+    cuts = zip(groups, parts.sizes, parts.alignments, strict=True)
+    for index, (group, size, alignment) in enumerate(cuts):
         for name, begin, numel in _laid_out(group, alignment):
-            first, last = max(begin, rank * size), min(begin + numel, (rank + 1) * size)
-            if first < last:
-                yield name, _Fragment(first - begin, last - first, {"weight": weight} | moments, first - rank * size)
+            end = min(begin + numel, parts.world_size * size)
+            for rank in range(begin // size, -(-end // size)):
+                first, last = max(begin, rank * size), min(end, (rank + 1) * size)
+                yield (
+                    name,
+                    _Fragment(first - begin, last - first, partial(parts.part, rank, index), first - rank * size),
+                )
 
 
-def _cut_parameters(
-    states: Mapping[str, Any], groups: Sequence[Mapping[str, _Shape]], rank: int, world_size: int
-) -> Iterator[tuple[str, _Fragment]]:
-    """Stage 3: each parameter cut into equal parts, the last ones padded; part `rank` of each, end to end."""
-    parts = zip(states["fp32_flat_groups"], _moments(states["optimizer_state_dict"]), groups, strict=True)
-    for weight, moments, group in parts:
+def _cut_parameters(parts: _Parts, groups: Sequence[Mapping[str, _Shape]]) -> Iterator[tuple[str, _Fragment]]:
+    """Stage 3: each parameter cut into equal parts, the last ones padded; a rank's part of each, end to end."""
+    for index, (group, _) in enumerate(zip(groups, parts.sizes, strict=True)):
         offset = 0
         for name, _, numel in _laid_out(group):
-            size = -(-numel // world_size)
-            start = min(rank * size, numel)
-            yield name, _Fragment(start, min(size, numel - start), {"weight": weight} | moments, offset)
+            size = -(-numel // parts.world_size)
+            for rank in range(-(-numel // size)):
+                length = min(size, numel - rank * size)
+                yield name, _Fragment(rank * size, length, partial(parts.part, rank, index), offset)
             offset += size
 
 
@@ -173,15 +230,7 @@ def _laid_out(group: Mapping[str, _Shape], paddings: Sequence[int] = ()) -> Iter
 def _moments(base: Mapping[str, Any]) -> list[dict[str, Tensor]]:
     """Adam's two moments of each of the optimizer's tensors, in its order; nothing of one that was never stepped."""
     states = (base["state"].get(number, {}) for group in base["param_groups"] for number in group["params"])
-    return [{kind: state[kind] for kind in ("exp_avg", "exp_avg_sq") if kind in state} for state in states]
-
-
-def _optimizer_states(folder: Path, rank: int) -> Mapping[str, Any]:
-    found = list(folder.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"))  # bf16_… in bfloat16
-    if len(found) != 1:
-        raise CheckpointError(f"{folder}: {len(found)} files of optimizer states of rank {rank}, instead of one")
-    states: Mapping[str, Any] = _load(found[0])["optimizer_state_dict"]
-    return states
+    return [{kind: state[kind] for kind in MOMENTS if kind in state} for state in states]
 
 
 class _Inert:

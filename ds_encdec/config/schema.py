@@ -240,8 +240,10 @@ class TrainingConfig(Section):
     save_total_limit: int | None = Field(default=5, ge=1)
     """Step checkpoints kept (the best and the final one always are); None keeps all."""
     async_save: bool = True
-    """Copy what a checkpoint holds to host memory and write it while training goes on. Needs host memory for the copy:
-    over all ranks about 14 bytes per parameter (bf16). False: training waits until the files are written."""
+    """Copy what a checkpoint holds to host memory and write it while training goes on. Needs host memory for the copy,
+    kept from save to save: over all ranks about 14 bytes per parameter (bf16; FSDP2: 12), on GPUs up to twice that, as
+    torch rounds pinned buffers up to powers of two (infra.pin_memory=false avoids it). False: training waits until the
+    files are written; FSDP2 on GPUs then still passes each rank's whole part through host memory."""
     average_checkpoints: int = Field(default=5, ge=0)
     """Newest checkpoints whose weights are averaged into `export/averaged` at the end of a run that has at least 3;
     0: none."""
@@ -286,7 +288,7 @@ class InfraConfig(Section):
     nvme_path: str | None = None
     """Folder on a fast local disk, for `nvme` offload."""
     pin_memory: bool = True
-    """Pin host buffers of offloaded states (ignored without an accelerator)."""
+    """Pin host buffers of offloaded states and of saves (ignored without an accelerator)."""
     deepspeed_config: str | None = None
     """Path of a raw DeepSpeed JSON. What it and this file both set must agree."""
     deepspeed_extra: dict[str, Any] = Field(default_factory=dict)

@@ -23,7 +23,6 @@ from ds_encdec.config.rules import NATIVE_SCHEDULES
 from ds_encdec.config.schema import FullConfig, TrainingConfig
 from ds_encdec.engine.forward import compute_dtype, packed_forward
 from ds_encdec.engine.optimizer_shards import (
-    MOMENTS,
     adam_state,
     loss_scaler_state,
     refresh_parameters,
@@ -34,6 +33,7 @@ from ds_encdec.engine.optimizer_shards import (
 )
 from ds_encdec.engine.protocol import StagedSave, Veto
 from ds_encdec.engine.record import EngineRecord
+from ds_encdec.engine.same_model import check_same_model
 from ds_encdec.engine.sharded_model import build_model, full_shape, load_weights, set_master_weights
 from ds_encdec.engine.step_gate import step_gate
 from ds_encdec.engine.ties import assert_ties
@@ -43,7 +43,7 @@ from ds_encdec.model.activation_checkpointing import apply_activation_checkpoint
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.optim.param_groups import parameter_groups
 from ds_encdec.optim.schedules import rate_factor
-from ds_encdec.types import Batch, CheckpointError, LossSum, SavedState, StepResult, WeightSource
+from ds_encdec.types import MOMENTS, Batch, LossSum, SavedState, StepResult, WeightSource
 
 
 class DeepSpeedEngine:
@@ -93,6 +93,7 @@ class DeepSpeedEngine:
             set_master_weights(model, shards(self._engine), weights, rounded, device)
         self.model: torch.nn.Module = self._engine.module
         self._gate = step_gate(self._engine)
+        self._loaded_loss_scaler: Mapping[str, float | int] | None = None
         self._engine.train()
 
     def forward(self, batch: Batch) -> LossSum:
@@ -130,10 +131,9 @@ class DeepSpeedEngine:
             format="deepspeed",
             sharding_stage=self._config.infra.sharding_stage,
             world_size=dist.get_world_size(),
-            dtype=str(compute_dtype(self._config.training)).removeprefix("torch."),
             applied_steps=self._engine.global_steps - self._engine.skipped_steps,
             groups=self._groups,
-            loss_scaler=loss_scaler_state(self._engine),
+            loss_scaler=loss_scaler_state(self._engine) or self._loaded_loss_scaler,
         )
         # Host memory may run out on one rank alone.
         return self._agreement.on_every_rank(lambda: staged_save(self._engine, directory, files, area, record))
@@ -144,6 +144,7 @@ class DeepSpeedEngine:
         engine = self._engine
         refresh_parameters(engine)
         set_loss_scaler_state(engine, saved.loss_scaler)
+        self._loaded_loss_scaler = saved.loss_scaler
         engine.global_steps, engine.skipped_steps = saved.applied_steps, 0
         engine.micro_steps = saved.applied_steps * engine.gradient_accumulation_steps()
         engine.global_samples = saved.applied_steps * engine.train_batch_size()
@@ -152,7 +153,7 @@ class DeepSpeedEngine:
     def _fill_optimizer(self, saved: SavedState) -> None:
         """Read what this rank's optimizer holds. Not collective. Raises CheckpointError."""
         shapes = {name: tuple(full_shape(parameter)) for name, parameter in self.model.named_parameters()}
-        _check_same_model(saved.shapes, {name: shapes[name] for group in self._groups for name in group})
+        check_same_model(saved, {name: shapes[name] for group in self._groups for name in group})
         for shard in shards(self._engine):
             shard.fill(shard.weights, partial(saved.read, "weight"))
             state = adam_state(self._engine.basic_optimizer, shard.weights)
@@ -186,13 +187,3 @@ def set_applied_steps(scheduler: Any, applied: int) -> None:
         group["lr"] = rate
     # Not step(): torch warns when a schedule is stepped before its optimizer.
     vars(scheduler).update(last_epoch=applied, _step_count=applied + 1, _last_lr=rates)
-
-
-def _check_same_model(saved: Mapping[str, tuple[int, ...]], mine: Mapping[str, tuple[int, ...]]) -> None:
-    differing = sorted(name for name in saved.keys() | mine.keys() if saved.get(name) != mine.get(name))
-    if differing:
-        name = differing[0]
-        raise CheckpointError(
-            f"The checkpoint is of another model: {name} has shape {saved.get(name)} there and {mine.get(name)} here"
-            f" (None: there is no such parameter); {len(differing)} parameters differ."
-        )

@@ -10,6 +10,7 @@ target tokens of the whole step. Between the micro-batches of a step nothing is 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ds_encdec.config.schema import FullConfig, TrainingConfig
-from ds_encdec.engine.forward import compute_dtype, packed_forward
+from ds_encdec.engine.forward import packed_forward
 from ds_encdec.engine.fsdp_sharding import (
     build_sharded_model,
     fill,
@@ -69,8 +70,9 @@ class FSDP2Engine:
         self._parameters = sharded_parameters(model)
         if weights is not None:
             fill(self._parameters, weights, self._agreement)
-        self._optimizer = _adamw(model, config.training)
-        self._host_copies = HostCopies()
+        self.optimizer = _adamw(model, config.training)
+        self._host_copies = HostCopies(pin_memory=config.infra.pin_memory and device.type == "cuda")
+        self._loss_scaler: Mapping[str, float | int] | None = None
         self._applied_steps = 0
         model.train()
 
@@ -94,11 +96,11 @@ class FSDP2Engine:
         if applied:
             if self._training.max_grad_norm:
                 torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), self._training.max_grad_norm, norm)
-            for group in self._optimizer.param_groups:
+            for group in self.optimizer.param_groups:
                 group["lr"] = rate
-            self._optimizer.step()
+            self.optimizer.step()
             self._applied_steps += 1
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()
         return StepResult(applied, norm if finite else torch.full_like(norm, torch.inf), rate)
 
     @torch.no_grad()
@@ -112,23 +114,27 @@ class FSDP2Engine:
 
     def stage(self, directory: Path, *, copy: bool) -> StagedSave:
         """See protocol.Engine. torch.distributed.checkpoint's files, see fsdp_state."""
-        tensors = state_tensors(self._parameters, self._optimizer)
+        tensors = state_tensors(self._parameters, self.optimizer)
         keys = keys_to_write(tensors)
-        if copy:
-            tensors |= self._host_copies.take({key: tensors[key] for key in keys})
+        # DCP keeps what it has fetched from a GPU until its file is closed: a second copy beside the one that is held.
+        if copy or self._host_copies.exist:
+            copied = {key: tensors[key] for key in keys}
+            # Host memory may run out on one rank alone.
+            tensors |= self._agreement.on_every_rank(lambda: self._host_copies.take(copied))
         return self._writer.staged(tensors, keys, self._record(), directory)
 
     def load(self, saved: SavedState) -> None:
         """See protocol.Engine."""
-        load_state(saved, self._parameters, self._optimizer, self._agreement)
+        load_state(saved, self._parameters, self.optimizer, self._agreement)
         reshard(self.model)  # what an evaluation has left gathered is the old state
         self._applied_steps = saved.applied_steps
+        self._loss_scaler = saved.loss_scaler
 
     def close(self) -> None:
         """See protocol.Engine. Afterwards drop the last reference to the engine."""
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()
         self._writer.close()
-        del self.model, self._sharded, self._parameters, self._optimizer, self._host_copies
+        del self.model, self._sharded, self._parameters, self.optimizer, self._host_copies
 
     def _gradient_norm(self) -> Tensor:
         """Global L2 norm of the step's gradients: float32 scalar on the device, equal on all ranks."""
@@ -143,9 +149,9 @@ class FSDP2Engine:
             format="dcp",
             sharding_stage=self._infra.sharding_stage,
             world_size=dist.get_world_size(),
-            dtype=str(compute_dtype(self._training)).removeprefix("torch."),
             applied_steps=self._applied_steps,
-            groups=tuple(tuple(names[p] for p in group["params"]) for group in self._optimizer.param_groups),
+            groups=tuple(tuple(names[p] for p in group["params"]) for group in self.optimizer.param_groups),
+            loss_scaler=self._loss_scaler,
         )
 
 

@@ -11,7 +11,7 @@ written by one replica alone, so all replicas share the work, and the host memor
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -32,11 +32,10 @@ from torch.futures import Future
 from ds_encdec.engine.fsdp_sharding import local_rows
 from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.engine.record import DCP_FOLDER, EngineRecord, write_record
+from ds_encdec.engine.same_model import check_same_model
 from ds_encdec.launch.agreement import Agreement
 from ds_encdec.launch.run_folder import disk_error
-from ds_encdec.types import CheckpointError, SavedState, StateKind
-
-MOMENTS: tuple[StateKind, ...] = ("exp_avg", "exp_avg_sq")
+from ds_encdec.types import MOMENTS, CheckpointError, SavedState, StateKind
 
 
 def state_tensors(parameters: Mapping[str, DTensor], optimizer: torch.optim.Optimizer) -> dict[str, DTensor]:
@@ -64,15 +63,22 @@ def keys_to_write(tensors: Mapping[str, DTensor]) -> list[str]:
 class HostCopies:
     """A copy of the state in host memory, made into the same buffers every time."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, pin_memory: bool) -> None:
+        """`pin_memory`: an accelerator then copies several times faster."""
+        self._pin_memory = pin_memory
         self._buffers: dict[str, DTensor] = {}
+
+    @property
+    def exist(self) -> bool:
+        """Whether a copy was ever made, and its memory is held."""
+        return bool(self._buffers)
 
     def take(self, tensors: Mapping[str, DTensor]) -> dict[str, DTensor]:
         """The buffers, holding `tensors` as they are now. Waits for the device once."""
         on_device = any(tensor.to_local().is_cuda for tensor in tensors.values())
         if not self._buffers:
             buffers: dict[str, Tensor] = {
-                key: torch.empty_like(tensor, device="cpu", pin_memory=tensor.to_local().is_cuda)
+                key: torch.empty_like(tensor, device="cpu", pin_memory=self._pin_memory)
                 for key, tensor in tensors.items()
             }
             self._buffers = cast(dict[str, DTensor], buffers)
@@ -81,6 +87,10 @@ class HostCopies:
         if on_device:
             torch.cuda.current_stream().synchronize()
         return dict(self._buffers)
+
+
+_COPY_AHEAD_BYTES = 10_000_000
+"""What a writer fetches from the GPU beside what it writes; DCP's default."""
 
 
 class _DiskWriter(dcp.FileSystemWriter):
@@ -118,8 +128,11 @@ class StateWriter:
         self, tensors: dict[str, DTensor], keys: frozenset[str], record: EngineRecord, directory: Path
     ) -> list[Path]:
         folder = directory / DCP_FOLDER
+        # Copying ahead, as DCP does where there is a GPU, is for tensors there. For copies on the host it would only
+        # make a background thread of every rank open a context on GPU 0, which is that thread's device.
+        ahead = _COPY_AHEAD_BYTES if any(tensors[key].to_local().is_cuda for key in keys) else 0
         # Not synced: flushing to disk is the checkpoint manager's, file by file with the hashes.
-        writer = _DiskWriter(folder, sync_files=False, overwrite=False)
+        writer = _DiskWriter(folder, sync_files=False, overwrite=False, per_thread_copy_ahead=ahead)
         try:
             dcp.save(tensors, storage_writer=writer, planner=_PlanOf(keys), process_group=self._group)
         except CheckpointException as failure:  # a BaseException, with every rank's error
@@ -151,24 +164,8 @@ def load_state(
 
     Collective. CheckpointError of another model, or what any rank failed to read, is raised by all.
     """
-    _check_shapes(saved, parameters)
+    check_same_model(saved, {name: tuple(parameter.shape) for name, parameter in parameters.items()})
     agreement.on_every_rank(lambda: _read_local(saved, parameters, optimizer))
-
-
-def _check_shapes(saved: SavedState, parameters: Mapping[str, DTensor]) -> None:
-    """Raise CheckpointError, naming the first difference, unless both have the same parameters in the same shapes."""
-    for problem in _differences(saved, parameters):
-        raise CheckpointError(f"the checkpoint is another model's: {problem}")
-
-
-def _differences(saved: SavedState, parameters: Mapping[str, DTensor]) -> Iterator[str]:
-    for name, parameter in parameters.items():
-        found = saved.shapes.get(name)
-        if found is None:
-            yield f"it has no parameter {name}, which this run's model has"
-        elif tuple(found) != tuple(parameter.shape):
-            yield f"{name} has shape {list(found)} there and {list(parameter.shape)} in this run's model"
-    yield from (f"it has a parameter {name}, which this run's model lacks" for name in saved.shapes.keys() - parameters)
 
 
 @torch.no_grad()

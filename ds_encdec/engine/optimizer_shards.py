@@ -22,9 +22,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from ds_encdec.types import StateKind
-
-MOMENTS: tuple[StateKind, StateKind] = ("exp_avg", "exp_avg_sq")
+from ds_encdec.types import MOMENTS
 
 Read = Callable[[str, int, int], Tensor]
 """Elements [start, stop) of the flattened parameter of this name."""

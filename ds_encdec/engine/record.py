@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,18 +22,17 @@ DCP_FOLDER = "dcp"
 class EngineRecord:
     """What the reader of a checkpoint's tensors must know.
 
-    `sharding_stage`: zero0 to zero3, or a hybrid. `dtype`: of the compute: float32, bfloat16, float16.
-    `applied_steps`: AdamW's counter. `groups`: neutral names in each optimizer group, in the optimizer's order.
-    `loss_scaler`: of float16, else None.
+    `sharding_stage`: zero0 to zero3, or a hybrid. `applied_steps`: AdamW's counter. `groups`: neutral names in each
+    optimizer group, in the optimizer's order. `loss_scaler`: where the dynamic loss scale of a float16 run is; a run in
+    another dtype hands on the one that it loaded, so that float16 can be returned to. Else None.
     """
 
     format: Literal["deepspeed", "dcp"]
     sharding_stage: str
     world_size: int
-    dtype: str
     applied_steps: int
     groups: tuple[tuple[str, ...], ...]
-    loss_scaler: dict[str, float | int] | None = None
+    loss_scaler: Mapping[str, float | int] | None = None
 
 
 def write_record(record: EngineRecord, directory: Path) -> Path:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from ds_encdec.config.rules import engine_conflicts
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.ds_json import accumulates_in_bf16, refuse_unsaved_states, render_deepspeed_json
 from ds_encdec.engine.protocol import Engine
+from ds_encdec.launch.agreement import Agreement
 from ds_encdec.launch.world import World
 from ds_encdec.types import ConfigError, EngineName, WeightSource
 
@@ -82,9 +86,39 @@ def create_engine(
     `weights` is None for a run that loads a checkpoint at once, and so needs none. Raises ConfigError for a number of
     ranks that does not fit the sharding, and CheckpointError, on every rank, for weights that cannot be read.
     """
+    if config.infra.sharding_stage.endswith("_hybrid"):
+        _warn_of_shards_across_nodes(config, world)
     if engine == "fsdp":
         return _fsdp2(config, world, device, model_config, weights)
     return _deepspeed(config, world, device, model_config, weights, gradient_accumulation_steps)
+
+
+def _warn_of_shards_across_nodes(config: FullConfig, world: World) -> None:
+    """Hybrids shard over consecutive ranks, taken to be neighbours. Collective."""
+    size = config.infra.hybrid_shard_size or world.local_world_size
+    agreement = Agreement(timedelta(minutes=config.infra.distributed_timeout_minutes))
+    hosts = agreement.gather(socket.gethostname())
+    if world.is_main and (ranks := first_scattered(hosts, size)):
+        logger.warning(
+            "infra.sharding_stage=%s shards over ranks %d to %d, which are on different nodes (%s), although %d ranks "
+            "of one node could: place ranks node by node (Slurm: --distribution=block).",
+            config.infra.sharding_stage,
+            ranks[0],
+            ranks[-1],
+            ", ".join(dict.fromkeys(hosts[rank] for rank in ranks)),
+            size,
+        )
+
+
+def first_scattered(hosts: Sequence[str], size: int) -> range | None:
+    """The first `size` consecutive ranks that shard together on several of the `hosts` (of each rank).
+
+    None where there are none, and where no host has as many ranks: then it is meant so.
+    """
+    if size > max(hosts.count(host) for host in set(hosts)):
+        return None
+    groups = (range(start, start + size) for start in range(0, len(hosts), size))
+    return next((ranks for ranks in groups if len({hosts[rank] for rank in ranks}) > 1), None)
 
 
 def _fsdp2(

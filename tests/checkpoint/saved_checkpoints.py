@@ -105,7 +105,7 @@ def write_tensors(
             {"module": state["weight"], "optimizer": {"state": moments, "param_groups": groups}},
             path / TAG / "mp_rank_00_model_states.pt",
         )
-    write_record(EngineRecord(engine, "zero0", 1, "float32", step, (names,), loss_scaler), path)  # type: ignore[arg-type]
+    write_record(EngineRecord(engine, "zero0", 1, step, (names,), loss_scaler), path)  # type: ignore[arg-type]
 
 
 def flat(state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:

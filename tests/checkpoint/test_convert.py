@@ -21,7 +21,7 @@ from ds_encdec.engine.record import read_record
 pytestmark = [pytest.mark.distributed, pytest.mark.one_process]
 
 STEP = 7
-LOSS_SCALER = {"cur_scale": 1024.0, "cur_iter": 7}
+LOSS_SCALER = {"scale": 1024.0, "steps_since_overflow": 7, "hysteresis": 2}
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from ds_encdec.checkpoint import zero_state
 from ds_encdec.checkpoint.zero_state import ZeroState
 from ds_encdec.engine.record import TAG, EngineRecord, write_record
 from ds_encdec.types import CheckpointError
@@ -23,7 +24,7 @@ def checkpoint(folder: Path, stage: str, files: dict[str, Any], *, world_size: i
     (folder / TAG).mkdir()
     for name, content in files.items():
         torch.save(content, folder / TAG / name)
-    record = EngineRecord("deepspeed", stage, world_size, "float32", applied_steps, groups=(NAMES,))
+    record = EngineRecord("deepspeed", stage, world_size, applied_steps, groups=(NAMES,))
     write_record(record, folder)
     return folder
 
@@ -91,6 +92,29 @@ def test_ranges_over_a_cut(tmp_path: Path, stage: str, pad: int) -> None:
     assert saved.read("exp_avg_sq", "b.weight", 1, 4).tolist() == [211, 212, 213]
 
 
+def test_only_files_that_hold_a_part_of_the_range_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = []
+    load = zero_state._load
+    monkeypatch.setattr(zero_state, "_load", lambda path: opened.append(path.name) or load(path))
+    saved = ZeroState(checkpoint(tmp_path, "zero2", two_parts(2, 0), world_size=2))
+    assert opened == ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"]
+    saved.read("weight", "a.weight")
+    assert len(opened) == 2
+    for _ in range(2):
+        saved.read("weight", "b.weight")
+        assert opened[2:] == ["zero_pp_rank_1_mp_rank_00_optim_states.pt"]
+
+
+def test_a_damaged_part_is_named_when_it_is_read(tmp_path: Path) -> None:
+    files = two_parts(2, 0)
+    second = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    states = files[second]["optimizer_state_dict"]
+    states["group_paddings"] = [5]
+    saved = ZeroState(checkpoint(tmp_path, "zero2", files, world_size=2))
+    with pytest.raises(CheckpointError, match=rf"{second}: not laid out.*parts of \[10\] elements, and of \[6\]"):
+        saved.read("weight", "b.weight")
+
+
 def test_what_is_read_is_the_callers_own(tmp_path: Path) -> None:
     saved = ZeroState(checkpoint(tmp_path, "zero0", {"mp_rank_00_model_states.pt": plain_states()}))
     saved.read("weight", "b.weight").zero_()
@@ -102,7 +126,7 @@ def test_moments_before_the_first_step_are_zero(tmp_path: Path) -> None:
     states["optimizer"]["state"] = {}
     folder = checkpoint(tmp_path, "zero0", {"mp_rank_00_model_states.pt": states}, applied_steps=0)
     assert ZeroState(folder).read("exp_avg", "b.weight").tolist() == [0] * 5
-    write_record(EngineRecord("deepspeed", "zero0", 1, "float32", applied_steps=2, groups=(NAMES,)), folder)
+    write_record(EngineRecord("deepspeed", "zero0", 1, applied_steps=2, groups=(NAMES,)), folder)
     with pytest.raises(CheckpointError, match=r"no exp_avg of b\.weight"):
         ZeroState(folder).read("exp_avg", "b.weight")
 
@@ -153,7 +177,7 @@ def test_deepspeeds_own_classes_are_not_needed(tmp_path: Path, monkeypatch: pyte
 def test_damaged_checkpoints_are_refused(tmp_path: Path, change: str, message: str) -> None:
     files = two_parts(2, 0)
     if change == "other layout":
-        del files["zero_pp_rank_1_mp_rank_00_optim_states.pt"]["optimizer_state_dict"]["group_paddings"]
+        del files["zero_pp_rank_0_mp_rank_00_optim_states.pt"]["optimizer_state_dict"]["group_paddings"]
     folder = checkpoint(tmp_path, "zero2", files, world_size=1 if change == "one rank less" else 2)
     if change == "no states of rank 1":
         (folder / TAG / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()

@@ -33,7 +33,7 @@ def save(folder: str, layouts: dict[str, tuple[tuple[int, ...], tuple[int | None
         checkpoint = Path(folder) / layout
         if dist.get_rank() == 0:
             checkpoint.mkdir(parents=True)
-            write_record(EngineRecord("dcp", "zero3", dist.get_world_size(), "float32", 11, ((*SHAPES,),)), checkpoint)
+            write_record(EngineRecord("dcp", "zero3", dist.get_world_size(), 11, ((*SHAPES,),)), checkpoint)
         dist.barrier()
         dcp.save(state, checkpoint_id=checkpoint / DCP_FOLDER)
 

@@ -9,8 +9,10 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,10 +24,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ds_encdec.checkpoint.dcp_state import DcpState
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.fsdp2 import FSDP2Engine
+from ds_encdec.engine.fsdp_state import HostCopies
+from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.engine.select import create_engine, resolve_engine
 from ds_encdec.launch.world import discover
 from ds_encdec.model.parameter_count import parameter_shapes
-from ds_encdec.types import CheckpointError, ConfigError, StateKind, WeightSource
+from ds_encdec.types import CheckpointError, ConfigError, DsEncDecError, StateKind, WeightSource
 
 
 def run_cases(cases: Sequence[Case]) -> dict[str, Any]:
@@ -60,7 +64,7 @@ def full_state(engine: FSDP2Engine) -> dict[str, torch.Tensor]:
     for name, parameter in engine._parameters.items():
         found[f"weight.{name}"] = parameter.detach().full_tensor().clone()
         for kind in ("exp_avg", "exp_avg_sq"):
-            found[f"{kind}.{name}"] = engine._optimizer.state[parameter][kind].full_tensor().clone()
+            found[f"{kind}.{name}"] = engine.optimizer.state[parameter][kind].full_tensor().clone()
     return found
 
 
@@ -176,10 +180,10 @@ class FakeState:
     """A SavedState of zeros."""
 
     applied_steps = 3
-    loss_scaler = None
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], unreadable_on: int | None = None) -> None:
         self.shapes = shapes
+        self.loss_scaler = {"scale": 1024.0}
         self._unreadable_on = unreadable_on
 
     def read(self, kind: StateKind, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
@@ -208,8 +212,42 @@ def refused_loads() -> dict[str, str]:
             messages[name] = "loaded"
         except CheckpointError as error:
             messages[name] = str(error)
+    messages["handed on"] = str(engine.stage(Path(), copy=False).write.args[2].loss_scaler)
     engine.close()
     return messages
+
+
+def host_copies(directory: str) -> dict[str, str]:
+    """Where the tensors of a save are, whether writing them asks for a GPU, and what is said where memory is short."""
+    folder = shared_folder(directory)
+    engine = short_engine()
+    live = engine._parameters["shared.weight"].to_local().data_ptr()
+
+    def staged(copy: bool) -> tuple[StagedSave, int]:
+        save = engine.stage(folder, copy=copy)
+        return save, save.write.args[0]["weight.shared.weight"].to_local().data_ptr()
+
+    _, at_first = staged(copy=False)
+    background, kept = staged(copy=True)
+    _, afterwards = staged(copy=False)
+    found = {
+        "at first": "live" if at_first == live else "elsewhere",
+        "in the background": "kept" if kept != live else "live",
+        "at once, afterwards": "kept" if afterwards == kept else "elsewhere",
+    }
+    loader = "torch.distributed.checkpoint.filesystem._OverlappingCpuLoader"
+    with mock.patch("torch.cuda.is_available", return_value=True), mock.patch(loader, side_effect=AssertionError):
+        background.write()
+    found["written"] = "without a GPU"
+    failing = mock.patch.object(HostCopies, "take", side_effect=MemoryError("no more"))
+    with failing if dist.get_rank() == 1 else nullcontext():
+        try:
+            engine.stage(folder, copy=True)
+            found["no memory on rank 1"] = "staged"
+        except DsEncDecError as error:
+            found["no memory on rank 1"] = f"{type(error).__name__}: {error}"
+    engine.close()
+    return found
 
 
 def unreadable_weights(problem: str) -> str:

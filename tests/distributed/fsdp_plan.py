@@ -186,6 +186,7 @@ def _two_ranks() -> list[Case]:
     plan.append(("untrained", "untrained_state", {}))
     plan.append(("refused", "refused_loads", {}))
     plan.append(("indivisible", "indivisible_ranks", {}))
+    plan.append(("host copies", "host_copies", {"directory": str(checkpoints() / "host copies")}))
     plan.append(("full disk", "full_disk", {"directory": str(checkpoints() / "full")}))
     return plan
 

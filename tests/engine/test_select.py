@@ -19,7 +19,7 @@ import torch
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine import select
 from ds_encdec.engine.forward import compute_dtype
-from ds_encdec.engine.select import check_engine, create_engine, fallback_engine, resolve_engine
+from ds_encdec.engine.select import check_engine, create_engine, fallback_engine, first_scattered, resolve_engine
 from ds_encdec.launch.world import discover, free_port
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.types import ConfigError
@@ -160,6 +160,30 @@ def test_all_ranks_agree_on_a_deepspeed_that_one_cannot_import(tmp_path: Path, k
             )
             assert "infra.distributed_type=fsdp" in output
     assert ("cannot be imported (rank 1: RuntimeError" in printed[0][1]) is (kind == "auto")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "size", "ranks"),
+    [
+        ("aabb", 2, None),
+        ("abab", 2, range(2)),
+        ("aabbab", 2, range(4, 6)),
+        ("aabb", 4, None),  # more than a node has: meant so
+        ("abab", 1, None),
+    ],
+)
+def test_shards_that_lie_on_several_nodes(hosts: str, size: int, ranks: range | None) -> None:
+    assert first_scattered(list(hosts), size) == ranks
+
+
+def test_cyclic_ranks_of_a_hybrid_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(select, "_fsdp2", lambda *_: None)
+    monkeypatch.setattr(select.Agreement, "gather", lambda *_: ["north", "south", "north", "south"])
+    config = configured(distributed_type="fsdp", sharding_stage="zero3_hybrid", hybrid_shard_size=2)
+    create_engine("fsdp", config, discover({}), torch.device("cpu"), MODEL, None, 1)
+    assert "shards over ranks 0 to 1, which are on different nodes (north, south)" in caplog.text
 
 
 @pytest.mark.parametrize(
