@@ -33,6 +33,9 @@ class _Loader(yaml.SafeLoader):
     """PyYAML's loader with nothing but the types above."""
 
 
+_RARE_BREAKS = re.compile("[\x85\u2028\u2029]")
+
+
 class _Dumper(yaml.SafeDumper):
     """PyYAML's dumper, which also quotes the strings that our loader would take for something else."""
 
@@ -41,9 +44,15 @@ class _Dumper(yaml.SafeDumper):
         flow = not any(isinstance(item, dict | list) for item in items)
         return self.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=flow)
 
+    def represent_text(self, text: str) -> yaml.Node:
+        """A string, with YAML's rarer line breaks escaped: PyYAML writes them so that they come back as spaces."""
+        style = '"' if _RARE_BREAKS.search(text) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
 
 _Loader.yaml_implicit_resolvers = {}
 _Dumper.add_representer(list, _Dumper.represent_settings_list)
+_Dumper.add_representer(str, _Dumper.represent_text)
 for _tag, _pattern, _first in _IMPLICIT_TYPES:
     for _side in (_Loader, _Dumper):
         _side.add_implicit_resolver(_tag, re.compile(f"(?:{_pattern})$"), ["" if c == "\0" else c for c in _first])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ds_encdec.config.load import load_config
@@ -146,6 +146,8 @@ def test_yaml_dialect(text: str, value: Any) -> None:
         max_leaves=8,
     )
 )
+@example("x\x85y")
+@example("\u2028")
 def test_every_value_survives_the_file(value: Any) -> None:
     read = parse_value(write_yaml({"key": value}))["key"]
     assert read == value
