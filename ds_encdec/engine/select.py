@@ -131,12 +131,17 @@ def _fsdp2(
     from ds_encdec.engine.fsdp2 import FSDP2Engine
 
     if world.is_main and config.infra.distributed_type == "auto":
-        lacks = [conflict.fields[0] for conflict in engine_conflicts(config, "deepspeed")]
-        reason = f"DeepSpeed does not do what {', '.join(lacks)} asks for" if lacks else "no usable deepspeed here"
-        logger.warning("infra.distributed_type=auto: %s; training with FSDP2.", reason)
+        logger.warning("infra.distributed_type=auto: %s; training with FSDP2.", _why_not_deepspeed(config))
     if world.is_main and config.infra.deepspeed_extra:
         logger.warning("infra.deepspeed_extra does nothing under FSDP2: %s", ", ".join(config.infra.deepspeed_extra))
     return FSDP2Engine(config, world, device, model_config, weights)
+
+
+def _why_not_deepspeed(config: FullConfig) -> str:
+    if lacks := [conflict.fields[0] for conflict in engine_conflicts(config, "deepspeed")]:
+        return f"DeepSpeed does not do what {', '.join(lacks)} asks for"
+    is_installed = importlib.util.find_spec("deepspeed") is not None
+    return "deepspeed cannot be imported" if is_installed else "deepspeed is not installed"
 
 
 def _deepspeed(

@@ -201,7 +201,7 @@ def test_what_takes_the_place_of_a_broken_deepspeed(infra: dict[str, Any], fallb
 @pytest.mark.parametrize(
     ("config", "missing", "warnings"),
     [
-        (configured(distributed_type="auto"), True, ["no usable deepspeed here; training with FSDP2"]),
+        (configured(distributed_type="auto"), True, ["deepspeed is not installed; training with FSDP2"]),
         (
             configured({"torch_compile": True}, distributed_type="auto"),
             False,
