@@ -70,7 +70,7 @@ def run_training(config: FullConfig, *, resume: str | None = None, allow_data_ch
     if resume is None:
         plan_lanes(config, world.world_size)  # fails, if it must, before the ranks meet
     if world.world_size != config.infra.num_gpus and world.is_main:
-        logger.info("%d ranks; the configuration was planned for %d", world.world_size, config.infra.num_gpus)
+        logger.info("ranks: %d (the configuration was planned for %d)", world.world_size, config.infra.num_gpus)
     timeout = timedelta(minutes=config.infra.distributed_timeout_minutes)
     engine = init_process_group(world, device, timeout, engine, otherwise=fallback_engine(config))
     site = Site(world, device, engine, Agreement(timeout), RunFolder(config.infra.output_dir))

@@ -154,11 +154,17 @@ def _export(options: argparse.Namespace, _: Sequence[str]) -> int:
 
 
 def _average(options: argparse.Namespace, _: Sequence[str]) -> int:
-    from ds_encdec.checkpoint.average import average_checkpoints
+    from ds_encdec.checkpoint.average import average_checkpoints, average_run
+    from ds_encdec.launch.run_folder import RunFolder
 
-    out = options.out or options.run_folder / "export" / "averaged"
-    steps = average_checkpoints(options.run_folder, out, last=options.last, **_weight_options(options))
-    print(f"the mean of steps {', '.join(map(str, steps))} is in {out}")
+    how = {"last": options.last, **_weight_options(options)}
+    if options.out is None:
+        run = RunFolder(str(options.run_folder))
+        steps, out = average_run(run, **how), run.averaged
+    else:
+        steps, out = average_checkpoints(options.run_folder, options.out, **how), options.out
+    fewer = f" (there are no more in a row; {options.last} were asked for)" if len(steps) < options.last else ""
+    print(f"the mean of steps {', '.join(map(str, steps))}{fewer} is in {out}")
     return 0
 
 

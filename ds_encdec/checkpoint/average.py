@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ds_encdec.checkpoint.export import export_hf, refuse_existing
 from ds_encdec.checkpoint.folder import committed_steps
-from ds_encdec.checkpoint.manifest import read_manifest
+from ds_encdec.checkpoint.manifest import MANIFEST, read_manifest
 from ds_encdec.checkpoint.model_card import RunFacts, model_card
 from ds_encdec.checkpoint.saved_state import open_saved_state, saved_weights
 from ds_encdec.config.schema import FullConfig
@@ -45,24 +45,37 @@ def average_last_checkpoints(run: RunFolder, *, last: int) -> None:
     try:
         found = last_checkpoints(run.checkpoints, max(last, MIN_AVERAGED)) if last else {}
         if len(found) < MIN_AVERAGED:
+            if run.averaged.exists():
+                logger.warning(
+                    "%s is the mean of an earlier end of this run: %d checkpoints in a row are left, too few for "
+                    "another. `ds-encdec average` takes 2.",
+                    run.averaged,
+                    len(found),
+                )
             return
         logger.info(
             "Averaging the last checkpoints: rank 0 reads %.1f GB. The run is complete; this may be interrupted.",
             sum(read_manifest(path).num_bytes for path in list(found.values())[-last:]) / 1e9,
         )
-        clear_leftovers(run)
-        fresh, replaced = (run.averaged.with_name(f".averaged.{word}") for word in ("new", _REPLACED))
-        steps = average_checkpoints(run.root, fresh, last=last, dtype=torch.float32, max_shard_bytes=MAX_SHARD_BYTES)
-        if run.averaged.exists():
-            run.averaged.rename(replaced)
-        fresh.rename(run.averaged)
-        clear_leftovers(run)
+        steps = average_run(run, last=last, dtype=torch.float32, max_shard_bytes=MAX_SHARD_BYTES)
     except Exception as error:
         logger.error(
             "The mean of the last checkpoints could not be written: %s. `ds-encdec average` tries again.", error
         )
         return
     logger.info("the mean of the checkpoints at steps %s is in %s", ", ".join(map(str, steps)), run.averaged)
+
+
+def average_run(run: RunFolder, *, last: int, dtype: torch.dtype, max_shard_bytes: int) -> list[int]:
+    """`average_checkpoints` into `export/averaged`; an earlier mean makes way once the new one is complete."""
+    clear_leftovers(run)
+    fresh, replaced = (run.averaged.with_name(f".averaged.{word}") for word in ("new", _REPLACED))
+    steps = average_checkpoints(run.root, fresh, last=last, dtype=dtype, max_shard_bytes=max_shard_bytes)
+    if run.averaged.exists():
+        run.averaged.rename(replaced)
+    fresh.rename(run.averaged)
+    clear_leftovers(run)
+    return steps
 
 
 def clear_leftovers(run: RunFolder) -> None:
@@ -85,8 +98,7 @@ def average_checkpoints(run: Path, out: Path, *, last: int, dtype: torch.dtype, 
     refuse_existing(out)  # before minutes of reading
     checkpoints = last_checkpoints(run / "checkpoints", last)
     if len(checkpoints) < 2:
-        asked = "1 was asked for" if last < 2 else f"{run} has {len(checkpoints)} in a row"
-        raise CheckpointError(f"An average takes at least two checkpoints, but {asked}. See training.save_total_limit.")
+        raise CheckpointError(f"An average takes at least two checkpoints, but {_too_few(run, last, len(checkpoints))}")
     paths = [path.resolve() for path in checkpoints.values()]
     _refuse_different_models(paths)
     weights = mean_weights([saved_weights(open_saved_state(path)) for path in paths])
@@ -101,6 +113,14 @@ def average_checkpoints(run: Path, out: Path, *, last: int, dtype: torch.dtype, 
         card=model_card(RunFacts.of(newest, f"mean of the checkpoints at steps {', '.join(map(str, steps))}")),
     )
     return steps
+
+
+def _too_few(run: Path, last: int, found: int) -> str:
+    if last < 2:
+        return f"{last} was asked for."
+    if (run / MANIFEST).exists():
+        return f"{run} is one: give the folder of its run."
+    return f"{run} has {found} in a row. training.save_total_limit says how many a run keeps."
 
 
 def last_checkpoints(folder: Path, last: int) -> dict[int, Path]:

@@ -125,7 +125,11 @@ class CheckpointFolder:
         """Delete what is not kept. The new checkpoint stands: what cannot be deleted is no reason to doubt it."""
         try:
             _delete(replaced)
-            for path in self._superfluous():
+            superfluous = self._superfluous()
+            if len(superfluous) > 1:  # one makes room for each new one; more are due to a limit that was lowered
+                names = ", ".join(path.name for path in superfluous)
+                logger.warning("training.save_total_limit=%s: deleting %s.", self._keep, names)
+            for path in superfluous:
                 hidden = path.with_name(f"{_REMOVED}{path.name}")
                 _delete(hidden)
                 os.rename(path, hidden)  # invisible in one step

@@ -164,7 +164,7 @@ def _fsdp_lacks(config: FullConfig) -> Iterator[Conflict]:
         yield Conflict(("training.fp16", "infra.distributed_type"), message)
     for field in ("offload_optimizer", "offload_params"):
         if getattr(infra, field) == "nvme":
-            message = f"FSDP2 offloads to the CPU only: set {field}=cpu or none, or distributed_type=deepspeed"
+            message = f"FSDP2 offloads to the CPU only: set {field}=cpu or none"
             yield Conflict(("infra." + field, "infra.distributed_type"), message)
     if infra.offload_params == "cpu" and infra.offload_optimizer == "none":
         # Its sharded parameters are the float32 master weights that the optimizer steps, where they are.

@@ -60,7 +60,7 @@ def test_the_mean_is_rounded_once(tmp_path: Path) -> None:
 
 
 def test_fewer_than_two_have_no_mean(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"has 0 in a row\. See training\.save_total_limit"):
+    with pytest.raises(CheckpointError, match=r"has 0 in a row\. training\.save_total_limit"):
         average(tmp_path, tmp_path / "out")
     save_checkpoint(tmp_path / "checkpoints", 100, random_state(config(), 0), config())
     with pytest.raises(CheckpointError, match="has 1"):
@@ -68,6 +68,8 @@ def test_fewer_than_two_have_no_mean(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "checkpoints", 200, random_state(config(), 0), config())
     with pytest.raises(CheckpointError, match="1 was asked for"):
         average(tmp_path, tmp_path / "out", last=1)
+    with pytest.raises(CheckpointError, match="step-00000200 is one: give the folder of its run"):
+        average(tmp_path / "checkpoints" / "step-00000200", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]
 
 
@@ -126,5 +128,19 @@ def test_a_damaged_checkpoint_is_named_and_nothing_written(tmp_path: Path, capsy
     assert cli.main(["average", str(tmp_path), "--last", "2", "--dtype", "bfloat16"]) == 0
     assert "steps 900, 1200" in capsys.readouterr().out
     assert load_file(tmp_path / "export" / "averaged" / "model.safetensors")["shared.weight"].dtype == torch.bfloat16
-    assert cli.main(["average", str(tmp_path), "--last", "2"]) == 5
+
+
+def test_a_mean_takes_the_place_of_the_run_s_earlier_one_and_of_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    save_run(tmp_path)
+    assert cli.main(["average", str(tmp_path), "--last", "2"]) == 0
+    assert cli.main(["average", str(tmp_path), "--last", "9"]) == 0
+    assert "(there are no more in a row; 9 were asked for)" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "export").iterdir()] == ["averaged"]
+    assert cli.main(["average", str(tmp_path), str(tmp_path / "export" / "averaged")]) == 5
     assert "exists and is not empty" in capsys.readouterr().err
+    for step in sorted((tmp_path / "checkpoints").iterdir())[:-2]:
+        shutil.rmtree(step)
+    average_last_checkpoints(RunFolder(str(tmp_path)), last=5)
+    assert "is the mean of an earlier end of this run" in caplog.text
