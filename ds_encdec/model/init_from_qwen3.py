@@ -71,14 +71,15 @@ def with_added_rows(
             return weights(name, rows)
         start, stop, _ = rows.indices(total_rows)
         stored = weights(name, slice(min(start, stored_rows), min(stop, stored_rows)))
-        width = stored.shape[1]
-        extended = torch.empty(stop - start, width, dtype=stored.dtype)
+        width, dtype = stored.shape[1], stored.dtype
+        extended = torch.empty(stop - start, width, dtype=dtype)
         extended[: len(stored)] = stored
+        del stored  # the statistics read the rows again: one embedding less at the peak
         wanted = (new_rows >= start) & (new_rows < stop)
         if wanted.any():
             mean, std = _row_statistics(weights, name, int(new_rows[0]), width)
             drawn = torch.randn(len(new_rows), width, generator=keyed_generator(seed, f"{name}: added rows"))
-            extended[new_rows[wanted] - start] = (mean + std * drawn[wanted]).to(stored.dtype)
+            extended[new_rows[wanted] - start] = (mean + std * drawn[wanted]).to(dtype)
         return extended
 
     return extended_weights
