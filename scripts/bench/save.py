@@ -82,13 +82,13 @@ class SaveBench:
         manager: CheckpointManager,
         agreement: Agreement,
         batch: Batch,
-        library: Callable[[Any, Path], None],
+        native_save: Callable[[Any, Path], None],
     ) -> None:
         self.engine = engine
         self.manager = manager
         self.agreement = agreement
         self.batch = batch
-        self.library = library
+        self.native_save = native_save
 
     def repetition(self, number: int) -> dict[str, float]:
         """Seconds that each way held training up, and of a step beside a save and without one."""
@@ -109,7 +109,7 @@ class SaveBench:
         }
         library_folder = self.manager.folder / f"library-{number}"
         dist.barrier()
-        found["library"] = _seconds(lambda: self.library(self.engine, library_folder))
+        found["library"] = _seconds(lambda: self.native_save(self.engine, library_folder))
         if dist.get_rank() == 0:
             shutil.rmtree(library_folder)
         return found
