@@ -7,7 +7,7 @@ import logging
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ds_encdec.config.rules import engine_conflicts
 from ds_encdec.config.schema import FullConfig
@@ -62,14 +62,8 @@ def check_engine(engine: EngineName, config: FullConfig, world: World) -> None:
 
         mesh_shape(config.infra, world)
     else:
-        ds_json = render_deepspeed_json(
-            config,
-            world_size=world.world_size,
-            gradient_accumulation_steps=1,
-            device=config.infra.device,
-            ranks_per_node=world.local_world_size,
-        )
-        refuse_unsaved_states(ds_json)
+        # Neither the device nor the accumulation decides what is refused.
+        refuse_unsaved_states(_deepspeed_json(config, world, config.infra.device, 1))
 
 
 def create_engine(
@@ -154,13 +148,7 @@ def _deepspeed(
 ) -> Engine:
     from ds_encdec.engine.deepspeed_zero import DeepSpeedEngine  # takes seconds, and only this engine needs it
 
-    ds_json = render_deepspeed_json(
-        config,
-        world_size=world.world_size,
-        gradient_accumulation_steps=gradient_accumulation_steps,
-        device=device.type,
-        ranks_per_node=world.local_world_size,
-    )
+    ds_json = _deepspeed_json(config, world, device.type, gradient_accumulation_steps)
     if world.is_main and accumulates_in_bf16(ds_json):
         logger.warning(
             "%s adds the gradients of %d micro-batches up in bfloat16, which costs precision (with 8: 0.3 %%); "
@@ -169,3 +157,13 @@ def _deepspeed(
             gradient_accumulation_steps,
         )
     return DeepSpeedEngine(config, model_config, weights, ds_json, device)
+
+
+def _deepspeed_json(config: FullConfig, world: World, device: str, gradient_accumulation_steps: int) -> dict[str, Any]:
+    return render_deepspeed_json(
+        config,
+        world_size=world.world_size,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        device=device,
+        ranks_per_node=world.local_world_size,
+    )
