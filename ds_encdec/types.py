@@ -194,7 +194,11 @@ class TrainingState:
     `global_step` counts applied optimizer steps (schedules follow it), `data_step` consumed ones,
     `skipped_steps` their difference. Token counts are global, over all ranks. `epoch` is the number
     of the pass over the data that the slowest lane is in. `best_eval_loss` (nats per target token) is the
-    lowest of all saved checkpoints, that of `best_step`.
+    lowest of all saved checkpoints, that of `best_step`. `lowest_eval_loss` is the lowest that counted for early
+    stopping, `evaluations_since_lowest` how many have come after it. `rollbacks` counts those of the whole run.
+
+    A rollback takes `global_step` and what belongs to the weights back to the checkpoint's; what counts the data
+    consumed (`data_step`, tokens, epoch) goes on.
     """
 
     global_step: int = 0
@@ -205,6 +209,9 @@ class TrainingState:
     best_step: int | None = None
     encoder_tokens_seen: int = 0
     target_tokens_seen: int = 0
+    lowest_eval_loss: float | None = None
+    evaluations_since_lowest: int = 0
+    rollbacks: int = 0
 
     @property
     def total_tokens_seen(self) -> int:

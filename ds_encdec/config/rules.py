@@ -24,6 +24,9 @@ LOCAL_FORMATS = ("text", "json", "parquet")
 SMALLEST_VOCABULARY = 258
 """Ids of a byte-level tokenizer before the first merge: 256 bytes, padding, end of sequence."""
 
+ROLLBACK_FIELDS = ("on_non_finite", "on_loss_spike", "on_grad_explosion")
+"""Fields of `monitor` that may say `rollback`."""
+
 _FSDP_STRATEGIES = {
     "FULL_SHARD": "zero3",
     "SHARD_GRAD_OP": "zero2",
@@ -251,6 +254,44 @@ def _evaluation(config: FullConfig) -> Iterator[Conflict]:
         yield Conflict(("data.eval_fraction", "training.eval_samples"), message)
 
 
+def _early_stopping(config: FullConfig) -> Iterator[Conflict]:
+    training = config.training
+    for field, asked in (
+        ("early_stopping_patience", training.early_stopping_patience is not None),
+        ("save_on_best", training.save_on_best),
+    ):
+        if asked and not training.eval_samples:
+            message = "this is decided on the evaluation's loss: set eval_samples > 0, or turn it off"
+            yield Conflict((f"training.{field}", "training.eval_samples"), message)
+
+
+def _monitor(config: FullConfig) -> Iterator[Conflict]:
+    monitor, training = config.monitor, config.training
+    if monitor.loss_spike_min_values > monitor.window_size:
+        message = "the window never holds that many losses, so that no spike would ever be seen: lower the former"
+        yield Conflict(("monitor.loss_spike_min_values", "monitor.window_size"), message)
+    if monitor.grad_norm_threshold < training.max_grad_norm:
+        message = "a norm that is not even clipped would be an explosion: raise the former, or lower the latter"
+        yield Conflict(("monitor.grad_norm_threshold", "training.max_grad_norm"), message)
+    rolling_back = [f"monitor.{name}" for name in ROLLBACK_FIELDS if getattr(monitor, name) == "rollback"]
+    if not rolling_back:
+        return
+    if training.save_total_limit == 1:
+        message = "a rollback needs an older checkpoint than the newest: keep at least 2"
+        yield Conflict((*rolling_back, "training.save_total_limit"), message)
+    if training.save_steps + monitor.rollback_min_steps > training.num_train_steps:
+        message = "no checkpoint of this run would ever be old enough to go back to: lower the first two"
+        fields = ("training.save_steps", "monitor.rollback_min_steps", "training.num_train_steps")
+        yield Conflict((*fields, *rolling_back), message)
+
+
+def _hang(config: FullConfig) -> Iterator[Conflict]:
+    infra = config.infra
+    if infra.hang_timeout_minutes is not None and infra.hang_timeout_minutes >= infra.distributed_timeout_minutes:
+        message = "a collective that stands still would end the run before anybody saw where: lower the former"
+        yield Conflict(("infra.hang_timeout_minutes", "infra.distributed_timeout_minutes"), message)
+
+
 def _deepspeed_extra(config: FullConfig) -> Iterator[Conflict]:
     for path, message in check_extra(config.infra.deepspeed_extra):
         yield Conflict((f"infra.deepspeed_extra.{path}",), message)
@@ -273,5 +314,8 @@ _RULES: tuple[Callable[[FullConfig], Iterator[Conflict]], ...] = (
     _denoisers,
     _evaluation,
     _averaging,
+    _early_stopping,
+    _monitor,
+    _hang,
     _deepspeed_extra,
 )

@@ -6,6 +6,9 @@ OUTPUT_DIR/
   logs/                        TensorBoard and W&B files
   config.yaml  ds_config.json  what the run was started with; the latter where DeepSpeed runs
   metrics.jsonl                one JSON object per logging interval
+  metrics.abandoned.jsonl      the lines that rollbacks took back
+  ledger.jsonl                 what happened to the run, and what it did about it (monitor/ledger.py)
+  stacks/                      what every rank was doing when the run stood still (launch/watchdog.py)
   run.json                     running | completed | preempted | failed, with reason and exit code
   .lock                        held by rank 0 as long as it lives
 """
@@ -31,6 +34,9 @@ class RunFolder:
         self.checkpoints = self.root / "checkpoints"
         self.averaged = self.root / "export" / "averaged"
         self.metrics = self.root / "metrics.jsonl"
+        self.abandoned_metrics = self.root / "metrics.abandoned.jsonl"
+        self.ledger = self.root / "ledger.jsonl"
+        self.stacks = self.root / "stacks"
         self.config_yaml = self.root / "config.yaml"
         self.ds_config_json = self.root / "ds_config.json"
         self.run_json = self.root / "run.json"

@@ -21,8 +21,10 @@ def test_every_shipped_file_loads(path: Path, caplog: pytest.LogCaptureFixture) 
     assert caplog.messages == []
 
 
-def test_the_default_run_is_the_schema() -> None:
-    assert load_config(SHIPPED / "qwen3_0.6b_ul2.yaml") == FullConfig()
+def test_the_full_run_is_the_schema_and_rolls_back() -> None:
+    shipped = load_config(SHIPPED / "qwen3_0.6b_ul2.yaml")
+    assert shipped.model_dump(exclude={"monitor"}) == FullConfig().model_dump(exclude={"monitor"})
+    assert shipped.monitor == FullConfig().monitor.model_copy(update={"on_loss_spike": "rollback"})
 
 
 def test_one_gpu_makes_the_same_steps_as_eight() -> None:
