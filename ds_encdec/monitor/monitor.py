@@ -1,24 +1,31 @@
-"""Watches a run: sliding windows, alerts, and the summary that a phase's gate is decided on."""
+"""Watches the training: sliding windows, alerts, and the summary that a phase's gate is decided on."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.monitor.alerts import make_alert
 from ds_encdec.monitor.metrics import MetricWindow, encode_float
+from ds_encdec.optim.schedules import learning_rate as scheduled_learning_rate
 
-MIN_VALUES_FOR_SPIKE = 10
-"""Losses that must be in the window (or fill a smaller one) before one can be called a spike."""
 MAX_LOSS_SPIKES = 5
 """Loss spikes that a phase may have and still pass."""
 
+MAX_ALERTS_OF_A_TYPE = 200
+"""Alerts of each type that are kept, the newest ones: many of one type do not push another's out."""
 
-MAX_SAVED_ALERTS = 1000
-"""Alerts that a checkpoint keeps, the newest ones."""
+MAX_HISTORY = 10_000
+"""Observations that `TrainingMonitor.history` keeps, the newest ones."""
+
+LEARNING_RATE_ROUNDING = 1e-12
+"""Difference between two learning rates that is never an alert: what is left of a rate of 0 after rounding."""
 
 
 class PhaseLimits(Protocol):
@@ -43,25 +50,43 @@ class Observation(NamedTuple):
     grad_norm: float
     learning_rate: float
     tokens_per_second: float
+    applied: bool
 
 
 class TrainingMonitor:
     """Windows of loss, gradient norm and throughput; alerts when one leaves its bounds.
 
-    Alerts are dicts with `type` (`loss_spike` or `grad_explosion`), `step`, `value`, `threshold` and `message`.
-    Non-finite values raise an alert and stay out of the windows, whose means they would destroy. `history` holds
-    the observations of this process; a resumed run's earlier ones are in metrics.jsonl.
+    Alerts are dicts with `type` (one of `TRAINING_ALERTS`), `step`, `value`, `threshold` and `message`. What is not
+    finite, and what belongs to a step that was not applied, raises its alert and stays out of all statistics.
+    `history` holds the last `MAX_HISTORY` observations of this process; a run's earlier ones are in metrics.jsonl.
+
+    `loss_plateau_steps` None: a plateau is never looked for. `planned_learning_rate` gives the rate of the i-th
+    applied update (from 0); None: rates are not looked at. The other arguments are the fields of `MonitorConfig`.
     """
 
     def __init__(
-        self, window_size: int = 100, loss_spike_threshold: float = 2.0, grad_norm_threshold: float = 10.0
+        self,
+        window_size: int = 100,
+        loss_spike_threshold: float = 2.0,
+        grad_norm_threshold: float = 10.0,
+        *,
+        loss_spike_min_values: int = 10,
+        loss_plateau_steps: int | None = None,
+        loss_plateau_min_decrease: float = 0.0,
+        learning_rate_tolerance: float = 1e-3,
+        planned_learning_rate: Callable[[int], float] | None = None,
     ) -> None:
         self.loss_spike_threshold = loss_spike_threshold
+        self.loss_spike_min_values = min(loss_spike_min_values, window_size)
         self.grad_norm_threshold = grad_norm_threshold
+        self.loss_plateau_steps = loss_plateau_steps
+        self.loss_plateau_min_decrease = loss_plateau_min_decrease
+        self.learning_rate_tolerance = learning_rate_tolerance
+        self.planned_learning_rate = planned_learning_rate
         self.loss_window = MetricWindow(window_size)
         self.grad_norm_window = MetricWindow(window_size)
         self.throughput_window = MetricWindow(window_size)
-        self.history: list[Observation] = []
+        self.history: deque[Observation] = deque(maxlen=MAX_HISTORY)
         self.alerts: list[dict[str, Any]] = []
         self.initial_loss: float | None = None
         self.warmup_complete_loss: float | None = None
@@ -69,6 +94,29 @@ class TrainingMonitor:
         self.min_loss: float | None = None
         self.max_loss: float | None = None
         self.steps = 0
+        # Where the window's mean last fell by enough, and whether it was said that it has not since.
+        self.plateau_mean: float | None = None
+        self.plateau_step = 0
+        self.plateau_said = False
+        self.learning_rate_is_off = False
+
+    @classmethod
+    def from_config(cls, config: FullConfig) -> TrainingMonitor:
+        """The monitor of a run. Rates are held against the schedule, unless the raw DeepSpeed JSON changes that."""
+        settings, training = config.monitor, config.training
+        schedule_is_ours = "scheduler" not in config.infra.deepspeed_extra
+        return cls(
+            settings.window_size,
+            settings.loss_spike_threshold,
+            settings.grad_norm_threshold,
+            loss_spike_min_values=settings.loss_spike_min_values,
+            loss_plateau_steps=settings.loss_plateau_steps,
+            loss_plateau_min_decrease=settings.loss_plateau_min_decrease,
+            learning_rate_tolerance=settings.learning_rate_tolerance,
+            planned_learning_rate=(lambda index: scheduled_learning_rate(index, training))
+            if schedule_is_ours
+            else None,
+        )
 
     def update(
         self,
@@ -78,24 +126,36 @@ class TrainingMonitor:
         learning_rate: float,
         tokens_per_second: float,
         is_warmup: bool = False,
+        *,
+        applied: bool = True,
     ) -> list[dict[str, Any]]:
-        """Take in one optimizer step (loss in nats per target token, norm before clipping); its new alerts."""
-        first_alert = len(self.alerts)
-        self._check_loss(step, loss)
-        self._check_grad_norm(step, grad_norm)
-        self.history.append(Observation(step, loss, grad_norm, learning_rate, tokens_per_second))
+        """Take in one optimizer step, and return its new alerts.
+
+        `step`: applied steps after this one. `loss` in nats per target token, `grad_norm` before clipping,
+        `tokens_per_second` NaN where it was not measured.
+        """
+        alerts = self._judge(step, loss, grad_norm)
+        if applied:
+            self._record(loss, grad_norm, is_warmup)
+            if not is_warmup:
+                alerts += self._judge_plateau(step)
+        if not math.isnan(tokens_per_second):
+            self.throughput_window.add(tokens_per_second)
+        alerts += self._judge_learning_rate(step, learning_rate, update_index=step - applied)
+        self.history.append(Observation(step, loss, grad_norm, learning_rate, tokens_per_second, applied))
         self.steps += 1
-        if math.isfinite(loss):
-            self._record_loss(loss, is_warmup)
-        if math.isfinite(grad_norm):
-            self.grad_norm_window.add(grad_norm)
-        self.throughput_window.add(tokens_per_second)
-        return self.alerts[first_alert:]
+        self.alerts = _newest(self.alerts + alerts)
+        return alerts
+
+    def refuses(self, loss: float, grad_norm: float) -> set[str]:
+        """The types of alert that `update` would raise for these two by themselves. Records nothing."""
+        return {alert["type"] for alert in self._judge(0, loss, grad_norm)}
 
     def get_summary(self) -> dict[str, Any]:
         """The run in numbers: `loss`, `grad_norm`, `throughput`, `alerts` and `steps`.
 
         Losses are over the whole run and None before the first one; norms and throughput over their windows.
+        `steps` counts those that were not applied too.
         """
         known = self.initial_loss is not None and self.current_loss is not None
         return {
@@ -127,20 +187,23 @@ class TrainingMonitor:
         limit, least = phase_config.max_loss_after_warmup, phase_config.min_loss_decrease
         checks = [
             _check("loss_after_warmup", after_warmup is not None and after_warmup <= limit,
-                   f"loss after warm-up {_number(after_warmup)}, at most {limit:.4f} allowed"),
+                   f"loss after warm-up {_number(after_warmup, 'no step after the warm-up was logged')}, "
+                   f"at most {limit:.4f} allowed"),
             _check("loss_decrease", decrease is not None and decrease >= least,
-                   f"loss fell by {_number(decrease)}, at least {least:.4f} asked for"),
+                   f"loss fell by {_number(decrease, 'no step was logged')}, at least {least:.4f} asked for"),
             _check("loss_spikes", spikes <= MAX_LOSS_SPIKES,
                    f"{spikes} loss spikes, at most {MAX_LOSS_SPIKES} allowed"),
         ]  # fmt: skip
         return {"passed": all(check["passed"] for check in checks), "checks": checks}
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the history and old alerts, strictly JSON-able."""
+        """Everything but the history, strictly JSON-able."""
         return {
             **{name: getattr(self, name) for name in _SCALARS},
             **{name: getattr(self, name).state_dict() for name in _WINDOWS},
-            "alerts": [alert | {key: encode_float(alert[key]) for key in _ALERT_FLOATS} for alert in self.alerts],
+            "alerts": [
+                alert | {key: encode_float(alert[key]) for key in _ALERT_FLOATS} for alert in _newest(self.alerts)
+            ],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -151,7 +214,17 @@ class TrainingMonitor:
             getattr(self, name).load_state_dict(state[name])
         self.alerts = [alert | {key: float(alert[key]) for key in _ALERT_FLOATS} for alert in state["alerts"]]
 
-    def _record_loss(self, loss: float, is_warmup: bool) -> None:
+    def go_back(self, state: Mapping[str, Any]) -> None:
+        """Restore an earlier `state_dict` of this run, as a rollback does; the alerts since then stay."""
+        alerts = self.alerts
+        self.load_state_dict(state)
+        self.alerts = alerts
+
+    def _record(self, loss: float, grad_norm: float, is_warmup: bool) -> None:
+        if math.isfinite(grad_norm):
+            self.grad_norm_window.add(grad_norm)
+        if not math.isfinite(loss):
+            return
         self.loss_window.add(loss)
         self.current_loss = loss
         self.initial_loss = loss if self.initial_loss is None else self.initial_loss
@@ -160,35 +233,96 @@ class TrainingMonitor:
         if not is_warmup and self.warmup_complete_loss is None:
             self.warmup_complete_loss = loss
 
-    def _check_loss(self, step: int, loss: float) -> None:
-        """Against the window before this loss is in it."""
-        threshold = math.inf
-        if len(self.loss_window) >= min(MIN_VALUES_FOR_SPIKE, self.loss_window.window_size):
-            threshold = self.loss_spike_threshold * self.loss_window.mean
-        if loss > threshold or not math.isfinite(loss):
-            self._alert("loss_spike", step, loss, threshold, "loss")
+    @property
+    def _spike_threshold(self) -> float:
+        """Largest loss that is no spike; infinite while there are too few to compare with."""
+        enough = len(self.loss_window) >= self.loss_spike_min_values
+        return self.loss_spike_threshold * self.loss_window.mean if enough else math.inf
 
-    def _check_grad_norm(self, step: int, grad_norm: float) -> None:
-        if grad_norm > self.grad_norm_threshold or not math.isfinite(grad_norm):
-            self._alert("grad_explosion", step, grad_norm, self.grad_norm_threshold, "gradient norm")
+    def _judge(self, step: int, loss: float, grad_norm: float) -> list[dict[str, Any]]:
+        """Alerts of a step by itself, against the window before its loss is in it."""
+        alerts = []
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            value = grad_norm if math.isfinite(loss) else loss
+            message = f"loss {loss:.4f}, gradient norm {grad_norm:.4f}: not finite"
+            alerts.append(make_alert("non_finite", step, value, math.inf, message))
+        threshold = self._spike_threshold
+        if threshold < loss < math.inf:
+            message = f"loss {loss:.4f} is above {threshold:.4f}"
+            alerts.append(make_alert("loss_spike", step, loss, threshold, message))
+        if self.grad_norm_threshold < grad_norm < math.inf:
+            message = f"gradient norm {grad_norm:.4f} is above {self.grad_norm_threshold:.4f}"
+            alerts.append(make_alert("grad_explosion", step, grad_norm, self.grad_norm_threshold, message))
+        return alerts
 
-    def _alert(self, kind: str, step: int, value: float, threshold: float, name: str) -> None:
-        above = f"above {threshold:.4f}" if math.isfinite(threshold) else "not finite"
-        message = f"step {step}: {name} {value:.4f} is {above}"
-        self.alerts.append({"type": kind, "step": step, "value": value, "threshold": threshold, "message": message})
+    def _judge_plateau(self, step: int) -> list[dict[str, Any]]:
+        """One alert per stretch of steps in which the full window's mean has not fallen by enough."""
+        if self.loss_plateau_steps is None or len(self.loss_window) < self.loss_window.window_size:
+            return []
+        mean, decrease = self.loss_window.mean, self.loss_plateau_min_decrease
+        if self.plateau_mean is None or 0 < self.plateau_mean - mean >= decrease:
+            self.plateau_mean, self.plateau_step, self.plateau_said = mean, step, False
+        if self.plateau_said or step - self.plateau_step < self.loss_plateau_steps:
+            return []
+        self.plateau_said = True
+        message = (
+            f"the mean of the last {len(self.loss_window)} losses is {mean:.4f}; since it was {self.plateau_mean:.4f} "
+            f"at step {self.plateau_step}, it has not fallen by {decrease:g}"
+        )
+        return [make_alert("loss_plateau", step, mean, self.plateau_mean - decrease, message)]
+
+    def _judge_learning_rate(self, step: int, rate: float, *, update_index: int) -> list[dict[str, Any]]:
+        """One alert when the rate leaves its schedule; the next one when it does so after having come back."""
+        if self.planned_learning_rate is None:
+            return []
+        planned = self.planned_learning_rate(update_index)
+        was_off = self.learning_rate_is_off
+        self.learning_rate_is_off = not math.isclose(
+            rate, planned, rel_tol=self.learning_rate_tolerance, abs_tol=LEARNING_RATE_ROUNDING
+        )
+        if was_off or not self.learning_rate_is_off:
+            return []
+        # Against the larger of the two, as in isclose: a rate of 0 is a number like any other.
+        difference = abs(rate - planned) / max(abs(rate), abs(planned))
+        message = f"learning rate {rate:.4e} where the schedule has {planned:.4e}"
+        return [make_alert("learning_rate_off", step, difference, self.learning_rate_tolerance, message)]
 
 
-_SCALARS = ("initial_loss", "warmup_complete_loss", "current_loss", "min_loss", "max_loss", "steps")
+_SCALARS = (
+    "initial_loss",
+    "warmup_complete_loss",
+    "current_loss",
+    "min_loss",
+    "max_loss",
+    "steps",
+    "plateau_mean",
+    "plateau_step",
+    "plateau_said",
+    "learning_rate_is_off",
+)
 _WINDOWS = ("loss_window", "grad_norm_window", "throughput_window")
 _ALERT_FLOATS = ("value", "threshold")
+
+
+def _newest(alerts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`alerts` in their order, of each type the last `MAX_ALERTS_OF_A_TYPE`."""
+    surplus = Counter(alert["type"] for alert in alerts)
+    surplus.subtract(dict.fromkeys(surplus, MAX_ALERTS_OF_A_TYPE))
+    kept = []
+    for alert in alerts:
+        if surplus[alert["type"]] > 0:
+            surplus[alert["type"]] -= 1
+        else:
+            kept.append(alert)
+    return kept
 
 
 def _check(name: str, passed: bool, message: str) -> dict[str, Any]:
     return {"name": name, "passed": passed, "message": message}
 
 
-def _number(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.4f}"
+def _number(value: float | None, reason: str) -> str:
+    return f"not measured ({reason})" if value is None else f"{value:.4f}"
 
 
 def compute_gradient_norm(model: nn.Module) -> float:

@@ -1,0 +1,166 @@
+"""Watches the machines under a run: throughput, slow and late ranks, memory, and waits for data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median_low
+from typing import Any
+
+from ds_encdec.config.schema import MonitorConfig
+from ds_encdec.monitor.alerts import make_alert
+from ds_encdec.monitor.metrics import MetricWindow
+from ds_encdec.monitor.vitals import RankVitals
+
+PERSISTENT_INTERVALS = 3
+"""Logging intervals in a row that a rank must be slow, or wait for data, before it is called so: one is noise."""
+MIN_THROUGHPUT_VALUES = 5
+"""Intervals that must be in the throughput window before a drop can be seen."""
+MEMORY_BASELINE_INTERVALS = range(2, 5)
+"""Intervals of this process whose largest memory is the baseline; the first one may end before all is allocated."""
+
+
+class MachineWatch:
+    """Looks at the vitals of all ranks once per logging interval; its alerts are those of `MACHINE_ALERTS`.
+
+    An alert is raised once, and again when what it says has ended and come back (memory: when it has grown further).
+    The first interval of a process pays for compiling and for starting workers, and is left out of throughput.
+    """
+
+    def __init__(self, settings: MonitorConfig) -> None:
+        self._settings = settings
+        self._intervals = 0
+        # Tokens per second and rank: comparable with what it was before a resume on more or fewer ranks.
+        self._throughput = MetricWindow(settings.window_size)
+        self._throughput_is_low = False
+        self._streaks: dict[tuple[str, int], int] = {}
+        self._memory_levels = {"host": [0.0], "device": [0.0]}
+
+    def update(self, step: int, vitals: Sequence[RankVitals], *, tokens_per_second: float) -> list[dict[str, Any]]:
+        """Take in one logging interval, and return its new alerts.
+
+        `vitals` of all ranks in their order; `tokens_per_second` of all ranks together, NaN if it was not measured.
+        """
+        self._intervals += 1
+        return [
+            *self._judge_throughput(step, tokens_per_second / len(vitals)),
+            *self._judge_persistent(step, vitals),
+            *self._judge_memory(step, "host", [rank.host_bytes for rank in vitals]),
+            *self._judge_memory(step, "device", [rank.device_bytes for rank in vitals]),
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The throughput window, strictly JSON-able. Memory and streaks are this process's own, and start anew."""
+        return {"throughput": self._throughput.state_dict(), "throughput_is_low": self._throughput_is_low}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` gave. For a resume; a rollback changes nothing about the machines."""
+        self._throughput.load_state_dict(state["throughput"])
+        self._throughput_is_low = state["throughput_is_low"]
+
+    def _judge_throughput(self, step: int, tokens_per_second: float) -> list[dict[str, Any]]:
+        if self._intervals == 1 or math.isnan(tokens_per_second):
+            return []
+        threshold = self._settings.throughput_drop_threshold * self._throughput.mean
+        was_low = self._throughput_is_low
+        self._throughput_is_low = len(self._throughput) >= MIN_THROUGHPUT_VALUES and tokens_per_second < threshold
+        # A low value counts like any other: a speed that stays becomes the one to be compared with.
+        self._throughput.add(tokens_per_second)
+        if was_low or not self._throughput_is_low:
+            return []
+        message = f"{tokens_per_second:.1f} tokens/s per rank are below {threshold:.1f}"
+        return [make_alert("throughput_drop", step, tokens_per_second, threshold, message)]
+
+    def _judge_persistent(self, step: int, vitals: Sequence[RankVitals]) -> list[dict[str, Any]]:
+        """Alerts of what has now been seen in `PERSISTENT_INTERVALS` intervals in a row."""
+        settings = self._settings
+        seen: dict[tuple[str, int], dict[str, Any]] = {}
+        if alert := _data_wait(step, vitals, settings.data_wait_threshold):
+            seen["data_wait", 0] = alert  # whichever rank it is: they take turns
+        if len(vitals) > 1:
+            seen |= {("slow", rank): alert for rank, alert in _slow(step, vitals, settings.straggler_threshold)}
+            seen |= {("late", rank): alert for rank, alert in _late(step, vitals, settings.straggler_late_threshold)}
+        self._streaks = {key: self._streaks.get(key, 0) + 1 for key in seen}
+        return [alert for key, alert in seen.items() if self._streaks[key] == PERSISTENT_INTERVALS]
+
+    def _judge_memory(self, step: int, place: str, now: Sequence[float]) -> list[dict[str, Any]]:
+        """One alert for all ranks that have grown: mostly they do so together."""
+        if self._intervals < MEMORY_BASELINE_INTERVALS.start:
+            return []
+        if self._intervals == MEMORY_BASELINE_INTERVALS.start:
+            self._memory_levels[place] = list(now)
+        levels = self._memory_levels[place]
+        if self._intervals in MEMORY_BASELINE_INTERVALS:
+            self._memory_levels[place] = [max(pair) for pair in zip(levels, now, strict=True)]
+            return []
+        threshold = self._settings.memory_growth_threshold
+        growth = {rank: now[rank] / level - 1 for rank, level in enumerate(levels) if level}
+        grown = [rank for rank in growth if growth[rank] > threshold]
+        if not grown:
+            return []
+        worst = max(grown, key=lambda rank: growth[rank])
+        message = (
+            f"{place} memory of rank {worst} has grown from {_gib(levels[worst])} to {_gib(now[worst])}; "
+            f"that of {len(grown)} of {len(now)} ranks by more than {threshold:.0%}"
+        )
+        for rank in grown:
+            levels[rank] = now[rank]
+        return [make_alert("memory_growth", step, growth[worst], threshold, message)]
+
+
+def machine_metrics(vitals: Sequence[RankVitals]) -> dict[str, float]:
+    """`mem/` metrics of an interval, the largest of all ranks', and `health/`: who is slowest and latest, of several."""
+    metrics = {
+        "mem/host_bytes": max(rank.host_bytes for rank in vitals),
+        "mem/peak_bytes": max(rank.peak_bytes for rank in vitals),
+    }
+    if device_bytes := max(rank.device_bytes for rank in vitals):
+        metrics["mem/device_bytes"] = device_bytes
+    if len(vitals) > 1:
+        ratios, (latest, lateness) = _slowness(vitals), _latest(vitals)
+        slowest = ratios.index(max(ratios))
+        metrics |= {"health/slowest_rank": slowest, "health/slowest_rank_ratio": ratios[slowest]}
+        metrics |= {"health/latest_rank": latest, "health/latest_rank_late_frac": lateness}
+    return metrics
+
+
+def _slowness(vitals: Sequence[RankVitals]) -> list[float]:
+    """Each rank's time for the arithmetic over the median rank's: of two ranks, over the faster one's."""
+    median = median_low(rank.arithmetic_s for rank in vitals)
+    return [rank.arithmetic_s / median for rank in vitals]
+
+
+def _latest(vitals: Sequence[RankVitals]) -> tuple[int, float]:
+    """The rank that the others wait for most, and for which share of the interval its last one does."""
+    waits = [rank.exchange_wait_s for rank in vitals]
+    latest = waits.index(min(waits))
+    return latest, (max(waits) - waits[latest]) / max(vitals[latest].training_s, 1e-9)
+
+
+def _slow(step: int, vitals: Sequence[RankVitals], threshold: float) -> Iterator[tuple[int, dict[str, Any]]]:
+    for rank, ratio in enumerate(_slowness(vitals)):
+        if ratio > threshold:
+            message = (
+                f"rank {rank} is slow: it takes {ratio:.2f} times as long as the median rank for the same arithmetic"
+            )
+            yield rank, make_alert("straggler", step, ratio, threshold, message)
+
+
+def _late(step: int, vitals: Sequence[RankVitals], threshold: float) -> Iterator[tuple[int, dict[str, Any]]]:
+    rank, lateness = _latest(vitals)
+    if lateness > threshold:
+        message = f"rank {rank} is late: others wait for it before the steps, for {lateness:.0%} of the time"
+        yield rank, make_alert("straggler", step, lateness, threshold, message)
+
+
+def _data_wait(step: int, vitals: Sequence[RankVitals], threshold: float) -> dict[str, Any] | None:
+    shares = [rank.data_wait_s / max(rank.training_s, 1e-9) for rank in vitals]
+    share = max(shares)
+    if share <= threshold:
+        return None
+    message = f"rank {shares.index(share)} waits for its next batch for {share:.0%} of the time"
+    return make_alert("data_wait", step, share, threshold, message)
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

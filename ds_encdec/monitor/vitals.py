@@ -1,0 +1,106 @@
+"""How a rank and its machine are doing: measured on every rank once per logging interval, for `MachineWatch`.
+
+In synchronous training every rank has the same step time, since the others wait for the slow one inside collectives
+(under ZeRO-3 in the forward pass of every layer). What does tell them apart: how long each of them waits for the
+others before a step, and how long each takes for a piece of arithmetic that involves nobody else.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import cache
+
+import psutil
+import torch
+from torch import Tensor
+
+_WARMUP_PRODUCTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RankVitals:
+    """One rank in one logging interval. All are floats, so that they travel as one row: `RankVitals(*row)`.
+
+    `training_s`: seconds of the interval without pauses. `data_wait_s`: of them, waiting for the next batch.
+    `exchange_wait_s`: of them, waiting for the other ranks in the exchange before each step; the last one to come
+    waits least. `arithmetic_s`: `measure_arithmetic`. `host_bytes`: resident memory of the process now.
+    `device_bytes`: allocated on its accelerator now, 0 without one. `peak_bytes`: the largest of the latter so far,
+    without an accelerator of the former.
+    """
+
+    training_s: float
+    data_wait_s: float
+    exchange_wait_s: float
+    arithmetic_s: float
+    host_bytes: float
+    device_bytes: float
+    peak_bytes: float
+
+
+def take_vitals(device: torch.device, *, training_s: float, data_wait_s: float, exchange_wait_s: float) -> RankVitals:
+    """This rank's vitals: the seconds as they are given, the rest measured now."""
+    on_gpu = device.type == "cuda"
+    return RankVitals(
+        training_s=training_s,
+        data_wait_s=data_wait_s,
+        exchange_wait_s=exchange_wait_s,
+        arithmetic_s=measure_arithmetic(device),
+        host_bytes=float(psutil.Process().memory_info().rss),
+        device_bytes=float(torch.cuda.memory_allocated(device)) if on_gpu else 0.0,
+        peak_bytes=_peak_bytes(device),
+    )
+
+
+def _peak_bytes(device: torch.device) -> float:
+    """Largest allocation so far: of the accelerator, or of this process where there is none."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    import resource  # Unix only, and only here
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+
+
+def measure_arithmetic(device: torch.device) -> float:
+    """Seconds that `device` takes for a fixed number of matrix products; waits for them.
+
+    On a GPU this is the time between two events of its stream, so what was queued before is not in it. On a CPU it
+    is wall-clock time: a rank whose core is taken away is slow, though its CPU time shows nothing. Costs a few
+    milliseconds; the operands stay allocated (24 MiB on a GPU, less than 1 MiB on a CPU).
+    """
+    return _measure_gpu(device) if device.type == "cuda" else _measure_cpu()
+
+
+def _measure_gpu(device: torch.device) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    with torch.cuda.device(device):
+        _multiply(device, _WARMUP_PRODUCTS)
+        start.record()
+        _multiply(device, 50)
+        end.record()
+        end.synchronize()
+    return start.elapsed_time(end) / 1000
+
+
+def _measure_cpu() -> float:
+    device = torch.device("cpu")
+    _multiply(device, _WARMUP_PRODUCTS)
+    began = time.monotonic()
+    _multiply(device, 16)
+    return time.monotonic() - began
+
+
+def _multiply(device: torch.device, times: int) -> None:
+    left, right, product = _operands(device)
+    for _ in range(times):
+        torch.mm(left, right, out=product)
+
+
+@cache
+def _operands(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Two random square matrices (zeros would draw less power) and room for their product."""
+    # float16 is fast on every GPU with tensor cores; 2,048 wide, a product takes longer than its launch.
+    size, dtype = (2048, torch.float16) if device.type == "cuda" else (256, torch.float32)
+    generator = torch.Generator(device).manual_seed(0)
+    left, right = (torch.randn(size, size, device=device, dtype=dtype, generator=generator) for _ in range(2))
+    return left, right, torch.empty_like(left)
