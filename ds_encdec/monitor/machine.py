@@ -49,6 +49,22 @@ class MachineWatch:
             *self._judge_memory(step, "device", [rank.device_bytes for rank in vitals]),
         ]
 
+    @staticmethod
+    def metrics(vitals: Sequence[RankVitals]) -> dict[str, float]:
+        """Of an interval: memory, the largest of all ranks', and of two ranks or more who is slowest and latest."""
+        metrics = {
+            "mem/host_bytes": max(rank.host_bytes for rank in vitals),
+            "mem/peak_bytes": max(rank.peak_bytes for rank in vitals),
+        }
+        if device_bytes := max(rank.device_bytes for rank in vitals):
+            metrics["mem/device_bytes"] = device_bytes
+        if len(vitals) > 1:
+            ratios, (latest, lateness) = _slowness(vitals), _latest(vitals)
+            slowest = ratios.index(max(ratios))
+            metrics |= {"health/slowest_rank": slowest, "health/slowest_rank_ratio": ratios[slowest]}
+            metrics |= {"health/latest_rank": latest, "health/latest_rank_late_frac": lateness}
+        return metrics
+
     def state_dict(self) -> dict[str, Any]:
         """The throughput window, strictly JSON-able. Memory and streaks are this process's own, and start anew."""
         return {"throughput": self._throughput.state_dict(), "throughput_is_low": self._throughput_is_low}
@@ -106,22 +122,6 @@ class MachineWatch:
         for rank in grown:
             levels[rank] = now[rank]
         return [make_alert("memory_growth", step, growth[worst], threshold, message)]
-
-
-def machine_metrics(vitals: Sequence[RankVitals]) -> dict[str, float]:
-    """`mem/` metrics of an interval, the largest of all ranks', and `health/`: who is slowest and latest, of several."""
-    metrics = {
-        "mem/host_bytes": max(rank.host_bytes for rank in vitals),
-        "mem/peak_bytes": max(rank.peak_bytes for rank in vitals),
-    }
-    if device_bytes := max(rank.device_bytes for rank in vitals):
-        metrics["mem/device_bytes"] = device_bytes
-    if len(vitals) > 1:
-        ratios, (latest, lateness) = _slowness(vitals), _latest(vitals)
-        slowest = ratios.index(max(ratios))
-        metrics |= {"health/slowest_rank": slowest, "health/slowest_rank_ratio": ratios[slowest]}
-        metrics |= {"health/latest_rank": latest, "health/latest_rank_late_frac": lateness}
-    return metrics
 
 
 def _slowness(vitals: Sequence[RankVitals]) -> list[float]:
