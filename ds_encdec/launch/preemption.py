@@ -15,15 +15,17 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import NoReturn
 
 import psutil
 
+from ds_encdec.launch.signs_of_life import SignsOfLife
 from ds_encdec.launch.world import SINGLE_PROCESS, World
 from ds_encdec.types import HangError
 
@@ -42,7 +44,7 @@ SAME_CTRL_C_SECONDS = 2.0
 class StopRequest:
     """Notices that this run should end. Use as a context manager around the loop, in the main thread.
 
-    The loop asks `requested` once per step: that is also its sign of life. `grace_seconds`: how long the process may
+    The loop asks `requested` once per step: that is also its sign of `life`. `grace_seconds`: how long the process may
     live on, to save itself, after its launcher is gone. `stuck_seconds`: how long after its last sign of life SIGTERM
     finds a rank stuck (never less than twice its longest pause so far, which may be an evaluation); a rank that is
     `busy`, or has seen the request and is on its way out, has all the time it needs. Either way the process is ended
@@ -63,30 +65,25 @@ class StopRequest:
         self._reason: str | None = None
         self._signalled_at = 0.0
         self._terminated = False
+        self._arrivals, self._noted = socket.socketpair()
+        self._arrivals.setblocking(False)
+        self._noted.setblocking(False)  # as set_wakeup_fd demands
+        self._previous_wakeup_fd = -1
         self._seen = False
-        self._busy = False
-        self._asked_at: float | None = None
-        self._longest_pause_seconds = 0.0
+        self.life = SignsOfLife()
         self._left = threading.Event()
         self._previous_handlers: dict[int, object] = {}
 
     @property
     def requested(self) -> bool:
         """True from the first signal, or from the launcher's end, on. Of this rank: exchange it."""
-        self._give_sign_of_life()
+        self.life.give()
         self._seen = self._reason is not None
         return self._seen
 
-    @contextmanager
-    def busy(self) -> Iterator[None]:
+    def busy(self) -> AbstractContextManager[None]:
         """Wraps a save, or waiting for one: however long it takes, the rank is not stuck."""
-        self._give_sign_of_life()
-        self._busy = True
-        try:
-            yield
-        finally:
-            self._asked_at = time.monotonic()  # before the flag falls; and a save is no pause to learn patience from
-            self._busy = False
+        return self.life.busy()
 
     def acknowledge(self) -> None:
         """The ranks have agreed to stop, whoever was asked first: this one may take its time to save."""
@@ -102,6 +99,7 @@ class StopRequest:
             if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
                 continue  # nohup: the run is meant to outlive its terminal
             self._previous_handlers[number] = signal.signal(number, self._on_signal)
+        self._previous_wakeup_fd = signal.set_wakeup_fd(self._noted.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._watch, name="stop-watch", daemon=True).start()
         return self
 
@@ -111,6 +109,7 @@ class StopRequest:
         self._left.set()
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned
+        signal.set_wakeup_fd(self._previous_wakeup_fd)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -118,11 +117,9 @@ class StopRequest:
             raise KeyboardInterrupt  # the second Ctrl-C: now, without a checkpoint
         self._signalled_at = now
         self._reason = self._reason or signal.Signals(number).name
-        self._terminated = self._terminated or number == signal.SIGTERM
 
     def _watch(self) -> None:
         """Look after launchers and signs of life, in a thread: the main one may sit in a collective for ever."""
-        started_at = time.monotonic()
         while not self._left.wait(self._poll_seconds):
             gone = [launcher for launcher in self._launchers if not is_alive(launcher)]
             if gone:
@@ -131,23 +128,43 @@ class StopRequest:
                 if not self._left.wait(self._grace_seconds):
                     self._end(f"Still running {self._grace_seconds:.0f} s after the launcher went")
                 return
-            if self._seen or self._busy or not self._terminated:
+            self._terminated = self._terminated or signal.SIGTERM in self._arrived()
+            if self._seen or not self._terminated:
                 continue
-            silent_seconds = time.monotonic() - (self._asked_at or started_at)
+            silent_seconds = self.life.silent_seconds
             if silent_seconds > self._patience_seconds():
                 self._end(f"Asked to stop, and no step for {silent_seconds:.0f} s: another rank is probably gone")
 
-    def _give_sign_of_life(self) -> None:
-        now = time.monotonic()
-        if self._asked_at is not None:
-            self._longest_pause_seconds = max(self._longest_pause_seconds, now - self._asked_at)
-        self._asked_at = now
+    def _arrived(self) -> bytes:
+        """The numbers of the signals that have come since the last call.
+
+        Python calls a handler only once the main thread is back from native code. One that waits in a collective does
+        not come back; the interpreter's own handler has written the number down nevertheless.
+        """
+        try:
+            return self._arrivals.recv(4096)
+        except BlockingIOError:
+            return b""
 
     def _patience_seconds(self) -> float:
-        return max(self._stuck_seconds, 2 * self._longest_pause_seconds)
+        return max(self._stuck_seconds, 2 * self.life.longest_pause_seconds)
 
     def _end(self, why: str) -> None:
         logger.error("%s: ending.", why)
+        end_hanging_process()
+
+
+def end_hanging_process() -> NoReturn:
+    """End this process, whose main thread may never return, with HangError's exit code; and its children.
+
+    A data worker ends at its next write after its parent's death, which one that hangs itself never makes.
+    """
+    try:
+        for child in psutil.Process().children(recursive=True):
+            child.kill()
+    except psutil.Error:
+        pass  # gone meanwhile
+    finally:
         os._exit(HangError.exit_code)
 
 

@@ -131,12 +131,11 @@ def test_hanging_rank_ends_after_the_grace_period(tmp_path: Path) -> None:
     assert not (tmp_path / "saved").exists()
 
 
-# Ranks that got SIGTERM: one sits in a collective, one is slow but takes its steps, one has seen the
-# request and saves, one saves because of another's, one was saving before it was asked.
+# Ranks that got SIGTERM: one waits in native code, as in a collective, one is slow but takes its steps, one has seen
+# the request and saves, one saves because of another's, one was saving before it was asked.
 LOOP = """
-import sys, time
+import ctypes, sys, time
 from pathlib import Path
-from ds_encdec.launch import preemption
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.world import discover
 folder, kind = Path(sys.argv[1]), sys.argv[2]
@@ -146,7 +145,9 @@ with StopRequest(discover({}), poll_seconds=0.05, stuck_seconds=2) as stop:
         time.sleep(2.0 if kind == "slow" else 0.01)
     (folder / "ready").touch()
     if kind == "stuck":
-        time.sleep(60)
+        libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+        libc.pthread_mutex_lock(mutex)
+        libc.pthread_mutex_lock(mutex)  # for ever, and no signal interrupts it
     if kind == "busy":
         with stop.busy():
             time.sleep(3)
