@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -58,6 +59,15 @@ def _parser() -> argparse.ArgumentParser:
 
     verb("schema", _schema, "print the JSON schema of the configuration, for editors")
 
+    _add_phase_arguments(
+        verb(
+            "phases",
+            _phases,
+            "run the phases of a pre-training, each behind the gate of the one before",
+            overrides=True,
+        )
+    )
+
     inspect = verb("inspect-data", _inspect_data, "show the examples that a run will see", overrides=True)
     inspect.add_argument("--config", type=Path, help="YAML file")
     inspect.add_argument("-n", type=int, default=20, help="examples to show (default 20)")
@@ -99,6 +109,37 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_phase_arguments(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--config", type=Path, help="YAML file")
+    verb.add_argument("--deepspeed_config", "--deepspeed-config", type=Path, help="raw DeepSpeed JSON")
+    verb.add_argument("--only", metavar="P", help="this phase: sanity_check, validation, medium or full")
+    verb.add_argument("--from", dest="first", metavar="P", help="first phase (default sanity_check)")
+    verb.add_argument("--to", dest="last", metavar="P", help="last phase (default full)")
+    verb.add_argument("--steps-per-phase", type=_positive(int), metavar="N", help="at most N optimizer steps a phase")
+    verb.add_argument("--launcher", help="what starts the ranks, e.g. 'deepspeed --hostfile hostfiles/8gpu'")
+    verb.add_argument("--dry-run", action="store_true", help="print steps, tokens, days and money, and stop")
+    rate = verb.add_mutually_exclusive_group()
+    rate.add_argument(
+        "--tokens-per-second", type=_positive(float), metavar="T", help="throughput of all ranks (dry run)"
+    )
+    rate.add_argument("--measured", type=Path, metavar="RUN", help="take the throughput from this run (dry run)")
+    verb.add_argument("--price-per-gpu-hour", type=_positive(float), metavar="USD", help="for the money (dry run)")
+    verb.add_argument("--json", action="store_true", help="the dry run as one JSON object")
+
+
+def _positive(number: type[int] | type[float]) -> Callable[[str], float]:
+    """What argparse reads a number above 0 with."""
+
+    def read(text: str) -> float:
+        value = number(text)
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not above 0")
+        return value
+
+    read.__name__ = number.__name__  # argparse says "invalid int value"
+    return read
+
+
 def _add_weight_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="(default float32)")
     verb.add_argument("--max-shard-gb", type=float, default=5.0, help="largest file, in GB (default 5)")
@@ -126,6 +167,24 @@ def _schema(options: argparse.Namespace, _: Sequence[str]) -> int:
     from ds_encdec.config.schema import FullConfig
 
     print(json.dumps(FullConfig.model_json_schema(), indent=2))
+    return 0
+
+
+def _phases(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from ds_encdec.config.load import load_config
+    from ds_encdec.pipeline.dry_run import describe_estimate, estimate_phases
+    from ds_encdec.pipeline.metrics_file import measured_tokens_per_second
+    from ds_encdec.pipeline.run import plan_phases, run_phases, select_phases
+
+    phases = select_phases(options.only, options.first, options.last)
+    config = load_config(train.find_shipped(options.config), overrides, train.find_shipped(options.deepspeed_config))
+    plans = plan_phases(config, phases, options.steps_per_phase)
+    if not options.dry_run:
+        run_phases(config, plans, launcher=options.launcher)
+        return 0
+    rate = measured_tokens_per_second(options.measured) if options.measured else options.tokens_per_second
+    estimate = estimate_phases(plans, tokens_per_second=rate, price_per_gpu_hour=options.price_per_gpu_hour)
+    print(json.dumps(estimate, indent=2) if options.json else describe_estimate(estimate))
     return 0
 
 

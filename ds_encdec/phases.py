@@ -1,0 +1,273 @@
+"""What a phase of a pre-training is: its numbers, and the configuration of the run that it amounts to.
+
+sanity_check → validation → medium → full. `pipeline/` runs them one after the other. Nothing here imports torch, so
+that a plan can be looked at, and refused, at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from ds_encdec.config.report import closest
+from ds_encdec.config.rules import ROLLBACK_FIELDS, find_conflicts
+from ds_encdec.config.schema import FullConfig, ModelConfig, MonitorConfig, PhasesConfig
+from ds_encdec.types import ConfigError
+
+
+class TrainingPhase(StrEnum):
+    """The phases in their order."""
+
+    SANITY_CHECK = "sanity_check"
+    VALIDATION = "validation"
+    MEDIUM = "medium"
+    FULL = "full"
+
+
+PHASES = tuple(TrainingPhase)
+"""Every phase, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseConfig:
+    """The numbers of a phase.
+
+    It ends with `num_tokens` (both sides) or `num_train_steps`, whichever comes first. `eval_steps`, `save_steps`,
+    `logging_steps` and `warmup_steps` are in optimizer steps. Its gate, in nats per target token: the loss of the first
+    step after the warm-up is at most `max_loss_after_warmup`, and the last loss is at least `min_loss_decrease` below
+    the first one of the first phase. `warmup_steps` None: `training.warmup_steps`, but at most a tenth of the phase.
+    """
+
+    phase: TrainingPhase
+    num_tokens: int
+    description: str
+    num_train_steps: int
+    eval_steps: int
+    save_steps: int
+    logging_steps: int
+    max_loss_after_warmup: float = 10.0
+    min_loss_decrease: float = 0.1
+    warmup_steps: int | None = None
+
+
+PHASE_CONFIGS = {
+    TrainingPhase.SANITY_CHECK: PhaseConfig(
+        phase=TrainingPhase.SANITY_CHECK,
+        num_tokens=10_000_000,
+        description="whether it trains at all",
+        num_train_steps=100,
+        eval_steps=50,
+        save_steps=100,
+        logging_steps=1,
+        max_loss_after_warmup=15.0,
+    ),
+    TrainingPhase.VALIDATION: PhaseConfig(
+        phase=TrainingPhase.VALIDATION,
+        num_tokens=1_000_000_000,
+        description="whether it learns",
+        num_train_steps=5_000,
+        eval_steps=500,
+        save_steps=1_000,
+        logging_steps=10,
+        max_loss_after_warmup=8.0,
+        min_loss_decrease=0.5,
+    ),
+    TrainingPhase.MEDIUM: PhaseConfig(
+        phase=TrainingPhase.MEDIUM,
+        num_tokens=100_000_000_000,
+        description="whether it goes on learning",
+        num_train_steps=50_000,
+        eval_steps=1_000,
+        save_steps=5_000,
+        logging_steps=10,
+        max_loss_after_warmup=5.0,
+        min_loss_decrease=1.0,
+    ),
+    TrainingPhase.FULL: PhaseConfig(
+        phase=TrainingPhase.FULL,
+        num_tokens=500_000_000_000,
+        description="the run itself",
+        num_train_steps=100_000,
+        eval_steps=500,
+        save_steps=10_000,
+        logging_steps=10,
+        max_loss_after_warmup=4.0,
+        min_loss_decrease=1.5,
+    ),
+}
+"""The defaults; the YAML's `phases:` replaces single fields."""
+
+
+def parse_phase(name: str) -> TrainingPhase:
+    """The phase of that name. Raises ConfigError that lists them."""
+    try:
+        return TrainingPhase(name)
+    except ValueError:
+        meant = closest(name, PHASES)
+        suggestion = f" Did you mean {meant}?" if meant else ""
+        raise ConfigError(f"there is no phase {name!r}; the phases are {', '.join(PHASES)}.{suggestion}") from None
+
+
+def phase_config(config: FullConfig, phase: TrainingPhase) -> PhaseConfig:
+    """The numbers of `phase`: the defaults, and what the configuration's `phases:` says instead."""
+    overrides = getattr(config.phases, phase).model_dump(exclude_none=True)
+    return dataclasses.replace(PHASE_CONFIGS[phase], **overrides)
+
+
+def phase_folder(config: FullConfig, phase: TrainingPhase) -> Path:
+    """Where `phase` lives, below the output folder of `config`."""
+    return Path(config.infra.output_dir).expanduser().absolute() / "phases" / phase
+
+
+def exported_weights(folder: Path) -> Path:
+    """The model folder that the phase in `folder` hands on."""
+    return folder / "export" / "final"
+
+
+def phase_before(phase: TrainingPhase) -> TrainingPhase | None:
+    """The phase whose weights `phase` starts from; None for the first."""
+    index = PHASES.index(phase)
+    return PHASES[index - 1] if index else None
+
+
+def estimate_steps_for_tokens(
+    num_tokens: int, batch_size: int, seq_length: int, gradient_accumulation_steps: int, num_gpus: int
+) -> int:
+    """Optimizer steps that it takes to see `num_tokens` tokens, rounded up.
+
+    A step has `num_gpus` × `gradient_accumulation_steps` micro-batches, each of `batch_size` sequences of `seq_length`
+    tokens.
+    """
+    return math.ceil(num_tokens / (batch_size * seq_length * gradient_accumulation_steps * num_gpus))
+
+
+def estimate_training_time(num_steps: int, step_time_seconds: float) -> dict[str, float]:
+    """How long `num_steps` take, as `seconds`, `minutes`, `hours` and `days`."""
+    seconds = num_steps * step_time_seconds
+    return {"seconds": seconds, "minutes": seconds / 60, "hours": seconds / 3600, "days": seconds / 86400}
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPhase:
+    """A phase at the batch of a configuration.
+
+    `settings`: its numbers. `config`: of its run, whose `training.num_train_steps` are the smallest of the phase's
+    steps, of `steps_for_tokens` and of what the caller allowed. `tokens_per_step`: the token budget of an optimizer
+    step over all ranks and both sides; padding, a few percent, is in it. `remarks`: what was changed to fit a short
+    phase, in words.
+    """
+
+    settings: PhaseConfig
+    config: FullConfig
+    tokens_per_step: int
+    steps_for_tokens: int
+    remarks: tuple[str, ...]
+
+    @property
+    def phase(self) -> TrainingPhase:
+        """Which one it is."""
+        return self.settings.phase
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of its run."""
+        return self.config.training.num_train_steps
+
+    @property
+    def folder(self) -> Path:
+        """Where its run lives."""
+        return Path(self.config.infra.output_dir)
+
+
+def plan_phase(config: FullConfig, phase: TrainingPhase, max_steps: int | None = None) -> PlannedPhase:
+    """Lay `phase` over `config`. `max_steps`: a limit to its optimizer steps besides its own.
+
+    The run's data begins anew, under a seed of its own, so that no phase reads in the order of another; the held-out
+    documents do not depend on it. Its lanes are fixed to what `infra.num_gpus` makes, so that the plan holds on
+    whatever ranks the launcher starts. Raises ConfigError for a phase that contradicts itself.
+    """
+    settings = phase_config(config, phase)
+    training, data = config.training, config.data
+    lanes = data.num_lanes or config.infra.num_gpus * training.gradient_accumulation_steps
+    batch_size, length = training.per_device_train_batch_size, data.max_encoder_length + data.max_decoder_length
+    # A lane is one micro-batch of a step, whichever rank makes it.
+    steps_for_tokens = estimate_steps_for_tokens(settings.num_tokens, batch_size, length, lanes, 1)
+    steps = min(settings.num_train_steps, steps_for_tokens, max_steps or settings.num_train_steps)
+    save_steps, monitor, remarks = _room_for_rollbacks(config, min(settings.save_steps, steps), steps)
+    overlaid = config.model_copy(
+        update={
+            "model": _model_of(config, phase),
+            "data": data.model_copy(update={"num_lanes": lanes}),
+            "training": training.model_copy(
+                update={
+                    "num_train_steps": steps,
+                    "warmup_steps": _warmup_steps(config, settings, steps),
+                    "eval_steps": min(settings.eval_steps, steps),
+                    "save_steps": save_steps,
+                    "logging_steps": min(settings.logging_steps, steps),
+                    "seed": training.seed + PHASES.index(phase),
+                }
+            ),
+            "infra": config.infra.model_copy(update=_places_of(config, phase)),
+            "monitor": monitor,
+            "phases": PhasesConfig(),  # gates are the pipeline's, and may change while the run's configuration does not
+        }
+    )
+    if conflicts := find_conflicts(overlaid):
+        lines = "\n".join(f"  {', '.join(conflict.fields)}: {conflict.message}" for conflict in conflicts)
+        raise ConfigError(f"phase {phase} of {steps} steps contradicts itself (see phases.{phase}):\n{lines}")
+    return PlannedPhase(settings, overlaid, batch_size * length * lanes, steps_for_tokens, remarks)
+
+
+def _model_of(config: FullConfig, phase: TrainingPhase) -> ModelConfig:
+    """The configured model for the first phase; later ones start from the export of the phase before."""
+    before = phase_before(phase)
+    if before is None:
+        return config.model
+    source = str(exported_weights(phase_folder(config, before)))
+    return config.model.model_copy(
+        update={"model_name_or_path": source, "architecture": None, "tokenizer_name_or_path": None}
+    )
+
+
+def _places_of(config: FullConfig, phase: TrainingPhase) -> dict[str, Any]:
+    """The fields of `infra` that keep the runs of the phases apart."""
+    logging_dir, name = Path(config.infra.logging_dir), config.infra.wandb_run_name
+    return {
+        "output_dir": str(phase_folder(config, phase)),
+        "logging_dir": str(logging_dir / phase) if logging_dir.is_absolute() else config.infra.logging_dir,
+        "wandb_run_name": name and f"{name}-{phase}",
+    }
+
+
+def _warmup_steps(config: FullConfig, settings: PhaseConfig, steps: int) -> int:
+    """What the phase says, where it says something and was not shortened below; else at most a tenth of its steps.
+
+    At least one where there is to be any: DeepSpeed's schedules do not work without.
+    """
+    if settings.warmup_steps is not None and steps == settings.num_train_steps:
+        return settings.warmup_steps
+    wanted = config.training.warmup_steps if settings.warmup_steps is None else settings.warmup_steps
+    return max(1, min(wanted, steps // 10)) if wanted else 0
+
+
+def _room_for_rollbacks(config: FullConfig, save_steps: int, steps: int) -> tuple[int, MonitorConfig, tuple[str, ...]]:
+    """`save_steps` and `monitor` with which a run of `steps` can go back to a checkpoint, where it is to; and remarks.
+
+    Without this, a short phase of a run that answers with `rollback` would be refused.
+    """
+    monitor = config.monitor
+    rolls_back = any(getattr(monitor, field) == "rollback" for field in ROLLBACK_FIELDS)
+    if not rolls_back or save_steps + monitor.rollback_min_steps <= steps:
+        return save_steps, monitor, ()
+    quarter = max(1, steps // 4)
+    fitted = monitor.model_copy(update={"rollback_min_steps": min(monitor.rollback_min_steps, quarter)})
+    remark = (
+        f"so that {steps} steps leave room for a rollback, training.save_steps={min(save_steps, quarter)} (not "
+        f"{save_steps}) and monitor.rollback_min_steps={fitted.rollback_min_steps} (not {monitor.rollback_min_steps})"
+    )
+    return min(save_steps, quarter), fitted, (remark,)

@@ -1,0 +1,131 @@
+"""The gate of a phase: its completed run, judged from the files that the run left."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_encdec.monitor.metrics import encode_float
+from ds_encdec.monitor.monitor import TrainingMonitor
+from ds_encdec.phases import PlannedPhase
+from ds_encdec.pipeline.metrics_file import read_metrics
+from ds_encdec.types import CheckpointError, ConfigError, TrainingState
+
+LOSSES = ("train/loss", "eval/loss")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How a phase was judged. Losses in nats per target token.
+
+    `checks`: `name`, `passed` and `message` of each. `summary`: `TrainingMonitor.get_summary()`; `eval`: the last
+    evaluation's metrics. `checkpoint_sha256`: of the manifest of the checkpoint that was judged.
+    """
+
+    checks: tuple[dict[str, Any], ...]
+    summary: dict[str, Any]
+    eval: dict[str, float | None]
+    pipeline_initial_loss: float | None
+    steps: int
+    tokens_seen: int
+    checkpoint_sha256: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether every check was passed."""
+        return all(check["passed"] for check in self.checks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Strictly JSON-able, for result.json."""
+        return {"passed": self.passed, **dataclasses.asdict(self)}
+
+
+def judge(planned: PlannedPhase, pipeline_initial_loss: float | None) -> Verdict:
+    """Hold the final checkpoint and the metrics of a completed run against its phase's limits.
+
+    `pipeline_initial_loss`: the first loss of the first phase, which the decrease is measured from; None where this is
+    the first phase. Raises CheckpointError where there is no final checkpoint.
+    """
+    final = planned.folder / "checkpoints" / "final"
+    saved = _read_trainer_json(final)
+    state = TrainingState(**saved["state"])
+    monitor = TrainingMonitor(window_size=planned.config.monitor.window_size)
+    monitor.load_state_dict(saved["recorder"]["monitor"])
+    if pipeline_initial_loss is not None:
+        monitor.initial_loss = pipeline_initial_loss
+    metrics_check, evaluation = _look_at_metrics(planned.folder / "metrics.jsonl")
+    checks = [*monitor.validate_phase(planned.settings)["checks"], metrics_check]
+    if monitor.warmup_complete_loss is None:
+        checks.append(_never_logged_after_warmup(planned, state.global_step))
+    return Verdict(
+        checks=tuple(checks),
+        summary=_strict(monitor.get_summary()),
+        eval=evaluation,
+        pipeline_initial_loss=monitor.initial_loss,
+        steps=state.global_step,
+        tokens_seen=state.total_tokens_seen,
+        checkpoint_sha256=hashlib.sha256((final / "manifest.json").read_bytes()).hexdigest(),
+    )
+
+
+def _read_trainer_json(final: Path) -> dict[str, Any]:
+    try:
+        return json.loads((final / "trainer.json").read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{final}: the phase is complete, but its final checkpoint cannot be read to judge it: {error}. "
+            "Restore it, or delete the phase's folder to train it anew."
+        ) from error
+
+
+def _look_at_metrics(path: Path) -> tuple[dict[str, Any], dict[str, float | None]]:
+    """The check that every logged loss is finite, and the metrics of the last evaluation."""
+    try:
+        lines = read_metrics(path)
+    except ConfigError as error:
+        return _check(False, str(error)), {}
+    evaluations = [line for line in lines if "eval/loss" in line]
+    last = evaluations[-1] if evaluations else {}
+    evaluation = {name: value for name, value in last.items() if name.startswith("eval/")}
+    bad = [(line["step"], name) for line in lines for name in LOSSES if name in line and not _is_finite(line[name])]
+    logged = sum("train/loss" in line for line in lines)
+    if bad:
+        step, name = bad[0]
+        return _check(False, f"{name} is not finite at step {step} ({len(bad)} such values)"), evaluation
+    if not logged:
+        return _check(False, f"{path}: no line has train/loss"), evaluation
+    return _check(True, f"{logged} logged losses and {len(evaluations)} evaluations, all finite"), evaluation
+
+
+def _check(passed: bool, message: str) -> dict[str, Any]:
+    return {"name": "logged_losses", "passed": passed, "message": message}
+
+
+def _is_finite(value: Any) -> bool:
+    """JSON has no NaN: what was not finite is null. Some writers put NaN all the same."""
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _never_logged_after_warmup(planned: PlannedPhase, steps: int) -> dict[str, Any]:
+    warmup = planned.config.training.warmup_steps
+    reason = (
+        f"the run ended at step {steps}, and its warm-up has {warmup}: set phases.{planned.phase}.warmup_steps"
+        if steps <= warmup
+        else f"none of the {steps - warmup} steps after the warm-up had a finite loss"
+    )
+    return {"name": "logged_after_warmup", "passed": False, "message": f"no loss after the warm-up: {reason}"}
+
+
+def _strict(value: Any) -> Any:
+    """`value` for strict JSON, in which NaN and infinities become strings."""
+    if isinstance(value, Mapping):
+        return {name: _strict(item) for name, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_strict(item) for item in value]
+    return encode_float(value) if isinstance(value, float) else value

@@ -1,0 +1,142 @@
+"""A run of the ordinary program in a subprocess, under a launcher.
+
+Each phase is a process of its own, so that it is exactly an ordinary run and leaves no memory behind. Its launcher
+stands in a session of its own: a Ctrl-C of the terminal would otherwise end the launcher before its ranks have saved.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import FrameType, TracebackType
+
+import psutil
+
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.launch.preemption import LAUNCHER_PROGRAMS, STOP_SIGNALS
+from ds_encdec.launch.world import free_port
+from ds_encdec.types import ConfigError
+
+TRAIN_PROGRAM = Path(__file__).resolve().parents[1] / "train.py"
+
+POLL_SECONDS = 0.5
+LAST_RANKS_SECONDS = 330.0
+"""How long ranks may outlive their launcher: they give themselves 300 seconds to save (launch/preemption.py)."""
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_LIBC = ctypes.CDLL(None)
+
+
+def launcher_command(config: FullConfig, launcher: str | None) -> list[str]:
+    """The words in front of the program: those of `launcher`, or else what starts `infra.num_gpus` ranks here.
+
+    Raises ConfigError for a launcher that is not installed.
+    """
+    if launcher is not None:
+        words = shlex.split(launcher)
+        if not words or shutil.which(words[0]) is None:
+            raise ConfigError(f"--launcher {launcher!r}: there is no such program; give e.g. 'deepspeed --num_gpus 8'")
+        return words
+    ranks = config.infra.num_gpus
+    if ranks == 1:
+        return [sys.executable]
+    from ds_encdec.engine.select import resolve_engine  # imports torch
+
+    if resolve_engine(config) == "deepspeed":
+        return [_script("deepspeed"), "--num_gpus", str(ranks), "--master_port", str(free_port())]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+
+
+def _script(name: str) -> str:
+    """The console script of this environment, which need not be on PATH."""
+    beside = Path(sys.executable).with_name(name)
+    return str(beside) if beside.exists() else name
+
+
+class SubprocessRun:
+    """Runs the program and hands on the signals that ask it to stop. Use in the main thread, as a context manager.
+
+    Between two runs a signal is only kept, in `signal_name`.
+    """
+
+    def __init__(self) -> None:
+        self.signal_name: str | None = None
+        self._pending: list[int] = []
+        self._previous_handlers: dict[int, object] = {}
+
+    def __enter__(self) -> SubprocessRun:
+        for number in STOP_SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # nohup
+            self._previous_handlers[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned
+
+    def run(self, command: list[str]) -> int:
+        """Run `command` to its end and that of all its ranks; the launcher's exit code, of which launchers make 1."""
+        child = subprocess.Popen(command, start_new_session=True, preexec_fn=_end_with_parent)
+        launcher = psutil.Process(child.pid)
+        ranks: list[psutil.Process] = []
+        try:
+            while child.poll() is None:
+                ranks = _ranks_below(launcher) or ranks
+                while self._pending:
+                    self._hand_on(self._pending.pop(0), launcher, ranks)
+                try:
+                    child.wait(POLL_SECONDS)
+                except subprocess.TimeoutExpired:
+                    continue
+        finally:
+            # DeepSpeed's launcher may go before its ranks, which then save and end by themselves.
+            _, remaining = psutil.wait_procs(ranks, LAST_RANKS_SECONDS)
+            for rank in remaining:
+                rank.kill()
+        return child.returncode
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.signal_name = self.signal_name or signal.Signals(number).name
+        self._pending.append(number)
+
+    def _hand_on(self, number: int, launcher: psutil.Process, ranks: list[psutil.Process]) -> None:
+        """To the ranks themselves, since `deepspeed` ends at a signal without them; where they are on other hosts, to
+        the launcher."""
+        for process in ranks or [launcher]:
+            try:
+                process.send_signal(number)
+            except psutil.NoSuchProcess:
+                continue
+
+
+def _ranks_below(launcher: psutil.Process) -> list[psutil.Process]:
+    """The processes on this host that train for `launcher`, which with one rank is one itself."""
+    try:
+        return [process for process in (launcher, *launcher.children(recursive=True)) if _is_rank(process)]
+    except psutil.Error:
+        return []
+
+
+def _is_rank(process: psutil.Process) -> bool:
+    """Whether it runs the program, rather than starts it."""
+    try:
+        words = process.cmdline()
+    except psutil.Error:
+        return False
+    launchers = {Path(word).name for word in words[1:4]}.intersection(LAUNCHER_PROGRAMS)  # after python's own -u and -m
+    is_python = bool(words) and Path(words[0]).name.startswith("python")
+    return is_python and str(TRAIN_PROGRAM) in words and not launchers
+
+
+def _end_with_parent() -> None:
+    """Have the kernel send SIGTERM to this process, which is about to become the launcher, when its parent dies."""
+    if sys.platform == "linux":
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
