@@ -36,6 +36,7 @@ from ds_encdec.launch.world import World, discover
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.flops import training_flops
 from ds_encdec.model.parameter_count import count_parameters
+from ds_encdec.monitor.ledger import Ledger
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.peak_flops import peak_flops
 from ds_encdec.monitor.recorder import Recorder
@@ -88,18 +89,18 @@ def run_training(config: FullConfig, *, resume: str | None = None, allow_data_ch
 
 
 def _train_and_close(trainer: Trainer) -> TrainingState:
-    exit_code = 1
+    exit_code, reason = 1, "an unforeseen error"
     try:
         state = train(trainer)
         exit_code = 0
     except DsEncDecError as error:
-        exit_code = error.exit_code
+        exit_code, reason = error.exit_code, str(error)
         raise
     finally:
         with trainer.stop.busy():
             trainer.checkpoints.close()
         trainer.loader.close()
-        trainer.recorder.close(exit_code)
+        trainer.recorder.close(exit_code, reason)
     logger.info("finished at step %d; checkpoints are in %s", state.global_step, trainer.checkpoints.folder)
     trainer.engine.close()
     return state
@@ -222,6 +223,14 @@ def _wire(config: FullConfig, site: Site, stop: StopRequest, resume: str | None,
     recorder = agreement.on_every_rank(lambda: _open_recorder(config, site, model.config, state))
     if found:
         recorder.load_state_dict(saved["recorder"])
+    recorder.ledger.write(
+        "start",
+        step=state.global_step,
+        data_step=state.data_step,
+        resumed_from=str(found.path) if found else None,
+        world_size=world.world_size,
+        engine=site.engine,
+    )
     return Trainer(
         config=config,
         engine=engine,
@@ -237,13 +246,15 @@ def _wire(config: FullConfig, site: Site, stop: StopRequest, resume: str | None,
 
 
 def _open_recorder(config: FullConfig, site: Site, model_config: Qwen3Seq2SeqConfig, state: TrainingState) -> Recorder:
-    device = site.device
+    device, folder = site.device, site.folder
     return Recorder(
         device=device,
-        num_devices=site.world.world_size,
+        agreement=site.agreement,
         warmup_steps=config.training.warmup_steps,
-        monitor=TrainingMonitor(),
-        sinks=open_sinks(config, site.folder.root, rank=site.world.rank, start_step=state.global_step),
+        settings=config.monitor,
+        monitor=TrainingMonitor.from_config(config),
+        ledger=Ledger(folder.ledger if site.world.is_main else None),
+        sinks=open_sinks(config, folder.root, rank=site.world.rank, start_step=state.global_step),
         batch_flops=lambda batch: training_flops(model_config, batch.encoder_lengths, batch.decoder_lengths),
         peak_flops=peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
     )

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ds_encdec.checkpoint.manager import CheckpointManager
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.schema import FullConfig, TrainingConfig
 from ds_encdec.data.loader import LaneLoader
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.evaluate import evaluate
 from ds_encdec.launch.agreement import Agreement, attempt
 from ds_encdec.launch.preemption import StopRequest
-from ds_encdec.monitor.recorder import Recorder
+from ds_encdec.monitor.recorder import Recorder, Verdict
+from ds_encdec.rollback import roll_back
 from ds_encdec.types import Batch, CheckpointError, DivergedError, Preempted, StepResult, TrainingState
 
 logger = logging.getLogger(__name__)
@@ -73,16 +74,17 @@ class Trainer:
 
 
 def train(run: Trainer) -> TrainingState:
-    """Train until `training.num_train_steps` steps have been applied; returns the final state.
+    """Train until `training.num_train_steps` steps have been applied, or early stopping; returns the final state.
 
-    Raises Preempted after a save when the run was asked to stop, DivergedError when too many steps in
-    a row were skipped, CheckpointError when the last save of all fails. A save may still be under way then.
+    Raises Preempted after a save when the run was asked to stop; DivergedError when too many steps in a row were
+    skipped, an alert asks for it, or the rollbacks are used up; CheckpointError when the last save of all fails. A
+    save may still be under way then.
     """
     training = run.config.training
     state = run.state
     skipped_in_a_row = 0
     last_save = time.monotonic()
-    while state.global_step < training.num_train_steps:
+    while not is_over(state, training):
         micro_batches, totals = _next_step(run, last_save)
         if totals.stop:
             run.stop.acknowledge()
@@ -92,7 +94,7 @@ def train(run: Trainer) -> TrainingState:
             loss = run.engine.forward(batch)
             run.engine.backward(loss, target_tokens=totals.target_tokens, last=last)
             run.recorder.add(loss, batch)
-        result = run.engine.step()
+        result = run.engine.step(run.recorder.veto)
         state = advance(state, result, totals)
         run.recorder.end_step(state, result)
 
@@ -100,21 +102,61 @@ def train(run: Trainer) -> TrainingState:
         if skipped_in_a_row >= training.max_consecutive_skipped_steps:
             raise DivergedError(_divergence(state, skipped_in_a_row))
 
-        done = state.global_step == training.num_train_steps
-        due = DueSteps(state.global_step, applied=result.applied, done=done)
-        if due.every(training.logging_steps):
-            run.recorder.log(state)
+        due = DueSteps(state.global_step, applied=result.applied, done=is_over(state, training))
         eval_loss = None
         # A checkpoint is evaluated, or it could not be the best; one that is asked for in a hurry is not.
         evaluates = due.every(training.eval_steps) or due.every(training.save_steps)
         if training.eval_samples and evaluates and not totals.stop:
             eval_loss = _evaluate(run, state)
-        if totals.save_due or totals.stop or due.every(training.save_steps):
-            state = _save(run, state, eval_loss, done=done, stopping=totals.stop)
+            state = after_evaluation(state, eval_loss, training)
+        done = is_over(state, training)
+        saves = totals.save_due or totals.stop or done or due.every(training.save_steps)
+        saves = saves or (training.save_on_best and is_best(state, eval_loss))
+
+        verdict = None
+        if done or due.every(training.logging_steps):
+            verdict = run.recorder.log(state)
+        elif saves or not result.applied or run.recorder.judges_every_step:
+            verdict = run.recorder.judge(state)  # no state is saved, and none is skipped from, unjudged
+        if verdict is not None and verdict.action == "stop":
+            raise DivergedError(f"{verdict.alert['message']}. The newest checkpoint is untouched.")
+        if verdict is not None and verdict.action == "rollback":
+            state, went_back = _roll_back(run, state, verdict)
+            if went_back:
+                skipped_in_a_row, last_save = 0, time.monotonic()
+                continue
+        leaves = totals.stop or (verdict is not None and verdict.action == "leave")
+        if saves or leaves:
+            state = _save(run, state, eval_loss, done=done, stopping=leaves)
             last_save = time.monotonic()
-        if totals.stop and not done:
-            raise Preempted(f"stopped at step {state.global_step} by {run.stop.reason or 'another rank'}; state saved")
+        if leaves and not done:
+            reason = run.stop.reason or (verdict.alert["message"] if verdict else "another rank")
+            raise Preempted(f"stopped at step {state.global_step} by {reason}; state saved")
     return state
+
+
+def is_over(state: TrainingState, training: TrainingConfig) -> bool:
+    """Whether all steps have been applied, or evaluation after evaluation has brought nothing more."""
+    patience = training.early_stopping_patience
+    stopped_early = patience is not None and state.evaluations_since_lowest >= patience
+    return stopped_early or state.global_step >= training.num_train_steps
+
+
+def after_evaluation(state: TrainingState, eval_loss: float | None, training: TrainingConfig) -> TrainingState:
+    """The state with an evaluation's loss counted for early stopping; one that is not finite is not lower."""
+    if eval_loss is None:
+        return state
+    lowest = math.inf if state.lowest_eval_loss is None else state.lowest_eval_loss
+    if eval_loss < lowest - training.early_stopping_threshold:
+        return dataclasses.replace(state, lowest_eval_loss=eval_loss, evaluations_since_lowest=0)
+    return dataclasses.replace(state, evaluations_since_lowest=state.evaluations_since_lowest + 1)
+
+
+def is_best(state: TrainingState, eval_loss: float | None) -> bool:
+    """Whether an evaluation found a lower loss than every saved checkpoint has."""
+    if eval_loss is None or not math.isfinite(eval_loss):
+        return False
+    return state.best_eval_loss is None or eval_loss < state.best_eval_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,17 +199,17 @@ def _next_step(run: Trainer, last_save: float) -> tuple[list[Batch], StepTotals]
     with run.recorder.waiting_for_data():
         micro_batches, error = attempt(lambda: next(run.loader))
     hours = run.config.training.save_interval_hours
-    rows = run.agreement.exchange(
-        [
-            error is not None,
-            sum(batch.target_tokens for batch in micro_batches or ()),
-            sum(batch.encoder_tokens for batch in micro_batches or ()),
-            run.loader.epoch,
-            run.stop.requested,
-            hours is not None and time.monotonic() - last_save > hours * 3600,
-            run.checkpoints.save_is_over,
-        ]
-    )
+    mine = [
+        error is not None,
+        sum(batch.target_tokens for batch in micro_batches or ()),
+        sum(batch.encoder_tokens for batch in micro_batches or ()),
+        run.loader.epoch,
+        run.stop.requested,
+        hours is not None and time.monotonic() - last_save > hours * 3600,
+        run.checkpoints.save_is_over,
+    ]
+    with run.recorder.waiting_for_ranks():
+        rows = run.agreement.exchange(mine)
     failures, target_tokens, encoder_tokens, epochs, stops, saves_due, saves_over = zip(*rows, strict=True)
     if any(failures):
         run.agreement.raise_first(error)
@@ -201,10 +243,9 @@ def _save(run: Trainer, state: TrainingState, eval_loss: float | None, *, done: 
     last = done or stopping
     with run.recorder.paused(), run.stop.busy():
         state = _collect_save(run, state)  # at most one under way
-        best = state.best_eval_loss
-        is_best = eval_loss is not None and math.isfinite(eval_loss) and (best is None or eval_loss < best)
+        best = is_best(state, eval_loss)
         saved = state
-        if is_best:
+        if best:
             saved = dataclasses.replace(state, best_eval_loss=eval_loss, best_step=state.global_step)
         records = run.recorder.state_dict()
         lanes = [record for rank_records in run.agreement.gather(run.loader.state()) for record in rank_records]
@@ -213,10 +254,31 @@ def _save(run: Trainer, state: TrainingState, eval_loss: float | None, *, done: 
             saved,
             run.engine.stage,
             run.run_files(CheckpointContent(saved, records, lanes)),
-            pointers=("best",) * is_best + ("final",) * done,
+            pointers=("best",) * best + ("final",) * done,
             in_background=in_background,
         )
         return state if in_background else _collect_save(run, state, must_succeed=last)
+
+
+def _roll_back(run: Trainer, state: TrainingState, verdict: Verdict) -> tuple[TrainingState, bool]:
+    """Go back as the verdict asks, and save what comes of it; whether there was a checkpoint to go back to.
+
+    Saved under the checkpoint's own step, in its place: a run that is killed now must not meet the same data again.
+    """
+    with run.recorder.paused(), run.stop.busy():
+        state = _collect_save(run, state)
+        earlier = roll_back(
+            state,
+            verdict,
+            run.config.monitor,
+            engine=run.engine,
+            checkpoints=run.checkpoints,
+            recorder=run.recorder,
+            agreement=run.agreement,
+        )
+    if earlier is None:
+        return state, False
+    return _save(run, earlier, None, done=False, stopping=False), True
 
 
 def _collect_save(run: Trainer, state: TrainingState, *, must_succeed: bool = False) -> TrainingState:
@@ -255,6 +317,7 @@ def _collect_save(run: Trainer, state: TrainingState, *, must_succeed: bool = Fa
 
 def _divergence(state: TrainingState, skipped: int) -> str:
     return (
-        f"{skipped} steps in a row had non-finite gradients, the last at data step {state.data_step} (applied step "
-        f"{state.global_step}). The newest checkpoint is untouched; lower training.learning_rate or look at the data."
+        f"{skipped} steps in a row were skipped (not finite, or by the monitor), the last at data step "
+        f"{state.data_step} (applied step {state.global_step}). The newest checkpoint is untouched; lower "
+        "training.learning_rate or look at the data."
     )

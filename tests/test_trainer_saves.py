@@ -27,6 +27,7 @@ from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.launch.agreement import Agreement
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.world import discover
+from ds_encdec.monitor.ledger import Ledger
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.recorder import Recorder
 from ds_encdec.monitor.sinks import JsonlSink
@@ -41,7 +42,7 @@ class ScriptedEngine:
         self.writing = writing
         self.step_number = 0
 
-    def step(self) -> StepResult:
+    def step(self, veto: object = None) -> StepResult:
         self.step_number += 1
         time.sleep(0.02)
         return StepResult(applied=True, grad_norm=torch.tensor(1.0), learning_rate=0.1)
@@ -93,9 +94,11 @@ def make_run(folder: Path, engine: ScriptedEngine, **training: Any) -> Trainer:
 
     recorder = Recorder(
         device=torch.device("cpu"),
-        num_devices=1,
+        agreement=agreement,
         warmup_steps=0,
+        settings=config.monitor,
         monitor=TrainingMonitor(),
+        ledger=Ledger(None),
         sinks=[JsonlSink(folder.with_suffix(".jsonl"))],
         batch_flops=lambda batch: 0.0,
         peak_flops=None,
@@ -203,7 +206,7 @@ def test_sigterm_lets_the_save_end_that_closing_waits_for(
     tmp_path: Path, ended: list[str], eval_losses: list[float]
 ) -> None:
     class BrokenEngine(ScriptedEngine):
-        def step(self) -> StepResult:
+        def step(self, veto: object = None) -> StepResult:
             if self.step_number == 2:
                 raise RuntimeError("out of memory")
             return super().step()

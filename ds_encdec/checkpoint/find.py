@@ -40,20 +40,26 @@ Accept = Callable[[Checkpoint], None]
 
 
 def find_checkpoint(
-    folder: Path, agreement: Agreement, resume: str | None, accept: Accept = lambda _: None
+    folder: Path,
+    agreement: Agreement,
+    resume: str | None,
+    accept: Accept = lambda _: None,
+    *,
+    at_most: int | None = None,
 ) -> Checkpoint | None:
     """The checkpoint to resume from, verified by all ranks, each calling this; None where there is none to resume.
 
     `folder`: the run's own checkpoints. `resume`: None, `auto` (the newest whole one there; damaged ones are passed
     over with a warning), or a path. `accept` is called on every rank with a checkpoint of which only the manifest and
-    the small files have been verified; what it raises ends the search, before gigabytes are hashed.
+    the small files have been verified; what it raises ends the search, before gigabytes are hashed. `at_most`: under
+    `auto`, the latest step that counts.
 
     Raises CheckpointError where the named one is damaged, or another run's while this folder has some of its own;
     and where under `auto` all are damaged: starting anew would then write over what may still be saved.
     """
     if resume is None:
         return None
-    candidates = agreement.on_rank_zero(lambda: _candidates(folder))
+    candidates = agreement.on_rank_zero(lambda: _candidates(folder, at_most))
     if resume != "auto":
         path = Path(resume).expanduser().resolve()
         agreement.on_every_rank(lambda: read_manifest(path))  # what is no checkpoint is called that
@@ -78,8 +84,10 @@ def find_checkpoint(
     return None
 
 
-def _candidates(folder: Path) -> list[Path]:
-    return [path.resolve() for _, path in sorted(committed_steps(folder).items(), reverse=True)]
+def _candidates(folder: Path, at_most: int | None) -> list[Path]:
+    """Newest first."""
+    steps = sorted(committed_steps(folder).items(), reverse=True)
+    return [path.resolve() for step, path in steps if at_most is None or step <= at_most]
 
 
 def _verified(path: Path, agreement: Agreement, accept: Accept) -> Checkpoint:

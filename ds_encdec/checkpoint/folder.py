@@ -12,6 +12,7 @@ a moment; `clear_leftovers` mends what a kill left under them.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import re
@@ -83,7 +84,7 @@ class CheckpointFolder:
         """Put later checkpoints aside as `abandoned-…` and point at `step`, and at `best_step` if it is there."""
         for later, path in committed_steps(self.path).items():
             if later > step:
-                aside = path.with_name(f"abandoned-{path.name}-{time.strftime('%Y%m%dT%H%M%S')}")
+                aside = _unused(path.with_name(f"abandoned-{path.name}-{time.strftime('%Y%m%dT%H%M%S')}"))
                 path.rename(aside)
                 logger.warning("Going back to step %d: %s is now %s.", step, path.name, aside.name)
         final = self.path / "final"
@@ -157,6 +158,12 @@ def committed_steps(folder: Path) -> dict[int, Path]:
 
 def _name(step: int) -> str:
     return f"step-{step:08d}"
+
+
+def _unused(path: Path) -> Path:
+    """`path`, or where there is one already, with the first number that is free."""
+    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(name for name in itertools.chain([path], numbered) if not name.exists())
 
 
 def _new_link(link: Path, target: str) -> Path:

@@ -45,6 +45,11 @@ class ConsoleSink:
             line = " | ".join([f"step {step}/{self._total_steps}", *parts])
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
+    def go_back(self, step: int, rollback: int) -> None:
+        """Move the bar back."""
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step)
+
     def close(self, exit_code: int = 0) -> None:
         """Leave the bar as it stands."""
         if self._progress is not None:

@@ -8,9 +8,9 @@
 
     start      resumed_from (a path, or null), world_size, engine
     alert      type, value, threshold, message (TrainingMonitor's), action: warn | skip_step | rollback | stop
-    rollback   type and message of the alert; to_step, to_data_step: of the checkpoint; number: the run's how manieth
+    rollback   type and message of the alert; to_step, to_data_step: of the checkpoint; number: of the run's rollbacks
     early_stop message
-    stop       message
+    stop       message and exit_code, where the run ended before its end
 
 A rollback trains on nothing of the data steps after `to_data_step` up to `data_step` again. A run that is resumed
 meets what came after its checkpoint once more, so an entry may come twice.
@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ds_encdec.monitor.metrics import encode_float
-from ds_encdec.types import TrainingState
 
 logger = logging.getLogger(__name__)
 
@@ -38,15 +37,15 @@ class Ledger:
     def __init__(self, path: Path | None) -> None:
         self._path = path
 
-    def write(self, kind: Kind, state: TrainingState, **facts: Any) -> None:
+    def write(self, kind: Kind, *, step: int, data_step: int, **facts: Any) -> None:
         """Append an entry. A disk that refuses costs an error in the log, never the run."""
         if self._path is None:
             return
         entry = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "kind": kind,
-            "step": state.global_step,
-            "data_step": state.data_step,
+            "step": step,
+            "data_step": data_step,
             **{name: encode_float(value) if isinstance(value, float) else value for name, value in facts.items()},
         }
         try:

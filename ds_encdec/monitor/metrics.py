@@ -10,7 +10,9 @@ was computed, so that recording never waits for the device:
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -174,10 +176,16 @@ class StepAccumulator:
         if pending:
             sums = torch.stack([step.sums for step in pending])
             encoder_tokens = torch.tensor([[step.encoder_tokens] for step in pending], dtype=torch.float64)
-            rows = _sum_in_rank_order(torch.cat([sums, encoder_tokens.to(self.device)], dim=1)).tolist()
-            norms = torch.stack([step.result.grad_norm.detach().float().to(self.device) for step in pending]).tolist()
-            self._records += [_record(*item) for item in zip(pending, rows, norms, strict=True)]
+            norms = torch.stack([step.result.grad_norm.detach().double().to(self.device) for step in pending])
+            ranks = _gather(torch.cat([sums, encoder_tokens.to(self.device), norms[:, None]], dim=1))
+            totals = _sum_in_rank_order([rank[:, :-1] for rank in ranks]).tolist()
+            # The norm is every rank's; rank 0's word makes the records, and what is decided by them, equal for sure.
+            self._records += [_record(*item) for item in zip(pending, totals, ranks[0][:, -1].tolist(), strict=True)]
         return list(self._records)
+
+    def current_sums(self) -> list[float]:
+        """This rank's sums of the step that has not ended: losses, then target tokens. Waits for the device."""
+        return self._sums.tolist()
 
     def take(self) -> list[StepRecord]:
         """`reduce`, and begin a new interval."""
@@ -198,18 +206,23 @@ class StepAccumulator:
         return torch.zeros(_NUM_SUMS, dtype=torch.float64, device=self.device)
 
 
-def _sum_in_rank_order(rows: Tensor) -> Tensor:
-    """The sum of every rank's `rows`.
-
-    Gathered and added here, because the order in which an all-reduce adds depends on where in the buffer an
-    element lies, and so on how many steps are reduced together.
-    """
+def _gather(rows: Tensor) -> list[Tensor]:
+    """Every rank's `rows`, in rank order."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return rows
+        return [rows]
     gathered = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, rows)
-    total = gathered[0]
-    for other in gathered[1:]:
+    return gathered
+
+
+def _sum_in_rank_order(ranks: Sequence[Tensor]) -> Tensor:
+    """The sum of every rank's rows.
+
+    Added here, because the order in which an all-reduce adds depends on where in the buffer an element lies, and so on
+    how many steps are reduced together.
+    """
+    total = ranks[0].clone()
+    for other in ranks[1:]:
         total += other
     return total
 
@@ -231,6 +244,12 @@ def mean_loss(loss_sums: Sequence[float], target_tokens: Sequence[float]) -> flo
     """Sum of token losses over the number of target tokens, in nats; NaN where there are none."""
     tokens = sum(target_tokens)
     return sum(loss_sums) / tokens if tokens else math.nan
+
+
+def mean_loss_of_ranks(ranks: Sequence[Sequence[float]]) -> float:
+    """`mean_loss` of a step from all ranks' `StepAccumulator.current_sums`: the number that its record will have."""
+    totals = [functools.reduce(operator.add, column) for column in zip(*ranks, strict=True)]
+    return mean_loss(totals[: len(DENOISERS)], totals[len(DENOISERS) :])
 
 
 def loss_metrics(prefix: str, loss_sums: Sequence[float], target_tokens: Sequence[float]) -> dict[str, float]:

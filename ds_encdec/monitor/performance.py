@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Lap:
-    """Seconds of one interval. `training_s` contains `data_wait_s` and leaves out the pauses."""
+    """Seconds of one interval. `training_s` contains the waits, for data and for other ranks, and no pauses."""
 
     training_s: float
     data_wait_s: float
+    exchange_wait_s: float
 
 
 class IntervalClock:
@@ -39,23 +40,33 @@ class IntervalClock:
             self._data_wait_s += time.monotonic() - began
 
     @contextmanager
+    def waiting_for_ranks(self) -> Iterator[None]:
+        """Time that the loop waits for the other ranks to come to the next step."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._exchange_wait_s += time.monotonic() - began
+
+    @contextmanager
     def paused(self) -> Iterator[None]:
         """Time that is not training: evaluation, checkpoints."""
         began = time.monotonic()
         try:
             yield
         finally:
-            self._paused_s += time.monotonic() - began
+            self._paused_s += time.monotonic() - max(began, self._began)  # a lap may have ended in between
 
     def lap(self) -> Lap:
         """The time since the last lap, and start a new one."""
-        lap = Lap(time.monotonic() - self._began - self._paused_s, self._data_wait_s)
+        lap = Lap(time.monotonic() - self._began - self._paused_s, self._data_wait_s, self._exchange_wait_s)
         self._start()
         return lap
 
     def _start(self) -> None:
         self._began = time.monotonic()
         self._data_wait_s = 0.0
+        self._exchange_wait_s = 0.0
         self._paused_s = 0.0
 
 

@@ -1,18 +1,28 @@
-"""What the loop has to say, turned into metrics: one object, so that the loop stays a loop."""
+"""What the loop has to say, turned into metrics and into answers: one object, so that the loop stays a loop."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
-from ds_encdec.monitor.metrics import StepAccumulator, StepRecord, train_metrics
+from ds_encdec.config.schema import MonitorConfig
+from ds_encdec.launch.agreement import Agreement
+from ds_encdec.monitor.alerts import MACHINE_ALERTS, answer
+from ds_encdec.monitor.ledger import Ledger
+from ds_encdec.monitor.machine import MachineWatch
+from ds_encdec.monitor.metrics import StepAccumulator, StepRecord, mean_loss_of_ranks, train_metrics
 from ds_encdec.monitor.monitor import TrainingMonitor
-from ds_encdec.monitor.performance import IntervalClock, performance_metrics
+from ds_encdec.monitor.performance import IntervalClock, Lap, performance_metrics
 from ds_encdec.monitor.sinks import Sink
+from ds_encdec.monitor.vitals import RankVitals, take_vitals
 from ds_encdec.types import Batch, LossSum, StepResult, TrainingState
 
 logger = logging.getLogger(__name__)
@@ -21,39 +31,64 @@ BatchFlops = Callable[[Batch], float]
 """Model FLOPs, forward and backward without recomputation, of one micro-batch."""
 
 
-class Recorder:
-    """Collects steps on every rank; logs, watches and publishes once per logging interval.
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the run has to do; equal on every rank.
 
-    `sinks` is empty on every rank but 0. `peak_flops`: of one device, in FLOP/s; None where it is not known.
+    `action`: `rollback`, `stop` (training is at fault: the state is not worth saving) or `leave` (the machine is: save,
+    then stop). `alert`: the TrainingMonitor's that asks for it.
+    """
+
+    action: Literal["rollback", "stop", "leave"]
+    alert: Mapping[str, Any]
+
+
+class Recorder:
+    """Collects steps on every rank; once per logging interval it reduces, judges and publishes them.
+
+    What it judges by is gathered from all ranks first, so that all come to the same verdict. `sinks` is empty on every
+    rank but 0, and `ledger` writes nothing there. `peak_flops`: of one device, in FLOP/s; None where it is not known.
     """
 
     def __init__(
         self,
         *,
         device: torch.device,
-        num_devices: int,
+        agreement: Agreement,
         warmup_steps: int,
+        settings: MonitorConfig,
         monitor: TrainingMonitor,
+        ledger: Ledger,
         sinks: Sequence[Sink],
         batch_flops: BatchFlops,
         peak_flops: float | None,
     ) -> None:
         self.monitor = monitor
+        self.ledger = ledger
+        self._machine = MachineWatch(settings)
         self._steps = StepAccumulator(device)
         self._clock = IntervalClock()
         self._sinks = sinks
         self._device = device
-        self._num_devices = num_devices
+        self._agreement = agreement
         self._warmup_steps = warmup_steps
+        self._settings = settings
         self._batch_flops = batch_flops
         self._peak_flops = peak_flops
         self._flops = 0.0
+        self._last_step = (0, 0)
+        self._judged_steps = 0  # of the interval's
         self._restored_steps = 0
+        self._alerts_in_interval = 0
         self._once: dict[str, float] = {}
 
     def waiting_for_data(self) -> AbstractContextManager[None]:
         """Wraps the wait for the next micro-batches."""
         return self._clock.waiting_for_data()
+
+    def waiting_for_ranks(self) -> AbstractContextManager[None]:
+        """Wraps the exchange before a step, in which the ranks wait for the last of them."""
+        return self._clock.waiting_for_ranks()
 
     def paused(self) -> AbstractContextManager[None]:
         """Wraps what is not training: evaluation and saving."""
@@ -64,27 +99,50 @@ class Recorder:
         self._steps.add(loss, encoder_tokens=batch.encoder_tokens)
         self._flops += self._batch_flops(batch)
 
+    @property
+    def veto(self) -> Callable[[Tensor], bool] | None:
+        """Whether to skip the step whose gradient norm (float32 scalar) it is given; the same on all ranks.
+
+        None, and so no wait for the device at each step, unless some alert is answered with `skip_step`. A norm that is
+        not finite never comes here: the engine skips such a step itself.
+        """
+        return self._refuses if self.judges_every_step else None
+
+    @property
+    def judges_every_step(self) -> bool:
+        """Whether every step is judged before the next one: a veto compares with windows up to this very step."""
+        return "skip_step" in (self._settings.on_loss_spike, self._settings.on_grad_explosion)
+
     def end_step(self, state: TrainingState, result: StepResult) -> None:
         """The end of a step, applied or not; `state` is the one after it."""
         self._steps.end_step(result, global_step=state.global_step, data_step=state.data_step)
+        self._last_step = (state.global_step, state.data_step)
 
-    def log(self, state: TrainingState) -> None:
-        """Close the interval: reduce, watch, publish. A collective."""
+    def judge(self, state: TrainingState) -> Verdict | None:
+        """Judge the steps that have not been judged yet. A collective."""
+        records = self._steps.reduce()
+        new, self._judged_steps = records[self._judged_steps :], len(records)
+        return _gravest([self._judge_step(record) for record in new])
+
+    def log(self, state: TrainingState) -> Verdict | None:
+        """Close the interval: judge the rest of it and the machine, and publish. A collective."""
+        verdict = self.judge(state)
         records = self._steps.take()
-        lap = self._clock.lap()
+        self._judged_steps = 0
         timed = records[self._restored_steps :]
         self._restored_steps = 0
+        vitals = self._agreement.gather(take_vitals(self._device, **dataclasses.asdict(self._clock.lap())))
         performance = performance_metrics(
-            lap,
+            Lap(vitals[0].training_s, vitals[0].data_wait_s, vitals[0].exchange_wait_s),
             num_steps=len(timed),
             tokens=sum(record.tokens for record in timed),
-            num_devices=self._num_devices,
+            num_devices=len(vitals),
             # Every rank has the same budgets, so this rank's FLOPs stand for the others'.
-            flops=self._flops * self._num_devices,
+            flops=self._flops * len(vitals),
             peak_flops_per_device=self._peak_flops,
         )
         self._flops = 0.0
-        self._watch(records, performance["perf/tokens_per_sec"])
+        verdict = _gravest([verdict, self._judge_machine(state, vitals, performance["perf/tokens_per_sec"])])
         self._publish(
             state,
             {
@@ -94,11 +152,15 @@ class Recorder:
                 "train/target_tokens_seen": state.target_tokens_seen,
                 "train/epoch": state.epoch,
                 **performance,
-                "mem/peak_bytes": _peak_bytes(self._device),
+                **self._machine.metrics(vitals),
+                "health/alerts": self._alerts_in_interval,
+                "health/rollbacks": state.rollbacks,
                 **self._once,
             },
         )
+        self._alerts_in_interval = 0
         self._once = {}
+        return verdict
 
     def log_eval(self, state: TrainingState, metrics: Mapping[str, float]) -> None:
         """Publish an evaluation."""
@@ -108,43 +170,89 @@ class Recorder:
         """Note how long a checkpoint held training up, and took in all, for the next line of metrics."""
         self._once |= {"ckpt/blocked_s": blocked_seconds, "ckpt/total_s": seconds}
 
+    def go_back(self, saved: Mapping[str, Any], state: TrainingState) -> None:
+        """Continue where `saved`, a `state_dict`, was taken; `state` is the one after the rollback."""
+        self._load(saved)
+        self.monitor.go_back(saved["monitor"])
+        self._flops = 0.0
+        self._clock.lap()
+        for sink in self._sinks:
+            sink.go_back(state.global_step, state.rollbacks)
+
     def state_dict(self) -> dict[str, Any]:
-        """Windows and the steps of an unfinished interval; equal on all ranks. A collective."""
-        return {"steps": self._steps.state_dict(), "monitor": self.monitor.state_dict()}
+        """Windows and the steps, all judged, of an unfinished interval; equal on all ranks. A collective."""
+        return {
+            "steps": self._steps.state_dict(),
+            "monitor": self.monitor.state_dict(),
+            "machine": self._machine.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken."""
-        self._steps.load_state_dict(state["steps"])
-        self._restored_steps = len(state["steps"]["records"])  # made before this process's clock ran
+        self._load(state)
         self.monitor.load_state_dict(state["monitor"])
+        self._machine.load_state_dict(state["machine"])
 
-    def close(self, exit_code: int) -> None:
-        """Flush and close the sinks, telling them how the run ended."""
+    def close(self, exit_code: int, reason: str = "") -> None:
+        """Write into the ledger why the run ended, if not at its end; flush and close the sinks."""
+        if exit_code:
+            step, data_step = self._last_step
+            self.ledger.write("stop", step=step, data_step=data_step, exit_code=exit_code, message=reason)
         for sink in self._sinks:
             sink.close(exit_code)
 
-    def _watch(self, records: Sequence[StepRecord], tokens_per_second: float) -> None:
-        for record in records:
-            alerts = self.monitor.update(
-                record.global_step,
-                record.loss,
-                record.grad_norm,
-                record.learning_rate,
-                tokens_per_second,
-                is_warmup=record.global_step <= self._warmup_steps,
-            )
-            for alert in alerts if self._sinks else ():
-                logger.warning("%s: %s", alert["type"], alert["message"])
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self._steps.load_state_dict(state["steps"])
+        self._restored_steps = self._judged_steps = len(state["steps"]["records"])  # made before this clock ran
+
+    def _refuses(self, norm: Tensor) -> bool:
+        """See `veto`."""
+        ranks = self._agreement.gather((self._steps.current_sums(), float(norm)))
+        loss = mean_loss_of_ranks([sums for sums, _ in ranks])
+        seen = self.monitor.refuses(loss, ranks[0][1])
+        return any(answer(alert_type, self._settings) == "skip_step" for alert_type in seen)
+
+    def _judge_step(self, record: StepRecord) -> Verdict | None:
+        alerts = self.monitor.update(
+            record.global_step,
+            record.loss,
+            record.grad_norm,
+            record.learning_rate,
+            math.nan,  # known per interval only
+            is_warmup=record.global_step <= self._warmup_steps,
+            applied=record.applied,
+        )
+        return self._answer(alerts, record.data_step)
+
+    def _judge_machine(
+        self, state: TrainingState, vitals: Sequence[RankVitals], tokens_per_second: float
+    ) -> Verdict | None:
+        self.monitor.throughput_window.add(tokens_per_second)
+        alerts = self._machine.update(state.global_step, vitals, tokens_per_second=tokens_per_second)
+        return self._answer(alerts, state.data_step)
+
+    def _answer(self, alerts: Sequence[dict[str, Any]], data_step: int) -> Verdict | None:
+        """Write alerts down, and say what the gravest one asks for."""
+        verdicts: list[Verdict | None] = []
+        for alert in alerts:
+            action = answer(alert["type"], self._settings)
+            self._alerts_in_interval += 1
+            facts = {name: value for name, value in alert.items() if name != "step"}
+            self.ledger.write("alert", step=alert["step"], data_step=data_step, **facts, action=action)
+            if self._sinks:
+                logger.warning("%s: %s (%s)", alert["type"], alert["message"], action)
+            if action == "rollback":
+                verdicts.append(Verdict("rollback", alert))
+            elif action == "stop":
+                verdicts.append(Verdict("leave" if alert["type"] in MACHINE_ALERTS else "stop", alert))
+        return _gravest(verdicts)
 
     def _publish(self, state: TrainingState, metrics: dict[str, float]) -> None:
         for sink in self._sinks:
             sink.log(state.global_step, {"data_step": state.data_step, **metrics})
 
 
-def _peak_bytes(device: torch.device) -> float:
-    """Largest allocation so far: of the accelerator, or of this process where there is none."""
-    if device.type == "cuda":
-        return float(torch.cuda.max_memory_allocated(device))
-    import resource  # Unix only, and only here
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+def _gravest(verdicts: Iterable[Verdict | None]) -> Verdict | None:
+    """The one to act on; the first of several."""
+    found = [verdict for verdict in verdicts if verdict is not None]
+    return max(found, key=lambda verdict: ("leave", "rollback", "stop").index(verdict.action), default=None)

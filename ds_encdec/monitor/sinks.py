@@ -30,10 +30,14 @@ WANDB_INIT_TIMEOUT_S = 30.0
 
 
 class Sink(Protocol):
-    """Takes the metrics of a step. Steps never decrease, and one may come more than once (training, evaluation)."""
+    """Takes the metrics of a step. Steps decrease only by `go_back`; one may come twice (training, evaluation)."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write `metrics` of the applied optimizer step `step`."""
+        ...
+
+    def go_back(self, step: int, rollback: int) -> None:
+        """The run goes back to `step`, by its rollback of this number: later ones no longer belong to its history."""
         ...
 
     def close(self, exit_code: int = 0) -> None:
@@ -75,6 +79,11 @@ class GuardedSink:
         if (sink := self._sink) is not None:
             self._guard(lambda: sink.log(step, metrics))
 
+    def go_back(self, step: int, rollback: int) -> None:
+        """Hand on, or do nothing once the sink has failed."""
+        if (sink := self._sink) is not None:
+            self._guard(lambda: sink.go_back(step, rollback))
+
     def close(self, exit_code: int = 0) -> None:
         """Close the sink if it still lives."""
         if (sink := self._sink) is not None:
@@ -95,14 +104,19 @@ class JsonlSink:
     JSON has no NaN and no infinity: such a value is written as null (pandas reads it back as NaN). Each line
     reaches the operating system in one write, so a killed process leaves at most its last line torn; such a
     line, and lines of later steps than `start_step`, are cut off here, by an atomic replacement of the file.
+    What a rollback takes back goes to metrics.abandoned.jsonl, with the rollback's number.
     """
 
     def __init__(self, path: Path, *, start_step: int = 0) -> None:
         self._path = path
+        self._abandoned = path.with_name(f"{path.stem}.abandoned{path.suffix}")
         if path.exists():
             _truncate(path, start_step)
-        self._file = path.open("ab", buffering=0)
-        self._good_bytes = path.stat().st_size
+        self._open()
+
+    def _open(self) -> None:
+        self._file = self._path.open("ab", buffering=0)
+        self._good_bytes = self._path.stat().st_size
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line. A failure is logged as an error and leaves no torn line behind."""
@@ -116,6 +130,20 @@ class JsonlSink:
             logger.error("%s: the metrics of step %d could not be written: %s", self._path, step, error)
             with contextlib.suppress(OSError):
                 os.truncate(self._path, self._good_bytes)
+
+    def go_back(self, step: int, rollback: int) -> None:
+        """Move the lines of later steps to the other file. Where the disk refuses, that is logged as an error."""
+        try:
+            later = [line for line in self._path.read_bytes().splitlines() if json.loads(line)["step"] > step]
+            with self._abandoned.open("ab") as file:
+                file.writelines(
+                    json.dumps({**json.loads(line), "rollback": rollback}).encode() + b"\n" for line in later
+                )
+            _truncate(self._path, step)
+            self._file.close()
+            self._open()
+        except OSError as error:
+            logger.error("%s: the metrics after step %d could not be put aside: %s", self._path, step, error)
 
     def close(self, exit_code: int = 0) -> None:
         """Make the lines durable and close the file."""
@@ -153,13 +181,19 @@ class TensorBoardSink:
         # Imported late: it costs half a second and nobody else needs it.
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(directory), purge_step=start_step + 1)
+        self._open = lambda step: SummaryWriter(str(directory), purge_step=step + 1)
+        self._writer = self._open(start_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add one scalar per metric."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
+
+    def go_back(self, step: int, rollback: int) -> None:
+        """Hide the later points: a new event file says so."""
+        self._writer.close()
+        self._writer = self._open(step)
 
     def close(self, exit_code: int = 0) -> None:
         """Close the event file."""
@@ -190,6 +224,9 @@ class WandbSink:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log one point."""
         self._run.log({"step": step, **metrics})
+
+    def go_back(self, step: int, rollback: int) -> None:
+        """Nothing: W&B keeps every point, and the abandoned branch is seen beside the new one."""
 
     def close(self, exit_code: int = 0) -> None:
         """Finish the W&B run; it is shown as failed unless `exit_code` is 0."""

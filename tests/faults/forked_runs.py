@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -55,11 +56,21 @@ class ForkedRuns:
         self._server.stdin.close()  # the server ends with its input
         self._server.wait(timeout=60)
 
-    def run(self, arguments: list[str], *, ranks: int = 1, largest_file: int | None = None) -> Finished:
-        """Run train.py to its end on `ranks` ranks, none of which may write a file above `largest_file` bytes."""
+    def run(
+        self,
+        arguments: list[str],
+        *,
+        ranks: int = 1,
+        largest_file: int | None = None,
+        faults: Sequence[dict[str, Any]] = (),
+    ) -> Finished:
+        """Run train.py to its end on `ranks` ranks, none of which may write a file above `largest_file` bytes.
+
+        `faults`: see sabotage.py.
+        """
         assert self._server.stdin is not None
         assert self._server.stdout is not None
-        request = {"arguments": arguments, "ranks": ranks, "largest_file": largest_file}
+        request = {"arguments": arguments, "ranks": ranks, "largest_file": largest_file, "faults": list(faults)}
         self._server.stdin.write(json.dumps(request) + "\n")
         self._server.stdin.flush()
         return Finished(**json.loads(self._server.stdout.readline()))
@@ -74,20 +85,30 @@ def serve() -> None:
         print(json.dumps(answer(**json.loads(line))), flush=True)
 
 
-def answer(arguments: list[str], ranks: int, largest_file: int | None) -> dict[str, Any]:
+def answer(arguments: list[str], ranks: int, largest_file: int | None, faults: list[dict[str, Any]]) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
         port = free_port()
         pids = []
         for rank in range(ranks):
             pid = os.fork()
             if pid == 0:
-                be_rank(rank, ranks, port, arguments, largest_file, log.name)
+                be_rank(rank, ranks, port, arguments, largest_file, faults, log.name)
             pids.append(pid)
         codes = {pid: os.waitstatus_to_exitcode(status) for pid, status in (os.waitpid(pid, 0) for pid in pids)}
         return {"codes": [codes[pid] for pid in pids], "output": log.read()}
 
 
-def be_rank(rank: int, ranks: int, port: int, arguments: list[str], largest_file: int | None, log: str) -> NoReturn:
+def be_rank(
+    rank: int,
+    ranks: int,
+    port: int,
+    arguments: list[str],
+    largest_file: int | None,
+    faults: list[dict[str, Any]],
+    log: str,
+) -> NoReturn:
+    import sabotage
+
     from ds_encdec import train
 
     code = 1
@@ -100,6 +121,7 @@ def be_rank(rank: int, ranks: int, port: int, arguments: list[str], largest_file
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
         os.environ.update({name: str(value) for name, value in place.items()})
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        sabotage.apply(faults, rank)
         code = train.main(arguments)
     except BaseException:
         traceback.print_exc()

@@ -12,7 +12,7 @@ from ds_encdec.monitor.performance import IntervalClock, Lap, performance_metric
 
 def test_performance_of_an_interval() -> None:
     metrics = performance_metrics(
-        Lap(training_s=5.0, data_wait_s=0.5),
+        Lap(training_s=5.0, data_wait_s=0.5, exchange_wait_s=0.0),
         num_steps=10,
         tokens=40_000,
         num_devices=4,
@@ -29,7 +29,7 @@ def test_performance_of_an_interval() -> None:
 
 
 def test_no_mfu_where_the_peak_is_not_known() -> None:
-    metrics = performance_metrics(Lap(1.0, 0.0), num_steps=1, tokens=1, num_devices=1, flops=1e12)
+    metrics = performance_metrics(Lap(1.0, 0.0, 0.0), num_steps=1, tokens=1, num_devices=1, flops=1e12)
     assert "perf/mfu" not in metrics
 
 

@@ -9,13 +9,16 @@ from typing import Any
 
 import torch
 
+from ds_encdec.config.schema import MonitorConfig
+from ds_encdec.launch.agreement import Agreement
+from ds_encdec.monitor.ledger import Ledger
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.recorder import Recorder
 from ds_encdec.monitor.sinks import JsonlSink
 from ds_encdec.types import Batch, LossSum, StepResult, TrainingState
 
 TOKENS_PER_STEP = 30
-MEASURED = ("perf/", "mem/", "ckpt/")
+MEASURED = ("perf/", "mem/", "ckpt/", "health/slow", "health/late")
 
 
 def batch() -> Batch:
@@ -27,9 +30,11 @@ def batch() -> Batch:
 def make_recorder(path: Path, start_step: int) -> Recorder:
     return Recorder(
         device=torch.device("cpu"),
-        num_devices=1,
+        agreement=Agreement(),
         warmup_steps=2,
+        settings=MonitorConfig(),
         monitor=TrainingMonitor(),
+        ledger=Ledger(None),
         sinks=[JsonlSink(path, start_step=start_step)],
         batch_flops=lambda _: 6e9,
         peak_flops=1e12,

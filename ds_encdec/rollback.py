@@ -1,0 +1,85 @@
+"""Back to an earlier checkpoint in mid-run, past the data that was read since.
+
+Weights, optimizer, schedule and the monitor's windows become the checkpoint's; the data loader is left where it is. So
+the run goes on as one that trained up to that checkpoint and then never saw the data in between.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+from ds_encdec.checkpoint.find import find_checkpoint
+from ds_encdec.checkpoint.manager import CheckpointManager
+from ds_encdec.config.schema import MonitorConfig
+from ds_encdec.engine.protocol import Engine
+from ds_encdec.launch.agreement import Agreement
+from ds_encdec.monitor.recorder import Recorder, Verdict
+from ds_encdec.resume import load_engine
+from ds_encdec.types import DivergedError, TrainingState
+
+logger = logging.getLogger(__name__)
+
+
+def roll_back(
+    state: TrainingState,
+    verdict: Verdict,
+    settings: MonitorConfig,
+    *,
+    engine: Engine,
+    checkpoints: CheckpointManager,
+    recorder: Recorder,
+    agreement: Agreement,
+) -> TrainingState | None:
+    """The state to go on from; None where there is no checkpoint old enough, and the run goes on as it is.
+
+    Collective; no save is under way. The caller saves the new state at once: it has the checkpoint's step, and other
+    data behind it. Raises DivergedError where the run has used up its rollbacks, CheckpointError where every
+    checkpoint that is old enough is damaged.
+    """
+    alert = verdict.alert
+    if state.rollbacks >= settings.max_rollbacks:
+        raise DivergedError(
+            f"{alert['message']}, after {state.rollbacks} rollbacks (monitor.max_rollbacks={settings.max_rollbacks}). "
+            "The newest checkpoint is untouched; lower training.learning_rate, or look at the data."
+        )
+    oldest = alert["step"] - settings.rollback_min_steps
+    found = find_checkpoint(checkpoints.folder, agreement, "auto", at_most=oldest)
+    if found is None:
+        if agreement.rank == 0:
+            logger.error("No rollback: there is no checkpoint of step %d or before. Training goes on.", oldest)
+        return None
+    saved = found.read_json("trainer.json")
+    then = TrainingState(**saved["state"])
+    load_engine(engine, found, agreement)
+    now = dataclasses.replace(
+        then,
+        data_step=state.data_step,
+        skipped_steps=state.data_step - then.global_step,
+        epoch=state.epoch,
+        encoder_tokens_seen=state.encoder_tokens_seen,
+        target_tokens_seen=state.target_tokens_seen,
+        rollbacks=state.rollbacks + 1,
+    )
+    now = checkpoints.adopt(found, now)
+    recorder.go_back(saved["recorder"], now)
+    recorder.ledger.write(
+        "rollback",
+        step=state.global_step,
+        data_step=state.data_step,
+        type=alert["type"],
+        message=alert["message"],
+        to_step=then.global_step,
+        to_data_step=then.data_step,
+        number=now.rollbacks,
+    )
+    if agreement.rank == 0:
+        logger.warning(
+            "Rollback %d of at most %d: back to step %d; data steps %d to %d are not trained on again.",
+            now.rollbacks,
+            settings.max_rollbacks,
+            then.global_step,
+            then.data_step + 1,
+            state.data_step,
+        )
+    return now

@@ -1,0 +1,119 @@
+"""What goes wrong in a run, by order: applied in a rank of `forked_runs` before the program starts there.
+
+A fault is a dict with `kind`, the name of a function here, and that function's arguments. Data steps count from 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ds_encdec.checkpoint.folder import CheckpointFolder
+from ds_encdec.data.loader import LaneLoader
+from ds_encdec.engine import deepspeed_zero, fsdp2
+from ds_encdec.types import Batch, LossSum
+
+_next_step = LaneLoader.__next__
+_forward = fsdp2.packed_forward
+_steps_read = 0
+
+
+def apply(faults: list[dict[str, Any]], rank: int) -> None:
+    """Prepare this process for `faults`."""
+    for fault in faults:
+        arguments = {name: value for name, value in fault.items() if name != "kind"}
+        globals()[fault["kind"]](rank, **arguments)
+
+
+def nan_loss(rank: int, *, at: int, on_rank: int) -> None:
+    """The loss of data step `at` is NaN on one rank."""
+    _change_loss(lambda loss: _scaled(loss, torch.nan) if rank == on_rank and _steps_read == at else loss)
+
+
+def gradient_spike(rank: int, *, at: int, factor: float) -> None:
+    """The gradients, not the loss, of data step `at` are `factor` times too large."""
+    _change_loss(
+        lambda loss: dataclasses.replace(loss, total=loss.total * factor) if _steps_read == at else loss,
+    )
+
+
+def bad_data(rank: int, *, at: int, until: int) -> None:
+    """The targets of data steps `at` to `until` are another, seldom, token each."""
+
+    def spoil(batches: list[Batch], step: int) -> list[Batch]:
+        return [_spoiled(batch) for batch in batches] if at <= step <= until else batches
+
+    _change_data(spoil)
+
+
+def skip_data(rank: int, *, after: int, until: int) -> None:
+    """No fault, but what a run is compared with: data steps `after` + 1 to `until` are never seen."""
+
+    def step(loader: LaneLoader) -> list[Batch]:
+        global _steps_read
+        if _steps_read == after:
+            for _ in range(until - after):
+                _next_step(loader)
+            _steps_read = until
+        _steps_read += 1
+        return _next_step(loader)
+
+    LaneLoader.__next__ = step  # type: ignore[method-assign]
+
+
+def slow_data(rank: int, *, on_rank: int, seconds: float) -> None:
+    """One rank's data comes late, at every step."""
+
+    def wait(batches: list[Batch], step: int) -> list[Batch]:
+        if rank == on_rank:
+            time.sleep(seconds)
+        return batches
+
+    _change_data(wait)
+
+
+def die_after_commits(rank: int, *, commits: int) -> None:
+    """This process is killed as soon as its run has committed this many checkpoints (rank 0 commits)."""
+    commit, done = CheckpointFolder.commit, []
+
+    def count(folder: CheckpointFolder, step: int, pointers: Any) -> None:
+        commit(folder, step, pointers)
+        done.append(step)
+        if len(done) == commits:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    CheckpointFolder.commit = count  # type: ignore[method-assign]
+
+
+def _change_data(change: Callable[[list[Batch], int], list[Batch]]) -> None:
+    def step(loader: LaneLoader) -> list[Batch]:
+        global _steps_read
+        _steps_read += 1
+        return change(_next_step(loader), _steps_read)
+
+    LaneLoader.__next__ = step  # type: ignore[method-assign]
+
+
+def _change_loss(change: Callable[[LossSum], LossSum]) -> None:
+    def forward(model: torch.nn.Module, batch: Batch) -> LossSum:
+        loss = _forward(model, batch)
+        return change(loss) if torch.is_grad_enabled() else loss
+
+    _change_data(lambda batches, step: batches)
+    for engine in (deepspeed_zero, fsdp2):
+        engine.packed_forward = forward
+
+
+def _scaled(loss: LossSum, factor: float) -> LossSum:
+    return dataclasses.replace(loss, total=loss.total * factor, by_denoiser=loss.by_denoiser * factor)
+
+
+def _spoiled(batch: Batch) -> Batch:
+    labels = torch.where(batch.labels >= 0, torch.arange(len(batch.labels)) % 200 + 700, batch.labels)
+    return dataclasses.replace(batch, labels=labels)
