@@ -99,6 +99,11 @@ def _parser() -> argparse.ArgumentParser:
     verify = verb("verify", _verify, "compare every file of a checkpoint, or of all in a run, with its SHA-256")
     verify.add_argument("path", type=Path, help="a checkpoint or a run, e.g. output")
 
+    report = verb("report", _report, "write one page with pictures about a run, or a pipeline of phases")
+    report.add_argument("run_folder", metavar="run", type=Path, help="a run or a pipeline's folder, e.g. output")
+    report.add_argument("--compare", type=Path, nargs="+", default=(), metavar="RUN", help="runs to lay over it")
+    report.add_argument("--out", type=Path, help="folder to write into (default RUN/report)")
+
     generate = verb("generate", _generate, "fill sentinels in a text, or continue it")
     generate.add_argument("--model", type=Path, required=True, help="exported folder")
     generate.add_argument("--text", required=True, help="text with <extra_id_0>… to fill, or a prefix to continue")
@@ -241,6 +246,16 @@ def _verify(options: argparse.Namespace, _: Sequence[str]) -> int:
 
     for checkpoint in verify_checkpoints(options.path):
         print(checkpoint, flush=True)
+    return 0
+
+
+def _report(options: argparse.Namespace, _: Sequence[str]) -> int:
+    from ds_encdec.report.write import write_report
+
+    page, warnings = write_report(options.run_folder, compare=options.compare, out=options.out)
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    print(f"the report is in {page}")
     return 0
 
 

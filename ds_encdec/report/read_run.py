@@ -1,0 +1,273 @@
+"""A run as its folder tells it: metrics, ledger, configuration, checkpoints, verdicts. Only reads, without torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import numpy as np
+
+from ds_encdec.checkpoint.folder import committed_steps
+from ds_encdec.checkpoint.manifest import Manifest, read_manifest, verify_listing
+from ds_encdec.config.report import Problem
+from ds_encdec.config.yaml_text import read_yaml
+from ds_encdec.launch.run_folder import RunFolder
+from ds_encdec.report.curve import Curve
+from ds_encdec.types import CheckpointError, ConfigError, DataError
+
+Entry = Mapping[str, Any]
+"""A line of `ledger.jsonl` (monitor/ledger.py) or a file of JSON: what others wrote, believed as little as possible."""
+NO_CURVE = Curve.of(())
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """One committed checkpoint. `pointers` of latest, best, final; `damage`: what its listing lacks, if anything."""
+
+    step: int
+    manifest: Manifest | None
+    pointers: tuple[str, ...]
+    damage: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the folder of a run holds. `curves`: by metric name; `abandoned`: by number of the rollback, then by name.
+
+    `config`: nested, as in `config.yaml`, not validated: an older version may have written it. `data`: the facts that
+    the newest checkpoint keeps of tokenizer and sources. `verdict`: of the phase, where the run is one. `notes`: what
+    could not be read, in whole sentences.
+    """
+
+    name: str
+    path: Path
+    status: Entry
+    curves: Mapping[str, Curve]
+    abandoned: Mapping[int, Mapping[str, Curve]]
+    ledger: Sequence[Entry]
+    config: Mapping[str, Any]
+    data: Entry
+    checkpoints: Sequence[SavedCheckpoint]
+    verdict: Entry | None
+    notes: Sequence[str] = field(default=())
+
+    def curve(self, metric: str) -> Curve:
+        """The metric's curve, empty where it was never logged."""
+        return self.curves.get(metric, NO_CURVE)
+
+    def entries(self, kind: str) -> list[Entry]:
+        """The ledger's entries of one kind."""
+        return [entry for entry in self.ledger if entry["kind"] == kind]
+
+    @property
+    def steps(self) -> int:
+        """The last step that metrics were logged at."""
+        return int(max(curve.steps[-1] for curve in self.curves.values()))
+
+    def last(self, metric: str) -> float | None:
+        """The last finite value."""
+        known = self.curve(metric).known
+        return float(known[-1]) if len(known) else None
+
+    def lowest(self, metric: str) -> float | None:
+        """The lowest finite value."""
+        known = self.curve(metric).known
+        return float(known.min()) if len(known) else None
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps without an update, those of abandoned branches too."""
+        branches = [self.curves, *self.abandoned.values()]
+        return int(sum(branch.get("train/skipped_steps", NO_CURVE).known.sum() for branch in branches))
+
+    @property
+    def training_seconds(self) -> float:
+        """Time spent on the steps of the history, without evaluations, saves, restarts and abandoned branches."""
+        curve = self.curve("perf/step_time_s")
+        return float(np.nansum(curve.values * np.diff(curve.steps, prepend=0.0)))
+
+    def tokens_at(self, steps: np.ndarray) -> np.ndarray:
+        """Tokens of both sides that were seen at `steps` (float64 [n]), between two lines in proportion."""
+        seen = self.curve("train/tokens_seen")
+        return np.interp(steps, [0.0, *seen.steps], [0.0, *seen.values]) if len(seen) else np.full(len(steps), np.nan)
+
+    def setting(self, path: str, default: Any = None) -> Any:
+        """The configuration's value at a dotted path."""
+        value: Any = self.config
+        for key in path.split("."):
+            if not isinstance(value, Mapping) or key not in value:
+                return default
+            value = value[key]
+        return value
+
+    def number(self, path: str) -> float | None:
+        """The configuration's value at a dotted path where it is a number above 0."""
+        value = self.setting(path)
+        return float(value) if is_number(value) and value > 0 else None
+
+
+def read_run(path: Path) -> Run:
+    """Read the run in the folder `path`.
+
+    Raises ConfigError where it is no run's folder, and DataError where the run has logged no metrics. Anything else
+    that is missing or cannot be read becomes a note.
+    """
+    folder = RunFolder(str(path))
+    root = folder.root.resolve()
+    if not root.is_dir():
+        raise ConfigError(f"{path}: no such folder; give the infra.output_dir of a run.")
+    if not any(part.exists() for part in (folder.metrics, folder.run_json, folder.config_yaml)):
+        raise ConfigError(
+            f"{path} is not the folder of a run: it has none of metrics.jsonl, run.json and config.yaml. "
+            "Give the infra.output_dir of a run."
+        )
+    notes: list[str] = []
+    status = read_json(folder.run_json, notes) or {}
+    lines = _read_lines(folder.metrics, notes)
+    curves = _curves(lines)
+    if not curves:
+        raise DataError(_nothing_logged(folder, status))
+    if gaps := sum(curve.gaps for curve in curves.values()):
+        named = ", ".join(sorted(name for name, curve in curves.items() if curve.gaps))
+        notes.append(f"{gaps:,} values are not finite and are gaps in the curves: {named}.")
+    checkpoints = _read_checkpoints(folder.checkpoints)
+    return Run(
+        name=root.name,
+        path=root,
+        status=status,
+        curves=curves,
+        abandoned=_read_abandoned(folder.abandoned_metrics, notes),
+        ledger=_read_ledger(folder.ledger, notes),
+        config=_read_config(folder.config_yaml, notes),
+        data=_read_data_facts(folder.checkpoints, checkpoints),
+        checkpoints=checkpoints,
+        verdict=read_json(root / "result.json", notes),
+        notes=notes,
+    )
+
+
+def read_json(path: Path, notes: list[str]) -> Entry | None:
+    """The JSON object in the file, or None, with a note unless the file is missing."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        notes.append(f"{path.name} cannot be read: {error}.")
+        return None
+    if not isinstance(content, dict):
+        notes.append(f"{path.name} cannot be read: it holds no JSON object.")
+        return None
+    return content
+
+
+def _nothing_logged(folder: RunFolder, status: Entry) -> str:
+    state = f"its state is {status['state']}" if "state" in status else "it has no run.json"
+    reason = f" ({status['reason']})" if status.get("reason") else ""
+    return (
+        f"{folder.metrics}: no line of metrics, so there is nothing to draw; {state}{reason}. "
+        "The first line is written after training.logging_steps steps."
+    )
+
+
+def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """The JSON objects of a file of lines; others are counted in a note, but for a last one that is not whole yet."""
+    try:
+        raw = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        notes.append(f"{path.name} cannot be read: {error.strerror}.")
+        return []
+    lines, torn = [], 0
+    for text in raw[:-1]:
+        line = _parse(text)
+        if line is None:
+            torn += 1
+        else:
+            lines.append(line)
+    if torn:
+        notes.append(f"{path.name}: {torn:,} lines cannot be read and are left out.")
+    if raw[-1].strip():
+        notes.append(f"{path.name}: the last line is not complete and is left out.")
+    return lines
+
+
+def _parse(text: bytes) -> dict[str, Any] | None:
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) and is_number(line.get("step")) else None
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether `value` is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
+    points: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for line in lines:
+        for name, value in line.items():
+            if "/" in name and (value is None or isinstance(value, int | float)):
+                points[name].append((line["step"], value if is_number(value) else math.nan))
+    return {name: Curve.of(found) for name, found in points.items()}
+
+
+def _read_abandoned(path: Path, notes: list[str]) -> dict[int, dict[str, Curve]]:
+    branches: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for line in _read_lines(path, notes):
+        branches[int(line["rollback"]) if is_number(line.get("rollback")) else 0].append(line)
+    return {number: _curves(lines) for number, lines in sorted(branches.items())}
+
+
+def _read_ledger(path: Path, notes: list[str]) -> list[Entry]:
+    """The entries, without the repetitions that a resume brings: the same event at the same step, told again."""
+    entries: list[Entry] = []
+    told: set[str] = set()
+    for line in _read_lines(path, notes):
+        if not isinstance(line.get("kind"), str):
+            continue
+        event = json.dumps({name: value for name, value in line.items() if name != "time"}, sort_keys=True)
+        if line["kind"] == "start" or event not in told:
+            entries.append(line)
+        told.add(event)
+    return entries
+
+
+def _read_config(path: Path, notes: list[str]) -> Mapping[str, Any]:
+    problems: list[Problem] = []
+    values = read_yaml(path, problems).values
+    notes.extend(f"config.yaml: {problem.message}." for problem in problems)
+    return values
+
+
+def _read_checkpoints(folder: Path) -> list[SavedCheckpoint]:
+    pointed = {name: (folder / name).resolve() for name in ("latest", "best", "final") if (folder / name).exists()}
+    found = []
+    for step, path in sorted(committed_steps(folder).items()):
+        manifest, damage = None, ""
+        try:
+            manifest = read_manifest(path)
+            verify_listing(path, manifest)
+        except CheckpointError as error:
+            damage = str(error)
+        pointers = tuple(name for name, target in pointed.items() if target == path.resolve())
+        found.append(SavedCheckpoint(step, manifest, pointers, damage))
+    return found
+
+
+def _read_data_facts(folder: Path, checkpoints: Sequence[SavedCheckpoint]) -> Entry:
+    """What the newest checkpoint says of tokenizer and sources (data/fingerprint.py); {} where it does not."""
+    if not checkpoints:
+        return {}
+    trainer = read_json(committed_steps(folder)[checkpoints[-1].step] / "trainer.json", [])
+    data = (trainer or {}).get("data")
+    facts = data.get("fingerprint") if isinstance(data, dict) else None
+    return facts if isinstance(facts, dict) else {}
