@@ -1,0 +1,161 @@
+"""What a phase amounts to: its numbers, and the configuration of its run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ds_encdec.config.load import load_config
+from ds_encdec.config.schema import FullConfig, PhaseOverrides
+from ds_encdec.phases import (
+    PHASE_CONFIGS,
+    PHASES,
+    PhaseConfig,
+    PlannedPhase,
+    TrainingPhase,
+    estimate_steps_for_tokens,
+    estimate_training_time,
+    parse_phase,
+    phase_before,
+    phase_config,
+    plan_phase,
+)
+from ds_encdec.types import ConfigError
+
+CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
+FULL_RUN, QUICKSTART = CONFIGS / "qwen3_0.6b_ul2.yaml", CONFIGS / "quickstart.yaml"
+SANITY, VALIDATION, MEDIUM, FULL = PHASES
+
+
+def plan(phase: TrainingPhase, *overrides: str, path: Path = QUICKSTART, max_steps: int | None = None) -> PlannedPhase:
+    return plan_phase(load_config(path, overrides), phase, max_steps)
+
+
+def test_the_numbers_of_the_phases() -> None:
+    numbers = {
+        phase: (c.num_tokens, c.num_train_steps, c.eval_steps, c.save_steps, c.logging_steps)
+        for phase, c in PHASE_CONFIGS.items()
+    }
+    assert numbers == {
+        "sanity_check": (10_000_000, 100, 50, 100, 1),
+        "validation": (1_000_000_000, 5_000, 500, 1_000, 10),
+        "medium": (100_000_000_000, 50_000, 1_000, 5_000, 10),
+        "full": (500_000_000_000, 100_000, 500, 10_000, 10),
+    }
+    gates = {phase: (c.max_loss_after_warmup, c.min_loss_decrease) for phase, c in PHASE_CONFIGS.items()}
+    assert gates == {"sanity_check": (15.0, 0.1), "validation": (8.0, 0.5), "medium": (5.0, 1.0), "full": (4.0, 1.5)}
+    plain = PhaseConfig(SANITY, 1, "", 1, 1, 1, 1)
+    assert (plain.max_loss_after_warmup, plain.min_loss_decrease) == (10.0, 0.1)
+
+
+def test_the_yaml_replaces_single_numbers() -> None:
+    config = FullConfig(phases={"validation": PhaseOverrides(max_loss_after_warmup=9.5, save_steps=7)})
+    settings = phase_config(config, VALIDATION)
+    assert (settings.max_loss_after_warmup, settings.save_steps) == (9.5, 7)
+    assert settings.num_tokens == PHASE_CONFIGS[VALIDATION].num_tokens
+    assert phase_config(config, MEDIUM) == PHASE_CONFIGS[MEDIUM]
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("validaton", "Did you mean validation?"), ("Sanity_Check", "Did you mean sanity_check?"), ("x", "")],
+)
+def test_an_unknown_phase(name: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_phase(name)
+    assert "sanity_check, validation, medium, full" in str(caught.value)
+    assert str(caught.value).endswith(hint or "full.")
+
+
+def test_steps_for_tokens_are_rounded_up() -> None:
+    assert estimate_steps_for_tokens(4096 * 10, 2, 512, 2, 2) == 10
+    assert estimate_steps_for_tokens(4096 * 10 + 1, 2, 512, 2, 2) == 11
+
+
+def test_training_time() -> None:
+    assert estimate_training_time(1000, 86.4) == {"seconds": 86400.0, "minutes": 1440.0, "hours": 24.0, "days": 1.0}
+
+
+def test_tokens_or_steps_whichever_comes_first() -> None:
+    first, _, third, _ = (plan(phase, path=FULL_RUN) for phase in PHASES)
+    assert first.tokens_per_step == 8 * 8 * 4 * 6144
+    assert (first.num_steps, first.steps_for_tokens) == (7, 7)  # 10 M tokens, before its 100 steps
+    assert (third.num_steps, third.steps_for_tokens) == (50_000, 63_579)
+
+
+def test_a_phase_is_laid_over_the_configuration() -> None:
+    planned = plan(
+        VALIDATION, "phases.validation.num_train_steps=1000", "infra.wandb_run_name=run", "infra.output_dir=/o"
+    )
+    training, infra = planned.config.training, planned.config.infra
+    assert (training.num_train_steps, training.eval_steps, training.save_steps) == (1000, 500, 1000)
+    assert (training.logging_steps, training.warmup_steps, training.seed) == (10, 20, 43)
+    assert (infra.output_dir, infra.logging_dir, infra.wandb_run_name) == (
+        "/o/phases/validation",
+        "./logs",
+        "run-validation",
+    )
+    model = planned.config.model
+    assert model.model_name_or_path == "/o/phases/sanity_check/export/final"
+    assert (model.architecture, model.tokenizer_name_or_path, model.num_sentinel_tokens) == (None, None, 32)
+    assert planned.config.data.num_lanes == 4
+    assert FullConfig.model_validate(planned.config.model_dump()) == planned.config  # as strict as any other
+
+
+def test_the_first_phase_starts_from_the_configured_model() -> None:
+    config = load_config(QUICKSTART)
+    assert phase_before(SANITY) is None
+    assert plan_phase(config, SANITY).config.model == config.model
+    assert phase_before(FULL) == MEDIUM
+
+
+def test_lanes_are_what_the_planned_ranks_make() -> None:
+    planned = plan(SANITY, "data.num_lanes=null", "infra.num_gpus=3", "training.gradient_accumulation_steps=2")
+    assert planned.config.data.num_lanes == 6
+    assert planned.tokens_per_step == 6 * 2 * 512
+
+
+def test_a_logging_folder_outside_of_the_run_is_split() -> None:
+    assert plan(FULL, "infra.logging_dir=/logs").config.infra.logging_dir == "/logs/full"
+
+
+def test_a_shortened_phase_evaluates_saves_and_logs_within_its_steps() -> None:
+    training = plan(MEDIUM, max_steps=8).config.training
+    assert (training.num_train_steps, training.eval_steps, training.save_steps, training.logging_steps) == (8, 8, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "max_steps", "warmup_steps"),
+    [
+        ((), 40, 4),  # a tenth
+        ((), 5, 1),  # DeepSpeed's schedules need one
+        (("training.warmup_steps=0", "training.lr_scheduler_type=cosine"), 40, 0),
+        (("training.warmup_steps=2",), 40, 2),
+        (("phases.sanity_check.warmup_steps=70",), None, 70),  # as it says
+        (("phases.sanity_check.warmup_steps=70",), 40, 4),  # shortened
+    ],
+)
+def test_warmup(overrides: tuple[str, ...], max_steps: int | None, warmup_steps: int) -> None:
+    assert plan(SANITY, *overrides, max_steps=max_steps).config.training.warmup_steps == warmup_steps
+
+
+def test_a_phase_that_contradicts_itself_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"phase validation of 5000 steps(.|\n)*training.warmup_steps"):
+        plan(VALIDATION, "phases.validation.warmup_steps=5000")
+
+
+def test_a_short_phase_has_room_for_a_rollback() -> None:
+    planned = plan(SANITY, "monitor.on_loss_spike=rollback")
+    assert planned.config.training.save_steps == planned.config.monitor.rollback_min_steps == 25
+    assert "training.save_steps=25 (not 100) and monitor.rollback_min_steps=25 (not 50)" in planned.remarks[0]
+    long = plan(VALIDATION, "monitor.on_loss_spike=rollback")
+    assert (long.config.training.save_steps, long.config.monitor.rollback_min_steps, long.remarks) == (1000, 50, ())
+
+
+@pytest.mark.parametrize(
+    "path", [FULL_RUN, CONFIGS / "qwen3_0.6b_ul2_1gpu.yaml", QUICKSTART], ids=lambda path: path.name
+)
+@pytest.mark.parametrize("max_steps", [None, 2])
+def test_the_shipped_configurations_have_all_phases(path: Path, max_steps: int | None) -> None:
+    assert [plan(phase, path=path, max_steps=max_steps).phase for phase in PHASES] == list(PHASES)
