@@ -17,7 +17,8 @@ PERSISTENT_INTERVALS = 3
 MIN_THROUGHPUT_VALUES = 5
 """Intervals that must be in the throughput window before a drop can be seen."""
 MEMORY_BASELINE_INTERVALS = range(2, 5)
-"""Intervals of this process whose largest memory is the baseline; the first one may end before all is allocated."""
+"""Intervals of this process, and then after its first save, whose largest memory is the baseline: what is allocated
+late belongs to it."""
 
 
 class MachineWatch:
@@ -34,7 +35,9 @@ class MachineWatch:
         self._throughput = MetricWindow(settings.window_size)
         self._throughput_is_low = False
         self._streaks: dict[tuple[str, int], int] = {}
-        self._memory_levels = {"host": [0.0], "device": [0.0]}
+        self._memory_intervals = 0
+        self._memory_levels: dict[str, list[float]] = {}
+        self._saved = False
 
     def update(self, step: int, vitals: Sequence[RankVitals], *, tokens_per_second: float) -> list[dict[str, Any]]:
         """Take in one logging interval, and return its new alerts.
@@ -42,12 +45,20 @@ class MachineWatch:
         `vitals` of all ranks in their order; `tokens_per_second` of all ranks together, NaN if it was not measured.
         """
         self._intervals += 1
+        self._memory_intervals += 1
         return [
             *self._judge_throughput(step, tokens_per_second / len(vitals)),
             *self._judge_persistent(step, vitals),
             *self._judge_memory(step, "host", [rank.host_bytes for rank in vitals]),
             *self._judge_memory(step, "device", [rank.device_bytes for rank in vitals]),
         ]
+
+    def note_save(self) -> None:
+        """A checkpoint was saved. The first one of a process keeps its staging buffers: memory has a new baseline."""
+        if not self._saved:
+            self._saved = True
+            self._memory_intervals = 0
+            self._memory_levels = {}
 
     @staticmethod
     def metrics(vitals: Sequence[RankVitals]) -> dict[str, float]:
@@ -101,13 +112,11 @@ class MachineWatch:
 
     def _judge_memory(self, step: int, place: str, now: Sequence[float]) -> list[dict[str, Any]]:
         """One alert for all ranks that have grown: mostly they do so together."""
-        if self._intervals < MEMORY_BASELINE_INTERVALS.start:
+        if self._memory_intervals < MEMORY_BASELINE_INTERVALS.start:
             return []
-        if self._intervals == MEMORY_BASELINE_INTERVALS.start:
-            self._memory_levels[place] = list(now)
-        levels = self._memory_levels[place]
-        if self._intervals in MEMORY_BASELINE_INTERVALS:
-            self._memory_levels[place] = [max(pair) for pair in zip(levels, now, strict=True)]
+        levels = self._memory_levels.setdefault(place, list(now))
+        if self._memory_intervals in MEMORY_BASELINE_INTERVALS:
+            levels[:] = [max(pair) for pair in zip(levels, now, strict=True)]
             return []
         threshold = self._settings.memory_growth_threshold
         growth = {rank: now[rank] / level - 1 for rank, level in enumerate(levels) if level}

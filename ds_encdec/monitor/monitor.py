@@ -139,7 +139,7 @@ class TrainingMonitor:
             self._record(loss, grad_norm, is_warmup)
             if not is_warmup:
                 alerts += self._judge_plateau(step)
-        if not math.isnan(tokens_per_second):
+        if math.isfinite(tokens_per_second):
             self.throughput_window.add(tokens_per_second)
         alerts += self._judge_learning_rate(step, learning_rate, update_index=step - applied)
         self.history.append(Observation(step, loss, grad_norm, learning_rate, tokens_per_second, applied))

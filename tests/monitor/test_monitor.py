@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import os
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from ds_encdec.monitor.monitor import TrainingMonitor, compute_gradient_norm
+from ds_encdec.config.rules import NATIVE_SCHEDULES
+from ds_encdec.config.schema import FullConfig, MonitorConfig, TrainingConfig
+from ds_encdec.monitor.alerts import MACHINE_ALERTS, TRAINING_ALERTS, answer
+from ds_encdec.monitor.monitor import MAX_ALERTS_OF_A_TYPE, MAX_HISTORY, TrainingMonitor, compute_gradient_norm
+from ds_encdec.optim.schedules import rate_factor
 
 
 @dataclass(frozen=True)
@@ -62,13 +73,80 @@ def test_thresholds_can_be_set() -> None:
     assert [alert["type"] for alert in monitor.alerts] == ["grad_explosion"]
 
 
-def test_non_finite_values_alert_and_stay_out_of_the_windows() -> None:
+@pytest.mark.parametrize(
+    ("loss", "norm", "value", "others"),
+    [
+        (math.nan, 1.0, math.nan, []),
+        (math.inf, math.nan, math.inf, []),
+        (2.0, math.inf, math.inf, []),
+        (99.0, math.nan, math.nan, ["loss_spike"]),
+        (-math.inf, 11.0, -math.inf, ["grad_explosion"]),
+    ],
+)
+def test_what_is_not_finite_is_one_alert_and_stays_out_of_the_statistics(
+    loss: float, norm: float, value: float, others: list[str]
+) -> None:
     monitor = TrainingMonitor()
-    monitor.update(1, math.nan, math.inf, 1e-4, 0.0)
-    feed(monitor, [2.0], first_step=2)
-    assert [alert["type"] for alert in monitor.alerts] == ["loss_spike", "grad_explosion"]
-    assert (monitor.loss_window.mean, monitor.grad_norm_window.mean) == (2.0, 1.0)
-    assert monitor.initial_loss == 2.0
+    feed(monitor, [2.0] * 10)
+    seen = monitor.update(11, loss, norm, 1e-4, 0.0)
+    assert [alert["type"] for alert in seen] == ["non_finite", *others]
+    assert str(seen[0]["value"]) == str(value)
+    finite_loss, finite_norm = math.isfinite(loss), math.isfinite(norm)
+    assert (len(monitor.loss_window), len(monitor.grad_norm_window)) == (10 + finite_loss, 10 + finite_norm)
+    assert monitor.max_loss == (loss if finite_loss else 2.0)
+
+
+def test_a_first_loss_that_is_not_finite_is_not_the_initial_one() -> None:
+    monitor = TrainingMonitor()
+    feed(monitor, [math.nan, 2.0])
+    assert (monitor.initial_loss, monitor.min_loss, monitor.warmup_complete_loss) == (2.0, 2.0, 2.0)
+
+
+def test_a_step_that_was_not_applied_raises_its_alert_and_leaves_no_other_trace() -> None:
+    monitor = TrainingMonitor()
+    feed(monitor, [2.0] * 10)
+    before = monitor.state_dict()
+    seen = monitor.update(10, 5.0, 20.0, 1e-4, math.nan, applied=False)
+    assert [alert["type"] for alert in seen] == ["loss_spike", "grad_explosion"]
+    after = monitor.state_dict()
+    assert {name for name in after if after[name] != before[name]} == {"alerts", "steps"}
+    assert [observation.applied for observation in monitor.history] == [True] * 10 + [False]
+
+
+def test_refuses_compares_as_update_does_and_records_nothing() -> None:
+    monitor = TrainingMonitor()
+    feed(monitor, [2.0] * 10)
+    before = monitor.state_dict()
+    for loss in (4.0, math.nextafter(4.0, 5.0), math.nan):
+        for norm in (10.0, math.nextafter(10.0, 11.0), math.inf):
+            refused = monitor.refuses(loss, norm)
+            assert monitor.state_dict() == before
+            copy = TrainingMonitor()
+            copy.load_state_dict(before)
+            assert {alert["type"] for alert in copy.update(11, loss, norm, 1e-4, 0.0)} == refused
+    assert monitor.refuses(4.0, 10.0) == set()
+    assert monitor.refuses(4.1, 10.1) == {"loss_spike", "grad_explosion"}
+
+
+def test_throughput_that_was_not_measured_is_left_out() -> None:
+    monitor = TrainingMonitor()
+    for step, speed in enumerate([math.nan, 100.0, math.nan, 300.0], start=1):
+        monitor.update(step, 2.0, 1.0, 1e-4, speed)
+    assert list(monitor.throughput_window.values) == [100.0, 300.0]
+
+
+def test_history_and_alerts_are_bounded_and_no_type_of_alert_pushes_another_out() -> None:
+    monitor = TrainingMonitor()
+    feed(monitor, [2.0] * 10 + [5.0])
+    for step in range(12, MAX_HISTORY + 12):
+        monitor.update(step, 2.0, 11.0, 1e-4, math.nan)
+    assert (len(monitor.history), monitor.history[-1].step) == (MAX_HISTORY, MAX_HISTORY + 11)
+    assert [alert["step"] for alert in monitor.alerts if alert["type"] == "loss_spike"] == [11]
+    explosions = [alert["step"] for alert in monitor.alerts if alert["type"] == "grad_explosion"]
+    assert explosions == list(range(MAX_HISTORY + 12 - MAX_ALERTS_OF_A_TYPE, MAX_HISTORY + 12))
+    resumed = TrainingMonitor()
+    resumed.load_state_dict(monitor.state_dict())
+    assert resumed.alerts == monitor.alerts
 
 
 def test_summary() -> None:
@@ -121,7 +199,17 @@ def test_gate_fails_when_the_warmup_never_ended() -> None:
     feed(monitor, [6.0, 2.0], warmup_steps=10)
     checks = {check["name"]: check for check in monitor.validate_phase(Limits())["checks"]}
     assert not checks["loss_after_warmup"]["passed"]
-    assert "not measured" in checks["loss_after_warmup"]["message"]
+    assert "no step after the warm-up was logged" in checks["loss_after_warmup"]["message"]
+    empty = TrainingMonitor().validate_phase(Limits())
+    assert [check["passed"] for check in empty["checks"]] == [False, False, True]
+
+
+def test_gate_measures_from_an_initial_loss_that_is_set() -> None:
+    monitor = TrainingMonitor()
+    monitor.initial_loss = 6.0
+    feed(monitor, [4.0, 3.9])
+    assert monitor.validate_phase(Limits(5.0, 2.0))["passed"]
+    assert not monitor.validate_phase(Limits(5.0, 2.2))["passed"]
 
 
 def test_state_continues_exactly_through_strict_json() -> None:
@@ -134,6 +222,198 @@ def test_state_continues_exactly_through_strict_json() -> None:
     assert resumed.state_dict() == whole.state_dict()
     assert str(resumed.get_summary()) == str(whole.get_summary())
     assert [alert["step"] for alert in resumed.alerts] == [1, 32]
+
+
+def plateau_monitor(**changes: float) -> TrainingMonitor:
+    return TrainingMonitor(4, **{"loss_plateau_steps": 6, "loss_plateau_min_decrease": 0.5, **changes})
+
+
+def plateaus(monitor: TrainingMonitor) -> list[int]:
+    return [alert["step"] for alert in monitor.alerts if alert["type"] == "loss_plateau"]
+
+
+def test_plateau_is_said_once_per_stretch() -> None:
+    """The window of 4 is full at step 4; it stays at 8 until 6 steps later, and so does the one at 4."""
+    monitor = plateau_monitor()
+    feed(monitor, [8.0] * 30 + [4.0] * 30)
+    assert plateaus(monitor) == [10, 40]  # by step 34 the mean has stopped falling
+    assert monitor.alerts[0] | {"message": ""} == {
+        "type": "loss_plateau", "step": 10, "value": 8.0, "threshold": 7.5, "message": ""
+    }  # fmt: skip
+    assert "step 10: the mean of the last 4 losses is 8.0000" in monitor.alerts[0]["message"]
+
+
+def test_a_loss_that_falls_slowly_is_no_plateau_but_one_that_falls_slower_is() -> None:
+    for decrease, expected in ((0.5 / 6, []), (0.5 / 7, [10, 17])):
+        monitor = plateau_monitor()
+        feed(monitor, [100.0 - decrease * 1.001 * step for step in range(20)])
+        assert plateaus(monitor) == expected
+
+
+def test_a_rising_loss_is_a_plateau_of_the_best_mean() -> None:
+    monitor = plateau_monitor(loss_plateau_min_decrease=0.0)
+    feed(monitor, [2.0 + 0.01 * step for step in range(40)])
+    assert plateaus(monitor) == [10]
+
+
+def test_plateau_begins_after_the_warmup_and_with_a_full_window() -> None:
+    monitor = plateau_monitor()
+    feed(monitor, [8.0] * 30, warmup_steps=20)
+    assert plateaus(monitor) == [27]
+    few = TrainingMonitor(100, loss_plateau_steps=6)
+    feed(few, [8.0] * 99)
+    assert plateaus(few) == []
+
+
+def test_steps_that_are_not_applied_neither_begin_nor_end_a_plateau() -> None:
+    monitor = plateau_monitor()
+    feed(monitor, [8.0] * 9)
+    for _ in range(20):
+        monitor.update(9, 1.0, 1.0, 1e-4, math.nan, applied=False)
+    assert plateaus(monitor) == []
+    feed(monitor, [8.0] * 3, first_step=10)
+    assert plateaus(monitor) == [10]
+
+
+def run_rates(training: TrainingConfig) -> Iterator[float]:
+    """The rates of a run's updates: DeepSpeed's own classes for its schedules, torch's LambdaLR for ours."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=training.learning_rate)
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    if training.lr_scheduler_type in NATIVE_SCHEDULES:
+        from deepspeed.runtime import lr_schedules
+
+        warmup = {"warmup_num_steps": training.warmup_steps, "warmup_type": training.warmup_type}
+        peak = {"warmup_max_lr": training.learning_rate}
+        end = {"total_num_steps": training.num_train_steps}
+        arguments = {
+            "WarmupDecayLR": warmup | peak | end,
+            "WarmupLR": warmup | peak,
+            "WarmupCosineLR": warmup | end | {"cos_min_ratio": training.min_lr_ratio},
+        }
+        native = getattr(lr_schedules, training.lr_scheduler_type)
+        scheduler = native(optimizer, **arguments[training.lr_scheduler_type])
+    else:
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda index: rate_factor(index, training))
+    while True:
+        yield optimizer.param_groups[0]["lr"]
+        optimizer.step()
+        scheduler.step()
+
+
+def scheduled_run(schedule: str) -> FullConfig:
+    training = {"lr_scheduler_type": schedule, "num_train_steps": 80, "warmup_steps": 7, "learning_rate": 3e-4}
+    return FullConfig.model_validate({"training": training})
+
+
+@pytest.mark.parametrize("schedule", [*NATIVE_SCHEDULES, "cosine", "linear", "constant", "wsd"])
+def test_no_schedule_is_off_itself_even_where_steps_are_skipped(schedule: str) -> None:
+    config = scheduled_run(schedule)
+    monitor = TrainingMonitor.from_config(config)
+    for step, rate in zip(range(1, 81), run_rates(config.training), strict=False):
+        if step % 9 == 0:
+            monitor.update(step - 1, 2.0, 1.0, rate, math.nan, applied=False)
+        monitor.update(step, 2.0, 1.0, rate, math.nan)
+    assert monitor.steps == 88
+    assert monitor.alerts == []
+
+
+@pytest.mark.parametrize("schedule", [*NATIVE_SCHEDULES, "cosine", "linear", "wsd"])
+def test_a_schedule_that_runs_one_update_late_is_off(schedule: str) -> None:
+    config = scheduled_run(schedule)
+    monitor = TrainingMonitor.from_config(config)
+    for step, rate in zip(range(1, 80), run_rates(config.training), strict=False):
+        monitor.update(step + 1, 2.0, 1.0, rate, math.nan)
+    assert {alert["type"] for alert in monitor.alerts} == {"learning_rate_off"}
+
+
+def test_a_wrong_rate_is_said_once_until_it_is_right_again() -> None:
+    monitor = TrainingMonitor(planned_learning_rate=lambda index: 1e-3 * index)
+    factors = {5: 1.002, 6: 1.01, 7: 0.5, 8: 1.0, 9: 1.0005, 10: 0.998}
+    for step in range(1, 13):
+        monitor.update(step, 2.0, 1.0, 1e-3 * (step - 1) * factors.get(step, 1.0), math.nan)
+    assert [(alert["type"], alert["step"]) for alert in monitor.alerts] == [
+        ("learning_rate_off", 5), ("learning_rate_off", 10)
+    ]  # fmt: skip
+    assert monitor.alerts[0]["value"] == pytest.approx(0.002, rel=0.01)
+    assert monitor.alerts[0]["threshold"] == 1e-3
+    assert monitor.alerts[0]["message"] == "step 5: learning rate 4.0080e-03 where the schedule has 4.0000e-03"
+
+
+@pytest.mark.parametrize(
+    ("rate", "planned", "expected"), [(0, 0, 0), (1e-17, 0, 0), (0, 1e-17, 0), (1e-6, 0, 1), (0, 1e-6, 1)]
+)
+def test_rates_of_zero(rate: float, planned: float, expected: int) -> None:
+    monitor = TrainingMonitor(planned_learning_rate=lambda index: planned)
+    assert len(monitor.update(1, 2.0, 1.0, rate, math.nan)) == expected
+
+
+def test_from_config_takes_every_field() -> None:
+    settings = {
+        "window_size": 20, "loss_spike_threshold": 3.0, "loss_spike_min_values": 5, "grad_norm_threshold": 7.0,
+        "loss_plateau_steps": 50, "loss_plateau_min_decrease": 0.1, "learning_rate_tolerance": 0.01,
+    }  # fmt: skip
+    monitor = TrainingMonitor.from_config(FullConfig.model_validate({"monitor": settings}))
+    assert {name: getattr(monitor, name) for name in settings if name != "window_size"} | {
+        "window_size": monitor.loss_window.window_size
+    } == settings
+    raw = {"deepspeed_extra": {"scheduler": {"params": {"warmup_min_lr": 1e-5}}}}
+    assert TrainingMonitor.from_config(FullConfig.model_validate({"infra": raw})).planned_learning_rate is None
+
+
+def test_every_alert_has_an_answer() -> None:
+    fields = {name.removeprefix("on_") for name in MonitorConfig.model_fields if name.startswith("on_")}
+    assert fields == {*TRAINING_ALERTS, *MACHINE_ALERTS}
+    assert answer("loss_spike", MonitorConfig(on_loss_spike="rollback")) == "rollback"
+
+
+def test_going_back_restores_the_windows_and_keeps_the_alerts() -> None:
+    monitor = plateau_monitor()
+    feed(monitor, [8.0] * 12)
+    saved = json.loads(json.dumps(monitor.state_dict()))
+    feed(monitor, [7.0, 90.0, math.nan], first_step=13)
+    alerts = list(monitor.alerts)
+    assert [alert["type"] for alert in alerts] == ["loss_plateau", "loss_spike", "non_finite"]
+    monitor.go_back(saved)
+    assert monitor.alerts == alerts
+    assert {**monitor.state_dict(), "alerts": None} == {**saved, "alerts": None}
+
+
+value = st.floats(0.01, 20.0) | st.sampled_from([math.nan, math.inf])
+step_values = st.tuples(value, value, st.sampled_from([1e-4, 2e-4]), st.booleans())
+
+
+def full_monitor() -> TrainingMonitor:
+    return TrainingMonitor(
+        5, loss_spike_min_values=3, loss_plateau_steps=4, loss_plateau_min_decrease=0.1,
+        planned_learning_rate=lambda index: 1e-4,
+    )  # fmt: skip
+
+
+def feed_steps(monitor: TrainingMonitor, steps: list[tuple[float, float, float, bool]], first_step: int) -> None:
+    for step, (loss, norm, rate, applied) in enumerate(steps, start=first_step):
+        monitor.update(step, loss, norm, rate, loss, is_warmup=step <= 3, applied=applied)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(step_values, max_size=40), st.integers(0, 40))
+def test_a_resume_at_any_point_changes_nothing(steps: list[tuple[float, float, float, bool]], cut: int) -> None:
+    whole, first, resumed = full_monitor(), full_monitor(), full_monitor()
+    feed_steps(whole, steps, 1)
+    feed_steps(first, steps[:cut], 1)
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
+    feed_steps(resumed, steps[cut:], cut + 1)
+    assert resumed.state_dict() == whole.state_dict()
+    for window in (whole.loss_window, whole.grad_norm_window, whole.throughput_window):
+        assert len(window) <= 5
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.floats(0.0, 50.0), st.floats(0.0, 10.0), st.integers(1, 12), st.integers(1, 60))
+def test_what_stays_the_same_is_no_alert(loss: float, norm: float, window_size: int, steps: int) -> None:
+    monitor = TrainingMonitor(window_size, planned_learning_rate=lambda index: 1e-4)
+    for step in range(1, steps + 1):
+        assert monitor.update(step, loss, norm, 1e-4, 100.0) == []
+    assert len(monitor.loss_window) == min(steps, window_size)
 
 
 def test_gradient_norm() -> None:
