@@ -1,0 +1,80 @@
+"""What the phases would take, from the command line: no run is started, no torch imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from finished_runs import finish_run
+
+from ds_encdec.cli import main
+from ds_encdec.config.load import load_config
+from ds_encdec.phases import TrainingPhase, plan_phase
+
+QUICKSTART = str(Path(__file__).resolve().parents[2] / "ds_configs" / "quickstart.yaml")
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["phases", "--dry-run", "--json", *arguments]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_days_and_money(capsys: pytest.CaptureFixture[str]) -> None:
+    estimate = dry_run(capsys, "--tokens-per-second", "400000", "--price-per-gpu-hour", "3")
+    medium = estimate["phases"][2]
+    assert medium["tokens"] == 50_000 * 1_572_864
+    assert medium["time"]["days"] == pytest.approx(medium["tokens"] / 400_000 / 86400)
+    assert medium["usd"] == pytest.approx(medium["time"]["hours"] * 8 * 3)
+    assert [phase["ends_with"] for phase in estimate["phases"]] == ["tokens", "tokens", "steps", "steps"]
+    assert estimate["total"]["usd"] == pytest.approx(sum(phase["usd"] for phase in estimate["phases"]))
+
+
+def test_without_a_throughput_the_time_is_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dry_run(capsys, "--price-per-gpu-hour", "3")["total"]["days"] is None
+    assert main(["phases", "--dry-run", "--config", QUICKSTART, "--steps-per-phase", "40"]) == 0
+    text = capsys.readouterr().out
+    assert "not known: give --tokens-per-second" in text
+    assert "--steps-per-phase" in text
+    assert "4,096 tokens a step" in text
+
+
+def test_a_measured_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    phase = plan_phase(load_config(Path(QUICKSTART), [f"infra.output_dir={tmp_path}"]), TrainingPhase.SANITY_CHECK, 40)
+    finish_run(phase, [8.0, 7.0, 6.0])  # at 100, 200 and 300 tokens/s: the first line does not count
+    assert dry_run(capsys, "--measured", str(phase.folder))["tokens_per_second"] == 250.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--measured", "nowhere"], "nowhere/metrics.jsonl: cannot be read"),
+        (["--only", "medium", "--from", "full"], "--only names a single phase"),
+        (["--from", "full", "--to", "medium"], "--to medium comes before --from full"),
+        (["--only", "midium"], "Did you mean medium?"),
+        (["--steps-per-phase", "1"], "give at least 2"),
+        (["phases.medium.num_tokns=3"], "num_tokens"),
+    ],
+)
+def test_what_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert main(["phases", "--dry-run", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_only_and_from_to(capsys: pytest.CaptureFixture[str]) -> None:
+    def names(*arguments: str) -> list[str]:
+        return [phase["phase"] for phase in dry_run(capsys, *arguments)["phases"]]
+
+    assert names("--only", "medium") == ["medium"]
+    assert names("--from", "validation", "--to", "medium") == ["validation", "medium"]
+    assert names("--from", "medium") == ["medium", "full"]
+
+
+def test_a_dry_run_imports_no_torch() -> None:
+    code = (
+        "import sys; from ds_encdec.cli import main; main(['phases', '--dry-run']); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=60)

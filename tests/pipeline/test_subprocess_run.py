@@ -1,0 +1,103 @@
+"""A subprocess gets the signals that its parent gets, and does not outlive it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ds_encdec.config.load import load_config
+from ds_encdec.pipeline.subprocess_run import SubprocessRun, launcher_command
+from ds_encdec.types import ConfigError
+
+QUICKSTART = Path(__file__).resolve().parents[2] / "ds_configs" / "quickstart.yaml"
+
+SAVES_AND_STOPS = """
+import pathlib, signal, sys, time
+def stop(number, frame):
+    time.sleep(0.2)
+    sys.exit(75)
+signal.signal(int(sys.argv[2]), stop)
+pathlib.Path(sys.argv[1]).touch()
+time.sleep(60)
+"""
+
+
+def signal_once(ready: Path, number: signal.Signals) -> threading.Thread:
+    """Sends this process `number` as soon as the file is there."""
+
+    def wait_and_send() -> None:
+        while not ready.exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=wait_and_send)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_signals_are_handed_on(tmp_path: Path, number: signal.Signals) -> None:
+    ready, outside = tmp_path / "ready", signal.getsignal(number)
+    sender = signal_once(ready, number)
+    with SubprocessRun() as subprocess_run:
+        code = subprocess_run.run([sys.executable, "-c", SAVES_AND_STOPS, str(ready), str(int(number))])
+        assert (code, subprocess_run.signal_name) == (75, number.name)
+    sender.join()
+    assert signal.getsignal(number) == outside
+
+
+def test_a_signal_goes_to_the_ranks_and_not_to_their_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher may end at a signal without its ranks, as DeepSpeed's does."""
+    rank = tmp_path / "train.py"
+    rank.write_text(SAVES_AND_STOPS)
+    monkeypatch.setattr("ds_encdec.pipeline.subprocess_run.TRAIN_PROGRAM", rank)
+    launcher = tmp_path / "torchrun"
+    launcher.write_text(
+        "import subprocess, sys\nsys.exit(subprocess.run([sys.executable, *sys.argv[1:]]).returncode and 1)\n"
+    )
+    ready = tmp_path / "ready"
+    sender = signal_once(ready, signal.SIGTERM)
+    with SubprocessRun() as subprocess_run:
+        code = subprocess_run.run([sys.executable, str(launcher), str(rank), str(ready), str(int(signal.SIGTERM))])
+    sender.join()
+    assert code == 1  # as launchers do: the rank's 75 is in run.json only
+    assert not [process for process in psutil.process_iter(["cmdline"]) if str(rank) in (process.info["cmdline"] or [])]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent has died")
+def test_a_child_does_not_outlive_its_parent(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    child = [sys.executable, "-c", SAVES_AND_STOPS, str(ready), str(int(signal.SIGTERM))]
+    parent_code = f"""
+from ds_encdec.pipeline.subprocess_run import SubprocessRun
+with SubprocessRun() as subprocess_run:
+    subprocess_run.run({child!r})
+"""
+    with subprocess.Popen([sys.executable, "-c", parent_code]) as parent:
+        while not ready.exists():
+            time.sleep(0.05)
+        (process,) = psutil.Process(parent.pid).children()
+        parent.kill()
+    process.wait(timeout=10)
+
+
+def test_the_launcher() -> None:
+    def words(*overrides: str) -> list[str]:
+        return launcher_command(load_config(QUICKSTART, overrides), None)
+
+    assert Path(words()[0]).name == "deepspeed"
+    assert words()[1:4] == ["--num_gpus", "2", "--master_port"]
+    assert words("infra.num_gpus=1") == [sys.executable]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    assert words("infra.distributed_type=fsdp") == torchrun
+    assert launcher_command(load_config(QUICKSTART), "env A=1 deepspeed") == ["env", "A=1", "deepspeed"]
+    with pytest.raises(ConfigError, match="there is no such program"):
+        launcher_command(load_config(QUICKSTART), "no-such-launcher -n 2")
