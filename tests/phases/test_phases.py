@@ -86,11 +86,11 @@ def test_tokens_or_steps_whichever_comes_first() -> None:
 
 def test_a_phase_is_laid_over_the_configuration() -> None:
     planned = plan(
-        VALIDATION, "phases.validation.num_train_steps=1000", "infra.wandb_run_name=run", "infra.output_dir=/o"
+        VALIDATION, "phases.validation.num_train_steps=90", "infra.wandb_run_name=run", "infra.output_dir=/o"
     )
     training, infra = planned.config.training, planned.config.infra
-    assert (training.num_train_steps, training.eval_steps, training.save_steps) == (1000, 500, 1000)
-    assert (training.logging_steps, training.warmup_steps, training.seed) == (10, 20, 43)
+    assert (training.num_train_steps, training.eval_steps, training.save_steps) == (90, 90, 90)
+    assert (training.logging_steps, training.warmup_steps, training.seed) == (10, 9, 43)
     assert (infra.output_dir, infra.logging_dir, infra.wandb_run_name) == (
         "/o/phases/validation",
         "./logs",
@@ -141,16 +141,16 @@ def test_warmup(overrides: tuple[str, ...], max_steps: int | None, warmup_steps:
 
 
 def test_a_phase_that_contradicts_itself_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"phase validation of 5000 steps(.|\n)*training.warmup_steps"):
-        plan(VALIDATION, "phases.validation.warmup_steps=5000")
+    with pytest.raises(ConfigError, match=r"phase validation of 200 steps(.|\n)*training.warmup_steps"):
+        plan(VALIDATION, "phases.validation.warmup_steps=200")
 
 
 def test_a_short_phase_has_room_for_a_rollback() -> None:
     planned = plan(SANITY, "monitor.on_loss_spike=rollback")
     assert planned.config.training.save_steps == planned.config.monitor.rollback_min_steps == 25
     assert "training.save_steps=25 (not 100) and monitor.rollback_min_steps=25 (not 50)" in planned.remarks[0]
-    long = plan(VALIDATION, "monitor.on_loss_spike=rollback")
-    assert (long.config.training.save_steps, long.config.monitor.rollback_min_steps, long.remarks) == (1000, 50, ())
+    long = plan(MEDIUM, path=FULL_RUN)
+    assert (long.config.training.save_steps, long.config.monitor.rollback_min_steps, long.remarks) == (5000, 50, ())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,188 @@
+"""What a repeat does with a phase: passes over it, judges it again, or refuses what has changed. Nothing is trained."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from finished_runs import finish_run
+
+from ds_encdec.config.load import load_config
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.phases import PlannedPhase, TrainingPhase, plan_phase
+from ds_encdec.pipeline.records import PhaseRecords, only_one_pipeline
+from ds_encdec.pipeline.run import run_phases
+from ds_encdec.types import CheckpointError, ConfigError, DsEncDecError, GateError, OutputLockedError
+
+QUICKSTART = Path(__file__).resolve().parents[2] / "ds_configs" / "quickstart.yaml"
+FALLING = [8.3 - 0.05 * step for step in range(40)]
+
+
+def setup(tmp_path: Path, *overrides: str) -> tuple[FullConfig, PlannedPhase]:
+    config = load_config(QUICKSTART, [f"infra.output_dir={tmp_path}", *overrides])
+    return config, plan_phase(config, TrainingPhase.SANITY_CHECK, max_steps=40)
+
+
+def completed(tmp_path: Path, *, passed: bool) -> None:
+    """A first phase that has run and was judged."""
+    _, planned = setup(tmp_path)
+    records = PhaseRecords(planned)
+    records.begin(None)
+    finish_run(planned, FALLING)
+    records.run.write_status("completed", exit_code=0)
+    result = {"passed": passed, "pipeline_initial_loss": 8.3, "checkpoint_sha256": "0" * 64}
+    records.write_result(result)
+    if passed:
+        records.export.mkdir(parents=True)
+
+
+def test_a_phase_that_has_passed_is_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    completed(tmp_path, passed=True)
+    config, planned = setup(tmp_path)
+    run_phases(config, [planned], launcher="false")
+    assert "phase sanity_check has passed its gate already: passed over" in capsys.readouterr().out
+
+
+def test_a_changed_gate_is_applied_without_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    completed(tmp_path, passed=True)
+    config, planned = setup(tmp_path, "phases.sanity_check.max_loss_after_warmup=0.1")
+    with pytest.raises(GateError, match=r"loss after warm-up 8\.1000, at most 0\.1000 allowed"):
+        run_phases(config, [planned], launcher="false")
+    assert "✗ loss_after_warmup" in capsys.readouterr().out
+    result = PhaseRecords(planned).read_result()
+    assert (result["passed"], result["phase_config"]["max_loss_after_warmup"]) == (False, 0.1)
+    assert {check["name"]: check["passed"] for check in result["checks"]}["loss_decrease"]
+    assert result["started"] <= result["ended"]
+
+    config, planned = setup(tmp_path)  # and passes again with the old one; its weights are there
+    run_phases(config, [planned], launcher="false")
+    assert PhaseRecords(planned).read_result()["passed"]
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("training.learning_rate=1e-4", "training.learning_rate was 0.003 and is 0.0001"),
+        ("data.max_encoder_length=128", "data.max_encoder_length was 256 and is 128"),
+        ("model.architecture.hidden_size=64", "model.architecture was"),
+        ("phases.sanity_check.num_train_steps=30", "training.num_train_steps was 40 and is 30"),
+    ],
+)
+def test_changed_training_is_refused(tmp_path: Path, override: str, named: str) -> None:
+    completed(tmp_path, passed=True)
+    config, planned = setup(tmp_path, override)
+    with pytest.raises(ConfigError) as caught:
+        run_phases(config, [planned], launcher="false")
+    assert named in str(caught.value)
+    assert "delete (or rename) that folder" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "override", ["training.eval_samples=3", "infra.sharding_stage=zero2", "monitor.window_size=50"]
+)
+def test_what_does_not_decide_what_is_learned_may_change(tmp_path: Path, override: str) -> None:
+    completed(tmp_path, passed=True)
+    config, planned = setup(tmp_path, override)
+    run_phases(config, [planned], launcher="false")
+
+
+def test_a_later_phase_needs_the_result_of_the_one_before(tmp_path: Path) -> None:
+    config, _ = setup(tmp_path)
+    with pytest.raises(ConfigError, match="starts from the weights of sanity_check, which has no result in"):
+        run_phases(config, [plan_phase(config, TrainingPhase.VALIDATION)], launcher="false")
+
+
+def test_a_later_phase_is_not_started_where_the_one_before_has_failed(tmp_path: Path) -> None:
+    completed(tmp_path, passed=False)
+    config, _ = setup(tmp_path)
+    with pytest.raises(GateError, match="sanity_check did not pass its gate"):
+        run_phases(config, [plan_phase(config, TrainingPhase.VALIDATION)], launcher="false")
+
+
+def test_a_later_phase_notices_that_the_one_before_was_trained_anew(tmp_path: Path) -> None:
+    completed(tmp_path, passed=True)
+    config, _ = setup(tmp_path)
+    planned = plan_phase(config, TrainingPhase.VALIDATION)
+    PhaseRecords(planned).begin("1" * 64)
+    with pytest.raises(ConfigError, match="the phase before it has been trained anew since"):
+        run_phases(config, [planned], launcher="false")
+
+
+def test_a_moved_output_folder_is_no_change(tmp_path: Path) -> None:
+    completed(tmp_path / "a", passed=True)
+    config, _ = setup(tmp_path / "a")
+    later = plan_phase(config, TrainingPhase.VALIDATION)
+    PhaseRecords(later).begin("0" * 64)
+    shutil.move(tmp_path / "a", tmp_path / "b")
+    config, _ = setup(tmp_path / "b")
+    PhaseRecords(plan_phase(config, TrainingPhase.VALIDATION)).refuse_changes("0" * 64)
+
+
+def test_a_completed_phase_without_its_checkpoint(tmp_path: Path) -> None:
+    completed(tmp_path, passed=False)
+    config, planned = setup(tmp_path)
+    shutil.rmtree(planned.folder / "checkpoints")
+    with pytest.raises(CheckpointError, match="its final checkpoint cannot be read"):
+        run_phases(config, [planned], launcher="false")
+
+
+def test_a_run_that_did_not_start_is_told(tmp_path: Path) -> None:
+    config, planned = setup(tmp_path)
+    with pytest.raises(DsEncDecError, match=r"the run did not start \(the launcher's exit code is 1\)") as caught:
+        run_phases(config, [planned], launcher="false")
+    assert caught.value.exit_code == 1
+    assert PhaseRecords(planned).has_begun
+
+
+def test_the_code_of_the_run_is_the_pipelines(tmp_path: Path) -> None:
+    """Launchers make 1 of every code; run.json has the run's own."""
+    config, planned = setup(tmp_path)
+    code = (
+        "from ds_encdec.launch.run_folder import RunFolder;"
+        f"RunFolder({str(planned.folder)!r}).write_status('failed', reason='diverged', exit_code=7);"
+        "raise SystemExit(1)"
+    )
+    program = tmp_path / "launcher"
+    program.write_text(f"#!{sys.executable}\n{code}\n")
+    program.chmod(0o755)
+    with pytest.raises(DsEncDecError, match="phase sanity_check: diverged") as caught:
+        run_phases(config, [planned], launcher=str(program))
+    assert caught.value.exit_code == 7
+
+
+def test_an_older_status_does_not_speak_for_this_start(tmp_path: Path) -> None:
+    config, planned = setup(tmp_path)
+    records = PhaseRecords(planned)
+    records.begin(None)
+    records.run.write_status("preempted", reason="stopped at step 3", exit_code=75)
+    with pytest.raises(DsEncDecError, match="did not start") as caught:
+        run_phases(config, [planned], launcher="false")
+    assert caught.value.exit_code == 1
+
+
+def test_only_one_process_runs_the_phases_of_a_folder(tmp_path: Path) -> None:
+    code = f"""
+from pathlib import Path
+from ds_encdec.pipeline.records import only_one_pipeline
+with only_one_pipeline(Path({str(tmp_path)!r})):
+    pass
+"""
+    with only_one_pipeline(tmp_path):
+        other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ))
+        assert OutputLockedError.__name__ in other.stderr
+    with only_one_pipeline(tmp_path):
+        pass
+
+
+def test_a_record_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    completed(tmp_path, passed=True)
+    config, planned = setup(tmp_path)
+    (planned.folder / "result.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"result\.json: cannot be read"):
+        run_phases(config, [planned], launcher="false")
+    assert json.loads((planned.folder / "started.json").read_text())["weights_sha256"] is None
