@@ -56,13 +56,13 @@ class ChartPlan:
     wide: bool = False
 
 
-_NATS = "nats per target token"
+_NATS = "nats per token"
 LOSS_PLAN = ChartPlan(
     "loss", f"Training loss, {_NATS}", {"train/loss": "loss"}, ("loss_spike", "loss_plateau", "non_finite"),
     smoothed=True, log=True, wide=True,
 )  # fmt: skip
 GRAD_NORM_PLAN = ChartPlan(
-    "grad_norm", "Gradient norm before clipping", {"train/grad_norm": "norm"}, ("grad_explosion", "non_finite"),
+    "grad_norm", "Gradient norm, before clipping", {"train/grad_norm": "norm"}, ("grad_explosion", "non_finite"),
     smoothed=True, log=True,
     limits={"clipped above": "training.max_grad_norm", "alert above": "monitor.grad_norm_threshold"},
 )  # fmt: skip
@@ -77,7 +77,7 @@ THROUGHPUT_PLAN = ChartPlan(
 PLANS = (
     LOSS_PLAN,
     ChartPlan(
-        "loss_by_denoiser", f"Loss by denoiser, smoothed, {_NATS}", {f"train/loss_{d}": d for d in DENOISERS},
+        "loss_by_denoiser", f"Loss by denoiser, {_NATS}", {f"train/loss_{d}": d for d in DENOISERS},
         smoothed=True, log=True,
     ),
     EVAL_PLAN,
@@ -90,8 +90,8 @@ PLANS = (
         smoothed=True, from_zero=True, log=True,
     ),
     ChartPlan(
-        "memory", "Memory, GiB", {"mem/peak_bytes": "peak of rank 0", "mem/host_bytes": "host, largest rank",
-                                  "mem/device_bytes": "device, largest rank"},
+        "memory", "Memory of the largest rank, GiB", {"mem/peak_bytes": "peak", "mem/host_bytes": "host",
+                                  "mem/device_bytes": "device"},
         ("memory_growth",), scale=2**-30, from_zero=True,
     ),
     ChartPlan(
@@ -163,7 +163,7 @@ def _describe_one(curve: Curve) -> str:
 
 def number(value: float) -> str:
     """A number with four digits that tell something, and no exponent where it can be read without."""
-    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def paint_line(axes: Axes, curve: Curve, *, colour: str, label: str, plan: ChartPlan, index: int, faint: bool) -> None:
@@ -175,9 +175,9 @@ def paint_line(axes: Axes, curve: Curve, *, colour: str, label: str, plan: Chart
         axes.plot(points.steps, points.values, label=label, **style)  # type: ignore[arg-type]
         return
     if faint:
-        axes.plot(points.steps, points.values, color=colour, alpha=0.3, linewidth=0.8, label=f"{label}, as logged")
+        axes.plot(points.steps, points.values, color=colour, alpha=0.3, linewidth=0.8, label="as logged")
     line = curve.smoothed().decimated(NUM_BUCKETS)
-    axes.plot(line.steps, line.values, label=f"{label}, smoothed" if faint else label, **style)  # type: ignore[arg-type]
+    axes.plot(line.steps, line.values, label="smoothed" if faint else label, **style)  # type: ignore[arg-type]
 
 
 def _paint_curves(axes: Axes, run: Run, plan: ChartPlan) -> None:
@@ -186,7 +186,7 @@ def _paint_curves(axes: Axes, run: Run, plan: ChartPlan) -> None:
         points = scaled(branch.get(shown[0][0], NO_CURVE), plan).decimated(NUM_BUCKETS)
         if len(points):
             axes.plot(points.steps, points.values, color=LIGHT["abandoned"], linewidth=1, alpha=0.8,
-                      linestyle="--", label="abandoned branch")  # fmt: skip
+                      linestyle="--", label="taken back")  # fmt: skip
     for index, (metric, label) in enumerate(shown):
         colour = LIGHT[LINES[index % len(LINES)]]
         curve = scaled(run.curve(metric), plan)

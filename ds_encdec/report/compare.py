@@ -16,6 +16,7 @@ from ds_encdec.report.charts import (
     THROUGHPUT_PLAN,
     Chart,
     ChartPlan,
+    number,
     paint_line,
     set_scale,
 )
@@ -64,7 +65,8 @@ def compare_section(runs: Sequence[Run]) -> tuple[Html, list[Chart], list[str]]:
             element("h3", "What differed, and what came out"),
             _table(runs, names),
             element("h3", "Curves"),
-            element("div", join(figure(chart) for chart in charts), class_="charts"),
+            paragraph("Training losses, gradient norms and throughput are smoothed.", class_="muted"),
+            element("div", join(figure(chart) for chart in charts), class_="charts pairs"),
         ]
     )
     return section(f"Comparison of {len(runs)} runs", content), charts, warnings
@@ -124,7 +126,7 @@ def _charts(plan: ChartPlan, runs: Sequence[Run], names: Sequence[str]) -> list[
 
 def _chart(plan: ChartPlan, curves: Mapping[str, Curve], names: Sequence[str], over: str) -> Chart:
     key, title = f"compare_{plan.key}_by_{over}", f"{plan.title.split(',')[0]} over {over}"
-    caption = "last " + ", ".join(f"{name} {curve.known[-1]:.4g}" for name, curve in curves.items())
+    caption = "last " + ", ".join(f"{name} {number(curve.known[-1])}" for name, curve in curves.items())
     paint = _painter(plan, title, curves, names, over)
     return Chart(key, title, caption, draw(key, paint, label=f"{title}: {caption}"))
 
@@ -133,7 +135,7 @@ def _painter(
     plan: ChartPlan, title: str, curves: Mapping[str, Curve], names: Sequence[str], over: str
 ) -> Callable[[Axes], None]:
     def paint(axes: Axes) -> None:
-        axes.set_title(f"{title}, smoothed" if plan.smoothed else title)
+        axes.set_title(title)
         for name, curve in curves.items():
             index = names.index(name)  # a run has its colour in every chart
             colour = LIGHT[LINES[index % len(LINES)]]

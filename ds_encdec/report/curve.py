@@ -40,18 +40,18 @@ class Curve:
         return Curve(steps, self.values)
 
     def smoothed(self) -> Curve:
-        """The exponential moving average over about a fiftieth of the points, unbiased at its beginning.
+        """The mean of about a fortieth of the points around each, fewer towards both ends, so that nothing lags.
 
-        Values that are not finite leave a gap and do not enter the average.
+        Values that are not finite leave a gap and do not enter the means.
         """
-        decay = 1 - 1 / max(len(self) / 50, 3)
-        total = weight = 0.0
-        averages = np.full(len(self), np.nan)
-        for index, value in enumerate(self.values):
-            if np.isfinite(value):
-                total, weight = decay * total + (1 - decay) * value, decay * weight + (1 - decay)
-                averages[index] = total / weight
-        return Curve(self.steps, averages)
+        finite = np.isfinite(self.values)
+        sums = np.concatenate([[0.0], np.cumsum(np.where(finite, self.values, 0.0))])
+        counts = np.concatenate([[0], np.cumsum(finite)])
+        index = np.arange(len(self))
+        reach = np.minimum(np.minimum(index, index[::-1]), max(len(self) // 80, 2))
+        first, last = index - reach, index + reach + 1
+        means = (sums[last] - sums[first]) / np.maximum(counts[last] - counts[first], 1)
+        return Curve(self.steps, np.where(finite, means, np.nan))
 
     def decimated(self, num_buckets: int) -> Curve:
         """At most about three points of each of `num_buckets` runs of points: the lowest, the highest, and a gap.

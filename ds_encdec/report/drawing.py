@@ -52,7 +52,7 @@ DARK = {
 """The same on a dark page."""
 LINES = tuple(name for name in LIGHT if name.startswith("line"))
 
-NARROW, WIDE = (4.2, 2.75), (11.6, 3.6)
+NARROW, WIDE = (4.2, 3.0), (11.6, 3.8)
 """Sizes of drawings in inches; a narrow one is read on a phone without zooming."""
 _PNG_DPI = 160
 
@@ -70,6 +70,7 @@ _STYLE: dict[RcKeyType, Any] = {
     "axes.titleweight": "bold",
     "axes.labelsize": 9,
     "axes.grid": True,
+    "axes.xmargin": 0.02,
     "axes.axisbelow": True,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -122,7 +123,7 @@ def _add_legend(figure: Figure, axes: Axes) -> None:
     entries = dict(zip(labels, handles, strict=True))
     if entries:
         longest = max(map(len, entries))
-        columns = max(1, int(figure.get_figwidth() * 13 / (longest + 6)))
+        columns = max(1, int(figure.get_figwidth() * 14 / (longest + 6)))
         figure.legend(
             list(entries.values()),
             list(entries),

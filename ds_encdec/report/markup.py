@@ -119,6 +119,7 @@ dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 16
   margin: 14px 0 }
 dt { color: var(--muted); font-size: .82rem } dd { margin: 0; font-weight: 600 }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 370px), 1fr)); gap: 18px 22px }
+.charts.pairs { grid-template-columns: repeat(auto-fill, minmax(min(100%, 480px), 1fr)) }
 figure { margin: 0; min-width: 0 } figure.full { grid-column: 1 / -1 }
 figure svg { display: block; width: 100%; height: auto } figure svg text { font-family: inherit !important }
 figcaption { color: var(--muted); font-size: .82rem; margin-top: 2px }
@@ -129,7 +130,7 @@ table { border-collapse: collapse; width: 100%; font-size: .88rem; overflow-wrap
 th, td { text-align: left; padding: 6px 12px; vertical-align: top; border-bottom: 1px solid var(--grid);
   min-width: 4rem; max-width: 34rem }
 thead th { background: var(--raised); color: var(--muted); font-weight: 600; white-space: nowrap }
-tbody th { font-weight: 500 } tbody tr:last-child > * { border-bottom: 0 }
-td, tbody th { overflow-wrap: break-word }
+tbody th { font-weight: 500; min-width: 9rem; overflow-wrap: anywhere } tbody tr:last-child > * { border-bottom: 0 }
+td { overflow-wrap: break-word } td ul { list-style: none; margin: 0; padding: 0 }
 @media print { .scroll { overflow: visible } }
 """

@@ -16,7 +16,7 @@ from ds_encdec.report.drawing import LIGHT, WIDE, draw
 from ds_encdec.report.markup import Html, element, items, join, paragraph, section
 from ds_encdec.report.read_run import Entry, Run, read_json, read_run
 from ds_encdec.report.run_page import figure, gate, verdict_table
-from ds_encdec.types import DataError
+from ds_encdec.types import ConfigError, DataError
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def read_phases(root: Path, notes: list[str]) -> list[Phase]:
         run = None
         try:
             run = read_run(folder)
-        except DataError as error:
+        except (ConfigError, DataError) as error:
             notes.append(str(error))
         phases.append(Phase(folder.name, run, run.verdict if run else read_json(folder / "result.json", notes)))
     if not any(phase.run for phase in phases):

@@ -126,6 +126,12 @@ def _time(written: object) -> datetime | None:
         return None
 
 
+def _when(written: object) -> str:
+    """A time as one reads it, with its zone."""
+    time = _time(written)
+    return f"{time:%Y-%m-%d %H:%M:%S %z}" if time else ""
+
+
 def show_seconds(seconds: float) -> str:
     """A duration in its two largest units."""
     minutes, hours = int(seconds // 60), int(seconds // 3600)
@@ -173,7 +179,7 @@ def _events(run: Run) -> Html:
     told = [entry for entry in run.ledger if entry["kind"] != "start" or entry.get("resumed_from")]
     if not told:
         return section("Alerts and rollbacks", paragraph("There were none."))
-    rows = [(f"{entry['step']:,}", *_event(entry), entry.get("time", "")) for entry in reversed(told[-MAX_EVENTS:])]
+    rows = [(f"{entry['step']:,}", *_event(entry), _when(entry.get("time"))) for entry in reversed(told[-MAX_EVENTS:])]
     older = len(told) - len(rows)
     more = [paragraph(f"{count(older, 'older event')} in ledger.jsonl.", class_="muted")] if older else []
     columns = ("step", "event", "what", "done about it", "time")
@@ -208,7 +214,8 @@ def verdict_table(results: Sequence[Entry]) -> Html:
             items(
                 [f"{'✓' if check.get('passed') is True else '✗'} {check.get('message')}" for check in checks(result)]
             ),
-            *(_cell(result.get(name)) for name in ("steps", "tokens_seen", "started", "ended")),
+            *(_cell(result.get(name)) for name in ("steps", "tokens_seen")),
+            *(_when(result.get(name)) for name in ("started", "ended")),
         )
         for result in results
     ]
@@ -259,8 +266,13 @@ def _checkpoints(run: Run) -> Html:
         "Checkpoints",
         table("Checkpoints", columns, [_checkpoint(saved) for saved in reversed(run.checkpoints)]),
         paragraph(
-            Html(f"File names are compared with the manifest here; {element('code', 'ds-encdec verify RUN')} compares ")
-            + Html("the content of every file with its SHA-256."),
+            join(
+                [
+                    "File names are compared with the manifest here;",
+                    element("code", "ds-encdec verify RUN"),
+                    "compares the content of every file with its SHA-256.",
+                ]
+            ),
             class_="muted",
         ),
     )
