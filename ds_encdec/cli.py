@@ -7,6 +7,7 @@ and `validate` answer at once.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -98,6 +99,11 @@ def _parser() -> argparse.ArgumentParser:
 
     verify = verb("verify", _verify, "compare every file of a checkpoint, or of all in a run, with its SHA-256")
     verify.add_argument("path", type=Path, help="a checkpoint or a run, e.g. output")
+
+    sanity = verb("sanity-check", _sanity_check, "look at model, data and engine before a long run", overrides=True)
+    sanity.add_argument("--config", type=Path, help="YAML file")
+    sanity.add_argument("--model", type=Path, metavar="DIR", help="a model folder, instead of the configuration's")
+    sanity.add_argument("--json", action="store_true", help="as one JSON object")
 
     report = verb("report", _report, "write one page with pictures about a run, or a pipeline of phases")
     report.add_argument("run_folder", metavar="run", type=Path, help="a run or a pipeline's folder, e.g. output")
@@ -256,6 +262,25 @@ def _report(options: argparse.Namespace, _: Sequence[str]) -> int:
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     print(f"the report is in {page}")
+    return 0
+
+
+def _sanity_check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from ds_encdec.config.load import load_config
+
+    path = train.find_shipped(options.config)
+    config = None if options.model else load_config(path, overrides)
+    from ds_encdec.sanity_check import check_config, config_for_model  # torch: once the configuration is sound
+
+    if config is None:
+        config = config_for_model(options.model, path, overrides)
+    stdout = sys.stdout  # libraries print, too
+    with contextlib.redirect_stdout(sys.stderr):
+        report = check_config(config, lambda check: None if options.json else print(check, file=stdout, flush=True))
+    if options.json:
+        print(report.as_json())
+    if report.error is not None:
+        raise report.error
     return 0
 
 

@@ -1,0 +1,485 @@
+"""`ds-encdec sanity-check`: a few minutes on one process, before any money is spent on many.
+
+Each check is one small function below, in the order in which they run. They use what a run uses: its model, its data,
+its engine and its checkpoints. What is looked at inside the model (gradients, ties, generation) is looked at in the
+same model in plain torch, because an engine keeps its parameters and gradients in shards.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import math
+import os
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.initialization import no_init_weights
+
+from ds_encdec.checkpoint.folder import committed_steps
+from ds_encdec.checkpoint.manager import CheckpointManager
+from ds_encdec.checkpoint.saved_state import open_saved_state
+from ds_encdec.config.load import load_config
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.data.build import TrainingData, build_data
+from ds_encdec.data.chunks import Chunk
+from ds_encdec.data.randomness import keyed_generator
+from ds_encdec.data.sources import sample_documents
+from ds_encdec.data.ul2 import MIN_RAW_TOKENS, max_raw_length, reconstruct
+from ds_encdec.engine.forward import packed_forward
+from ds_encdec.engine.protocol import Engine
+from ds_encdec.engine.select import check_engine, create_engine, fallback_engine, resolve_engine
+from ds_encdec.launch.agreement import Agreement
+from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
+from ds_encdec.launch.world import World, discover
+from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
+from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
+from ds_encdec.model.parameter_count import count_parameters
+from ds_encdec.model.source import read_config
+from ds_encdec.run_model import RunModel, new_model
+from ds_encdec.types import (
+    DENOISERS,
+    Batch,
+    CheckpointError,
+    ConfigError,
+    DsEncDecError,
+    EngineName,
+    GateError,
+    LossSum,
+    OutOfMemoryError,
+    TrainingState,
+)
+
+logger = logging.getLogger(__name__)
+
+FRESH_LOSS_TOLERANCE = 0.5
+"""Nats per target token that the loss of fresh weights may be from its expected value."""
+MAX_LOSS = 100.0
+"""Nats per target token, of any weights."""
+MAX_GRADIENT_NORM = 1000.0
+"""Global L2 norm of the gradient of the mean loss, before clipping."""
+OVERFIT_STEPS = 30
+"""Optimizer steps on one micro-batch, at the configuration's peak learning rate from the first on."""
+OVERFIT_FACTOR = 0.8
+"""What the loss must have been multiplied by after them, at most."""
+RESUME_STEPS = 3
+"""Steps made after a checkpoint, and again after loading it."""
+RESUME_TOLERANCE = 1e-3
+"""Relative difference of their losses: kernels that add in no fixed order differ, a lost moment differs more."""
+UNTIMED_STEPS = 3
+"""First steps, which compile and allocate."""
+DOCUMENTS_PER_SOURCE = 16
+"""Documents that are denoised by every denoiser and put together again."""
+PROMPT = "The quick brown fox jumps over the lazy dog"
+NEW_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a check saw. `values`: its figures by name."""
+
+    passed: bool
+    message: str
+    values: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """A check and what came of it. One that was skipped has not passed."""
+
+    name: str
+    passed: bool
+    skipped: bool
+    message: str
+    values: dict[str, float]
+
+    def __str__(self) -> str:
+        mark = "✓" if self.passed else "-" if self.skipped else "✗"
+        return f"{mark} {self.name:<28}{self.message}"
+
+
+@dataclass(frozen=True, slots=True)
+class SanityReport:
+    """All checks, and what the process should fail with: None where all have passed.
+
+    That is a GateError, or, where a check failed by an error with an exit code of its own (configuration 2, data 4,
+    model or checkpoint 5, memory 6), that error.
+    """
+
+    checks: tuple[CheckResult, ...]
+    error: DsEncDecError | None
+
+    def as_json(self) -> str:
+        """One object: whether all passed, and the list of checks."""
+        checks = [asdict(check) for check in self.checks]
+        return json.dumps({"passed": self.error is None, "checks": checks}, indent=2)
+
+
+class Subject:
+    """What the checks look at. Those that are named in a check's `needs` have set what it reads."""
+
+    run_model: RunModel
+    model: Qwen3ForSeq2SeqLM
+    data: TrainingData
+    batch: Batch
+    loss_sum: LossSum
+    loss: float
+    engine: Engine
+    step_seconds: list[float]
+
+    def __init__(self, config: FullConfig, engine_name: EngineName, world: World, device: torch.device) -> None:
+        self.config = config
+        self.engine_name = engine_name
+        self.world = world
+        self.device = device
+
+    def forget_plain_model(self) -> None:
+        """Make room for the engine's."""
+        for name in ("model", "loss_sum"):
+            vars(self).pop(name, None)
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def train_step(self) -> float:
+        """One step of the engine on the batch; the loss before it, in nats per target token."""
+        loss = self.engine.forward(self.batch)
+        self.engine.backward(loss, target_tokens=self.batch.target_tokens, last=True)
+        self.engine.step()
+        return float(loss.total) / self.batch.target_tokens
+
+    def close(self) -> None:
+        """End what runs."""
+        self.forget_plain_model()
+        if "data" in vars(self):
+            self.data.loader.close()
+        if "engine" in vars(self):
+            self.engine.close()
+            del self.engine
+
+
+def check_config(config: FullConfig, tell: Callable[[CheckResult], None] = lambda result: None) -> SanityReport:
+    """Run all checks on a configuration, in this process alone; `tell` is called with each as it ends.
+
+    Leaves nothing behind, and `infra.output_dir` as it is. Raises ConfigError for what this machine cannot do at all.
+    """
+    world = discover(os.environ)
+    if world.world_size > 1:
+        raise ConfigError("ds-encdec sanity-check is one process: start it without deepspeed or torchrun")
+    config = on_one_rank(config)
+    engine_name = resolve_engine(config)
+    check_engine(engine_name, config, world)
+    device = choose_device(config.infra.device, world)
+    if config.training.fp16 and device.type == "cpu":
+        raise ConfigError("training.fp16=true needs an accelerator: DeepSpeed trains no float16 on CPUs. Use bf16.")
+    timeout = timedelta(minutes=config.infra.distributed_timeout_minutes)
+    engine_name = init_process_group(world, device, timeout, engine_name, otherwise=fallback_engine(config))
+    subject = Subject(config, engine_name, world, device)
+    try:
+        return _run(subject, tell)
+    finally:
+        subject.close()
+        shutdown()
+
+
+def config_for_model(model: Path, config: Path | None, overrides: Sequence[str]) -> FullConfig:
+    """The configuration to check the model folder `model` with: `config`, else a small one on the built-in text.
+
+    `overrides` come last. Raises ConfigError, and CheckpointError for a folder that is no model's.
+    """
+    stored = read_config(model)
+    settings: dict[str, Any] = {
+        "model.model_name_or_path": json.dumps(str(model)),
+        "model.tokenizer_name_or_path": "null",
+        "model.architecture": "null",
+    }
+    if sentinels := stored.get("sentinel_token_ids"):
+        settings |= {"model.num_sentinel_tokens": len(sentinels)}
+        settings |= {"data.use_mode_tokens": json.dumps(bool(stored.get("mode_token_ids")))}
+    if config is None:
+        settings |= {
+            "data.dataset_name": "builtin",
+            "data.max_seq_length": 512,
+            "data.max_encoder_length": 256,
+            "data.max_decoder_length": 256,
+            "training.per_device_train_batch_size": 2,
+            "training.torch_adam": "true",
+            "training.report_to": "none",
+            "infra.distributed_type": "auto",
+            "infra.device": "auto",
+            "infra.num_gpus": 1,
+            "infra.sharding_stage": "zero2",
+            "infra.offload_optimizer": "none",
+        }
+    return load_config(config, [*(f"{name}={value}" for name, value in settings.items()), *overrides])
+
+
+def on_one_rank(config: FullConfig) -> FullConfig:
+    """`config` as one process can check it: steps of one micro-batch, at the peak learning rate throughout."""
+    fields = config.model_dump()
+    fields["data"]["num_lanes"] = 1
+    fields["training"] |= {
+        "gradient_accumulation_steps": 1,
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 0,
+        "num_train_steps": OVERFIT_STEPS + RESUME_STEPS,
+    }
+    fields["infra"] |= {"num_gpus": 1, "hybrid_shard_size": None}
+    fields["infra"]["deepspeed_extra"].pop("scheduler", None)
+    return FullConfig.model_validate(fields)
+
+
+def _run(subject: Subject, tell: Callable[[CheckResult], None]) -> SanityReport:
+    results: list[CheckResult] = []
+    errors: list[DsEncDecError] = []
+    passed: set[str] = set()
+    for check in CHECKS:
+        missing = [name for name in check.needs if name not in passed]
+        if missing:
+            finding = Finding(False, f"skipped, because {' and '.join(missing)} did not pass")
+        else:
+            try:
+                finding = check.look(subject)
+            except Exception as error:
+                logger.debug("%s:", check.name, exc_info=True)
+                errors += _with_exit_code(error)
+                finding = Finding(False, f"{type(error).__name__}: {error}")
+        if finding.passed:
+            passed.add(check.name)
+        results.append(CheckResult(check.name, finding.passed, bool(missing), finding.message, finding.values))
+        tell(results[-1])
+    failed = [result.name for result in results if not (result.passed or result.skipped)]
+    gate = GateError(f"the sanity check is not passed: {', '.join(failed)}") if failed else None
+    return SanityReport(tuple(results), errors[0] if errors else gate)
+
+
+def _with_exit_code(error: Exception) -> list[DsEncDecError]:
+    """`error` as one of ours, if it has an exit code of its own."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return [OutOfMemoryError(f"{type(error).__name__}: {error}")]
+    return [error] if isinstance(error, DsEncDecError) and error.exit_code != DsEncDecError.exit_code else []
+
+
+def _model_loads(subject: Subject) -> Finding:
+    """The model of the configuration, in plain torch, in the dtype that it computes in."""
+    subject.run_model = run_model = new_model(subject.config)
+    training = subject.config.training
+    with no_init_weights(), torch.device(subject.device):
+        model = Qwen3ForSeq2SeqLM(run_model.config)
+    model.to(torch.bfloat16 if training.bf16 else torch.float32)
+    assert run_model.weights is not None
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(run_model.weights(name))
+    recomputed = training.activation_checkpointing
+    apply_activation_checkpointing(
+        model,
+        "full" if recomputed == "selective" else recomputed,  # that is FSDP2's
+        every_n=training.activation_checkpointing_every_n,
+        offload=training.activation_offload,
+    )
+    subject.model = model.train()
+    parameters = count_parameters(run_model.config)
+    return Finding(True, f"{parameters:,} parameters", {"parameters": parameters})
+
+
+def _data_reconstructs(subject: Subject) -> Finding:
+    """Documents of every source, denoised by every denoiser and put together again, are what they were."""
+    config, run_model = subject.config, subject.run_model
+    subject.data = data = build_data(
+        config,
+        run_model.tokenizer,
+        run_model.vocabulary,
+        rank=0,
+        world_size=1,
+        num_lanes=1,
+        pin_memory=subject.device.type == "cuda",
+    )
+    pipeline, chunker = data.pipeline, data.pipeline.chunker
+    denoisers = [name for name, weight in zip(DENOISERS, config.data.ul2_task_weights, strict=True) if weight]
+    examples = 0
+    for document in chain.from_iterable(sample_documents(s.source, DOCUMENTS_PER_SOURCE) for s in pipeline.sources):
+        tokens = pipeline.tokens(document)
+        if len(tokens) < MIN_RAW_TOKENS:
+            continue
+        for denoiser in denoisers:
+            length = min(len(tokens), max_raw_length(denoiser, chunker.bounds))
+            rng = keyed_generator(config.training.seed, "sanity check", document.key, denoiser)
+            example = chunker.example(Chunk(0, 0, length, denoiser, rng), tokens, document.key)
+            again = reconstruct(example.encoder_ids, example.decoder_ids, run_model.vocabulary)
+            if again.tolist() != tokens[:length].tolist():
+                return Finding(False, f"{denoiser} does not give back the tokens of {document.key}")
+            examples += 1
+    message = f"{examples} examples of {', '.join(denoisers)} give back their documents' tokens"
+    return Finding(examples > 0, message, {"examples": examples})
+
+
+def _forward(subject: Subject) -> Finding:
+    """The first micro-batch of the data has a finite loss."""
+    (subject.batch,) = next(subject.data.loader)
+    tokens = subject.batch.target_tokens
+    subject.loss_sum = packed_forward(subject.model, subject.batch.to(subject.device))
+    subject.loss = float(subject.loss_sum.total) / tokens
+    message = f"{subject.batch.encoder_tokens} encoder and {tokens} target tokens: {subject.loss:.4f} nats per token"
+    return Finding(math.isfinite(subject.loss), message, {"loss": subject.loss})
+
+
+def _initial_loss(subject: Subject) -> Finding:
+    """Fresh weights know nothing: ln(vocabulary), and what the spread of their random logits adds.
+
+    The states before the head have the norm sqrt(H), so logits are about N(0, H·initializer_range²), and the mean of
+    their exponentials is exp(H·initializer_range²/2).
+    """
+    sizes, loss = subject.run_model.config, subject.loss
+    if subject.config.model.architecture is None:
+        return Finding(0 < loss < MAX_LOSS, f"{loss:.4f}, to be between 0 and {MAX_LOSS:g}", {"loss": loss})
+    expected = math.log(sizes.vocab_size) + sizes.hidden_size * sizes.initializer_range**2 / 2
+    message = f"{loss:.4f} of fresh weights, to be within {FRESH_LOSS_TOLERANCE} of {expected:.4f}"
+    near = abs(loss - expected) <= FRESH_LOSS_TOLERANCE
+    return Finding(near and 0 < loss < MAX_LOSS, message, {"loss": loss, "expected": expected})
+
+
+def _backward(subject: Subject) -> Finding:
+    """Every parameter has a finite gradient."""
+    (subject.loss_sum.total / subject.batch.target_tokens).backward()
+    parameters = dict(subject.model.named_parameters())
+    lacking = [name for name, p in parameters.items() if p.grad is None or not bool(p.grad.isfinite().all())]
+    if lacking:
+        return Finding(False, f"{len(lacking)} parameters have no finite gradient, the first is {lacking[0]}")
+    return Finding(True, f"all {len(parameters)} parameters have finite gradients", {"parameters": len(parameters)})
+
+
+def _gradients_reach_both_sides(subject: Subject) -> Finding:
+    norms = {side: _gradient_norm(getattr(subject.model, side)) for side in ("encoder", "decoder")}
+    message = ", ".join(f"{side} {norm:.3g}" for side, norm in norms.items())
+    return Finding(min(norms.values()) > 0, f"gradient norm of each: {message}", norms)
+
+
+def _gradient_norm_is_sound(subject: Subject) -> Finding:
+    norm = _gradient_norm(subject.model)
+    message = f"{norm:.4g}, to be between 0 and {MAX_GRADIENT_NORM:g}"
+    return Finding(0 < norm < MAX_GRADIENT_NORM, message, {"gradient_norm": norm})
+
+
+def _embeddings_tied(subject: Subject) -> Finding:
+    tied = subject.model.lm_head.weight is subject.model.shared.weight
+    wanted = bool(subject.run_model.config.tie_word_embeddings)
+    word = {True: "tied", False: "not tied"}
+    return Finding(tied == wanted, f"{word[tied]} to the output layer, to be {word[wanted]}", {"tied": tied})
+
+
+def _generates(subject: Subject) -> Finding:
+    """A short text has a continuation of known ids."""
+    model = subject.model.eval()
+    ids = subject.run_model.tokenizer.encode(PROMPT, add_special_tokens=False)
+    generated: Tensor = model.generate(torch.tensor([ids], device=subject.device), max_new_tokens=NEW_TOKENS)[0]
+    known = bool(((generated >= 0) & (generated < model.config.vocab_size)).all())
+    new = len(generated) - 1  # behind the start token
+    return Finding(known and new > 0, f"{new} tokens, all of the vocabulary: {known}", {"tokens": new})
+
+
+def _overfits_one_batch(subject: Subject) -> Finding:
+    """The configured engine learns one micro-batch by heart."""
+    subject.forget_plain_model()
+    config, run_model = subject.config, subject.run_model
+    subject.engine = create_engine(
+        subject.engine_name, config, subject.world, subject.device, run_model.config, run_model.weights, 1
+    )
+    losses, subject.step_seconds = [], []
+    for _ in range(OVERFIT_STEPS):
+        began = time.monotonic()
+        losses.append(subject.train_step())
+        subject.step_seconds.append(time.monotonic() - began)
+    first, last = losses[0], losses[-1]
+    message = f"{first:.4f} to {last:.4f} in {OVERFIT_STEPS} steps of {subject.engine_name}, to be at most "
+    message += f"{OVERFIT_FACTOR:g} times the first"
+    return Finding(last <= OVERFIT_FACTOR * first, message, {"first_loss": first, "last_loss": last})
+
+
+def _checkpoint_resumes(subject: Subject) -> Finding:
+    """Steps made after a checkpoint have the same losses when they are made again from it."""
+    with tempfile.TemporaryDirectory(prefix="ds-encdec-sanity-check-") as temporary:
+        checkpoint = _save(subject, Path(temporary))
+        num_bytes = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
+        expected = [subject.train_step() for _ in range(RESUME_STEPS)]
+        subject.engine.load(open_saved_state(checkpoint))
+    found = [subject.train_step() for _ in range(RESUME_STEPS)]
+    difference = max(abs(a - b) / abs(a) for a, b in zip(expected, found, strict=True))
+    message = f"losses of {RESUME_STEPS} steps differ by {difference:.1e} of themselves, to be at most "
+    message += f"{RESUME_TOLERANCE:g} ({num_bytes / 1e9:.3g} GB)"
+    values = {"largest_relative_difference": difference, "checkpoint_bytes": num_bytes}
+    return Finding(difference <= RESUME_TOLERANCE, message, values)
+
+
+def _throughput(subject: Subject) -> Finding:
+    seconds = statistics.median(subject.step_seconds[UNTIMED_STEPS:])
+    tokens = subject.batch.encoder_tokens + subject.batch.target_tokens
+    if subject.device.type == "cuda":
+        peak, where = torch.cuda.max_memory_allocated(subject.device), "device"
+    else:
+        peak, where = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "host"  # kilobytes on Linux
+    message = f"{tokens / seconds:,.0f} tokens/s in steps of one micro-batch, peak {where} memory {peak / 1e9:.3g} GB"
+    values = {"tokens_per_second": tokens / seconds, "step_seconds": seconds, "peak_memory_bytes": peak}
+    return Finding(True, message, values)
+
+
+def _gradient_norm(module: nn.Module) -> float:
+    gradients = [parameter.grad.float() for parameter in module.parameters() if parameter.grad is not None]
+    return float(nn.utils.get_total_norm(gradients))
+
+
+def _save(subject: Subject, folder: Path) -> Path:
+    """Save the engine as a run would; returns the checkpoint. Raises CheckpointError."""
+    keep = subject.config.training.save_total_limit
+    manager = CheckpointManager(folder, Agreement(), engine_name=subject.engine_name, keep=keep)
+    manager.prepare()
+    state = TrainingState(global_step=OVERFIT_STEPS)
+    write_rest = partial(_write_state, state)
+    manager.save(state, subject.engine.stage, write_rest, pointers=(), in_background=False)
+    outcome = manager.collect()
+    if outcome is None or outcome.problem is not None:
+        raise CheckpointError(outcome.problem if outcome else "nothing was saved")
+    return committed_steps(folder)[OVERFIT_STEPS]
+
+
+def _write_state(state: TrainingState, folder: Path) -> None:
+    (folder / "trainer.json").write_text(json.dumps({"state": state.to_dict()}))
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A check: its name, what it does, and the checks without which it cannot."""
+
+    name: str
+    look: Callable[[Subject], Finding]
+    needs: tuple[str, ...] = ()
+
+
+CHECKS = (
+    Check("model_loads", _model_loads),
+    Check("data_reconstructs", _data_reconstructs, ("model_loads",)),
+    Check("forward", _forward, ("model_loads", "data_reconstructs")),
+    Check("initial_loss", _initial_loss, ("forward",)),
+    Check("backward", _backward, ("forward",)),
+    Check("gradients_reach_both_sides", _gradients_reach_both_sides, ("backward",)),
+    Check("gradient_norm", _gradient_norm_is_sound, ("backward",)),
+    Check("embeddings_tied", _embeddings_tied, ("model_loads",)),
+    Check("generation", _generates, ("model_loads",)),
+    Check("overfits_one_batch", _overfits_one_batch, ("forward",)),
+    Check("checkpoint_resumes", _checkpoint_resumes, ("overfits_one_batch",)),
+    Check("throughput", _throughput, ("overfits_one_batch",)),
+)
+"""In the order in which they run."""
