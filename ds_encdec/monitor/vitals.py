@@ -40,25 +40,26 @@ class RankVitals:
 
 def take_vitals(device: torch.device, *, training_s: float, data_wait_s: float, exchange_wait_s: float) -> RankVitals:
     """This rank's vitals: the seconds as they are given, the rest measured now."""
-    on_gpu = device.type == "cuda"
+    host_bytes = float(psutil.Process().memory_info().rss)
+    if device.type == "cuda":
+        device_bytes, peak_bytes = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    else:
+        device_bytes, peak_bytes = 0, _peak_host_bytes()
     return RankVitals(
         training_s=training_s,
         data_wait_s=data_wait_s,
         exchange_wait_s=exchange_wait_s,
         arithmetic_s=measure_arithmetic(device),
-        host_bytes=float(psutil.Process().memory_info().rss),
-        device_bytes=float(torch.cuda.memory_allocated(device)) if on_gpu else 0.0,
-        peak_bytes=_peak_bytes(device),
+        host_bytes=host_bytes,
+        device_bytes=float(device_bytes),
+        peak_bytes=float(peak_bytes),
     )
 
 
-def _peak_bytes(device: torch.device) -> float:
-    """Largest allocation so far: of the accelerator, or of this process where there is none."""
-    if device.type == "cuda":
-        return float(torch.cuda.max_memory_allocated(device))
+def _peak_host_bytes() -> int:
     import resource  # Unix only, and only here
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def measure_arithmetic(device: torch.device) -> float:
