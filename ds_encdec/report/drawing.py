@@ -112,6 +112,7 @@ def draw(key: str, paint: Callable[[Axes], None], *, size: tuple[float, float] =
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         svg = io.StringIO()
         figure.savefig(svg, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        figure.set_layout_engine("none")  # it is laid out; a second time would take as long again
         png = io.BytesIO()
         figure.savefig(png, format="png", dpi=_PNG_DPI, facecolor="white", metadata={"Software": None})
     return Drawing(_for_page(svg.getvalue(), key, label), png.getvalue())
@@ -119,8 +120,9 @@ def draw(key: str, paint: Callable[[Axes], None], *, size: tuple[float, float] =
 
 def _add_legend(figure: Figure, axes: Axes) -> None:
     """One entry a label, in a row or more below the drawing, where no curve can be under it."""
-    handles, labels = axes.get_legend_handles_labels()
-    entries = dict(zip(labels, handles, strict=True))
+    named = {str(line.get_label()): line for line in axes.lines}
+    # Not axes.get_legend_handles_labels(), which leaves out runs whose names begin with an underscore.
+    entries = {label: line for label, line in named.items() if not re.fullmatch(r"_child\d+", label)}
     if entries:
         longest = max(map(len, entries))
         columns = max(1, int(figure.get_figwidth() * 14 / (longest + 6)))
@@ -142,6 +144,7 @@ def _for_page(svg: str, key: str, label: str) -> str:
     assert view_box is not None  # matplotlib always writes one
     body = re.sub(r'\bid="', f'id="{key}-', body)
     body = re.sub(r'(url\(|href=")#', rf"\g<1>#{key}-", body)
+    body = re.sub(r" font-family: [^;\"]*;", "", body)
     for name, colour in LIGHT.items():
         body = body.replace(colour, f"var(--{name})")
     return f'<svg role="img" aria-label="{escape(label)}" {view_box[0]}>{body.strip()}'

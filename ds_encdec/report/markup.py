@@ -121,7 +121,7 @@ dt { color: var(--muted); font-size: .82rem } dd { margin: 0; font-weight: 600 }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 370px), 1fr)); gap: 18px 22px }
 .charts.pairs { grid-template-columns: repeat(auto-fill, minmax(min(100%, 480px), 1fr)) }
 figure { margin: 0; min-width: 0 } figure.full { grid-column: 1 / -1 }
-figure svg { display: block; width: 100%; height: auto } figure svg text { font-family: inherit !important }
+figure svg { display: block; width: 100%; height: auto }
 figcaption { color: var(--muted); font-size: .82rem; margin-top: 2px }
 figure.full .wide { display: none }
 @media (min-width: 860px) { figure.full .wide { display: block } figure.full .narrow { display: none } }

@@ -36,6 +36,7 @@ def write_report(path: Path, *, compare: Sequence[Path] = (), out: Path | None =
 
 
 def _write_run(run: Run, others: Sequence[Run], folder: Path) -> tuple[Path, list[str]]:
+    _make(folder)
     comparison, compared, warnings = compare_section([run, *others]) if others else (Html(), [], [])
     charts, empty = charts_of(run)
     body = join([header(run), comparison, charts_section(charts, empty), tables(run)])
@@ -45,6 +46,7 @@ def _write_run(run: Run, others: Sequence[Run], folder: Path) -> tuple[Path, lis
 def _write_phases(root: Path, folder: Path) -> Path:
     notes: list[str] = []
     phases = read_phases(root, notes)
+    _make(folder)
     for phase in phases:
         if phase.run:
             _write_run(phase.run, (), folder / phase.name)
@@ -52,14 +54,25 @@ def _write_phases(root: Path, folder: Path) -> Path:
     return _write(folder, page(f"{root.name}: report of the phases", body), charts)
 
 
+def _make(folder: Path) -> None:
+    """Make the folder of the report, before the time is spent on drawing."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+
+
 def _write(folder: Path, text: str, charts: Iterable[Chart]) -> Path:
     """Put the page and its pictures into `folder`."""
     index = folder / "index.html"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         for chart in charts:
             (folder / f"{chart.key}.png").write_bytes((chart.wide or chart.narrow).png)
         write_atomically(index, text)
     except OSError as error:
-        raise ConfigError(f"--out: cannot write to {folder} ({error.strerror}); choose another folder.") from error
+        raise _unwritable(folder, error) from error
     return index
+
+
+def _unwritable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"--out: cannot write to {folder} ({error.strerror}); choose another folder.")

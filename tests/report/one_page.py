@@ -1,0 +1,58 @@
+"""A page as a reader meets it: its elements, texts and tables, parsed."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+from pathlib import Path
+
+VOID = {"meta", "link", "br"}
+
+
+class Page(HTMLParser):
+    """Parses `path`; raises AssertionError where elements are not properly nested."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.tables: dict[str, list[list[str]]] = {}
+        self.text = ""
+        self._open: list[str] = []
+        self._rows: list[list[str]] = []
+        self.source = path.read_text(encoding="utf-8")
+        self.feed(self.source)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        named = {name: value or "" for name, value in attrs}
+        self.elements.append((tag, named))
+        if named.get("role") == "region":
+            self._rows = self.tables.setdefault(named["aria-label"], [])
+        if tag == "tr":
+            self._rows.append([])
+        if tag in ("th", "td"):
+            self._rows[-1].append("")
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, {name: value or "" for name, value in attrs}))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "style" in self._open:
+            return
+        self.text += data
+        if {"th", "td"} & set(self._open):
+            self._rows[-1][-1] += data.strip()
+
+    def all(self, tag: str) -> list[dict[str, str]]:
+        """The attributes of every element of that name."""
+        return [attributes for name, attributes in self.elements if name == tag]
+
+    @property
+    def charts(self) -> dict[str, str]:
+        """What a screen reader says of each chart: the title → the rest."""
+        return dict(svg["aria-label"].split(": ", 1) for svg in self.all("svg"))

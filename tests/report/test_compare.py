@@ -1,0 +1,90 @@
+"""Runs laid over each other, and those that cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from one_page import Page
+from run_folders import write_checkpoint, write_lines, write_run
+
+from ds_encdec import cli
+from ds_encdec.report.compare import distinct_names, incomparable
+from ds_encdec.report.read_run import read_run
+from ds_encdec.report.write import write_report
+
+LOSSES = ("train/loss", "eval/loss", "train/tokens_seen")
+
+
+def test_curves_over_steps_and_tokens_and_what_differed_beside_what_came_out(tmp_path: Path) -> None:
+    metrics = (*LOSSES, "train/grad_norm", "perf/tokens_per_sec", "train/learning_rate")
+    one = write_run(tmp_path / "one", only=metrics, training__learning_rate=1e-3)
+    two = write_run(tmp_path / "two", only=metrics, steps=400, seed=1)
+    index, warnings = write_report(one, compare=[two], out=tmp_path / "out")
+    page = Page(index)
+    assert warnings == []
+    for name in ("Training loss", "Evaluation loss", "Gradient norm", "Throughput", "Learning rate"):
+        for over in ("steps", "tokens"):
+            assert "one " in page.charts[f"{name} over {over}"]
+            assert "two " in page.charts[f"{name} over {over}"]
+    assert (tmp_path / "out" / "compare_loss_by_tokens.png").exists()
+    table = {row[0]: row[1:] for row in page.tables["What differed, and what came out"]}
+    assert table[""] == ["one", "two"]
+    assert table["training.learning_rate"] == ["0.001", "0.0002"]
+    assert [name for name in table if "." in name] == ["training.learning_rate"]
+    assert table["steps"] == ["200", "400"]
+    assert table["tokens seen"] == ["100,000,000", "200,000,000"]
+    assert table["last loss"] == [f"{read_run(run).last('train/loss'):.4f}" for run in (one, two)]
+    assert table["from first start to end"] == ["2 d 2 h", "2 d 2 h"]
+
+
+def test_runs_with_the_same_configuration_are_said_to_be(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name / "run", only=("train/loss",), seed=len(name)) for name in ("a", "bb")]
+    page = Page(write_report(runs[0], compare=runs[1:])[0])
+    assert "Their configurations are the same." in page.text
+    assert page.tables["What differed, and what came out"][0] == ["", "a/run", "bb/run"]
+    assert "Training loss over tokens" not in page.charts
+
+
+def test_runs_of_different_tokenizers_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = write_run(tmp_path / "one", only=LOSSES)
+    two = write_run(tmp_path / "two", only=LOSSES, model__tokenizer_name_or_path="builtin")
+    assert cli.main(["report", str(one), "--compare", str(two)]) == 0
+    warning = (
+        "one and two differ in model.tokenizer_name_or_path: losses per token of different tokenizers or vocabularies "
+        "cannot be compared."
+    )
+    assert f"warning: {warning}" in capsys.readouterr().err
+    assert warning in Page(one / "report" / "index.html").text
+
+
+def test_checkpoints_know_the_tokenizer_better_than_its_path(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / "one"), write_run(tmp_path / "two", model__tokenizer_name_or_path="a copy")]
+    files = [write_checkpoint(run, 200) / "trainer.json" for run in runs]
+    names = ["one", "two"]
+    assert incomparable([read_run(run) for run in runs], names) == []
+    files[1].write_text(json.dumps({"data": {"fingerprint": {"tokenizer": "another"}}}))
+    assert [warning[:30] for warning in incomparable([read_run(run) for run in runs], names)] == [
+        "one and two differ in tokenize"
+    ]
+
+
+def test_runs_without_a_common_loss_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = write_run(tmp_path / "one"), write_run(tmp_path / "two")
+    write_lines(two / "metrics.jsonl", [{"step": 1, "perf/mfu": 0.4, "train/loss": None}])
+    assert cli.main(["report", str(one), "--compare", str(two)]) == 4
+    assert "neither of train/loss and eval/loss was logged by both" in capsys.readouterr().err
+
+
+def test_a_run_to_compare_without_metrics_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = write_run(tmp_path / "one"), write_run(tmp_path / "two")
+    (two / "metrics.jsonl").unlink()
+    assert cli.main(["report", str(one), "--compare", str(two)]) == 4
+    assert f"{two}/metrics.jsonl: no line of metrics" in capsys.readouterr().err
+    assert not (one / "report").exists()
+
+
+def test_names_grow_until_they_differ(tmp_path: Path) -> None:
+    runs = [read_run(write_run(tmp_path / name, steps=20)) for name in ("x/a/run", "y/a/run", "y/b/run", "z")]
+    assert distinct_names(runs) == ["x/a/run", "y/a/run", "b/run", "z"]

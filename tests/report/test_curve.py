@@ -1,0 +1,49 @@
+"""Fewer points that keep what matters, and a smoothed line that does not lag."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_encdec.report.curve import Curve
+
+VALUES = st.lists(st.floats(-1e6, 1e6) | st.just(float("nan")), min_size=1, max_size=400)
+
+
+def curve(values: list[float]) -> Curve:
+    return Curve.of(enumerate(values))
+
+
+@given(VALUES, st.integers(1, 40))
+def test_decimation_keeps_ends_extremes_and_gaps(values: list[float], num_buckets: int) -> None:
+    whole = curve(values)
+    few = whole.decimated(num_buckets)
+    assert len(few) <= max(3 * num_buckets + 2, 1)
+    assert (few.steps[0], few.steps[-1]) == (0, len(values) - 1)
+    assert np.all(np.diff(few.steps) > 0)
+    np.testing.assert_array_equal(few.values, whole.values[few.steps.astype(int)])
+    if len(whole.known):
+        assert (few.known.min(), few.known.max()) == (whole.known.min(), whole.known.max())
+    assert bool(few.gaps) == bool(whole.gaps)
+
+
+@given(VALUES)
+def test_smoothing_stays_inside_the_values_and_keeps_gaps(values: list[float]) -> None:
+    whole = curve(values)
+    smooth = whole.smoothed()
+    np.testing.assert_array_equal(np.isnan(smooth.values), np.isnan(whole.values))
+    if len(whole.known):
+        slack = 1e-6 * (1 + np.abs(whole.known).max())
+        assert whole.known.min() - slack <= smooth.known.min()
+        assert smooth.known.max() <= whole.known.max() + slack
+
+
+def test_a_straight_line_is_its_own_smoothed_line() -> None:
+    line = curve([3.0 - 0.01 * step for step in range(1000)])
+    np.testing.assert_allclose(line.smoothed().values, line.values, atol=1e-9)
+
+
+def test_smoothing_takes_out_noise() -> None:
+    noisy = curve(list(np.random.default_rng(0).normal(size=4000)))
+    assert noisy.smoothed().values.std() < 0.2 * noisy.values.std()

@@ -1,0 +1,271 @@
+"""The page of one run: everything is on it, nothing leaves it, and it says what it could not read."""
+
+from __future__ import annotations
+
+import json
+import re
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+from one_page import Page
+from PIL import Image
+from run_folders import (
+    alert,
+    write_checkpoint,
+    write_config,
+    write_lines,
+    write_run,
+    write_troubled_run,
+)
+
+from ds_encdec import cli
+from ds_encdec.report import markup
+from ds_encdec.report.charts import PLANS
+from ds_encdec.report.drawing import LIGHT
+from ds_encdec.report.read_run import read_run
+from ds_encdec.report.run_page import header, tables
+from ds_encdec.report.write import write_report
+
+TITLES = [plan.title for plan in PLANS]
+
+
+@pytest.fixture(scope="module")
+def troubled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = write_troubled_run(tmp_path_factory.mktemp("runs") / "long run", steps=100_000)
+    write_checkpoint(run, 90_000)
+    write_checkpoint(run, 100_000)
+    write_report(run)
+    return run
+
+
+@pytest.fixture(scope="module")
+def page(troubled: Path) -> Page:
+    return Page(troubled / "report" / "index.html")
+
+
+def test_every_chart_is_there_with_key_figures_in_words(page: Page) -> None:
+    assert sorted(page.charts) == sorted(TITLES)
+    assert page.charts[TITLES[0]].startswith(
+        "first 11.5, last 3.098, lowest 2.878 at step 78,930, highest 11.5 at step 20"
+    )
+    assert "Nothing was logged" not in page.text
+
+
+def test_every_chart_has_a_png_beside_the_page(troubled: Path, page: Page) -> None:
+    links = {link["href"] for link in page.all("a")}
+    assert links == {f"{plan.key}.png" for plan in PLANS}
+    for name in links:
+        with Image.open(troubled / "report" / name) as image:
+            image.verify()
+            assert image.size[0] > 600
+
+
+def test_the_page_stands_alone_and_is_small(troubled: Path, page: Page) -> None:
+    assert "://" not in page.source
+    assert {tag for tag, _ in page.elements} & {"script", "img", "iframe", "object"} == set()
+    assert [link["href"] for link in page.all("link")] == ["data:,"]
+    assert "@import" not in page.source
+    assert not re.search(r"url\((?!#)", page.source)
+    assert len(page.source) < 2_000_000
+
+
+def test_ids_are_unique_and_references_lead_to_them(page: Page) -> None:
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    used = set(re.findall(r"url\(#([^)]+)\)", page.source)) | {use["xlink:href"][1:] for use in page.all("use")}
+    assert len(ids) == len(set(ids))
+    assert used
+    assert used <= set(ids)
+
+
+def test_drawings_take_the_colours_of_the_page(page: Page) -> None:
+    drawn = "".join(re.findall(r"<svg.*?</svg>", page.source, re.S))
+    assert set(re.findall(r"#[0-9a-f]{6}\b", drawn)) == set()
+    used = set(re.findall(r"var\(--(\w+)\)", drawn))
+    assert used <= set(LIGHT)
+    assert {"line1", "ink", "alert", "rollback", "abandoned"} <= used
+    styles = page.source[: page.source.index("</style>")]
+    for name in used:
+        assert styles.count(f"--{name}:#") == 2, "one for light pages, one for dark ones"
+
+
+def test_the_verdict_tells_what_happened(page: Page) -> None:
+    assert "Failed after step 100,000 of 100,000, exit code 7" in page.text
+    assert "3 rollbacks, which took back 14,000 steps." in page.text
+    assert "303 alerts: loss_spike 36" in page.text
+    assert "Stopped at step 100,000: diverged after 3 rollbacks" in page.text
+    assert "values are not finite and are gaps in the curves: train/grad_norm, train/loss." in page.text
+
+
+def test_events_are_listed_newest_first_with_what_was_done(page: Page) -> None:
+    head, *rows = page.tables["Alerts and rollbacks"]
+    assert head == ["step", "event", "what", "done about it", "time"]
+    assert len(rows) == 200
+    assert [row[1] for row in rows[:2]] == ["stop", "restart"]
+    assert "108 older events in ledger.jsonl." in page.text
+
+
+def test_alerts_and_rollbacks_are_marked_on_the_curves(page: Page) -> None:
+    loss, denoisers = (
+        re.search(rf'<svg role="img" aria-label="{title}.*?</svg>', page.source, re.S) for title in TITLES[:2]
+    )
+    assert loss is not None
+    assert denoisers is not None
+    for legend in ("alert", "rollback", "restart", "taken back", "smoothed", "as logged"):
+        assert f">{legend}</text>" in loss[0]
+    assert ">alert</text>" not in denoisers[0]
+
+
+def test_checkpoints_are_compared_with_their_manifests(troubled: Path, page: Page) -> None:
+    assert [row[:2] for row in page.tables["Checkpoints"]] == [["step", "is"], ["100,000", "latest"], ["90,000", ""]]
+    damaged = read_run(troubled)
+    (troubled / "checkpoints" / "step-00090000" / "trainer.json").rename(troubled / "trainer.json")
+    try:
+        damaged = read_run(troubled)
+    finally:
+        (troubled / "trainer.json").rename(troubled / "checkpoints" / "step-00090000" / "trainer.json")
+    assert "missing, but the manifest lists it" in damaged.checkpoints[0].damage
+    assert damaged.checkpoints[1].damage == ""
+
+
+def test_the_alert_before_a_rollback_is_marked_on_the_branch_that_was_taken_back(tmp_path: Path) -> None:
+    """The curve stands at 3 there, the branch at 30: the mark makes the branch's height part of the drawing."""
+    from ds_encdec.report import charts
+
+    run = write_run(tmp_path / "run")
+    write_lines(run / "metrics.abandoned.jsonl", [{"step": 60, "train/loss": 30.0, "rollback": 1}])
+    write_lines(
+        run / "ledger.jsonl",
+        [
+            alert("loss_spike", 60, 30.0, "rollback"),
+            {"kind": "rollback", "step": 60, "data_step": 60, "to_step": 40, "number": 1},
+            alert("loss_spike", 60, 5.0, "warn"),
+        ],
+    )
+    first, second = charts._alert_places(read_run(run), charts.LOSS_PLAN)
+    assert first == (60, 30.0)
+    assert second[1] < 10
+
+
+def test_what_a_resume_tells_again_counts_once(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    told = alert("loss_spike", 60, 30.0, "warn")
+    write_lines(run / "ledger.jsonl", [told, told | {"time": "2026-02-02T00:00:00+0000"}])
+    assert len(read_run(run).entries("alert")) == 1
+
+
+def test_untrusted_text_is_escaped(tmp_path: Path) -> None:
+    attack = "<script>alert('$x')</script>&\"--></style>"
+    run = write_run(tmp_path / "$run<b>", only=("train/loss",), data__dataset_name=attack)
+    write_lines(run / "ledger.jsonl", [alert(attack, 50, 9.0, attack) | {"message": attack}])
+    status = {"state": attack, "reason": attack, "host": {attack: attack}}
+    (run / "run.json").write_text(json.dumps(status))
+    verdict = {"phase": attack, "passed": False, "checks": [{"name": attack, "passed": False, "message": attack}]}
+    (run / "result.json").write_text(json.dumps(verdict))
+    page = Page(write_report(run, compare=[write_run(tmp_path / "_other$<i>", only=("train/loss",))])[0])
+    assert page.all("script") == page.all("b") == page.all("i") == []
+    assert page.text.count(attack) >= 6
+    assert "_other$<i>" in "".join(label for label in page.charts.values())
+    assert ">_other$&lt;i&gt;</text>" in page.source
+
+
+def test_the_same_run_gives_the_same_bytes(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", only=("train/loss", "perf/mfu"))
+    write_report(run, out=tmp_path / "one")
+    write_report(run, out=tmp_path / "two")
+    names = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert names == ["index.html", "loss.png", "mfu.png"]
+    for name in names:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+def test_charts_without_values_are_left_out_and_named(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    write_lines(run / "metrics.jsonl", [{"step": 1, "train/loss": 4.0, "perf/mfu": None}])
+    page = Page(write_report(run)[0])
+    assert list(page.charts) == ["Training loss, nats per token"]
+    assert "Nothing was logged for: Loss by denoiser, Evaluation loss, Gradient norm, Learning rate, " in page.text
+    assert "config.yaml: no such file." in page.text
+
+
+def test_configuration_that_is_not_the_default(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    write_config(run, training__learning_rate=1e-3, infra__deepspeed_extra={"zero_optimization": {"x": 1}})
+    config = json.loads((run / "config.yaml").read_text())
+    config["training"]["of_another_version"] = 3
+    (run / "config.yaml").write_text(json.dumps(config))
+    (tmp_path / "page.html").write_text(markup.page("run", tables(read_run(run))))
+    page = Page(tmp_path / "page.html")
+    assert page.tables["Configuration that is not the default"] == [
+        ["field", "default", "value"],
+        ["training.learning_rate", "0.0002", "0.001"],
+        ["training.of_another_version", "not set", "3"],
+        ["infra.deepspeed_extra.zero_optimization.x", "not set", "1"],
+    ]
+    assert "(another one wrote them): training.of_another_version." in page.text
+
+
+UNREADABLE = [
+    ("metrics.jsonl", '{"step": 300, "train/lo', "metrics.jsonl: the last line is not complete and is left out."),
+    ("metrics.jsonl", "what\n[1]\n", "metrics.jsonl: 2 lines cannot be read and are left out."),
+    ("metrics.jsonl", '{"step": NaN, "train/loss": 3}\n', "1 lines cannot be read"),
+    ("metrics.jsonl", '{"step": 300, "train/loss": null}\n', "1 values are not finite and are gaps"),
+    ("metrics.jsonl", '{"step": 300, "train/loss": NaN, "train/grad_norm": "x"}\n', "1 values are not finite"),
+    ("run.json", "}", "run.json cannot be read"),
+    ("ledger.jsonl", '{"kind": ["x"], "step": 1}\n{"kind": "alert", "step": 7, "type": {}}\n', "1 alert: {} 1."),
+    ("config.yaml", ": [", "config.yaml: not valid YAML"),
+    ("result.json", "[]", "result.json cannot be read: it holds no JSON object."),
+]
+
+
+@pytest.mark.parametrize(("file", "text", "note"), UNREADABLE)
+def test_what_cannot_be_read_is_said(tmp_path: Path, file: str, text: str, note: str) -> None:
+    run = write_run(tmp_path / "run")
+    with (run / file).open("a") as opened:
+        opened.write(text)
+    assert note in unescape(header(read_run(run)))
+
+
+def test_a_run_with_much_that_cannot_be_read_still_has_its_page(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", only=("train/loss", "train/grad_norm"))
+    for file, text, _ in reversed(UNREADABLE):
+        with (run / file).open("a") as opened:
+            opened.write(text)
+    rollback = {"kind": "rollback", "step": 50, "to_step": "x", "number": []}
+    write_lines(run / "metrics.abandoned.jsonl", [{"step": 50, "train/loss": 3.0, "rollback": "?"}])
+    with (run / "ledger.jsonl").open("a") as opened:
+        opened.write(json.dumps(rollback) + "\n")
+    assert len(Page(write_report(run)[0]).charts) == 2
+
+
+def remove(name: str) -> Any:
+    return lambda run: (run / name).unlink()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "code", "message"),
+    [
+        (lambda run: run.rename(run.with_name("gone")), 2, "no such folder; give the infra.output_dir of a run"),
+        (lambda run: [path.unlink() for path in run.iterdir()], 2, "is not the folder of a run: it has none of"),
+        (remove("metrics.jsonl"), 4, "no line of metrics, so there is nothing to draw; its state is completed"),
+        (lambda run: (run / "metrics.jsonl").write_text(""), 4, "no line of metrics"),
+        (lambda run: (run / "metrics.jsonl").write_text('{"step": 1, "tr'), 4, "no line of metrics"),
+        (lambda run: (run / "report").write_text(""), 2, "choose another folder"),
+    ],
+)
+def test_what_is_no_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], spoil: Any, code: int, message: str
+) -> None:
+    run = write_run(tmp_path / "run", steps=20)
+    spoil(run)
+    assert cli.main(["report", str(run)]) == code
+    assert message in capsys.readouterr().err
+
+
+def test_drawings_are_legible_on_a_phone(page: Page) -> None:
+    """Those for narrow screens, shown 328 pixels wide."""
+    for chart in re.findall(r"<svg.*?</svg>", page.source, re.S):
+        width = float(re.findall(r'viewBox="0 0 ([\d.]+)', chart)[0])
+        smallest = min(float(size) for size in re.findall(r"font-size: ([\d.]+)px", chart))
+        assert smallest * 328 / width > 9 or (width > 800 and "loss-wide" in chart)
