@@ -32,6 +32,7 @@ from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
 from ds_encdec.launch.run_folder import RunFolder, write_atomically
 from ds_encdec.launch.run_status import ending_recorded
+from ds_encdec.launch.watchdog import Watchdog
 from ds_encdec.launch.world import World, discover
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.flops import training_flops
@@ -76,7 +77,11 @@ def run_training(config: FullConfig, *, resume: str | None = None, allow_data_ch
     engine = init_process_group(world, device, timeout, engine, otherwise=fallback_engine(config))
     site = Site(world, device, engine, Agreement(timeout), RunFolder(config.infra.output_dir))
     site.agreement.on_rank_zero(lambda: site.folder.claim(resume=resume is not None))
-    with StopRequest(world) as stop, ending_recorded(site.folder, world, spare=resume is not None) as begin:
+    with (
+        StopRequest(world) as stop,
+        ending_recorded(site.folder, world, spare=resume is not None) as begin,
+        Watchdog(stop, config.infra.hang_timeout_minutes, site.folder, site.agreement),
+    ):
         trainer = _wire(config, site, stop, resume, allow_data_change)
         begin()
         state = _train_and_close(trainer)
@@ -93,6 +98,8 @@ def _train_and_close(trainer: Trainer) -> TrainingState:
     try:
         state = train(trainer)
         exit_code = 0
+        if state.global_step < trainer.config.training.num_train_steps:
+            _say_stopped_early(trainer, state)
     except DsEncDecError as error:
         exit_code, reason = error.exit_code, str(error)
         raise
@@ -104,6 +111,12 @@ def _train_and_close(trainer: Trainer) -> TrainingState:
     logger.info("finished at step %d; checkpoints are in %s", state.global_step, trainer.checkpoints.folder)
     trainer.engine.close()
     return state
+
+
+def _say_stopped_early(trainer: Trainer, state: TrainingState) -> None:
+    message = f"{state.evaluations_since_lowest} evaluations without a loss below {state.lowest_eval_loss}"
+    logger.info("early stopping at step %d: %s", state.global_step, message)
+    trainer.recorder.ledger.write("early_stop", step=state.global_step, data_step=state.data_step, message=message)
 
 
 @dataclass(frozen=True, slots=True)

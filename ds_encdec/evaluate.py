@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 
@@ -12,7 +12,7 @@ from ds_encdec.monitor.metrics import eval_metrics
 from ds_encdec.types import DENOISERS, Batch
 
 
-def evaluate(engine: Engine, batches: Sequence[Batch], agreement: Agreement) -> dict[str, float]:
+def evaluate(engine: Engine, batches: Iterable[Batch], agreement: Agreement) -> dict[str, float]:
     """Mean loss (nats per target token) and perplexity, in all and for each denoiser that occurs.
 
     Every rank must bring equally many batches (empty ones where it has no data): the engine's

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -227,11 +227,18 @@ def _next_step(run: Trainer, last_save: float) -> tuple[list[Batch], StepTotals]
 def _evaluate(run: Trainer, state: TrainingState) -> float | None:
     """The loss on the held-out split; None where it has no target token."""
     with run.recorder.paused():
-        metrics = evaluate(run.engine, run.eval_batches(), run.agreement)
+        metrics = evaluate(run.engine, _with_signs_of_life(run, run.eval_batches()), run.agreement)
     if not metrics:
         return None
     run.recorder.log_eval(state, metrics)
     return metrics["eval/loss"]
+
+
+def _with_signs_of_life(run: Trainer, batches: Iterable[Batch]) -> Iterator[Batch]:
+    """The batches; each that is asked for shows that this rank lives."""
+    for batch in batches:
+        run.stop.life.give()
+        yield batch
 
 
 def _save(run: Trainer, state: TrainingState, eval_loss: float | None, *, done: bool, stopping: bool) -> TrainingState:

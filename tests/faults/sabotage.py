@@ -22,10 +22,16 @@ from ds_encdec.types import Batch, LossSum
 _next_step = LaneLoader.__next__
 _forward = fsdp2.packed_forward
 _steps_read = 0
+_changes_of_data: list[Callable[[list[Batch], int], list[Batch]]] = []
+_changes_of_loss: list[Callable[[LossSum], LossSum]] = []
 
 
 def apply(faults: list[dict[str, Any]], rank: int) -> None:
     """Prepare this process for `faults`."""
+    if faults:
+        LaneLoader.__next__ = _read  # type: ignore[method-assign]
+        for engine in (deepspeed_zero, fsdp2):
+            engine.packed_forward = _run
     for fault in faults:
         arguments = {name: value for name, value in fault.items() if name != "kind"}
         globals()[fault["kind"]](rank, **arguments)
@@ -33,12 +39,12 @@ def apply(faults: list[dict[str, Any]], rank: int) -> None:
 
 def nan_loss(rank: int, *, at: int, on_rank: int) -> None:
     """The loss of data step `at` is NaN on one rank."""
-    _change_loss(lambda loss: _scaled(loss, torch.nan) if rank == on_rank and _steps_read == at else loss)
+    _changes_of_loss.append(lambda loss: _scaled(loss, torch.nan) if rank == on_rank and _steps_read == at else loss)
 
 
 def gradient_spike(rank: int, *, at: int, factor: float) -> None:
     """The gradients, not the loss, of data step `at` are `factor` times too large."""
-    _change_loss(
+    _changes_of_loss.append(
         lambda loss: dataclasses.replace(loss, total=loss.total * factor) if _steps_read == at else loss,
     )
 
@@ -49,19 +55,18 @@ def bad_data(rank: int, *, at: int, until: int) -> None:
     def spoil(batches: list[Batch], step: int) -> list[Batch]:
         return [_spoiled(batch) for batch in batches] if at <= step <= until else batches
 
-    _change_data(spoil)
+    _changes_of_data.append(spoil)
 
 
-def skip_data(rank: int, *, after: int, until: int) -> None:
-    """No fault, but what a run is compared with: data steps `after` + 1 to `until` are never seen."""
+def skip_data(rank: int, *, steps: list[int]) -> None:
+    """No fault, but what a run is compared with: these data steps are never seen."""
 
     def step(loader: LaneLoader) -> list[Batch]:
         global _steps_read
-        if _steps_read == after:
-            for _ in range(until - after):
-                _next_step(loader)
-            _steps_read = until
         _steps_read += 1
+        while _steps_read in steps:
+            _next_step(loader)
+            _steps_read += 1
         return _next_step(loader)
 
     LaneLoader.__next__ = step  # type: ignore[method-assign]
@@ -75,7 +80,7 @@ def slow_data(rank: int, *, on_rank: int, seconds: float) -> None:
             time.sleep(seconds)
         return batches
 
-    _change_data(wait)
+    _changes_of_data.append(wait)
 
 
 def die_after_commits(rank: int, *, commits: int) -> None:
@@ -91,23 +96,21 @@ def die_after_commits(rank: int, *, commits: int) -> None:
     CheckpointFolder.commit = count  # type: ignore[method-assign]
 
 
-def _change_data(change: Callable[[list[Batch], int], list[Batch]]) -> None:
-    def step(loader: LaneLoader) -> list[Batch]:
-        global _steps_read
-        _steps_read += 1
-        return change(_next_step(loader), _steps_read)
+def _read(loader: LaneLoader) -> list[Batch]:
+    global _steps_read
+    _steps_read += 1
+    batches = _next_step(loader)
+    for change in _changes_of_data:
+        batches = change(batches, _steps_read)
+    return batches
 
-    LaneLoader.__next__ = step  # type: ignore[method-assign]
 
-
-def _change_loss(change: Callable[[LossSum], LossSum]) -> None:
-    def forward(model: torch.nn.Module, batch: Batch) -> LossSum:
-        loss = _forward(model, batch)
-        return change(loss) if torch.is_grad_enabled() else loss
-
-    _change_data(lambda batches, step: batches)
-    for engine in (deepspeed_zero, fsdp2):
-        engine.packed_forward = forward
+def _run(model: torch.nn.Module, batch: Batch) -> LossSum:
+    loss = _forward(model, batch)
+    if torch.is_grad_enabled():  # not in evaluation
+        for change in _changes_of_loss:
+            loss = change(loss)
+    return loss
 
 
 def _scaled(loss: LossSum, factor: float) -> LossSum:

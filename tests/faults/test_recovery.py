@@ -1,0 +1,206 @@
+"""Runs that meet trouble on two real ranks, under both engines, and what they do about it.
+
+A run that left steps out, or went back, is compared with one whose data never had them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked_runs import Finished, ForkedRuns
+from tiny_run import QUICKSTART, metrics, overrides
+
+from ds_encdec.checkpoint.folder import committed_steps
+from ds_encdec.checkpoint.verify import verify_checkpoints
+
+pytestmark = [pytest.mark.distributed]
+
+STEPS = 20
+ENGINES = {
+    "deepspeed": {"infra__distributed_type": "deepspeed"},  # ZeRO-3 with offload, as the quickstart
+    "fsdp": {"infra__distributed_type": "fsdp", "infra__offload_optimizer": "none"},
+}
+SPIKES = {"monitor__window_size": 4, "monitor__loss_spike_min_values": 4, "monitor__loss_spike_threshold": 1.02}
+"""A loss has not far to fall in so few steps: nor has it far to jump."""
+ROLLBACK = SPIKES | {"monitor__on_loss_spike": "rollback", "monitor__rollback_min_steps": 2}
+
+engines = pytest.mark.parametrize("engine", ENGINES)
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[ForkedRuns]:
+    with ForkedRuns() as started:
+        yield started
+
+
+def arguments(folder: Path, engine: str, *options: str, **changes: Any) -> list[str]:
+    settings = {
+        "data__num_lanes": 4,  # two micro-batches a step on each of two ranks
+        "training__num_train_steps": STEPS,
+        "training__save_steps": 4,
+        "training__eval_samples": 0,
+        "training__logging_steps": 1,
+        "training__save_total_limit": 10,
+        "training__average_checkpoints": 0,
+        "training__report_to": "none",
+    }
+    return ["--config", QUICKSTART, *overrides(folder, **settings | ENGINES[engine] | changes), *options]
+
+
+def trained(folder: Path) -> list[tuple[int, float, float, float]]:
+    """Step, loss, gradient norm and rate of every step that was applied and counts, in their order."""
+    names = ("step", "train/loss", "train/grad_norm", "train/learning_rate")
+    return [tuple(line[name] for name in names) for line in metrics(folder)]
+
+
+def ledger(folder: Path, kind: str) -> list[dict[str, Any]]:
+    entries = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    return [entry for entry in entries if entry["kind"] == kind]
+
+
+def assert_ended(result: Finished, code: int) -> None:
+    assert result.codes == [code] * len(result.codes), result.output
+
+
+@engines
+def test_steps_that_are_left_out_leave_no_trace(runs: ForkedRuns, tmp_path: Path, engine: str) -> None:
+    """NaN on one rank only, exploding gradients, and a spike of the loss: all skipped, to the bit, on both ranks."""
+    skips = SPIKES | {"monitor__on_loss_spike": "skip_step", "monitor__on_grad_explosion": "skip_step"}
+    faults = [
+        {"kind": "nan_loss", "at": 6, "on_rank": 1},
+        {"kind": "gradient_spike", "at": 10, "factor": 1000.0},
+        {"kind": "bad_data", "at": 17, "until": 17},
+    ]
+    assert_ended(runs.run(arguments(tmp_path / "met", engine, **skips), ranks=2, faults=faults), 0)
+    never = [{"kind": "skip_data", "steps": [6, 10, 17]}]
+    assert_ended(runs.run(arguments(tmp_path / "never", engine), ranks=2, faults=never), 0)
+
+    # The line after a skipped step has its count, and the rate and norm of its own step.
+    assert trained(tmp_path / "met") == trained(tmp_path / "never")
+    assert [line["data_step"] for line in metrics(tmp_path / "met")][-1] == STEPS + 3
+    alerts = [entry for entry in ledger(tmp_path / "met", "alert") if entry["action"] == "skip_step"]
+    assert [(entry["data_step"], entry["type"]) for entry in alerts] == [
+        (6, "non_finite"),
+        (10, "grad_explosion"),
+        (17, "loss_spike"),
+    ]
+
+
+@engines
+def test_after_a_rollback_the_run_is_one_that_never_saw_that_data(
+    runs: ForkedRuns, tmp_path: Path, engine: str
+) -> None:
+    bad = [{"kind": "bad_data", "at": 15, "until": 15}]
+    result = runs.run(arguments(tmp_path / "met", engine, **ROLLBACK), ranks=2, faults=bad)
+    assert_ended(result, 0)
+    assert "Rollback 1 of at most 5: back to step 12; data steps 13 to 15 are not trained on again." in result.output
+    never = [{"kind": "skip_data", "steps": [13, 14, 15]}]
+    assert_ended(runs.run(arguments(tmp_path / "never", engine), ranks=2, faults=never), 0)
+
+    met, other = trained(tmp_path / "met"), trained(tmp_path / "never")
+    assert [step for step, *_ in met] == [step for step, *_ in other] == list(range(1, STEPS + 1))
+    for values, others in zip(met, other, strict=True):
+        assert values == pytest.approx(others, abs=1e-5)
+    abandoned = (tmp_path / "met" / "metrics.abandoned.jsonl").read_text().splitlines()
+    assert [(json.loads(line)["step"], json.loads(line)["rollback"]) for line in abandoned] == [
+        (13, 1),
+        (14, 1),
+        (15, 1),
+    ]
+    (entry,) = ledger(tmp_path / "met", "rollback")
+    assert (entry["step"], entry["to_step"], entry["to_data_step"], entry["number"]) == (15, 12, 12, 1)
+    assert sorted(committed_steps(tmp_path / "met" / "checkpoints")) == [4, 8, 12, 16, 20]
+    assert len(list(verify_checkpoints(tmp_path / "met"))) == 5
+    state = json.loads((tmp_path / "met" / "checkpoints" / "final" / "trainer.json").read_text())["state"]
+    assert (state["global_step"], state["data_step"], state["skipped_steps"], state["rollbacks"]) == (20, 23, 3, 1)
+
+
+def test_a_run_killed_behind_its_rollback_does_not_meet_that_data_again(runs: ForkedRuns, tmp_path: Path) -> None:
+    bad = {"kind": "bad_data", "at": 15, "until": 15}
+    assert_ended(runs.run(arguments(tmp_path / "whole", "fsdp", **ROLLBACK), ranks=2, faults=[bad]), 0)
+    kill = {"kind": "die_after_commits", "commits": 4}  # 4, 8, 12, and 12 again
+    killed = arguments(tmp_path / "killed", "fsdp", **ROLLBACK, training__async_save="false")
+    assert 0 not in runs.run(killed, ranks=2, faults=[bad, kill]).codes
+    assert sorted(committed_steps(tmp_path / "killed" / "checkpoints"))[-1] == 12
+    assert_ended(runs.run([*killed, "--resume", "auto"], ranks=2), 0)
+    assert trained(tmp_path / "killed") == trained(tmp_path / "whole")
+
+
+def test_a_run_that_goes_on_spiking_stops_once_its_rollbacks_are_used_up(runs: ForkedRuns, tmp_path: Path) -> None:
+    bad = [{"kind": "bad_data", "at": 17, "until": 1000}]
+    settings = ROLLBACK | {"monitor__max_rollbacks": 2}
+    result = runs.run(arguments(tmp_path, "fsdp", **settings), ranks=2, faults=bad)
+    assert_ended(result, 7)
+    assert "after 2 rollbacks (monitor.max_rollbacks=2)" in result.output
+    # The second spike comes a step after the first rollback's checkpoint, so it goes further back.
+    assert [entry["to_step"] for entry in ledger(tmp_path, "rollback")] == [12, 8]
+    assert json.loads((tmp_path / "run.json").read_text())["exit_code"] == 7
+    (stop,) = ledger(tmp_path, "stop")
+    assert stop["exit_code"] == 7
+
+
+def test_without_an_old_enough_checkpoint_the_run_goes_on(runs: ForkedRuns, tmp_path: Path) -> None:
+    bad = [{"kind": "bad_data", "at": 15, "until": 15}]
+    settings = ROLLBACK | {"monitor__rollback_min_steps": 14}
+    result = runs.run(arguments(tmp_path, "fsdp", **settings), faults=bad)
+    assert_ended(result, 0)
+    assert "No rollback: there is no checkpoint of step 1 or before. Training goes on." in result.output
+    assert ledger(tmp_path, "rollback") == []
+
+
+def test_a_spike_can_stop_the_run(runs: ForkedRuns, tmp_path: Path) -> None:
+    bad = [{"kind": "bad_data", "at": 15, "until": 15}]
+    settings = SPIKES | {"monitor__on_loss_spike": "stop"}
+    assert_ended(runs.run(arguments(tmp_path, "fsdp", **settings), ranks=2, faults=bad), 7)
+    assert sorted(committed_steps(tmp_path / "checkpoints")) == [4, 8, 12]
+
+
+@engines
+def test_a_slow_rank_is_named_and_can_end_the_run_to_go_on_elsewhere(
+    runs: ForkedRuns, tmp_path: Path, engine: str
+) -> None:
+    slow = [{"kind": "slow_data", "on_rank": 1, "seconds": 0.4}]
+    command = arguments(
+        tmp_path,
+        engine,
+        training__logging_steps=2,
+        monitor__on_straggler="stop",
+        monitor__straggler_threshold=1000.0,  # on a busy machine any rank may be slow at arithmetic
+    )
+    assert_ended(runs.run(command, ranks=2, faults=slow), 75)
+    stragglers = [entry for entry in ledger(tmp_path, "alert") if entry["type"] == "straggler"]
+    assert "rank 1 is late" in stragglers[-1]["message"]
+    status = json.loads((tmp_path / "run.json").read_text())
+    assert status["state"] == "preempted"
+    assert "rank 1 is late" in status["reason"]
+    assert_ended(runs.run([*command, "--resume", "auto"], ranks=2), 0)
+    assert [line["step"] for line in metrics(tmp_path)] == list(range(2, STEPS + 1, 2))
+
+
+@pytest.mark.one_process
+def test_early_stopping_ends_a_run_and_a_resume_does_not_go_on(runs: ForkedRuns, tmp_path: Path) -> None:
+    command = arguments(
+        tmp_path,
+        "fsdp",
+        training__eval_samples=8,
+        training__eval_steps=2,
+        training__save_steps=100,
+        training__early_stopping_patience=2,
+        training__early_stopping_threshold=5.0,  # nothing falls by that
+        training__save_on_best="true",
+    )
+    result = runs.run(command)
+    assert_ended(result, 0)
+    lines = [line["step"] for line in metrics(tmp_path) if "eval/loss" in line]
+    assert lines == [2, 4, 6]  # the first one is the lowest so far, and then two are not lower by 5
+    (entry,) = ledger(tmp_path, "early_stop")
+    assert entry["step"] == 6
+    assert json.loads((tmp_path / "run.json").read_text())["state"] == "completed"
+    assert (tmp_path / "checkpoints" / "final").resolve().name == "step-00000006"
+    assert sorted(committed_steps(tmp_path / "checkpoints")) == [2, 4, 6]  # each was the best so far
+    assert_ended(runs.run([*command, "--resume", "auto"]), 0)
+    assert [line["step"] for line in metrics(tmp_path) if "eval/loss" in line] == [2, 4, 6]
