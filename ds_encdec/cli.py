@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_encdec import train
-from ds_encdec.types import DsEncDecError
+from ds_encdec.types import ConfigError, DsEncDecError
 
 Verb = Callable[[argparse.Namespace, Sequence[str]], int]
 
@@ -187,6 +187,12 @@ def _phases(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from ds_encdec.pipeline.metrics_file import measured_tokens_per_second
     from ds_encdec.pipeline.run import plan_phases, run_phases, select_phases
 
+    if not options.dry_run and (
+        options.json or options.measured or options.tokens_per_second or options.price_per_gpu_hour
+    ):
+        raise ConfigError(
+            "--json, --tokens-per-second, --measured and --price-per-gpu-hour belong to --dry-run: add it"
+        )
     phases = select_phases(options.only, options.first, options.last)
     config = load_config(train.find_shipped(options.config), overrides, train.find_shipped(options.deepspeed_config))
     plans = plan_phases(config, phases, options.steps_per_phase)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.launch.run_folder import RunFolder
+from ds_encdec.launch.world import LAUNCHERS
 from ds_encdec.phases import PHASES, PlannedPhase, TrainingPhase, parse_phase, phase_before, plan_phase
 from ds_encdec.pipeline.records import PhaseRecords, only_one_pipeline
 from ds_encdec.pipeline.subprocess_run import TRAIN_PROGRAM, SubprocessRun, launcher_command
@@ -43,6 +45,11 @@ def run_phases(config: FullConfig, plans: Sequence[PlannedPhase], *, launcher: s
     Raises GateError where one does not pass, Preempted after a signal, and an error with the exit code of a run that
     failed. Of what was done nothing is done again by the next call.
     """
+    if stray := [launcher.marker for launcher in LAUNCHERS if launcher.marker in os.environ]:
+        raise ConfigError(
+            f"{', '.join(stray)} is set, as for a rank. `ds-encdec phases` is one plain process that starts the "
+            "launcher itself (--launcher): unset it"
+        )
     output = Path(config.infra.output_dir).expanduser().absolute()
     with only_one_pipeline(output), SubprocessRun() as subprocess_run:
         for planned in plans:

@@ -64,6 +64,11 @@ def test_what_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str
     assert message in capsys.readouterr().err
 
 
+def test_what_belongs_to_the_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["phases", "--json"]) == 2
+    assert "belong to --dry-run" in capsys.readouterr().err
+
+
 def test_only_and_from_to(capsys: pytest.CaptureFixture[str]) -> None:
     def names(*arguments: str) -> list[str]:
         return [phase["phase"] for phase in dry_run(capsys, *arguments)["phases"]]

@@ -165,6 +165,13 @@ def test_an_older_status_does_not_speak_for_this_start(tmp_path: Path) -> None:
     assert caught.value.exit_code == 1
 
 
+def test_it_is_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    config, planned = setup(tmp_path)
+    with pytest.raises(ConfigError, match="RANK is set, as for a rank"):
+        run_phases(config, [planned])
+
+
 def test_only_one_process_runs_the_phases_of_a_folder(tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# The whole pre-training: sanity_check, validation, medium, full, each behind the gate of the one before (docs/phases.md).
+#
+#   scripts/run_full_training.sh [HOSTFILE] [argument of `ds-encdec phases` ...] [section.field=value ...]
+#   scripts/run_full_training.sh --dry-run --tokens-per-second 400000 --price-per-gpu-hour 3
+#   scripts/run_full_training.sh hostfiles/8gpu infra.output_dir=/data/run
+#
+# Without a host file: infra.num_gpus ranks on this machine. Called again it goes on where it stopped.
+# Another configuration than the shipped one: --config FILE.
+set -euo pipefail
+
+case "${1-}" in -h | --help) sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;; esac
+
+launcher=()
+case "${1-}" in
+    "" | -* | *=*) ;;
+    *)
+        [ -f "$1" ] || { echo "error: there is no host file $1" >&2; exit 2; }
+        launcher=(--launcher "deepspeed --hostfile $(printf %q "$1")")
+        shift ;;
+esac
+
+source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
+exec ds-encdec phases --config "$ROOT/ds_configs/qwen3_0.6b_ul2.yaml" ${launcher[@]+"${launcher[@]}"} "$@"
