@@ -97,14 +97,17 @@ def _require_common_loss(runs: Sequence[Run]) -> None:
 def incomparable(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
     """Why losses of the first run and the others do not mean the same, in sentences."""
     warnings = []
+    first = runs[0]
     for other, name in zip(runs[1:], names[1:], strict=True):
-        if runs[0].data and other.data:
-            reasons = {
-                _DATA_FACTS[fact]: fact for fact in _DATA_FACTS if runs[0].data.get(fact) != other.data.get(fact)
-            }
+        if first.data and other.data:
+            differing = [fact for fact in _DATA_FACTS if first.data.get(fact) != other.data.get(fact)]
+            meaning = _DATA_FACTS
         else:
-            reasons = {_FIELDS[path]: path for path in _FIELDS if runs[0].setting(path) != other.setting(path)}
-        warnings += [f"{names[0]} and {name} differ in {what}: {reason}." for reason, what in reasons.items()]
+            differing = [path for path in _FIELDS if first.setting(path) != other.setting(path)]
+            meaning = _FIELDS
+        for reason in dict.fromkeys(meaning[what] for what in differing):
+            what = " and ".join(what for what in differing if meaning[what] == reason)
+            warnings.append(f"{names[0]} and {name} differ in {what}: {reason}.")
     return warnings
 
 

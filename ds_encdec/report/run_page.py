@@ -50,7 +50,8 @@ def verdict(run: Run) -> Iterator[tuple[str, str]]:
     if not rollbacks and not alerts and not run.skipped_steps:
         yield "ok", "✓ No alerts, no rollbacks, no skipped steps."
     for entry in (*run.entries("early_stop"), *run.entries("stop")):
-        yield "warn", f"! Stopped at step {entry['step']:,}: {entry.get('message', 'no reason given')}"
+        if entry.get("message") != run.status.get("reason"):  # the last one, told above
+            yield "warn", f"! Stopped at step {entry['step']:,}: {entry.get('message', 'no reason given')}"
     if run.verdict is not None:
         yield gate(run.verdict)
 
