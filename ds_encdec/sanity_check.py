@@ -70,9 +70,9 @@ MAX_LOSS = 100.0
 """Nats per target token, of any weights."""
 MAX_GRADIENT_NORM = 1000.0
 """Global L2 norm of the gradient of the mean loss, before clipping."""
-OVERFIT_STEPS = 30
+OVERFIT_STEPS = 20
 """Optimizer steps on one micro-batch, at the configuration's peak learning rate from the first on."""
-OVERFIT_FACTOR = 0.8
+OVERFIT_FACTOR = 0.9
 """What the loss must have been multiplied by after them, at most."""
 RESUME_STEPS = 3
 """Steps made after a checkpoint, and again after loading it."""
@@ -159,7 +159,7 @@ class Subject:
         loss = self.engine.forward(self.batch)
         self.engine.backward(loss, target_tokens=self.batch.target_tokens, last=True)
         self.engine.step()
-        return float(loss.total) / self.batch.target_tokens
+        return loss.total.item() / self.batch.target_tokens
 
     def close(self) -> None:
         """End what runs."""
@@ -332,7 +332,7 @@ def _forward(subject: Subject) -> Finding:
     (subject.batch,) = next(subject.data.loader)
     tokens = subject.batch.target_tokens
     subject.loss_sum = packed_forward(subject.model, subject.batch.to(subject.device))
-    subject.loss = float(subject.loss_sum.total) / tokens
+    subject.loss = subject.loss_sum.total.item() / tokens
     message = f"{subject.batch.encoder_tokens} encoder and {tokens} target tokens: {subject.loss:.4f} nats per token"
     return Finding(math.isfinite(subject.loss), message, {"loss": subject.loss})
 

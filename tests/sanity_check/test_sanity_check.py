@@ -1,0 +1,250 @@
+"""The sanity check: all of it on a sound configuration, and each check on what it is there to find."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from ds_encdec import cli, sanity_check
+from ds_encdec.checkpoint.export import export_hf
+from ds_encdec.config.load import load_config
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.data import chunks
+from ds_encdec.engine.fsdp2 import FSDP2Engine
+from ds_encdec.launch.world import discover
+from ds_encdec.run_model import RunModel, new_model
+from ds_encdec.sanity_check import CHECKS, SanityReport, Subject, check_config
+from ds_encdec.types import GateError
+
+pytestmark = [pytest.mark.distributed, pytest.mark.one_process]
+
+QUICKSTART = Path(__file__).resolve().parents[2] / "ds_configs" / "quickstart.yaml"
+NAMES = [check.name for check in CHECKS]
+
+TINY = (
+    "model.architecture.vocab_size=1024",
+    "model.architecture.hidden_size=32",
+    "model.architecture.num_hidden_layers=1",
+    "model.architecture.num_attention_heads=2",
+    "model.architecture.num_key_value_heads=1",
+    "model.architecture.head_dim=16",
+    "model.architecture.intermediate_size=64",
+    "data.max_encoder_length=64",
+    "data.max_decoder_length=64",
+    "data.preprocessing_num_workers=0",
+    "training.learning_rate=1e-2",
+    "training.bf16=false",
+    "infra.device=cpu",
+)
+FSDP = "infra.distributed_type=fsdp"
+
+
+@pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """A process that joins a group writes its place into the environment."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def tiny(*overrides: str) -> FullConfig:
+    return load_config(QUICKSTART, [*TINY, FSDP, *overrides])
+
+
+def failed(report: SanityReport) -> list[str]:
+    return [check.name for check in report.checks if not check.passed and not check.skipped]
+
+
+def skipped(report: SanityReport) -> list[str]:
+    return [check.name for check in report.checks if check.skipped]
+
+
+def test_the_quickstart_passes_under_deepspeed(tmp_path: Path) -> None:
+    """In its own process, with a configuration planned for more ranks; as JSON on a stdout that nobody else writes to."""
+    command = [sys.executable, "-m", "ds_encdec.cli", "sanity-check", "--config", str(QUICKSTART), *TINY, "--json"]
+    plan = ["infra.num_gpus=8", "data.num_lanes=8", f"infra.output_dir={tmp_path / 'run'}", "training.bf16=true"]
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    result = subprocess.run([*command, *plan], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    answer = json.loads(result.stdout)
+    assert answer["passed"] is True
+    assert [check["name"] for check in answer["checks"]] == NAMES
+    assert all(set(check) == {"name", "passed", "skipped", "message", "values"} for check in answer["checks"])
+    assert all(check["passed"] for check in answer["checks"])
+    values = {check["name"]: check["values"] for check in answer["checks"]}
+    assert "deepspeed" in answer["checks"][NAMES.index("overfits_one_batch")]["message"]
+    assert values["overfits_one_batch"]["last_loss"] < 0.9 * values["overfits_one_batch"]["first_loss"]
+    assert values["initial_loss"]["loss"] == pytest.approx(np.log(1024), abs=0.1)
+    assert values["throughput"]["tokens_per_second"] > 0
+    assert values["throughput"]["peak_memory_bytes"] > 10**8
+    assert [path.name for path in tmp_path.iterdir()] == ["tmp"]
+    assert not list(temporary.glob("ds-encdec-*"))
+
+
+def test_the_list_and_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sanity-check", "--config", str(QUICKSTART), *TINY, FSDP, "training.learning_rate=1e-9"]
+    assert cli.main(words) == 10
+    output = capsys.readouterr()
+    lines = output.out.splitlines()
+    assert [line.split()[1] for line in lines] == NAMES
+    marks = {line.split()[1]: line[0] for line in lines}
+    assert marks["generation"] == "✓"
+    assert marks["overfits_one_batch"] == "✗"
+    assert marks["checkpoint_resumes"] == marks["throughput"] == "-"
+    assert "overfits_one_batch" in output.err.splitlines()[-1]
+
+
+Change = Callable[[str, Tensor], Tensor]
+
+
+def not_a_number(name: str, weight: Tensor) -> Tensor:
+    return weight * torch.nan if name == "encoder.norm.weight" else weight
+
+
+def without_attention_in_the_decoder(name: str, weight: Tensor) -> Tensor:
+    return weight * (not (name.startswith("decoder") and "o_proj" in name))
+
+
+def too_wide(name: str, weight: Tensor) -> Tensor:
+    return weight * 30 if name == "shared.weight" else weight
+
+
+@pytest.mark.parametrize(
+    ("change", "finds", "goes_on"),
+    [
+        (not_a_number, "forward", False),
+        (without_attention_in_the_decoder, "gradients_reach_both_sides", True),
+        (too_wide, "initial_loss", True),
+    ],
+)
+def test_broken_weights_are_found(monkeypatch: pytest.MonkeyPatch, change: Change, finds: str, goes_on: bool) -> None:
+    def broken_model(config: FullConfig) -> RunModel:
+        model = new_model(config)
+        sound = model.weights
+        assert sound is not None
+        return replace(model, weights=lambda name, rows=slice(None), /: change(name, sound(name, rows)))
+
+    monkeypatch.setattr(sanity_check, "new_model", broken_model)
+    report = check_config(tiny())
+    assert failed(report)[0] == finds
+    assert isinstance(report.error, GateError)
+    assert ("overfits_one_batch" in skipped(report)) != goes_on
+
+
+def test_data_that_cannot_be_read_keeps_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = tmp_path / "documents.jsonl"
+    lines.write_text('{"body": "some text"}\n' * 500)
+    data = ["data.dataset_name=json", f"data.data_files={lines}"]
+    assert cli.main(["sanity-check", "--config", str(QUICKSTART), *TINY, FSDP, *data, "--json"]) == 4
+    checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+    assert "text" in checks["data_reconstructs"]["message"]
+    assert checks["forward"] | {"message": ""} == {
+        "name": "forward",
+        "passed": False,
+        "skipped": True,
+        "message": "",
+        "values": {},
+    }
+    assert checks["embeddings_tied"]["passed"]
+
+
+def test_a_model_that_cannot_be_read_and_a_wrong_setting_keep_theirs(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    assert cli.main(["sanity-check", "--model", str(tmp_path), "infra.device=cpu", FSDP]) == 5
+    assert cli.main(["sanity-check", "--config", str(QUICKSTART), "training.learning_rat=1"]) == 2
+
+
+def test_a_denoiser_that_loses_tokens_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    denoise = chunks.denoise
+
+    def loses_one(tokens: np.ndarray, denoiser: str, *others: Any, **named: Any) -> tuple[np.ndarray, np.ndarray]:
+        encoder_ids, decoder_ids = denoise(tokens, denoiser, *others, **named)
+        return (encoder_ids[:-1] if denoiser == "X2" else encoder_ids), decoder_ids
+
+    monkeypatch.setattr(chunks, "denoise", loses_one)
+    report = check_config(tiny())
+    assert failed(report) == ["data_reconstructs"]
+    assert "X2" in report.checks[NAMES.index("data_reconstructs")].message
+
+
+def test_a_checkpoint_that_is_not_loaded_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FSDP2Engine, "load", lambda self, saved: None)
+    report = check_config(tiny())
+    assert failed(report) == ["checkpoint_resumes"]
+    assert skipped(report) == []
+
+
+def test_an_unforeseen_error_fails_its_check_and_memory_has_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def runs_out(*_: object) -> None:
+        raise torch.OutOfMemoryError("no 3 GB left")
+
+    monkeypatch.setattr(sanity_check, "packed_forward", runs_out)
+    monkeypatch.setattr(sanity_check, "PROMPT", None)
+    report = check_config(tiny())
+    assert failed(report) == ["forward", "generation"]
+    assert "no 3 GB left" in report.checks[NAMES.index("forward")].message
+    assert report.error is not None
+    assert report.error.exit_code == 6
+
+
+def test_untied_embeddings_and_frozen_parameters_are_found() -> None:
+    subject = Subject(tiny(), "fsdp", discover({}), torch.device("cpu"))
+    looks = {check.name: check.look for check in CHECKS}
+    for name in ("model_loads", "data_reconstructs", "forward", "backward", "embeddings_tied"):
+        assert looks[name](subject).passed
+    subject.model.lm_head.weight = nn.Parameter(subject.model.shared.weight.detach().clone())
+    assert not looks["embeddings_tied"](subject).passed
+    subject.model.encoder.layers[0].mlp.up_proj.weight.requires_grad_(False).grad = None
+    assert looks["forward"](subject).passed
+    finding = looks["backward"](subject)
+    assert not finding.passed
+    assert "encoder.layers.0.mlp.up_proj.weight" in finding.message
+
+
+@pytest.fixture(scope="module")
+def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An encoder-decoder, as `export` and `init-model` write it."""
+    model = new_model(tiny())
+    out = tmp_path_factory.mktemp("models") / "export"
+    assert model.weights is not None
+    shape: dict[str, Any] = {"dtype": torch.float32, "max_shard_bytes": 10**9, "card": ""}
+    export_hf(model.weights, model.config, model.tokenizer, out, **shape)
+    return out
+
+
+@pytest.fixture
+def decoder_only(export: Path, tmp_path: Path) -> Path:
+    """A Qwen3 with the tokenizer of `export`."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Qwen3Config(vocab_size=1024, num_key_value_heads=1, head_dim=16, tie_word_embeddings=True, **sizes)
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((export / name).read_bytes())
+    return tmp_path
+
+
+def test_model_folders_need_no_configuration(
+    export: Path, decoder_only: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["infra.device=cpu", "training.bf16=false", "training.learning_rate=1e-2", FSDP]
+    for folder in (export, decoder_only):
+        assert cli.main(["sanity-check", "--model", str(folder), *settings]) == 0, capsys.readouterr().out
+    own = [*TINY, *settings, "--config", str(QUICKSTART)]
+    own = [word for word in own if not word.startswith("model.architecture")]
+    assert cli.main(["sanity-check", "--model", str(export), *own]) == 0, capsys.readouterr().out
+    assert "to be between 0 and 100" in capsys.readouterr().out  # nobody knows what a trained model's loss should be
