@@ -89,7 +89,8 @@ class SubprocessRun:
         ranks: list[psutil.Process] = []
         try:
             while child.poll() is None:
-                ranks = _ranks_below(launcher) or ranks
+                if not ranks or self._pending:  # looking through all processes of a host takes milliseconds
+                    ranks = _ranks_below(launcher) or ranks
                 while self._pending:
                     self._hand_on(self._pending.pop(0), launcher, ranks)
                 try:
