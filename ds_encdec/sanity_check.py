@@ -235,7 +235,6 @@ def on_one_rank(config: FullConfig) -> FullConfig:
         "gradient_accumulation_steps": 1,
         "lr_scheduler_type": "constant",
         "warmup_steps": 0,
-        "num_train_steps": OVERFIT_STEPS + RESUME_STEPS,
     }
     fields["infra"] |= {"num_gpus": 1, "hybrid_shard_size": None}
     fields["infra"]["deepspeed_extra"].pop("scheduler", None)

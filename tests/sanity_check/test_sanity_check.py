@@ -25,7 +25,7 @@ from ds_encdec.data import chunks
 from ds_encdec.engine.fsdp2 import FSDP2Engine
 from ds_encdec.launch.world import discover
 from ds_encdec.run_model import RunModel, new_model
-from ds_encdec.sanity_check import CHECKS, SanityReport, Subject, check_config
+from ds_encdec.sanity_check import CHECKS, SanityReport, Subject, check_config, on_one_rank
 from ds_encdec.types import GateError
 
 pytestmark = [pytest.mark.distributed, pytest.mark.one_process]
@@ -73,7 +73,7 @@ def skipped(report: SanityReport) -> list[str]:
 
 
 def test_the_quickstart_passes_under_deepspeed(tmp_path: Path) -> None:
-    """In its own process, with a configuration planned for more ranks; as JSON on a stdout that nobody else writes to."""
+    """In its own process, with a configuration planned for more ranks; as JSON on a stdout that is its alone."""
     command = [sys.executable, "-m", "ds_encdec.cli", "sanity-check", "--config", str(QUICKSTART), *TINY, "--json"]
     plan = ["infra.num_gpus=8", "data.num_lanes=8", f"infra.output_dir={tmp_path / 'run'}", "training.bf16=true"]
     temporary = tmp_path / "tmp"
@@ -94,6 +94,16 @@ def test_the_quickstart_passes_under_deepspeed(tmp_path: Path) -> None:
     assert values["throughput"]["peak_memory_bytes"] > 10**8
     assert [path.name for path in tmp_path.iterdir()] == ["tmp"]
     assert not list(temporary.glob("ds-encdec-*"))
+
+
+@pytest.mark.parametrize("path", sorted(QUICKSTART.parent.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_shipped_configuration_can_be_checked_on_one_rank(path: Path) -> None:
+    run = load_config(path)
+    config = on_one_rank(run)
+    assert (config.data.num_lanes, config.infra.num_gpus, config.training.warmup_steps) == (1, 1, 0)
+    assert config.model == run.model
+    assert config.infra.sharding_stage == run.infra.sharding_stage
+    assert config.infra.offload_optimizer == run.infra.offload_optimizer
 
 
 def test_the_list_and_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
