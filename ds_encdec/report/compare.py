@@ -23,7 +23,7 @@ from ds_encdec.report.charts import (
 from ds_encdec.report.config_table import NOT_SET, differences
 from ds_encdec.report.curve import Curve
 from ds_encdec.report.drawing import LIGHT, LINES, draw
-from ds_encdec.report.markup import Html, element, items, join, paragraph, section, table
+from ds_encdec.report.markup import Html, element, field_name, items, join, paragraph, section, table
 from ds_encdec.report.read_run import Run
 from ds_encdec.report.run_page import figure, median, show_seconds, wall_seconds
 from ds_encdec.types import DataError
@@ -151,7 +151,7 @@ def _painter(
 
 def _table(runs: Sequence[Run], names: Sequence[str]) -> Html:
     differing = differences([run.config for run in runs])
-    rows: list[Sequence[object]] = [(element("code", name), *values) for name, values in differing]
+    rows: list[Sequence[object]] = [(field_name(name), *values) for name, values in differing]
     rows += [(element("strong", label), *(tell(run) for run in runs)) for label, tell in _OUTCOMES.items()]
     note = [] if differing else [paragraph("Their configurations are the same.", class_="muted")]
     return join([*note, table("What differed, and what came out", ("", *names), rows)])

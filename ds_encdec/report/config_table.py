@@ -37,9 +37,20 @@ def changes_from_defaults(config: Mapping[str, Any]) -> list[Change]:
 def differences(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
     """The fields that are not the same in all `configs`, each with its value in every one, as text."""
     flat = [dict(_leaves(config)) for config in configs]
-    names = dict.fromkeys(name for values in flat for name in values)
+    names = sorted({name: None for values in flat for name in values}, key=_section_order)
     rows = [(name, [_shown(values, name) for values in flat]) for name in names if name not in PLACES]
-    return [(name, shown) for name, shown in rows if len(set(shown)) > 1]
+    # A field that is a mapping in one run and null in another is shown by what is in the mapping.
+    return [
+        (name, shown)
+        for name, shown in rows
+        if len(set(shown)) > 1 and not any(other.startswith(f"{name}.") for other in names)
+    ]
+
+
+def _section_order(name: str) -> int:
+    sections = list(FullConfig.model_fields)
+    section = name.partition(".")[0]
+    return sections.index(section) if section in sections else len(sections)
 
 
 def _shown(values: Mapping[str, Any], name: str) -> str:

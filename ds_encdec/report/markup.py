@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 
@@ -62,7 +63,13 @@ def table(title: str, columns: Sequence[object], rows: Sequence[Sequence[object]
         for row in rows
     )
     content = join([element("thead", head), element("tbody", body)])
-    return element("div", element("table", content), class_="scroll", role="region", aria_label=title, tabindex="0")
+    kind = "scroll wide" if len(columns) > 4 else "scroll"
+    return element("div", element("table", content), class_=kind, role="region", aria_label=title, tabindex="0")
+
+
+def field_name(name: str) -> Html:
+    """A dotted name, which may be broken behind its dots and underscores."""
+    return element("code", Html(re.sub(r"([._])", r"\1<wbr>", escape(name))))
 
 
 def facts(pairs: Sequence[tuple[str, object]]) -> Html:
@@ -126,6 +133,7 @@ figcaption { color: var(--muted); font-size: .82rem; margin-top: 2px }
 figure.full .wide { display: none }
 @media (min-width: 860px) { figure.full .wide { display: block } figure.full .narrow { display: none } }
 .scroll { overflow-x: auto; max-width: 100%; border: 1px solid var(--grid); border-radius: 8px }
+.scroll.wide table { min-width: 50rem }
 table { border-collapse: collapse; width: 100%; font-size: .88rem; overflow-wrap: normal }
 th, td { text-align: left; padding: 6px 12px; vertical-align: top; border-bottom: 1px solid var(--grid);
   min-width: 4rem; max-width: 34rem }

@@ -11,7 +11,7 @@ import numpy as np
 
 from ds_encdec.report.charts import Chart, back_to, number
 from ds_encdec.report.config_table import changes_from_defaults
-from ds_encdec.report.markup import Html, element, facts, items, join, paragraph, section, table
+from ds_encdec.report.markup import Html, element, facts, field_name, items, join, paragraph, section, table
 from ds_encdec.report.read_run import Entry, Run, SavedCheckpoint, is_number
 
 MAX_EVENTS = 200
@@ -234,7 +234,7 @@ def _configuration(run: Run) -> Html:
     changes = changes_from_defaults(run.config) if run.config else []
     if not changes:
         return section(title, paragraph("None." if run.config else "config.yaml is missing or cannot be read."))
-    rows = [(element("code", change.name), change.default, change.value) for change in changes]
+    rows = [(field_name(change.name), change.default, change.value) for change in changes]
     unknown = [change.name for change in changes if not change.known]
     note = f"Fields that this version of ds_encdec does not know (another one wrote them): {', '.join(unknown)}."
     return section(

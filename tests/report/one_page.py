@@ -5,7 +5,7 @@ from __future__ import annotations
 from html.parser import HTMLParser
 from pathlib import Path
 
-VOID = {"meta", "link", "br"}
+VOID = {"meta", "link", "wbr"}
 
 
 class Page(HTMLParser):
