@@ -13,7 +13,7 @@ from ds_encdec.monitor.metrics import MetricWindow
 from ds_encdec.monitor.vitals import RankVitals
 
 PERSISTENT_INTERVALS = 3
-"""Logging intervals in a row that a rank must be slow, or wait for data, before it is called so: one is noise."""
+"""Logging intervals in a row in which anything but memory must be seen to be an alert: one is noise."""
 MIN_THROUGHPUT_VALUES = 5
 """Intervals that must be in the throughput window before a drop can be seen."""
 MEMORY_BASELINE_INTERVALS = range(2, 5)
@@ -33,7 +33,6 @@ class MachineWatch:
         self._intervals = 0
         # Tokens per second and rank: comparable with what it was before a resume on more or fewer ranks.
         self._throughput = MetricWindow(settings.window_size)
-        self._throughput_is_low = False
         self._streaks: dict[tuple[str, int], int] = {}
         self._memory_intervals = 0
         self._memory_levels: dict[str, list[float]] = {}
@@ -47,8 +46,7 @@ class MachineWatch:
         self._intervals += 1
         self._memory_intervals += 1
         return [
-            *self._judge_throughput(step, tokens_per_second / len(vitals)),
-            *self._judge_persistent(step, vitals),
+            *self._judge_persistent(step, vitals, tokens_per_second / len(vitals)),
             *self._judge_memory(step, "host", [rank.host_bytes for rank in vitals]),
             *self._judge_memory(step, "device", [rank.device_bytes for rank in vitals]),
         ]
@@ -78,30 +76,20 @@ class MachineWatch:
 
     def state_dict(self) -> dict[str, Any]:
         """The throughput window, strictly JSON-able. Memory and streaks are this process's own, and start anew."""
-        return {"throughput": self._throughput.state_dict(), "throughput_is_low": self._throughput_is_low}
+        return {"throughput": self._throughput.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` gave. For a resume; a rollback changes nothing about the machines."""
         self._throughput.load_state_dict(state["throughput"])
-        self._throughput_is_low = state["throughput_is_low"]
 
-    def _judge_throughput(self, step: int, tokens_per_second: float) -> list[dict[str, Any]]:
-        if self._intervals == 1 or math.isnan(tokens_per_second):
-            return []
-        threshold = self._settings.throughput_drop_threshold * self._throughput.mean
-        was_low = self._throughput_is_low
-        self._throughput_is_low = len(self._throughput) >= MIN_THROUGHPUT_VALUES and tokens_per_second < threshold
-        # A low value counts like any other: a speed that stays becomes the one to be compared with.
-        self._throughput.add(tokens_per_second)
-        if was_low or not self._throughput_is_low:
-            return []
-        message = f"{tokens_per_second:.1f} tokens/s per rank are below {threshold:.1f}"
-        return [make_alert("throughput_drop", step, tokens_per_second, threshold, message)]
-
-    def _judge_persistent(self, step: int, vitals: Sequence[RankVitals]) -> list[dict[str, Any]]:
+    def _judge_persistent(
+        self, step: int, vitals: Sequence[RankVitals], rank_tokens_per_second: float
+    ) -> list[dict[str, Any]]:
         """Alerts of what has now been seen in `PERSISTENT_INTERVALS` intervals in a row."""
         settings = self._settings
         seen: dict[tuple[str, int], dict[str, Any]] = {}
+        if alert := self._throughput_drop(step, rank_tokens_per_second):
+            seen["throughput_drop", 0] = alert
         if alert := _data_wait(step, vitals, settings.data_wait_threshold):
             seen["data_wait", 0] = alert  # whichever rank it is: they take turns
         if len(vitals) > 1:
@@ -109,6 +97,18 @@ class MachineWatch:
             seen |= {("late", rank): alert for rank, alert in _late(step, vitals, settings.straggler_late_threshold)}
         self._streaks = {key: self._streaks.get(key, 0) + 1 for key in seen}
         return [alert for key, alert in seen.items() if self._streaks[key] == PERSISTENT_INTERVALS]
+
+    def _throughput_drop(self, step: int, tokens_per_second: float) -> dict[str, Any] | None:
+        if self._intervals == 1 or math.isnan(tokens_per_second):
+            return None
+        threshold = self._settings.throughput_drop_threshold * self._throughput.mean
+        is_low = len(self._throughput) >= MIN_THROUGHPUT_VALUES and tokens_per_second < threshold
+        # A low value counts like any other: a speed that stays becomes the one to be compared with.
+        self._throughput.add(tokens_per_second)
+        if not is_low:
+            return None
+        message = f"{tokens_per_second:.1f} tokens/s per rank are below {threshold:.1f}"
+        return make_alert("throughput_drop", step, tokens_per_second, threshold, message)
 
     def _judge_memory(self, step: int, place: str, now: Sequence[float]) -> list[dict[str, Any]]:
         """One alert for all ranks that have grown: mostly they do so together."""

@@ -103,8 +103,7 @@ def crowded_out(rank: subprocess.Popen[str]) -> Iterator[None]:
     os.sched_setaffinity(rank.pid, core)
     os.setpriority(os.PRIO_PROCESS, rank.pid, 15)
     try:
-        for _ in range(2):
-            ask(rank)  # who has slept may go first for once
+        ask(rank)  # who has slept may go first for once
         yield
     finally:
         busy.kill()
@@ -119,28 +118,24 @@ def ask(rank: subprocess.Popen[str]) -> float:
     return float(rank.stdout.readline())
 
 
-def measure_in_turn(ranks: list[subprocess.Popen[str]], times: int) -> list[list[float]]:
-    """Of each rank, its measurements in seconds."""
-    return [list(column) for column in zip(*[[ask(rank) for rank in ranks] for _ in range(times)], strict=True)]
-
-
 def test_a_rank_whose_core_is_taken_away_is_the_straggler() -> None:
     """Other tests share the cores: their noise only adds, and is small beside the wait of a rank that has no core."""
     with two_ranks() as ranks:
         usual: list[list[float]] = [[], []]
-        for _ in range(10):
-            for seconds, new in zip(usual, measure_in_turn(ranks, 20), strict=True):
-                seconds += new
+        for _ in range(20):
+            for _ in range(5):
+                for seconds, rank in zip(usual, ranks, strict=True):
+                    seconds.append(ask(rank))
             if 1 / 1.5 < min(usual[1]) / min(usual[0]) < 1.5:
                 break
         else:
             pytest.fail(f"two like ranks are not alike: {[min(seconds) for seconds in usual]}")
         with crowded_out(ranks[1]):
-            intervals = [[statistics.median(seconds) for seconds in measure_in_turn(ranks, 3)] for _ in range(3)]
+            intervals = [[ask(rank) for rank in ranks] for _ in range(3)]
     machine = MachineWatch(MonitorConfig())
     alerts = []
-    for step, medians in enumerate(intervals, start=1):
-        vitals = [RankVitals(1.0, 0.0, 0.0, arithmetic_s, 1e9, 0.0, 1e9) for arithmetic_s in medians]
+    for step, seconds in enumerate(intervals, start=1):
+        vitals = [RankVitals(1.0, 0.0, 0.0, arithmetic_s, 1e9, 0.0, 1e9) for arithmetic_s in seconds]
         alerts += machine.update(step, vitals, tokens_per_second=1.0)
     assert [(alert["type"], alert["step"]) for alert in alerts] == [("straggler", 3)]
     assert "rank 1 is slow" in alerts[0]["message"]
