@@ -62,7 +62,7 @@ def compare_section(runs: Sequence[Run]) -> tuple[Html, list[Chart], list[str]]:
     content = join(
         [
             items([element("span", f"! {warning}", class_="warn") for warning in warnings], class_="verdict"),
-            element("h3", "What differed, and what came out"),
+            element("h3", "What came out, and what differed"),
             _table(runs, names),
             element("h3", "Curves"),
             paragraph("Training losses, gradient norms and throughput are smoothed.", class_="muted"),
@@ -151,10 +151,10 @@ def _painter(
 
 def _table(runs: Sequence[Run], names: Sequence[str]) -> Html:
     differing = differences([run.config for run in runs])
-    rows: list[Sequence[object]] = [(field_name(name), *values) for name, values in differing]
-    rows += [(element("strong", label), *(tell(run) for run in runs)) for label, tell in _OUTCOMES.items()]
+    rows: list[Sequence[object]] = [(label, *(tell(run) for run in runs)) for label, tell in _OUTCOMES.items()]
+    rows += [(field_name(name), *values) for name, values in differing]
     note = [] if differing else [paragraph("Their configurations are the same.", class_="muted")]
-    return join([*note, table("What differed, and what came out", ("", *names), rows)])
+    return join([*note, table("What came out, and what differed", ("", *names), rows)])
 
 
 def _value(value: float | None, form: str) -> str:

@@ -122,7 +122,7 @@ code { font: .92em ui-monospace, "Liberation Mono", monospace }
   vertical-align: middle }
 ul { padding-left: 20px } li { margin: 3px 0 }
 .verdict { list-style: none; padding: 10px 14px; margin: 14px 0; background: var(--raised); border-radius: 8px }
-dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 165px), 1fr)); gap: 10px 18px;
+dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 140px), 1fr)); gap: 10px 18px;
   margin: 14px 0 }
 dt { color: var(--muted); font-size: .82rem } dd { margin: 0; font-weight: 600 }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 370px), 1fr)); gap: 18px 22px }
@@ -138,7 +138,8 @@ table { border-collapse: collapse; width: 100%; font-size: .88rem; overflow-wrap
 th, td { text-align: left; padding: 6px 12px; vertical-align: top; border-bottom: 1px solid var(--grid);
   min-width: 4rem; max-width: 34rem }
 thead th { background: var(--raised); color: var(--muted); font-weight: 600; white-space: nowrap }
-tbody th { font-weight: 500; min-width: 9rem; overflow-wrap: anywhere } tbody tr:last-child > * { border-bottom: 0 }
+tbody th { font-weight: 500; overflow-wrap: anywhere }
+th code { display: inline-block; min-width: 8rem } tbody tr:last-child > * { border-bottom: 0 }
 td { overflow-wrap: break-word } td ul { list-style: none; margin: 0; padding: 0 }
 @media print { .scroll { overflow: visible } }
 """

@@ -234,12 +234,12 @@ def _configuration(run: Run) -> Html:
     changes = changes_from_defaults(run.config) if run.config else []
     if not changes:
         return section(title, paragraph("None." if run.config else "config.yaml is missing or cannot be read."))
-    rows = [(field_name(change.name), change.default, change.value) for change in changes]
+    rows = [(field_name(change.name), change.value, change.default) for change in changes]
     unknown = [change.name for change in changes if not change.known]
     note = f"Fields that this version of ds_encdec does not know (another one wrote them): {', '.join(unknown)}."
     return section(
         title,
-        table(title, ("field", "default", "value"), rows),
+        table(title, ("field", "value", "default"), rows),
         *([paragraph(note, class_="warn")] if unknown else []),
     )
 

@@ -29,7 +29,7 @@ def test_curves_over_steps_and_tokens_and_what_differed_beside_what_came_out(tmp
             assert "one " in page.charts[f"{name} over {over}"]
             assert "two " in page.charts[f"{name} over {over}"]
     assert (tmp_path / "out" / "compare_loss_by_tokens.png").exists()
-    table = {row[0]: row[1:] for row in page.tables["What differed, and what came out"]}
+    table = {row[0]: row[1:] for row in page.tables["What came out, and what differed"]}
     assert table[""] == ["one", "two"]
     assert table["training.learning_rate"] == ["0.001", "0.0002"]
     assert [name for name in table if "." in name] == ["training.learning_rate"]
@@ -43,7 +43,7 @@ def test_runs_with_the_same_configuration_are_said_to_be(tmp_path: Path) -> None
     runs = [write_run(tmp_path / name / "run", only=("train/loss",), seed=len(name)) for name in ("a", "bb")]
     page = Page(write_report(runs[0], compare=runs[1:])[0])
     assert "Their configurations are the same." in page.text
-    assert page.tables["What differed, and what came out"][0] == ["", "a/run", "bb/run"]
+    assert page.tables["What came out, and what differed"][0] == ["", "a/run", "bb/run"]
     assert "Training loss over tokens" not in page.charts
 
 

@@ -198,10 +198,10 @@ def test_configuration_that_is_not_the_default(tmp_path: Path) -> None:
     (tmp_path / "page.html").write_text(markup.page("run", tables(read_run(run))))
     page = Page(tmp_path / "page.html")
     assert page.tables["Configuration that is not the default"] == [
-        ["field", "default", "value"],
-        ["training.learning_rate", "0.0002", "0.001"],
-        ["training.of_another_version", "not set", "3"],
-        ["infra.deepspeed_extra.zero_optimization.x", "not set", "1"],
+        ["field", "value", "default"],
+        ["training.learning_rate", "0.001", "0.0002"],
+        ["training.of_another_version", "3", "not set"],
+        ["infra.deepspeed_extra.zero_optimization.x", "1", "not set"],
     ]
     assert "(another one wrote them): training.of_another_version." in page.text
 
