@@ -1,0 +1,58 @@
+"""A whole run of two ranks under each launcher and engine, one of which stops taking batches."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from tiny_run import QUICKSTART, REPOSITORY, TRAIN, launcher, overrides, run
+
+pytestmark = pytest.mark.launch
+
+# train.py, but for one rank's loader, which hands out four batches and no fifth.
+HANGING_TRAIN = f"""
+import os, sys, time
+sys.path[0] = {str(REPOSITORY)!r}
+from ds_encdec import train
+from ds_encdec.data.loader import LaneLoader
+
+handed_out = 0
+next_batches = LaneLoader.__next__
+
+def waits_for_the_fifth_batch(loader):
+    global handed_out
+    handed_out += 1
+    if handed_out == 5:
+        time.sleep(600)
+    return next_batches(loader)
+
+if os.environ["RANK"] == "1":
+    LaneLoader.__next__ = waits_for_the_fifth_batch
+os._exit(train.main())
+"""
+
+
+@pytest.mark.parametrize(("name", "engine"), [("torchrun", "fsdp"), ("deepspeed", "deepspeed")])
+def test_a_rank_that_hangs_ends_the_run_and_both_say_where(tmp_path: Path, name: str, engine: str) -> None:
+    (tmp_path / "train.py").write_text(HANGING_TRAIN)
+    words = [str(tmp_path / "train.py") if word == TRAIN else word for word in launcher(name)]
+    settings = overrides(tmp_path / "run", infra__distributed_type=engine, infra__hang_timeout_minutes=0.1)
+    result = run([*words, "--config", QUICKSTART, *settings], tmp_path)
+    assert result.returncode != 0
+    recorded_at = (tmp_path / "run" / "run.json").stat().st_mtime
+    assert time.time() - recorded_at < 20, result.stdout  # launchers wait 30 s for ranks that do not end by themselves
+
+    status = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("failed", 8), status
+    (stacks,) = (tmp_path / "run" / "stacks").iterdir()
+    assert status["reason"] == f"no step for more than 6 s; stacks in {stacks}"
+    assert {path.name for path in stacks.iterdir()} == {"rank-0.txt", "rank-1.txt"}
+    assert "in waits_for_the_fifth_batch" in (stacks / "rank-1.txt").read_text()
+    assert "in exchange" in (stacks / "rank-0.txt").read_text()
+    assert "exitcode: 8" in result.stdout or "return code = 8" in result.stdout
+    assert (tmp_path / "run" / "checkpoints" / "step-00000003").exists()  # to go on from
+    left = [process.cmdline() for process in psutil.process_iter() if str(tmp_path) in " ".join(process.cmdline())]
+    assert left == []
