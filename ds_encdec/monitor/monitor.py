@@ -61,7 +61,8 @@ class TrainingMonitor:
     `history` holds the last `MAX_HISTORY` observations of this process; a run's earlier ones are in metrics.jsonl.
 
     `loss_plateau_steps` None: a plateau is never looked for. `planned_learning_rate` gives the rate of the i-th
-    applied update (from 0); None: rates are not looked at. The other arguments are the fields of `MonitorConfig`.
+    applied update (from 0); None: rates are not looked at. `loss_scaling`: a norm that overflows is the search
+    for a loss scale (float16), and no alert while the loss is finite. The other arguments are the fields of `MonitorConfig`.
     """
 
     def __init__(
@@ -75,7 +76,9 @@ class TrainingMonitor:
         loss_plateau_min_decrease: float = 0.0,
         learning_rate_tolerance: float = 1e-3,
         planned_learning_rate: Callable[[int], float] | None = None,
+        loss_scaling: bool = False,
     ) -> None:
+        self.loss_scaling = loss_scaling
         self.loss_spike_threshold = loss_spike_threshold
         self.loss_spike_min_values = min(loss_spike_min_values, window_size)
         self.grad_norm_threshold = grad_norm_threshold
@@ -116,6 +119,7 @@ class TrainingMonitor:
             planned_learning_rate=(lambda index: scheduled_learning_rate(index, training))
             if schedule_is_ours
             else None,
+            loss_scaling=training.fp16,
         )
 
     def update(
@@ -242,7 +246,7 @@ class TrainingMonitor:
     def _judge(self, step: int, loss: float, grad_norm: float) -> list[dict[str, Any]]:
         """Alerts of a step by itself, against the window before its loss is in it."""
         alerts = []
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        if not (math.isfinite(loss) and (math.isfinite(grad_norm) or self.loss_scaling)):
             value = grad_norm if math.isfinite(loss) else loss
             message = f"loss {loss:.4f}, gradient norm {grad_norm:.4f}: not finite"
             alerts.append(make_alert("non_finite", step, value, math.inf, message))

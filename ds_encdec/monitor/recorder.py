@@ -168,6 +168,7 @@ class Recorder:
 
     def log_save(self, *, blocked_seconds: float, seconds: float) -> None:
         """Note how long a checkpoint held training up, and took in all, for the next line of metrics."""
+        self._machine.note_save()
         self._once |= {"ckpt/blocked_s": blocked_seconds, "ckpt/total_s": seconds}
 
     def go_back(self, saved: Mapping[str, Any], state: TrainingState) -> None:
@@ -210,7 +211,7 @@ class Recorder:
         ranks = self._agreement.gather((self._steps.current_sums(), float(norm)))
         loss = mean_loss_of_ranks([sums for sums, _ in ranks])
         seen = self.monitor.refuses(loss, ranks[0][1])
-        return any(answer(alert_type, self._settings) == "skip_step" for alert_type in seen)
+        return any(name == "non_finite" or answer(name, self._settings) == "skip_step" for name in seen)
 
     def _judge_step(self, record: StepRecord) -> Verdict | None:
         alerts = self.monitor.update(

@@ -423,3 +423,11 @@ def test_gradient_norm() -> None:
     assert compute_gradient_norm(model) == pytest.approx(math.sqrt(24), rel=1e-6)
     model.bias.grad = torch.tensor([3.0, 4.0])
     assert compute_gradient_norm(model) == pytest.approx(7.0, rel=1e-6)
+
+
+def test_an_overflow_is_no_alert_while_a_loss_scale_is_looked_for() -> None:
+    monitor = TrainingMonitor(loss_scaling=True)
+    assert monitor.update(0, 5.0, math.inf, 1e-4, 0.0, applied=False) == []
+    assert [alert["type"] for alert in monitor.update(0, math.nan, math.inf, 1e-4, 0.0, applied=False)] == [
+        "non_finite"
+    ]
