@@ -62,7 +62,7 @@ class TrainingMonitor:
 
     `loss_plateau_steps` None: a plateau is never looked for. `planned_learning_rate` gives the rate of the i-th
     applied update (from 0); None: rates are not looked at. `loss_scaling`: a norm that overflows is the search
-    for a loss scale (float16), and no alert while the loss is finite. The other arguments are the fields of `MonitorConfig`.
+    for a loss scale (float16), and no alert while the loss is finite. The other arguments are `MonitorConfig`'s.
     """
 
     def __init__(
