@@ -138,8 +138,8 @@ table { border-collapse: collapse; width: 100%; font-size: .88rem; overflow-wrap
 th, td { text-align: left; padding: 6px 12px; vertical-align: top; border-bottom: 1px solid var(--grid);
   min-width: 4rem; max-width: 34rem }
 thead th { background: var(--raised); color: var(--muted); font-weight: 600; white-space: nowrap }
-tbody th { font-weight: 500; overflow-wrap: anywhere }
+tbody th { font-weight: 500 }
 th code { display: inline-block; min-width: 8rem } tbody tr:last-child > * { border-bottom: 0 }
-td { overflow-wrap: break-word } td ul { list-style: none; margin: 0; padding: 0 }
+td, th { overflow-wrap: break-word } td ul { list-style: none; margin: 0; padding: 0 }
 @media print { .scroll { overflow: visible } }
 """

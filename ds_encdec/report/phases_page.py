@@ -92,6 +92,7 @@ def _chart(plan: ChartPlan, phases: Sequence[Phase]) -> Chart:
             if len(curve.known):
                 paint_line(axes, curve, colour=LIGHT["line1"], label="loss", plan=plan, index=0, faint=True)
         set_scale(axes, plan, [whole])
+        axes.set_xlim(left=0)
         axes.set_xlabel("optimizer step, all phases")
         for (phase, _), start, end in zip(ran, starts, ends, strict=True):
             _mark_phase(axes, phase, start, end)
