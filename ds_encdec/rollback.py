@@ -40,7 +40,7 @@ def roll_back(
     alert = verdict.alert
     if state.rollbacks >= settings.max_rollbacks:
         raise DivergedError(
-            f"{alert['message']}, after {state.rollbacks} rollbacks (monitor.max_rollbacks={settings.max_rollbacks}). "
+            f"{alert['message']}, and monitor.max_rollbacks={settings.max_rollbacks} rollbacks are used up. "
             "The newest checkpoint is untouched; lower training.learning_rate, or look at the data."
         )
     oldest = alert["step"] - settings.rollback_min_steps

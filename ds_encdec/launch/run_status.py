@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import platform
+import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
@@ -28,7 +31,13 @@ def ending_recorded(folder: RunFolder, world: World, *, spare: bool) -> Iterator
         began = True
         if world.is_main:
             started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-            folder.write_status("running", started_at=started, world_size=world.world_size, launcher=world.launcher)
+            folder.write_status(
+                "running",
+                started_at=started,
+                world_size=world.world_size,
+                launcher=world.launcher,
+                **environment_facts(),
+            )
 
     try:
         yield begin
@@ -42,6 +51,16 @@ def ending_recorded(folder: RunFolder, world: World, *, spare: bool) -> Iterator
         raise named from error
     if world.is_main:
         folder.write_status("completed", exit_code=0)
+
+
+def environment_facts() -> dict[str, str]:
+    """What the run ran on: this host, its device, and the versions of what decides its numbers."""
+    versions = {}
+    for name in ("ds_encdec", "torch", "transformers", "deepspeed"):
+        with suppress(PackageNotFoundError):  # deepspeed is not needed, and a checkout may not be installed
+            versions[name] = version(name)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    return {"host": socket.gethostname(), "device": device, "python": platform.python_version(), **versions}
 
 
 def _named(error: BaseException, world: World) -> DsEncDecError:

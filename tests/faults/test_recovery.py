@@ -135,7 +135,7 @@ def test_a_run_that_goes_on_spiking_stops_once_its_rollbacks_are_used_up(runs: F
     settings = ROLLBACK | {"monitor__max_rollbacks": 2}
     result = runs.run(arguments(tmp_path, "fsdp", **settings), ranks=2, faults=bad)
     assert_ended(result, 7)
-    assert "after 2 rollbacks (monitor.max_rollbacks=2)" in result.output
+    assert "monitor.max_rollbacks=2 rollbacks are used up" in result.output
     # The second spike comes a step after the first rollback's checkpoint, so it goes further back.
     assert [entry["to_step"] for entry in ledger(tmp_path, "rollback")] == [12, 8]
     assert json.loads((tmp_path / "run.json").read_text())["exit_code"] == 7
