@@ -1,0 +1,115 @@
+"""The default gates (`PHASE_CONFIGS`) against curves of losses by step.
+
+Those in curves/ were recorded; each file says how. The large ones are made up, since nobody has trained four phases
+for this test: a power law with noise, between values that are usual for models of this size.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from finished_runs import watch
+
+from ds_encdec.config.load import load_config
+from ds_encdec.phases import PHASE_CONFIGS, PhaseConfig, TrainingPhase, phase_config
+
+CURVES = Path(__file__).with_name("curves")
+QUICKSTART = Path(__file__).resolve().parents[2] / "ds_configs" / "quickstart.yaml"
+
+
+def recorded(name: str) -> dict[str, Any]:
+    phases: dict[str, Any] = json.loads((CURVES / name).read_text())["phases"]
+    return phases
+
+
+def large_run(first: float, floor: float, *, seed: int = 0) -> list[float]:
+    """2,000 losses that fall from `first` towards `floor`; made up."""
+    noise = random.Random(seed)
+    return [floor + (first - floor) * (1 + step / 50) ** -0.7 + noise.gauss(0, 0.05) for step in range(2000)]
+
+
+def failures(losses: Sequence[float], settings: PhaseConfig, *, warmup_steps: int, initial: float) -> set[str]:
+    """The checks that a phase with these losses fails, in a pipeline that began at `initial`."""
+    monitor = watch(losses, warmup_steps=warmup_steps)
+    monitor.initial_loss = initial
+    return {check["name"] for check in monitor.validate_phase(settings)["checks"] if not check["passed"]}
+
+
+@pytest.mark.parametrize(
+    ("phase", "failed"),
+    [
+        ("sanity_check", set()),
+        ("validation", set()),
+        ("medium", {"loss_after_warmup"}),  # it learns, but no 1.3 M parameters are near 5 after 80 steps
+        ("full", {"loss_after_warmup"}),
+    ],
+)
+def test_the_quickstart_by_the_gates_of_the_large_run(phase: str, failed: set[str]) -> None:
+    curves = recorded("quickstart.json")
+    curve, initial = curves[phase], curves["sanity_check"]["losses"][0]
+    settings = PHASE_CONFIGS[TrainingPhase(phase)]
+    assert failures(curve["losses"], settings, warmup_steps=curve["warmup_steps"], initial=initial) == failed
+
+
+@pytest.mark.parametrize("phase", list(TrainingPhase))
+def test_the_quickstart_by_its_own_gates(phase: TrainingPhase) -> None:
+    curves = recorded("quickstart.json")
+    curve, initial = curves[phase], curves["sanity_check"]["losses"][0]
+    settings = phase_config(load_config(QUICKSTART), phase)
+    assert failures(curve["losses"], settings, warmup_steps=curve["warmup_steps"], initial=initial) == set()
+    # A phase that was handed nothing begins where the first one did.
+    anew = curves["sanity_check"]
+    handed_nothing = failures(anew["losses"], settings, warmup_steps=anew["warmup_steps"], initial=initial)
+    assert ("loss_after_warmup" in handed_nothing) == (phase is not TrainingPhase.SANITY_CHECK)
+
+
+def test_a_run_that_learns_nothing_ends_at_the_first_gate() -> None:
+    curve = recorded("too_low_rate.json")["sanity_check"]
+    settings = PHASE_CONFIGS[TrainingPhase.SANITY_CHECK]
+    found = failures(curve["losses"], settings, warmup_steps=curve["warmup_steps"], initial=curve["losses"][0])
+    assert found == {"loss_decrease"}
+
+
+def test_a_run_that_blows_up_is_for_the_default_of_the_first_gate_still_one_that_trains() -> None:
+    """Its rate is a hundred times too high; it comes back as the rate falls. The limit of 15 is that loose; the gate of
+    the second phase, and the quickstart's own, are not."""
+    curve = recorded("too_high_rate.json")["sanity_check"]
+
+    def found(settings: PhaseConfig) -> set[str]:
+        losses = curve["losses"]
+        return failures(losses, settings, warmup_steps=curve["warmup_steps"], initial=losses[0])
+
+    assert found(PHASE_CONFIGS[TrainingPhase.SANITY_CHECK]) == set()
+    assert found(PHASE_CONFIGS[TrainingPhase.VALIDATION]) == {"loss_after_warmup"}
+    assert found(phase_config(load_config(QUICKSTART), TrainingPhase.SANITY_CHECK)) == {"loss_after_warmup"}
+
+
+@pytest.mark.parametrize(
+    ("phase", "first", "floor", "failed"),
+    [
+        (TrainingPhase.VALIDATION, 6.0, 3.0, set()),
+        (TrainingPhase.MEDIUM, 3.4, 2.6, set()),
+        (TrainingPhase.FULL, 2.8, 2.4, set()),
+        (TrainingPhase.VALIDATION, 9.5, 5.0, {"loss_after_warmup"}),
+        (TrainingPhase.MEDIUM, 4.8, 4.6, set()),  # enough for this gate ...
+        (TrainingPhase.FULL, 4.7, 4.5, {"loss_after_warmup"}),  # ... and not for the next
+        (TrainingPhase.FULL, 3.9, 4.7, {"loss_decrease"}),  # rises again
+    ],
+)
+def test_made_up_large_runs(phase: TrainingPhase, first: float, floor: float, failed: set[str]) -> None:
+    losses = large_run(first, floor)
+    assert failures(losses, PHASE_CONFIGS[phase], warmup_steps=1, initial=6.1) == failed
+
+
+def test_spikes() -> None:
+    losses = large_run(3.4, 2.6)
+    for step in range(200, 1400, 200):
+        losses[step] *= 4
+    assert failures(losses, PHASE_CONFIGS[TrainingPhase.MEDIUM], warmup_steps=1, initial=6.1) == {"loss_spikes"}
+    losses[200] /= 4  # five are allowed
+    assert failures(losses, PHASE_CONFIGS[TrainingPhase.MEDIUM], warmup_steps=1, initial=6.1) == set()
