@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 
@@ -53,7 +54,7 @@ def ending_recorded(folder: RunFolder, world: World, *, spare: bool) -> Iterator
         folder.write_status("completed", exit_code=0)
 
 
-def environment_facts() -> dict[str, str]:
+def environment_facts() -> dict[str, Any]:
     """What the run ran on: this host, its device, and the versions of what decides its numbers."""
     versions = {}
     for name in ("ds_encdec", "torch", "transformers", "deepspeed"):
