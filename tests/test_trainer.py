@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from ds_encdec.build import LanePlan, plan_lanes
 from ds_encdec.config.schema import DataConfig, FullConfig, TrainingConfig
-from ds_encdec.trainer import DueSteps, StepTotals, advance, mark_last
+from ds_encdec.trainer import DueSteps, StepTotals, advance, after_evaluation, is_best, is_over, mark_last
 from ds_encdec.types import ConfigError, StepResult, TrainingState
 
 TOTALS = StepTotals(target_tokens=70, encoder_tokens=50, epoch=2, stop=False, save_due=False, save_over=False)
@@ -56,3 +58,31 @@ def test_ranks_that_do_not_divide_the_lanes_are_told_which_do() -> None:
         ConfigError, match=r"3 ranks do not divide the run's 8 lanes \(data.num_lanes\).*: 1, 2, 4, 8\."
     ):
         plan_lanes(make_config(8), world_size=3)
+
+
+def test_early_stopping_counts_evaluations_that_are_not_lower_by_the_threshold() -> None:
+    training = TrainingConfig(early_stopping_patience=2, early_stopping_threshold=0.5)
+    state = TrainingState(global_step=1)
+    seen = []
+    for loss in (4.0, 3.6, 3.4, 3.3, None, math.nan, 3.0):
+        state = after_evaluation(state, loss, training)
+        seen.append((state.lowest_eval_loss, state.evaluations_since_lowest, is_over(state, training)))
+    assert seen == [
+        (4.0, 0, False),
+        (4.0, 1, False),  # lower, but not by the threshold
+        (3.4, 0, False),
+        (3.4, 1, False),
+        (3.4, 1, False),  # no evaluation
+        (3.4, 2, True),  # not finite: not lower
+        (3.4, 3, True),
+    ]
+    assert not is_over(state, TrainingConfig())
+    assert is_over(TrainingState(global_step=100_000), TrainingConfig())
+
+
+@pytest.mark.parametrize(
+    ("best", "loss", "expected"),
+    [(None, 3.0, True), (3.0, 2.9, True), (3.0, 3.0, False), (None, math.nan, False), (None, None, False)],
+)
+def test_best_is_lower_than_every_saved_one(best: float | None, loss: float | None, expected: bool) -> None:
+    assert is_best(TrainingState(best_eval_loss=best), loss) is expected

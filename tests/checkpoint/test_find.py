@@ -48,6 +48,17 @@ def test_auto_passes_over_a_damaged_checkpoint_and_a_path_is_refused(tmp_path: P
         find(manager, str(newest))
 
 
+def test_auto_looks_no_later_than_it_is_told(tmp_path: Path) -> None:
+    manager = make_manager(tmp_path)
+    for step in (2, 4, 6):
+        save(manager, step)
+    steps = {}
+    for latest in (7, 5, 4, 1):
+        found = find_checkpoint(manager.folder, Agreement(), "auto", at_most=latest)
+        steps[latest] = found and found.manifest.step
+    assert steps == {7: 6, 5: 4, 4: 4, 1: None}
+
+
 def test_auto_never_starts_anew_over_damaged_checkpoints(tmp_path: Path) -> None:
     manager = make_manager(tmp_path)
     for step in (1, 2):

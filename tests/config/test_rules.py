@@ -28,6 +28,21 @@ def load(settings: dict[str, Any]) -> FullConfig:
 @pytest.mark.parametrize(
     ("settings", "fields", "message"),
     [
+        ({"monitor.window_size": 5}, "monitor.window_size = 5", "no spike would ever be seen"),
+        ({"monitor.grad_norm_threshold": 0.5}, "monitor.grad_norm_threshold = 0.5", "not even clipped"),
+        (
+            {"monitor.on_loss_spike": "rollback", "training.save_total_limit": 1},
+            "training.save_total_limit = 1",
+            "keep at least 2",
+        ),
+        (
+            {"monitor.on_non_finite": "rollback", "training.save_steps": 99_951},
+            "monitor.rollback_min_steps = 50",
+            "old enough to go back to",
+        ),
+        ({"infra.hang_timeout_minutes": 30}, "infra.hang_timeout_minutes = 30", "lower the former"),
+        ({"training.early_stopping_patience": 2, "training.eval_samples": 0}, "patience = 2", "set eval_samples > 0"),
+        ({"training.save_on_best": "true", "training.eval_samples": 0}, "save_on_best = true", "set eval_samples > 0"),
         (SCRATCH | {"model.architecture.num_key_value_heads": 3}, "num_attention_heads = 4", "must divide"),
         (SCRATCH | {"model.architecture.head_dim": 15}, "model.architecture.head_dim = 15", "must be even"),
         (SCRATCH | {"model.architecture.vocab_size": 357}, "vocab_size = 357", "must be >= 358"),

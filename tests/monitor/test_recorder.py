@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ds_encdec.config.schema import MonitorConfig
+from ds_encdec.config.schema import FullConfig, MonitorConfig
 from ds_encdec.launch.agreement import Agreement
 from ds_encdec.monitor.ledger import Ledger
 from ds_encdec.monitor.monitor import TrainingMonitor
@@ -27,14 +28,15 @@ def batch() -> Batch:
     return Batch(*[nothing] * 8, encoder_lengths=(4, 6), decoder_lengths=(20,))  # type: ignore[arg-type]
 
 
-def make_recorder(path: Path, start_step: int) -> Recorder:
+def make_recorder(path: Path, start_step: int, **settings: Any) -> Recorder:
+    config = FullConfig(monitor=MonitorConfig(**settings))
     return Recorder(
         device=torch.device("cpu"),
         agreement=Agreement(),
         warmup_steps=2,
-        settings=MonitorConfig(),
-        monitor=TrainingMonitor(),
-        ledger=Ledger(None),
+        settings=config.monitor,
+        monitor=TrainingMonitor.from_config(config),
+        ledger=Ledger(path.with_name("ledger.jsonl")),
         sinks=[JsonlSink(path, start_step=start_step)],
         batch_flops=lambda _: 6e9,
         peak_flops=1e12,
@@ -96,3 +98,96 @@ def test_time_in_checkpoints_comes_with_the_next_line_only(tmp_path: Path) -> No
     run(recorder, 0, 8)
     found = lines(tmp_path / "metrics.jsonl")
     assert [(line.get("ckpt/blocked_s"), line.get("ckpt/total_s")) for line in found] == [(1.5, 4.0), (None, None)]
+
+
+def step(recorder: Recorder, state: TrainingState, loss: float, norm: float = 0.5) -> TrainingState:
+    """One step of one target token, skipped if the recorder wants it."""
+    recorder.add(
+        LossSum(torch.tensor(loss), torch.tensor([loss, 0, 0, 0, 0]), torch.tensor([1.0, 0, 0, 0, 0])), batch()
+    )
+    skipped = not math.isfinite(norm) or (recorder.veto is not None and recorder.veto(torch.tensor(norm)))
+    state = dataclasses.replace(state, global_step=state.global_step + (not skipped), data_step=state.data_step + 1)
+    recorder.end_step(state, StepResult(not skipped, torch.tensor(norm), 0.0))
+    return state
+
+
+QUIET = {"loss_spike_min_values": 2, "window_size": 4, "on_learning_rate_off": "warn"}
+
+
+def test_verdicts_follow_the_answers_and_the_gravest_wins(tmp_path: Path) -> None:
+    for answers, expected in (
+        ({}, None),
+        ({"on_loss_spike": "rollback"}, ("rollback", "loss_spike")),
+        ({"on_loss_spike": "rollback", "on_grad_explosion": "stop"}, ("stop", "grad_explosion")),
+        ({"on_learning_rate_off": "stop"}, ("stop", "learning_rate_off")),
+    ):
+        recorder = make_recorder(tmp_path / "metrics.jsonl", 0, **{**QUIET, **answers})
+        state = TrainingState()
+        for loss in (2.0, 2.0, 5.0):
+            state = step(recorder, state, loss, norm=20.0 if loss > 2 else 0.5)
+            if state.global_step < 3 and "on_learning_rate_off" not in answers:
+                assert recorder.judge(state) is None
+        verdict = recorder.log(state)
+        assert (verdict and (verdict.action, verdict.alert["type"])) == expected
+        recorder.close(0)
+
+
+def test_a_veto_judges_the_very_step_and_leaves_it_out_of_the_windows(tmp_path: Path) -> None:
+    recorder = make_recorder(tmp_path / "metrics.jsonl", 0, on_loss_spike="skip_step", **QUIET)
+    assert recorder.judges_every_step
+    state = TrainingState()
+    for loss in (2.0, 2.0, 5.0, 2.0, math.nan, 3.5):
+        state = step(recorder, state, loss)
+        recorder.judge(state)
+    assert (state.global_step, state.data_step) == (4, 6)
+    assert list(recorder.monitor.loss_window.values) == [2.0, 2.0, 2.0, 3.5]
+    assert make_recorder(tmp_path / "other.jsonl", 0).veto is None  # by default nothing waits for the device
+
+
+def test_the_ledger_has_alerts_once_and_why_a_run_ended(tmp_path: Path) -> None:
+    recorder = make_recorder(tmp_path / "metrics.jsonl", 0, **QUIET)
+    state = TrainingState()
+    for loss in (2.0, 2.0, 5.0):
+        state = step(recorder, state, loss)
+    recorder.judge(state)
+    recorder.log(state)
+    state = step(recorder, state, 2.0, norm=math.inf)
+    recorder.log(state)
+    recorder.close(7, "why")
+    entries = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    told = [
+        (entry["kind"], entry["step"], entry["data_step"], entry.get("type"), entry.get("action")) for entry in entries
+    ]
+    assert [entry for entry in told if entry[3] != "learning_rate_off"] == [
+        ("alert", 3, 3, "loss_spike", "warn"),
+        ("alert", 3, 4, "non_finite", "skip_step"),
+        ("stop", 3, 4, None, None),
+    ]
+    assert entries[-1]["message"] == "why"
+    assert [line["health/alerts"] for line in lines(tmp_path / "metrics.jsonl")] == [2, 1]
+
+
+def test_going_back_restores_windows_and_keeps_alerts(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    recorder = make_recorder(path, 0, **QUIET)
+    state = TrainingState()
+    for _ in range(3):
+        state = step(recorder, state, 2.0)
+    recorder.judge(state)
+    saved, then = json.loads(json.dumps(recorder.state_dict())), state
+    state = step(recorder, state, 2.0)
+    recorder.log(state)
+    state = step(recorder, state, 9.0)
+    recorder.log(state)
+    recorder.go_back(saved, dataclasses.replace(then, data_step=state.data_step, rollbacks=1))
+    assert list(recorder.monitor.loss_window.values) == [2.0, 2.0, 2.0]
+    assert "loss_spike" in [alert["type"] for alert in recorder.monitor.alerts]
+    assert lines(path) == []
+    assert [(line["step"], line["rollback"]) for line in lines(tmp_path / "metrics.abandoned.jsonl")] == [
+        (4, 1),
+        (5, 1),
+    ]
+    state = step(recorder, dataclasses.replace(then, data_step=5), 1.0)
+    recorder.log(state)
+    (line,) = lines(path)
+    assert (line["step"], line["data_step"], line["train/loss"]) == (4, 6, 7 / 4)  # the interval's four, none abandoned

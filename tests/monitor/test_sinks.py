@@ -102,6 +102,15 @@ class TestTensorBoard:
             sink.close()
         assert self.scalars(tmp_path, "train/loss") == [(10, 1.0), (20, 1.0), (30, 2.0), (40, 2.0)]
 
+    def test_a_rollback_hides_the_steps_that_are_taken_back(self, tmp_path: Path) -> None:
+        sink = TensorBoardSink(tmp_path)
+        for step in (10, 20, 30):
+            sink.log(step, {"train/loss": 1.0})
+        sink.go_back(10, rollback=1)
+        sink.log(20, {"train/loss": 2.0})
+        sink.close()
+        assert self.scalars(tmp_path, "train/loss") == [(10, 1.0), (20, 2.0)]
+
 
 @pytest.fixture
 def logged_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
