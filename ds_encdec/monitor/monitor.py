@@ -184,10 +184,13 @@ class TrainingMonitor:
     def validate_phase(self, phase_config: PhaseLimits) -> dict[str, Any]:
         """Whether the run passes the phase's gate: `passed`, and `checks` of `name`, `passed`, `message`.
 
-        A loss that was never measured fails its check.
+        A loss that was never measured fails its check. Spikes that a rollback took back are not in the weights, and do
+        not count.
         """
         after_warmup, decrease = self.warmup_complete_loss, self.get_summary()["loss"]["decrease"]
-        spikes = sum(alert["type"] == "loss_spike" for alert in self.alerts)
+        found = [alert for alert in self.alerts if alert["type"] == "loss_spike"]
+        spikes = sum("rolled_back" not in alert for alert in found)
+        taken_back = f", and {len(found) - spikes} that rollbacks took back" if len(found) > spikes else ""
         limit, least = phase_config.max_loss_after_warmup, phase_config.min_loss_decrease
         checks = [
             _check("loss_after_warmup", after_warmup is not None and after_warmup <= limit,
@@ -196,7 +199,7 @@ class TrainingMonitor:
             _check("loss_decrease", decrease is not None and decrease >= least,
                    f"loss fell by {_number(decrease, 'no step was logged')}, at least {least:.4f} asked for"),
             _check("loss_spikes", spikes <= MAX_LOSS_SPIKES,
-                   f"{spikes} loss spikes, at most {MAX_LOSS_SPIKES} allowed"),
+                   f"{spikes} loss spikes, at most {MAX_LOSS_SPIKES} allowed{taken_back}"),
         ]  # fmt: skip
         return {"passed": all(check["passed"] for check in checks), "checks": checks}
 
@@ -219,10 +222,13 @@ class TrainingMonitor:
         self.alerts = [alert | {key: float(alert[key]) for key in _ALERT_FLOATS} for alert in state["alerts"]]
 
     def go_back(self, state: Mapping[str, Any]) -> None:
-        """Restore an earlier `state_dict` of this run, as a rollback does; the alerts since then stay."""
+        """Restore an earlier `state_dict` of this run, as a rollback does; the alerts since then stay, marked."""
         alerts = self.alerts
         self.load_state_dict(state)
-        self.alerts = alerts
+        kept = {(alert["step"], alert["message"]) for alert in self.alerts}
+        self.alerts = [
+            alert if (alert["step"], alert["message"]) in kept else alert | {"rolled_back": True} for alert in alerts
+        ]
 
     def _record(self, loss: float, grad_norm: float, is_warmup: bool) -> None:
         if math.isfinite(grad_norm):

@@ -366,7 +366,7 @@ def test_every_alert_has_an_answer() -> None:
     assert answer("loss_spike", MonitorConfig(on_loss_spike="rollback")) == "rollback"
 
 
-def test_going_back_restores_the_windows_and_keeps_the_alerts() -> None:
+def test_going_back_restores_the_windows_and_marks_the_alerts() -> None:
     monitor = plateau_monitor()
     feed(monitor, [8.0] * 12)
     saved = json.loads(json.dumps(monitor.state_dict()))
@@ -374,7 +374,7 @@ def test_going_back_restores_the_windows_and_keeps_the_alerts() -> None:
     alerts = list(monitor.alerts)
     assert [alert["type"] for alert in alerts] == ["loss_plateau", "loss_spike", "non_finite"]
     monitor.go_back(saved)
-    assert monitor.alerts == alerts
+    assert monitor.alerts == [alerts[0], *(alert | {"rolled_back": True} for alert in alerts[1:])]
     assert {**monitor.state_dict(), "alerts": None} == {**saved, "alerts": None}
 
 
@@ -431,3 +431,20 @@ def test_an_overflow_is_no_alert_while_a_loss_scale_is_looked_for() -> None:
     assert [alert["type"] for alert in monitor.update(0, math.nan, math.inf, 1e-4, 0.0, applied=False)] == [
         "non_finite"
     ]
+
+
+def test_a_gate_does_not_count_spikes_that_a_rollback_took_back() -> None:
+    monitor = TrainingMonitor()
+    feed(monitor, [5.0] * 20 + [11.0])
+    saved = json.loads(json.dumps(monitor.state_dict()))
+    feed(monitor, [20.0, 25.0, 40.0, 50.0, 70.0, 90.0, 120.0], first_step=22)
+    assert len(monitor.alerts) == 8
+    assert not monitor.validate_phase(Limits(max_loss_after_warmup=6.0, min_loss_decrease=-10))["checks"][2]["passed"]
+    monitor.go_back(saved)
+    feed(monitor, [3.0] * 5, first_step=22)
+    verdict = monitor.validate_phase(Limits(max_loss_after_warmup=6.0, min_loss_decrease=1.0))
+    assert verdict["passed"]
+    assert verdict["checks"][2]["message"] == "1 loss spikes, at most 5 allowed, and 7 that rollbacks took back"
+    again = TrainingMonitor()
+    again.load_state_dict(json.loads(json.dumps(monitor.state_dict())))
+    assert again.validate_phase(Limits(max_loss_after_warmup=6.0, min_loss_decrease=1.0)) == verdict
