@@ -151,6 +151,7 @@ def test_a_short_phase_has_room_for_a_rollback() -> None:
     assert "training.save_steps=25 (not 100) and monitor.rollback_min_steps=25 (not 50)" in planned.remarks[0]
     long = plan(MEDIUM, path=FULL_RUN)
     assert (long.config.training.save_steps, long.config.monitor.rollback_min_steps, long.remarks) == (5000, 50, ())
+    assert long.config.training.save_interval_hours == 1  # a rollback of 5,000 steps would be hours
 
 
 @pytest.mark.parametrize(
