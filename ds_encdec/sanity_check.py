@@ -48,6 +48,7 @@ from ds_encdec.model.activation_checkpointing import apply_activation_checkpoint
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.parameter_count import count_parameters
 from ds_encdec.model.source import read_config
+from ds_encdec.monitor.metrics import encode_float
 from ds_encdec.run_model import RunModel, new_model
 from ds_encdec.types import (
     DENOISERS,
@@ -125,9 +126,12 @@ class SanityReport:
     error: DsEncDecError | None
 
     def as_json(self) -> str:
-        """One object: whether all passed, and the list of checks."""
-        checks = [asdict(check) for check in self.checks]
-        return json.dumps({"passed": self.error is None, "checks": checks}, indent=2)
+        """One object of strict JSON: whether all passed, and the list of checks. See `encode_float`."""
+        checks = [
+            asdict(check) | {"values": {name: encode_float(value) for name, value in check.values.items()}}
+            for check in self.checks
+        ]
+        return json.dumps({"passed": self.error is None, "checks": checks}, indent=2, allow_nan=False)
 
 
 class Subject:

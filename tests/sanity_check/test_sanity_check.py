@@ -160,6 +160,9 @@ def test_broken_weights_are_found(monkeypatch: pytest.MonkeyPatch, change: Chang
     assert failed(report)[0] == finds
     assert isinstance(report.error, GateError)
     assert ("overfits_one_batch" in skipped(report)) != goes_on
+    answer = json.loads(report.as_json(), parse_constant=pytest.fail)  # NaN and Infinity are no JSON
+    loss = answer["checks"][NAMES.index("forward")]["values"]["loss"]
+    assert loss == "nan" if finds == "forward" else loss > 0
 
 
 def test_data_that_cannot_be_read_keeps_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
