@@ -20,10 +20,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
-from itertools import chain
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.initialization import no_init_weights
@@ -35,8 +36,9 @@ from ds_encdec.config.load import load_config
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.build import TrainingData, build_data
 from ds_encdec.data.chunks import Chunk
+from ds_encdec.data.lane import Pipeline
 from ds_encdec.data.randomness import keyed_generator
-from ds_encdec.data.sources import sample_documents
+from ds_encdec.data.sources import OpenSource, sample_documents, source_entries
 from ds_encdec.data.ul2 import MIN_RAW_TOKENS, max_raw_length, reconstruct
 from ds_encdec.engine.forward import packed_forward
 from ds_encdec.engine.protocol import Engine
@@ -50,6 +52,7 @@ from ds_encdec.model.parameter_count import count_parameters
 from ds_encdec.model.source import read_config
 from ds_encdec.monitor.metrics import encode_float
 from ds_encdec.run_model import RunModel, new_model
+from ds_encdec.tokenizer.sentinels import Vocabulary
 from ds_encdec.types import (
     DENOISERS,
     Batch,
@@ -86,6 +89,8 @@ UNTIMED_STEPS = 3
 """First steps, which compile and allocate."""
 DOCUMENTS_PER_SOURCE = 16
 """Documents that are denoised by every denoiser and put together again."""
+DOCUMENTS_SEARCHED = 256
+"""Documents of a source among which those are looked for: some texts are empty, or one token."""
 PROMPT = "The quick brown fox jumps over the lazy dog"
 NEW_TOKENS = 8
 
@@ -314,23 +319,39 @@ def _data_reconstructs(subject: Subject) -> Finding:
         num_lanes=1,
         pin_memory=subject.device.type == "cuda",
     )
-    pipeline, chunker = data.pipeline, data.pipeline.chunker
     denoisers = [name for name, weight in zip(DENOISERS, config.data.ul2_task_weights, strict=True) if weight]
     examples = 0
-    for document in chain.from_iterable(sample_documents(s.source, DOCUMENTS_PER_SOURCE) for s in pipeline.sources):
-        tokens = pipeline.tokens(document)
-        if len(tokens) < MIN_RAW_TOKENS:
-            continue
-        for denoiser in denoisers:
-            length = min(len(tokens), max_raw_length(denoiser, chunker.bounds))
-            rng = keyed_generator(config.training.seed, "sanity check", document.key, denoiser)
-            example = chunker.example(Chunk(0, 0, length, denoiser, rng), tokens, document.key)
-            again = reconstruct(example.encoder_ids, example.decoder_ids, run_model.vocabulary)
-            if again.tolist() != tokens[:length].tolist():
-                return Finding(False, f"{denoiser} does not give back the tokens of {document.key}")
+    for number, opened in enumerate(data.pipeline.sources):
+        texts = _texts_of(opened, data.pipeline)
+        if not texts:
+            source = source_entries(config.data)[number]
+            name = f"data.mixture.{number}" if config.data.mixture else "data"
+            message = f"{name} (dataset_name={source.dataset_name}) has no text in the first {DOCUMENTS_SEARCHED} "
+            message += "documents: check its data_files and text_column, or leave it out"
+            return Finding(False, message)
+        for (key, tokens), denoiser in product(texts, denoisers):
+            if not _gives_back(tokens, denoiser, key, data.pipeline, run_model.vocabulary):
+                return Finding(False, f"{denoiser} does not give back the tokens of {key}")
             examples += 1
     message = f"{examples} examples of {', '.join(denoisers)} give back their documents' tokens"
-    return Finding(examples > 0, message, {"examples": examples})
+    return Finding(True, message, {"examples": examples})
+
+
+def _texts_of(opened: OpenSource, pipeline: Pipeline) -> list[tuple[str, np.ndarray]]:
+    """Keys and tokens (int32 [n]) of documents that are long enough to be denoised."""
+    documents = sample_documents(opened.source, DOCUMENTS_SEARCHED)
+    texts = ((document.key, pipeline.tokens(document)) for document in documents)
+    return list(islice((text for text in texts if len(text[1]) >= MIN_RAW_TOKENS), DOCUMENTS_PER_SOURCE))
+
+
+def _gives_back(tokens: np.ndarray, denoiser: str, key: str, pipeline: Pipeline, vocabulary: Vocabulary) -> bool:
+    """Whether the longest example of `tokens` that the budgets allow is made of those very tokens."""
+    chunker = pipeline.chunker
+    length = min(len(tokens), max_raw_length(denoiser, chunker.bounds))
+    rng = keyed_generator(pipeline.seed, "sanity check", key, denoiser)
+    example = chunker.example(Chunk(0, 0, length, denoiser, rng), tokens, key)
+    again = reconstruct(example.encoder_ids, example.decoder_ids, vocabulary)
+    return bool(np.array_equal(again, tokens[:length]))
 
 
 def _forward(subject: Subject) -> Finding:

@@ -20,7 +20,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from ds_encdec import cli, sanity_check
 from ds_encdec.checkpoint.export import export_hf
 from ds_encdec.config.load import load_config
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.schema import DataConfig, FullConfig
 from ds_encdec.data import chunks
 from ds_encdec.engine.fsdp2 import FSDP2Engine
 from ds_encdec.launch.world import discover
@@ -199,6 +199,17 @@ def test_a_denoiser_that_loses_tokens_is_found(monkeypatch: pytest.MonkeyPatch) 
     report = check_config(tiny())
     assert failed(report) == ["data_reconstructs"]
     assert "X2" in report.checks[NAMES.index("data_reconstructs")].message
+
+
+def test_a_source_of_a_mixture_without_text_is_found_and_named(tmp_path: Path) -> None:
+    lines = tmp_path / "documents.jsonl"
+    lines.write_text('{"text": "", "body": "some text"}\n' * 500)
+    empty = {"weight": 99, "dataset_name": "json", "data_files": str(lines)}
+    mixture = json.dumps([{"weight": 1, "dataset_name": "builtin"}, empty])
+    default = DataConfig.model_fields["dataset_name"].default  # beside a mixture none may be named
+    report = check_config(tiny(f"data.dataset_name={default}", f"data.mixture={mixture}"))
+    assert failed(report) == ["data_reconstructs"]
+    assert "data.mixture.1 (dataset_name=json)" in report.checks[NAMES.index("data_reconstructs")].message
 
 
 def test_a_checkpoint_that_is_not_loaded_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
