@@ -115,11 +115,15 @@ class RunFolder:
 def write_atomically(path: Path, text: str) -> None:
     """Write `text` so that a reader, or a crash, sees the old content or the new one and nothing between."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     flush_folder(path.parent)
 
 

@@ -4,7 +4,7 @@ OUTPUT/phases/
   .lock                 held while phases run
   sanity_check/
     phase.yaml          the configuration of its run
-    started.json        when it began, and from which weights
+    started.json        when it began, from which weights, and what was changed since
     result.json         how it was judged
     export/final/       what it hands on
     …                   the run itself (launch/run_folder.py)
@@ -17,18 +17,20 @@ import dataclasses
 import fcntl
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.launch.run_folder import RunFolder, write_atomically
-from ds_encdec.phases import PlannedPhase, exported_weights, phase_before
+from ds_encdec.phases import PhaseConfig, exported_weights, phase_before
 from ds_encdec.types import ConfigError, OutputLockedError
 
 UNTRAINED_FIELDS = {
     "data.preprocessing_num_workers",
+    "training.gradient_accumulation_steps",  # of a planned phase data.num_lanes are fixed, and compared
     "training.per_device_eval_batch_size",
     "training.eval_steps",
     "training.eval_samples",
@@ -50,22 +52,33 @@ UNTRAINED_FIELDS = {
 """Fields of `model`, `data` and `training` that may change in the middle of a phase: they do not decide what it
 learns."""
 
+OPTIMISATION_FIELDS = {
+    "training.learning_rate",
+    "training.weight_decay",
+    "training.max_grad_norm",
+    "training.lr_scheduler_type",
+    "training.warmup_steps",
+    "training.warmup_type",
+    "training.min_lr_ratio",
+    "training.wsd_decay_fraction",
+    "training.max_consecutive_skipped_steps",
+    "training.early_stopping_patience",
+    "training.early_stopping_threshold",
+}
+"""Fields that may change in the middle of a phase although they decide what it learns: what one turns when a run of
+days has diverged."""
+
 
 class PhaseRecords:
-    """The records of a planned phase."""
+    """The records in the folder of a phase. `settings`: the numbers that it has now."""
 
-    def __init__(self, planned: PlannedPhase) -> None:
-        self._planned = planned
-        self.run = RunFolder(str(planned.folder))
-        self.export = exported_weights(planned.folder)
-        self.phase_yaml = planned.folder / "phase.yaml"
-        self._started = planned.folder / "started.json"
-        self._result = planned.folder / "result.json"
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether a run was started."""
-        return self._started.exists()
+    def __init__(self, folder: Path, settings: PhaseConfig) -> None:
+        self._settings = settings
+        self.run = RunFolder(str(folder))
+        self.export = exported_weights(folder)
+        self.phase_yaml = folder / "phase.yaml"
+        self._started = folder / "started.json"
+        self._result = folder / "result.json"
 
     @property
     def is_completed(self) -> bool:
@@ -77,31 +90,40 @@ class PhaseRecords:
         """Whether the run has come so far that `--resume` is asked for. Before, its errors belong into run.json."""
         return self.run.metrics.exists() or any(self.run.checkpoints.glob("step-*"))
 
-    def begin(self, weights_sha256: str | None) -> None:
+    def begin(self, config: FullConfig, weights_sha256: str | None, changes: Sequence[str] = ()) -> None:
         """Write down what is about to be trained; `weights_sha256` is the checkpoint's that it starts from, if any.
 
-        When it began is kept from the first time.
+        When it began is kept from the first time, and every one of the `changes` (`accepted_changes`).
         """
         self.phase_yaml.parent.mkdir(parents=True, exist_ok=True)
-        started = self._read(self._started).get("started", now())
-        self._planned.config.to_yaml(self.phase_yaml)
-        _write(self._started, {"started": started, "weights_sha256": weights_sha256})
+        before = self._read(self._started)
+        changed = [*before.get("changed", ()), *({"time": _now(), "settings": changes} for _ in changes[:1])]
+        write_atomically(self.phase_yaml, config.dump_yaml())
+        record = {"started": before.get("started", _now()), "weights_sha256": weights_sha256, "changed": changed}
+        _write(self._started, record)
 
-    def refuse_changes(self, weights_sha256: str | None) -> None:
-        """Raise ConfigError where this phase began with other settings, or from other weights, than it has now."""
-        differing = changed_settings(
-            FullConfig.from_yaml(self.phase_yaml),
-            self._planned.config,
-            starts_from_export=phase_before(self._planned.phase) is not None,
-        )
+    def accepted_changes(self, config: FullConfig, weights_sha256: str | None) -> list[str]:
+        """The settings with which this phase goes on other than it began, in words.
+
+        All may change as long as nothing was saved, and `OPTIMISATION_FIELDS` until it is complete. Raises ConfigError
+        where others have, or the weights that it started from.
+        """
+        if not self.is_completed and not committed_steps(self.run.checkpoints):
+            return []
+        began = FullConfig.from_yaml(self.phase_yaml)
+        changed = _changed_settings(began, config, starts_from_export=phase_before(self._settings.phase) is not None)
+        accepted = set() if self.is_completed else OPTIMISATION_FIELDS
+        refused = [words for name, words in changed.items() if name not in accepted]
         if self._read(self._started).get("weights_sha256") != weights_sha256:
-            differing.append("the phase before it has been trained anew since")
-        if differing:
-            raise ConfigError(
-                f"phase {self._planned.phase} in {self._planned.folder} has begun with other settings: "
-                f"{'; '.join(differing)}. Give the former values, or delete (or rename) that folder to train the phase "
-                "anew, and those of the phases after it, or choose another infra.output_dir."
-            )
+            refused.append("the phase before it has been trained anew since")
+        if not refused:
+            return list(changed.values())
+        lanes = f"On other ranks it goes on with data.num_lanes={began.data.num_lanes}. "
+        raise ConfigError(
+            f"phase {self._settings.phase} in {self.run.root} has begun with other settings: {'; '.join(refused)}. "
+            f"{lanes if 'data.num_lanes' in changed else ''}Give the former values, or delete (or rename) that folder "
+            "to train the phase anew, and those of the phases after it, or choose another infra.output_dir."
+        )
 
     def read_result(self) -> dict[str, Any]:
         """result.json, or {} where there is none."""
@@ -110,19 +132,17 @@ class PhaseRecords:
     def write_result(self, values: Mapping[str, Any]) -> None:
         """Replace result.json by `values`, when the phase began and ended, and its numbers."""
         record = {
-            "phase": self._planned.phase,
+            "phase": self._settings.phase,
             **values,
             "started": self._read(self._started).get("started"),
-            "ended": now(),
-            "phase_config": dataclasses.asdict(self._planned.settings),
+            "ended": _now(),
+            "phase_config": dataclasses.asdict(self._settings),
         }
         _write(self._result, record)
 
-    def passed_as_now(self) -> bool:
-        """Whether it has passed its gate with the numbers that it has now, and what it hands on is there."""
-        result = self.read_result()
-        same = result.get("phase_config") == dataclasses.asdict(self._planned.settings)
-        return bool(result.get("passed")) and same and self.export.exists()
+    def is_judged_as_now(self) -> bool:
+        """Whether its result is by the numbers that it has now."""
+        return bool(self.read_result().get("phase_config") == dataclasses.asdict(self._settings))
 
     @staticmethod
     def _read(path: Path) -> dict[str, Any]:
@@ -134,16 +154,18 @@ class PhaseRecords:
             raise ConfigError(f"{path}: cannot be read ({error}); restore it, or delete it") from error
 
 
-def changed_settings(before: FullConfig, after: FullConfig, *, starts_from_export: bool) -> list[str]:
-    """The settings that decide what a phase learns and that differ, in words.
+def _changed_settings(before: FullConfig, after: FullConfig, *, starts_from_export: bool) -> dict[str, str]:
+    """The settings that decide what a phase learns and that differ: by name, in words.
 
     Of a phase that starts from the export of another the path of it is none: it moves with the output folder.
     """
     first, second = _trained_settings(before), _trained_settings(after)
     names = first.keys() - UNTRAINED_FIELDS - ({"model.model_name_or_path"} if starts_from_export else set())
-    return [
-        f"{name} was {first[name]!r} and is {second[name]!r}" for name in sorted(names) if first[name] != second[name]
-    ]
+    return {
+        name: f"{name} was {first[name]!r} and is {second[name]!r}"
+        for name in sorted(names)
+        if first[name] != second[name]
+    }
 
 
 def _trained_settings(config: FullConfig) -> dict[str, Any]:
@@ -171,8 +193,8 @@ def only_one_pipeline(output: Path) -> Iterator[None]:
         yield
 
 
-def now() -> str:
-    """The time, ISO 8601 with its zone."""
+def _now() -> str:
+    """ISO 8601 with its zone."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 

@@ -10,10 +10,19 @@ from typing import Any
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.launch.world import LAUNCHERS
-from ds_encdec.phases import PHASES, PlannedPhase, TrainingPhase, parse_phase, phase_before, plan_phase
+from ds_encdec.phases import (
+    PHASES,
+    PlannedPhase,
+    TrainingPhase,
+    parse_phase,
+    phase_before,
+    phase_config,
+    phase_folder,
+    plan_phase,
+)
 from ds_encdec.pipeline.records import PhaseRecords, only_one_pipeline
 from ds_encdec.pipeline.subprocess_run import TRAIN_PROGRAM, SubprocessRun, launcher_command
-from ds_encdec.types import ConfigError, DsEncDecError, GateError, Preempted
+from ds_encdec.types import CheckpointError, ConfigError, DsEncDecError, GateError, Preempted
 
 MAX_SHARD_BYTES = 5_000_000_000
 """Largest file of an export, as `ds-encdec export` has it."""
@@ -51,39 +60,49 @@ def run_phases(config: FullConfig, plans: Sequence[PlannedPhase], *, launcher: s
             "launcher itself (--launcher): unset it"
         )
     output = Path(config.infra.output_dir).expanduser().absolute()
-    with only_one_pipeline(output), SubprocessRun() as subprocess_run:
-        for planned in plans:
-            if subprocess_run.signal_name is not None:
-                raise Preempted(f"stopped by {subprocess_run.signal_name} before phase {planned.phase}")
-            _run_phase(config, planned, subprocess_run, launcher)
+    try:
+        with only_one_pipeline(output), SubprocessRun() as subprocess_run:
+            for planned in plans:
+                if subprocess_run.signal_name is not None:
+                    raise Preempted(f"stopped by {subprocess_run.signal_name} before phase {planned.phase}")
+                _run_phase(config, planned, subprocess_run, launcher)
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename or output}: {error.strerror}. Nothing that was trained is lost: mend this (is the disk "
+            "full?) and give the same command again"
+        ) from error
     _say(f"every phase asked for has passed: {', '.join(planned.phase for planned in plans)}")
 
 
 def _run_phase(config: FullConfig, planned: PlannedPhase, subprocess_run: SubprocessRun, launcher: str | None) -> None:
     """Train, judge, hand on: as much of it as has not been done yet."""
-    records = PhaseRecords(planned)
+    records = PhaseRecords(planned.folder, planned.settings)
     before = _result_before(config, planned.phase)
     weights_sha256 = before.get("checkpoint_sha256")
-    if records.has_begun:
-        records.refuse_changes(weights_sha256)
-        if records.passed_as_now():
-            _say(f"phase {planned.phase} has passed its gate already: passed over")
-            return
+    changes = records.accepted_changes(planned.config, weights_sha256)
+    if records.read_result().get("passed") and records.is_judged_as_now() and records.export.exists():
+        _say(f"phase {planned.phase} has passed its gate already: passed over")
+        return
     if records.is_completed:
         _say(f"phase {planned.phase} is trained already: judged again")
     else:
-        records.begin(weights_sha256)
+        for change in changes:
+            _say(f"phase {planned.phase} goes on with another setting: {change}")
+        records.begin(planned.config, weights_sha256, changes)
         _train(planned, records, subprocess_run, launcher)
     _judge_and_hand_on(planned, records, before.get("pipeline_initial_loss"))
 
 
 def _result_before(config: FullConfig, phase: TrainingPhase) -> dict[str, Any]:
-    """The result of the phase before; {} for the first. Raises ConfigError where there is none, GateError where it did
-    not pass: its weights are not handed on."""
+    """The result of the phase before; {} for the first.
+
+    Raises ConfigError where there is none, or none by the numbers that it has now, and GateError where it did not
+    pass: its weights are not handed on.
+    """
     before = phase_before(phase)
     if before is None:
         return {}
-    records = PhaseRecords(plan_phase(config, before))
+    records = PhaseRecords(phase_folder(config, before), phase_config(config, before))
     result = records.read_result()
     if not result:
         raise ConfigError(
@@ -94,6 +113,11 @@ def _result_before(config: FullConfig, phase: TrainingPhase) -> dict[str, Any]:
         raise GateError(
             f"phase {phase} is not started: {before} did not pass its gate ({records.run.root / 'result.json'}). "
             f"`--from {before}` judges it again, by the limits that phases.{before} has now"
+        )
+    if not records.is_judged_as_now():
+        raise ConfigError(
+            f"phase {phase} is not started: {before} has passed its gate, but phases.{before} has other numbers now. "
+            f"`--from {before}` judges it again, without training"
         )
     if not records.export.exists():
         raise ConfigError(

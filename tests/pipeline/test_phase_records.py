@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -28,11 +29,26 @@ def setup(tmp_path: Path, *overrides: str) -> tuple[FullConfig, PlannedPhase]:
     return config, plan_phase(config, TrainingPhase.SANITY_CHECK, max_steps=40)
 
 
+def records_of(planned: PlannedPhase) -> PhaseRecords:
+    return PhaseRecords(planned.folder, planned.settings)
+
+
+def began(planned: PlannedPhase, weights_sha256: str | None = None, *, saved_at: int | None) -> PhaseRecords:
+    """A phase that was started, and stopped after it had saved, if it had."""
+    records = records_of(planned)
+    records.begin(planned.config, weights_sha256)
+    if saved_at is not None:
+        checkpoint = records.run.checkpoints / f"step-{saved_at:08d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "manifest.json").write_text("{}")
+    return records
+
+
 def completed(tmp_path: Path, *, passed: bool) -> None:
     """A first phase that has run and was judged."""
     _, planned = setup(tmp_path)
-    records = PhaseRecords(planned)
-    records.begin(None)
+    records = records_of(planned)
+    records.begin(planned.config, None)
     finish_run(planned, FALLING)
     records.run.write_status("completed", exit_code=0)
     result = {"passed": passed, "pipeline_initial_loss": 8.3, "checkpoint_sha256": "0" * 64}
@@ -54,14 +70,14 @@ def test_a_changed_gate_is_applied_without_training(tmp_path: Path, capsys: pyte
     with pytest.raises(GateError, match=r"loss after warm-up 8\.1000, at most 0\.1000 allowed"):
         run_phases(config, [planned], launcher="false")
     assert "✗ loss_after_warmup" in capsys.readouterr().out
-    result = PhaseRecords(planned).read_result()
+    result = records_of(planned).read_result()
     assert (result["passed"], result["phase_config"]["max_loss_after_warmup"]) == (False, 0.1)
     assert {check["name"]: check["passed"] for check in result["checks"]}["loss_decrease"]
     assert result["started"] <= result["ended"]
 
     config, planned = setup(tmp_path)  # and passes again with the old one; its weights are there
     run_phases(config, [planned], launcher="false")
-    assert PhaseRecords(planned).read_result()["passed"]
+    assert records_of(planned).read_result()["passed"]
 
 
 @pytest.mark.parametrize(
@@ -80,6 +96,45 @@ def test_changed_training_is_refused(tmp_path: Path, override: str, named: str) 
         run_phases(config, [planned], launcher="false")
     assert named in str(caught.value)
     assert "delete (or rename) that folder" in str(caught.value)
+
+
+@pytest.mark.parametrize("saved_at", [None, 10])
+def test_a_phase_that_saved_nothing_may_be_mended(tmp_path: Path, saved_at: int | None) -> None:
+    """A path of the data that was wrong, a batch that did not fit: there is nothing to lose yet."""
+    began(setup(tmp_path)[1], saved_at=saved_at)
+    config, planned = setup(tmp_path, "data.max_encoder_length=128")
+    with pytest.raises(DsEncDecError) as caught:
+        run_phases(config, [planned], launcher="false")
+    assert ("has begun with other settings" in str(caught.value)) == (saved_at is not None)
+    assert FullConfig.from_yaml(records_of(planned).phase_yaml).data.max_encoder_length == (256 if saved_at else 128)
+
+
+def test_a_lower_learning_rate_in_the_middle_is_taken_and_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a run that has diverged advises."""
+    began(setup(tmp_path)[1], saved_at=10)
+    for rate in ("1e-4", "1e-5", "1e-5"):
+        config, planned = setup(tmp_path, f"training.learning_rate={rate}")
+        with pytest.raises(DsEncDecError, match="did not start"):
+            run_phases(config, [planned], launcher="false")
+    said = "phase sanity_check goes on with another setting: training.learning_rate was 0.003 and is 0.0001"
+    assert said in capsys.readouterr().out
+    started = json.loads((planned.folder / "started.json").read_text())
+    assert [change["settings"] for change in started["changed"]] == [
+        ["training.learning_rate was 0.003 and is 0.0001"],
+        ["training.learning_rate was 0.0001 and is 1e-05"],
+    ]
+
+
+def test_the_same_lanes_on_other_ranks(tmp_path: Path) -> None:
+    began(setup(tmp_path, "data.num_lanes=null", "infra.num_gpus=4")[1], saved_at=10)
+    fewer = ("infra.num_gpus=2", "training.gradient_accumulation_steps=4")
+    _, planned = setup(tmp_path, "data.num_lanes=null", *fewer)
+    with pytest.raises(ConfigError, match=r"On other ranks it goes on with data\.num_lanes=32\."):
+        records_of(planned).accepted_changes(planned.config, None)
+    _, planned = setup(tmp_path, "data.num_lanes=32", *fewer)
+    assert records_of(planned).accepted_changes(planned.config, None) == []
 
 
 @pytest.mark.parametrize(
@@ -104,11 +159,18 @@ def test_a_later_phase_is_not_started_where_the_one_before_has_failed(tmp_path: 
         run_phases(config, [plan_phase(config, TrainingPhase.VALIDATION)], launcher="false")
 
 
+def test_a_later_phase_is_not_started_on_a_verdict_by_other_numbers(tmp_path: Path) -> None:
+    completed(tmp_path, passed=True)
+    config, _ = setup(tmp_path, "phases.sanity_check.min_loss_decrease=3.0")
+    with pytest.raises(ConfigError, match=r"phases\.sanity_check has other numbers now\. `--from sanity_check` judges"):
+        run_phases(config, [plan_phase(config, TrainingPhase.VALIDATION)], launcher="false")
+
+
 def test_a_later_phase_notices_that_the_one_before_was_trained_anew(tmp_path: Path) -> None:
     completed(tmp_path, passed=True)
     config, _ = setup(tmp_path)
     planned = plan_phase(config, TrainingPhase.VALIDATION)
-    PhaseRecords(planned).begin("1" * 64)
+    began(planned, "1" * 64, saved_at=10)
     with pytest.raises(ConfigError, match="the phase before it has been trained anew since"):
         run_phases(config, [planned], launcher="false")
 
@@ -116,11 +178,11 @@ def test_a_later_phase_notices_that_the_one_before_was_trained_anew(tmp_path: Pa
 def test_a_moved_output_folder_is_no_change(tmp_path: Path) -> None:
     completed(tmp_path / "a", passed=True)
     config, _ = setup(tmp_path / "a")
-    later = plan_phase(config, TrainingPhase.VALIDATION)
-    PhaseRecords(later).begin("0" * 64)
+    began(plan_phase(config, TrainingPhase.VALIDATION), "0" * 64, saved_at=10)
     shutil.move(tmp_path / "a", tmp_path / "b")
     config, _ = setup(tmp_path / "b")
-    PhaseRecords(plan_phase(config, TrainingPhase.VALIDATION)).refuse_changes("0" * 64)
+    later = plan_phase(config, TrainingPhase.VALIDATION)
+    assert records_of(later).accepted_changes(later.config, "0" * 64) == []
 
 
 def test_a_completed_phase_without_its_checkpoint(tmp_path: Path) -> None:
@@ -136,7 +198,7 @@ def test_a_run_that_did_not_start_is_told(tmp_path: Path) -> None:
     with pytest.raises(DsEncDecError, match=r"the run did not start \(the launcher's exit code is 1\)") as caught:
         run_phases(config, [planned], launcher="false")
     assert caught.value.exit_code == 1
-    assert PhaseRecords(planned).has_begun
+    assert records_of(planned).phase_yaml.exists()
 
 
 def test_the_code_of_the_run_is_the_pipelines(tmp_path: Path) -> None:
@@ -157,9 +219,7 @@ def test_the_code_of_the_run_is_the_pipelines(tmp_path: Path) -> None:
 
 def test_an_older_status_does_not_speak_for_this_start(tmp_path: Path) -> None:
     config, planned = setup(tmp_path)
-    records = PhaseRecords(planned)
-    records.begin(None)
-    records.run.write_status("preempted", reason="stopped at step 3", exit_code=75)
+    began(planned, saved_at=None).run.write_status("preempted", reason="stopped at step 3", exit_code=75)
     with pytest.raises(DsEncDecError, match="did not start") as caught:
         run_phases(config, [planned], launcher="false")
     assert caught.value.exit_code == 1
@@ -184,6 +244,28 @@ with only_one_pipeline(Path({str(tmp_path)!r})):
         assert OutputLockedError.__name__ in other.stderr
     with only_one_pipeline(tmp_path):
         pass
+
+
+@pytest.mark.parametrize("largest_file", [300, 1000])
+def test_a_disk_that_is_full_leaves_the_records_as_they_were(tmp_path: Path, largest_file: int) -> None:
+    """At 300 bytes result.json does not fit, at 1,000 phase.yaml."""
+    if largest_file == 300:
+        completed(tmp_path, passed=False)
+        change = "phases.sanity_check.min_loss_decrease=0.2"
+    else:
+        began(setup(tmp_path)[1], saved_at=10)
+        change = "training.eval_samples=3"
+    config, planned = setup(tmp_path, change)
+    before = {path: path.read_bytes() for path in planned.folder.glob("*") if path.is_file()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    (planned.folder / "export" / "final").mkdir(parents=True)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match="is the disk full"):
+            run_phases(config, [planned], launcher="false")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {path: path.read_bytes() for path in planned.folder.glob("*") if path.is_file()} == before
 
 
 def test_a_record_that_cannot_be_read_is_named(tmp_path: Path) -> None:
