@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_encdec import train
-from ds_encdec.types import ConfigError, DsEncDecError
+from ds_encdec.types import ConfigError, DsEncDecError, Preempted
 
 Verb = Callable[[argparse.Namespace, Sequence[str]], int]
 
@@ -30,6 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         return options.run(options, rest)
+    except Preempted as error:
+        print(error, flush=True)
+        return error.exit_code
     except DsEncDecError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
@@ -183,8 +186,7 @@ def _schema(options: argparse.Namespace, _: Sequence[str]) -> int:
 
 def _phases(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from ds_encdec.config.load import load_config
-    from ds_encdec.pipeline.dry_run import describe_estimate, estimate_phases
-    from ds_encdec.pipeline.metrics_file import measured_tokens_per_second
+    from ds_encdec.pipeline.dry_run import describe_estimate, estimate_phases, measured_tokens_per_second
     from ds_encdec.pipeline.run import plan_phases, run_phases, select_phases
 
     if not options.dry_run and (

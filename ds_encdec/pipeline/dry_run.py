@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from ds_encdec.launch.run_folder import RunFolder
+from ds_encdec.monitor.metrics_file import is_number, read_step_lines
 from ds_encdec.phases import PlannedPhase, estimate_training_time
+from ds_encdec.types import DataError
+
+SETTLING_LINES = 1
+"""First lines of metrics whose throughput is not a run's usual one: compilation, caches, workers that start."""
 
 HOW_TO_KNOW_THE_TIME = (
     "How long this takes is not known: give --tokens-per-second (non-padding tokens of both sides, over all ranks), or "
     "--measured RUN, the folder of a run on the same machines, such as that of a phase."
 )
+
+
+def measured_tokens_per_second(run: Path) -> float:
+    """Throughput of the run in the folder `run`, over all ranks, without its first lines. Raises DataError.
+
+    Every line stands for about as many tokens, so the mean over the time is the harmonic one.
+    """
+    metrics = RunFolder(str(run)).metrics
+    lines, problem, _ = read_step_lines(metrics)
+    rates = [rate for line in lines if is_number(rate := line.get("perf/tokens_per_sec")) and rate > 0]
+    if len(rates) <= SETTLING_LINES:
+        raise DataError(
+            f"{metrics}: {problem or f'{len(rates)} lines have perf/tokens_per_sec, and the first does not count'}; "
+            "measure a longer run, or give --tokens-per-second"
+        )
+    return statistics.harmonic_mean(rates[SETTLING_LINES:])
 
 
 def estimate_phases(
@@ -86,7 +110,8 @@ def describe_estimate(estimate: Mapping[str, Any]) -> str:
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)]
     lines.append(
-        f"{estimate['phases'][0]['tokens_per_step']:,} tokens a step, padding included, on {_ranks(estimate)}."
+        f"{estimate['phases'][0]['tokens_per_step']:,} tokens a step, padding included, on "
+        f"{estimate['num_gpus']} GPU(s) as infra.num_gpus says."
     )
     if estimate["tokens_per_second"] is None:
         lines.append(HOW_TO_KNOW_THE_TIME)
@@ -113,7 +138,3 @@ def _row(phase: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _shown(value: float | None) -> str:
     return "?" if value is None else f"{value:,.2f}"
-
-
-def _ranks(estimate: Mapping[str, Any]) -> str:
-    return f"{estimate['num_gpus']} GPU(s) as infra.num_gpus says"

@@ -5,17 +5,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ds_encdec.monitor.metrics import encode_float
+from ds_encdec.monitor.metrics_file import is_number, read_step_lines
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.phases import PlannedPhase
-from ds_encdec.pipeline.metrics_file import read_metrics
-from ds_encdec.types import CheckpointError, ConfigError, TrainingState
+from ds_encdec.types import CheckpointError, TrainingState
 
 LOSSES = ("train/loss", "eval/loss")
 
@@ -86,15 +85,14 @@ def _read_trainer_json(final: Path) -> dict[str, Any]:
 
 def _look_at_metrics(path: Path) -> tuple[dict[str, Any], dict[str, float | None]]:
     """The check that every logged loss is finite, and the metrics of the last evaluation."""
-    try:
-        lines = read_metrics(path)
-    except ConfigError as error:
-        return _check(False, str(error)), {}
+    lines, problem, _ = read_step_lines(path)
     evaluations = [line for line in lines if "eval/loss" in line]
     last = evaluations[-1] if evaluations else {}
     evaluation = {name: value for name, value in last.items() if name.startswith("eval/")}
-    bad = [(line["step"], name) for line in lines for name in LOSSES if name in line and not _is_finite(line[name])]
+    bad = [(line["step"], name) for line in lines for name in LOSSES if name in line and not is_number(line[name])]
     logged = sum("train/loss" in line for line in lines)
+    if problem:
+        return _check(False, problem), evaluation
     if bad:
         step, name = bad[0]
         return _check(False, f"{name} is not finite at step {step} ({len(bad)} such values)"), evaluation
@@ -105,11 +103,6 @@ def _look_at_metrics(path: Path) -> tuple[dict[str, Any], dict[str, float | None
 
 def _check(passed: bool, message: str) -> dict[str, Any]:
     return {"name": "logged_losses", "passed": passed, "message": message}
-
-
-def _is_finite(value: Any) -> bool:
-    """JSON has no NaN: what was not finite is null. Some writers put NaN all the same."""
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _never_logged_after_warmup(planned: PlannedPhase, steps: int) -> dict[str, Any]:

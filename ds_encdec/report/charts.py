@@ -9,9 +9,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullLocator
 
+from ds_encdec.monitor.metrics_file import is_number
 from ds_encdec.report.curve import Curve
 from ds_encdec.report.drawing import LIGHT, LINES, NARROW, WIDE, Drawing, draw
-from ds_encdec.report.read_run import NO_CURVE, Entry, Run, is_number
+from ds_encdec.report.read_run import NO_CURVE, Entry, Run
 from ds_encdec.types import DENOISERS
 
 NUM_BUCKETS = 400

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from ds_encdec.checkpoint.manifest import Manifest, read_manifest, verify_listin
 from ds_encdec.config.report import Problem
 from ds_encdec.config.yaml_text import read_yaml
 from ds_encdec.launch.run_folder import RunFolder
+from ds_encdec.monitor.metrics_file import is_number, read_step_lines
 from ds_encdec.report.curve import Curve
 from ds_encdec.types import CheckpointError, ConfigError, DataError
 
@@ -176,39 +177,13 @@ def _nothing_logged(folder: RunFolder, status: Entry) -> str:
 
 
 def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """The JSON objects of a file of lines; others are counted in a note, but for a last one that is not whole yet."""
-    try:
-        raw = path.read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        notes.append(f"{path.name} cannot be read: {error.strerror}.")
-        return []
-    lines, torn = [], 0
-    for text in raw[:-1]:
-        line = _parse(text)
-        if line is None:
-            torn += 1
-        else:
-            lines.append(line)
-    if torn:
-        notes.append(f"{path.name}: {torn:,} lines cannot be read and are left out.")
-    if raw[-1].strip():
+    """The lines of metrics or ledger; what else is in the file becomes a note."""
+    lines, problem, is_torn = read_step_lines(path)
+    if problem:
+        notes.append(f"{problem}.")
+    if is_torn:
         notes.append(f"{path.name}: the last line is not complete and is left out.")
     return lines
-
-
-def _parse(text: bytes) -> dict[str, Any] | None:
-    try:
-        line = json.loads(text)
-    except ValueError:
-        return None
-    return line if isinstance(line, dict) and is_number(line.get("step")) else None
-
-
-def is_number(value: object) -> TypeGuard[float]:
-    """Whether `value` is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
@@ -228,17 +203,22 @@ def _read_abandoned(path: Path, notes: list[str]) -> dict[int, dict[str, Curve]]
 
 
 def _read_ledger(path: Path, notes: list[str]) -> list[Entry]:
-    """The entries, without the repetitions that a resume brings: the same event at the same step, told again."""
+    """The entries; of an event that a resume met once more, at the same data step, what was told last."""
     entries: list[Entry] = []
-    told: set[str] = set()
-    for line in _read_lines(path, notes):
+    later: set[tuple[object, ...]] = set()
+    since_start: set[tuple[object, ...]] = set()
+    for line in reversed(_read_lines(path, notes)):
         if not isinstance(line.get("kind"), str):
             continue
-        event = json.dumps({name: value for name, value in line.items() if name != "time"}, sort_keys=True)
-        if line["kind"] == "start" or event not in told:
+        if line["kind"] == "start":
             entries.append(line)
-        told.add(event)
-    return entries
+            later |= since_start
+            continue
+        event = (line["kind"], str(line.get("type")), str(line.get("data_step")))
+        if event not in later:
+            entries.append(line)
+        since_start.add(event)
+    return entries[::-1]
 
 
 def _read_config(path: Path, notes: list[str]) -> Mapping[str, Any]:

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from ds_encdec.monitor.metrics_file import is_number
 from ds_encdec.report.charts import Chart, back_to, number
 from ds_encdec.report.config_table import changes_from_defaults
 from ds_encdec.report.markup import Html, element, facts, field_name, items, join, paragraph, section, table
-from ds_encdec.report.read_run import Entry, Run, SavedCheckpoint, is_number
+from ds_encdec.report.read_run import Entry, Run, SavedCheckpoint
 
 MAX_EVENTS = 200
 """Rows of the table of events, the newest ones; all are in ledger.jsonl."""

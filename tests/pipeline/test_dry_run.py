@@ -45,13 +45,28 @@ def test_without_a_throughput_the_time_is_unknown(capsys: pytest.CaptureFixture[
 def test_a_measured_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     phase = plan_phase(load_config(Path(QUICKSTART), [f"infra.output_dir={tmp_path}"]), TrainingPhase.SANITY_CHECK, 40)
     finish_run(phase, [8.0, 7.0, 6.0])  # at 100, 200 and 300 tokens/s: the first line does not count
-    assert dry_run(capsys, "--measured", str(phase.folder))["tokens_per_second"] == 250.0
+    two_intervals_of_equal_tokens = 2 / (1 / 200 + 1 / 300)
+    assert dry_run(capsys, "--measured", str(phase.folder))["tokens_per_second"] == two_intervals_of_equal_tokens
+
+
+@pytest.mark.parametrize("rate", ['"fast"', "NaN", "null", "0", "true"])
+def test_a_rate_that_is_none_does_not_count(capsys: pytest.CaptureFixture[str], tmp_path: Path, rate: str) -> None:
+    lines = [f'{{"step": {step}, "perf/tokens_per_sec": {rate}}}\n' for step in range(3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    assert main(["phases", "--dry-run", "--measured", str(tmp_path)]) == 4
+    assert "0 lines have perf/tokens_per_sec" in capsys.readouterr().err
+
+
+def test_metrics_that_cannot_be_read_are_no_measure(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for content, why in ((b"\xff\n", "1 lines cannot be read"), (None, "0 lines have perf/tokens_per_sec")):
+        (tmp_path / "metrics.jsonl").unlink() if content is None else (tmp_path / "metrics.jsonl").write_bytes(content)
+        assert main(["phases", "--dry-run", "--measured", str(tmp_path)]) == 4
+        assert why in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--measured", "nowhere"], "nowhere/metrics.jsonl: cannot be read"),
         (["--only", "medium", "--from", "full"], "--only names a single phase"),
         (["--from", "full", "--to", "medium"], "--to medium comes before --from full"),
         (["--only", "midium"], "Did you mean medium?"),

@@ -90,19 +90,20 @@ def test_an_evaluation_that_is_not_finite(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (None, "cannot be read"),
-        ("", "has no line of metrics"),
+        (None, "no line has train/loss"),
+        ("", "no line has train/loss"),
         ('{"step": 1, "eval/loss": 2.0}\n', "no line has train/loss"),
         ('{"step": 1, "train/loss": NaN}\n', "train/loss is not finite at step 1"),
-        ('{"step": 1, "train/loss": 2.0}\nnonsense\n', "metrics.jsonl:2: not a line of metrics"),
-        ("[1]\n", "metrics.jsonl:1: not a line of metrics"),
+        ('{"step": 1, "train/loss": 2.0}\nnonsense\n', "metrics.jsonl: 1 lines cannot be read"),
+        ('{"step": 1, "train/loss": 2.0, "note": "\xe9"}\n', "metrics.jsonl: 1 lines cannot be read"),
+        ("[1]\n", "metrics.jsonl: 1 lines cannot be read"),
     ],
 )
 def test_metrics_that_cannot_be_used(tmp_path: Path, content: Any, why: str) -> None:
     phase = planned(tmp_path)
     finish_run(phase, FALLING)
     metrics = phase.folder / "metrics.jsonl"
-    metrics.unlink() if content is None else metrics.write_text(content)
+    metrics.unlink() if content is None else metrics.write_text(content, encoding="latin-1")
     assert why in failed(judge(phase, None))["logged_losses"]
 
 

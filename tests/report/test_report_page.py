@@ -150,9 +150,12 @@ def test_the_alert_before_a_rollback_is_marked_on_the_branch_that_was_taken_back
 
 def test_what_a_resume_tells_again_counts_once(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
-    told = alert("loss_spike", 60, 30.0, "warn")
-    write_lines(run / "ledger.jsonl", [told, told | {"time": "2026-02-02T00:00:00+0000"}])
-    assert len(read_run(run).entries("alert")) == 1
+    start = json.loads((run / "ledger.jsonl").read_text())
+    before = [alert("loss_spike", step, 30.0, "warn") for step in (40, 60)]
+    resumed = start | {"data_step": 50, "resumed_from": "checkpoints/step-00000050"}
+    again = [alert("loss_spike", 60, 30.01, "warn"), alert("data_wait", 60, 0.5, "warn")]  # other sums on a GPU
+    write_lines(run / "ledger.jsonl", [start, *before, resumed, *again])
+    assert list(read_run(run).ledger) == [start, before[0], resumed, *again]
 
 
 def test_untrusted_text_is_escaped(tmp_path: Path) -> None:
