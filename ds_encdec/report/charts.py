@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullLocator
 
 from ds_encdec.monitor.metrics_file import is_number
-from ds_encdec.report.curve import Curve
+from ds_encdec.report.curve import SMOOTHED_FROM, Curve
 from ds_encdec.report.drawing import LIGHT, LINES, NARROW, WIDE, Drawing, draw
 from ds_encdec.report.read_run import NO_CURVE, Entry, Run
 from ds_encdec.types import DENOISERS
@@ -36,18 +37,30 @@ class Chart:
 
 
 @dataclass(frozen=True)
+class AlertMark:
+    """Where a chart marks `times` alerts: at the highest of their values, in the unit of the chart."""
+
+    step: float
+    value: float
+    times: int
+
+
+@dataclass(frozen=True)
 class ChartPlan:
     """What a chart shows. `metrics`: name → label; `alerts`: the types that are marked on it.
 
-    `smoothed`: the raw curve is drawn faint below a smoothed one. `sparse`: each value has a mark. `scale`: factor of
-    the values. `from_zero`: the axis begins at 0. `log`: the axis may be logarithmic. `limits`: label → dotted name
-    of the configuration's field that is drawn across.
+    `measured_alert`: the one of these types whose `value` is the metric at its step; others are marked on the curve.
+
+    `smoothed`: where there are many points, the raw curve is drawn faint below a smoothed one. `sparse`: each value
+    has a mark. `scale`: factor of the values. `from_zero`: the axis begins at 0. `log`: the axis may be logarithmic.
+    `limits`: label → dotted name of the configuration's field that is drawn across.
     """
 
     key: str
     title: str
     metrics: Mapping[str, str]
     alerts: tuple[str, ...] = ()
+    measured_alert: str = ""
     smoothed: bool = False
     sparse: bool = False
     scale: float = 1.0
@@ -60,11 +73,11 @@ class ChartPlan:
 _NATS = "nats per token"
 LOSS_PLAN = ChartPlan(
     "loss", f"Training loss, {_NATS}", {"train/loss": "loss"}, ("loss_spike", "loss_plateau", "non_finite"),
-    smoothed=True, log=True, wide=True,
+    measured_alert="loss_spike", smoothed=True, log=True, wide=True,
 )  # fmt: skip
 GRAD_NORM_PLAN = ChartPlan(
     "grad_norm", "Gradient norm, before clipping", {"train/grad_norm": "norm"}, ("grad_explosion", "non_finite"),
-    smoothed=True, log=True,
+    measured_alert="grad_explosion", smoothed=True, log=True,
     limits={"clipped above": "training.max_grad_norm", "alert above": "monitor.grad_norm_threshold"},
 )  # fmt: skip
 EVAL_PLAN = ChartPlan("eval_loss", f"Evaluation loss, {_NATS}", {"eval/loss": "loss"}, sparse=True, log=True)
@@ -123,15 +136,18 @@ def charts_of(run: Run) -> tuple[list[Chart], list[str]]:
 
 
 def _chart(run: Run, plan: ChartPlan) -> Chart:
-    caption = describe({label: scaled(run.curve(metric), plan) for metric, label in plan.metrics.items()})
+    curves = {label: scaled(run.curve(metric), plan) for metric, label in plan.metrics.items()}
+    marks = alert_marks(run, plan)
+    caption = describe(curves, marks)
     label = f"{plan.title}: {caption}"
 
     def paint(axes: Axes) -> None:
         axes.set_title(plan.title)
         _paint_curves(axes, run, plan)
         _paint_limits(axes, run, plan)
-        _paint_events(axes, run, plan)
-        set_scale(axes, plan, [scaled(run.curve(metric), plan) for metric in plan.metrics])
+        _paint_events(axes, run)
+        _paint_alerts(axes, marks)
+        set_scale(axes, plan, [*curves.values(), Curve.of((mark.step, mark.value) for mark in marks)])
 
     wide = draw(f"{plan.key}-wide", paint, size=WIDE, label=label) if plan.wide else None
     return Chart(plan.key, plan.title, caption, draw(plan.key, paint, size=NARROW, label=label), wide)
@@ -142,22 +158,25 @@ def scaled(curve: Curve, plan: ChartPlan) -> Curve:
     return Curve(curve.steps, curve.values * plan.scale)
 
 
-def describe(curves: Mapping[str, Curve]) -> str:
-    """The key figures of a chart's curves, by label, in words."""
+def describe(curves: Mapping[str, Curve], marks: Sequence[AlertMark] = ()) -> str:
+    """The key figures of a chart's curves, by label, in words; an alert may be higher than all that was logged."""
     told = {label: curve for label, curve in curves.items() if len(curve.known)}
     if len(told) == 1:
-        return _describe_one(next(iter(told.values())))
+        return _describe_one(next(iter(told.values())), marks)
     return "last " + ", ".join(f"{label} {number(curve.known[-1])}" for label, curve in told.items())
 
 
-def _describe_one(curve: Curve) -> str:
+def _describe_one(curve: Curve, marks: Sequence[AlertMark]) -> str:
     known = curve.known
-    lowest, highest = int(np.nanargmin(curve.values)), int(np.nanargmax(curve.values))
+    lowest, at = int(np.nanargmin(curve.values)), int(np.nanargmax(curve.values))
+    highest = f"highest {number(curve.values[at])} at step {curve.steps[at]:,.0f}"
+    if marks and marks[0].value > curve.values[at]:
+        highest = f"highest {number(marks[0].value)} at step {marks[0].step:,.0f} (alert)"
     parts = [
         f"first {number(known[0])}",
         f"last {number(known[-1])}",
         f"lowest {number(curve.values[lowest])} at step {curve.steps[lowest]:,.0f}",
-        f"highest {number(curve.values[highest])} at step {curve.steps[highest]:,.0f}",
+        highest,
     ]
     return ", ".join([*parts, f"{curve.gaps} not finite"] if curve.gaps else parts)
 
@@ -167,18 +186,23 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def paint_line(axes: Axes, curve: Curve, *, colour: str, label: str, plan: ChartPlan, index: int, faint: bool) -> None:
-    """Draw one curve. `index`: of the curve in its chart; `faint`: with the raw one below a smoothed one."""
+def paint_line(axes: Axes, curve: Curve, *, colour: str, label: str, plan: ChartPlan, index: int, alone: bool) -> None:
+    """Draw one curve; one of a `smoothed` plan with points enough as a smoothed line above the faint raw one.
+
+    `index`: of the curve in its chart; `alone`: whether it is the only one, so that its two lines have names of their
+    own. Of several metrics in one chart only the smoothed lines are drawn.
+    """
+    style = {"color": colour, "linestyle": _STYLES[index % len(_STYLES)], "markersize": 3.5}
     points = curve.decimated(NUM_BUCKETS)
-    marker = "o" if plan.sparse and len(curve) <= 60 else "." if len(curve) <= 3 else None
-    style = {"color": colour, "linestyle": _STYLES[index % len(_STYLES)], "marker": marker, "markersize": 3.5}
-    if not plan.smoothed or len(curve) <= 3:
-        axes.plot(points.steps, points.values, label=label, **style)  # type: ignore[arg-type]
+    if not plan.smoothed or len(curve) < SMOOTHED_FROM:
+        marker = "o" if plan.sparse and len(curve) <= 60 else "." if plan.smoothed or len(curve) <= 3 else None
+        axes.plot(points.steps, points.values, label=label, marker=marker, **style)  # type: ignore[arg-type]
         return
-    if faint:
-        axes.plot(points.steps, points.values, color=colour, alpha=0.3, linewidth=0.8, label="as logged")
+    if len(plan.metrics) == 1:
+        name = "as logged" if alone else ""
+        axes.plot(points.steps, points.values, color=colour, alpha=0.3, linewidth=0.8, label=name)
     line = curve.smoothed().decimated(NUM_BUCKETS)
-    axes.plot(line.steps, line.values, label="smoothed" if faint else label, **style)  # type: ignore[arg-type]
+    axes.plot(line.steps, line.values, label="smoothed" if alone else label, **style)  # type: ignore[arg-type]
 
 
 def _paint_curves(axes: Axes, run: Run, plan: ChartPlan) -> None:
@@ -191,7 +215,7 @@ def _paint_curves(axes: Axes, run: Run, plan: ChartPlan) -> None:
     for index, (metric, label) in enumerate(shown):
         colour = LIGHT[LINES[index % len(LINES)]]
         curve = scaled(run.curve(metric), plan)
-        paint_line(axes, curve, colour=colour, label=label, plan=plan, index=index, faint=len(shown) == 1)
+        paint_line(axes, curve, colour=colour, label=label, plan=plan, index=index, alone=len(plan.metrics) == 1)
     if plan is EVAL_PLAN:
         _paint_lowest(axes, run.curve(shown[0][0]))
 
@@ -209,20 +233,28 @@ def _paint_limits(axes: Axes, run: Run, plan: ChartPlan) -> None:
                          linestyle=(":", "--")[index % 2], label=f"{label} {value:g}")  # fmt: skip
 
 
-def _paint_events(axes: Axes, run: Run, plan: ChartPlan) -> None:
-    """Restarts, rollbacks with the steps they took back, and the alerts that are about this chart's metrics."""
+def _paint_events(axes: Axes, run: Run) -> None:
+    """Restarts, and rollbacks with the steps they took back."""
     for entry in run.entries("start"):
         if entry.get("resumed_from"):
             axes.axvline(entry["step"], color=LIGHT["muted"], linewidth=0.9, linestyle=":", label="restart")
     for entry in run.entries("rollback"):
         axes.axvline(entry["step"], color=LIGHT["rollback"], linewidth=1.1, label="rollback")
         axes.axvspan(back_to(entry), entry["step"], color=LIGHT["rollback"], alpha=0.09, linewidth=0)
-    marks = [place for place in _alert_places(run, plan) if np.isfinite(place[1])]
-    marks = sorted(marks, key=lambda place: -place[1])[:MAX_MARKS]
-    if marks:
-        steps, values = zip(*marks, strict=True)
-        axes.plot(steps, values, linestyle="none", marker="v", markersize=5.5, color=LIGHT["alert"],
-                  markeredgecolor=LIGHT["paper"], markeredgewidth=0.5, label="alert", zorder=3)  # fmt: skip
+
+
+def _paint_alerts(axes: Axes, marks: Sequence[AlertMark]) -> None:
+    """A triangle a mark, with the number of its alerts where it stands for several."""
+    shown = marks[:MAX_MARKS]
+    if not shown:
+        return
+    axes.plot([mark.step for mark in shown], [mark.value for mark in shown], linestyle="none", marker="v",
+              markersize=5.5, color=LIGHT["alert"], markeredgecolor=LIGHT["paper"], markeredgewidth=0.5,
+              label="alert", zorder=3)  # fmt: skip
+    for mark in shown:
+        if mark.times > 1:
+            axes.annotate(f"×{mark.times}", (mark.step, mark.value), xytext=(5, 0), textcoords="offset points",
+                          va="center", fontsize=8.5, color=LIGHT["alert"])  # fmt: skip
 
 
 def back_to(rollback: Entry) -> float:
@@ -231,28 +263,44 @@ def back_to(rollback: Entry) -> float:
     return float(target) if is_number(target) else float(rollback["step"])
 
 
-def _alert_places(run: Run, plan: ChartPlan) -> Iterator[tuple[float, float]]:
-    """Step and curve's value of every alert of the chart, on the branch that it happened on."""
-    metric = next(iter(plan.metrics))
+def alert_marks(run: Run, plan: ChartPlan) -> list[AlertMark]:
+    """The marks of a chart, the highest first.
+
+    Alerts of one step and branch have one mark together: they would hide each other, as those of skipped steps do,
+    which are all at the applied step before.
+    """
+    heights: dict[tuple[float, int | None], list[float]] = defaultdict(list)
     for index, entry in enumerate(run.ledger):
         kind = str(entry.get("type"))
-        if entry["kind"] != "alert" or not (kind in plan.alerts or (plan is LOSS_PLAN and kind not in _MARKED)):
-            continue
-        branch = _branch_of(run, index).get(metric, NO_CURVE)
-        curve = scaled(branch if len(branch.known) else run.curve(metric), plan)
-        finite = np.isfinite(curve.values)
-        if finite.any():
-            yield entry["step"], float(np.interp(entry["step"], curve.steps[finite], curve.values[finite]))
+        if entry["kind"] == "alert" and (kind in plan.alerts or (plan is LOSS_PLAN and kind not in _MARKED)):
+            branch = _branch_of(run, index)
+            height = _height(run, entry, plan, branch)
+            if height is not None:
+                heights[entry["step"], branch].append(height)
+    marks = [AlertMark(step, max(values), len(values)) for (step, _), values in heights.items()]
+    return sorted(marks, key=lambda mark: -mark.value)
 
 
-def _branch_of(run: Run, index: int) -> Mapping[str, Curve]:
-    """The curves that the ledger's entry at `index` lies on: those taken back by the next rollback to before it."""
+def _height(run: Run, alert: Entry, plan: ChartPlan, branch: int | None) -> float | None:
+    """The alert's own value where it is the metric; else that of the branch's curve at its step, if it has one."""
+    value = alert.get("value")
+    if alert.get("type") == plan.measured_alert and is_number(value):
+        return value * plan.scale
+    metric = next(iter(plan.metrics))
+    taken_back = NO_CURVE if branch is None else run.abandoned.get(branch, {}).get(metric, NO_CURVE)
+    curve = scaled(taken_back if len(taken_back.known) else run.curve(metric), plan)
+    finite = np.isfinite(curve.values)
+    return float(np.interp(alert["step"], curve.steps[finite], curve.values[finite])) if finite.any() else None
+
+
+def _branch_of(run: Run, index: int) -> int | None:
+    """The rollback that took back what the ledger's entry at `index` lies on; None where none did."""
     step = run.ledger[index]["step"]
     for later in run.ledger[index:]:
         if later["kind"] == "rollback" and back_to(later) < step:
             branch = later.get("number")
-            return run.abandoned.get(branch, run.curves) if isinstance(branch, int) else run.curves
-    return run.curves
+            return branch if isinstance(branch, int) else None
+    return None
 
 
 def set_scale(axes: Axes, plan: ChartPlan, curves: Sequence[Curve]) -> None:

@@ -30,6 +30,7 @@ from ds_encdec.types import DataError
 
 COMPARED = (LOSS_PLAN, EVAL_PLAN, GRAD_NORM_PLAN, THROUGHPUT_PLAN, RATE_PLAN)
 """What is drawn of all runs together."""
+_SMOOTHING = "Training losses, gradient norms and throughput of long runs are smoothed; the faint lines are as logged."
 _LOSSES = ("train/loss", "eval/loss")
 _TOKENS = "losses per token of different tokenizers or vocabularies cannot be compared"
 _TEXTS = "evaluation losses are of different texts"
@@ -65,7 +66,7 @@ def compare_section(runs: Sequence[Run]) -> tuple[Html, list[Chart], list[str]]:
             element("h3", "What came out, and what differed"),
             _table(runs, names),
             element("h3", "Curves"),
-            paragraph("Training losses, gradient norms and throughput are smoothed.", class_="muted"),
+            paragraph(_SMOOTHING, class_="muted"),
             element("div", join(figure(chart) for chart in charts), class_="charts pairs"),
         ]
     )
@@ -142,7 +143,7 @@ def _painter(
         for name, curve in curves.items():
             index = names.index(name)  # a run has its colour in every chart
             colour = LIGHT[LINES[index % len(LINES)]]
-            paint_line(axes, curve, colour=colour, label=name, plan=plan, index=index, faint=False)
+            paint_line(axes, curve, colour=colour, label=name, plan=plan, index=index, alone=False)
         set_scale(axes, plan, list(curves.values()))
         axes.set_xlabel("optimizer step" if over == "steps" else "tokens seen")
 

@@ -8,6 +8,11 @@ from itertools import pairwise
 
 import numpy as np
 
+SMOOTHED_PART = 40
+"""A smoothed value is the mean of at most this part of the curve's points: the whole divided by it."""
+SMOOTHED_FROM = 3 * SMOOTHED_PART
+"""Points from which a curve can be smoothed: with fewer, a mean of three would be more than the part."""
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -40,15 +45,16 @@ class Curve:
         return Curve(steps, self.values)
 
     def smoothed(self) -> Curve:
-        """The mean of about a fortieth of the points around each, fewer towards both ends, so that nothing lags.
+        """The mean of a fortieth of the points around each, fewer towards both ends, so that nothing lags.
 
-        Values that are not finite leave a gap and do not enter the means.
+        The number of points is odd and rounded down: below `SMOOTHED_FROM` points the curve stays as it is. Values
+        that are not finite leave a gap and do not enter the means.
         """
         finite = np.isfinite(self.values)
         sums = np.concatenate([[0.0], np.cumsum(np.where(finite, self.values, 0.0))])
         counts = np.concatenate([[0], np.cumsum(finite)])
         index = np.arange(len(self))
-        reach = np.minimum(np.minimum(index, index[::-1]), max(len(self) // 80, 2))
+        reach = np.minimum(np.minimum(index, index[::-1]), max(len(self) // SMOOTHED_PART - 1, 0) // 2)
         first, last = index - reach, index + reach + 1
         means = (sums[last] - sums[first]) / np.maximum(counts[last] - counts[first], 1)
         return Curve(self.steps, np.where(finite, means, np.nan))

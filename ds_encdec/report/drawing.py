@@ -108,7 +108,7 @@ def draw(key: str, paint: Callable[[Axes], None], *, size: tuple[float, float] =
         axes = figure.add_subplot(facecolor="none")
         paint(axes)
         _add_legend(figure, axes)
-        axes.xaxis.set_major_locator(MaxNLocator(5 if size == NARROW else 10, integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(6 if size == NARROW else 10, steps=[1, 2, 5, 10], integer=True))
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         svg = io.StringIO()
         figure.savefig(svg, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))

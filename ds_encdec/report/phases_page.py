@@ -90,7 +90,7 @@ def _chart(plan: ChartPlan, phases: Sequence[Phase]) -> Chart:
         axes.set_title(plan.title)
         for curve in curves:
             if len(curve.known):
-                paint_line(axes, curve, colour=LIGHT["line1"], label="loss", plan=plan, index=0, faint=True)
+                paint_line(axes, curve, colour=LIGHT["line1"], label="loss", plan=plan, index=0, alone=True)
         set_scale(axes, plan, [whole])
         axes.set_xlim(left=0)
         axes.set_xlabel("optimizer step, all phases")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,17 @@ def test_runs_with_the_same_configuration_are_said_to_be(tmp_path: Path) -> None
     assert "Their configurations are the same." in page.text
     assert page.tables["What came out, and what differed"][0] == ["", "a/run", "bb/run"]
     assert "Training loss over tokens" not in page.charts
+
+
+@pytest.mark.parametrize(("steps", "lines_a_run"), [(1190, 1), (1200, 2)])
+def test_a_smoothed_curve_has_its_raw_one_below_it(tmp_path: Path, steps: int, lines_a_run: int) -> None:
+    one, two = (write_run(tmp_path / name, only=("train/loss",), steps=steps) for name in ("one", "two"))
+    source = Page(write_report(one, compare=[two])[0]).source
+    drawn = source[source.index('aria-label="Training loss over steps') :]
+    drawn = drawn[: drawn.index("</svg>")]
+    for colour in ("line1", "line2"):
+        curves = re.findall(rf'<path d="[^"]{{1000,}}"[^>]*var\(--{colour}\)', drawn)
+        assert len(curves) == lines_a_run
 
 
 def test_runs_of_different_tokenizers_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

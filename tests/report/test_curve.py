@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_encdec.report.curve import Curve
+from ds_encdec.report.curve import SMOOTHED_FROM, SMOOTHED_PART, Curve
 
 VALUES = st.lists(st.floats(-1e6, 1e6) | st.just(float("nan")), min_size=1, max_size=400)
 
@@ -47,3 +48,17 @@ def test_a_straight_line_is_its_own_smoothed_line() -> None:
 def test_smoothing_takes_out_noise() -> None:
     noisy = curve(list(np.random.default_rng(0).normal(size=4000)))
     assert noisy.smoothed().values.std() < 0.2 * noisy.values.std()
+
+
+@pytest.mark.parametrize("num_points", [SMOOTHED_FROM, 400, 1000, 4321])
+def test_one_value_is_spread_over_a_fortieth_of_the_points(num_points: int) -> None:
+    spike = curve([10.0 if step == num_points // 2 else 0.0 for step in range(num_points)]).smoothed()
+    touched = np.count_nonzero(spike.values > 1e-9)
+    assert num_points / SMOOTHED_PART - 2 < touched <= num_points / SMOOTHED_PART
+    assert touched >= 3
+
+
+@pytest.mark.parametrize("num_points", [1, 6, 30, SMOOTHED_FROM - 1])
+def test_few_points_stay_as_they_are(num_points: int) -> None:
+    raw = curve(list(np.random.default_rng(0).normal(size=num_points)))
+    np.testing.assert_allclose(raw.smoothed().values, raw.values, atol=1e-12)

@@ -22,7 +22,7 @@ from run_folders import (
 
 from ds_encdec import cli
 from ds_encdec.report import markup
-from ds_encdec.report.charts import PLANS
+from ds_encdec.report.charts import GRAD_NORM_PLAN, LOSS_PLAN, PLANS, AlertMark, alert_marks, charts_of
 from ds_encdec.report.drawing import LIGHT
 from ds_encdec.report.read_run import read_run
 from ds_encdec.report.run_page import header, tables
@@ -48,7 +48,7 @@ def page(troubled: Path) -> Page:
 def test_every_chart_is_there_with_key_figures_in_words(page: Page) -> None:
     assert sorted(page.charts) == sorted(TITLES)
     assert page.charts[TITLES[0]].startswith(
-        "first 11.5, last 3.098, lowest 2.878 at step 78,930, highest 11.5 at step 20"
+        "first 11.5, last 3.098, lowest 2.878 at step 78,930, highest 12.5 at step "
     )
     assert "Nothing was logged" not in page.text
 
@@ -117,6 +117,13 @@ def test_alerts_and_rollbacks_are_marked_on_the_curves(page: Page) -> None:
     assert ">alert</text>" not in denoisers[0]
 
 
+def test_a_short_run_is_drawn_as_it_was_logged(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=60, every=10, only=("train/loss",))
+    source = Page(write_report(run)[0]).source
+    assert ">loss</text>" in source
+    assert ">smoothed</text>" not in source
+
+
 def test_checkpoints_are_compared_with_their_manifests(troubled: Path, page: Page) -> None:
     assert [row[:2] for row in page.tables["Checkpoints"]] == [["step", "is"], ["100,000", "latest"], ["90,000", ""]]
     damaged = read_run(troubled)
@@ -130,22 +137,47 @@ def test_checkpoints_are_compared_with_their_manifests(troubled: Path, page: Pag
 
 
 def test_the_alert_before_a_rollback_is_marked_on_the_branch_that_was_taken_back(tmp_path: Path) -> None:
-    """The curve stands at 3 there, the branch at 30: the mark makes the branch's height part of the drawing."""
-    from ds_encdec.report import charts
-
+    """The curve stands at 3 there and the branch at 30; alerts without a value of the metric are marked on them."""
     run = write_run(tmp_path / "run")
     write_lines(run / "metrics.abandoned.jsonl", [{"step": 60, "train/loss": 30.0, "rollback": 1}])
     write_lines(
         run / "ledger.jsonl",
         [
-            alert("loss_spike", 60, 30.0, "rollback"),
+            alert("non_finite", 60, 0.0, "rollback") | {"value": "NaN"},
             {"kind": "rollback", "step": 60, "data_step": 60, "to_step": 40, "number": 1},
-            alert("loss_spike", 60, 5.0, "warn"),
+            alert("loss_plateau", 60, 5.0, "warn"),
         ],
     )
-    first, second = charts._alert_places(read_run(run), charts.LOSS_PLAN)
-    assert first == (60, 30.0)
-    assert second[1] < 10
+    first, second = alert_marks(read_run(run), LOSS_PLAN)
+    assert first == AlertMark(60, 30.0, 1)
+    assert (second.step, second.times) == (60, 1)
+    assert second.value < 10
+
+
+def test_alerts_are_marked_at_what_they_saw_and_none_hides_another(tmp_path: Path) -> None:
+    """Four skipped steps behind step 20, all at norms that no line of metrics has."""
+    run = write_run(tmp_path / "run", only=("train/loss", "train/grad_norm"))
+    skipped = [alert("grad_explosion", 20, norm, "skip_step") for norm in (12.0, 36.5, 9.0, 25.0)]
+    skipped = [entry | {"data_step": 21 + index} for index, entry in enumerate(skipped)]
+    write_lines(run / "ledger.jsonl", [*skipped, alert("grad_explosion", 103, 10.265, "warn")])
+    assert alert_marks(read_run(run), GRAD_NORM_PLAN) == [AlertMark(20, 36.5, 4), AlertMark(103, 10.265, 1)]
+    page = Page(write_report(run)[0])
+    assert "highest 36.5 at step 20 (alert)" in page.charts[GRAD_NORM_PLAN.title]
+    assert "(alert)" not in page.charts[LOSS_PLAN.title]
+    assert page.source.count(">×4</text>") == 1
+
+
+def test_marks_are_at_the_heights_of_the_axis(tmp_path: Path) -> None:
+    """The drawing itself: the triangle stands above the line that its alert was above."""
+    run = write_run(tmp_path / "run", only=("train/grad_norm",))
+    write_lines(run / "ledger.jsonl", [alert("grad_explosion", 103, 10.265, "warn")])
+    write_config(run, monitor__grad_norm_threshold=5.0)
+    (chart,), _ = charts_of(read_run(run))
+    mark = re.search(r'<use xlink:href="#[^"]*" x="[\d.]+" y="([\d.]+)" style="fill: var\(--alert\)', chart.narrow.svg)
+    limit = re.search(r'<path d="M [\d.]+ ([\d.]+) \nL [\d.]+ \1 \n"[^>]*style="[^"]*var\(--alert\)', chart.narrow.svg)
+    assert mark is not None
+    assert limit is not None
+    assert float(mark[1]) < float(limit[1])
 
 
 def test_what_a_resume_tells_again_counts_once(tmp_path: Path) -> None:
