@@ -105,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
 
     sanity = verb("sanity-check", _sanity_check, "look at model, data and engine before a long run", overrides=True)
     sanity.add_argument("--config", type=Path, help="YAML file")
+    sanity.add_argument("--deepspeed_config", "--deepspeed-config", type=Path, help="raw DeepSpeed JSON")
     sanity.add_argument("--model", type=Path, metavar="DIR", help="a model folder, instead of the configuration's")
     sanity.add_argument("--json", action="store_true", help="as one JSON object")
 
@@ -276,12 +277,12 @@ def _report(options: argparse.Namespace, _: Sequence[str]) -> int:
 def _sanity_check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from ds_encdec.config.load import load_config
 
-    path = train.find_shipped(options.config)
-    config = None if options.model else load_config(path, overrides)
+    path, deepspeed_config = train.find_shipped(options.config), train.find_shipped(options.deepspeed_config)
+    config = None if options.model else load_config(path, overrides, deepspeed_config)
     from ds_encdec.sanity_check import check_config, config_for_model  # torch: once the configuration is sound
 
     if config is None:
-        config = config_for_model(options.model, path, overrides)
+        config = config_for_model(options.model, path, overrides, deepspeed_config)
     stdout = sys.stdout  # libraries print, too
     with contextlib.redirect_stdout(sys.stderr):
         report = check_config(config, lambda check: None if options.json else print(check, file=stdout, flush=True))

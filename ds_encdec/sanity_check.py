@@ -13,15 +13,19 @@ import logging
 import math
 import os
 import resource
+import shutil
+import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from itertools import islice, product
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -81,6 +85,10 @@ OVERFIT_RATE_TIMES_HIDDEN_SIZE = 0.4
 arXiv 2203.03466). 3e-3 for the quickstart's 128, 4e-4 for Qwen3-0.6B's 1,024."""
 OVERFIT_FACTOR = 0.9
 """What the loss must have been multiplied by after them, at most."""
+CHECKPOINT_BYTES_PER_PARAMETER = 14
+"""Float32 weights and two moments, and the bfloat16 weights that DeepSpeed keeps beside them."""
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""From schedulers, keyboards and terminals that are closed; those that are ignored (nohup) stay so."""
 RESUME_STEPS = 3
 """Steps made after a checkpoint, and again after loading it."""
 RESUME_TOLERANCE = 1e-3
@@ -183,10 +191,17 @@ class Subject:
             del self.engine
 
 
-def check_config(config: FullConfig, tell: Callable[[CheckResult], None] = lambda result: None) -> SanityReport:
-    """Run all checks on a configuration, in this process alone; `tell` is called with each as it ends.
+def check_config(
+    config: FullConfig,
+    tell: Callable[[CheckResult], None] = lambda result: None,
+    *,
+    checks: Sequence[Check] | None = None,
+) -> SanityReport:
+    """Run `checks` (all: `CHECKS`) on a configuration, in this process alone; `tell` is called with each as it ends.
 
-    Leaves nothing behind, and `infra.output_dir` as it is. Raises ConfigError for what this machine cannot do at all.
+    Leaves nothing behind, and `infra.output_dir` as it is. For the main thread, which heeds signals.
+
+    Raises ConfigError for what this machine cannot do at all.
     """
     world = discover(os.environ)
     if world.world_size > 1:
@@ -201,16 +216,20 @@ def check_config(config: FullConfig, tell: Callable[[CheckResult], None] = lambd
     engine_name = init_process_group(world, device, timeout, engine_name, otherwise=fallback_engine(config))
     subject = Subject(config, engine_name, world, device)
     try:
-        return _run(subject, tell)
+        return _run(subject, CHECKS if checks is None else checks, tell)
     finally:
         subject.close()
         shutdown()
 
 
-def config_for_model(model: Path, config: Path | None, overrides: Sequence[str]) -> FullConfig:
+def config_for_model(
+    model: Path, config: Path | None, overrides: Sequence[str], deepspeed_config: Path | None = None
+) -> FullConfig:
     """The configuration to check the model folder `model` with: `config`, else a small one on the built-in text.
 
-    `overrides` come last. Raises ConfigError, and CheckpointError for a folder that is no model's.
+    `overrides` come last; `deepspeed_config` is a raw DeepSpeed JSON.
+
+    Raises ConfigError, and CheckpointError for a folder that is no model's.
     """
     stored = read_config(model)
     settings: dict[str, Any] = {
@@ -236,7 +255,7 @@ def config_for_model(model: Path, config: Path | None, overrides: Sequence[str])
             "infra.sharding_stage": "zero2",
             "infra.offload_optimizer": "none",
         }
-    return load_config(config, [*(f"{name}={value}" for name, value in settings.items()), *overrides])
+    return load_config(config, [*(f"{name}={value}" for name, value in settings.items()), *overrides], deepspeed_config)
 
 
 def on_one_rank(config: FullConfig) -> FullConfig:
@@ -253,11 +272,11 @@ def on_one_rank(config: FullConfig) -> FullConfig:
     return FullConfig.model_validate(fields)
 
 
-def _run(subject: Subject, tell: Callable[[CheckResult], None]) -> SanityReport:
+def _run(subject: Subject, checks: Sequence[Check], tell: Callable[[CheckResult], None]) -> SanityReport:
     results: list[CheckResult] = []
     errors: list[DsEncDecError] = []
     passed: set[str] = set()
-    for check in CHECKS:
+    for check in checks:
         missing = [name for name in check.needs if name not in passed]
         if missing:
             finding = Finding(False, f"skipped, because {' and '.join(missing)} did not pass")
@@ -441,8 +460,9 @@ def _overfits_one_batch(subject: Subject) -> Finding:
 
 def _checkpoint_resumes(subject: Subject) -> Finding:
     """Steps made after a checkpoint have the same losses when they are made again from it."""
-    with tempfile.TemporaryDirectory(prefix="ds-encdec-sanity-check-") as temporary:
-        checkpoint = _save(subject, Path(temporary))
+    _require_space(count_parameters(subject.run_model.config))
+    with _temporary_folder() as folder:
+        checkpoint = _save(subject, folder)
         num_bytes = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
         expected = [subject.train_step() for _ in range(RESUME_STEPS)]
         subject.engine.load(open_saved_state(checkpoint))
@@ -469,6 +489,41 @@ def _throughput(subject: Subject) -> Finding:
 def _gradient_norm(module: nn.Module) -> float:
     gradients = [parameter.grad.float() for parameter in module.parameters() if parameter.grad is not None]
     return float(nn.utils.get_total_norm(gradients))
+
+
+def _require_space(parameters: int) -> None:
+    """Raises CheckpointError where temporary files have no room for a checkpoint of so many parameters."""
+    folder = tempfile.gettempdir()
+    usage = shutil.disk_usage(folder)
+    needed = CHECKPOINT_BYTES_PER_PARAMETER * parameters
+    if usage.total and usage.free < needed:  # some network file systems report 0 in all
+        raise CheckpointError(
+            f"a checkpoint takes about {needed / 1e9:,.3g} GB and {folder} has {usage.free / 1e9:,.3g} GB free: "
+            "free space there, or set TMPDIR to a folder that has it"
+        )
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    """A folder that is removed in the end, or, where a signal comes before that, by it; then it ends the process.
+
+    An exception raised by the signal's handler would not do: the library that it comes up in may turn it into another.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="ds-encdec-sanity-check-"))
+
+    def end(number: int, _: FrameType | None) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
+    heeded = [number for number in ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, end) for number in heeded}
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _save(subject: Subject, folder: Path) -> Path:

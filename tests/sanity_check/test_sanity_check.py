@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -25,13 +27,14 @@ from ds_encdec.data import chunks
 from ds_encdec.engine.fsdp2 import FSDP2Engine
 from ds_encdec.launch.world import discover
 from ds_encdec.run_model import RunModel, new_model
-from ds_encdec.sanity_check import CHECKS, SanityReport, Subject, check_config, on_one_rank
-from ds_encdec.types import GateError
+from ds_encdec.sanity_check import CHECKS, SanityReport, Subject, check_config, config_for_model, on_one_rank
+from ds_encdec.types import CheckpointError, GateError
 
 pytestmark = [pytest.mark.distributed, pytest.mark.one_process]
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "ds_configs" / "quickstart.yaml"
 NAMES = [check.name for check in CHECKS]
+WITHOUT_ENGINE = CHECKS[: NAMES.index("gradient_norm") + 1]
 
 TINY = (
     "model.architecture.vocab_size=1024",
@@ -156,10 +159,10 @@ def test_broken_weights_are_found(monkeypatch: pytest.MonkeyPatch, change: Chang
         return replace(model, weights=lambda name, rows=slice(None), /: change(name, sound(name, rows)))
 
     monkeypatch.setattr(sanity_check, "new_model", broken_model)
-    report = check_config(tiny())
+    report = check_config(tiny(), checks=WITHOUT_ENGINE)
     assert failed(report)[0] == finds
     assert isinstance(report.error, GateError)
-    assert ("overfits_one_batch" in skipped(report)) != goes_on
+    assert ("backward" in skipped(report)) != goes_on
     answer = json.loads(report.as_json(), parse_constant=pytest.fail)  # NaN and Infinity are no JSON
     loss = answer["checks"][NAMES.index("forward")]["values"]["loss"]
     assert loss == "nan" if finds == "forward" else loss > 0
@@ -196,7 +199,7 @@ def test_a_denoiser_that_loses_tokens_is_found(monkeypatch: pytest.MonkeyPatch) 
         return (encoder_ids[:-1] if denoiser == "X2" else encoder_ids), decoder_ids
 
     monkeypatch.setattr(chunks, "denoise", loses_one)
-    report = check_config(tiny())
+    report = check_config(tiny(), checks=WITHOUT_ENGINE)
     assert failed(report) == ["data_reconstructs"]
     assert "X2" in report.checks[NAMES.index("data_reconstructs")].message
 
@@ -217,6 +220,35 @@ def test_a_checkpoint_that_is_not_loaded_is_found(monkeypatch: pytest.MonkeyPatc
     report = check_config(tiny())
     assert failed(report) == ["checkpoint_resumes"]
     assert skipped(report) == []
+
+
+def test_a_signal_ends_it_and_takes_the_checkpoint_along(tmp_path: Path) -> None:
+    """The signal comes when the checkpoint is whole; handlers run inside the library that it comes up in."""
+    child = (
+        "import os, signal, sys\n"
+        "from ds_encdec import cli, sanity_check\n"
+        "def signalled(checkpoint):\n"
+        "    print(*os.listdir(checkpoint), file=sys.__stdout__, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "sanity_check.open_saved_state = signalled\n"
+        "sys.exit(cli.main(sys.argv[1:]))\n"
+    )
+    words = ["sanity-check", "--config", str(QUICKSTART), *TINY, FSDP, "--json"]
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    result = subprocess.run([sys.executable, "-c", child, *words], env=environment, capture_output=True, text=True)
+    assert result.returncode == -signal.SIGTERM, result.stderr
+    assert "trainer.json" in result.stdout.split()
+    assert not list(tmp_path.glob("ds-encdec-*"))
+
+
+def test_a_checkpoint_without_room_is_not_begun() -> None:
+    subject = Subject(tiny(), "fsdp", discover({}), torch.device("cpu"))
+    model = new_model(subject.config)
+    sizes = copy.copy(model.config)
+    sizes.vocab_size = 10**12
+    subject.run_model = replace(model, config=sizes)
+    with pytest.raises(CheckpointError, match=r"takes about 4.48e\+05 GB and .* set TMPDIR"):
+        CHECKS[NAMES.index("checkpoint_resumes")].look(subject)
 
 
 def test_an_unforeseen_error_fails_its_check_and_memory_has_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,9 +304,21 @@ def test_model_folders_need_no_configuration(
     export: Path, decoder_only: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = ["infra.device=cpu", "training.bf16=false", FSDP]
-    for folder in (export, decoder_only):
-        assert cli.main(["sanity-check", "--model", str(folder), *settings]) == 0, capsys.readouterr().out
-    own = [*TINY, *settings, "--config", str(QUICKSTART)]
-    own = [word for word in own if not word.startswith("model.architecture")]
-    assert cli.main(["sanity-check", "--model", str(export), *own]) == 0, capsys.readouterr().out
+    assert cli.main(["sanity-check", "--model", str(decoder_only), *settings]) == 0, capsys.readouterr().out
     assert "to be between 0 and 100" in capsys.readouterr().out  # nobody knows what a trained model's loss should be
+    of_the_tests = [word for word in (*TINY, FSDP) if not word.startswith("model.architecture")]
+    for config in (
+        config_for_model(export, None, settings),
+        config_for_model(export, QUICKSTART, of_the_tests),
+    ):
+        report = check_config(config, checks=WITHOUT_ENGINE)
+        assert report.error is None
+        assert "to be between 0 and 100" in report.checks[NAMES.index("initial_loss")].message
+
+
+def test_a_deepspeed_json_counts(export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "deepspeed.json"
+    path.write_text('{"zero_optimization": {"stage": 9}}')
+    for subject in (["--config", str(QUICKSTART)], ["--model", str(export)]):
+        assert cli.main(["sanity-check", *subject, "--deepspeed_config", str(path)]) == 2
+        assert "zero_optimization.stage" in capsys.readouterr().err
