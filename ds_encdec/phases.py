@@ -31,6 +31,9 @@ class TrainingPhase(StrEnum):
 PHASES = tuple(TrainingPhase)
 """Every phase, in order."""
 
+SHORTEST_WITH_ROLLBACKS = 20
+"""Optimizer steps below which a phase goes back to nothing: the checkpoints would cost more than the training."""
+
 
 @dataclass(frozen=True, slots=True)
 class PhaseConfig:
@@ -258,12 +261,17 @@ def _warmup_steps(config: FullConfig, settings: PhaseConfig, steps: int) -> int:
 def _room_for_rollbacks(config: FullConfig, save_steps: int, steps: int) -> tuple[int, MonitorConfig, tuple[str, ...]]:
     """`save_steps` and `monitor` with which a run of `steps` can go back to a checkpoint, where it is to; and remarks.
 
-    Without this, a short phase of a run that answers with `rollback` would be refused.
+    Without this, a short phase of a run that answers with `rollback` would be refused. One that is very short answers
+    with the default.
     """
     monitor = config.monitor
-    rolls_back = any(getattr(monitor, field) == "rollback" for field in ROLLBACK_FIELDS)
-    if not rolls_back or save_steps + monitor.rollback_min_steps <= steps:
+    rolling_back = [field for field in ROLLBACK_FIELDS if getattr(monitor, field) == "rollback"]
+    if not rolling_back or save_steps + monitor.rollback_min_steps <= steps:
         return save_steps, monitor, ()
+    if steps < SHORTEST_WITH_ROLLBACKS:
+        answers = {field: type(monitor).model_fields[field].default for field in rolling_back}
+        changed = ", ".join(f"monitor.{field}={answer}" for field, answer in answers.items())
+        return save_steps, monitor.model_copy(update=answers), (f"{steps} steps are too few to go back in: {changed}",)
     quarter = max(1, steps // 4)
     fitted = monitor.model_copy(update={"rollback_min_steps": min(monitor.rollback_min_steps, quarter)})
     remark = (

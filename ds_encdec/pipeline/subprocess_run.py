@@ -87,10 +87,13 @@ class SubprocessRun:
         child = subprocess.Popen(command, start_new_session=True, preexec_fn=_end_with_parent)
         launcher = psutil.Process(child.pid)
         ranks: list[psutil.Process] = []
+        complete = False
         try:
             while child.poll() is None:
-                if not ranks or self._pending:  # looking through all processes of a host takes milliseconds
-                    ranks = _ranks_below(launcher) or ranks
+                if not complete or self._pending:  # looking through all processes of a host takes milliseconds
+                    found = _ranks_below(launcher)
+                    complete = 0 < len(found) <= len(ranks)  # they start one after the other
+                    ranks = found or ranks
                 while self._pending:
                     self._hand_on(self._pending.pop(0), launcher, ranks)
                 try:

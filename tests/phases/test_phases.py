@@ -154,6 +154,34 @@ def test_a_short_phase_has_room_for_a_rollback() -> None:
     assert long.config.training.save_interval_hours == 1  # a rollback of 5,000 steps would be hours
 
 
+def test_a_very_short_phase_goes_back_to_nothing() -> None:
+    planned = plan(SANITY, path=FULL_RUN)  # 7 steps, of which every checkpoint has 14 GB
+    assert (planned.config.training.save_steps, planned.config.monitor.on_loss_spike) == (7, "warn")
+    assert planned.remarks == ("7 steps are too few to go back in: monitor.on_loss_spike=warn",)
+
+
+@pytest.mark.parametrize(
+    ("gate", "value", "path", "allowed"),
+    [
+        ("min_loss_decrease", -0.1, QUICKSTART, False),
+        ("min_loss_decrease", 0.0, QUICKSTART, True),
+        ("min_loss_decrease", 8.3, QUICKSTART, True),  # ln(4096) is 8.32
+        ("min_loss_decrease", 8.4, QUICKSTART, False),
+        ("min_loss_decrease", 8.4, FULL_RUN, True),
+        ("min_loss_decrease", 50.0, FULL_RUN, False),
+        ("max_loss_after_warmup", 20.0, QUICKSTART, True),
+        ("max_loss_after_warmup", 21.0, QUICKSTART, False),
+    ],
+)
+def test_gates_that_nobody_could_pass_or_fail_are_refused(gate: str, value: float, path: Path, allowed: bool) -> None:
+    setting = f"phases.medium.{gate}={value}"
+    if allowed:
+        assert load_config(path, [setting])
+    else:
+        with pytest.raises(ConfigError, match=rf"phases\.medium\.{gate}(.|\n)*must be"):
+            load_config(path, [setting])
+
+
 @pytest.mark.parametrize(
     "path", [FULL_RUN, CONFIGS / "qwen3_0.6b_ul2_1gpu.yaml", QUICKSTART], ids=lambda path: path.name
 )

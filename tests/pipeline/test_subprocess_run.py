@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from ds_encdec.config.load import load_config
+from ds_encdec.pipeline import subprocess_run
 from ds_encdec.pipeline.subprocess_run import SubprocessRun, launcher_command
 from ds_encdec.types import ConfigError
 
@@ -70,6 +71,36 @@ def test_a_signal_goes_to_the_ranks_and_not_to_their_launcher(tmp_path: Path, mo
     sender.join()
     assert code == 1  # as launchers do: the rank's 75 is in run.json only
     assert not [process for process in psutil.process_iter(["cmdline"]) if str(rank) in (process.info["cmdline"] or [])]
+
+
+def test_ranks_that_start_one_after_the_other_are_all_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one starts when the first was seen; then the launcher is killed, as for a lack of memory."""
+    rank, launcher, seen, ended = (tmp_path / name for name in ("train.py", "torchrun", "seen", "ended"))
+    rank.write_text("import pathlib, sys, time\ntime.sleep(float(sys.argv[1]))\npathlib.Path(sys.argv[2]).touch()\n")
+    launcher.write_text(f"""
+import os, pathlib, signal, subprocess, sys, time
+subprocess.Popen([sys.executable, {str(rank)!r}, "0.5", {os.devnull!r}])
+while not pathlib.Path({str(seen)!r}).exists():
+    time.sleep(0.01)
+subprocess.Popen([sys.executable, {str(rank)!r}, "2", {str(ended)!r}])
+time.sleep(1)
+os.kill(os.getpid(), signal.SIGKILL)
+""")
+
+    def look(process: psutil.Process) -> list[psutil.Process]:
+        found = really_look(process)
+        if found:
+            seen.touch()
+        return found
+
+    really_look = subprocess_run._ranks_below
+    monkeypatch.setattr(subprocess_run, "TRAIN_PROGRAM", rank)
+    monkeypatch.setattr(subprocess_run, "_ranks_below", look)
+    with SubprocessRun() as started:
+        assert started.run([sys.executable, str(launcher)]) == -signal.SIGKILL
+    assert ended.exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent has died")
