@@ -21,7 +21,7 @@ import torch
 from ds_encdec.checkpoint.average import average_last_checkpoints, clear_leftovers
 from ds_encdec.checkpoint.find import Checkpoint, find_checkpoint
 from ds_encdec.checkpoint.manager import CheckpointManager
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.schema import FullConfig, InfraConfig
 from ds_encdec.data.build import TrainingData, build_data
 from ds_encdec.data.hub_commits import resolve_commits
 from ds_encdec.data.inspect import inspect_data
@@ -31,7 +31,7 @@ from ds_encdec.launch.agreement import Agreement
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
 from ds_encdec.launch.run_folder import RunFolder, write_atomically
-from ds_encdec.launch.run_status import ending_recorded
+from ds_encdec.launch.run_status import ending_recorded, named_error
 from ds_encdec.launch.watchdog import Watchdog
 from ds_encdec.launch.world import World, discover
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
@@ -47,7 +47,6 @@ from ds_encdec.run_model import RunModel, new_model, run_tokenizer, saved_model
 from ds_encdec.trainer import CheckpointContent, Trainer, train
 from ds_encdec.types import (
     ConfigError,
-    DsEncDecError,
     EngineName,
     TrainingState,
 )
@@ -80,7 +79,7 @@ def run_training(config: FullConfig, *, resume: str | None = None, allow_data_ch
     with (
         StopRequest(world) as stop,
         ending_recorded(site.folder, world, spare=resume is not None) as begin,
-        Watchdog(stop, config.infra.hang_timeout_minutes, site.folder, site.agreement),
+        Watchdog(stop, _hang_timeout_minutes(config.infra), site.folder, site.agreement),
     ):
         trainer = _wire(config, site, stop, resume, allow_data_change)
         begin()
@@ -94,14 +93,14 @@ def run_training(config: FullConfig, *, resume: str | None = None, allow_data_ch
 
 
 def _train_and_close(trainer: Trainer) -> TrainingState:
-    exit_code, reason = 1, "an unforeseen error"
+    exit_code, reason = 0, ""
     try:
         state = train(trainer)
-        exit_code = 0
-        if state.global_step < trainer.config.training.num_train_steps:
+        if state is not trainer.state and state.global_step < trainer.config.training.num_train_steps:
             _say_stopped_early(trainer, state)
-    except DsEncDecError as error:
-        exit_code, reason = error.exit_code, str(error)
+    except BaseException as error:
+        named = named_error(error, trainer.agreement.rank)
+        exit_code, reason = named.exit_code, str(named)
         raise
     finally:
         with trainer.stop.busy():
@@ -113,8 +112,19 @@ def _train_and_close(trainer: Trainer) -> TrainingState:
     return state
 
 
+def _hang_timeout_minutes(infra: InfraConfig) -> float | None:
+    """Without a word, well before a collective would give up; 0 is never."""
+    if infra.hang_timeout_minutes is None:
+        return infra.distributed_timeout_minutes * 2 / 3
+    return infra.hang_timeout_minutes or None
+
+
 def _say_stopped_early(trainer: Trainer, state: TrainingState) -> None:
-    message = f"{state.evaluations_since_lowest} evaluations without a loss below {state.lowest_eval_loss}"
+    training = trainer.config.training
+    message = (
+        f"the evaluation's loss has not fallen by more than {training.early_stopping_threshold:g} below "
+        f"{state.lowest_eval_loss:.4f} in {state.evaluations_since_lowest} evaluations"
+    )
     logger.info("early stopping at step %d: %s", state.global_step, message)
     trainer.recorder.ledger.write("early_stop", step=state.global_step, data_step=state.data_step, message=message)
 
@@ -263,6 +273,7 @@ def _open_recorder(config: FullConfig, site: Site, model_config: Qwen3Seq2SeqCon
     return Recorder(
         device=device,
         agreement=site.agreement,
+        state=state,
         warmup_steps=config.training.warmup_steps,
         settings=config.monitor,
         monitor=TrainingMonitor.from_config(config),

@@ -14,7 +14,7 @@ from ds_encdec.checkpoint.manager import CheckpointManager
 from ds_encdec.config.schema import MonitorConfig
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.launch.agreement import Agreement
-from ds_encdec.monitor.recorder import Recorder, Verdict
+from ds_encdec.monitor.recorder import Alert, Recorder
 from ds_encdec.resume import load_engine
 from ds_encdec.types import DivergedError, TrainingState
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 def roll_back(
     state: TrainingState,
-    verdict: Verdict,
+    alert: Alert,
     settings: MonitorConfig,
     *,
     engine: Engine,
@@ -33,21 +33,23 @@ def roll_back(
 ) -> TrainingState | None:
     """The state to go on from; None where there is no checkpoint old enough, and the run goes on as it is.
 
-    Collective; no save is under way. The caller saves the new state at once: it has the checkpoint's step, and other
-    data behind it. Raises DivergedError where the run has used up its rollbacks, CheckpointError where every
-    checkpoint that is old enough is damaged.
+    `alert`: what asks for it. Collective; no save is under way. The caller saves the new state at once: it has the
+    checkpoint's step, and other data behind it. Raises DivergedError where the run has used up its rollbacks,
+    CheckpointError where every checkpoint that is old enough is damaged.
     """
-    alert = verdict.alert
     if state.rollbacks >= settings.max_rollbacks:
         raise DivergedError(
-            f"{alert['message']}, and monitor.max_rollbacks={settings.max_rollbacks} rollbacks are used up. "
-            "The newest checkpoint is untouched; lower training.learning_rate, or look at the data."
+            f"{alert['type']}: {alert['message']}, and monitor.max_rollbacks={settings.max_rollbacks} rollbacks are "
+            "used up. Checkpoints are untouched; lower training.learning_rate, or look at the data."
         )
     oldest = alert["step"] - settings.rollback_min_steps
     found = find_checkpoint(checkpoints.folder, agreement, "auto", at_most=oldest)
     if found is None:
+        needed = f"of step {oldest} or before" if oldest > 0 else f"{settings.rollback_min_steps} steps old"
+        refusal = f"No rollback: there is no checkpoint {needed} (monitor.rollback_min_steps). Training goes on."
+        recorder.ledger.write("no_rollback", step=state.global_step, data_step=state.data_step, message=refusal)
         if agreement.rank == 0:
-            logger.error("No rollback: there is no checkpoint of step %d or before. Training goes on.", oldest)
+            logger.error(refusal)
         return None
     saved = found.read_json("trainer.json")
     then = TrainingState(**saved["state"])

@@ -23,7 +23,7 @@ from ds_encdec.engine.protocol import Engine
 from ds_encdec.evaluate import evaluate
 from ds_encdec.launch.agreement import Agreement, attempt
 from ds_encdec.launch.preemption import StopRequest
-from ds_encdec.monitor.recorder import Recorder, Verdict
+from ds_encdec.monitor.recorder import Alert, Orders, Recorder
 from ds_encdec.rollback import roll_back
 from ds_encdec.types import Batch, CheckpointError, DivergedError, Preempted, StepResult, TrainingState
 
@@ -103,34 +103,35 @@ def train(run: Trainer) -> TrainingState:
             raise DivergedError(_divergence(state, skipped_in_a_row))
 
         due = DueSteps(state.global_step, applied=result.applied, done=is_over(state, training))
-        eval_loss = None
+        logs, saves = due.every(training.logging_steps), totals.save_due or due.every(training.save_steps)
         # A checkpoint is evaluated, or it could not be the best; one that is asked for in a hurry is not.
-        evaluates = due.every(training.eval_steps) or due.every(training.save_steps)
-        if training.eval_samples and evaluates and not totals.stop:
+        evaluates = bool(training.eval_samples) and (due.every(training.eval_steps) or due.every(training.save_steps))
+        orders = Orders()
+        if logs:
+            orders = run.recorder.log(state)
+        elif evaluates or saves or totals.stop or not result.applied or run.recorder.judges_every_step:
+            orders = run.recorder.judge(state)  # no state is saved, and no step follows a skipped one, unjudged
+        if orders.stop is not None:
+            raise DivergedError(_stopped_by(orders.stop))
+        leaves = totals.stop or orders.leave is not None
+
+        eval_loss = None
+        earlier = _roll_back(run, state, orders.rollback) if orders.rollback is not None else None
+        if earlier is not None:
+            # Saved at once in its checkpoint's place: a run that is killed now must not meet the same data again.
+            state, skipped_in_a_row, saves = earlier, 0, True
+        elif evaluates and not leaves:
             eval_loss = _evaluate(run, state)
             state = after_evaluation(state, eval_loss, training)
+            saves = saves or (training.save_on_best and is_best(state, eval_loss))
         done = is_over(state, training)
-        saves = totals.save_due or totals.stop or done or due.every(training.save_steps)
-        saves = saves or (training.save_on_best and is_best(state, eval_loss))
-
-        verdict = None
-        if done or due.every(training.logging_steps):
-            verdict = run.recorder.log(state)
-        elif saves or not result.applied or run.recorder.judges_every_step:
-            verdict = run.recorder.judge(state)  # no state is saved, and none is skipped from, unjudged
-        if verdict is not None and verdict.action == "stop":
-            raise DivergedError(f"{verdict.alert['message']}. The newest checkpoint is untouched.")
-        if verdict is not None and verdict.action == "rollback":
-            state, went_back = _roll_back(run, state, verdict)
-            if went_back:
-                skipped_in_a_row, last_save = 0, time.monotonic()
-                continue
-        leaves = totals.stop or (verdict is not None and verdict.action == "leave")
-        if saves or leaves:
+        if done and not logs:  # early, between two lines
+            run.recorder.log(state)
+        if saves or leaves or done:
             state = _save(run, state, eval_loss, done=done, stopping=leaves)
             last_save = time.monotonic()
         if leaves and not done:
-            reason = run.stop.reason or (verdict.alert["message"] if verdict else "another rank")
+            reason = orders.leave["message"] if orders.leave is not None else run.stop.reason or "another rank"
             raise Preempted(f"stopped at step {state.global_step} by {reason}; state saved")
     return state
 
@@ -264,28 +265,22 @@ def _save(run: Trainer, state: TrainingState, eval_loss: float | None, *, done: 
             pointers=("best",) * best + ("final",) * done,
             in_background=in_background,
         )
+        run.recorder.note_save()
         return state if in_background else _collect_save(run, state, must_succeed=last)
 
 
-def _roll_back(run: Trainer, state: TrainingState, verdict: Verdict) -> tuple[TrainingState, bool]:
-    """Go back as the verdict asks, and save what comes of it; whether there was a checkpoint to go back to.
-
-    Saved under the checkpoint's own step, in its place: a run that is killed now must not meet the same data again.
-    """
+def _roll_back(run: Trainer, state: TrainingState, alert: Alert) -> TrainingState | None:
+    """The state that the run went back to, which is not saved yet; None where there is no checkpoint to go back to."""
     with run.recorder.paused(), run.stop.busy():
-        state = _collect_save(run, state)
-        earlier = roll_back(
-            state,
-            verdict,
+        return roll_back(
+            _collect_save(run, state),
+            alert,
             run.config.monitor,
             engine=run.engine,
             checkpoints=run.checkpoints,
             recorder=run.recorder,
             agreement=run.agreement,
         )
-    if earlier is None:
-        return state, False
-    return _save(run, earlier, None, done=False, stopping=False), True
 
 
 def _collect_save(run: Trainer, state: TrainingState, *, must_succeed: bool = False) -> TrainingState:
@@ -322,9 +317,13 @@ def _collect_save(run: Trainer, state: TrainingState, *, must_succeed: bool = Fa
     return dataclasses.replace(state, best_eval_loss=outcome.state.best_eval_loss, best_step=outcome.state.best_step)
 
 
+def _stopped_by(alert: Alert) -> str:
+    return f"{alert['type']}: {alert['message']} (monitor.on_{alert['type']}=stop). Checkpoints are untouched."
+
+
 def _divergence(state: TrainingState, skipped: int) -> str:
     return (
         f"{skipped} steps in a row were skipped (not finite, or by the monitor), the last at data step "
-        f"{state.data_step} (applied step {state.global_step}). The newest checkpoint is untouched; lower "
-        "training.learning_rate or look at the data."
+        f"{state.data_step} (applied step {state.global_step}). Checkpoints are untouched; look at the data, lower "
+        "training.learning_rate, or raise the thresholds of alerts that monitor answers with skip_step."
     )

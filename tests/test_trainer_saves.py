@@ -95,6 +95,7 @@ def make_run(folder: Path, engine: ScriptedEngine, **training: Any) -> Trainer:
     recorder = Recorder(
         device=torch.device("cpu"),
         agreement=agreement,
+        state=TrainingState(),
         warmup_steps=0,
         settings=config.monitor,
         monitor=TrainingMonitor(),

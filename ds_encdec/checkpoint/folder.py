@@ -81,12 +81,18 @@ class CheckpointFolder:
         shutil.rmtree(self.temporary(step), ignore_errors=True)
 
     def go_back_to(self, step: int, best_step: int | None) -> None:
-        """Put later checkpoints aside as `abandoned-…` and point at `step`, and at `best_step` if it is there."""
+        """Put later checkpoints aside as `abandoned-…` and point at `step`, and at `best_step` if it is there.
+
+        Of those put aside at any time no more are kept than of the others: a run that nobody watches may go back often.
+        """
         for later, path in committed_steps(self.path).items():
             if later > step:
                 aside = _unused(path.with_name(f"abandoned-{path.name}-{time.strftime('%Y%m%dT%H%M%S')}"))
                 path.rename(aside)
                 logger.warning("Going back to step %d: %s is now %s.", step, path.name, aside.name)
+        for path in self._superfluous_abandoned():
+            logger.warning("training.save_total_limit=%s: deleting %s.", self._keep, path.name)
+            _delete(path)
         final = self.path / "final"
         if not final.exists():  # it was later; where the run was complete at `step` or before, it still is
             final.unlink(missing_ok=True)
@@ -137,6 +143,12 @@ class CheckpointFolder:
                 _delete(hidden)
         except OSError as error:
             logger.warning("An old checkpoint could not be deleted (training.save_total_limit): %s", error)
+
+    def _superfluous_abandoned(self) -> list[Path]:
+        if self._keep is None:
+            return []
+        # By the moment at which they were put aside, which ends their names; then by step.
+        return sorted(self.path.glob("abandoned-*"), key=lambda path: path.name.split("-", 3)[3:])[: -self._keep]
 
     def _superfluous(self) -> list[Path]:
         if self._keep is None:

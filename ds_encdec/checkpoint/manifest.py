@@ -19,7 +19,7 @@ from ds_encdec.launch.run_folder import flush_folder, write_atomically
 from ds_encdec.types import CheckpointError
 
 MANIFEST = "manifest.json"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _BLOCK_BYTES = 1 << 22
 _DESCRIPTION = re.compile(r"[^/]+\.(json|yaml)")
 

@@ -274,15 +274,19 @@ def _monitor(config: FullConfig) -> Iterator[Conflict]:
     if monitor.loss_spike_min_values > monitor.window_size:
         message = "the window never holds that many losses, so that no spike would ever be seen: lower the former"
         yield Conflict(("monitor.loss_spike_min_values", "monitor.window_size"), message)
-    if monitor.grad_norm_threshold < training.max_grad_norm:
+    threshold_is_set = monitor.grad_norm_threshold != type(monitor).model_fields["grad_norm_threshold"].default
+    if threshold_is_set and monitor.grad_norm_threshold < training.max_grad_norm:
         message = "a norm that is not even clipped would be an explosion: raise the former, or lower the latter"
         yield Conflict(("monitor.grad_norm_threshold", "training.max_grad_norm"), message)
     rolling_back = [f"monitor.{name}" for name in ROLLBACK_FIELDS if getattr(monitor, name) == "rollback"]
     if not rolling_back:
         return
-    if training.save_total_limit == 1:
-        message = "a rollback needs an older checkpoint than the newest: keep at least 2"
-        yield Conflict((*rolling_back, "training.save_total_limit"), message)
+    kept = training.save_total_limit
+    if kept is not None and (kept - 1) * training.save_steps < monitor.rollback_min_steps:
+        oldest = (kept - 1) * training.save_steps
+        message = f"the oldest of {kept} kept checkpoints is {oldest} steps old, too young to go back to: keep more"
+        fields = ("training.save_total_limit", "training.save_steps", "monitor.rollback_min_steps")
+        yield Conflict((*fields, *rolling_back), message)
     if training.save_steps + monitor.rollback_min_steps > training.num_train_steps:
         message = "no checkpoint of this run would ever be old enough to go back to: lower the first two"
         fields = ("training.save_steps", "monitor.rollback_min_steps", "training.num_train_steps")

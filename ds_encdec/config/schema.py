@@ -248,7 +248,7 @@ class TrainingConfig(Section):
     """Newest checkpoints whose weights are averaged into `export/averaged` at the end of a run that has at least 3;
     0: none."""
     eval_steps: int = Field(default=500, ge=1)
-    """Optimizer steps between evaluations."""
+    """Optimizer steps between evaluations; each checkpoint of `save_steps` is evaluated too."""
     eval_samples: int = Field(default=1000, ge=0)
     """Examples of the held-out split in one evaluation; 0 turns evaluation off."""
     logging_steps: int = Field(default=10, ge=1)
@@ -301,9 +301,9 @@ class InfraConfig(Section):
     """DeepSpeed keys that no field here stands for; handed on unchanged. Filled from `deepspeed_config`."""
     distributed_timeout_minutes: float = Field(default=30.0, gt=0)
     """Time after which a collective that does not complete ends the run."""
-    hang_timeout_minutes: float | None = Field(default=20.0, gt=0)
+    hang_timeout_minutes: float | None = Field(default=None, ge=0)
     """Time without a step after which every rank writes its stacks into the run's folder and ends (exit code 8);
-    evaluations and saves count as life. None: never."""
+    evaluations and saves count as life. None: two thirds of `distributed_timeout_minutes`; 0: never."""
     fsdp_sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"] | None = None
     """Alias of `sharding_stage` in FSDP's words; must agree with it."""
     fsdp_activation_checkpointing: bool | None = None

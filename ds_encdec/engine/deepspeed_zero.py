@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ds_encdec.config.rules import NATIVE_SCHEDULES
 from ds_encdec.config.schema import FullConfig, TrainingConfig
-from ds_encdec.engine.forward import compute_dtype, packed_forward
+from ds_encdec.engine.forward import backward_seed, compute_dtype, packed_forward
 from ds_encdec.engine.optimizer_shards import (
     adam_state,
     loss_scaler_state,
@@ -104,7 +104,7 @@ class DeepSpeedEngine:
         """See protocol.Engine. A step without any target has a zero gradient."""
         self._engine.set_gradient_accumulation_boundary(last)
         scale = dist.get_world_size() / max(target_tokens, 1)
-        self._engine.backward(loss_sum.total * scale, scale_wrt_gas=False)
+        self._engine.backward(backward_seed(loss_sum, scale), scale_wrt_gas=False)
 
     def step(self, veto: Veto | None = None) -> StepResult:
         """See protocol.Engine. A step with a non-finite norm is skipped, whatever the dtype and stage."""

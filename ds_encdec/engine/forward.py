@@ -10,6 +10,16 @@ from ds_encdec.model.attention import PackedLayout
 from ds_encdec.types import DENOISERS, IGNORE_INDEX, Batch, LossSum
 
 
+def backward_seed(loss_sum: LossSum, scale: float) -> Tensor:
+    """What to call backward on: the loss times `scale`, whose gradient is NaN where the loss itself is not finite.
+
+    A loss may be infinite with finite gradients. The step must be skipped then, on all ranks, and the gradient's norm
+    is what all of them see. Does not wait for the device.
+    """
+    total = loss_sum.total
+    return total * torch.where(torch.isfinite(total.detach()), scale, torch.nan)
+
+
 def packed_forward(model: nn.Module, batch: Batch) -> LossSum:
     """The loss of `batch` (on the device). `model`: a Qwen3ForSeq2SeqLM, or an engine's wrapper of one."""
     output = model(

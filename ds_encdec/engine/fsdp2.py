@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ds_encdec.config.schema import FullConfig, TrainingConfig
-from ds_encdec.engine.forward import packed_forward
+from ds_encdec.engine.forward import backward_seed, packed_forward
 from ds_encdec.engine.fsdp_sharding import (
     build_sharded_model,
     fill,
@@ -85,7 +85,7 @@ class FSDP2Engine:
         self._sharded.set_requires_gradient_sync(last or self._infra.fsdp_reduce_every_micro_batch)
         self._sharded.set_requires_all_reduce(last)  # between replicas once per step in any case
         self._sharded.set_reshard_after_backward(last or reshards_after_forward(self._infra))
-        (loss_sum.total * (dist.get_world_size() / max(target_tokens, 1))).backward()
+        backward_seed(loss_sum, dist.get_world_size() / max(target_tokens, 1)).backward()
 
     def step(self, veto: Veto | None = None) -> StepResult:
         """See protocol.Engine. A step with a non-finite norm is skipped, and its norm is inf."""

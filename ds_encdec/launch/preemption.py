@@ -18,7 +18,7 @@ import signal
 import socket
 import threading
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn
@@ -117,6 +117,7 @@ class StopRequest:
             raise KeyboardInterrupt  # the second Ctrl-C: now, without a checkpoint
         self._signalled_at = now
         self._reason = self._reason or signal.Signals(number).name
+        self._terminated = self._terminated or number == signal.SIGTERM
 
     def _watch(self) -> None:
         """Look after launchers and signs of life, in a thread: the main one may sit in a collective for ever."""
@@ -160,12 +161,13 @@ def end_hanging_process() -> NoReturn:
     A data worker ends at its next write after its parent's death, which one that hangs itself never makes.
     """
     try:
-        for child in psutil.Process().children(recursive=True):
-            child.kill()
+        children = psutil.Process().children(recursive=True)
     except psutil.Error:
-        pass  # gone meanwhile
-    finally:
-        os._exit(HangError.exit_code)
+        children = []
+    for child in children:
+        with suppress(psutil.Error):  # gone meanwhile
+            child.kill()
+    os._exit(HangError.exit_code)
 
 
 def launchers_above(pid: int) -> list[psutil.Process]:

@@ -43,7 +43,7 @@ def ending_recorded(folder: RunFolder, world: World, *, spare: bool) -> Iterator
     try:
         yield begin
     except BaseException as error:
-        named = _named(error, world)
+        named = named_error(error, world.rank)
         if began or not spare:
             state = "preempted" if isinstance(named, Preempted) else "failed"
             folder.write_status(state, reason=str(named), exit_code=named.exit_code)
@@ -64,13 +64,13 @@ def environment_facts() -> dict[str, Any]:
     return {"host": socket.gethostname(), "device": device, "python": platform.python_version(), **versions}
 
 
-def _named(error: BaseException, world: World) -> DsEncDecError:
+def named_error(error: BaseException, rank: int) -> DsEncDecError:
     """The error as one of ours, with an exit code."""
     if isinstance(error, DsEncDecError):
         return error
     if isinstance(error, torch.OutOfMemoryError):
         return OutOfMemoryError(
-            f"rank {world.rank} ran out of device memory: {error}. Lower training.per_device_train_batch_size, or use "
+            f"rank {rank} ran out of device memory: {error}. Lower training.per_device_train_batch_size, or use "
             "training.activation_checkpointing=full, infra.offload_optimizer=cpu or a higher infra.sharding_stage."
         )
-    return DsEncDecError(f"rank {world.rank}: {type(error).__name__}: {error}")
+    return DsEncDecError(f"rank {rank}: {type(error).__name__}: {error}")

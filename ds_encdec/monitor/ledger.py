@@ -3,13 +3,14 @@
 `ledger.jsonl` in the run's folder, one strict JSON object a line, in the order of time and never taken back:
 
     time       ISO 8601 with its zone
-    kind       start | alert | rollback | early_stop | stop
+    kind       start | alert | rollback | no_rollback | early_stop | stop
     step       applied optimizer steps, `data_step` consumed ones, when it happened
 
     start      resumed_from (a path, or null), world_size, engine
-    alert      type, value, threshold, message (TrainingMonitor's), action: warn | skip_step | rollback | stop
+    alert      type, value, threshold, message (monitor/alerts.py), action: warn | skip_step | rollback | stop;
+               those that are only warned of once per type and logging interval
     rollback   type and message of the alert; to_step, to_data_step: of the checkpoint; number: of the run's rollbacks
-    early_stop message
+    no_rollback, early_stop   message
     stop       message and exit_code, where the run ended before its end
 
 A rollback trains on nothing of the data steps after `to_data_step` up to `data_step` again. A run that is resumed
@@ -28,7 +29,7 @@ from ds_encdec.monitor.metrics import encode_float
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["start", "alert", "rollback", "early_stop", "stop"]
+Kind = Literal["start", "alert", "rollback", "no_rollback", "early_stop", "stop"]
 
 
 class Ledger:

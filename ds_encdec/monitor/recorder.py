@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import operator
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +25,8 @@ from ds_encdec.monitor.metrics import StepAccumulator, StepRecord, mean_loss_of_
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.performance import IntervalClock, Lap, performance_metrics
 from ds_encdec.monitor.sinks import Sink
-from ds_encdec.monitor.vitals import RankVitals, take_vitals
-from ds_encdec.types import Batch, LossSum, StepResult, TrainingState
+from ds_encdec.monitor.vitals import RankVitals, measure_arithmetic, take_vitals
+from ds_encdec.types import DENOISERS, Batch, LossSum, StepResult, TrainingState
 
 logger = logging.getLogger(__name__)
 
@@ -31,23 +34,32 @@ BatchFlops = Callable[[Batch], float]
 """Model FLOPs, forward and backward without recomputation, of one micro-batch."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What the run has to do; equal on every rank.
+Alert = Mapping[str, Any]
+"""What monitor/alerts.py makes."""
 
-    `action`: `rollback`, `stop` (training is at fault: the state is not worth saving) or `leave` (the machine is: save,
-    then stop). `alert`: the TrainingMonitor's that asks for it.
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What alerts ask the run to do, each with the first alert that asks for it; equal on every rank.
+
+    `stop`: end now, training is at fault and its state not worth saving. `rollback`: go back. `leave`: the machine is
+    at fault; save, then end.
     """
 
-    action: Literal["rollback", "stop", "leave"]
-    alert: Mapping[str, Any]
+    stop: Alert | None = None
+    rollback: Alert | None = None
+    leave: Alert | None = None
+
+    def __or__(self, later: Orders) -> Orders:
+        return Orders(self.stop or later.stop, self.rollback or later.rollback, self.leave or later.leave)
 
 
 class Recorder:
     """Collects steps on every rank; once per logging interval it reduces, judges and publishes them.
 
-    What it judges by is gathered from all ranks first, so that all come to the same verdict. `sinks` is empty on every
-    rank but 0, and `ledger` writes nothing there. `peak_flops`: of one device, in FLOP/s; None where it is not known.
+    What it judges by is gathered from all ranks first, so that all come to the same orders. `state` is the run's when
+    it starts. `sinks` is empty on every rank but 0, and `ledger` writes nothing there. `peak_flops`: of one device, in
+    FLOP/s; None where it is not known.
     """
 
     def __init__(
@@ -55,6 +67,7 @@ class Recorder:
         *,
         device: torch.device,
         agreement: Agreement,
+        state: TrainingState,
         warmup_steps: int,
         settings: MonitorConfig,
         monitor: TrainingMonitor,
@@ -76,11 +89,12 @@ class Recorder:
         self._batch_flops = batch_flops
         self._peak_flops = peak_flops
         self._flops = 0.0
-        self._last_step = (0, 0)
+        self._last_step = (state.global_step, state.data_step)
         self._judged_steps = 0  # of the interval's
         self._restored_steps = 0
-        self._alerts_in_interval = 0
+        self._alerts_in_interval: Counter[str] = Counter()
         self._once: dict[str, float] = {}
+        measure_arithmetic(device)  # allocates what it works on: better now than in a full memory
 
     def waiting_for_data(self) -> AbstractContextManager[None]:
         """Wraps the wait for the next micro-batches."""
@@ -118,15 +132,15 @@ class Recorder:
         self._steps.end_step(result, global_step=state.global_step, data_step=state.data_step)
         self._last_step = (state.global_step, state.data_step)
 
-    def judge(self, state: TrainingState) -> Verdict | None:
+    def judge(self, state: TrainingState) -> Orders:
         """Judge the steps that have not been judged yet. A collective."""
         records = self._steps.reduce()
         new, self._judged_steps = records[self._judged_steps :], len(records)
-        return _gravest([self._judge_step(record) for record in new])
+        return functools.reduce(operator.or_, map(self._judge_step, new), Orders())
 
-    def log(self, state: TrainingState) -> Verdict | None:
+    def log(self, state: TrainingState) -> Orders:
         """Close the interval: judge the rest of it and the machine, and publish. A collective."""
-        verdict = self.judge(state)
+        orders = self.judge(state)
         records = self._steps.take()
         self._judged_steps = 0
         timed = records[self._restored_steps :]
@@ -142,7 +156,7 @@ class Recorder:
             peak_flops_per_device=self._peak_flops,
         )
         self._flops = 0.0
-        verdict = _gravest([verdict, self._judge_machine(state, vitals, performance["perf/tokens_per_sec"])])
+        orders |= self._judge_machine(state, vitals, performance["perf/tokens_per_sec"])
         self._publish(
             state,
             {
@@ -153,14 +167,14 @@ class Recorder:
                 "train/epoch": state.epoch,
                 **performance,
                 **self._machine.metrics(vitals),
-                "health/alerts": self._alerts_in_interval,
+                "health/alerts": self._alerts_in_interval.total(),
                 "health/rollbacks": state.rollbacks,
                 **self._once,
             },
         )
-        self._alerts_in_interval = 0
+        self._alerts_in_interval.clear()
         self._once = {}
-        return verdict
+        return orders
 
     def log_eval(self, state: TrainingState, metrics: Mapping[str, float]) -> None:
         """Publish an evaluation."""
@@ -168,14 +182,18 @@ class Recorder:
 
     def log_save(self, *, blocked_seconds: float, seconds: float) -> None:
         """Note how long a checkpoint held training up, and took in all, for the next line of metrics."""
-        self._machine.note_save()
         self._once |= {"ckpt/blocked_s": blocked_seconds, "ckpt/total_s": seconds}
+
+    def note_save(self) -> None:
+        """A save has begun: what it keeps in memory is no growth."""
+        self._machine.note_save()
 
     def go_back(self, saved: Mapping[str, Any], state: TrainingState) -> None:
         """Continue where `saved`, a `state_dict`, was taken; `state` is the one after the rollback."""
         self._load(saved)
         self.monitor.go_back(saved["monitor"])
         self._flops = 0.0
+        self._last_step = (state.global_step, state.data_step)
         self._clock.lap()
         for sink in self._sinks:
             sink.go_back(state.global_step, state.rollbacks)
@@ -210,10 +228,14 @@ class Recorder:
         """See `veto`."""
         ranks = self._agreement.gather((self._steps.current_sums(), float(norm)))
         loss = mean_loss_of_ranks([sums for sums, _ in ranks])
+        if math.isnan(loss) and not any(map(sum, (sums[len(DENOISERS) :] for sums, _ in ranks))):
+            return False  # a step without targets
         seen = self.monitor.refuses(loss, ranks[0][1])
         return any(name == "non_finite" or answer(name, self._settings) == "skip_step" for name in seen)
 
-    def _judge_step(self, record: StepRecord) -> Verdict | None:
+    def _judge_step(self, record: StepRecord) -> Orders:
+        if not any(record.target_tokens):
+            return Orders()  # a step without targets has no loss
         alerts = self.monitor.update(
             record.global_step,
             record.loss,
@@ -225,35 +247,31 @@ class Recorder:
         )
         return self._answer(alerts, record.data_step)
 
-    def _judge_machine(
-        self, state: TrainingState, vitals: Sequence[RankVitals], tokens_per_second: float
-    ) -> Verdict | None:
+    def _judge_machine(self, state: TrainingState, vitals: Sequence[RankVitals], tokens_per_second: float) -> Orders:
         self.monitor.throughput_window.add(tokens_per_second)
         alerts = self._machine.update(state.global_step, vitals, tokens_per_second=tokens_per_second)
         return self._answer(alerts, state.data_step)
 
-    def _answer(self, alerts: Sequence[dict[str, Any]], data_step: int) -> Verdict | None:
-        """Write alerts down, and say what the gravest one asks for."""
-        verdicts: list[Verdict | None] = []
+    def _answer(self, alerts: Sequence[dict[str, Any]], data_step: int) -> Orders:
+        """Write alerts down, and say what they ask for."""
+        orders = Orders()
         for alert in alerts:
             action = answer(alert["type"], self._settings)
-            self._alerts_in_interval += 1
-            facts = {name: value for name, value in alert.items() if name != "step"}
-            self.ledger.write("alert", step=alert["step"], data_step=data_step, **facts, action=action)
-            if self._sinks:
-                logger.warning("%s: %s (%s)", alert["type"], alert["message"], action)
+            self._alerts_in_interval[alert["type"]] += 1
+            if action != "warn" or self._alerts_in_interval[alert["type"]] == 1:
+                self._tell(alert, data_step, action)
             if action == "rollback":
-                verdicts.append(Verdict("rollback", alert))
+                orders |= Orders(rollback=alert)
             elif action == "stop":
-                verdicts.append(Verdict("leave" if alert["type"] in MACHINE_ALERTS else "stop", alert))
-        return _gravest(verdicts)
+                orders |= Orders(leave=alert) if alert["type"] in MACHINE_ALERTS else Orders(stop=alert)
+        return orders
+
+    def _tell(self, alert: Alert, data_step: int, action: str) -> None:
+        facts = {name: value for name, value in alert.items() if name != "step"}
+        self.ledger.write("alert", step=alert["step"], data_step=data_step, **facts, action=action)
+        if self._agreement.rank == 0:
+            logger.warning("%s: data step %d, %s (%s)", alert["type"], data_step, alert["message"], action)
 
     def _publish(self, state: TrainingState, metrics: dict[str, float]) -> None:
         for sink in self._sinks:
             sink.log(state.global_step, {"data_step": state.data_step, **metrics})
-
-
-def _gravest(verdicts: Iterable[Verdict | None]) -> Verdict | None:
-    """The one to act on; the first of several."""
-    found = [verdict for verdict in verdicts if verdict is not None]
-    return max(found, key=lambda verdict: ("leave", "rollback", "stop").index(verdict.action), default=None)

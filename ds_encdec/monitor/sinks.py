@@ -14,6 +14,7 @@ import math
 import netrc
 import os
 import secrets
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -134,21 +135,24 @@ class JsonlSink:
     def go_back(self, step: int, rollback: int) -> None:
         """Move the lines of later steps to the other file. Where the disk refuses, that is logged as an error."""
         try:
-            later = [line for line in self._path.read_bytes().splitlines() if json.loads(line)["step"] > step]
+            lines = self._path.read_bytes().splitlines(keepends=True)
+            later = [json.loads(line) for line in lines if _belongs(line, sys.maxsize) and not _belongs(line, step)]
             with self._abandoned.open("ab") as file:
-                file.writelines(
-                    json.dumps({**json.loads(line), "rollback": rollback}).encode() + b"\n" for line in later
-                )
+                file.writelines(json.dumps({**line, "rollback": rollback}).encode() + b"\n" for line in later)
             _truncate(self._path, step)
-            self._file.close()
-            self._open()
+            replaced = self._file
+            self._open()  # before the old one is closed: a run goes on without this file, but not with a closed one
+            replaced.close()
         except OSError as error:
             logger.error("%s: the metrics after step %d could not be put aside: %s", self._path, step, error)
 
     def close(self, exit_code: int = 0) -> None:
         """Make the lines durable and close the file."""
-        os.fsync(self._file.fileno())
-        self._file.close()
+        try:
+            os.fsync(self._file.fileno())
+            self._file.close()
+        except OSError as error:
+            logger.error("%s: the last metrics may not be on the disk: %s", self._path, error)
 
 
 def _truncate(path: Path, start_step: int) -> None:

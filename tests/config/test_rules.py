@@ -33,7 +33,12 @@ def load(settings: dict[str, Any]) -> FullConfig:
         (
             {"monitor.on_loss_spike": "rollback", "training.save_total_limit": 1},
             "training.save_total_limit = 1",
-            "keep at least 2",
+            "too young to go back to",
+        ),
+        (
+            {"monitor.on_loss_spike": "rollback", "training.save_steps": 12},
+            "monitor.rollback_min_steps = 50",
+            "the oldest of 5 kept checkpoints is 48 steps old",
         ),
         (
             {"monitor.on_non_finite": "rollback", "training.save_steps": 99_951},
@@ -193,3 +198,8 @@ def test_contradictions_are_reported_beside_invalid_fields_that_they_do_not_touc
 def test_a_configuration_built_in_python_is_checked_too() -> None:
     with pytest.raises(ValidationError, match="at most one may be true"):
         FullConfig(training=TrainingConfig(fp16=True))
+
+
+def test_a_single_sound_field_never_contradicts_a_default_of_the_monitor() -> None:
+    load({"infra.distributed_timeout_minutes": 15, "training.max_grad_norm": 50})
+    load({"infra.distributed_timeout_minutes": 15, "infra.hang_timeout_minutes": 0})

@@ -42,6 +42,17 @@ def nan_loss(rank: int, *, at: int, on_rank: int) -> None:
     _changes_of_loss.append(lambda loss: _scaled(loss, torch.nan) if rank == on_rank and _steps_read == at else loss)
 
 
+def infinite_loss(rank: int, *, at: int, on_rank: int) -> None:
+    """The loss of data step `at` is infinite on one rank; its gradients are what they were."""
+
+    def change(loss: LossSum) -> LossSum:
+        if rank != on_rank or _steps_read != at:
+            return loss
+        return dataclasses.replace(loss, total=loss.total + torch.inf, by_denoiser=loss.by_denoiser + torch.inf)
+
+    _changes_of_loss.append(change)
+
+
 def gradient_spike(rank: int, *, at: int, factor: float) -> None:
     """The gradients, not the loss, of data step `at` are `factor` times too large."""
     _changes_of_loss.append(

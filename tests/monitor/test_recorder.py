@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from ds_encdec.config.schema import FullConfig, MonitorConfig
 from ds_encdec.launch.agreement import Agreement
 from ds_encdec.monitor.ledger import Ledger
 from ds_encdec.monitor.monitor import TrainingMonitor
-from ds_encdec.monitor.recorder import Recorder
+from ds_encdec.monitor.recorder import Orders, Recorder
 from ds_encdec.monitor.sinks import JsonlSink
 from ds_encdec.types import Batch, LossSum, StepResult, TrainingState
 
@@ -33,6 +34,7 @@ def make_recorder(path: Path, start_step: int, **settings: Any) -> Recorder:
     return Recorder(
         device=torch.device("cpu"),
         agreement=Agreement(),
+        state=TrainingState(global_step=start_step, data_step=start_step),
         warmup_steps=2,
         settings=config.monitor,
         monitor=TrainingMonitor.from_config(config),
@@ -114,22 +116,61 @@ def step(recorder: Recorder, state: TrainingState, loss: float, norm: float = 0.
 QUIET = {"loss_spike_min_values": 2, "window_size": 4, "on_learning_rate_off": "warn"}
 
 
-def test_verdicts_follow_the_answers_and_the_gravest_wins(tmp_path: Path) -> None:
+def test_orders_follow_the_answers(tmp_path: Path) -> None:
     for answers, expected in (
-        ({}, None),
-        ({"on_loss_spike": "rollback"}, ("rollback", "loss_spike")),
-        ({"on_loss_spike": "rollback", "on_grad_explosion": "stop"}, ("stop", "grad_explosion")),
-        ({"on_learning_rate_off": "stop"}, ("stop", "learning_rate_off")),
+        ({}, {}),
+        ({"on_loss_spike": "rollback"}, {"rollback": "loss_spike"}),
+        (
+            {"on_loss_spike": "rollback", "on_grad_explosion": "stop"},
+            {"rollback": "loss_spike", "stop": "grad_explosion"},
+        ),
+        ({"on_learning_rate_off": "stop"}, {"stop": "learning_rate_off"}),
     ):
         recorder = make_recorder(tmp_path / "metrics.jsonl", 0, **{**QUIET, **answers})
         state = TrainingState()
         for loss in (2.0, 2.0, 5.0):
             state = step(recorder, state, loss, norm=20.0 if loss > 2 else 0.5)
-            if state.global_step < 3 and "on_learning_rate_off" not in answers:
-                assert recorder.judge(state) is None
-        verdict = recorder.log(state)
-        assert (verdict and (verdict.action, verdict.alert["type"])) == expected
+        orders = dataclasses.asdict(recorder.log(state))
+        assert {name: alert["type"] for name, alert in orders.items() if alert is not None} == expected
         recorder.close(0)
+
+
+def test_a_machine_that_has_to_be_left_is_not_forgotten_for_a_rollback(tmp_path: Path) -> None:
+    answers = {"on_loss_spike": "rollback", "on_data_wait": "stop", "data_wait_threshold": 0.01}
+    recorder = make_recorder(tmp_path / "metrics.jsonl", 0, **QUIET, **answers)
+    state = TrainingState()
+    for loss in (2.0, 2.0, 5.0):
+        with recorder.waiting_for_data():
+            time.sleep(0.05)
+        state = step(recorder, state, loss)
+        orders = recorder.log(state)
+    assert orders.rollback is not None
+    assert orders.leave is not None
+    assert (orders.rollback["type"], orders.leave["type"]) == ("loss_spike", "data_wait")
+
+
+def test_a_step_without_targets_is_no_trouble(tmp_path: Path) -> None:
+    recorder = make_recorder(tmp_path / "metrics.jsonl", 0, on_non_finite="stop", on_grad_explosion="skip_step")
+    nothing = torch.zeros(5)
+    recorder.add(LossSum(nothing.sum(), nothing, nothing), batch())
+    assert recorder.veto is not None
+    assert not recorder.veto(torch.tensor(0.0))
+    state = TrainingState(global_step=1, data_step=1)
+    recorder.end_step(state, StepResult(True, torch.tensor(0.0), 2e-7))
+    assert recorder.judge(state) == Orders()
+    assert recorder.monitor.alerts == []
+
+
+def test_what_is_only_warned_of_is_told_once_per_interval(tmp_path: Path) -> None:
+    recorder = make_recorder(tmp_path / "metrics.jsonl", 0, **QUIET)
+    state = TrainingState()
+    for _ in range(2):
+        for _ in range(3):
+            state = step(recorder, state, 2.0, norm=20.0)
+        recorder.log(state)
+    entries = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    assert [entry["step"] for entry in entries if entry["type"] == "grad_explosion"] == [1, 4]
+    assert len([alert for alert in recorder.monitor.alerts if alert["type"] == "grad_explosion"]) == 6
 
 
 def test_a_veto_judges_the_very_step_and_leaves_it_out_of_the_windows(tmp_path: Path) -> None:

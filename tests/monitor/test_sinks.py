@@ -80,6 +80,26 @@ class TestJsonl:
         assert len(errors) == 2
         assert all("metrics.jsonl" in error and "No space left" in error for error in errors)
 
+    def test_a_rollback_that_cannot_put_lines_aside_costs_an_error_and_no_line(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        path = tmp_path / "metrics.jsonl"
+        sink = JsonlSink(path)
+        for step in (1, 2, 3):
+            sink.log(step, {"train/loss": 1.0})
+        (tmp_path / "metrics.abandoned.jsonl").mkdir()
+        with path.open("ab") as file:
+            file.write(b'{"step": 4, "tr')  # a torn line is none
+        sink.go_back(1, rollback=1)
+        assert [entry.levelno for entry in caplog.records] == [logging.ERROR]
+        (tmp_path / "metrics.abandoned.jsonl").rmdir()
+        sink.go_back(1, rollback=2)
+        sink.log(2, {"train/loss": 2.0})
+        sink.close()
+        assert [(line["step"], line["train/loss"]) for line in lines_of(path)] == [(1, 1.0), (2, 2.0)]
+        aside = lines_of(tmp_path / "metrics.abandoned.jsonl")
+        assert [(line["step"], line["rollback"]) for line in aside] == [(2, 2), (3, 2)]
+
 
 class TestTensorBoard:
     def scalars(self, directory: Path, name: str) -> list[tuple[int, float]]:
