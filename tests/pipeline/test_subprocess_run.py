@@ -81,11 +81,12 @@ def test_ranks_that_start_one_after_the_other_are_all_waited_for(
     rank.write_text("import pathlib, sys, time\ntime.sleep(float(sys.argv[1]))\npathlib.Path(sys.argv[2]).touch()\n")
     launcher.write_text(f"""
 import os, pathlib, signal, subprocess, sys, time
-subprocess.Popen([sys.executable, {str(rank)!r}, "0.5", {os.devnull!r}])
+first = subprocess.Popen([sys.executable, {str(rank)!r}, "0.5", {os.devnull!r}])
 while not pathlib.Path({str(seen)!r}).exists():
     time.sleep(0.01)
-subprocess.Popen([sys.executable, {str(rank)!r}, "2", {str(ended)!r}])
-time.sleep(1)
+subprocess.Popen([sys.executable, {str(rank)!r}, "3", {str(ended)!r}])
+first.wait()
+time.sleep(0.6)
 os.kill(os.getpid(), signal.SIGKILL)
 """)
 
