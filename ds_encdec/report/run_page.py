@@ -14,6 +14,7 @@ from ds_encdec.report.charts import Chart, back_to, number
 from ds_encdec.report.config_table import changes_from_defaults
 from ds_encdec.report.markup import Html, element, facts, field_name, items, join, paragraph, section, table
 from ds_encdec.report.read_run import Entry, Run, SavedCheckpoint
+from ds_encdec.report.refusals import refused_alerts
 
 MAX_EVENTS = 200
 """Rows of the table of events, the newest ones; all are in ledger.jsonl."""
@@ -42,13 +43,15 @@ def verdict(run: Run) -> Iterator[tuple[str, str]]:
     if rollbacks:
         lost = int(sum(entry["step"] - back_to(entry) for entry in rollbacks))
         yield "warn", f"! {count(len(rollbacks), 'rollback')}, which took back {count(lost, 'step')}."
+    if refusals := len(run.entries("no_rollback")):
+        yield "warn", f"! {count(refusals, 'rollback')} refused: no checkpoint was old enough."
     alerts = Counter(str(entry.get("type", "unknown")) for entry in run.entries("alert"))
     if alerts:
         named = ", ".join(f"{kind} {times:,}" for kind, times in alerts.most_common())
         yield "warn", f"! {count(alerts.total(), 'alert')}: {named}."
     if run.skipped_steps:
         yield "warn", f"! {count(run.skipped_steps, 'step')} skipped."
-    if not rollbacks and not alerts and not run.skipped_steps:
+    if not rollbacks and not alerts and not run.skipped_steps and run.status.get("state") != "failed":
         yield "ok", "✓ No alerts, no rollbacks, no skipped steps."
     for entry in (*run.entries("early_stop"), *run.entries("stop")):
         if entry.get("message") != run.status.get("reason"):  # the last one, told above
@@ -178,22 +181,34 @@ def tables(run: Run) -> Html:
 
 
 def _events(run: Run) -> Html:
-    told = [entry for entry in run.ledger if entry["kind"] != "start" or entry.get("resumed_from")]
+    refused = refused_alerts(run.ledger)
+    told = [
+        (entry, index in refused)
+        for index, entry in enumerate(run.ledger)
+        if entry["kind"] != "start" or entry.get("resumed_from")
+    ]
     if not told:
         return section("Alerts and rollbacks", paragraph("There were none."))
-    rows = [(f"{entry['step']:,}", *_event(entry), _when(entry.get("time"))) for entry in reversed(told[-MAX_EVENTS:])]
+    rows = [
+        (f"{entry['step']:,}", *_event(entry, is_refused), _when(entry.get("time")))
+        for entry, is_refused in reversed(told[-MAX_EVENTS:])
+    ]
     older = len(told) - len(rows)
     more = [paragraph(f"{count(older, 'older event')} in ledger.jsonl.", class_="muted")] if older else []
     columns = ("step", "event", "what", "done about it", "time")
     return section("Alerts and rollbacks", table("Alerts and rollbacks", columns, rows), *more)
 
 
-def _event(entry: Entry) -> tuple[str, str, str]:
+def _event(entry: Entry, is_refused: bool) -> tuple[str, str, str]:
+    """What it was, its message, and what was done. `is_refused`: it is an alert whose rollback was refused."""
     kind, message = str(entry["kind"]), str(entry.get("message", ""))
     if kind == "start":
         return "restart", f"resumed from {entry.get('resumed_from')}", ""
     if kind == "alert":
-        return str(entry.get("type", "alert")), message, str(entry.get("action", ""))
+        done = "no rollback: no checkpoint old enough" if is_refused else str(entry.get("action", ""))
+        return str(entry.get("type", "alert")), message, done
+    if kind == "no_rollback":
+        return "rollback refused", message, "training went on"
     if kind == "rollback":
         begin, end = entry.get("to_data_step"), entry.get("data_step")
         done = f"back to step {entry.get('to_step')}; the data between steps {begin} and {end} is not used again"

@@ -98,6 +98,47 @@ def test_the_verdict_tells_what_happened(page: Page) -> None:
     assert "values are not finite and are gaps in the curves: train/grad_norm, train/loss." in page.text
 
 
+def test_a_refused_rollback_is_not_shown_as_one(tmp_path: Path) -> None:
+    """Two alerts of one interval are refused together; the third is answered, and the last only warned of."""
+    run = write_run(tmp_path / "run", only=("train/loss",))
+    refusal = {"kind": "no_rollback", "step": 5, "data_step": 5, "message": "No rollback: there is no checkpoint"}
+    rollback = {"kind": "rollback", "step": 60, "data_step": 60, "to_step": 40, "to_data_step": 40, "number": 1}
+    write_lines(
+        run / "ledger.jsonl",
+        [
+            alert("loss_spike", 3, 9.0, "rollback"),
+            alert("loss_spike", 4, 9.0, "rollback"),
+            refusal,
+            alert("loss_spike", 60, 9.0, "rollback"),
+            rollback,
+            alert("loss_spike", 70, 9.0, "warn"),
+        ],
+    )
+    report = read_run(run)
+    (tmp_path / "page.html").write_text(markup.page("run", tables(report)))
+    page = Page(tmp_path / "page.html")
+    refused = "no rollback: no checkpoint old enough"
+    assert [(row[1], row[3][:37]) for row in reversed(page.tables["Alerts and rollbacks"][1:])] == [
+        ("loss_spike", refused),
+        ("loss_spike", refused),
+        ("rollback refused", "training went on"),
+        ("loss_spike", "rollback"),
+        ("rollback 1", "back to step 40; the data between ste"),
+        ("loss_spike", "warn"),
+    ]
+    assert "! 1 rollback refused: no checkpoint was old enough." in unescape(header(report))
+    assert "! 1 rollback, which took back 20 steps." in unescape(header(report))
+
+
+def test_a_run_that_failed_is_not_said_to_be_without_trouble(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", only=("train/loss",))
+    quiet = "No alerts, no rollbacks, no skipped steps."
+    assert quiet in header(read_run(run))
+    status = json.loads((run / "run.json").read_text()) | {"state": "failed", "exit_code": 8, "reason": "hang"}
+    (run / "run.json").write_text(json.dumps(status))
+    assert quiet not in header(read_run(run))
+
+
 def test_events_are_listed_newest_first_with_what_was_done(page: Page) -> None:
     head, *rows = page.tables["Alerts and rollbacks"]
     assert head == ["step", "event", "what", "done about it", "time"]
