@@ -279,7 +279,7 @@ def _sanity_check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     path, deepspeed_config = train.find_shipped(options.config), train.find_shipped(options.deepspeed_config)
     config = None if options.model else load_config(path, overrides, deepspeed_config)
-    from ds_encdec.sanity_check import check_config, config_for_model  # torch: once the configuration is sound
+    from ds_encdec.sanity_check.run import check_config, config_for_model  # torch: once the configuration is sound
 
     if config is None:
         config = config_for_model(options.model, path, overrides, deepspeed_config)

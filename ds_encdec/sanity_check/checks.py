@@ -1,32 +1,23 @@
-"""`ds-encdec sanity-check`: a few minutes on one process, before any money is spent on many.
+"""The checks: each is one small function, in the order in which they run.
 
-Each check is one small function below, in the order in which they run. They use what a run uses: its model, its data,
-its engine and its checkpoints. What is looked at inside the model (gradients, ties, generation) is looked at in the
-same model in plain torch, because an engine keeps its parameters and gradients in shards.
+They use what a run uses: its model, its data, its engine and its checkpoints. What is looked at inside the model
+(gradients, ties, generation) is looked at in the same model in plain torch, because an engine keeps its parameters and
+gradients in shards.
 """
 
 from __future__ import annotations
 
 import gc
 import json
-import logging
 import math
-import os
 import resource
-import shutil
-import signal
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from datetime import timedelta
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, product
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +27,6 @@ from transformers.initialization import no_init_weights
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.checkpoint.manager import CheckpointManager
 from ds_encdec.checkpoint.saved_state import open_saved_state
-from ds_encdec.config.load import load_config
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.build import TrainingData, build_data
 from ds_encdec.data.chunks import Chunk
@@ -46,31 +36,23 @@ from ds_encdec.data.sources import OpenSource, sample_documents, source_entries
 from ds_encdec.data.ul2 import MIN_RAW_TOKENS, max_raw_length, reconstruct
 from ds_encdec.engine.forward import packed_forward
 from ds_encdec.engine.protocol import Engine
-from ds_encdec.engine.select import check_engine, create_engine, fallback_engine, resolve_engine
+from ds_encdec.engine.select import create_engine
 from ds_encdec.launch.agreement import Agreement
-from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
-from ds_encdec.launch.world import World, discover
+from ds_encdec.launch.world import World
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.parameter_count import count_parameters
-from ds_encdec.model.source import read_config
-from ds_encdec.monitor.metrics import encode_float
 from ds_encdec.run_model import RunModel, new_model
+from ds_encdec.sanity_check.checkpoint_folder import checkpoint_folder
 from ds_encdec.tokenizer.sentinels import Vocabulary
 from ds_encdec.types import (
     DENOISERS,
     Batch,
     CheckpointError,
-    ConfigError,
-    DsEncDecError,
     EngineName,
-    GateError,
     LossSum,
-    OutOfMemoryError,
     TrainingState,
 )
-
-logger = logging.getLogger(__name__)
 
 FRESH_LOSS_TOLERANCE = 0.5
 """Nats per target token that the loss of fresh weights may be from its expected value."""
@@ -85,10 +67,6 @@ OVERFIT_RATE_TIMES_HIDDEN_SIZE = 0.4
 arXiv 2203.03466). 3e-3 for the quickstart's 128, 4e-4 for Qwen3-0.6B's 1,024."""
 OVERFIT_FACTOR = 0.9
 """What the loss must have been multiplied by after them, at most."""
-CHECKPOINT_BYTES_PER_PARAMETER = 14
-"""Float32 weights and two moments, and the bfloat16 weights that DeepSpeed keeps beside them."""
-ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""From schedulers, keyboards and terminals that are closed; those that are ignored (nohup) stay so."""
 RESUME_STEPS = 3
 """Steps made after a checkpoint, and again after loading it."""
 RESUME_TOLERANCE = 1e-3
@@ -110,41 +88,6 @@ class Finding:
     passed: bool
     message: str
     values: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class CheckResult:
-    """A check and what came of it. One that was skipped has not passed."""
-
-    name: str
-    passed: bool
-    skipped: bool
-    message: str
-    values: dict[str, float]
-
-    def __str__(self) -> str:
-        mark = "✓" if self.passed else "-" if self.skipped else "✗"
-        return f"{mark} {self.name:<28}{self.message}"
-
-
-@dataclass(frozen=True, slots=True)
-class SanityReport:
-    """All checks, and what the process should fail with: None where all have passed.
-
-    That is a GateError, or, where a check failed by an error with an exit code of its own (configuration 2, data 4,
-    model or checkpoint 5, memory 6), that error.
-    """
-
-    checks: tuple[CheckResult, ...]
-    error: DsEncDecError | None
-
-    def as_json(self) -> str:
-        """One object of strict JSON: whether all passed, and the list of checks. See `encode_float`."""
-        checks = [
-            asdict(check) | {"values": {name: encode_float(value) for name, value in check.values.items()}}
-            for check in self.checks
-        ]
-        return json.dumps({"passed": self.error is None, "checks": checks}, indent=2, allow_nan=False)
 
 
 class Subject:
@@ -191,116 +134,13 @@ class Subject:
             del self.engine
 
 
-def check_config(
-    config: FullConfig,
-    tell: Callable[[CheckResult], None] = lambda result: None,
-    *,
-    checks: Sequence[Check] | None = None,
-) -> SanityReport:
-    """Run `checks` (all: `CHECKS`) on a configuration, in this process alone; `tell` is called with each as it ends.
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A check: its name, what it does, and the checks without which it cannot."""
 
-    Leaves nothing behind, and `infra.output_dir` as it is. For the main thread, which heeds signals.
-
-    Raises ConfigError for what this machine cannot do at all.
-    """
-    world = discover(os.environ)
-    if world.world_size > 1:
-        raise ConfigError("ds-encdec sanity-check is one process: start it without deepspeed or torchrun")
-    config = on_one_rank(config)
-    engine_name = resolve_engine(config)
-    check_engine(engine_name, config, world)
-    device = choose_device(config.infra.device, world)
-    if config.training.fp16 and device.type == "cpu":
-        raise ConfigError("training.fp16=true needs an accelerator: DeepSpeed trains no float16 on CPUs. Use bf16.")
-    timeout = timedelta(minutes=config.infra.distributed_timeout_minutes)
-    engine_name = init_process_group(world, device, timeout, engine_name, otherwise=fallback_engine(config))
-    subject = Subject(config, engine_name, world, device)
-    try:
-        return _run(subject, CHECKS if checks is None else checks, tell)
-    finally:
-        subject.close()
-        shutdown()
-
-
-def config_for_model(
-    model: Path, config: Path | None, overrides: Sequence[str], deepspeed_config: Path | None = None
-) -> FullConfig:
-    """The configuration to check the model folder `model` with: `config`, else a small one on the built-in text.
-
-    `overrides` come last; `deepspeed_config` is a raw DeepSpeed JSON.
-
-    Raises ConfigError, and CheckpointError for a folder that is no model's.
-    """
-    stored = read_config(model)
-    settings: dict[str, Any] = {
-        "model.model_name_or_path": json.dumps(str(model)),
-        "model.tokenizer_name_or_path": "null",
-        "model.architecture": "null",
-    }
-    if sentinels := stored.get("sentinel_token_ids"):
-        settings |= {"model.num_sentinel_tokens": len(sentinels)}
-        settings |= {"data.use_mode_tokens": json.dumps(bool(stored.get("mode_token_ids")))}
-    if config is None:
-        settings |= {
-            "data.dataset_name": "builtin",
-            "data.max_seq_length": 512,
-            "data.max_encoder_length": 256,
-            "data.max_decoder_length": 256,
-            "training.per_device_train_batch_size": 2,
-            "training.torch_adam": "true",
-            "training.report_to": "none",
-            "infra.distributed_type": "auto",
-            "infra.device": "auto",
-            "infra.num_gpus": 1,
-            "infra.sharding_stage": "zero2",
-            "infra.offload_optimizer": "none",
-        }
-    return load_config(config, [*(f"{name}={value}" for name, value in settings.items()), *overrides], deepspeed_config)
-
-
-def on_one_rank(config: FullConfig) -> FullConfig:
-    """`config` as one process can check it: steps of one micro-batch, all at the same learning rate."""
-    fields = config.model_dump()
-    fields["data"]["num_lanes"] = 1
-    fields["training"] |= {
-        "gradient_accumulation_steps": 1,
-        "lr_scheduler_type": "constant",
-        "warmup_steps": 0,
-    }
-    fields["infra"] |= {"num_gpus": 1, "hybrid_shard_size": None}
-    fields["infra"]["deepspeed_extra"].pop("scheduler", None)
-    return FullConfig.model_validate(fields)
-
-
-def _run(subject: Subject, checks: Sequence[Check], tell: Callable[[CheckResult], None]) -> SanityReport:
-    results: list[CheckResult] = []
-    errors: list[DsEncDecError] = []
-    passed: set[str] = set()
-    for check in checks:
-        missing = [name for name in check.needs if name not in passed]
-        if missing:
-            finding = Finding(False, f"skipped, because {' and '.join(missing)} did not pass")
-        else:
-            try:
-                finding = check.look(subject)
-            except Exception as error:
-                logger.debug("%s:", check.name, exc_info=True)
-                errors += _with_exit_code(error)
-                finding = Finding(False, f"{type(error).__name__}: {error}")
-        if finding.passed:
-            passed.add(check.name)
-        results.append(CheckResult(check.name, finding.passed, bool(missing), finding.message, finding.values))
-        tell(results[-1])
-    failed = [result.name for result in results if not (result.passed or result.skipped)]
-    gate = GateError(f"the sanity check is not passed: {', '.join(failed)}") if failed else None
-    return SanityReport(tuple(results), errors[0] if errors else gate)
-
-
-def _with_exit_code(error: Exception) -> list[DsEncDecError]:
-    """`error` as one of ours, if it has an exit code of its own."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return [OutOfMemoryError(f"{type(error).__name__}: {error}")]
-    return [error] if isinstance(error, DsEncDecError) and error.exit_code != DsEncDecError.exit_code else []
+    name: str
+    look: Callable[[Subject], Finding]
+    needs: tuple[str, ...] = ()
 
 
 def _model_loads(subject: Subject) -> Finding:
@@ -460,8 +300,7 @@ def _overfits_one_batch(subject: Subject) -> Finding:
 
 def _checkpoint_resumes(subject: Subject) -> Finding:
     """Steps made after a checkpoint have the same losses when they are made again from it."""
-    _require_space(count_parameters(subject.run_model.config))
-    with _temporary_folder() as folder:
+    with checkpoint_folder(count_parameters(subject.run_model.config)) as folder:
         checkpoint = _save(subject, folder)
         num_bytes = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
         expected = [subject.train_step() for _ in range(RESUME_STEPS)]
@@ -491,41 +330,6 @@ def _gradient_norm(module: nn.Module) -> float:
     return float(nn.utils.get_total_norm(gradients))
 
 
-def _require_space(parameters: int) -> None:
-    """Raises CheckpointError where temporary files have no room for a checkpoint of so many parameters."""
-    folder = tempfile.gettempdir()
-    usage = shutil.disk_usage(folder)
-    needed = CHECKPOINT_BYTES_PER_PARAMETER * parameters
-    if usage.total and usage.free < needed:  # some network file systems report 0 in all
-        raise CheckpointError(
-            f"a checkpoint takes about {needed / 1e9:,.3g} GB and {folder} has {usage.free / 1e9:,.3g} GB free: "
-            "free space there, or set TMPDIR to a folder that has it"
-        )
-
-
-@contextmanager
-def _temporary_folder() -> Iterator[Path]:
-    """A folder that is removed in the end, or, where a signal comes before that, by it; then it ends the process.
-
-    An exception raised by the signal's handler would not do: the library that it comes up in may turn it into another.
-    """
-    folder = Path(tempfile.mkdtemp(prefix="ds-encdec-sanity-check-"))
-
-    def end(number: int, _: FrameType | None) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        signal.signal(number, signal.SIG_DFL)
-        signal.raise_signal(number)
-
-    heeded = [number for number in ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    previous = {number: signal.signal(number, end) for number in heeded}
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
 def _save(subject: Subject, folder: Path) -> Path:
     """Save the engine as a run would; returns the checkpoint. Raises CheckpointError."""
     keep = subject.config.training.save_total_limit
@@ -542,15 +346,6 @@ def _save(subject: Subject, folder: Path) -> Path:
 
 def _write_state(state: TrainingState, folder: Path) -> None:
     (folder / "trainer.json").write_text(json.dumps({"state": state.to_dict()}))
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """A check: its name, what it does, and the checks without which it cannot."""
-
-    name: str
-    look: Callable[[Subject], Finding]
-    needs: tuple[str, ...] = ()
 
 
 CHECKS = (

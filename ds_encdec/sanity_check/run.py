@@ -1,0 +1,176 @@
+"""`ds-encdec sanity-check`: a few minutes on one process, before any money is spent on many.
+
+What the checks are given, and what becomes of their findings. The checks: checks.py.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_encdec.config.load import load_config
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.engine.select import check_engine, fallback_engine, resolve_engine
+from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
+from ds_encdec.launch.world import discover
+from ds_encdec.model.source import read_config
+from ds_encdec.monitor.metrics import encode_float
+from ds_encdec.sanity_check.checks import CHECKS, Check, Finding, Subject
+from ds_encdec.types import ConfigError, DsEncDecError, GateError, OutOfMemoryError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """A check and what came of it. One that was skipped has not passed."""
+
+    name: str
+    passed: bool
+    skipped: bool
+    message: str
+    values: dict[str, float]
+
+    def __str__(self) -> str:
+        mark = "✓" if self.passed else "-" if self.skipped else "✗"
+        return f"{mark} {self.name:<28}{self.message}"
+
+
+@dataclass(frozen=True, slots=True)
+class SanityReport:
+    """All checks, and what the process should fail with: None where all have passed.
+
+    That is a GateError, or, where a check failed by an error with an exit code of its own (configuration 2, data 4,
+    model or checkpoint 5, memory 6), that error.
+    """
+
+    checks: tuple[CheckResult, ...]
+    error: DsEncDecError | None
+
+    def as_json(self) -> str:
+        """One object of strict JSON: whether all passed, and the list of checks. See `encode_float`."""
+        checks = [
+            asdict(check) | {"values": {name: encode_float(value) for name, value in check.values.items()}}
+            for check in self.checks
+        ]
+        return json.dumps({"passed": self.error is None, "checks": checks}, indent=2, allow_nan=False)
+
+
+def check_config(
+    config: FullConfig,
+    tell: Callable[[CheckResult], None] = lambda result: None,
+    *,
+    checks: Sequence[Check] = CHECKS,
+) -> SanityReport:
+    """Run `checks` (all: `CHECKS`) on a configuration, in this process alone; `tell` is called with each as it ends.
+
+    Leaves nothing behind, and `infra.output_dir` as it is. For the main thread, which heeds signals.
+
+    Raises ConfigError for what this machine cannot do at all.
+    """
+    world = discover(os.environ)
+    if world.world_size > 1:
+        raise ConfigError("ds-encdec sanity-check is one process: start it without deepspeed or torchrun")
+    config = on_one_rank(config)
+    engine_name = resolve_engine(config)
+    check_engine(engine_name, config, world)
+    device = choose_device(config.infra.device, world)
+    if config.training.fp16 and device.type == "cpu":
+        raise ConfigError("training.fp16=true needs an accelerator: DeepSpeed trains no float16 on CPUs. Use bf16.")
+    timeout = timedelta(minutes=config.infra.distributed_timeout_minutes)
+    engine_name = init_process_group(world, device, timeout, engine_name, otherwise=fallback_engine(config))
+    subject = Subject(config, engine_name, world, device)
+    try:
+        return _results(subject, checks, tell)
+    finally:
+        subject.close()
+        shutdown()
+
+
+def config_for_model(
+    model: Path, config: Path | None, overrides: Sequence[str], deepspeed_config: Path | None = None
+) -> FullConfig:
+    """The configuration to check the model folder `model` with: `config`, else a small one on the built-in text.
+
+    `overrides` come last; `deepspeed_config` is a raw DeepSpeed JSON.
+
+    Raises ConfigError, and CheckpointError for a folder that is no model's.
+    """
+    stored = read_config(model)
+    settings: dict[str, Any] = {
+        "model.model_name_or_path": json.dumps(str(model)),
+        "model.tokenizer_name_or_path": "null",
+        "model.architecture": "null",
+    }
+    if sentinels := stored.get("sentinel_token_ids"):
+        settings |= {"model.num_sentinel_tokens": len(sentinels)}
+        settings |= {"data.use_mode_tokens": json.dumps(bool(stored.get("mode_token_ids")))}
+    if config is None:
+        settings |= {
+            "data.dataset_name": "builtin",
+            "data.max_seq_length": 512,
+            "data.max_encoder_length": 256,
+            "data.max_decoder_length": 256,
+            "training.per_device_train_batch_size": 2,
+            "training.torch_adam": "true",
+            "training.report_to": "none",
+            "infra.distributed_type": "auto",
+            "infra.device": "auto",
+            "infra.num_gpus": 1,
+            "infra.sharding_stage": "zero2",
+            "infra.offload_optimizer": "none",
+        }
+    return load_config(config, [*(f"{name}={value}" for name, value in settings.items()), *overrides], deepspeed_config)
+
+
+def on_one_rank(config: FullConfig) -> FullConfig:
+    """`config` as one process can check it: steps of one micro-batch, all at the same learning rate."""
+    fields = config.model_dump()
+    fields["data"]["num_lanes"] = 1
+    fields["training"] |= {
+        "gradient_accumulation_steps": 1,
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 0,
+    }
+    fields["infra"] |= {"num_gpus": 1, "hybrid_shard_size": None}
+    fields["infra"]["deepspeed_extra"].pop("scheduler", None)
+    return FullConfig.model_validate(fields)
+
+
+def _results(subject: Subject, checks: Sequence[Check], tell: Callable[[CheckResult], None]) -> SanityReport:
+    results: list[CheckResult] = []
+    errors: list[DsEncDecError] = []
+    passed: set[str] = set()
+    for check in checks:
+        missing = [name for name in check.needs if name not in passed]
+        if missing:
+            finding = Finding(False, f"skipped, because {' and '.join(missing)} did not pass")
+        else:
+            try:
+                finding = check.look(subject)
+            except Exception as error:
+                logger.debug("%s:", check.name, exc_info=True)
+                errors += _with_exit_code(error)
+                finding = Finding(False, f"{type(error).__name__}: {error}")
+        if finding.passed:
+            passed.add(check.name)
+        results.append(CheckResult(check.name, finding.passed, bool(missing), finding.message, finding.values))
+        tell(results[-1])
+    failed = [result.name for result in results if not (result.passed or result.skipped)]
+    gate = GateError(f"the sanity check is not passed: {', '.join(failed)}") if failed else None
+    return SanityReport(tuple(results), errors[0] if errors else gate)
+
+
+def _with_exit_code(error: Exception) -> list[DsEncDecError]:
+    """`error` as one of ours, if it has an exit code of its own."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return [OutOfMemoryError(f"{type(error).__name__}: {error}")]
+    return [error] if isinstance(error, DsEncDecError) and error.exit_code != DsEncDecError.exit_code else []
