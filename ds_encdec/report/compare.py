@@ -34,18 +34,30 @@ _SMOOTHING = "Training losses, gradient norms and throughput of long runs are sm
 _LOSSES = ("train/loss", "eval/loss")
 _TOKENS = "losses per token of different tokenizers or vocabularies cannot be compared"
 _TEXTS = "evaluation losses are of different texts"
+_EXAMPLES = "evaluation losses are over different examples"
 _MIXTURE = "losses are of different mixtures of denoisers"
-_DATA_FACTS = {"tokenizer": _TOKENS, "special tokens": _TOKENS, "sources": _TEXTS, "data.eval_fraction": _TEXTS,
-               "data.ul2_task_weights": _MIXTURE}  # fmt: skip
+_EXAMPLE_FIELDS = {
+    "data.eval_fraction": _EXAMPLES,
+    "data.max_seq_length": _EXAMPLES,
+    "data.max_encoder_length": _EXAMPLES,
+    "data.max_decoder_length": _EXAMPLES,
+    "data.use_mode_tokens": _EXAMPLES,
+    "training.eval_samples": _EXAMPLES,
+    "data.ul2_task_weights": _MIXTURE,
+}
+"""Fields that choose the held-out documents, cut them into examples, denoise them, or end their number."""
+_DATA_FACTS = {"tokenizer": _TOKENS, "special tokens": _TOKENS, "sources": _TEXTS, **_EXAMPLE_FIELDS}
 """Facts that the checkpoints of comparable runs agree in (data/fingerprint.py), and what it means where not."""
 _FIELDS = {
     "model.tokenizer_name_or_path": _TOKENS,
     "model.num_sentinel_tokens": _TOKENS,
     "model.architecture.vocab_size": _TOKENS,
     "data.dataset_name": _TEXTS,
+    "data.dataset_config": _TEXTS,
+    "data.dataset_split": _TEXTS,
     "data.data_files": _TEXTS,
-    "data.eval_fraction": _TEXTS,
-    "data.ul2_task_weights": _MIXTURE,
+    "data.mixture": _TEXTS,
+    **_EXAMPLE_FIELDS,
 }
 """The same by fields of the configuration, for runs without checkpoints."""
 
@@ -100,16 +112,17 @@ def incomparable(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
     warnings = []
     first = runs[0]
     for other, name in zip(runs[1:], names[1:], strict=True):
-        if first.data and other.data:
-            differing = [fact for fact in _DATA_FACTS if first.data.get(fact) != other.data.get(fact)]
-            meaning = _DATA_FACTS
-        else:
-            differing = [path for path in _FIELDS if first.setting(path) != other.setting(path)]
-            meaning = _FIELDS
+        meaning = _DATA_FACTS if first.data and other.data else _FIELDS
+        differing = [what for what in meaning if _fact(first, what) != _fact(other, what)]
         for reason in dict.fromkeys(meaning[what] for what in differing):
             what = " and ".join(what for what in differing if meaning[what] == reason)
             warnings.append(f"{names[0]} and {name} differ in {what}: {reason}.")
     return warnings
+
+
+def _fact(run: Run, what: str) -> object:
+    """What the newest checkpoint says of the run's data, or else its configuration."""
+    return run.data.get(what, run.setting(what))
 
 
 def _charts(plan: ChartPlan, runs: Sequence[Run], names: Sequence[str]) -> list[Chart]:

@@ -26,13 +26,24 @@ def write_report(path: Path, *, compare: Sequence[Path] = (), out: Path | None =
     """
     path = path.expanduser()
     folder = (path / "report" if out is None else out).expanduser()
-    if phase_folders(path) and not (path / "metrics.jsonl").exists():
-        if compare:
-            raise ConfigError(f"{path} holds phases: name one of them to compare, e.g. {phase_folders(path)[-1]}.")
+    others = [other.expanduser() for other in compare]
+    if others:
+        _require_single_runs([path, *others])
+    elif _holds_phases(path):
         return _write_phases(path.resolve(), folder), []
-    run = read_run(path)
-    others = [read_run(other.expanduser()) for other in compare]
-    return _write_run(run, others, folder)
+    return _write_run(read_run(path), [read_run(other) for other in others], folder)
+
+
+def _holds_phases(path: Path) -> bool:
+    return bool(phase_folders(path)) and not (path / "metrics.jsonl").exists()
+
+
+def _require_single_runs(paths: Sequence[Path]) -> None:
+    for path in filter(_holds_phases, paths):
+        raise ConfigError(
+            f"{path} is the folder of a pipeline of phases, and --compare takes single runs: name one of its phases, "
+            f"e.g. {phase_folders(path)[-1]}."
+        )
 
 
 def _write_run(run: Run, others: Sequence[Run], folder: Path) -> tuple[Path, list[str]]:

@@ -71,6 +71,19 @@ def test_runs_of_different_tokenizers_are_warned_of(tmp_path: Path, capsys: pyte
     assert warning in Page(one / "report" / "index.html").text
 
 
+@pytest.mark.parametrize("saved", [False, True], ids=["by config", "by checkpoint"])
+@pytest.mark.parametrize(
+    ("field", "value"), [("data__eval_fraction", 0.1), ("training__eval_samples", 16), ("data__max_seq_length", 64)]
+)
+def test_other_held_out_examples_are_warned_of(tmp_path: Path, field: str, value: float, saved: bool) -> None:
+    runs = [write_run(tmp_path / "one", only=LOSSES), write_run(tmp_path / "two", only=LOSSES, **{field: value})]
+    for run in runs if saved else ():
+        write_checkpoint(run, 200)
+    assert incomparable([read_run(run) for run in runs], ["one", "two"]) == [
+        f"one and two differ in {field.replace('__', '.')}: evaluation losses are over different examples."
+    ]
+
+
 def test_checkpoints_know_the_tokenizer_better_than_its_path(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / "one"), write_run(tmp_path / "two", model__tokenizer_name_or_path="a copy")]
     files = [write_checkpoint(run, 200) / "trainer.json" for run in runs]

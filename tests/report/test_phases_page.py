@@ -50,7 +50,10 @@ def test_phases_without_any_metrics_are_refused(tmp_path: Path, capsys: pytest.C
 
 def test_one_phase_is_compared_and_not_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = write_phases(tmp_path / "output", only=("train/loss",))
-    assert cli.main(["report", str(root), "--compare", str(root / "phases" / "medium")]) == 2
-    assert "name one of them to compare" in capsys.readouterr().err
-    one, two = root / "phases" / "validation", root / "phases" / "medium"
-    assert cli.main(["report", str(one), "--compare", str(two)]) == 0
+    one, last = root / "phases" / "validation", root / "phases" / "medium"
+    for first, second in ((root, last), (last, root)):
+        assert cli.main(["report", str(first), "--compare", str(second)]) == 2
+        said = capsys.readouterr().err
+        assert f"{root} is the folder of a pipeline of phases" in said
+        assert f"name one of its phases, e.g. {last}." in said
+    assert cli.main(["report", str(one), "--compare", str(last)]) == 0
