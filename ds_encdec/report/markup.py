@@ -55,15 +55,26 @@ def items(entries: Sequence[object], **attributes: str) -> Html:
     return element("ul", join(element("li", entry) for entry in entries), **attributes) if entries else Html()
 
 
-def table(title: str, columns: Sequence[object], rows: Sequence[Sequence[object]]) -> Html:
-    """A table that scrolls inside itself where the page is narrow; the first column names the row."""
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, stacked: bool = False) -> Html:
+    """A table that scrolls inside itself where the page is narrow; the first column names the row.
+
+    `stacked`: on a phone its cells stand below each other instead, each behind the name of its column.
+    """
     head = element("tr", join(element("th", column, scope="col") for column in columns))
     body = join(
-        element("tr", join([element("th", row[0], scope="row"), *(element("td", cell) for cell in row[1:])]))
+        element(
+            "tr",
+            join(
+                [
+                    element("th", row[0], scope="row"),
+                    *(element("td", cell, data_name=name) for name, cell in zip(columns[1:], row[1:], strict=True)),
+                ]
+            ),
+        )
         for row in rows
     )
     content = join([element("thead", head), element("tbody", body)])
-    kind = "scroll wide" if len(columns) > 4 else "scroll"
+    kind = f"scroll{' wide' if len(columns) > 4 else ''}{' stacked' if stacked else ''}"
     return element("div", element("table", content), class_=kind, role="region", aria_label=title, tabindex="0")
 
 
@@ -141,5 +152,11 @@ thead th { background: var(--raised); color: var(--muted); font-weight: 600; whi
 tbody th { font-weight: 500 }
 th code { display: inline-block; min-width: 8rem } tbody tr:last-child > * { border-bottom: 0 }
 td, th { overflow-wrap: break-word } td ul { list-style: none; margin: 0; padding: 0 }
+@media (max-width: 500px) {
+  .stacked table { min-width: 0 } .stacked thead { display: none }
+  .stacked tbody, .stacked tr, .stacked th, .stacked td { display: block }
+  .stacked td { border: 0; padding-top: 0 } .stacked td::before { content: attr(data-name) " "; color: var(--muted) }
+  .stacked tr:not(:last-child) { border-bottom: 1px solid var(--grid) } .stacked th { border: 0; font-weight: 600 }
+}
 @media print { .scroll { overflow: visible } }
 """

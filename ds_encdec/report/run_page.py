@@ -236,7 +236,7 @@ def verdict_table(results: Sequence[Entry]) -> Html:
         )
         for result in results
     ]
-    return table("Phases", ("phase", "gate", "checks", "steps", "tokens", "started", "ended"), rows)
+    return table("Phases", ("phase", "gate", "checks", "steps", "tokens", "started", "ended"), rows, stacked=True)
 
 
 def _cell(value: object) -> str:
