@@ -89,7 +89,7 @@ def check_config(
     engine_name = init_process_group(world, device, timeout, engine_name, otherwise=fallback_engine(config))
     subject = Subject(config, engine_name, world, device)
     try:
-        return _results(subject, checks, tell)
+        return _report(subject, checks, tell)
     finally:
         subject.close()
         shutdown()
@@ -145,7 +145,7 @@ def on_one_rank(config: FullConfig) -> FullConfig:
     return FullConfig.model_validate(fields)
 
 
-def _results(subject: Subject, checks: Sequence[Check], tell: Callable[[CheckResult], None]) -> SanityReport:
+def _report(subject: Subject, checks: Sequence[Check], tell: Callable[[CheckResult], None]) -> SanityReport:
     results: list[CheckResult] = []
     errors: list[DsEncDecError] = []
     passed: set[str] = set()
