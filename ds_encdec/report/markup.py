@@ -153,7 +153,7 @@ tbody th { font-weight: 500 }
 th code { display: inline-block; min-width: 8rem } tbody tr:last-child > * { border-bottom: 0 }
 td, th { overflow-wrap: break-word } td ul { list-style: none; margin: 0; padding: 0 }
 @media (max-width: 500px) {
-  .stacked table { min-width: 0 } .stacked thead { display: none }
+  .scroll.stacked table { min-width: 0 } .stacked thead { display: none }
   .stacked tbody, .stacked tr, .stacked th, .stacked td { display: block }
   .stacked td { border: 0; padding-top: 0 } .stacked td::before { content: attr(data-name) " "; color: var(--muted) }
   .stacked tr:not(:last-child) { border-bottom: 1px solid var(--grid) } .stacked th { border: 0; font-weight: 600 }
