@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -158,6 +159,10 @@ def wandb_records(path: Path) -> Iterator[object]:
 
 
 def wandb_history(path: Path) -> list[dict[str, object]]:
+    """The points of a finished run. W&B's own process may still be writing its last records when `finish` returns."""
+    deadline = time.monotonic() + 10.0
+    while not any(record.HasField("exit") for record in wandb_records(path)) and time.monotonic() < deadline:  # type: ignore[attr-defined]
+        time.sleep(0.05)
     items = [record.history.item for record in wandb_records(path) if record.HasField("history")]  # type: ignore[attr-defined]
     rows = [{"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in row} for row in items]
     return [{name: value for name, value in row.items() if not name.startswith("_")} for row in rows]
