@@ -110,7 +110,7 @@ def train(run: Trainer) -> TrainingState:
         if logs:
             orders = run.recorder.log(state)
         elif evaluates or saves or totals.stop or not result.applied or run.recorder.judges_every_step:
-            orders = run.recorder.judge(state)  # no state is saved, and no step follows a skipped one, unjudged
+            orders = run.recorder.judge()  # no state is saved, and no step follows a skipped one, unjudged
         if orders.stop is not None:
             raise DivergedError(_stopped_by(orders.stop))
         leaves = totals.stop or orders.leave is not None

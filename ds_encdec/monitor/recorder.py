@@ -132,7 +132,7 @@ class Recorder:
         self._steps.end_step(result, global_step=state.global_step, data_step=state.data_step)
         self._last_step = (state.global_step, state.data_step)
 
-    def judge(self, state: TrainingState) -> Orders:
+    def judge(self) -> Orders:
         """Judge the steps that have not been judged yet. A collective."""
         records = self._steps.reduce()
         new, self._judged_steps = records[self._judged_steps :], len(records)
@@ -140,7 +140,7 @@ class Recorder:
 
     def log(self, state: TrainingState) -> Orders:
         """Close the interval: judge the rest of it and the machine, and publish. A collective."""
-        orders = self.judge(state)
+        orders = self.judge()
         records = self._steps.take()
         self._judged_steps = 0
         timed = records[self._restored_steps :]

@@ -157,7 +157,7 @@ def test_a_step_without_targets_is_no_trouble(tmp_path: Path) -> None:
     assert not recorder.veto(torch.tensor(0.0))
     state = TrainingState(global_step=1, data_step=1)
     recorder.end_step(state, StepResult(True, torch.tensor(0.0), 2e-7))
-    assert recorder.judge(state) == Orders()
+    assert recorder.judge() == Orders()
     assert recorder.monitor.alerts == []
 
 
@@ -179,7 +179,7 @@ def test_a_veto_judges_the_very_step_and_leaves_it_out_of_the_windows(tmp_path: 
     state = TrainingState()
     for loss in (2.0, 2.0, 5.0, 2.0, math.nan, 3.5):
         state = step(recorder, state, loss)
-        recorder.judge(state)
+        recorder.judge()
     assert (state.global_step, state.data_step) == (4, 6)
     assert list(recorder.monitor.loss_window.values) == [2.0, 2.0, 2.0, 3.5]
     assert make_recorder(tmp_path / "other.jsonl", 0).veto is None  # by default nothing waits for the device
@@ -190,7 +190,7 @@ def test_the_ledger_has_alerts_once_and_why_a_run_ended(tmp_path: Path) -> None:
     state = TrainingState()
     for loss in (2.0, 2.0, 5.0):
         state = step(recorder, state, loss)
-    recorder.judge(state)
+    recorder.judge()
     recorder.log(state)
     state = step(recorder, state, 2.0, norm=math.inf)
     recorder.log(state)
@@ -214,7 +214,7 @@ def test_going_back_restores_windows_and_keeps_alerts(tmp_path: Path) -> None:
     state = TrainingState()
     for _ in range(3):
         state = step(recorder, state, 2.0)
-    recorder.judge(state)
+    recorder.judge()
     saved, then = json.loads(json.dumps(recorder.state_dict())), state
     state = step(recorder, state, 2.0)
     recorder.log(state)
