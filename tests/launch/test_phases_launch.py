@@ -1,4 +1,4 @@
-"""Phases with real launchers and ranks: trained, interrupted, gone on with, judged, passed over."""
+"""Phases with a real launcher and ranks: trained, interrupted, passed over, gone on with, judged."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ TINY_PHASES = {
     "infra__distributed_type": "fsdp",  # torchrun: starts sooner than deepspeed
     "training__max_grad_norm": 1.0,
     "training__logging_steps": 1,
-    "phases__sanity_check__num_train_steps": 8,
+    "phases__sanity_check__num_train_steps": 4,
     "phases__sanity_check__max_loss_after_warmup": 9.0,
     "phases__sanity_check__min_loss_decrease": 0.0,
-    "phases__validation__num_train_steps": 60,
+    "phases__validation__num_train_steps": 24,  # so many that a signal finds it training
     "phases__validation__logging_steps": 1,
     "phases__validation__save_steps": 1000,
     "phases__validation__max_loss_after_warmup": 9.0,
     "phases__validation__min_loss_decrease": 0.0,
 }
-IMPOSSIBLE_GATE = {"phases__validation__max_loss_after_warmup": 0.1}
 
 
-def phases(output: Path, *arguments: str, **changes: object) -> subprocess.Popen[str]:
+def phases(output: Path, **changes: object) -> subprocess.Popen[str]:
     settings = overrides(output, **{**TINY_PHASES, **changes})
     return subprocess.Popen(
-        [str(BIN / "ds-encdec"), "phases", "--config", QUICKSTART, "--to", "validation", *arguments, *settings],
+        [str(BIN / "ds-encdec"), "phases", "--config", QUICKSTART, "--to", "validation", *settings],
         cwd=output.parent,
         env=environment(),
         text=True,
@@ -47,7 +46,7 @@ def finish(started: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 @pytest.mark.launch
-def test_phases_from_the_first_to_a_gate(tmp_path: Path) -> None:
+def test_phases_stopped_and_gone_on_with(tmp_path: Path) -> None:
     output = tmp_path / "run"
     first, second = output / "phases" / "sanity_check", output / "phases" / "validation"
 
@@ -61,19 +60,20 @@ def test_phases_from_the_first_to_a_gate(tmp_path: Path) -> None:
     code, text = finish(started)
     assert code == 75, text
     assert "phase sanity_check passed its gate" in text
+    assert "error:" not in text
     assert not [process for process in below if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
     stopped_at = json.loads((second / "run.json").read_text())
     assert stopped_at["state"] == "preempted"
     assert not (second / "result.json").exists()
 
-    # The same command: the first phase is passed over, the second gone on with.
-    code, text = finish(phases(output))
+    # Once more, on one rank: the first phase is passed over, the second gone on with.
+    code, text = finish(phases(output, infra__num_gpus=1))
     assert code == 0, text
     assert "phase sanity_check has passed its gate already" in text
     assert "resumed from" in text
     results = [json.loads((folder / "result.json").read_text()) for folder in (first, second)]
     assert [result["passed"] for result in results] == [True, True]
-    assert [result["steps"] for result in results] == [8, 60]
+    assert [result["steps"] for result in results] == [4, 24]
     assert len({result["pipeline_initial_loss"] for result in results}) == 1
     assert results[1]["eval"]["eval/loss"] > 0
 
@@ -82,10 +82,3 @@ def test_phases_from_the_first_to_a_gate(tmp_path: Path) -> None:
     initial = results[0]["pipeline_initial_loss"]
     last = [line["train/loss"] for line in ended if "train/loss" in line][-1]
     assert abs(began[0]["train/loss"] - last) < abs(began[0]["train/loss"] - initial)
-
-    # An impossible gate is noticed without training anything again.
-    code, text = finish(phases(output, **IMPOSSIBLE_GATE))
-    assert code == 10, text
-    assert "✗ loss_after_warmup" in text
-    assert "parameters" not in text  # what a run says at its start
-    assert not (output / "phases" / "medium").exists()
