@@ -11,6 +11,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
@@ -108,7 +109,8 @@ def draw(key: str, paint: Callable[[Axes], None], *, size: tuple[float, float] =
         axes = figure.add_subplot(facecolor="none")
         paint(axes)
         _add_legend(figure, axes)
-        axes.xaxis.set_major_locator(MaxNLocator(6 if size == NARROW else 10, steps=[1, 2, 5, 10], integer=True))
+        most = min(6 if size == NARROW else 10, _intervals(axes))
+        axes.xaxis.set_major_locator(MaxNLocator(most, steps=[1, 2, 5, 10], integer=True))
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         svg = io.StringIO()
         figure.savefig(svg, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
@@ -116,6 +118,11 @@ def draw(key: str, paint: Callable[[Axes], None], *, size: tuple[float, float] =
         png = io.BytesIO()
         figure.savefig(png, format="png", dpi=_PNG_DPI, facecolor="white", metadata={"Software": None})
     return Drawing(_for_page(svg.getvalue(), key, label), png.getvalue())
+
+
+def _intervals(axes: Axes) -> int:
+    """Intervals of the curve with the most points, 4 at least: more ticks would be where nothing was logged."""
+    return max([4, *(np.size(line.get_xdata()) - 1 for line in axes.lines)])
 
 
 def _add_legend(figure: Figure, axes: Axes) -> None:

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 
 from ds_encdec.config.schema import PhasesConfig
 from ds_encdec.report.charts import EVAL_PLAN, LOSS_PLAN, Chart, ChartPlan, describe, paint_line, set_scale
-from ds_encdec.report.curve import Curve
+from ds_encdec.report.curve import SMOOTHED_FROM, Curve
 from ds_encdec.report.drawing import LIGHT, WIDE, draw
 from ds_encdec.report.markup import Html, element, items, join, paragraph, section
 from ds_encdec.report.read_run import Entry, Run, read_json, read_run
@@ -86,11 +86,14 @@ def _chart(plan: ChartPlan, phases: Sequence[Phase]) -> Chart:
     ]
     whole = Curve(np.concatenate([c.steps for c in curves]), np.concatenate([c.values for c in curves]))
 
+    any_smoothed = plan.smoothed and any(len(curve) >= SMOOTHED_FROM for curve in curves)
+    label = "not smoothed" if any_smoothed else "loss"
+
     def paint(axes: Axes) -> None:
         axes.set_title(plan.title)
         for curve in curves:
             if len(curve.known):
-                paint_line(axes, curve, colour=LIGHT["line1"], label="loss", plan=plan, index=0, alone=True)
+                paint_line(axes, curve, colour=LIGHT["line1"], label=label, plan=plan, index=0, alone=True)
         set_scale(axes, plan, [whole])
         axes.set_xlim(left=0)
         axes.set_xlabel("optimizer step, all phases")
@@ -98,8 +101,8 @@ def _chart(plan: ChartPlan, phases: Sequence[Phase]) -> Chart:
             _mark_phase(axes, phase, start, end)
 
     key, title, caption = f"phases_{plan.key}", f"{plan.title}, all phases", describe({"loss": whole})
-    label = f"{title}: {caption}"
-    return Chart(key, title, caption, draw(key, paint, label=label), draw(f"{key}-wide", paint, size=WIDE, label=label))
+    told = f"{title}: {caption}"
+    return Chart(key, title, caption, draw(key, paint, label=told), draw(f"{key}-wide", paint, size=WIDE, label=told))
 
 
 def _mark_phase(axes: Axes, phase: Phase, start: float, end: float) -> None:

@@ -32,6 +32,15 @@ def test_the_losses_of_all_phases_stand_behind_each_other(tmp_path: Path) -> Non
     assert (root / "report" / "phases_loss.png").exists()
 
 
+def test_the_legend_tells_short_phases_from_smoothed_ones(tmp_path: Path) -> None:
+    root = write_phases(tmp_path / "output", only=("train/loss",))
+    assert ">loss</text>" in Page(write_report(root)[0]).source
+    write_run(root / "phases" / "medium", steps=2000, every=10, only=("train/loss",))
+    source = Page(write_report(root)[0]).source
+    assert all(f">{words}</text>" in source for words in ("not smoothed", "smoothed", "as logged"))
+    assert ">loss</text>" not in source
+
+
 def test_a_phase_that_logged_nothing_is_told_of(tmp_path: Path) -> None:
     root = tmp_path / "output"
     write_run(root / "phases" / "sanity_check", only=("train/loss",))
