@@ -200,7 +200,7 @@ def paint_line(axes: Axes, curve: Curve, *, colour: str, label: str, plan: Chart
         return
     if len(plan.metrics) == 1:
         name = "as logged" if alone else ""
-        axes.plot(points.steps, points.values, color=colour, alpha=0.3, linewidth=0.8, label=name)
+        axes.plot(points.steps, points.values, color=colour, alpha=0.4, linewidth=0.8, label=name)
     line = curve.smoothed().decimated(NUM_BUCKETS)
     axes.plot(line.steps, line.values, label="smoothed" if alone else label, **style)  # type: ignore[arg-type]
 

@@ -161,7 +161,7 @@ def test_alerts_and_rollbacks_are_marked_on_the_curves(page: Page) -> None:
 @pytest.mark.parametrize(
     ("steps", "every", "ticks"), [(20, 5, [5, 10, 15, 20]), (60, 10, [20, 40, 60]), (30, 3, [5, 10, 15, 20, 25, 30])]
 )
-def test_steps_are_named_in_round_numbers_and_not_between_a_few_points(tmp_path: Path, steps: int, every: int, ticks: list[int]) -> None:
+def test_steps_are_named_in_round_numbers(tmp_path: Path, steps: int, every: int, ticks: list[int]) -> None:
     run = write_run(tmp_path / "run", steps=steps, every=every, only=("train/loss",))
     (chart,), _ = charts_of(read_run(run))
     axis = chart.narrow.svg.split("matplotlib.axis_2")[0]
