@@ -48,7 +48,7 @@ class RunFolder:
         Raises OutputLockedError where another live process holds it, or where an earlier run is in it
         and `resume` is False; ConfigError where the folder cannot be written.
         """
-        if not resume and self._used():
+        if not resume and self.is_used():
             raise OutputLockedError(
                 f"infra.output_dir: {self.root} already holds a run ({self._describe_previous()}). "
                 "Continue it with `--resume auto`, or choose another infra.output_dir; nothing was changed."
@@ -103,7 +103,7 @@ class RunFolder:
         except (OSError, ValueError):
             return {}
 
-    def _used(self) -> bool:
+    def is_used(self) -> bool:
         """Whether a run has left something to lose; one that failed before its first step has not."""
         return any(self.checkpoints.glob("step-*")) or (self.metrics.exists() and self.metrics.stat().st_size > 0)
 

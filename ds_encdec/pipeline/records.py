@@ -85,11 +85,6 @@ class PhaseRecords:
         """Whether its run came to its end."""
         return self.run.read_status().get("state") == "completed"
 
-    @property
-    def can_be_resumed(self) -> bool:
-        """Whether the run has come so far that `--resume` is asked for. Before, its errors belong into run.json."""
-        return self.run.metrics.exists() or any(self.run.checkpoints.glob("step-*"))
-
     def begin(self, config: FullConfig, weights_sha256: str | None, changes: Sequence[str] = ()) -> None:
         """Write down what is about to be trained; `weights_sha256` is the checkpoint's that it starts from, if any.
 

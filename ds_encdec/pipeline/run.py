@@ -131,7 +131,7 @@ def _train(planned: PlannedPhase, records: PhaseRecords, subprocess_run: Subproc
     """Run the program to the end of the phase. Raises what the run ended with."""
     for remark in planned.remarks:
         _say(f"phase {planned.phase}: {remark}")
-    resume = ["--resume", "auto"] if records.can_be_resumed else []
+    resume = ["--resume", "auto"] if records.run.is_used() else []  # else its errors belong into run.json
     going = "going on with" if resume else "training"
     what = f"phase {planned.phase} ({planned.settings.description}), {planned.num_steps:,} steps"
     _say(f"{going} {what}, in {planned.folder}")
