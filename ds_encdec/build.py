@@ -311,7 +311,7 @@ def _run_files(
 
 
 def _write_run_configuration(config: FullConfig, site: Site, plan: LanePlan) -> None:
-    config.to_yaml(site.folder.config_yaml)
+    write_atomically(site.folder.config_yaml, config.dump_yaml())
     if site.engine != "deepspeed":
         site.folder.ds_config_json.unlink(missing_ok=True)  # an earlier start's, with the other engine
         return
