@@ -201,5 +201,7 @@ def test_a_configuration_built_in_python_is_checked_too() -> None:
 
 
 def test_a_single_sound_field_never_contradicts_a_default_of_the_monitor() -> None:
-    load({"infra.distributed_timeout_minutes": 15, "training.max_grad_norm": 50})
-    load({"infra.distributed_timeout_minutes": 15, "infra.hang_timeout_minutes": 0})
+    short = load({"infra.distributed_timeout_minutes": 15, "training.max_grad_norm": 50})
+    assert (short.infra.hang_timeout_minutes, short.monitor.grad_norm_threshold) == (None, 10.0)
+    never = load({"infra.distributed_timeout_minutes": 15, "infra.hang_timeout_minutes": 0})
+    assert never.infra.hang_timeout_minutes == 0
