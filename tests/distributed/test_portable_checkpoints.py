@@ -1,6 +1,6 @@
 """What one engine saved on some ranks, another continues on others: same samples, same losses.
 
-Every engine saves and loads, on one or two of 1, 2 and 4 ranks, always from another engine and another number of ranks;
+Every engine saves once and loads once, always from another engine and another number of ranks;
 scripts/checkpoint_matrix.py runs all pairs.
 """
 
@@ -20,7 +20,7 @@ BOUND = 1e-5  # nats
 
 def pairs() -> list[Pair]:
     """A permutation of the sides without any that meets its own engine or number of ranks."""
-    return [(side, TESTED_SIDES[(index + 4) % len(TESTED_SIDES)]) for index, side in enumerate(TESTED_SIDES)]
+    return [(side, TESTED_SIDES[(index + 1) % len(TESTED_SIDES)]) for index, side in enumerate(TESTED_SIDES)]
 
 
 @pytest.fixture(scope="module")
