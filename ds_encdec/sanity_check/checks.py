@@ -274,7 +274,8 @@ def _generates(subject: Subject) -> Finding:
     generated: Tensor = model.generate(torch.tensor([ids], device=subject.device), max_new_tokens=NEW_TOKENS)[0]
     known = bool(((generated >= 0) & (generated < model.config.vocab_size)).all())
     new = len(generated) - 1  # behind the start token
-    return Finding(known and new > 0, f"{new} tokens, all of the vocabulary: {known}", {"tokens": new})
+    where = "all in the vocabulary" if known else "not all in the vocabulary"
+    return Finding(known and new > 0, f"{new} tokens, {where}", {"tokens": new})
 
 
 def _overfits_one_batch(subject: Subject) -> Finding:
