@@ -42,33 +42,24 @@ def roll_back(
             f"{alert['type']}: {alert['message']}, and monitor.max_rollbacks={settings.max_rollbacks} rollbacks are "
             "used up. Checkpoints are untouched; lower training.learning_rate, or look at the data."
         )
+    where = {"step": state.global_step, "data_step": state.data_step}
     oldest = alert["step"] - settings.rollback_min_steps
     found = find_checkpoint(checkpoints.folder, agreement, "auto", at_most=oldest)
     if found is None:
         needed = f"of step {oldest} or before" if oldest > 0 else f"{settings.rollback_min_steps} steps old"
         refusal = f"No rollback: there is no checkpoint {needed} (monitor.rollback_min_steps). Training goes on."
-        recorder.ledger.write("no_rollback", step=state.global_step, data_step=state.data_step, message=refusal)
+        recorder.ledger.write("no_rollback", **where, message=refusal)
         if agreement.rank == 0:
             logger.error(refusal)
         return None
     saved = found.read_json("trainer.json")
     then = TrainingState(**saved["state"])
     load_engine(engine, found, agreement)
-    now = dataclasses.replace(
-        then,
-        data_step=state.data_step,
-        skipped_steps=state.data_step - then.global_step,
-        epoch=state.epoch,
-        encoder_tokens_seen=state.encoder_tokens_seen,
-        target_tokens_seen=state.target_tokens_seen,
-        rollbacks=state.rollbacks + 1,
-    )
-    now = checkpoints.adopt(found, now)
+    now = checkpoints.adopt(found, _gone_back(state, then))
     recorder.go_back(saved["recorder"], now)
     recorder.ledger.write(
         "rollback",
-        step=state.global_step,
-        data_step=state.data_step,
+        **where,
         type=alert["type"],
         message=alert["message"],
         to_step=then.global_step,
@@ -85,3 +76,16 @@ def roll_back(
             state.data_step,
         )
     return now
+
+
+def _gone_back(state: TrainingState, then: TrainingState) -> TrainingState:
+    """`then`, the checkpoint's, but for what counts the data: that goes on as it stands in `state`."""
+    return dataclasses.replace(
+        then,
+        data_step=state.data_step,
+        skipped_steps=state.data_step - then.global_step,
+        epoch=state.epoch,
+        encoder_tokens_seen=state.encoder_tokens_seen,
+        target_tokens_seen=state.target_tokens_seen,
+        rollbacks=state.rollbacks + 1,
+    )
