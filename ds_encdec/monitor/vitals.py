@@ -20,7 +20,7 @@ _WARMUP_PRODUCTS = 4
 
 @dataclass(frozen=True, slots=True)
 class RankVitals:
-    """One rank in one logging interval. All are floats, so that they travel as one row: `RankVitals(*row)`.
+    """One rank in one logging interval; gathered from all ranks, so that all judge by the same.
 
     `training_s`: seconds of the interval without pauses. `data_wait_s`: of them, waiting for the next batch.
     `exchange_wait_s`: of them, waiting for the other ranks in the exchange before each step; the last one to come
