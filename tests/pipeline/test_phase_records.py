@@ -140,10 +140,13 @@ def test_the_same_lanes_on_other_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "override", ["training.eval_samples=3", "infra.sharding_stage=zero2", "monitor.window_size=50"]
 )
-def test_what_does_not_decide_what_is_learned_may_change(tmp_path: Path, override: str) -> None:
+def test_what_does_not_decide_what_is_learned_may_change(
+    tmp_path: Path, override: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     completed(tmp_path, passed=True)
     config, planned = setup(tmp_path, override)
     run_phases(config, [planned], launcher="false")
+    assert "passed over" in capsys.readouterr().out
 
 
 def test_a_later_phase_needs_the_result_of_the_one_before(tmp_path: Path) -> None:

@@ -119,6 +119,7 @@ with SubprocessRun() as subprocess_run:
         (process,) = psutil.Process(parent.pid).children()
         parent.kill()
     process.wait(timeout=10)
+    assert not process.is_running()
 
 
 def test_the_launcher() -> None:
