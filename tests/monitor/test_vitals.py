@@ -119,7 +119,11 @@ def ask(rank: subprocess.Popen[str]) -> float:
 
 
 def test_a_rank_whose_core_is_taken_away_is_the_straggler() -> None:
-    """Other tests share the cores: their noise only adds, and is small beside the wait of a rank that has no core."""
+    """Other tests share the cores: their noise only adds, and is small beside the wait of a rank that has no core.
+
+    So rank 0 counts with the least of five measurements, and rank 1 with their mean: one of them may pass before the
+    scheduler takes the core away.
+    """
     with two_ranks() as ranks:
         usual: list[list[float]] = [[], []]
         for _ in range(20):
@@ -131,7 +135,10 @@ def test_a_rank_whose_core_is_taken_away_is_the_straggler() -> None:
         else:
             pytest.fail(f"two like ranks are not alike: {[min(seconds) for seconds in usual]}")
         with crowded_out(ranks[1]):
-            intervals = [[ask(rank) for rank in ranks] for _ in range(3)]
+            intervals = [
+                [min(ask(ranks[0]) for _ in range(5)), statistics.fmean(ask(ranks[1]) for _ in range(5))]
+                for _ in range(3)
+            ]
     machine = MachineWatch(MonitorConfig())
     alerts = []
     for step, seconds in enumerate(intervals, start=1):

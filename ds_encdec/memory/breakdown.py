@@ -1,0 +1,90 @@
+"""What memory is spent on: the categories of the estimate, and what an engine holds at the moments of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """Bytes on one device by what they are for.
+
+    `weights`: parameters in the dtype that layers compute with. `master_weights`: float32 weights of the optimizer.
+    `gradients`: all forms of them. `optimizer`: Adam's moments. `activations`: what the backward pass needs, and what a
+    layer works on. `logits`: the chunk of logits and its gradients, and the head's own buffers. `communication`:
+    reduction buckets, and parameters gathered from other ranks. `framework`: the CUDA context, kernels' workspaces, and
+    what the allocator cannot give out for fragmentation; on a CPU the libraries of the process.
+    """
+
+    weights: float = 0.0
+    master_weights: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    logits: float = 0.0
+    communication: float = 0.0
+    framework: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(dataclasses.astuple(self))
+
+    def __add__(self, other: Breakdown) -> Breakdown:
+        return Breakdown(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
+
+
+CATEGORIES = tuple(field.name for field in dataclasses.fields(Breakdown))
+"""The names, in the order of the table."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostBreakdown:
+    """Bytes in the memory of one host (per rank, or of all ranks of a node, as the user of it says).
+
+    `states`: offloaded master weights, moments and gradients. `parameters`: offloaded parameters. `activations`:
+    offloaded ones. `save`: the copies that background saves are written from. `process`: libraries, data workers.
+    """
+
+    states: float = 0.0
+    parameters: float = 0.0
+    activations: float = 0.0
+    save: float = 0.0
+    process: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(dataclasses.astuple(self))
+
+    def scaled(self, ranks: int) -> HostBreakdown:
+        """Of so many ranks."""
+        return HostBreakdown(*(value * ranks for value in dataclasses.astuple(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """What an engine holds on one rank for parameters, gradients and optimizer, at the moments of a step.
+
+    On the device: `resting` between two steps; beyond that, `forward` at the end of the last micro-batch's forward
+    pass; `backward(done, unit)` in its backward pass, when the gradients of `done` parameters are computed and the
+    layer or embedding in work has `unit` parameters; `step` at the worst moment of the optimizer's step. Gradients of
+    the step's earlier micro-batches are in `forward` and `backward`. `host`: of this rank.
+    """
+
+    resting: Breakdown
+    forward: Breakdown
+    backward: Callable[[int, int], Breakdown]
+    step: Breakdown
+    host: HostBreakdown
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What one rank's device holds at its worst moment, named `moment`, and what its node's host holds."""
+
+    peak: Breakdown
+    moment: str
+    host: HostBreakdown

@@ -1,0 +1,125 @@
+"""What a training step is made of, as far as memory depends on it; no torch needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.data.packing import token_budgets
+from ds_encdec.model.parameter_count import ModelSizes, count_parameters, num_encoder_layers, parameter_shapes
+from ds_encdec.types import EngineName
+
+# Encoder and decoder tokens that a denoiser makes of one token of a long text, in the order of
+# `data.ul2_task_weights` (see data/ul2.py): noise moves to the decoder, and a sentinel stands for it on either side.
+_TOKENS_PER_RAW_TOKEN = (
+    (0.85 + 0.15 / 3, 0.15 + 0.15 / 3),
+    (0.50 + 0.50 / 12, 0.50 + 0.50 / 12),
+    (0.85 + 0.15 / 32, 0.15 + 0.15 / 32),
+    (0.50 + 0.50 / 32, 0.50 + 0.50 / 32),
+    (0.25, 0.75),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One rank's share of a training step: the configuration, the model's sizes, and where it runs.
+
+    `encoder_tokens`, `decoder_tokens`: of a micro-batch, padding included. `gradient_accumulation_steps`: micro-batches
+    of this rank in one optimizer step. `emulates_bf16`: the device multiplies bfloat16 in float32, as CPUs without such
+    instructions do (model/precision.py). `trainable_parameters`: of `parameters`; fewer where a part is frozen.
+    """
+
+    config: FullConfig
+    sizes: ModelSizes
+    engine: EngineName
+    world_size: int
+    ranks_per_node: int
+    device: Literal["cuda", "cpu"]
+    encoder_tokens: int
+    decoder_tokens: int
+    gradient_accumulation_steps: int
+    parameters: int
+    trainable_parameters: int
+    emulates_bf16: bool = False
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes of one number in the dtype of activations and of the parameters that layers compute with."""
+        return 2 if self.config.training.bf16 or self.config.training.fp16 else 4
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Parameters of the embedding; an untied output layer has as many again."""
+        return self.sizes.vocab_size * self.sizes.hidden_size
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of one layer, of the encoder or the decoder."""
+        prefix = "decoder.layers.0."
+        return sum(prod(shape) for name, shape in parameter_shapes(self.sizes).items() if name.startswith(prefix))
+
+    @property
+    def encoder_layers(self) -> int:
+        """Layers of the encoder."""
+        return num_encoder_layers(self.sizes)
+
+    @property
+    def decoder_layers(self) -> int:
+        """Layers of the decoder."""
+        return self.sizes.num_hidden_layers
+
+
+def make_job(
+    config: FullConfig,
+    sizes: ModelSizes,
+    engine: EngineName,
+    *,
+    world_size: int,
+    ranks_per_node: int,
+    device: Literal["cuda", "cpu"] = "cuda",
+    gradient_accumulation_steps: int | None = None,
+    ratio: float | None = None,
+    trainable_parameters: int | None = None,
+    emulates_bf16: bool = False,
+) -> Job:
+    """The job of a run. `ratio`: encoder per decoder token of its data; None: `expected_ratio`.
+
+    `gradient_accumulation_steps` None: what `data.num_lanes` and the ranks leave, else the configured.
+    """
+    training = config.training
+    if gradient_accumulation_steps is None:
+        lanes = config.data.num_lanes
+        gradient_accumulation_steps = max(1, lanes // world_size) if lanes else training.gradient_accumulation_steps
+    if ratio is None:
+        ratio = expected_ratio(config.data.ul2_task_weights)
+    budgets = token_budgets(config.data, training.per_device_train_batch_size, ratio)
+    parameters = count_parameters(sizes)
+    return Job(
+        config=config,
+        sizes=sizes,
+        engine=engine,
+        world_size=world_size,
+        ranks_per_node=ranks_per_node,
+        device=device,
+        encoder_tokens=budgets.encoder_tokens,
+        decoder_tokens=budgets.decoder_tokens,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        parameters=parameters,
+        trainable_parameters=parameters if trainable_parameters is None else trainable_parameters,
+        emulates_bf16=emulates_bf16,
+    )
+
+
+def expected_ratio(task_weights: tuple[float, ...]) -> float:
+    """Encoder tokens per decoder token of long texts under these weights of the denoisers.
+
+    A run measures its own (data/survey.py); on web text the two differ by a percent or two, which moves tokens from
+    one side to the other and leaves their sum.
+    """
+    encoder, decoder = (
+        sum(weight * tokens[side] for weight, tokens in zip(task_weights, _TOKENS_PER_RAW_TOKEN, strict=True))
+        for side in (0, 1)
+    )
+    return encoder / decoder
