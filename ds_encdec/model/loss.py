@@ -44,13 +44,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(labels), chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             states = _matmul_operand(hidden[chunk])
-            logits = _matmul_float32(states, matmul_weight.T)
-            token_losses[chunk], logit_grads = _loss_and_logit_grads(logits, labels[chunk])
-            logit_grads = logit_grads.to(matmul_weight.dtype)
+            token_losses[chunk], logit_grads = _loss_and_logit_grads(states, matmul_weight, labels[chunk])
             if hidden_grad is not None:
                 hidden_grad[chunk] = logit_grads @ matmul_weight
             if weight_grad is not None:
                 _add_matmul(weight_grad, logit_grads.T, states)
+            del logit_grads  # before the next chunk's logits are made: otherwise two chunks' would be there
         ctx.save_for_backward(hidden_grad, weight_grad)
         ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(token_losses)
@@ -68,8 +67,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return hidden_grad, weight_grad, None, None, None
 
 
-def _loss_and_logit_grads(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Token losses and d(sum of losses)/d(logits), the latter in the logits' own memory. logits: float32 [C, V]."""
+def _loss_and_logit_grads(states: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Token losses, float32 [C], and d(sum of losses)/d(logits), [C, V] in the weight's dtype.
+
+    The float32 logits are overwritten by their own gradients, and gone on return.
+    """
+    logits = _matmul_float32(states, weight.T)
     ignored = labels == IGNORE_INDEX
     targets = labels.masked_fill(ignored, 0)[:, None]
     target_logits = logits.gather(1, targets)
@@ -79,7 +82,7 @@ def _loss_and_logit_grads(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tenso
     losses = (normalizer.log() + maximum - target_logits).squeeze(1).masked_fill(ignored, 0.0)
     gradients = exponentials.div_(normalizer)
     gradients.scatter_add_(1, targets, gradients.new_full((1, 1), -1.0).expand_as(targets))
-    return losses, gradients.masked_fill_(ignored[:, None], 0.0)
+    return losses, gradients.masked_fill_(ignored[:, None], 0.0).to(weight.dtype)
 
 
 def _matmul_operand(x: Tensor) -> Tensor:

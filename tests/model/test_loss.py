@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -131,3 +132,16 @@ def test_a_second_backward_pass_is_refused_rather_than_scaled_twice() -> None:
     (loss * 2).backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_one_chunk_of_logits_exists_at_a_time() -> None:
+    tokens, width, chunk_tokens = 96, 4, 32
+    one_chunk = chunk_tokens * VOCAB * 4
+    hidden, weight = torch.randn(tokens, width, requires_grad=True), torch.randn(VOCAB, width, requires_grad=True)
+    labels = torch.arange(tokens)
+    tracker = MemTracker()
+    tracker.track_external(hidden, weight, labels)
+    with tracker:
+        linear_cross_entropy(hidden, weight, labels, chunk_tokens)
+    peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    assert one_chunk < peak < 1.5 * one_chunk + 2 * weight.nbytes
