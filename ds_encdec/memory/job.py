@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -43,6 +44,14 @@ class Job:
     parameters: int
     trainable_parameters: int
     emulates_bf16: bool = False
+    ratio: float = 1.0
+    """Encoder tokens per decoder token of the data."""
+
+    @property
+    def longest_document(self) -> tuple[int, int]:
+        """Encoder and decoder tokens of the longest document that a micro-batch may hold."""
+        data = self.config.data
+        return data.max_encoder_length, data.max_decoder_length
 
     @property
     def compute_bytes(self) -> int:
@@ -94,7 +103,7 @@ def make_job(
         gradient_accumulation_steps = max(1, lanes // world_size) if lanes else training.gradient_accumulation_steps
     if ratio is None:
         ratio = expected_ratio(config.data.ul2_task_weights)
-    budgets = token_budgets(config.data, training.per_device_train_batch_size, ratio)
+    budgets = token_budgets(config.data, training.micro_batch_size, ratio)
     parameters = count_parameters(sizes)
     return Job(
         config=config,
@@ -109,7 +118,14 @@ def make_job(
         parameters=parameters,
         trainable_parameters=parameters if trainable_parameters is None else trainable_parameters,
         emulates_bf16=emulates_bf16,
+        ratio=ratio,
     )
+
+
+def with_micro_batch(job: Job, micro_batch_size: int) -> Job:
+    """The same job on micro-batches of another size, in sequences; its accumulation stays."""
+    budgets = token_budgets(job.config.data, micro_batch_size, job.ratio)
+    return dataclasses.replace(job, encoder_tokens=budgets.encoder_tokens, decoder_tokens=budgets.decoder_tokens)
 
 
 def expected_ratio(task_weights: tuple[float, ...]) -> float:

@@ -1,0 +1,189 @@
+"""What the forward pass keeps for the backward pass, and what both work on: per layer, and in the loss head.
+
+Counted are the tensors that autograd saves in model/modeling.py, operation by operation, for two kinds of device:
+
+- CUDA: fused RMSNorm (keeps its input), variable-length flash attention (keeps queries, keys, values, its output and
+  one float32 per head and token), products in the compute dtype.
+- CPU: RMSNorm in single operations (keeps float32 copies), one `scaled_dot_product_attention` per document (with a
+  mask in the decoder), and, where the CPU has no bfloat16 instructions, products in float32 that keep float32 copies
+  of their operands, weights included (model/precision.py).
+
+All figures are bytes of one micro-batch on one rank. docs/memory.md has the formulas in one table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ds_encdec.memory.job import Job
+
+Side = Literal["encoder", "decoder"]
+
+_FLOAT32 = 4
+_INT64 = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMemory:
+    """Bytes of one layer's pass over one micro-batch.
+
+    `input`: its input, which recomputation keeps in its place. `saved`: all that it keeps without recomputation, the
+    input included. `backward`: gradients in flight at the worst moment of its backward pass, beyond `saved`. `forward`:
+    what a pass without gradients works on at its worst moment.
+    """
+
+    input: float
+    saved: float
+    backward: float
+    forward: float
+
+
+def layer_memory(job: Job, side: Side) -> LayerMemory:
+    """The memory of one encoder or decoder layer."""
+    sizes, dtype = job.sizes, job.compute_bytes
+    tokens = job.encoder_tokens if side == "encoder" else job.decoder_tokens
+    hidden, inner = sizes.hidden_size, sizes.intermediate_size
+    saved = _attention(job, side) + _norm(job, tokens, hidden) + _mlp(job, tokens)
+    if job.device == "cuda" or dtype == _FLOAT32:
+        product_in_flight = 2 * inner * dtype
+    else:  # gradients of a product's operands, in float32 and rounded
+        product_in_flight = inner * (_FLOAT32 + 2 * dtype) if job.emulates_bf16 else 2 * inner * dtype
+    in_flight = tokens * (product_in_flight + 2 * hidden * dtype)
+    if side == "decoder":  # the gradient of the encoder's output, to which each decoder layer adds
+        in_flight += 2 * job.encoder_tokens * hidden * dtype
+    return LayerMemory(
+        input=tokens * hidden * dtype,
+        saved=saved,
+        backward=in_flight,
+        forward=tokens * (3 * inner + 2 * hidden) * dtype,
+    )
+
+
+def kept_bytes(job: Job, side: Side, index: int) -> float:
+    """What layer `index` of a stack keeps from its forward pass, as `training.activation_checkpointing` has it."""
+    training = job.config.training
+    memory = layer_memory(job, side)
+    match training.activation_checkpointing:
+        case "full":
+            return memory.input
+        case "every_n":
+            return memory.saved if index % training.activation_checkpointing_every_n else memory.input
+        case "selective":
+            return memory.input + _selected(job, side)
+        case "none":
+            return memory.saved
+
+
+def _selected(job: Job, side: Side) -> float:
+    """What `selective` keeps (model/activation_checkpointing.py): attention, and every second product's output.
+
+    In the order of the forward pass: queries, keys, values, (of the encoder's output) keys, values, attention's output
+    projection, gate, up, down.
+    """
+    sizes, dtype = job.sizes, job.compute_bytes
+    query_width, key_width = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
+    tokens = job.encoder_tokens if side == "encoder" else job.decoder_tokens
+    products = [(tokens, query_width), (tokens, key_width), (tokens, key_width)]
+    if side == "decoder":
+        products += [(job.encoder_tokens, key_width)] * 2
+    products += [(tokens, sizes.hidden_size), *[(tokens, sizes.intermediate_size)] * 2, (tokens, sizes.hidden_size)]
+    attention = tokens * (query_width * dtype + sizes.num_attention_heads * _FLOAT32)
+    return attention + sum(rows * width * dtype for rows, width in products[::2])
+
+
+def _attention(job: Job, side: Side) -> float:
+    """Of the attention block: its norm, projections, per-head norms, the kernel and the output projection."""
+    sizes, dtype = job.sizes, job.compute_bytes
+    heads, key_heads, head_dim = sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim
+    hidden, query_width, key_width = sizes.hidden_size, heads * head_dim, key_heads * head_dim
+    tokens = job.encoder_tokens if side == "encoder" else job.decoder_tokens
+    key_tokens = tokens
+    saved = _norm(job, tokens, hidden)
+    saved += _products(job, tokens, hidden, (query_width, key_width, key_width))
+    saved += _norm(job, tokens, query_width, heads) + _norm(job, tokens, key_width, key_heads)
+    if side == "decoder":  # keys and values of the encoder's output; its own copy is the encoder's, see `shared_bytes`
+        key_tokens += job.encoder_tokens
+        saved += _norm(job, job.encoder_tokens, key_width, key_heads)
+        if job.emulates_bf16:
+            saved += 2 * _FLOAT32 * (job.encoder_tokens * hidden + hidden * key_width)
+    product = _FLOAT32 if job.emulates_bf16 else dtype
+    kernel = tokens * (2 * query_width * product + heads * _FLOAT32) + 2 * key_tokens * key_width * product
+    if side == "decoder" and job.device == "cpu":
+        kernel += _masks(job, product)
+    padding_zeroed = tokens  # a bool for each
+    return saved + kernel + padding_zeroed + _products(job, tokens, query_width, (hidden,))
+
+
+def _masks(job: Job, product: int) -> float:
+    """Of the decoder's attention on a CPU: each document's mask, as bool and as numbers to be added to the scores."""
+    encoder_length, decoder_length = job.longest_document
+    return job.decoder_tokens * (encoder_length + decoder_length) * (1 + product)
+
+
+def _mlp(job: Job, tokens: int) -> float:
+    """Of the SwiGLU layer: its input, both branches, the activation's output, and their product."""
+    hidden, inner = job.sizes.hidden_size, job.sizes.intermediate_size
+    branches = 3 * tokens * inner * job.compute_bytes
+    return _products(job, tokens, hidden, (inner, inner)) + branches + _products(job, tokens, inner, (hidden,))
+
+
+def _norm(job: Job, tokens: int, width: int, groups: int = 1) -> float:
+    """RMSNorm: one float32 per group, and its input (fused) or two float32 copies (in single operations)."""
+    per_token = width * job.compute_bytes if job.device == "cuda" else 2 * width * _FLOAT32
+    return tokens * (per_token + groups * _FLOAT32)
+
+
+def _products(job: Job, tokens: int, width: int, outputs: tuple[int, ...]) -> float:
+    """Linear layers of one input: the input; where products are emulated, float32 copies of it and of each weight."""
+    if not job.emulates_bf16:
+        return tokens * width * job.compute_bytes
+    return sum(_FLOAT32 * (tokens * width + width * output) for output in outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadMemory:
+    """Bytes of the output layer and its loss, see model/loss.py.
+
+    `kept`: from the loss to the head's backward pass: gradients of the hidden states and (float32) of the weight.
+    `chunk`: beyond that while a chunk of logits is worked on. `evaluation`: all that a pass without gradients needs.
+    `weight_gradient`: the weight's gradient in its own dtype; a tied one waits for the embedding's to the very end.
+    """
+
+    kept: float
+    chunk: float
+    evaluation: float
+    weight_gradient: float
+
+
+def head_memory(job: Job) -> HeadMemory:
+    """The memory of the output layer."""
+    hidden, vocab, dtype = job.sizes.hidden_size, job.sizes.vocab_size, job.compute_bytes
+    chunk_tokens = min(job.config.model.loss_chunk_tokens, job.decoder_tokens)
+    logits = chunk_tokens * vocab * _FLOAT32
+    weight = vocab * hidden * _FLOAT32
+    if dtype == _FLOAT32:
+        chunk = evaluation = logits
+    elif job.device == "cuda":  # rounded gradients beside the logits; then beside the product that is added
+        rounded = chunk_tokens * vocab * dtype
+        chunk, evaluation = max(logits + rounded, rounded + weight), logits + rounded
+    else:  # a float32 copy of the weight
+        chunk = evaluation = weight + logits + chunk_tokens * hidden * _FLOAT32
+    return HeadMemory(
+        kept=job.decoder_tokens * hidden * dtype + weight,
+        chunk=chunk,
+        evaluation=evaluation,
+        weight_gradient=vocab * hidden * dtype,
+    )
+
+
+def shared_bytes(job: Job) -> float:
+    """What stays for the whole pass beside the layers: embeddings, both last norms, rotary tables, the batch itself."""
+    hidden, dtype = job.sizes.hidden_size, job.compute_bytes
+    tokens = job.encoder_tokens + job.decoder_tokens
+    embeddings_and_states = 2 * tokens * hidden * dtype  # the first layers' inputs, and the outputs of the last norms
+    last_norms = _norm(job, tokens, hidden)
+    rotary = 2 * tokens * job.sizes.head_dim * dtype
+    # Ids (also joined), positions, labels, denoisers; the merged order of keys.
+    integers = _INT64 * (4 * job.encoder_tokens + 6 * job.decoder_tokens)
+    return embeddings_and_states + last_norms + rotary + integers

@@ -1,0 +1,114 @@
+"""The peak of a training step: the engine's states, activations and the loss head, added up at every moment that may be
+the worst one.
+
+A step is walked through once: the loss (all activations are there), the head's backward pass, each layer's (activations
+go, gradients come), the embedding's, the optimizer's step, and an evaluation. The estimate is the moment with the most
+bytes, and says which one it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from ds_encdec.memory.activations import LayerMemory, head_memory, kept_bytes, layer_memory, shared_bytes
+from ds_encdec.memory.breakdown import Breakdown, EngineMemory, Estimate, HostBreakdown
+from ds_encdec.memory.fsdp import fsdp_memory
+from ds_encdec.memory.job import Job, with_micro_batch
+from ds_encdec.memory.zero import zero_memory
+
+GIB = 2**30
+
+CUDA_CONTEXT_BYTES = 0.6 * GIB
+"""Of a process on its GPU: driver, kernels, cuBLAS workspaces. An assumption, and on the high side."""
+NCCL_BYTES = 0.6 * GIB
+"""Buffers and channels of NCCL's communicators, where there are several ranks. An assumption."""
+FRAGMENTATION = 0.03
+"""Share of what is allocated that the caching allocator holds beyond it and cannot use. An assumption."""
+RANK_PROCESS_BYTES = {"cuda": 3.0 * GIB, "cpu": 0.75 * GIB}
+"""Resident memory of a rank's process without any tensor: libraries and Python objects."""
+DATA_WORKER_BYTES = 0.3 * GIB
+"""Resident memory of a data worker's process."""
+
+
+def estimate(job: Job) -> Estimate:
+    """What `job` holds at its worst moment on each device, and on the host for each rank."""
+    engine = engine_memory(job)
+    moment, peak = max(moments(job, engine), key=lambda named: named[1].total)
+    peak += Breakdown(framework=_framework(job, peak.total))
+    return Estimate(peak=peak, moment=moment, host=_host(job, engine.host))
+
+
+def engine_memory(job: Job) -> EngineMemory:
+    """Parameters, gradients, optimizer and communication under the job's engine."""
+    return zero_memory(job) if job.engine == "deepspeed" else fsdp_memory(job)
+
+
+def moments(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]]:
+    """Every moment that may be the worst of a step, with what is held then; without the framework's share."""
+    resting, head, shared = engine.resting, head_memory(job), shared_bytes(job)
+    layers = _layers(job)
+    kept = shared + sum(keeps for _, _, keeps in layers)
+    at_loss = resting + engine.forward
+    yield "loss", at_loss + Breakdown(activations=kept, logits=head.kept + head.chunk)
+    yield "backward of the head", at_loss + Breakdown(activations=kept, logits=head.kept + head.weight_gradient)
+    # A tied head's gradient waits for the embedding's; an untied one is an ordinary gradient.
+    tied = job.sizes.tie_word_embeddings
+    waiting, done = (head.weight_gradient, 0) if tied else (0.0, job.embedding_parameters)
+    for name, memory, keeps in reversed(layers):
+        working = memory.saved - keeps if keeps < memory.saved else 0.0
+        activations = Breakdown(activations=kept + working + memory.backward, logits=waiting)
+        yield f"backward of {name}", resting + engine.backward(done, job.layer_parameters) + activations
+        kept -= keeps
+        done += job.layer_parameters
+    embedding_gradients = 2 * layers[0][1].input + 2 * layers[-1][1].input
+    in_work = Breakdown(activations=shared + embedding_gradients, logits=waiting)
+    yield "backward of the embedding", resting + engine.backward(done, job.embedding_parameters) + in_work
+    yield "optimizer step", resting + engine.step
+    if job.config.training.eval_samples:
+        yield "evaluation", resting + engine.forward + _evaluation(job)
+
+
+def _layers(job: Job) -> list[tuple[str, LayerMemory, float]]:
+    """Each layer in the order of the forward pass: its name, its memory, and what it keeps on the device."""
+    found = []
+    encoder, decoder = layer_memory(job, "encoder"), layer_memory(job, "decoder")
+    for index in range(job.encoder_layers):
+        found.append((f"encoder layer {index}", encoder, kept_bytes(job, "encoder", index)))
+    for index in range(job.decoder_layers):
+        found.append((f"decoder layer {index}", decoder, kept_bytes(job, "decoder", index)))
+    if job.config.training.activation_offload:  # one layer's are on their way back
+        return [(name, memory, 0.0) for name, memory, _ in found]
+    return found
+
+
+def _evaluation(job: Job) -> Breakdown:
+    """A pass without gradients over an evaluation's micro-batch."""
+    evaluated = with_micro_batch(job, job.config.training.per_device_eval_batch_size)
+    encoder, decoder = layer_memory(evaluated, "encoder"), layer_memory(evaluated, "decoder")
+    working = max(encoder.forward, decoder.forward)
+    return Breakdown(
+        activations=shared_bytes(evaluated) + encoder.input + decoder.input + working,
+        logits=head_memory(evaluated).evaluation,
+    )
+
+
+def _framework(job: Job, allocated: float) -> float:
+    """What a device holds beside tensors."""
+    if job.device == "cpu":
+        return RANK_PROCESS_BYTES["cpu"]
+    return CUDA_CONTEXT_BYTES + (NCCL_BYTES if job.world_size > 1 else 0.0) + FRAGMENTATION * allocated
+
+
+def _host(job: Job, engine: HostBreakdown) -> HostBreakdown:
+    """Per rank: the engine's, offloaded activations, and processes (on a CPU the rank's own is the `framework`)."""
+    activations = 0.0
+    if job.config.training.activation_offload:
+        activations = sum(
+            kept_bytes(job, side, index)
+            for side, count in (("encoder", job.encoder_layers), ("decoder", job.decoder_layers))
+            for index in range(count)
+        )
+    workers = DATA_WORKER_BYTES * job.config.data.preprocessing_num_workers
+    process = workers + (RANK_PROCESS_BYTES["cuda"] if job.device == "cuda" else 0.0)
+    return dataclasses.replace(engine, activations=activations, process=engine.process + process)
