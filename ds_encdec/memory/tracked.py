@@ -1,0 +1,294 @@
+"""What the steps of an engine really hold: the peak in bytes, phase by phase, split by what it is spent on.
+
+    with tracking(engine.model, optimizer, device) as tracked:
+        loss_sum = engine.forward(batch)
+        tracked.end_phase("forward")
+        ...
+    tracked.peak_bytes, tracked.at_peak, tracked.phases["forward"].peak_bytes
+
+On a GPU torch's allocator counts by itself. On a CPU nothing does, so every operator is watched, as
+`torch.distributed._tools.mem_tracker.MemTracker` watches them, and the storages alive after each are added up. Beside
+MemTracker this sees what was there before and what DeepSpeed does behind modules and optimizers, which MemTracker
+does not attribute. What operators allocate inside and give back before they return escapes both.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+from weakref import ref
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch.distributed._tools.common_utils import get_untyped_storages
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Kind = Literal["parameters", "optimizer", "gradients", "engine", "rest"]
+"""`parameters`: of the model, as its layers compute with them, or this rank's shards of them. `optimizer`: its master
+weights where it has any, and its states. `gradients`: of either. `engine`: what else was alive when tracking began,
+buffers above all. `rest`: activations and temporaries, gathered parameters and gradients on their way included."""
+
+KINDS: tuple[Kind, ...] = ("parameters", "optimizer", "gradients", "engine", "rest")
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A part of a step. Bytes: `peak_bytes` at most, split in `at_peak`; `held_bytes` at its end."""
+
+    peak_bytes: int
+    at_peak: Mapping[Kind, int]
+    held_bytes: int
+
+
+class Tracked(Protocol):
+    """Measures while tracking lasts; read it afterwards."""
+
+    resting_bytes: int
+    """What was held when tracking began."""
+    phases: dict[str, Phase]
+    """By name. Of a name that ended several times: its highest peak, and what was held at its last end."""
+
+    def end_phase(self, name: str) -> None:
+        """What was done since the last end, or since tracking began, was the phase `name`."""
+        ...
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest peak of all phases."""
+        ...
+
+    @property
+    def at_peak(self) -> Mapping[Kind, int]:
+        """What that was spent on."""
+        ...
+
+
+@contextmanager
+def tracking(model: nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device) -> Iterator[Tracked]:
+    """Track this process's tensors on `device`. `optimizer`: torch's own, not an engine's wrapper of it.
+
+    Where the optimizer has not stepped yet, its states come as `rest`.
+    """
+    if device.type == "cuda":
+        yield _AllocatorPeaks(model, optimizer, device)
+        return
+    watched = _StorageWatch(model, optimizer, device)
+    with _watched_resizes(watched), watched:
+        yield watched
+    watched.evaluate()
+
+
+class _Phases:
+    """The figures of what was tracked."""
+
+    def __init__(self) -> None:
+        self.resting_bytes = 0
+        self.phases: dict[str, Phase] = {}
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._highest.peak_bytes
+
+    @property
+    def at_peak(self) -> Mapping[Kind, int]:
+        return self._highest.at_peak
+
+    @property
+    def _highest(self) -> Phase:
+        return max(self.phases.values(), key=lambda phase: phase.peak_bytes)
+
+    def _add_phase(self, name: str, phase: Phase) -> None:
+        earlier = self.phases.get(name, phase)
+        highest = max(earlier, phase, key=lambda phase: phase.peak_bytes)
+        self.phases[name] = Phase(highest.peak_bytes, highest.at_peak, phase.held_bytes)
+
+
+class _AllocatorPeaks(_Phases):
+    """Peaks by CUDA's caching allocator, in bytes that tensors asked for.
+
+    The split is that of the phase's begin: what a phase adds, gradients of a first micro-batch too, counts as `rest`.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device) -> None:
+        super().__init__()
+        self._model, self._optimizer, self._device = model, optimizer, device
+        self.resting_bytes = self._begin()
+        self._resident = self._held_by_kind()
+        self._others = self.resting_bytes - sum(self._resident.values())
+
+    def end_phase(self, name: str) -> None:
+        peak = torch.cuda.max_memory_allocated(self._device)
+        split: dict[Kind, int] = {**self._resident, "engine": self._others}
+        split["rest"] = peak - sum(split.values())
+        self._add_phase(name, Phase(peak, split, self._begin()))
+        self._resident = self._held_by_kind()
+
+    def _begin(self) -> int:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return torch.cuda.memory_allocated(self._device)
+
+    def _held_by_kind(self) -> dict[Kind, int]:
+        sizes: dict[Kind, int] = dict.fromkeys(KINDS, 0)
+        seen: set[int] = set()
+        for kind, tensors in _owned(self._model, self._optimizer).items():
+            for storage in _storages(tensors, self._device.type):
+                if storage._cdata not in seen:
+                    seen.add(storage._cdata)
+                    sizes[kind] += storage.nbytes()
+        return sizes
+
+
+class _Entry:
+    """One storage: its bytes now, or at last, and what it is for."""
+
+    __slots__ = ("kind", "num_bytes", "reference")
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self.num_bytes = 0
+        self.reference: ref[UntypedStorage] | None = None
+
+
+class _StorageWatch(TorchDispatchMode, _Phases):
+    """Follows every storage on one type of device from operator to operator, and keeps a log of their sizes.
+
+    Only at the end is known what a storage was for, so peaks are split when tracking is over, from the log.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device) -> None:
+        TorchDispatchMode.__init__(self)
+        _Phases.__init__(self)
+        self._model, self._optimizer, self._device_type = model, optimizer, device.type
+        self._alive: dict[int, _Entry] = {}
+        self._log: list[tuple[_Entry, int]] = []
+        self._ends: list[tuple[str, int, int]] = []
+        self._current_bytes = self._peak_bytes = self._peak_position = 0
+        self._note(_all_tensors(), "engine")
+        self._name_kinds()
+        self.resting_bytes = self._current_bytes
+        self._reset_peak()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if DTensor in types:
+            return NotImplemented  # it comes again with the local tensors
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        # Arguments: tensors made without an operator, by numpy or in C++, are first seen when they are used.
+        self._note((leaf for leaf in tree_leaves((result, args, kwargs)) if isinstance(leaf, Tensor)), "rest")
+        self._update_peak()
+        return result
+
+    def end_phase(self, name: str) -> None:
+        self._name_kinds()
+        self._update_peak()
+        self._ends.append((name, self._peak_position, self._current_bytes))
+        self._reset_peak()
+
+    def evaluate(self) -> None:
+        """Turn the log into phases."""
+        position, held = 0, dict.fromkeys(KINDS, 0)
+        for name, peak_position, held_bytes in self._ends:
+            for entry, change in self._log[position:peak_position]:
+                held[entry.kind] += change
+            position = peak_position
+            self._add_phase(name, Phase(sum(held.values()), dict(held), held_bytes))
+
+    def resized(self, storage: UntypedStorage) -> None:
+        """To be called when the size of a storage was changed without an operator."""
+        if (entry := self._alive.get(storage._cdata)) is not None:
+            self._log_size(entry, storage.nbytes())
+            self._update_peak()
+
+    def _note(self, tensors: Iterable[Tensor], kind: Kind) -> None:
+        for storage in _storages(tensors, self._device_type):
+            entry = self._alive.get(storage._cdata)
+            if entry is None:
+                entry = self._alive[storage._cdata] = _Entry(kind)
+                entry.reference = ref(storage, self._on_death(storage._cdata))
+            if entry.num_bytes != storage.nbytes():
+                self._log_size(entry, storage.nbytes())
+
+    def _on_death(self, key: int) -> Any:
+        def forget(_: object) -> None:
+            self._log_size(self._alive.pop(key), 0)
+
+        return forget
+
+    def _log_size(self, entry: _Entry, num_bytes: int) -> None:
+        change = num_bytes - entry.num_bytes
+        self._log.append((entry, change))
+        self._current_bytes += change
+        entry.num_bytes = num_bytes
+
+    def _name_kinds(self) -> None:
+        """Say of the storages that model and optimizer hold now what they are for."""
+        for kind, tensors in reversed(_owned(self._model, self._optimizer).items()):
+            self._note(tensors, kind)
+            for storage in _storages(tensors, self._device_type):
+                self._alive[storage._cdata].kind = kind
+
+    def _update_peak(self) -> None:
+        if self._current_bytes > self._peak_bytes:
+            self._peak_bytes, self._peak_position = self._current_bytes, len(self._log)
+
+    def _reset_peak(self) -> None:
+        self._peak_bytes, self._peak_position = self._current_bytes, len(self._log)
+
+
+@contextmanager
+def _watched_resizes(watched: _StorageWatch) -> Iterator[None]:
+    """FSDP2 gives the memory of gathered parameters back by `UntypedStorage.resize_`, which is no operator."""
+    original = UntypedStorage.resize_
+
+    def resize_(self: UntypedStorage, size: int) -> UntypedStorage:
+        resized = original(self, size)
+        watched.resized(self)
+        return resized
+
+    UntypedStorage.resize_ = resize_  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+
+def _owned(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[Kind, list[Tensor]]:
+    """The tensors that model and optimizer hold now. What is found under several kinds is of the first."""
+    parameters = list(model.parameters())
+    masters: list[Tensor] = []
+    states: list[Tensor] = []
+    if optimizer is not None:
+        masters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        masters += [key for key in optimizer.state if isinstance(key, Tensor)]
+        states = [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)]
+    # ZeRO-3 leaves nothing in the parameter itself: `ds_tensor` is this rank's part of it.
+    shards = [shard for parameter in parameters if (shard := getattr(parameter, "ds_tensor", None)) is not None]
+    gradients = [tensor.grad for tensor in (*parameters, *masters) if tensor.grad is not None]
+    return {
+        "parameters": [*parameters, *shards, *model.buffers()],
+        "optimizer": [*masters, *states],
+        "gradients": gradients,
+    }
+
+
+def _storages(tensors: Iterable[Tensor], device_type: str) -> Iterator[UntypedStorage]:
+    for tensor in tensors:
+        if tensor.layout == torch.strided:
+            for storage in get_untyped_storages(tensor):
+                if storage.device.type == device_type:
+                    yield storage
+
+
+def _all_tensors() -> list[Tensor]:
+    """Every tensor that Python knows of, and their gradients, which it may not have met yet."""
+    gc.collect()
+    found = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
+    return found + [tensor.grad for tensor in found if tensor.is_leaf and tensor.grad is not None]
