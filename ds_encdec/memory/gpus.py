@@ -1,0 +1,80 @@
+"""GPUs by name, with the memory that a program can really use on them.
+
+The number on the box is neither that nor, mostly, in the unit one would think: an "80 GB" H100 offers 79.1 GiB. The
+figures are what torch prints as a device's total capacity (`torch.cuda.get_device_properties().total_memory`, also in
+every out-of-memory message), ECC on where the card has it, the lowest one seen where drivers differ. What the CUDA
+context takes of it is part of the estimate.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ds_encdec.config.report import closest
+from ds_encdec.types import ConfigError
+
+GIB = 2**30
+_UNITS = {"": 1, "b": 1, "mb": 10**6, "mib": 2**20, "gb": 10**9, "gib": GIB, "tb": 10**12, "tib": 2**40}
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU's `name`, the bytes of its memory that torch reports, and whether it computes in bfloat16."""
+
+    name: str
+    usable_bytes: int
+    has_bf16: bool = True
+
+
+_USABLE_GIB = {
+    "a10g": 21.99,
+    "a40": 44.42,
+    "a6000": 47.40,
+    "a100-40gb": 39.38,
+    "a100-80gb": 79.15,
+    "b200": 178.35,
+    "gh200": 94.50,
+    "h20": 95.00,
+    "h100-80gb": 79.11,
+    "h100-nvl": 93.00,
+    "h200": 139.72,
+    "l4": 21.95,
+    "l40s": 44.39,
+    "mi300x": 191.98,
+    "mi355x": 287.98,
+    "rtx-3090": 23.58,
+    "rtx-4090": 23.52,
+    "rtx-5090": 31.33,
+    "t4": 14.56,
+    "v100-16gb": 15.77,
+    "v100-32gb": 31.73,
+}
+# Compute capability below 8.0: torch emulates bfloat16 there, at a fraction of the speed.
+_WITHOUT_BF16 = {"t4", "v100-16gb", "v100-32gb"}
+
+GPUS = {name: Gpu(name, int(gib * GIB), name not in _WITHOUT_BF16) for name, gib in _USABLE_GIB.items()}
+"""The known ones by name."""
+DEFAULT_GPU = "a100-80gb"
+"""What is assumed where nothing is said."""
+
+
+def parse_gpu(text: str) -> Gpu:
+    """The GPU that `text` means: a known name, or its memory as `80GB` (1e9), `80GiB` (2**30) or plain bytes.
+
+    Raises ConfigError that lists the known names, and the closest.
+    """
+    name = text.strip().lower().replace("_", "-")
+    if name in GPUS:
+        return GPUS[name]
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)", name)
+    if size and size[2] in _UNITS:
+        number = int(float(size[1]) * _UNITS[size[2]])
+        if number < GIB:
+            raise ConfigError(f"--gpu {text}: {number:,} bytes are not the memory of a GPU; write 80GB, 80GiB or bytes")
+        return Gpu(text.strip(), number)
+    meant = [known for known in GPUS if known.startswith(name)] or [closest(name, GPUS)]
+    suggestion = f" Did you mean {' or '.join(filter(None, meant))}?" if any(meant) else ""
+    raise ConfigError(
+        f"--gpu {text}: not a known GPU.{suggestion} Known: {', '.join(GPUS)}; or give its memory: 80GB, 80GiB, bytes"
+    )

@@ -1,0 +1,215 @@
+"""The sizes of a run's model without torch and without the network: what the estimate needs of `model/source.py`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ds_encdec.config.report import closest
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.model.parameter_count import ModelSizes, num_encoder_layers
+from ds_encdec.tokenizer.sentinels import MODE_TOKENS, sentinel
+from ds_encdec.types import ConfigError
+
+ROWS_MULTIPLE = 128
+"""As `EMBEDDING_ROWS_MULTIPLE` of model/source.py, which cannot be imported without transformers."""
+QWEN3_IDS = 151_669
+"""Ids that Qwen3's tokenizer has before sentinels are added (tokenizer/sentinels.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The sizes of an encoder-decoder; see `config.schema.ArchitectureConfig`. `vocab_size` in rows."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_encoder_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    tie_word_embeddings: bool
+
+
+# hidden, layers, query heads, intermediate, tied embeddings; of each published config.json, on
+# https://huggingface.co/Qwen/<name>. All have 151,936 rows, 8 key/value heads and heads of 128.
+_PUBLISHED = {
+    "Qwen/Qwen3-0.6B": (1024, 28, 16, 3072, True),
+    "Qwen/Qwen3-1.7B": (2048, 28, 16, 6144, True),
+    "Qwen/Qwen3-4B": (2560, 36, 32, 9728, True),
+    "Qwen/Qwen3-8B": (4096, 36, 32, 12288, False),
+    "Qwen/Qwen3-14B": (5120, 40, 40, 17408, False),
+    "Qwen/Qwen3-32B": (5120, 64, 64, 25600, False),
+}
+QWEN3_ROWS = 151_936
+_SIZE_KEYS = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+)
+
+
+def run_sizes(config: FullConfig) -> Sizes:
+    """The sizes of the model that a run of `config` trains, sentinels included.
+
+    From `model.architecture`, a local folder, the published sizes of a Qwen3, or the Hugging Face cache. Raises
+    ConfigError for a model that is none of these, or that a run would refuse.
+    """
+    section = config.model
+    if section.architecture is not None:
+        return _sizes(section.architecture)  # its rows are fixed: a run refuses a tokenizer that needs more
+    name = section.model_name_or_path
+    assert name is not None  # the configuration has one of the two
+    folder = _find_folder(name)
+    if folder is not None:
+        sizes = _stored_sizes(folder)
+    elif (published := published_sizes(name)) is not None:
+        sizes = published
+    else:
+        raise ConfigError(_not_found(name))
+    rows = _rows_needed(config, sizes.vocab_size)
+    return replace(sizes, vocab_size=rows)
+
+
+def published_sizes(name: str) -> Sizes | None:
+    """The sizes of the encoder-decoder made from a Qwen3 of that hub id; None for an unknown one."""
+    known = _PUBLISHED.get(name.removesuffix("-Base"))
+    if known is None or name == "Qwen/Qwen3-32B-Base":  # never published
+        return None
+    hidden, layers, heads, intermediate, tied = known
+    return Sizes(
+        vocab_size=QWEN3_ROWS,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_encoder_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=intermediate,
+        tie_word_embeddings=tied,
+    )
+
+
+def adapter_parameters(sizes: ModelSizes, rank: int) -> int:
+    """Parameters of LoRA adapters of `rank` on all seven projections of all layers (LoRA, arXiv 2106.09685).
+
+    A projection from m to n numbers gets two matrices, of m x rank and rank x n.
+    """
+    hidden, inner = sizes.hidden_size, sizes.intermediate_size
+    query, key = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
+    query_and_output = 2 * (hidden + query)
+    key_and_value = 2 * (hidden + key)
+    gate_up_and_down = 3 * (hidden + inner)
+    layers = num_encoder_layers(sizes) + sizes.num_hidden_layers
+    return rank * layers * (query_and_output + key_and_value + gate_up_and_down)
+
+
+def _sizes(sizes: ModelSizes) -> Sizes:
+    return Sizes(
+        vocab_size=sizes.vocab_size,
+        hidden_size=sizes.hidden_size,
+        num_hidden_layers=sizes.num_hidden_layers,
+        num_encoder_layers=num_encoder_layers(sizes),
+        num_attention_heads=sizes.num_attention_heads,
+        num_key_value_heads=sizes.num_key_value_heads,
+        head_dim=sizes.head_dim,
+        intermediate_size=sizes.intermediate_size,
+        tie_word_embeddings=sizes.tie_word_embeddings,
+    )
+
+
+def _stored_sizes(folder: Path) -> Sizes:
+    """The sizes in the `config.json` of a decoder-only Qwen3 or of an encoder-decoder made here."""
+    file = folder / "config.json"
+    try:
+        stored = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.model_name_or_path: {file} cannot be read: {error}") from error
+    kind = stored.get("model_type") if isinstance(stored, dict) else None
+    if kind not in ("qwen3", "qwen3_seq2seq"):
+        raise ConfigError(
+            f"model.model_name_or_path: {file}: model_type is {kind!r}; needed is 'qwen3' (a dense decoder-only "
+            "Qwen3) or 'qwen3_seq2seq' (an encoder-decoder made here)"
+        )
+    if kind == "qwen3" and stored.get("attention_bias"):
+        raise ConfigError(f"model.model_name_or_path: {file}: attention_bias is not supported")
+    wrong = [key for key in _SIZE_KEYS if not (isinstance(stored.get(key), int) and stored[key] > 0)]
+    if wrong:
+        raise ConfigError(f"model.model_name_or_path: {file} lacks {', '.join(wrong)} (whole numbers above 0)")
+    layers = stored["num_hidden_layers"]
+    return Sizes(
+        **{key: stored[key] for key in _SIZE_KEYS},
+        num_encoder_layers=(stored.get("num_encoder_layers") if kind == "qwen3_seq2seq" else None) or layers,
+        head_dim=stored.get("head_dim") or stored["hidden_size"] // stored["num_attention_heads"],
+        tie_word_embeddings=bool(stored.get("tie_word_embeddings", False)),
+    )
+
+
+def _rows_needed(config: FullConfig, rows: int) -> int:
+    """`rows` of the embedding, or as many as it grows to where the sentinels and mode tokens do not fit in."""
+    section = config.model
+    wanted = [sentinel(index) for index in range(section.num_sentinel_tokens)]
+    wanted += MODE_TOKENS if config.data.use_mode_tokens else ()
+    ids = _tokenizer_ids(section.tokenizer_name_or_path or section.model_name_or_path or "")
+    if ids is None:
+        # Of a model whose tokenizer cannot be seen, one of Qwen3's rows has Qwen3's; others are taken to have room.
+        if rows != QWEN3_ROWS:
+            return rows
+        ids = {"": QWEN3_IDS - 1}
+    needed = max(ids.values()) + 1 + sum(token not in ids for token in wanted)
+    return rows if needed <= rows else -(-needed // ROWS_MULTIPLE) * ROWS_MULTIPLE
+
+
+def _tokenizer_ids(name: str) -> Mapping[str, int] | None:
+    """The id of every token in the `tokenizer.json` of a local folder or the cache; None if there is none to read."""
+    folder = _find_folder(name)
+    try:
+        stored: Any = json.loads((folder / "tokenizer.json").read_text()) if folder else None
+        return {**stored["model"]["vocab"], **{token["content"]: token["id"] for token in stored["added_tokens"]}}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # a run says what is wrong with it; for the size of the model it hardly matters
+
+
+def _find_folder(name: str) -> Path | None:
+    """The local folder `name`, or its newest snapshot in the Hugging Face cache."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    return next(_snapshots(name), None) if name.count("/") == 1 else None
+
+
+def _snapshots(name: str) -> Iterator[Path]:
+    """Snapshots of a hub repository in the local cache that hold a `config.json`, that of `main` first.
+
+    The cache's layout is documented: https://huggingface.co/docs/huggingface_hub/guides/manage-cache
+    """
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
+    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub")).expanduser()
+    repository = cache / f"models--{name.replace('/', '--')}"
+    try:
+        commits = [(repository / "refs" / "main").read_text().strip()]
+    except OSError:
+        commits = []
+    found = sorted(repository.glob("snapshots/*/config.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+    folders = [repository / "snapshots" / commit for commit in commits] + [file.parent for file in found]
+    return (folder for folder in folders if (folder / "config.json").is_file())
+
+
+def _not_found(name: str) -> str:
+    known = [f"{base}{suffix}" for base in _PUBLISHED for suffix in ("", "-Base") if published_sizes(base + suffix)]
+    meant = closest(name, known)
+    suggestion = f" Did you mean {meant}?" if meant else ""
+    return (
+        f"model.model_name_or_path: {name} is not a local folder, not in the Hugging Face cache, and not one of the "
+        f"models whose sizes are known here ({', '.join(known)}); nothing is downloaded for an estimate.{suggestion} "
+        "Give a folder that holds its config.json, or its sizes: model.architecture.hidden_size=… and so on, with "
+        "model.tokenizer_name_or_path=builtin"
+    )
