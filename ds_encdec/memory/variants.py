@@ -16,7 +16,7 @@ from ds_encdec.config.rules import engine_conflicts, find_conflicts
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.memory.breakdown import Estimate
 from ds_encdec.memory.estimate import estimate
-from ds_encdec.memory.job import Job, expected_ratio, make_job
+from ds_encdec.memory.job import Job, make_job
 from ds_encdec.types import EngineName
 
 Value = str | int | bool | None
@@ -31,6 +31,13 @@ EFFICIENT_TOKENS = 4096
 SMALLEST_LOSS_CHUNK = 128
 """Tokens; below this the head's matrix products are too small to be fast."""
 
+BATCH_FIELDS = {
+    "training.per_device_train_batch_size",
+    "training.gradient_accumulation_steps",
+    "training.global_batch_size",
+    "data.num_lanes",
+}
+"""Any of them decides how many micro-batches a step has."""
 STAGES = ("zero0", "zero1", "zero2", "zero3")
 HYBRID_STAGES = ("zero2_hybrid", "zero3_hybrid")
 CHECKPOINTING = ("none", "full")
@@ -81,15 +88,14 @@ def resolve_engine(config: FullConfig) -> EngineName:
 def changed(job: Job, overrides: Mapping[str, Value]) -> Job:
     """`job` under a configuration in which these fields (`section.field`) have other values. Nothing is validated.
 
-    The data's ratio of encoder to decoder tokens stays what it was, as far as the job shows it; so does the number of
-    micro-batches in a step, unless a field that decides it is changed.
+    The number of micro-batches in a step stays what it was, unless a field that decides it is changed.
     """
     config = job.config
     for name, value in overrides.items():
         section, field = name.split(".")
         changed_section = getattr(config, section).model_copy(update={field: value})
         config = config.model_copy(update={section: changed_section})
-    keeps_steps = not {"training.gradient_accumulation_steps", "data.num_lanes"} & overrides.keys()
+    keeps_steps = not BATCH_FIELDS & overrides.keys()
     other = make_job(
         config,
         job.sizes,
@@ -98,23 +104,11 @@ def changed(job: Job, overrides: Mapping[str, Value]) -> Job:
         ranks_per_node=job.ranks_per_node,
         device=job.device,
         gradient_accumulation_steps=job.gradient_accumulation_steps if keeps_steps else None,
-        ratio=_ratio(job),
+        ratio=job.ratio,
         trainable_parameters=job.trainable_parameters,
         emulates_bf16=job.emulates_bf16,
     )
     return dataclasses.replace(other, parameters=job.parameters)  # with adapters, more than the sizes have
-
-
-def _ratio(job: Job) -> float | None:
-    """The data's ratio, or None for the expected one.
-
-    The tokens show it unless one side has only just room for its longest example; the expected ratio then explains
-    them as well as any.
-    """
-    usual = make_job(job.config, job.sizes, job.engine, world_size=job.world_size, ranks_per_node=job.ranks_per_node)
-    if (usual.encoder_tokens, usual.decoder_tokens) == (job.encoder_tokens, job.decoder_tokens):
-        return expected_ratio(job.config.data.ul2_task_weights)
-    return job.encoder_tokens / job.decoder_tokens
 
 
 def variants(job: Job) -> list[Variant]:
@@ -163,20 +157,22 @@ def fitting_settings(job: Job, capacity_bytes: float, count: int = 3) -> list[Re
 
 def micro_batches(job: Job) -> list[int]:
     """Micro-batches that make the same global batch, the smallest first: divisors of what a rank reads in a step."""
-    sequences = job.config.training.per_device_train_batch_size * job.gradient_accumulation_steps
+    sequences = job.config.training.micro_batch_size * job.gradient_accumulation_steps
     return [batch for batch in range(1, sequences + 1) if sequences % batch == 0]
 
 
 def batch_overrides(job: Job, batch: int) -> dict[str, Value]:
     """The change to a micro-batch of `batch`, one of `micro_batches`, with the accumulation that keeps the global."""
     training, lanes = job.config.training, job.config.data.num_lanes
-    if batch == training.per_device_train_batch_size:
+    if batch == training.micro_batch_size:
         return {}
-    steps = training.per_device_train_batch_size * job.gradient_accumulation_steps // batch
-    accumulation: dict[str, Value] = (
-        {"data.num_lanes": steps * job.world_size} if lanes else {"training.gradient_accumulation_steps": steps}
-    )
-    return {"training.per_device_train_batch_size": batch, **accumulation}
+    overrides: dict[str, Value] = {"training.per_device_train_batch_size": batch}
+    steps = training.micro_batch_size * job.gradient_accumulation_steps // batch
+    if lanes:
+        overrides["data.num_lanes"] = steps * job.world_size
+    elif training.global_batch_size is None:  # which decides the accumulation by itself
+        overrides["training.gradient_accumulation_steps"] = steps
+    return overrides
 
 
 def _variant(job: Job, overrides: dict[str, Value]) -> Variant:
@@ -246,7 +242,7 @@ def _slowness(job: Job) -> tuple[int, int, int]:
 
 
 def _efficient_micro_batch(job: Job) -> int:
-    data, configured = job.config.data, job.config.training.per_device_train_batch_size
+    data, configured = job.config.data, job.config.training.micro_batch_size
     return min(configured, -(-EFFICIENT_TOKENS // (data.max_encoder_length + data.max_decoder_length)))
 
 
@@ -260,9 +256,7 @@ def _disturbances(job: Job) -> Iterator[dict[str, Value]]:
     reducing: list[dict[str, Value]] = [{}]
     if job.engine == "fsdp" and job.gradient_accumulation_steps > 1 and not infra.fsdp_reduce_every_micro_batch:
         reducing.append({"infra.fsdp_reduce_every_micro_batch": True})
-    batches = [
-        batch_overrides(job, batch) for batch in micro_batches(job) if batch <= training.per_device_train_batch_size
-    ]
+    batches = [batch_overrides(job, batch) for batch in micro_batches(job) if batch <= training.micro_batch_size]
     for parts in itertools.product(chunks, reducing, batches, _more_sharing(job)):
         overrides = {name: value for part in parts for name, value in part.items()}
         if overrides:
@@ -289,7 +283,7 @@ def _disturbance(job: Job, overrides: Mapping[str, Value]) -> float:
     batch = overrides.get("training.per_device_train_batch_size")
     halvings = 0.0
     if isinstance(batch, int):
-        halvings = math.log2(job.config.training.per_device_train_batch_size / batch)
+        halvings = math.log2(job.config.training.micro_batch_size / batch)
     fixed = {
         "model.loss_chunk_tokens": 1.0,
         "infra.fsdp_reduce_every_micro_batch": 3.0,
