@@ -13,6 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from ds_encdec.config.batch_size import global_batch_size, is_auto, micro_batches_per_step
 from ds_encdec.config.report import closest
 from ds_encdec.config.rules import ROLLBACK_FIELDS, find_conflicts
 from ds_encdec.config.schema import FullConfig, ModelConfig, MonitorConfig, PhasesConfig
@@ -190,23 +191,26 @@ def plan_phase(config: FullConfig, phase: TrainingPhase, max_steps: int | None =
     """Lay `phase` over `config`. `max_steps`: a limit to its optimizer steps besides its own.
 
     The run's data begins anew, under a seed of its own, so that no phase reads in the order of another; the held-out
-    documents do not depend on it. Its lanes are fixed to what `infra.num_gpus` makes, so that the plan holds on
-    whatever ranks the launcher starts. Raises ConfigError for a phase that contradicts itself.
+    documents do not depend on it. Its steps hold what `infra.num_gpus` makes, so that the plan holds on whatever ranks
+    the launcher starts. Raises ConfigError for a phase that contradicts itself.
     """
     settings = phase_config(config, phase)
     training, data = config.training, config.data
-    lanes = data.num_lanes or config.infra.num_gpus * training.gradient_accumulation_steps
-    batch_size, length = training.per_device_train_batch_size, data.max_encoder_length + data.max_decoder_length
-    # A lane is one micro-batch of a step, whichever rank makes it.
-    steps_for_tokens = estimate_steps_for_tokens(settings.num_tokens, batch_size, length, lanes, 1)
+    sequences, length = (
+        global_batch_size(config, config.infra.num_gpus),
+        data.max_encoder_length + data.max_decoder_length,
+    )
+    # However many micro-batches a step is divided into, and whichever ranks make them.
+    steps_for_tokens = estimate_steps_for_tokens(settings.num_tokens, sequences, length, 1, 1)
     steps = min(settings.num_train_steps, steps_for_tokens, max_steps or settings.num_train_steps)
     save_steps, monitor, remarks = _room_for_rollbacks(config, min(settings.save_steps, steps), steps)
     overlaid = config.model_copy(
         update={
             "model": _model_of(config, phase),
-            "data": data.model_copy(update={"num_lanes": lanes}),
+            "data": data.model_copy(update={"num_lanes": _lanes(config)}),
             "training": training.model_copy(
                 update={
+                    "global_batch_size": sequences if is_auto(config) else training.global_batch_size,
                     "num_train_steps": steps,
                     "warmup_steps": _warmup_steps(config, settings, steps),
                     "eval_steps": min(settings.eval_steps, steps),
@@ -223,7 +227,12 @@ def plan_phase(config: FullConfig, phase: TrainingPhase, max_steps: int | None =
     if conflicts := find_conflicts(overlaid):
         lines = "\n".join(f"  {', '.join(conflict.fields)}: {conflict.message}" for conflict in conflicts)
         raise ConfigError(f"phase {phase} of {steps} steps contradicts itself (see phases.{phase}):\n{lines}")
-    return PlannedPhase(settings, overlaid, batch_size * length * lanes, steps_for_tokens, remarks)
+    return PlannedPhase(settings, overlaid, sequences * length, steps_for_tokens, remarks)
+
+
+def _lanes(config: FullConfig) -> int | None:
+    """The lanes of a phase's run; None where it finds its micro-batch size, and so its lanes, when it starts."""
+    return None if is_auto(config) else micro_batches_per_step(config, config.infra.num_gpus)
 
 
 def _model_of(config: FullConfig, phase: TrainingPhase) -> ModelConfig:

@@ -23,7 +23,7 @@ LAYERS = (
     ("build",),
     ("trainer",),
     ("rollback",),
-    ("resume",),
+    ("resume", "auto_batch"),
     ("checkpoint", "evaluate", "run_model"),
     ("memory",),
     ("data", "engine", "monitor"),

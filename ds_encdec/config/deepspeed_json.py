@@ -130,6 +130,8 @@ class _Merger:
         total_mention = self._mention("train_batch_size", total)
         if not _is_count(total):
             self._report('must be a whole number >= 1, or "auto"', total_mention)
+        elif micro == "auto":  # the YAML file's: into how many micro-batches these sequences go is not known yet
+            self._accept(_Claim("training.global_batch_size", total, "train_batch_size", total))
         elif _is_count(micro) and total % micro:
             set_by = self._mention(claim.key, micro) if claim else mention(self.schema, self.settings, field)
             self._report("train_batch_size must be a multiple of the micro-batch size", total_mention, set_by)

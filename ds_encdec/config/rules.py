@@ -95,6 +95,21 @@ def _architecture(config: FullConfig) -> Iterator[Conflict]:
             yield Conflict(("data." + length, at + "max_position_embeddings"), message)
 
 
+def _batch(config: FullConfig) -> Iterator[Conflict]:
+    sequences, lanes = config.training.global_batch_size, config.data.num_lanes
+    size = config.training.per_device_train_batch_size
+    given, micro = "training.global_batch_size", "training.per_device_train_batch_size"
+    if size == "auto":
+        if lanes is not None:
+            message = "auto decides into how many micro-batches a step is divided: set global_batch_size, not num_lanes"
+            yield Conflict((micro, "data.num_lanes"), message)
+    elif sequences is not None and sequences % size:
+        yield Conflict((given, micro), "a step must be a whole number of micro-batches: the former a multiple")
+    elif sequences is not None and lanes is not None and sequences != lanes * size:
+        message = f"{lanes} micro-batches of {size} are {lanes * size} sequences: make them equal, or remove one"
+        yield Conflict((given, "data.num_lanes", micro), message)
+
+
 def _precision(config: FullConfig) -> Iterator[Conflict]:
     if config.training.bf16 and config.training.fp16:
         yield Conflict(("training.bf16", "training.fp16"), "at most one may be true; both false is float32")
@@ -326,6 +341,7 @@ def _deepspeed_extra(config: FullConfig) -> Iterator[Conflict]:
 _RULES: tuple[Callable[[FullConfig], Iterator[Conflict]], ...] = (
     _model_source,
     _architecture,
+    _batch,
     _precision,
     _sharding,
     _compilation,

@@ -11,11 +11,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 
 from ds_encdec.config.resolve import resolve
 from ds_encdec.config.rules import ConflictingFields, find_conflicts
 from ds_encdec.config.yaml_text import write_yaml
+from ds_encdec.types import ConfigError
 
 ShardingStage = Literal["zero0", "zero1", "zero2", "zero3", "zero2_hybrid", "zero3_hybrid"]
 
@@ -186,12 +196,17 @@ class DataConfig(Section):
 class TrainingConfig(Section):
     """Batch, optimizer, schedule, evaluation and checkpoint cadence."""
 
-    per_device_train_batch_size: int = Field(default=4, ge=1)
-    """Micro-batch: its token budget is this times (max_encoder_length + max_decoder_length)."""
+    per_device_train_batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = 4
+    """Micro-batch: its token budget is this times (max_encoder_length + max_decoder_length). `auto`: the largest that
+    is found to fit at the first start, with the accumulation that keeps the global batch (docs/auto-batch-size.md)."""
+    global_batch_size: int | None = Field(default=None, ge=1)
+    """Sequences per optimizer step over all ranks, each of max_encoder_length + max_decoder_length tokens. The
+    accumulation follows from it. None: the micro-batch (with `auto`: of 4) × ranks × `gradient_accumulation_steps`."""
     per_device_eval_batch_size: int = Field(default=8, ge=1)
     """The same for evaluation."""
     gradient_accumulation_steps: int = Field(default=8, ge=1)
-    """Micro-batches per rank and optimizer step at the first start (see `data.num_lanes`)."""
+    """Micro-batches per rank and optimizer step at the first start (see `data.num_lanes`); where
+    `global_batch_size` is given, it decides instead."""
     learning_rate: float = Field(default=2e-4, gt=0)
     """Peak learning rate."""
     weight_decay: float = Field(default=0.01, ge=0)
@@ -265,6 +280,25 @@ class TrainingConfig(Section):
     """What an evaluation's loss must fall by to count as lower, in nats per target token."""
     save_on_best: bool = False
     """Save after each evaluation with the lowest loss so far, not only every `save_steps`."""
+
+    @field_validator("per_device_train_batch_size", mode="wrap")
+    @classmethod
+    def _number_or_auto(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        """One message, where pydantic has one for each alternative."""
+        try:
+            return validate(value)
+        except ValidationError:
+            raise ValueError("must be a whole number >= 1, or `auto`") from None
+
+    @property
+    def micro_batch_size(self) -> int:
+        """`per_device_train_batch_size` as a number. Raises ConfigError while it is `auto`."""
+        if self.per_device_train_batch_size == "auto":
+            raise ConfigError(
+                "training.per_device_train_batch_size=auto is found when a run starts, on its machine: "
+                "give a number where nothing can be tried"
+            )
+        return self.per_device_train_batch_size
 
 
 class InfraConfig(Section):

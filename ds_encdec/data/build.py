@@ -85,14 +85,14 @@ def build_data(
     if saved is None:
         found = survey(sources, tokenize, chunker)
         ratio = found.ratio
-        require_one_step(found, num_lanes, token_budgets(data, training.per_device_train_batch_size, ratio))
+        require_one_step(found, num_lanes, token_budgets(data, training.micro_batch_size, ratio))
     else:
         ratio = saved["encoder_decoder_ratio"]
     pipeline = Pipeline(
         sources=sources,
         tokenize=tokenize,
         chunker=chunker,
-        budgets=token_budgets(data, training.per_device_train_batch_size, ratio),
+        budgets=token_budgets(data, training.micro_batch_size, ratio),
         num_lanes=num_lanes,
         seed=training.seed,
         shuffle_buffer_size=data.shuffle_buffer_size,

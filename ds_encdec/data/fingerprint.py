@@ -41,7 +41,7 @@ def fingerprint(config: FullConfig, pipeline: Pipeline) -> dict[str, Any]:
     facts |= {
         "data.num_lanes": pipeline.num_lanes,
         "training.seed": pipeline.seed,
-        "training.per_device_train_batch_size": config.training.per_device_train_batch_size,
+        "training.per_device_train_batch_size": config.training.micro_batch_size,
         "tokenizer": digest(pipeline.tokenize([_PROBE])[0].tolist()),
         "special tokens": digest(
             [vocabulary.sentinel_ids, vocabulary.eos_id, vocabulary.pad_id, vocabulary.mode_token_ids]

@@ -55,9 +55,9 @@ def render_deepspeed_json(
         )
     training = config.training
     rendered: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": training.per_device_train_batch_size,
+        "train_micro_batch_size_per_gpu": training.micro_batch_size,
         "gradient_accumulation_steps": gradient_accumulation_steps,
-        "train_batch_size": training.per_device_train_batch_size * gradient_accumulation_steps * world_size,
+        "train_batch_size": training.micro_batch_size * gradient_accumulation_steps * world_size,
         "gradient_clipping": training.max_grad_norm,
         "bf16": {"enabled": training.bf16},
         "fp16": {"enabled": training.fp16},

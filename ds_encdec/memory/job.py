@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
+from ds_encdec.config.batch_size import micro_batches_per_step
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.packing import token_budgets
 from ds_encdec.model.parameter_count import ModelSizes, count_parameters, num_encoder_layers, parameter_shapes
@@ -95,12 +96,11 @@ def make_job(
 ) -> Job:
     """The job of a run. `ratio`: encoder per decoder token of its data; None: `expected_ratio`.
 
-    `gradient_accumulation_steps` None: what `data.num_lanes` and the ranks leave, else the configured.
+    `gradient_accumulation_steps` None: what the configured batch and the ranks leave.
     """
     training = config.training
     if gradient_accumulation_steps is None:
-        lanes = config.data.num_lanes
-        gradient_accumulation_steps = max(1, lanes // world_size) if lanes else training.gradient_accumulation_steps
+        gradient_accumulation_steps = max(1, micro_batches_per_step(config, world_size) // world_size)
     if ratio is None:
         ratio = expected_ratio(config.data.ul2_task_weights)
     budgets = token_budgets(config.data, training.micro_batch_size, ratio)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ds_encdec.config.batch_size import with_assumed_batch_size
 from ds_encdec.config.load import load_config
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.select import check_engine, fallback_engine, resolve_engine
@@ -133,9 +134,10 @@ def config_for_model(
 
 def on_one_rank(config: FullConfig) -> FullConfig:
     """`config` as one process can check it: steps of one micro-batch, all at the same learning rate."""
-    fields = config.model_dump()
+    fields = with_assumed_batch_size(config, config.infra.num_gpus).model_dump()
     fields["data"]["num_lanes"] = 1
     fields["training"] |= {
+        "global_batch_size": None,
         "gradient_accumulation_steps": 1,
         "lr_scheduler_type": "constant",
         "warmup_steps": 0,
