@@ -167,13 +167,13 @@ def _weight_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    from ds_encdec.config.load import load_config
+    from ds_encdec.config.load import find_shipped, load_config
 
     path, overrides = options.config, list(overrides)
     if path is not None and "=" in str(path):  # an override in the place of the file
         path, overrides = None, [str(path), *overrides]
     path = path or options.config_option
-    load_config(train.find_shipped(path), overrides, train.find_shipped(options.deepspeed_config))
+    load_config(find_shipped(path), overrides, find_shipped(options.deepspeed_config))
     print(f"{path or 'the default configuration'}: no problems found")
     return 0
 
@@ -186,7 +186,7 @@ def _schema(options: argparse.Namespace, _: Sequence[str]) -> int:
 
 
 def _phases(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    from ds_encdec.config.load import load_config
+    from ds_encdec.config.load import find_shipped, load_config
     from ds_encdec.pipeline.dry_run import describe_estimate, estimate_phases, measured_tokens_per_second
     from ds_encdec.pipeline.run import plan_phases, run_phases, select_phases
 
@@ -197,7 +197,7 @@ def _phases(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             "--json, --tokens-per-second, --measured and --price-per-gpu-hour belong to --dry-run: add it"
         )
     phases = select_phases(options.only, options.first, options.last)
-    config = load_config(train.find_shipped(options.config), overrides, train.find_shipped(options.deepspeed_config))
+    config = load_config(find_shipped(options.config), overrides, find_shipped(options.deepspeed_config))
     plans = plan_phases(config, phases, options.steps_per_phase)
     if not options.dry_run:
         run_phases(config, plans, launcher=options.launcher)
@@ -210,9 +210,9 @@ def _phases(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _inspect_data(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from ds_encdec.build import inspect_run_data
-    from ds_encdec.config.load import load_config
+    from ds_encdec.config.load import find_shipped, load_config
 
-    config = load_config(train.find_shipped(options.config), overrides)
+    config = load_config(find_shipped(options.config), overrides)
     print(inspect_run_data(config, num_examples=options.n, as_json=options.json))
     return 0
 
@@ -275,9 +275,9 @@ def _report(options: argparse.Namespace, _: Sequence[str]) -> int:
 
 
 def _sanity_check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    from ds_encdec.config.load import load_config
+    from ds_encdec.config.load import find_shipped, load_config
 
-    path, deepspeed_config = train.find_shipped(options.config), train.find_shipped(options.deepspeed_config)
+    path, deepspeed_config = find_shipped(options.config), find_shipped(options.deepspeed_config)
     config = None if options.model else load_config(path, overrides, deepspeed_config)
     from ds_encdec.sanity_check.run import check_config, config_for_model  # torch: once the configuration is sound
 

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from ds_encdec.config.load import load_config
+from ds_encdec.config.load import find_shipped, load_config
 from ds_encdec.types import ConfigError, DsEncDecError, Preempted
 
 RANK_ZERO_SPEAKS_SECONDS = 10.0
@@ -92,14 +92,6 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     run_training(config, resume=options.resume, allow_data_change=options.allow_data_change)
     return 0
-
-
-def find_shipped(path: Path | None) -> Path | None:
-    """`path`, or where it is not there, the file of that name beside the package: ds_configs/… from any folder."""
-    if path is None or path.is_absolute() or path.exists():
-        return path
-    shipped = Path(__file__).resolve().parent.parent / path
-    return shipped if shipped.exists() else path
 
 
 def _leave(exit_code: int) -> NoReturn:

@@ -23,3 +23,11 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), deepspeed_conf
     Raises ConfigError that lists every problem found in all of them.
     """
     return resolve(FullConfig, path, overrides, deepspeed_config)
+
+
+def find_shipped(path: Path | None) -> Path | None:
+    """`path`, or where it is not there, the file of that name beside the package: ds_configs/… from any folder."""
+    if path is None or path.is_absolute() or path.exists():
+        return path
+    shipped = Path(__file__).resolve().parents[2] / path
+    return shipped if shipped.exists() else path
