@@ -1,0 +1,441 @@
+"""A training step of this model and engine, run without its memory: what it would hold, by category, and when.
+
+The FSDP2 engine's own code builds its shards, runs forward, backward and step under torch's FakeTensorMode, where
+tensors have shapes and no data, in a process group that is a fake of any size. Every storage is followed from operator
+to operator. So a machine without a GPU can tell within a minute what a rank of a cluster would hold, down to each
+temporary, and the arithmetic of the estimate is checked against it.
+
+What runs is what a GPU would run (`_as_on_a_gpu`), on fake CPU tensors, for torch has no fake GPU where it has no CUDA.
+What operators allocate inside and give back before they return is not seen, except in flash attention's backward pass.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, UntypedStorage, nn
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.common_utils import get_untyped_storages
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers.initialization import no_init_weights
+
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.engine import fsdp2
+from ds_encdec.engine.forward import compute_dtype, packed_forward
+from ds_encdec.launch.world import World
+from ds_encdec.memory.breakdown import CATEGORIES, Breakdown
+from ds_encdec.memory.job import Job
+from ds_encdec.model import attention, loss, precision
+from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
+from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
+from ds_encdec.types import Batch
+
+Category = Literal[
+    "weights", "master_weights", "gradients", "optimizer", "activations", "logits", "communication", "host"
+]
+"""Those of `Breakdown`; `host`: what an offloading engine keeps there, which is left out of every sum."""
+
+_DEVICE = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class TracedMemory:
+    """What one rank's device held at its worst moment of a traced step.
+
+    `moment`: the part of the step, and the layer in work. `seconds`: what the trace took. `remark`: what the trace
+    leaves out of this job, in whole sentences; empty for nothing.
+    """
+
+    peak: Breakdown
+    moment: str
+    seconds: float
+    remark: str
+
+
+def trace_memory(job: Job) -> TracedMemory:
+    """Trace the second step of `job` on rank 0. In a process without a process group.
+
+    For DeepSpeed, whose engine cannot run without memory, only activations and logits: `trace_activations`.
+    """
+    start = time.monotonic()
+    if job.engine == "deepspeed":
+        peak, moment = _traced_activations(job)
+    else:
+        peak, moment = _traced_fsdp(job)
+    return TracedMemory(peak, moment, time.monotonic() - start, " ".join(_remarks(job)))
+
+
+def trace_activations(job: Job) -> dict[str, float]:
+    """Bytes of activations and logits at their worst moment, of one micro-batch through a model that is not sharded.
+
+    Parameters and their gradients are left out. Of either engine, which changes nothing of it.
+    """
+    peak, _ = _traced_activations(job)
+    return {"activations": peak.activations, "logits": peak.logits}
+
+
+def _remarks(job: Job) -> Iterator[str]:
+    training = job.config.training
+    if job.engine == "deepspeed":
+        yield "DeepSpeed's engine cannot be traced: these are activations and logits alone."
+    elif job.config.infra.offload_optimizer == "cpu":
+        yield "What is copied between host and device for the offload is left out."
+    if job.trainable_parameters < job.parameters:
+        yield "Frozen parts are traced as if they were trained."
+    if training.activation_offload:
+        yield "Activations are traced as if they stayed on the device (training.activation_offload=false)."
+    if training.torch_compile:
+        yield "Layers are traced as they are without torch.compile."
+    if job.device == "cuda" and _varlen_kernel(torch.empty(0, dtype=compute_dtype(training))) is None:
+        yield "Attention is traced document by document: this torch has no variable-length kernel for it."
+
+
+def _traced_fsdp(job: Job) -> tuple[Breakdown, str]:
+    config, local_ranks = _traceable_config(job), min(job.ranks_per_node, job.world_size)
+    num_nodes = -(-job.world_size // local_ranks)
+    world = World(0, 0, job.world_size, local_ranks, 0, num_nodes, "localhost", 0, "trace")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=job.world_size)
+    try:
+        # Made of real tensors, whose values it reads.
+        mesh = fsdp2.make_mesh(config.infra, world, _DEVICE)
+        with ExitStack() as traced:
+            traced.enter_context(FakeTensorMode())
+            traced.enter_context(_as_on_the_device(job))
+            traced.enter_context(_substituted(fsdp2, "make_mesh", lambda *_: mesh))
+            traced.enter_context(_substituted(dist, "new_group", lambda *_, **__: dist.group.WORLD))
+            engine = fsdp2.FSDP2Engine(config, world, _DEVICE, _model_config(job), None)
+            return _traced_step(engine, _batch(job), job)
+    finally:
+        gc.collect()  # engines are cyclic, and hold on to the group
+        dist.destroy_process_group()
+
+
+def _traced_step(engine: fsdp2.FSDP2Engine, batch: Batch, job: Job) -> tuple[Breakdown, str]:
+    micro_batches = min(job.gradient_accumulation_steps, 2)  # a third adds to what the second found
+    norm = engine._gradient_norm
+
+    def norm_and_its_memory() -> Tensor:
+        norm()
+        return torch.tensor(1.0)  # of a fake tensor nobody can say whether it is finite
+
+    with _substituted(engine, "_gradient_norm", norm_and_its_memory):
+        _run_step(engine, batch, micro_batches, _StorageWatch())  # the first step makes what stays
+        watch = _StorageWatch()
+        _note_fsdp_states(engine, watch, on_host=job.config.infra.offload_optimizer == "cpu")
+        _follow_modules(engine.model, watch)
+        with watch:
+            _run_step(engine, batch, micro_batches, watch)
+    return watch.peak()
+
+
+def _run_step(engine: fsdp2.FSDP2Engine, batch: Batch, micro_batches: int, watch: _StorageWatch) -> None:
+    for index in range(micro_batches):
+        watch.part = "forward pass"
+        loss_sum = engine.forward(batch)
+        watch.part = "backward pass"
+        engine.backward(loss_sum, target_tokens=batch.target_tokens, last=index == micro_batches - 1)
+    watch.part, watch.module, watch.category = "optimizer's step", "", "optimizer"
+    engine.step()
+
+
+def _traced_activations(job: Job) -> tuple[Breakdown, str]:
+    training = _traceable_config(job).training
+    with ExitStack() as traced:
+        traced.enter_context(FakeTensorMode())
+        traced.enter_context(_as_on_the_device(job))
+        traced.enter_context(no_init_weights())
+        model = Qwen3ForSeq2SeqLM._from_config(_model_config(job), dtype=compute_dtype(training))
+        apply_activation_checkpointing(
+            model, training.activation_checkpointing, every_n=training.activation_checkpointing_every_n
+        )
+        watch = _StorageWatch()
+        watch.note(model.parameters(), "weights")
+        _follow_modules(model, watch)
+        with watch:
+            watch.part = "forward pass"
+            loss_sum = packed_forward(model.train(), _batch(job))
+            watch.part = "backward pass"
+            loss_sum.total.backward()
+    return watch.peak(("activations", "logits"))
+
+
+def _traceable_config(job: Job) -> FullConfig:
+    """Without what needs real memory: addresses, and kernels to be compiled."""
+    training = job.config.training.model_copy(update={"activation_offload": False, "torch_compile": False})
+    return job.config.model_copy(update={"training": training})
+
+
+def _model_config(job: Job) -> Qwen3Seq2SeqConfig:
+    sizes = {name: getattr(job.sizes, name) for name in _SIZES}
+    return Qwen3Seq2SeqConfig(
+        **sizes,
+        num_encoder_layers=job.encoder_layers,
+        pad_token_id=0,
+        eos_token_id=1,
+        decoder_start_token_id=0,
+        loss_chunk_tokens=job.config.model.loss_chunk_tokens,
+        use_flash_attention=job.config.model.use_flash_attention,
+    )
+
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "tie_word_embeddings",
+)
+
+
+def _batch(job: Job) -> Batch:
+    """A full micro-batch of the fewest, and so the longest, documents. Of fake tensors; nobody looks at its ids."""
+    data = job.config.data
+    documents = max(
+        -(-job.encoder_tokens // data.max_encoder_length), -(-job.decoder_tokens // data.max_decoder_length)
+    )
+    boundaries = torch.zeros(data.max_examples_per_micro_batch + 1, dtype=torch.int32)
+    encoder_ids, decoder_ids = (
+        torch.zeros(count, dtype=torch.int64) for count in (job.encoder_tokens, job.decoder_tokens)
+    )
+    return Batch(
+        encoder_ids=encoder_ids,
+        decoder_input_ids=decoder_ids,
+        labels=torch.zeros_like(decoder_ids),
+        encoder_positions=torch.zeros_like(encoder_ids),
+        decoder_positions=torch.zeros_like(decoder_ids),
+        encoder_cu_seqlens=boundaries,
+        decoder_cu_seqlens=boundaries.clone(),
+        denoiser_ids=torch.zeros_like(decoder_ids),
+        encoder_lengths=_even_lengths(job.encoder_tokens, documents),
+        decoder_lengths=_even_lengths(job.decoder_tokens, documents),
+    )
+
+
+def _even_lengths(tokens: int, documents: int) -> tuple[int, ...]:
+    return tuple(tokens * (index + 1) // documents - tokens * index // documents for index in range(documents))
+
+
+@contextmanager
+def _as_on_the_device(job: Job) -> Iterator[None]:
+    """Where the model asks what its device can do, the answer is of the job's device, not of this machine's CPU."""
+    emulated = frozenset({compute_dtype(job.config.training)}) if job.emulates_bf16 else frozenset()
+    with ExitStack() as substitutions:
+        substitutions.enter_context(_substituted(precision, "_EMULATED_ON_CPU", emulated))
+        if job.device == "cuda":
+            substitutions.enter_context(_substituted(attention, "flash_kernel", _varlen_kernel))
+            substitutions.enter_context(_substituted(loss, "_matmul_operand", lambda x: x))
+        yield
+
+
+@contextmanager
+def _substituted(owner: Any, name: str, value: object) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def _varlen_kernel(q: Tensor) -> attention.Kernel | None:
+    """As `attention.flash_kernel`, for a tensor that is on a GPU."""
+    if attention._TORCH_VARLEN_FITS and q.dtype in (torch.bfloat16, torch.float16):
+        return _varlen_attention
+    return None
+
+
+def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, segments: attention.Segments, causal: bool) -> Tensor:
+    """Torch's operator, which knows its shapes without a GPU, and what its backward pass works on inside."""
+    out = attention._torch_varlen(q, k, v, segments, causal)
+    if out.requires_grad:
+        shapes = (q.shape, k.shape, len(segments.query_cu_seqlens) - 1)
+        out.register_hook(lambda grad: _allocate_backward_workspace(grad, *shapes))
+    return out
+
+
+def _allocate_backward_workspace(grad: Tensor, query: torch.Size, key: torch.Size, segments: int) -> None:
+    """Allocate, and give back, what flash attention 2 does in `mha_varlen_bwd` (csrc/flash_attn/flash_api.cpp).
+
+    The gradients of q, k and v; that of q in float32, with 128 rows more for each segment, an empty one too; where
+    heads share keys, those of keys and values of each head.
+    """
+    held = [grad.new_empty(shape) for shape in (query, key, key)]
+    held.append(grad.new_empty((query[0] + 128 * segments, *query[1:]), dtype=torch.float32))
+    if query[1] != key[1]:
+        held += [grad.new_empty((key[0], *query[1:])) for _ in range(2)]
+
+
+class _Storage:
+    """One storage: its bytes now, or at last, and what it is for."""
+
+    __slots__ = ("category", "num_bytes", "reference")
+
+    def __init__(self, category: Category) -> None:
+        self.category = category
+        self.num_bytes = 0
+        self.reference: ref[UntypedStorage] | None = None
+
+
+class _StorageWatch(TorchDispatchMode):
+    """Follows every storage that operators make, and keeps a log of their sizes.
+
+    What a storage is for may be known only when it has been filled, so peaks are split afterwards, from the log.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = self.module = ""
+        """The part of the step, and the layer, that are in work."""
+        self.category: Category = "activations"
+        """Of storages made from now on."""
+        self._alive: dict[int, _Storage] = {}
+        self._log: list[tuple[_Storage, int, str]] = []
+
+    def __enter__(self) -> _StorageWatch:
+        self._fake_mode = active_fake_mode()
+        self._resize = UntypedStorage.resize_
+        UntypedStorage.resize_ = self._watched_resize()  # type: ignore[assignment, method-assign]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if DTensor in types:
+            return NotImplemented  # it comes again with the local tensors
+        result = func(*args, **(kwargs or {}))
+        if active_fake_mode() is self._fake_mode:  # else DTensor tries out which shapes would result
+            self.note(tree_leaves(result), None)
+            if func.namespace == "fsdp":
+                self._note_buffers(tree_leaves((args, kwargs, result)))
+        return result
+
+    def note(self, tensors: Iterable[object], category: Category | None) -> None:
+        """`tensors` (what else is among them is passed over) are there, for `category`; None: for what is in work."""
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor):
+                continue
+            for storage in get_untyped_storages(tensor):
+                entry = self._alive.get(storage._cdata)
+                if entry is None:
+                    entry = self._alive[storage._cdata] = _Storage(category or self.category)
+                    entry.reference = ref(storage, self._forget(storage._cdata))
+                elif category is not None:
+                    entry.category = category
+                self._log_size(entry, storage.nbytes())
+
+    def peak(self, categories: tuple[Category, ...] | None = None) -> tuple[Breakdown, str]:
+        """The highest sum of `categories` (None: all on the device), and when it was."""
+        counted = categories or CATEGORIES
+        held = dict.fromkeys(counted, 0)
+        total, highest, at_peak, moment = 0, 0, dict(held), ""
+        for entry, change, when in self._log:
+            if entry.category in held:
+                held[entry.category] += change
+                total += change
+                if total > highest:
+                    highest, at_peak, moment = total, dict(held), when
+        return Breakdown(**at_peak), moment
+
+    def _note_buffers(self, leaves: Iterable[object]) -> None:
+        """FSDP2's own operators fill and empty the buffers that are sent."""
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                entry = self._alive.get(leaf.untyped_storage()._cdata)
+                if entry is not None and entry.category == "activations":
+                    entry.category = "communication"
+
+    def _forget(self, key: int) -> Callable[[object], None]:
+        return lambda _: self._log_size(self._alive.pop(key), 0)
+
+    def _log_size(self, entry: _Storage, num_bytes: int) -> None:
+        if num_bytes != entry.num_bytes:
+            self._log.append((entry, num_bytes - entry.num_bytes, f"{self.part}, {self.module}".rstrip(", ")))
+            entry.num_bytes = num_bytes
+
+    def _watched_resize(self) -> Callable[[UntypedStorage, int], UntypedStorage]:
+        """FSDP2 makes and frees gathered parameters by `UntypedStorage.resize_`, which is no operator."""
+        original = self._resize
+
+        def resize_(storage: UntypedStorage, size: int) -> UntypedStorage:
+            resized = original(storage, size)
+            if (entry := self._alive.get(storage._cdata)) is not None:
+                self._log_size(entry, storage.nbytes())
+            return resized
+
+        return resize_
+
+
+def _follow_modules(model: nn.Module, watch: _StorageWatch) -> None:
+    """Tell `watch` which layer is in work, and what the head makes."""
+    for name, module in model.named_modules():
+        if name == "lm_head" or name.rpartition(".")[0] in ("encoder.layers", "decoder.layers"):
+            _follow_module(name, module, watch)
+
+
+def _follow_module(name: str, module: nn.Module, watch: _StorageWatch) -> None:
+    inside: Category = "logits" if name == "lm_head" else "activations"
+
+    def enter(*_: Any) -> None:
+        watch.module, watch.category = name, inside
+
+    def leave(_module: nn.Module, _arguments: Any, output: Any) -> None:
+        watch.category = "activations"
+        for tensor in tree_leaves(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: enter_backward())
+
+    def enter_backward() -> None:
+        watch.module = name
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave)
+
+
+def _note_fsdp_states(engine: fsdp2.FSDP2Engine, watch: _StorageWatch, *, on_host: bool) -> None:
+    """Tell `watch` what is there between two steps, and what FSDP2 gathers and reduces during one."""
+    optimizer = engine.optimizer
+    shards = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    watch.note(shards, "host" if on_host else "master_weights")
+    watch.note(tree_leaves(list(optimizer.state.values())), "host" if on_host else "optimizer")
+    for module in engine.model.modules():
+        if isinstance(module, FSDPModule):
+            group = module._get_fsdp_state()._fsdp_param_group
+            kept: Category = "communication" if group._reshard_after_forward else "weights"
+            for parameter in group.fsdp_params:
+                watch.note(parameter.all_gather_outputs, kept)
+            group.post_backward = _noting_gradients(group, watch, "host" if on_host else "gradients")
+
+
+def _noting_gradients(group: Any, watch: _StorageWatch, sharded: Category) -> Callable[..., None]:
+    original = group.post_backward
+
+    def post_backward(*arguments: Any) -> None:
+        unsharded = [parameter._unsharded_param.grad for parameter in group.fsdp_params]
+        watch.note(unsharded, "gradients")
+        original(*arguments)
+        watch.note([parameter.unsharded_accumulated_grad for parameter in group.fsdp_params], "gradients")
+        watch.note([parameter.sharded_param.grad for parameter in group.fsdp_params], sharded)
+
+    return post_backward
