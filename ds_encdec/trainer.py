@@ -94,6 +94,7 @@ def train(run: Trainer) -> TrainingState:
             loss = run.engine.forward(batch)
             run.engine.backward(loss, target_tokens=totals.target_tokens, last=last)
             run.recorder.add(loss, batch)
+        run.recorder.measure_held(run.engine.held_bytes)
         result = run.engine.step(run.recorder.veto)
         state = advance(state, result, totals)
         run.recorder.end_step(state, result)

@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from ds_encdec.config.rules import NATIVE_SCHEDULES
 from ds_encdec.config.schema import FullConfig, TrainingConfig
 from ds_encdec.engine.forward import backward_seed, compute_dtype, packed_forward
+from ds_encdec.engine.held_bytes import held_bytes
 from ds_encdec.engine.optimizer_shards import (
     adam_state,
     loss_scaler_state,
@@ -38,6 +39,7 @@ from ds_encdec.engine.sharded_model import build_model, full_shape, load_weights
 from ds_encdec.engine.step_gate import step_gate
 from ds_encdec.engine.ties import assert_ties
 from ds_encdec.engine.zero_files import HostBuffers, StagingArea, collect, staged_save
+from ds_encdec.engine.zero_tensors import computing_parameters, gradients
 from ds_encdec.launch.agreement import Agreement
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
@@ -160,6 +162,19 @@ class DeepSpeedEngine:
             set_adam_step(state, saved.applied_steps)
             for kind in MOMENTS:
                 shard.fill(state[kind], partial(saved.read, kind))
+
+    def held_bytes(self) -> dict[str, int]:
+        """See protocol.Engine. DeepSpeed's buckets for communication and offloading are not among them."""
+        held = shards(self._engine)
+        return held_bytes(
+            self.device,
+            {
+                "weights": computing_parameters(self._engine),
+                "master_weights": [shard.weights for shard in held],
+                "gradients": gradients(self._engine, held),
+                "optimizer": self._engine.basic_optimizer.state,
+            },
+        )
 
     def close(self) -> None:
         """See protocol.Engine. Afterwards drop the last reference to the engine."""

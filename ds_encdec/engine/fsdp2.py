@@ -31,6 +31,7 @@ from ds_encdec.engine.fsdp_sharding import (
     sharded_parameters,
 )
 from ds_encdec.engine.fsdp_state import HostCopies, StateWriter, keys_to_write, load_state, state_tensors
+from ds_encdec.engine.held_bytes import held_bytes
 from ds_encdec.engine.protocol import StagedSave, Veto
 from ds_encdec.engine.record import EngineRecord
 from ds_encdec.launch.agreement import Agreement
@@ -129,6 +130,19 @@ class FSDP2Engine:
         reshard(self.model)  # what an evaluation has left gathered is the old state
         self._applied_steps = saved.applied_steps
         self._loss_scaler = saved.loss_scaler
+
+    def held_bytes(self) -> dict[str, int]:
+        """See protocol.Engine. The shards are the master weights; weights are what is gathered of them now."""
+        shards = list(self._parameters.values())
+        return held_bytes(
+            self.device,
+            {
+                "master_weights": shards,
+                "weights": self.model.parameters(),
+                "gradients": [parameter.grad for parameter in shards],
+                "optimizer": self.optimizer.state,
+            },
+        )
 
     def close(self) -> None:
         """See protocol.Engine. Afterwards drop the last reference to the engine."""

@@ -34,6 +34,7 @@ from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.engine.record import DCP_FOLDER, EngineRecord, write_record
 from ds_encdec.engine.same_model import check_same_model
 from ds_encdec.launch.agreement import Agreement
+from ds_encdec.launch.memory_errors import is_out_of_memory, out_of_memory
 from ds_encdec.launch.run_folder import disk_error
 from ds_encdec.types import MOMENTS, CheckpointError, SavedState, StateKind
 
@@ -183,8 +184,10 @@ def _read_local(saved: SavedState, parameters: Mapping[str, DTensor], optimizer:
 
 
 def _plain_error(failure: CheckpointException, folder: Path) -> Exception:
-    """The first rank's error, as OSError where the disk refused."""
+    """The first rank's error, as OSError where the disk refused, and OutOfMemoryError where memory ran out."""
     rank, (error, _) = min(failure.failures.items())
     if isinstance(error, OSError):
         return OSError(error.errno or errno.EIO, f"rank {rank}: {error.strerror or error}", str(folder))
+    if is_out_of_memory(error):
+        return out_of_memory(error, rank)
     return CheckpointError(f"{folder} could not be written: rank {rank}: {type(error).__name__}: {error}")

@@ -81,6 +81,15 @@ class Engine(Protocol):
         """
         ...
 
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes of the engine's own tensors on this rank now: `weights`, `master_weights`, `gradients`, `optimizer`.
+
+        What is held for an accelerator in host memory is `host_states`. Tensors that layers compute with and that the
+        optimizer steps are `weights`. Gradients are there between a step's last backward pass and its `step`. Not a
+        collective; held_bytes.py says how it is counted.
+        """
+        ...
+
     def close(self) -> None:
         """Release the process-wide resources that the engine took."""
         ...

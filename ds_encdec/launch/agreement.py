@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ds_encdec.launch.memory_errors import is_out_of_memory, out_of_memory
 from ds_encdec.types import DsEncDecError
 
 logger = logging.getLogger(__name__)
@@ -100,4 +101,6 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
     except Exception as error:
         logger.debug("on this rank alone:", exc_info=True)
+        if is_out_of_memory(error):
+            return None, out_of_memory(error, dist.get_rank() if dist.is_initialized() else 0)
         return None, DsEncDecError(f"{type(error).__name__}: {error}")

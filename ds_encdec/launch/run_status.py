@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ds_encdec.launch.memory_errors import is_out_of_memory, out_of_memory
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.launch.world import World
 from ds_encdec.types import DsEncDecError, OutOfMemoryError, Preempted
@@ -68,9 +69,9 @@ def named_error(error: BaseException, rank: int) -> DsEncDecError:
     """The error as one of ours, with an exit code."""
     if isinstance(error, DsEncDecError):
         return error
-    if isinstance(error, torch.OutOfMemoryError):
+    if is_out_of_memory(error):
         return OutOfMemoryError(
-            f"rank {rank} ran out of device memory: {error}. Lower training.per_device_train_batch_size, or use "
+            f"{out_of_memory(error, rank)} Lower training.per_device_train_batch_size, or use "
             "training.activation_checkpointing=full, infra.offload_optimizer=cpu or a higher infra.sharding_stage."
         )
     return DsEncDecError(f"rank {rank}: {type(error).__name__}: {error}")

@@ -67,6 +67,11 @@ class MachineWatch:
         }
         if device_bytes := max(rank.device_bytes for rank in vitals):
             metrics["mem/device_bytes"] = device_bytes
+        if reserved_bytes := max(rank.reserved_bytes for rank in vitals):
+            metrics["mem/reserved_bytes"] = reserved_bytes
+        for category in vitals[0].held_bytes:
+            if held_bytes := max(rank.held_bytes[category] for rank in vitals):
+                metrics[f"mem/{category}_bytes"] = held_bytes
         if len(vitals) > 1:
             ratios, (latest, lateness) = _slowness(vitals), _latest(vitals)
             slowest = ratios.index(max(ratios))

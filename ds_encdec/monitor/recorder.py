@@ -34,6 +34,10 @@ BatchFlops = Callable[[Batch], float]
 """Model FLOPs, forward and backward without recomputation, of one micro-batch."""
 
 
+STEPS_TO_HELD = 2
+"""The step of a process in which the engine's tensors are counted, before it is made: the first one has made them all.
+"""
+
 Alert = Mapping[str, Any]
 """What monitor/alerts.py makes."""
 
@@ -59,7 +63,7 @@ class Recorder:
 
     What it judges by is gathered from all ranks first, so that all come to the same orders. `state` is the run's when
     it starts. `sinks` is empty on every rank but 0, and `ledger` writes nothing there. `peak_flops`: of one device, in
-    FLOP/s; None where it is not known.
+    FLOP/s; None where it is not known. `estimated_bytes`: what the largest `mem/peak_bytes` should come to.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class Recorder:
         sinks: Sequence[Sink],
         batch_flops: BatchFlops,
         peak_flops: float | None,
+        estimated_bytes: float | None = None,
     ) -> None:
         self.monitor = monitor
         self.ledger = ledger
@@ -94,6 +99,9 @@ class Recorder:
         self._restored_steps = 0
         self._alerts_in_interval: Counter[str] = Counter()
         self._once: dict[str, float] = {}
+        self._constant = {} if estimated_bytes is None else {"mem/estimated_bytes": estimated_bytes}
+        self._steps_to_held = STEPS_TO_HELD
+        self._held_bytes: Mapping[str, int] = {}
         measure_arithmetic(device)  # allocates what it works on: better now than in a full memory
 
     def waiting_for_data(self) -> AbstractContextManager[None]:
@@ -112,6 +120,12 @@ class Recorder:
         """One micro-batch of this rank. Does not wait for the device."""
         self._steps.add(loss, encoder_tokens=batch.encoder_tokens)
         self._flops += self._batch_flops(batch)
+
+    def measure_held(self, held_bytes: Callable[[], Mapping[str, int]]) -> None:
+        """Before each step: in one step of this process, take `Engine.held_bytes` for the next line of metrics."""
+        self._steps_to_held -= 1
+        if self._steps_to_held == 0:
+            self._held_bytes = held_bytes()
 
     @property
     def veto(self) -> Callable[[Tensor], bool] | None:
@@ -145,7 +159,9 @@ class Recorder:
         self._judged_steps = 0
         timed = records[self._restored_steps :]
         self._restored_steps = 0
-        vitals = self._agreement.gather(take_vitals(self._device, **dataclasses.asdict(self._clock.lap())))
+        lap = dataclasses.asdict(self._clock.lap())
+        vitals = self._agreement.gather(take_vitals(self._device, **lap, held_bytes=self._held_bytes))
+        self._held_bytes = {}
         performance = performance_metrics(
             Lap(vitals[0].training_s, vitals[0].data_wait_s, vitals[0].exchange_wait_s),
             num_steps=len(timed),
@@ -167,6 +183,7 @@ class Recorder:
                 "train/epoch": state.epoch,
                 **performance,
                 **self._machine.metrics(vitals),
+                **self._constant,
                 "health/alerts": self._alerts_in_interval.total(),
                 "health/rollbacks": state.rollbacks,
                 **self._once,

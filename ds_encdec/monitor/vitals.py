@@ -8,7 +8,8 @@ others before a step, and how long each takes for a piece of arithmetic that inv
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 
 import psutil
@@ -26,7 +27,8 @@ class RankVitals:
     `exchange_wait_s`: of them, waiting for the other ranks in the exchange before each step; the last one to come
     waits least. `arithmetic_s`: `measure_arithmetic`. `host_bytes`: resident memory of the process now.
     `device_bytes`: allocated on its accelerator now, 0 without one. `peak_bytes`: the largest of the latter so far,
-    without an accelerator of the former.
+    without an accelerator of the former. `reserved_bytes`: what the allocator has taken from the accelerator's driver.
+    `held_bytes`: of the engine's tensors by category (engine/protocol.py); mostly empty, they are told once.
     """
 
     training_s: float
@@ -36,15 +38,25 @@ class RankVitals:
     host_bytes: float
     device_bytes: float
     peak_bytes: float
+    reserved_bytes: float = 0.0
+    held_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
-def take_vitals(device: torch.device, *, training_s: float, data_wait_s: float, exchange_wait_s: float) -> RankVitals:
-    """This rank's vitals: the seconds as they are given, the rest measured now."""
+def take_vitals(
+    device: torch.device,
+    *,
+    training_s: float,
+    data_wait_s: float,
+    exchange_wait_s: float,
+    held_bytes: Mapping[str, int] | None = None,
+) -> RankVitals:
+    """This rank's vitals: the seconds and what is held as they are given, the rest measured now."""
     host_bytes = float(psutil.Process().memory_info().rss)
     if device.type == "cuda":
         device_bytes, peak_bytes = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+        reserved_bytes = torch.cuda.memory_reserved(device)
     else:
-        device_bytes, peak_bytes = 0, _peak_host_bytes()
+        device_bytes, peak_bytes, reserved_bytes = 0, peak_host_bytes(), 0
     return RankVitals(
         training_s=training_s,
         data_wait_s=data_wait_s,
@@ -53,10 +65,13 @@ def take_vitals(device: torch.device, *, training_s: float, data_wait_s: float, 
         host_bytes=host_bytes,
         device_bytes=float(device_bytes),
         peak_bytes=float(peak_bytes),
+        reserved_bytes=float(reserved_bytes),
+        held_bytes=held_bytes or {},
     )
 
 
-def _peak_host_bytes() -> int:
+def peak_host_bytes() -> int:
+    """The most resident memory that this process has had."""
     import resource  # Unix only, and only here
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
