@@ -60,21 +60,29 @@ DEFAULT_GPU = "a100-80gb"
 
 
 def parse_gpu(text: str) -> Gpu:
-    """The GPU that `text` means: a known name, or its memory as `80GB` (1e9), `80GiB` (2**30) or plain bytes.
+    """The GPU that `text` means: a known name, or its memory as `parse_bytes` reads it.
 
     Raises ConfigError that lists the known names, and the closest.
     """
     name = text.strip().lower().replace("_", "-")
     if name in GPUS:
         return GPUS[name]
-    size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)", name)
-    if size and size[2] in _UNITS:
-        number = int(float(size[1]) * _UNITS[size[2]])
-        if number < GIB:
-            raise ConfigError(f"--gpu {text}: {number:,} bytes are not the memory of a GPU; write 80GB, 80GiB or bytes")
-        return Gpu(text.strip(), number)
-    meant = [known for known in GPUS if known.startswith(name)] or [closest(name, GPUS)]
-    suggestion = f" Did you mean {' or '.join(filter(None, meant))}?" if any(meant) else ""
+    usable_bytes = parse_bytes(text)
+    if usable_bytes is not None and usable_bytes >= GIB:
+        return Gpu(text.strip(), usable_bytes)
+    if usable_bytes is not None:
+        raise ConfigError(f"--gpu {text}: {usable_bytes:,} bytes are not the memory of a GPU: write 80GB or 80GiB")
+    meant = [known for known in GPUS if known.startswith(name)] or list(filter(None, [closest(name, GPUS)]))
+    suggestion = f" Did you mean {' or '.join(meant)}?" if meant else ""
     raise ConfigError(
-        f"--gpu {text}: not a known GPU.{suggestion} Known: {', '.join(GPUS)}; or give its memory: 80GB, 80GiB, bytes"
+        f"--gpu {text}: not a known GPU.{suggestion} Known are {', '.join(GPUS)}; or give its memory: 80GB, 80GiB or "
+        "bytes"
     )
+
+
+def parse_bytes(text: str) -> int | None:
+    """The bytes that `80GB` (1e9), `80GiB` (2**30), `80000MB` or a plain number stand for; None for anything else."""
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)", text.strip().lower())
+    if size is None or size[2] not in _UNITS:
+        return None
+    return int(float(size[1]) * _UNITS[size[2]])

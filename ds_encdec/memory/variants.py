@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ class Recommendation:
 
 
 def fits(estimated: Estimate, capacity_bytes: float, host_bytes: float | None = None) -> bool:
-    """Whether the peak leaves `HEADROOM` of a device free, and the host's part fits where `host_bytes` is known."""
+    """Whether the peak leaves `HEADROOM` of a device free, and the host's part fits a rank's share of it, if known."""
     enough_host = host_bytes is None or estimated.host.total <= host_bytes
     return estimated.peak.total <= capacity_bytes * (1 - HEADROOM) and enough_host
 
@@ -124,7 +125,8 @@ def recommend(job: Job, capacity_bytes: float, host_bytes: float | None = None) 
     """The fastest setting of `job` and its engine that fits, with its largest micro-batch; None where none does.
 
     No offload before offload, then the lowest stage, then no recomputation. The global batch is kept: the micro-batch
-    divides what a rank reads in one step.
+    divides what a rank reads in one step. `capacity_bytes`: usable memory of a device; `host_bytes`: a rank's share
+    of its node's.
     """
     ranked = sorted(_settings(job), key=lambda overrides: _slowness(changed(job, overrides)))
     for smallest in (_efficient_micro_batch(job), 1):
@@ -173,6 +175,13 @@ def batch_overrides(job: Job, batch: int) -> dict[str, Value]:
     elif training.global_batch_size is None:  # which decides the accumulation by itself
         overrides["training.gradient_accumulation_steps"] = steps
     return overrides
+
+
+def as_overrides(overrides: Mapping[str, Value]) -> str:
+    """A change as the command line takes it."""
+    return " ".join(
+        f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in overrides.items()
+    )
 
 
 def _variant(job: Job, overrides: dict[str, Value]) -> Variant:

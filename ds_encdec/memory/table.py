@@ -1,0 +1,198 @@
+"""An answer about memory as text: a table for each engine, the configured run in words, and what to choose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ds_encdec.memory.answer import ENGINES, Answer, EngineTable
+from ds_encdec.memory.breakdown import CATEGORIES, Estimate
+from ds_encdec.memory.gpus import GIB
+from ds_encdec.memory.job import Job
+from ds_encdec.memory.variants import HEADROOM, Recommendation, Variant, as_overrides, offload_of
+
+_WORDS = {
+    "weights": "weights",
+    "master_weights": "master weights",
+    "gradients": "gradients",
+    "optimizer": "the optimizer's moments",
+    "activations": "activations",
+    "logits": "logits",
+    "communication": "communication buffers and gathered parameters",
+    "framework": "the CUDA context, NCCL and fragmentation",
+}
+_HEADER = (
+    "",
+    "stage",
+    "offload",
+    "recompute",
+    "weights",
+    "master",
+    "gradients",
+    "optimizer",
+    "activ.",
+    "logits",
+    "commun.",
+    "framew.",
+    "peak",
+    "host",
+    "fits",
+)
+_WORDS_COLUMNS = 4
+_HELP = {
+    "weights": "a higher stage, more GPUs or a smaller model",
+    "master_weights": "a higher stage, infra.offload_optimizer=cpu or more GPUs",
+    "gradients": "infra.sharding_stage=zero2 or zero3, or more GPUs",
+    "optimizer": "a higher stage, infra.offload_optimizer=cpu or more GPUs",
+    "activations": "smaller data.max_encoder_length and data.max_decoder_length, or training.activation_offload=true",
+    "logits": "a smaller model.loss_chunk_tokens, and a smaller training.per_device_eval_batch_size",
+    "communication": "smaller buckets in infra.deepspeed_extra",
+    "framework": "a larger GPU",
+}
+
+
+def gib(number: float) -> str:
+    """Bytes in GiB with one decimal."""
+    return f"{number / GIB:,.1f}"
+
+
+def describe(found: Answer) -> str:
+    """The whole answer."""
+    parts = [_about(found)]
+    parts += [_describe_table(found, table) for table in found.tables]
+    parts.append(_configured(found))
+    parts += [_recommended(found, table) for table in found.tables]
+    if found.tables[0].recommendation is None:
+        parts.append(_what_would_help(found))
+    return "\n\n".join(parts)
+
+
+def _about(found: Answer) -> str:
+    job, gpu = found.job, found.gpu
+    nodes = job.world_size // job.ranks_per_node
+    name = job.config.model.model_name_or_path or "model.architecture"
+    training = f"{job.parameters:,} parameters"
+    if job.trainable_parameters != job.parameters:
+        training += f", of which {job.trainable_parameters:,} are trained"
+    lines = [
+        f"{name}: {training}",
+        f"{job.world_size} x {gpu.name} ({gib(gpu.usable_bytes)} GiB usable each) on {nodes} node(s); a micro-batch of "
+        f"{job.config.training.micro_batch_size} has {job.encoder_tokens:,} + {job.decoder_tokens:,} tokens, "
+        f"{job.gradient_accumulation_steps} make a step of a rank.",
+        f"GiB per GPU at the worst moment of a step; host: GiB per node. It fits where {HEADROOM:.0%} of the GPU stay "
+        "free. * is the configured run.",
+    ]
+    if not gpu.has_bf16 and job.config.training.bf16:
+        lines.append(f"A {gpu.name} has no bfloat16: torch emulates it slowly; train with training.bf16=false.")
+    return "\n".join(lines)
+
+
+def _describe_table(found: Answer, table: EngineTable) -> str:
+    cells = [_dashes(row) if row.estimate is None else _cells(found, row, row.estimate) for row in table.rows]
+    rows = [_HEADER, *dict.fromkeys(cells)]  # one line for what does not exist, however much it recomputes
+    reasons = dict.fromkeys(f"- {row.reason}" for row in table.rows if row.estimate is None)
+    return "\n".join([ENGINES[table.engine], _aligned(rows), *reasons])
+
+
+def _cells(found: Answer, row: Variant, estimated: Estimate) -> tuple[str, ...]:
+    return (
+        "" if row.overrides else "*",
+        row.job.config.infra.sharding_stage,
+        _offload_name(row.job),
+        row.job.config.training.activation_checkpointing,
+        *(gib(getattr(estimated.peak, name)) for name in CATEGORIES),
+        gib(estimated.peak.total),
+        gib(estimated.host.total * row.job.ranks_per_node),
+        "yes" if found.fits(estimated) else "no",
+    )
+
+
+def _dashes(row: Variant) -> tuple[str, ...]:
+    setting = ("", row.job.config.infra.sharding_stage, _offload_name(row.job))
+    return setting + ("-",) * (len(_HEADER) - len(setting))
+
+
+def _offload_name(job: Job) -> str:
+    infra = job.config.infra
+    return offload_of(job) or f"{infra.offload_optimizer}+{infra.offload_params}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        " ".join(
+            cell.ljust(width) if column < _WORDS_COLUMNS else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def _configured(found: Answer) -> str:
+    estimated, job = found.estimate, found.job
+    verdict = "fits" if found.fits(estimated) else "does not fit"
+    return (
+        f"The configured run ({ENGINES[job.engine]}, {_setting(job)}) {verdict}: {gib(estimated.peak.total)} of "
+        f"{gib(found.gpu.usable_bytes)} GiB per GPU at its worst moment, the {estimated.moment}; most of it is "
+        f"{_WORDS[_largest(estimated)]}. {_host(found, estimated)}"
+    )
+
+
+def _setting(job: Job) -> str:
+    infra = job.config.infra
+    return (
+        f"{infra.sharding_stage}, offload {_offload_name(job)}, checkpointing "
+        f"{job.config.training.activation_checkpointing}"
+    )
+
+
+def _largest(estimated: Estimate) -> str:
+    return max(CATEGORIES, key=lambda name: getattr(estimated.peak, name))
+
+
+def _host(found: Answer, estimated: Estimate) -> str:
+    host = estimated.host.scaled(found.job.ranks_per_node)
+    text = (
+        f"Each host of {found.job.ranks_per_node} rank(s) holds {gib(host.total)} GiB: offloaded states "
+        f"{gib(host.states)}, parameters {gib(host.parameters)}, activations {gib(host.activations)}, copies for saves "
+        f"{gib(host.save)}, processes {gib(host.process)}"
+    )
+    return f"{text}; it has {gib(found.host_bytes)}." if found.host_bytes is not None else f"{text}."
+
+
+def _recommended(found: Answer, table: EngineTable) -> str:
+    best, name = table.recommendation, ENGINES[table.engine]
+    if best is None:
+        return f"{name}: nothing fits."
+    arguments = as_overrides(best.overrides) or "the configuration as it is"
+    return f"Recommended with {name}: {arguments}\n  {_why(found, best)}"
+
+
+def _why(found: Answer, best: Recommendation) -> str:
+    before, after = found.job, best.job
+    batches = [job.config.training.micro_batch_size for job in (before, after)]
+    accumulation = [job.gradient_accumulation_steps for job in (before, after)]
+    return (
+        f"{gib(best.estimate.peak.total)} GiB per GPU, {gib(best.estimate.host.total * after.ranks_per_node)} GiB per "
+        f"host; micro-batch {batches[1]} (now {batches[0]}), accumulation {accumulation[1]} (now {accumulation[0]}): "
+        f"the same {batches[1] * accumulation[1] * after.world_size:,} sequences a step."
+    )
+
+
+def _what_would_help(found: Answer) -> str:
+    existing = [row.estimate for row in found.tables[0].rows if row.estimate is not None]
+    lines = []
+    if existing:
+        least = min(existing, key=lambda estimated: estimated.peak.total)
+        largest = _largest(least)
+        lines.append(
+            f"The smallest of the rows needs {gib(least.peak.total)} GiB; the largest part is {_WORDS[largest]}, "
+            f"{gib(getattr(least.peak, largest))} GiB, against which helps: {_HELP[largest]}."
+        )
+    lines += [
+        f"This fits: {as_overrides(near.overrides)} ({gib(near.estimate.peak.total)} GiB)" for near in found.nearest
+    ]
+    if found.gpus_needed is not None:
+        lines.append(f"With {found.gpus_needed} of these GPUs a setting of the table fits.")
+    else:
+        lines.append("More of these GPUs alone do not help.")
+    return "\n".join(lines)
