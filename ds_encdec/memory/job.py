@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from math import prod
 from typing import Literal
 
 from ds_encdec.config.batch_size import micro_batches_per_step
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.packing import token_budgets
-from ds_encdec.model.parameter_count import ModelSizes, count_parameters, num_encoder_layers, parameter_shapes
+from ds_encdec.model.parameter_count import ModelSizes, count_layer_parameters, count_parameters, num_encoder_layers
 from ds_encdec.types import EngineName
 
 # Encoder and decoder tokens that a denoiser makes of one token of a long text, in the order of
@@ -67,8 +66,7 @@ class Job:
     @property
     def layer_parameters(self) -> int:
         """Parameters of one layer, of the encoder or the decoder."""
-        prefix = "decoder.layers.0."
-        return sum(prod(shape) for name, shape in parameter_shapes(self.sizes).items() if name.startswith(prefix))
+        return count_layer_parameters(self.sizes)
 
     @property
     def encoder_layers(self) -> int:

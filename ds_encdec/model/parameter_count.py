@@ -58,6 +58,11 @@ def count_parameters(sizes: ModelSizes) -> int:
     return sum(map(prod, parameter_shapes(sizes).values()))
 
 
+def count_layer_parameters(sizes: ModelSizes) -> int:
+    """Parameters of one layer; those of the encoder and of the decoder have as many."""
+    return sum(prod(shape) for _, shape in _layer_shapes(sizes))
+
+
 def _layer_shapes(sizes: ModelSizes) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden, inner = sizes.hidden_size, sizes.intermediate_size
     query, key = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
