@@ -67,7 +67,9 @@ class TracedMemory:
 
 
 def trace_memory(job: Job) -> TracedMemory:
-    """Trace the second step of `job` on rank 0. In a process without a process group.
+    """Trace a step of `job` on rank 0, which holds most where rows do not divide evenly.
+
+    Only in a process without a process group.
 
     For DeepSpeed, whose engine cannot run without memory, only activations and logits: `trace_activations`.
     """
@@ -133,7 +135,6 @@ def _traced_step(engine: fsdp2.FSDP2Engine, batch: Batch, job: Job) -> tuple[Bre
         return torch.tensor(1.0)  # of a fake tensor nobody can say whether it is finite
 
     with _substituted(engine, "_gradient_norm", norm_and_its_memory):
-        _run_step(engine, batch, micro_batches, _StorageWatch())  # the first step makes what stays
         watch = _StorageWatch()
         _note_fsdp_states(engine, watch, on_host=job.config.infra.offload_optimizer == "cpu")
         _follow_modules(engine.model, watch)
@@ -414,28 +415,30 @@ def _follow_module(name: str, module: nn.Module, watch: _StorageWatch) -> None:
 
 
 def _note_fsdp_states(engine: fsdp2.FSDP2Engine, watch: _StorageWatch, *, on_host: bool) -> None:
-    """Tell `watch` what is there between two steps, and what FSDP2 gathers and reduces during one."""
-    optimizer = engine.optimizer
-    shards = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    watch.note(shards, "host" if on_host else "master_weights")
-    watch.note(tree_leaves(list(optimizer.state.values())), "host" if on_host else "optimizer")
+    """Tell `watch` what is there between two steps, and let it know what FSDP2 gathers and reduces during one."""
+    watch.note(tree_leaves(list(engine.optimizer.state.values())), "host" if on_host else "optimizer")
     for module in engine.model.modules():
         if isinstance(module, FSDPModule):
             group = module._get_fsdp_state()._fsdp_param_group
-            kept: Category = "communication" if group._reshard_after_forward else "weights"
-            for parameter in group.fsdp_params:
-                watch.note(parameter.all_gather_outputs, kept)
-            group.post_backward = _noting_gradients(group, watch, "host" if on_host else "gradients")
+            watch.note(
+                [parameter.sharded_param for parameter in group.fsdp_params], "host" if on_host else "master_weights"
+            )
+            group.post_backward = _noting_gradients(group, watch, on_host)
 
 
-def _noting_gradients(group: Any, watch: _StorageWatch, sharded: Category) -> Callable[..., None]:
-    original = group.post_backward
+def _noting_gradients(group: Any, watch: _StorageWatch, on_host: bool) -> Callable[..., None]:
+    """`group.post_backward`, which also says what each storage of the group is for: by then all of them exist."""
+    original, parameters = group.post_backward, group.fsdp_params
 
     def post_backward(*arguments: Any) -> None:
-        unsharded = [parameter._unsharded_param.grad for parameter in group.fsdp_params]
-        watch.note(unsharded, "gradients")
+        for parameter in parameters:
+            # The first forward pass pads the shards anew.
+            watch.note([parameter.sharded_param], "host" if on_host else "master_weights")
+            watch.note(parameter.all_gather_outputs, "communication" if group._reshard_after_forward else "weights")
+            watch.note([parameter._unsharded_param.grad], "gradients")
         original(*arguments)
-        watch.note([parameter.unsharded_accumulated_grad for parameter in group.fsdp_params], "gradients")
-        watch.note([parameter.sharded_param.grad for parameter in group.fsdp_params], sharded)
+        for parameter in parameters:
+            watch.note([parameter.unsharded_accumulated_grad], "gradients")
+            watch.note([parameter.sharded_param.grad], "host" if on_host else "gradients")
 
     return post_backward
