@@ -1,0 +1,389 @@
+"""What DeepSpeed 0.19.8 holds on a rank for parameters, gradients and optimizer at the moments of a step.
+
+Every term names the place in deepspeed/runtime/ that makes the tensor. Collectives of optimizer steps need nothing:
+stages 1 and 2 gather the new weights in place (utils.py all_gather_dp_groups). Norms and overflow checks look at one
+parameter at a time, which never is the worst moment. docs/memory.md has the formulas in a table.
+"""
+
+from __future__ import annotations
+
+from ds_encdec.memory.breakdown import Breakdown, EngineMemory, HostBreakdown
+from ds_encdec.memory.job import Job
+from ds_encdec.memory.zero_settings import ZeroSettings, power_of_two, zero_settings
+
+_ALL_REDUCE_ELEMENTS = 500_000_000
+"""What is all-reduced at once where nothing is sharded: engine.py MEMORY_OPT_ALLREDUCE_SIZE."""
+
+
+def zero_memory(job: Job) -> EngineMemory:
+    """Of `job` under DeepSpeed. See EngineMemory; `forward`, `backward` and `step` come on top of `resting`.
+
+    `step` includes the reduction of gradients at the end of the last backward pass, where that comes after it: no
+    activations are left then. Where ranks differ, it is the rank with the most.
+
+    Raises ConfigError for what DeepSpeed's JSON cannot be rendered of.
+    """
+    settings = zero_settings(job)
+    if settings.stage == 0:
+        return _replicated(settings)
+    if settings.stage == 3:
+        return _stage_3(settings)
+    if _has_bf16_optimizer(settings):
+        return _bf16_optimizer(settings)
+    return _stage_1(settings) if settings.stage == 1 else _stage_2(settings)
+
+
+# ---------------------------------------------------------------------------------------------------------- stage 0
+
+
+def _replicated(s: ZeroSettings) -> EngineMemory:
+    """DDP: torch's own optimizer in float32, fp16/fused_optimizer.py or fp16/unfused_optimizer.py otherwise."""
+    low_precision = s.weight < 4
+    gradients = s.weight * s.trainable  # p.grad, until the step
+    # engine.py allreduce_bucket: a flat copy of up to so many elements, also on a single rank.
+    reduction = s.weight * min(s.trainable, _ALL_REDUCE_ELEMENTS + s.largest)
+    converted = 4 * s.trainable if low_precision else 0  # fp32_param.grad
+    moments = [
+        Breakdown(gradients=gradients, communication=reduction),
+        Breakdown(gradients=gradients + converted, optimizer=s.adam_temporaries(s.trainable, as_one=False)),
+    ]
+    if low_precision and not s.job.config.training.torch_adam:
+        # FP16_Optimizer.step: float32 copies of all p.grad, and then the flat one, before p.grad goes.
+        moments.append(Breakdown(gradients=gradients + 2 * converted))
+
+    def backward(done: int, unit: int) -> Breakdown:
+        return Breakdown(gradients=_native_gradients(s, s.weight, done, unit))
+
+    return EngineMemory(
+        resting=Breakdown(
+            weights=s.weight * s.parameters,
+            master_weights=4 * s.trainable if low_precision else 0,  # fp32_groups(_flat)
+            optimizer=2 * s.moment * s.trainable,
+        ),
+        forward=Breakdown(gradients=_earlier(s, s.weight * s.trainable)),
+        backward=backward,
+        step=_larger(*moments),
+        host=HostBreakdown(save=_saved(s, s.weight * s.parameters, _optimizer_tensors(s, s.trainable), ranks=1)),
+    )
+
+
+def _native_gradients(s: ZeroSettings, bytes_each: int, done: int, unit: int) -> float:
+    """Gradients that stay in the parameters until the step, with the one that autograd is just adding."""
+    in_work = s.weight * s.largest_of(unit)
+    return bytes_each * s.trainable + in_work if s.accumulates else bytes_each * min(done + unit, s.trainable)
+
+
+def _earlier(s: ZeroSettings, num_bytes: float) -> float:
+    """Of the step's earlier micro-batches."""
+    return num_bytes if s.accumulates else 0.0
+
+
+def _larger(*moments: Breakdown) -> Breakdown:
+    return max(moments, key=lambda moment: moment.total)
+
+
+# --------------------------------------------------------------------------------------------------- stages 1 and 2
+
+
+def _partitioned_states(s: ZeroSettings) -> Breakdown:
+    """Between steps. zero/stage_1_and_2.py: bit16_groups_flat, single_partition_of_fp32_groups, Adam's moments."""
+    weights = s.weight * s.parameters
+    if s.offloads_optimizer:
+        # temp_grad_buffer_for_gpu_offload
+        return Breakdown(weights=weights, communication=s.weight * s.largest)
+    return Breakdown(weights=weights, master_weights=s.master * s.partition, optimizer=2 * s.moment * s.partition)
+
+
+def _is_compact(s: ZeroSettings) -> bool:
+    """Whether a rank accumulates its partition in float32: _use_compact_grad_partition_buffer."""
+    return s.accumulation == 4 and s.weight != 4
+
+
+def _gradient_partition(s: ZeroSettings) -> float:
+    """What a rank keeps of reduced gradients, on the device also with offload where it is compact.
+
+    `averaged_gradients` as one flat float32 partition, or `grads_in_partition`: the parameters that the partition
+    touches, in full.
+    """
+    if _is_compact(s):
+        return s.accumulation * s.partition
+    return 0.0 if s.offloads_optimizer else s.weight * s.owned
+
+
+def _buckets(s: ZeroSettings, bytes_each: int) -> float:
+    """IPGBucket.buffer, made by setup_buckets."""
+    return bytes_each * s.bucket * s.bucket_buffers
+
+
+def _reduced_bytes(s: ZeroSettings, bytes_each: int) -> int:
+    """Of one element in allreduce_bucket: a flat copy, and one more where the collective has a dtype of its own."""
+    return bytes_each + (s.communication if s.communication != bytes_each else 0)
+
+
+def _reduction(s: ZeroSettings, bytes_each: int) -> float:
+    """A bucket's slices, put together to be reduced."""
+    return _reduced_bytes(s, bytes_each) * min(s.bucket, s.trainable)
+
+
+def _oversized(s: ZeroSettings, bytes_each: int, unit: int) -> float:
+    """With offload, a gradient larger than the bucket is cloned (reduce_independent_p_g_buckets_and_remove_grads)."""
+    size = s.largest_of(unit)
+    return bytes_each * size if s.offloads_optimizer and size > s.bucket else 0.0
+
+
+def _partitioned_step(s: ZeroSettings) -> Breakdown:
+    """DeepSpeedZeroOptimizer.step: the partition's gradients as one flat tensor in the master weights' dtype."""
+    held, update = _gradient_partition(s), _update(s, s.partition)
+    if s.offloads_optimizer:
+        return Breakdown(gradients=held) + update
+    master = s.master * s.partition
+    if _is_compact(s):
+        copied = 0 if s.master == s.accumulation else master
+        return _larger(Breakdown(gradients=held + copied), Breakdown(gradients=copied or held) + update)
+    flat = 0 if s.master == s.weight else s.weight * s.partition  # before .to(), which else does not copy
+    # The second group's tensors keep the common grads_in_partition while the first group is updated.
+    kept = held if s.bucket_buffers else 0
+    return _larger(Breakdown(gradients=held + flat + master), Breakdown(gradients=kept + master) + update)
+
+
+def _update(s: ZeroSettings, elements: int) -> Breakdown:
+    """What Adam needs beside states and gradients: on a GPU's host with offload, and otherwise here."""
+    on_host = s.offloads_optimizer and s.job.device != "cpu"
+    return Breakdown() if on_host else Breakdown(optimizer=s.adam_temporaries(elements, as_one=True))
+
+
+def _host_update(s: ZeroSettings, elements: int) -> float:
+    """The same on a GPU's host."""
+    on_host = s.offloads_optimizer and s.job.device != "cpu"
+    return s.adam_temporaries(elements, as_one=True) if on_host else 0.0
+
+
+def _stage_2(s: ZeroSettings) -> EngineMemory:
+    """zero/stage_1_and_2.py with partition_grads: every micro-batch's gradients are reduced as they come."""
+    kept = _gradient_partition(s)
+    # Not compact: grads_in_partition of this micro-batch beside all_grad_tensors of the earlier ones.
+    during = kept if _is_compact(s) or not s.accumulates else 2 * kept
+
+    def backward(done: int, unit: int) -> Breakdown:
+        in_work = s.weight * s.largest_of(unit) + _oversized(s, s.weight, unit)
+        return Breakdown(gradients=during + in_work, communication=_buckets(s, s.weight) + _reduction(s, s.weight))
+
+    return EngineMemory(
+        resting=_partitioned_states(s),
+        forward=Breakdown(gradients=_earlier(s, kept)),
+        backward=backward,
+        step=_partitioned_step(s),
+        host=_partitioned_host(s),
+    )
+
+
+def _stage_1(s: ZeroSettings) -> EngineMemory:
+    """zero/stage_1_and_2.py: gradients stay whole, in p.grad or p.grad_accum, and are reduced in the last micro-batch.
+
+    With overlap_comm that happens during its backward pass, and otherwise after it (reduce_gradients); each gradient
+    goes as soon as it is reduced, while the partition's are allocated with the first of them.
+    """
+    each = s.accumulation
+    buckets, reduction, kept = _buckets(s, each), _reduction(s, each), _gradient_partition(s)
+
+    def backward(done: int, unit: int) -> Breakdown:
+        if not s.overlaps:
+            return Breakdown(gradients=_native_gradients(s, each, done, unit), communication=buckets)
+        waiting = each * max(s.trainable - done, 0) if s.accumulates else 0
+        in_work = s.weight * s.largest_of(unit) + _oversized(s, each, unit)
+        return Breakdown(gradients=waiting + in_work + kept, communication=buckets + reduction)
+
+    return EngineMemory(
+        resting=_partitioned_states(s),
+        # A micro-batch that reduces nothing leaves its buckets to the next.
+        forward=Breakdown(gradients=_earlier(s, each * s.trainable), communication=_earlier(s, buckets)),
+        backward=backward,
+        step=_larger(
+            _partitioned_step(s),
+            Breakdown()
+            if s.overlaps
+            else Breakdown(gradients=each * s.trainable + kept, communication=buckets + reduction),
+        ),
+        host=_partitioned_host(s),
+    )
+
+
+def _partitioned_host(s: ZeroSettings) -> HostBreakdown:
+    """What stages 1 and 2 offload: partitions of float32 weights, moments, float32 gradients, and new weights."""
+    save = _saved(s, s.weight * s.parameters, _optimizer_tensors(s, s.partition), ranks=s.world_size)
+    if not s.offloads_optimizer:
+        return HostBreakdown(save=save)
+    pinned = (
+        s.master * s.partition,  # single_partition_of_fp32_groups
+        s.master * s.partition,  # their .grad
+        s.weight * s.partition,  # param_buffer_of_bit16_for_cpu_offload_groups
+        s.weight * s.largest,  # temp_grad_buffer_for_cpu_offload
+    )
+    states = sum(s.pinned("offload_optimizer", num_bytes) for num_bytes in pinned)
+    states += 2 * s.moment * s.partition
+    if s.stage == 2 and s.accumulates and not _is_compact(s) and s.master == 4:
+        # accumulated_grads_in_cpu: one buffer for each parameter that the partition touches
+        states += s.weight * s.owned
+    states += _host_update(s, s.partition)
+    return HostBreakdown(states=states, save=save)
+
+
+# ----------------------------------------------------------------------------- stage 1 in bf16, accumulating in float32
+
+
+def _has_bf16_optimizer(s: ZeroSettings) -> bool:
+    """engine.py _do_optimizer_sanity_check."""
+    return s.stage == 1 and s.job.config.training.bf16 and s.accumulation == 4 and not s.offloads_optimizer
+
+
+def _bf16_optimizer(s: ZeroSettings) -> EngineMemory:
+    """bf16_optimizer.py: float32 gradients of all parameters exist for good (fp32_groups_gradients_flat)."""
+    bf16_gradients = 2 * s.trainable  # p.grad, set to zero and kept until the step
+    reduced = min(s.trainable, _ALL_REDUCE_ELEMENTS + s.largest)
+
+    def backward(done: int, unit: int) -> Breakdown:
+        return Breakdown(gradients=_native_gradients(s, 2, done, unit))
+
+    return EngineMemory(
+        resting=Breakdown(
+            weights=2 * s.parameters,
+            master_weights=4 * s.partition,
+            gradients=s.accumulation * s.trainable,
+            optimizer=8 * s.partition,
+        ),
+        forward=Breakdown(gradients=_earlier(s, bf16_gradients)),
+        backward=backward,
+        step=_larger(
+            # engine.py allreduce_bucket: a flat copy in float32, and one in bf16
+            Breakdown(gradients=bf16_gradients, communication=_reduced_bytes(s, s.accumulation) * reduced),
+            Breakdown(gradients=bf16_gradients) + _update(s, s.partition),
+        ),
+        host=HostBreakdown(save=_saved(s, 2 * s.parameters, _optimizer_tensors(s, s.partition), ranks=s.world_size)),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- stage 3
+
+
+def _stage_3(s: ZeroSettings) -> EngineMemory:
+    """zero/stage3.py, and the gathering of parameters in zero/partitioned_param_coordinator.py."""
+    secondary = _secondary(s)
+    converted = _scattered(s)
+
+    def backward(done: int, unit: int) -> Breakdown:
+        in_work = s.weight * s.largest_of(unit)
+        return Breakdown(gradients=in_work, communication=secondary + _gathered(s, done) + converted)
+
+    return EngineMemory(
+        resting=_sharded_states(s),
+        forward=Breakdown(communication=secondary + _gathered(s, 0)),
+        backward=backward,
+        step=_sub_group_step(s) + Breakdown(communication=secondary),
+        host=_sharded_host(s),
+    )
+
+
+def _sharded_states(s: ZeroSettings) -> Breakdown:
+    """Between steps. Optimizer and gradients are on the host with offload."""
+    whole = s.weight * s.persistent if _is_gathered(s) else 0  # persistent_parameters, gathered in _post_step
+    bucket = s.communication * s.bucket * s.bucket_buffers  # ipg_buckets
+    on_device = 0 if s.offloads_optimizer else s.partition
+    return Breakdown(
+        weights=0 if s.offloads_parameters else s.weight * s.weight_partition,  # lp_param_buffer
+        master_weights=s.master * on_device,  # fp32_partitioned_groups_flat
+        gradients=s.accumulation * on_device,  # grad_partitions_flat_buffer
+        optimizer=2 * s.moment * on_device,
+        communication=whole + bucket,
+    )
+
+
+def _is_gathered(s: ZeroSettings) -> bool:
+    """Whether whole parameters are tensors of their own: one rank's are its partition (NoGatherHandle)."""
+    return s.world_size > 1 or (s.offloads_parameters and s.job.device != "cpu")
+
+
+def _gathered(s: ZeroSettings, done: int) -> float:
+    """Whole parameters in a backward pass that has left `done` behind (0: at the end of the forward pass).
+
+    The prefetcher runs ahead, a bucket for each module entered, until stage3_max_live_parameters are there, and what
+    it has passed on its way into the backward pass is not released (__params_to_release, fetch_sub_module). Beyond
+    that limit there is what the last prefetch has begun and what the module in work needs; and while its parameters
+    are used one after the other, the buffer that a prefetch was received in stays (__inflight_param_registry).
+    """
+    if not _is_gathered(s):
+        return 0.0
+    prefetched = int(s.zero.get("stage3_prefetch_bucket_size", 5e7)) + max(s.sizes)
+    limit = max(
+        int(s.zero.get("stage3_max_live_parameters", 1e9)),
+        int(s.zero.get("stage3_max_reuse_distance", 1e9)) // 2,  # from a use in the forward pass to the next
+    )
+    remaining = s.parameters - s.persistent - done
+    return s.weight * float(max(min(remaining, limit + prefetched), 0))
+
+
+def _secondary(s: ZeroSettings) -> float:
+    """hpZ's second partition, from the first forward pass to the end of the step: ds_secondary_tensor."""
+    return s.weight * s.parameters / s.secondary_ranks if s.secondary_ranks > 1 else 0.0
+
+
+def _scattered(s: ZeroSettings) -> float:
+    """A bucket on its way: put together by rank (reduce_scatter_coalesced), then converted (__avg_scatter_grads)."""
+    elements = min(s.bucket, s.trainable)
+    together = s.communication * elements
+    converted = s.accumulation * elements / s.world_size if s.accumulation != s.communication else 0.0
+    if s.offloads_optimizer:
+        converted += s.accumulation * elements / s.world_size  # partition_grads: on the device, to be added there
+    return together + converted
+
+
+def _sub_group_step(s: ZeroSettings) -> Breakdown:
+    """_prepare_fp32_grad_for_sub_group: one sub-group's gradients, flat, in the master weights' dtype."""
+    update = _update(s, s.sub_group)
+    if s.offloads_optimizer:
+        return update
+    flat = s.accumulation * s.sub_group
+    copy = s.master * s.sub_group
+    converting = flat if s.master == s.accumulation else flat + copy
+    return _larger(Breakdown(gradients=converting), Breakdown(gradients=copy) + update)
+
+
+def _sharded_host(s: ZeroSettings) -> HostBreakdown:
+    """What stage 3 offloads."""
+    states = parameters = 0.0
+    if s.offloads_optimizer:
+        pinned = (
+            s.accumulation * s.partition,  # grad_partitions_flat_buffer
+            s.master * s.partition,  # fp32_partitioned_groups_flat[i].grad
+        )
+        states = sum(s.pinned("offload_optimizer", num_bytes) for num_bytes in pinned)
+        states += (s.master + 2 * s.moment) * s.partition
+        states += _host_update(s, s.sub_group)
+    if s.offloads_parameters:
+        # param_groups_fp16_flat_cpu_memory: pinned whatever the configuration says
+        num_bytes = s.weight * s.weight_partition
+        parameters = power_of_two(num_bytes) if s.job.device != "cpu" else num_bytes
+    tensors = (*_optimizer_tensors(s, s.partition), s.weight * s.weight_partition)
+    return HostBreakdown(states=states, parameters=parameters, save=_saved(s, 0, tensors, ranks=s.world_size))
+
+
+# --------------------------------------------------------------------------------------------------------- saving
+
+
+def _optimizer_tensors(s: ZeroSettings, elements: int) -> tuple[float, ...]:
+    """Bytes of what a rank saves of its optimizer: master weights and both moments."""
+    moments = (s.moment * elements, s.moment * elements)
+    return moments if s.stage == 0 and s.weight == 4 else (s.master * elements, *moments)
+
+
+def _saved(s: ZeroSettings, weights: float, tensors: tuple[float, ...], *, ranks: int) -> float:
+    """Copies that a background save is written from (engine/zero_files.py), as the mean of the first node's ranks.
+
+    Rank 0 saves the `weights`, and each of the first `ranks` ranks its optimizer's `tensors`.
+    """
+    if not s.job.config.training.async_save:
+        return 0.0
+    pin = s.job.config.infra.pin_memory and s.job.device != "cpu"
+    on_node = s.job.ranks_per_node
+    whole = power_of_two(weights) if pin else weights
+    each = sum(power_of_two(tensor) if pin else tensor for tensor in tensors)
+    return (whole + each * min(ranks, on_node)) / on_node
