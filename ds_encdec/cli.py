@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_encdec import train
+from ds_encdec import estimate_memory, train
 from ds_encdec.types import ConfigError, DsEncDecError, Preempted
 
 Verb = Callable[[argparse.Namespace, Sequence[str]], int]
@@ -60,6 +60,23 @@ def _parser() -> argparse.ArgumentParser:
     validate.add_argument("config", type=Path, nargs="?", help="YAML file")
     validate.add_argument("--config", type=Path, dest="config_option", help="YAML file")
     validate.add_argument("--deepspeed_config", "--deepspeed-config", type=Path, help="raw DeepSpeed JSON")
+
+    estimate_memory.add_arguments(
+        verb(
+            "estimate-memory",
+            estimate_memory.run,
+            "say what a run would hold in memory, whether it fits, and what to choose",
+            overrides=True,
+        )
+    )
+    plan = verb("plan", _plan, "say what a run would take: steps, days, money, disks, host memory", overrides=True)
+    plan.add_argument("--config", type=Path, help="YAML file")
+    plan.add_argument("--deepspeed_config", "--deepspeed-config", type=Path, help="raw DeepSpeed JSON")
+    plan.add_argument("--tokens", type=_positive(float), metavar="N", help="to train on (default: the run's steps)")
+    plan.add_argument("--gpus", type=_positive(int), metavar="N", help="GPUs in total (default infra.num_gpus)")
+    plan.add_argument("--nodes", type=_positive(int), default=1, metavar="N", help="machines they are in (default 1)")
+    _add_rate_arguments(plan)
+    plan.add_argument("--json", action="store_true", help="as one JSON object")
 
     verb("schema", _schema, "print the JSON schema of the configuration, for editors")
 
@@ -133,13 +150,17 @@ def _add_phase_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--steps-per-phase", type=_positive(int), metavar="N", help="at most N optimizer steps a phase")
     verb.add_argument("--launcher", help="what starts the ranks, e.g. 'deepspeed --hostfile hostfiles/8gpu'")
     verb.add_argument("--dry-run", action="store_true", help="print steps, tokens, days and money, and stop")
+    _add_rate_arguments(verb, " (dry run)")
+    verb.add_argument("--json", action="store_true", help="the dry run as one JSON object")
+
+
+def _add_rate_arguments(verb: argparse.ArgumentParser, remark: str = "") -> None:
     rate = verb.add_mutually_exclusive_group()
     rate.add_argument(
-        "--tokens-per-second", type=_positive(float), metavar="T", help="throughput of all ranks (dry run)"
+        "--tokens-per-second", type=_positive(float), metavar="T", help=f"throughput of all ranks{remark}"
     )
-    rate.add_argument("--measured", type=Path, metavar="RUN", help="take the throughput from this run (dry run)")
-    verb.add_argument("--price-per-gpu-hour", type=_positive(float), metavar="USD", help="for the money (dry run)")
-    verb.add_argument("--json", action="store_true", help="the dry run as one JSON object")
+    rate.add_argument("--measured", type=Path, metavar="RUN", help=f"take the throughput from this run{remark}")
+    verb.add_argument("--price-per-gpu-hour", type=_positive(float), metavar="USD", help=f"for the money{remark}")
 
 
 def _positive(number: type[int] | type[float]) -> Callable[[str], float]:
@@ -187,7 +208,7 @@ def _schema(options: argparse.Namespace, _: Sequence[str]) -> int:
 
 def _phases(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from ds_encdec.config.load import find_shipped, load_config
-    from ds_encdec.pipeline.dry_run import describe_estimate, estimate_phases, measured_tokens_per_second
+    from ds_encdec.pipeline.dry_run import describe_estimate, estimate_phases
     from ds_encdec.pipeline.run import plan_phases, run_phases, select_phases
 
     if not options.dry_run and (
@@ -202,9 +223,34 @@ def _phases(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if not options.dry_run:
         run_phases(config, plans, launcher=options.launcher)
         return 0
-    rate = measured_tokens_per_second(options.measured) if options.measured else options.tokens_per_second
-    estimate = estimate_phases(plans, tokens_per_second=rate, price_per_gpu_hour=options.price_per_gpu_hour)
+    estimate = estimate_phases(plans, tokens_per_second=_rate(options), price_per_gpu_hour=options.price_per_gpu_hour)
     print(json.dumps(estimate, indent=2) if options.json else describe_estimate(estimate))
+    return 0
+
+
+def _rate(options: argparse.Namespace) -> float | None:
+    """Tokens per second, given or measured; None where they are not known."""
+    from ds_encdec.monitor.metrics_file import measured_tokens_per_second
+
+    rate: float | None = options.tokens_per_second
+    return rate if options.measured is None else measured_tokens_per_second(options.measured)
+
+
+def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from ds_encdec.config.load import find_shipped, load_config
+    from ds_encdec.plan import describe_plan, plan_run
+
+    if options.gpus is not None:
+        overrides = [f"infra.num_gpus={options.gpus}", *overrides]
+    config = load_config(find_shipped(options.config), overrides, find_shipped(options.deepspeed_config))
+    plan = plan_run(
+        config,
+        nodes=options.nodes,
+        num_tokens=None if options.tokens is None else math.ceil(options.tokens),
+        tokens_per_second=_rate(options),
+        price_per_gpu_hour=options.price_per_gpu_hour,
+    )
+    print(json.dumps(plan, indent=2) if options.json else describe_plan(plan))
     return 0
 
 

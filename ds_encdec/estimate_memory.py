@@ -12,16 +12,14 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ds_encdec.config.batch_size import (
-    global_batch_size,
     is_auto,
     micro_batch_candidates,
-    micro_batches_per_step,
     with_micro_batch_size,
 )
 from ds_encdec.config.load import find_shipped, load_config
@@ -30,10 +28,11 @@ from ds_encdec.memory.answer import answer, as_json, breakdown_as_json
 from ds_encdec.memory.breakdown import CATEGORIES, Breakdown
 from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.gpus import DEFAULT_GPU, Gpu, parse_bytes, parse_gpu
-from ds_encdec.memory.job import Job, make_job
-from ds_encdec.memory.model_sizes import Sizes, adapter_parameters, run_sizes
+from ds_encdec.memory.job import Job
+from ds_encdec.memory.model_sizes import Sizes, run_sizes
+from ds_encdec.memory.planned import indivisible, planned_job
 from ds_encdec.memory.table import describe, gib
-from ds_encdec.memory.variants import fits, resolve_engine
+from ds_encdec.memory.variants import fits
 from ds_encdec.types import ConfigError, DsEncDecError
 
 Found = TypeVar("Found")
@@ -124,7 +123,7 @@ def _read(options: argparse.Namespace, overrides: Sequence[str]) -> _Question:
     if config is not None:
         sizes = _attempt(partial(run_sizes, config), problems)
         if not any(count is not None and count < 1 for count in counts.values()):
-            problems += _indivisible(config, options.nodes)
+            problems += indivisible(config, options.nodes)
     if problems or gpu is None or config is None or sizes is None:
         raise ConfigError("\n".join(problems))
     remarks = []
@@ -136,7 +135,7 @@ def _read(options: argparse.Namespace, overrides: Sequence[str]) -> _Question:
         )
     if options.lora_rank is not None:
         remarks.append("LoRA: what such a run would hold; the engines do not train adapters alone yet.")
-    return _Question(_job(config, sizes, options), gpu, host_bytes, tuple(remarks))
+    return _Question(planned_job(config, sizes, options.nodes, options.lora_rank), gpu, host_bytes, tuple(remarks))
 
 
 def _attempt(read: Callable[[], Found], problems: list[str]) -> Found | None:
@@ -158,48 +157,12 @@ def _load(options: argparse.Namespace, overrides: Sequence[str]) -> FullConfig:
     return load_config(find_shipped(options.config), [*named, *overrides], find_shipped(options.deepspeed_config))
 
 
-def _indivisible(config: FullConfig, nodes: int) -> Iterator[str]:
-    """What cannot be shared out evenly, as a run would find on starting."""
-    gpus, infra = config.infra.num_gpus, config.infra
-    if gpus % nodes:
-        yield f"--gpus {gpus} --nodes {nodes}: every node must have as many GPUs; give a multiple of {nodes}"
-        return
-    if is_auto(config):
-        sequences = global_batch_size(config, gpus)
-        if sequences % gpus:
-            yield f"training.global_batch_size={sequences} cannot be shared out evenly among {gpus} GPUs"
-    elif (lanes := micro_batches_per_step(config, gpus)) % gpus:
-        fitting = [str(number) for number in range(1, lanes + 1) if lanes % number == 0]
-        yield (
-            f"the {lanes} micro-batches of a step (data.num_lanes, or training.global_batch_size over the micro-batch) "
-            f"cannot be shared out evenly to {gpus} GPUs: use {', '.join(fitting)} of them, or change the batch"
-        )
-    size = infra.hybrid_shard_size or gpus // nodes
-    if infra.sharding_stage.endswith("_hybrid") and gpus % size:
-        yield f"infra.hybrid_shard_size={size} does not divide {gpus} GPUs: set it to a divisor of {gpus}"
-
-
-def _job(config: FullConfig, sizes: Sizes, options: argparse.Namespace) -> Job:
-    """The configured run; with --lora-rank, its frozen model and the adapters."""
-    gpus = config.infra.num_gpus
-    adapters = None if options.lora_rank is None else adapter_parameters(sizes, options.lora_rank)
-    job = make_job(
-        config,
-        sizes,
-        resolve_engine(config),
-        world_size=gpus,
-        ranks_per_node=gpus // options.nodes,
-        trainable_parameters=adapters,
-    )
-    return job if adapters is None else dataclasses.replace(job, parameters=job.parameters + adapters)
-
-
 def _with_fitting_micro_batch(config: FullConfig, sizes: Sizes, options: argparse.Namespace, gpu: Gpu) -> FullConfig:
     """`config` with the largest micro-batch that fits `gpu`, or with 1."""
     candidates = micro_batch_candidates(config, config.infra.num_gpus)
     for size in candidates:
         tried = with_micro_batch_size(config, size, config.infra.num_gpus)
-        if size == 1 or fits(estimate(_job(tried, sizes, options)), gpu.usable_bytes):
+        if size == 1 or fits(estimate(planned_job(tried, sizes, options.nodes, options.lora_rank)), gpu.usable_bytes):
             break
     return tried
 

@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parents[1] / "ds_encdec"
 LAYERS = (
     ("cli",),
     ("train",),
-    ("pipeline", "sanity_check", "report", "generate", "init_model", "estimate_memory"),
+    ("pipeline", "sanity_check", "report", "generate", "init_model", "estimate_memory", "plan"),
     ("phases",),
     ("build",),
     ("trainer",),
@@ -108,7 +108,7 @@ def test_no_module_is_imported_from_a_bare_dot() -> None:
             assert not (isinstance(node, ast.ImportFrom) and node.level and not node.module), f"{module}:{node.lineno}"
 
 
-@pytest.mark.parametrize("module", ["ds_encdec.cli", "ds_encdec.config.load"])
+@pytest.mark.parametrize("module", ["ds_encdec.cli", "ds_encdec.config.load", "ds_encdec.estimate_memory"])
 def test_help_and_configuration_errors_do_not_pay_for_torch(module: str) -> None:
     code = f"import sys, {module}; print(*({{'torch', 'transformers', 'deepspeed', 'datasets'}} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

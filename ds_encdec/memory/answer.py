@@ -20,6 +20,7 @@ from ds_encdec.memory.variants import (
     fitting_settings,
     offload_of,
     recommend,
+    smallest_variants,
     variants,
 )
 from ds_encdec.types import EngineName
@@ -91,9 +92,9 @@ def _table(job: Job, engine: EngineName, gpu: Gpu, host_bytes: int | None) -> En
 def _gpus_needed(job: Job, gpu: Gpu, host_bytes: int | None) -> int | None:
     world_size = 2 * job.world_size
     while world_size <= LARGEST_WORLD:
-        larger = dataclasses.replace(job, world_size=world_size)
-        if recommend(larger, gpu.usable_bytes, _share(job, host_bytes)) is not None:
-            return world_size
+        for row in smallest_variants(dataclasses.replace(job, world_size=world_size)):
+            if row.estimate is not None and fits(row.estimate, gpu.usable_bytes, _share(job, host_bytes)):
+                return world_size
         world_size *= 2
     return None
 

@@ -30,10 +30,10 @@ class Breakdown:
     @property
     def total(self) -> float:
         """All of it."""
-        return sum(dataclasses.astuple(self))
+        return sum(getattr(self, name) for name in CATEGORIES)
 
     def __add__(self, other: Breakdown) -> Breakdown:
-        return Breakdown(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
+        return Breakdown(*(getattr(self, name) + getattr(other, name) for name in CATEGORIES))
 
 
 CATEGORIES = tuple(field.name for field in dataclasses.fields(Breakdown))

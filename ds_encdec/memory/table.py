@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ds_encdec.memory.answer import ENGINES, Answer, EngineTable
+from ds_encdec.memory.answer import ENGINES, LARGEST_WORLD, Answer, EngineTable
 from ds_encdec.memory.breakdown import CATEGORIES, Estimate
 from ds_encdec.memory.gpus import GIB
 from ds_encdec.memory.job import Job
-from ds_encdec.memory.variants import HEADROOM, Recommendation, Variant, as_overrides, offload_of
+from ds_encdec.memory.variants import HEADROOM, Recommendation, Variant, as_overrides, offload_of, smallest_variants
 
 _WORDS = {
     "weights": "weights",
@@ -168,31 +168,35 @@ def _recommended(found: Answer, table: EngineTable) -> str:
 
 
 def _why(found: Answer, best: Recommendation) -> str:
-    before, after = found.job, best.job
-    batches = [job.config.training.micro_batch_size for job in (before, after)]
-    accumulation = [job.gradient_accumulation_steps for job in (before, after)]
+    needs = (
+        f"{gib(best.estimate.peak.total)} GiB per GPU, {gib(best.estimate.host.total * best.job.ranks_per_node)} GiB "
+        "per host"
+    )
+    batch, steps = best.job.config.training.micro_batch_size, best.job.gradient_accumulation_steps
+    before = (found.job.config.training.micro_batch_size, found.job.gradient_accumulation_steps)
+    changed = "" if (batch, steps) == before else f" instead of {before[0]} and {before[1]}"
     return (
-        f"{gib(best.estimate.peak.total)} GiB per GPU, {gib(best.estimate.host.total * after.ranks_per_node)} GiB per "
-        f"host; micro-batch {batches[1]} (now {batches[0]}), accumulation {accumulation[1]} (now {accumulation[0]}): "
-        f"the same {batches[1] * accumulation[1] * after.world_size:,} sequences a step."
+        f"{needs}; micro-batch {batch} and accumulation {steps}{changed}: {batch * steps * best.job.world_size:,} "
+        "sequences a step, as configured."
     )
 
 
 def _what_would_help(found: Answer) -> str:
-    existing = [row.estimate for row in found.tables[0].rows if row.estimate is not None]
+    existing = [row.estimate for row in smallest_variants(found.job) if row.estimate is not None]
     lines = []
     if existing:
         least = min(existing, key=lambda estimated: estimated.peak.total)
         largest = _largest(least)
         lines.append(
-            f"The smallest of the rows needs {gib(least.peak.total)} GiB; the largest part is {_WORDS[largest]}, "
-            f"{gib(getattr(least.peak, largest))} GiB, against which helps: {_HELP[largest]}."
+            f"Even a micro-batch of 1 with everything sharded, recomputed and offloaded needs "
+            f"{gib(least.peak.total)} GiB. Most of it is {_WORDS[largest]} ({gib(getattr(least.peak, largest))} GiB); "
+            f"what helps: {_HELP[largest]}."
         )
     lines += [
         f"This fits: {as_overrides(near.overrides)} ({gib(near.estimate.peak.total)} GiB)" for near in found.nearest
     ]
-    if found.gpus_needed is not None:
-        lines.append(f"With {found.gpus_needed} of these GPUs a setting of the table fits.")
+    if found.gpus_needed is None:
+        lines.append(f"More of these GPUs alone do not help (up to {LARGEST_WORLD:,}).")
     else:
-        lines.append("More of these GPUs alone do not help.")
+        lines.append(f"On {found.gpus_needed} of these GPUs a setting of the table fits.")
     return "\n".join(lines)

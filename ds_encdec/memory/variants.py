@@ -129,15 +129,23 @@ def recommend(job: Job, capacity_bytes: float, host_bytes: float | None = None) 
     of its node's.
     """
     ranked = sorted(_settings(job), key=lambda overrides: _slowness(changed(job, overrides)))
-    for smallest in (_efficient_micro_batch(job), 1):
+    for smallest in dict.fromkeys((_efficient_micro_batch(job), 1)):
+        batches = [batch for batch in micro_batches(job) if batch >= smallest]
         for overrides in ranked:
-            for batch in reversed(micro_batches(job)):
-                if batch < smallest:
-                    break
+            fitting: Recommendation | None = None
+            for batch in batches:  # from the smallest: most settings that fail do so at once
                 row = _variant(job, overrides | batch_overrides(job, batch))
-                if row.estimate is not None and fits(row.estimate, capacity_bytes, host_bytes):
-                    return Recommendation(row.overrides, row.job, row.estimate)
+                if row.estimate is None or not fits(row.estimate, capacity_bytes, host_bytes):
+                    break
+                fitting = Recommendation(row.overrides, row.job, row.estimate)
+            if fitting is not None:
+                return fitting
     return None
+
+
+def smallest_variants(job: Job) -> list[Variant]:
+    """What needs least of a device: full checkpointing, micro-batches of 1, sharded parameters, with each offload."""
+    return [_variant(job, _setting(job, "zero3", offload, "full") | batch_overrides(job, 1)) for offload in _OFFLOAD]
 
 
 def fitting_settings(job: Job, capacity_bytes: float, count: int = 3) -> list[Recommendation]:

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
+
+from ds_encdec.launch.run_folder import RunFolder
+from ds_encdec.types import DataError
+
+SETTLING_LINES = 1
+"""First lines of metrics whose throughput is not a run's usual one: compilation, caches, workers that start."""
 
 
 class StepLines(NamedTuple):
@@ -45,3 +52,19 @@ def _parse(text: bytes) -> dict[str, Any] | None:
 def is_number(value: object) -> TypeGuard[float]:
     """Whether `value` is a finite number. JSON has no NaN: what was not finite is null, but some writers put NaN."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def measured_tokens_per_second(run: Path) -> float:
+    """Throughput of the run in the folder `run`, over all ranks, without its first lines. Raises DataError.
+
+    Every line stands for about as many tokens, so the mean over the time is the harmonic one.
+    """
+    metrics = RunFolder(str(run)).metrics
+    lines, problem, _ = read_step_lines(metrics)
+    rates = [rate for line in lines if is_number(rate := line.get("perf/tokens_per_sec")) and rate > 0]
+    if len(rates) <= SETTLING_LINES:
+        raise DataError(
+            f"{metrics}: {problem or f'{len(rates)} lines have perf/tokens_per_sec, and the first does not count'}; "
+            "measure a longer run, or give --tokens-per-second"
+        )
+    return statistics.harmonic_mean(rates[SETTLING_LINES:])

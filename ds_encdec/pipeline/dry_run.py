@@ -2,39 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from ds_encdec.launch.run_folder import RunFolder
-from ds_encdec.monitor.metrics_file import is_number, read_step_lines
 from ds_encdec.phases import PlannedPhase, estimate_training_time
-from ds_encdec.types import DataError
-
-SETTLING_LINES = 1
-"""First lines of metrics whose throughput is not a run's usual one: compilation, caches, workers that start."""
 
 HOW_TO_KNOW_THE_TIME = (
     "How long this takes is not known: give --tokens-per-second (non-padding tokens of both sides, over all ranks), or "
     "--measured RUN, the folder of a run on the same machines, such as that of a phase."
 )
-
-
-def measured_tokens_per_second(run: Path) -> float:
-    """Throughput of the run in the folder `run`, over all ranks, without its first lines. Raises DataError.
-
-    Every line stands for about as many tokens, so the mean over the time is the harmonic one.
-    """
-    metrics = RunFolder(str(run)).metrics
-    lines, problem, _ = read_step_lines(metrics)
-    rates = [rate for line in lines if is_number(rate := line.get("perf/tokens_per_sec")) and rate > 0]
-    if len(rates) <= SETTLING_LINES:
-        raise DataError(
-            f"{metrics}: {problem or f'{len(rates)} lines have perf/tokens_per_sec, and the first does not count'}; "
-            "measure a longer run, or give --tokens-per-second"
-        )
-    return statistics.harmonic_mean(rates[SETTLING_LINES:])
 
 
 def estimate_phases(

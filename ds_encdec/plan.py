@@ -1,0 +1,148 @@
+"""What a run would take, before any of it is spent: steps, days, money, disks and host memory. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ds_encdec.config.batch_size import global_batch_size, with_assumed_batch_size
+from ds_encdec.config.rules import ROLLBACK_FIELDS
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.memory.estimate import estimate
+from ds_encdec.memory.job import Job
+from ds_encdec.memory.model_sizes import run_sizes
+from ds_encdec.memory.planned import indivisible, planned_job
+from ds_encdec.phases import estimate_steps_for_tokens, estimate_training_time
+from ds_encdec.types import ConfigError
+
+GB = 1e9
+EXPORT_BYTES = {"float32": 4, "bfloat16": 2}
+"""Bytes per parameter of a Hugging Face folder (`ds-encdec export --dtype`)."""
+FEWEST_TO_AVERAGE = 3
+"""Checkpoints without which a run averages none (`training.average_checkpoints`)."""
+HOW_TO_KNOW_THE_TIME = (
+    "How long this takes is not known: give --tokens-per-second (non-padding tokens of both sides, over all ranks), or "
+    "--measured RUN, the folder of a run on the same machines."
+)
+
+
+def plan_run(
+    config: FullConfig,
+    *,
+    nodes: int = 1,
+    num_tokens: int | None = None,
+    tokens_per_second: float | None = None,
+    price_per_gpu_hour: float | None = None,
+) -> dict[str, Any]:
+    """What the run takes on `infra.num_gpus` GPUs in `nodes` machines; docs/plan.md lists the keys. Sizes are bytes.
+
+    `num_tokens`: of both sides, to train on; None: as many as `training.num_train_steps` make. `tokens_per_second`: of
+    all ranks. Raises ConfigError for a batch or a number of GPUs that does not divide, or a model of unknown size.
+    """
+    if problems := list(indivisible(config, nodes)):
+        raise ConfigError("\n".join(problems))
+    config = with_assumed_batch_size(config, config.infra.num_gpus)
+    job = planned_job(config, run_sizes(config), nodes)
+    sequences = global_batch_size(config, job.world_size)
+    length = config.data.max_encoder_length + config.data.max_decoder_length
+    steps = config.training.num_train_steps
+    if num_tokens is not None:
+        # However a step is divided into micro-batches, it has these sequences.
+        steps = estimate_steps_for_tokens(num_tokens, sequences, length, 1, 1)
+    time = usd = None
+    if tokens_per_second:
+        time = estimate_training_time(steps, sequences * length / tokens_per_second)
+        usd = time["hours"] * job.world_size * price_per_gpu_hour if price_per_gpu_hour else None
+    host = estimate(job).host.total * job.ranks_per_node
+    return {
+        "num_gpus": job.world_size,
+        "nodes": nodes,
+        "parameters": job.parameters,
+        "sequences_per_step": sequences,
+        "tokens_per_step": sequences * length,
+        "steps": steps,
+        "num_train_steps": config.training.num_train_steps,
+        "tokens": steps * sequences * length,
+        "num_tokens": num_tokens,
+        "tokens_per_second": tokens_per_second,
+        "time": time,
+        "usd": usd,
+        "disk": _disk(job, steps),
+        "host_bytes_per_node": host,
+    }
+
+
+def checkpoint_bytes_per_parameter(job: Job) -> int:
+    """What the tensors of a checkpoint take: float32 weights and both moments of AdamW; what else DeepSpeed writes.
+
+    Its ZeRO-0 to 2 write the weights that layers compute with, too (in float32 under ZeRO-0 these are the same).
+    """
+    states = 3 * 4
+    stage = job.config.infra.sharding_stage
+    if job.engine == "fsdp" or stage.startswith("zero3") or (stage == "zero0" and job.compute_bytes == 4):
+        return states
+    return states + job.compute_bytes
+
+
+def _disk(job: Job, steps: int) -> dict[str, Any]:
+    """Bytes in the run's folder at its fullest; logs and the tokenizer, some megabytes, are not counted."""
+    training, monitor = job.config.training, job.config.monitor
+    checkpoint = job.parameters * checkpoint_bytes_per_parameter(job)
+    saves = math.ceil(steps / training.save_steps)  # the last one saves whatever the interval
+    if training.save_interval_hours is not None or training.save_on_best:
+        saves = steps  # as many as one likes
+    keep = saves if training.save_total_limit is None else training.save_total_limit
+    best = 1 if training.eval_samples else 0  # the best may be none of the newest
+    # A new one is whole before an old one goes.
+    checkpoints = min(saves, keep + best + 1)
+    averaged = EXPORT_BYTES["float32"] * job.parameters
+    averages = training.average_checkpoints and min(saves, keep) >= FEWEST_TO_AVERAGE
+    rolls_back = any(getattr(monitor, field) == "rollback" for field in ROLLBACK_FIELDS)
+    return {
+        "checkpoint": checkpoint,
+        "checkpoint_bytes_per_parameter": checkpoint_bytes_per_parameter(job),
+        "checkpoints": checkpoints,
+        "abandoned_checkpoints": keep if rolls_back else 0,
+        "averaged": averaged if averages else 0,
+        "total": checkpoint * (checkpoints + (keep if rolls_back else 0)) + (averaged if averages else 0),
+        "export": {dtype: size * job.parameters for dtype, size in EXPORT_BYTES.items()},
+    }
+
+
+def describe_plan(plan: Mapping[str, Any]) -> str:
+    """The plan in words."""
+    lines = [
+        f"{plan['steps']:,} steps of {plan['tokens_per_step']:,} tokens ({plan['sequences_per_step']:,} sequences, "
+        f"padding included) are {plan['tokens']:,} tokens, on {plan['num_gpus']} GPU(s) in {plan['nodes']} node(s)."
+    ]
+    if plan["steps"] != plan["num_train_steps"]:
+        lines.append(f"Set training.num_train_steps={plan['steps']} for it (now {plan['num_train_steps']:,}).")
+    lines.append(_time(plan))
+    disk = plan["disk"]
+    lines.append(
+        f"A checkpoint takes {_gb(disk['checkpoint'])} ({disk['checkpoint_bytes_per_parameter']} bytes for each of "
+        f"{plan['parameters']:,} parameters). The run's folder grows to {_gb(disk['total'])}: {disk['checkpoints']} "
+        "checkpoints (those kept, the best, the one being written)"
+        + (f", {disk['abandoned_checkpoints']} put aside by rollbacks" if disk["abandoned_checkpoints"] else "")
+        + (f", and the averaged model of {_gb(disk['averaged'])}" if disk["averaged"] else "")
+        + "."
+    )
+    exports = " or ".join(f"{_gb(size)} in {dtype}" for dtype, size in disk["export"].items())
+    lines.append(f"An export takes {exports}.")
+    lines.append(f"Each node's ranks need {_gb(plan['host_bytes_per_node'])} of host memory.")
+    return "\n".join(lines)
+
+
+def _time(plan: Mapping[str, Any]) -> str:
+    if plan["time"] is None:
+        return HOW_TO_KNOW_THE_TIME
+    money = "" if plan["usd"] is None else f" and {plan['usd']:,.2f} USD"
+    return (
+        f"At {plan['tokens_per_second']:,.0f} tokens/s it takes {plan['time']['days']:,.2f} days "
+        f"({plan['time']['hours']:,.1f} hours){money}. Evaluations, checkpoints and starts come on top."
+    )
+
+
+def _gb(number: float) -> str:
+    return f"{number / GB:,.1f} GB"
