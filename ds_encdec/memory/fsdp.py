@@ -1,0 +1,218 @@
+"""What FSDP2 (torch 2.13) holds on a rank for parameters, gradients and optimizer at the moments of a step.
+
+The engine shards float32 parameters, gathers them in the compute dtype, and reduces gradients in float32. Each layer is
+a group that is gathered and reduced at once; the root group has the rest, above all the embedding, and is the last to
+be reduced. Every term names the place in torch/distributed/fsdp/_fully_shard/ that makes the tensor.
+
+What layers compute with counts as `weights` where it stays from the forward pass to the backward pass, and as
+`communication` where it comes and goes layer by layer (zero3). docs/memory.md has the formulas in a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from ds_encdec.memory.breakdown import Breakdown, EngineMemory, HostBreakdown
+from ds_encdec.memory.job import Job
+from ds_encdec.memory.zero_settings import power_of_two
+from ds_encdec.model.parameter_count import parameter_shapes
+from ds_encdec.types import ConfigError
+
+_FLOAT32 = 4
+"""Bytes of a number in shards, moments and reduced gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Parameters of a group: of the model; of the first rank, which holds most; and gathered.
+
+    Dimension 0 is cut as `torch.chunk` does, and each rank's part is padded to the size of the first one's
+    (_fsdp_param.py, padded_sharded_param_size), gathered ones included.
+    """
+
+    parameters: int
+    shard: int
+    gathered: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Sharding:
+    """The job's parameters on the mesh of engine/fsdp_sharding.py, `replicas` × `shards` ranks."""
+
+    job: Job
+    replicas: int
+    shards: int
+    layer: _Group
+    root: _Group
+
+    @property
+    def layers(self) -> int:
+        """Groups beside the root's."""
+        return self.job.encoder_layers + self.job.decoder_layers
+
+    @property
+    def shard(self) -> int:
+        """Parameters that the rank holds."""
+        return self.layers * self.layer.shard + self.root.shard
+
+    @property
+    def trained(self) -> float:
+        """Share of the parameters that is trained."""
+        return self.job.trainable_parameters / self.job.parameters
+
+    @property
+    def frees_layers(self) -> bool:
+        """Whether layers let go of gathered parameters between the forward and the backward pass."""
+        return self.job.config.infra.sharding_stage.startswith("zero3")
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether earlier micro-batches of the step have left gradients."""
+        return self.job.gradient_accumulation_steps > 1
+
+    @property
+    def accumulates_whole(self) -> bool:
+        """Whether they have left them whole, because nothing is reduced before the last micro-batch."""
+        return self.accumulates and not self.job.config.infra.fsdp_reduce_every_micro_batch
+
+    @property
+    def offloads(self) -> bool:
+        """Whether shards, moments and reduced gradients are on the host."""
+        return self.job.config.infra.offload_optimizer == "cpu"
+
+
+def fsdp_memory(job: Job) -> EngineMemory:
+    """Of `job` under FSDP2. See EngineMemory; `forward`, `backward` and `step` come on top of `resting`.
+
+    `step` includes the reduction of the root's gradients: it comes after the backward pass, when no activations are
+    left. Of ranks that hold different amounts it is the one with the most. Raises ConfigError for a hybrid that does
+    not divide the ranks.
+    """
+    s = _sharding(job)
+    states = _FLOAT32 * s.shard
+    moments = 2 * states * s.trained
+    return EngineMemory(
+        resting=Breakdown() if s.offloads else Breakdown(master_weights=states, optimizer=moments),
+        forward=_forward(s),
+        backward=lambda done, unit: _backward(s, done, unit),
+        step=_step(s),
+        host=_host(s),
+    )
+
+
+def _sharding(job: Job) -> _Sharding:
+    replicas, shards = _mesh_shape(job)
+    shapes = parameter_shapes(job.sizes)
+    return _Sharding(
+        job,
+        replicas,
+        shards,
+        layer=_group([shape for name, shape in shapes.items() if name.startswith("decoder.layers.0.")], shards),
+        root=_group([shape for name, shape in shapes.items() if ".layers." not in name], shards),
+    )
+
+
+def _mesh_shape(job: Job) -> tuple[int, int]:
+    """Ranks that replicate, and ranks that shard: as in engine/fsdp_sharding.py, which imports torch."""
+    infra = job.config.infra
+    if infra.sharding_stage == "zero0":
+        return job.world_size, 1
+    if not infra.sharding_stage.endswith("_hybrid"):
+        return 1, job.world_size
+    shards = infra.hybrid_shard_size or min(job.ranks_per_node, job.world_size)
+    if job.world_size % shards:
+        raise ConfigError(
+            f"infra.sharding_stage={infra.sharding_stage}: shards over {shards} ranks do not divide the "
+            f"{job.world_size} ranks. Set infra.hybrid_shard_size to a divisor of {job.world_size}."
+        )
+    return job.world_size // shards, shards
+
+
+def _group(shapes: Sequence[tuple[int, ...]], shards: int) -> _Group:
+    shard = sum(-(-shape[0] // shards) * prod(shape[1:]) for shape in shapes)
+    return _Group(sum(map(prod, shapes)), shard, shard * shards)
+
+
+# ------------------------------------------------------------------------------------------------ the moments of a step
+
+
+def _forward(s: _Sharding) -> Breakdown:
+    """In the head of the last micro-batch: the root is gathered, and so are layers that stay it."""
+    compute = s.job.compute_bytes
+    kept = 0 if s.frees_layers else s.layers
+    # FSDPCommContext.all_gather_state: the last layer's buffer, until the root's forward pass is over. Layers that have
+    # stayed gathered since an earlier micro-batch need none.
+    gathers = s.shards > 1 and (s.frees_layers or not s.accumulates)
+    return Breakdown(
+        weights=compute * (kept * s.layer.gathered + s.root.gathered),
+        gradients=_held_gradients(s, 0),
+        communication=compute * s.layer.gathered if gathers else 0,
+    )
+
+
+def _backward(s: _Sharding, done: int, unit: int) -> Breakdown:
+    """With a layer or the embedding in work. Layers that are done are reduced, and no longer gathered."""
+    compute = s.job.compute_bytes
+    untied_head = 0 if s.job.sizes.tie_word_embeddings else min(done, s.job.embedding_parameters)  # waits for the root
+    layers_done = (done - untied_head) / s.layer.parameters
+    kept = 0.0 if s.frees_layers else (s.layers - layers_done) * s.layer.gathered
+    # FSDPCommContext.reduce_scatter_states: what the last layer was reduced from, until the next one is.
+    communication = _FLOAT32 * s.layer.gathered * s.trained if layers_done else 0.0
+    if s.frees_layers and unit == s.layer.parameters:
+        # The layer itself, and the buffer of the next, which _backward_prefetch gathers meanwhile.
+        communication += compute * s.layer.gathered * (2 if s.shards > 1 else 1)
+    return Breakdown(
+        weights=compute * (kept + s.root.gathered),
+        gradients=_held_gradients(s, layers_done) + compute * (untied_head + unit),
+        communication=communication,
+    )
+
+
+def _held_gradients(s: _Sharding, layers_done: float) -> float:
+    """Gradients of the step on the device, beside the layer in work, once the last micro-batch has reduced some layers.
+
+    Of earlier micro-batches they are whole (FSDPParam.unsharded_accumulated_grad, or the gathered parameter's own .grad
+    where that is float32), or reduced, and then replicas have still to meet (FSDPParamGroup._partial_reduce_output).
+    """
+    reduced = layers_done * s.layer.shard
+    if s.accumulates_whole:
+        whole = s.job.parameters - layers_done * s.layer.parameters
+        return _FLOAT32 * s.trained * (whole + (0 if s.offloads else reduced))
+    if s.accumulates and (s.replicas > 1 or not s.offloads):
+        return _FLOAT32 * s.trained * (s.shard - (reduced if s.offloads else 0))
+    return 0.0 if s.offloads else _FLOAT32 * s.trained * reduced
+
+
+def _step(s: _Sharding) -> Breakdown:
+    """foreach_reduce of the root, before and after its gradients are copied; fused AdamW needs nothing beside them."""
+    before = _held_gradients(s, s.layers)
+    if not s.accumulates_whole:
+        before += s.job.compute_bytes * s.root.parameters * s.trained
+    after = _FLOAT32 * s.trained * s.root.shard + (0 if s.offloads else _FLOAT32 * s.trained * s.shard)
+    if not s.offloads and not (s.accumulates and not s.accumulates_whole):
+        after -= _FLOAT32 * s.trained * s.root.shard  # what is reduced is the gradient itself, and added to none
+    return Breakdown(gradients=max(before, after), communication=_FLOAT32 * s.trained * s.root.gathered)
+
+
+# ------------------------------------------------------------------------------------------------------------- the host
+
+
+def _host(s: _Sharding) -> HostBreakdown:
+    """Offloaded shards, gradients and moments; and the copies of a background save."""
+    pins = s.job.config.infra.pin_memory and s.job.device == "cuda"
+    shards = [_FLOAT32 * _group([shape], s.shards).shard for shape in parameter_shapes(s.job.sizes).values()]
+    held = sum(map(power_of_two, shards)) if pins else sum(shards)
+    moments = 2 * sum(shards) * s.trained
+    save = _saved(s, shards, pins=pins) if s.job.config.training.async_save else 0.0
+    if not s.offloads:
+        return HostBreakdown(save=save)
+    # .pin_memory() of the shards, and .to("cpu", non_blocking=True) of the gradients: each a buffer of its own.
+    return HostBreakdown(states=held * (1 + s.trained) + moments, save=save)
+
+
+def _saved(s: _Sharding, shards: Sequence[int], *, pins: bool) -> float:
+    """engine/fsdp_state.py: weights and both moments, each copied by one of the replicas; the mean of them."""
+    copies = [power_of_two(num_bytes) if pins else num_bytes for num_bytes in shards]
+    return 3 * sum(copies) / s.replicas
