@@ -18,7 +18,7 @@ from ds_encdec.config.schema import FullConfig
 from ds_encdec.memory.breakdown import Estimate
 from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.job import Job, make_job
-from ds_encdec.types import EngineName
+from ds_encdec.types import ConfigError, EngineName
 
 Value = str | int | bool | None
 """Of a field that a change sets."""
@@ -200,7 +200,10 @@ def _variant(job: Job, overrides: dict[str, Value]) -> Variant:
     size = other.config.infra.hybrid_shard_size or other.ranks_per_node
     if other.config.infra.sharding_stage in HYBRID_STAGES and other.world_size % size:
         return Variant(overrides, other, None, f"shards over {size} ranks do not divide the {other.world_size} ranks")
-    return Variant(overrides, other, estimate(other))
+    try:
+        return Variant(overrides, other, estimate(other))
+    except ConfigError as error:  # what infra.deepspeed_extra does not go with
+        return Variant(overrides, other, None, str(error))
 
 
 def _settings(job: Job) -> Iterator[dict[str, Value]]:

@@ -1,0 +1,51 @@
+"""GPUs by name, and sizes in words."""
+
+from __future__ import annotations
+
+import pytest
+
+from ds_encdec.memory.gpus import GIB, GPUS, parse_bytes, parse_gpu
+from ds_encdec.types import ConfigError
+
+
+def test_a_name_has_less_than_its_number() -> None:
+    """In GiB; and what torch reports is within a few percent of the number in GB."""
+    for name, written in (("a100-80gb", 80), ("a100-40gb", 40), ("h100-80gb", 80), ("h200", 141), ("b200", 192)):
+        assert 0.98 * written * 1e9 < parse_gpu(name).usable_bytes < written * GIB
+
+
+@pytest.mark.parametrize("text", ["H100-80GB", " h100_80gb "])
+def test_names_are_read_as_people_write_them(text: str) -> None:
+    assert parse_gpu(text) is GPUS["h100-80gb"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("80GB", 80 * 10**9), ("80GiB", 80 * GIB), ("85899345920", 80 * GIB), ("1.5 TiB", 1536 * GIB), ("80000mb", 8e10)],
+)
+def test_sizes(text: str, expected: int) -> None:
+    assert parse_bytes(text) == expected
+    assert parse_gpu(text).usable_bytes == expected
+
+
+@pytest.mark.parametrize("text", ["80G", "eighty", "-80GB", "80 GB each", ""])
+def test_what_is_no_size(text: str) -> None:
+    assert parse_bytes(text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("h100", "Did you mean h100-80gb or h100-nvl"),
+        ("a100-80g", "Did you mean a100-80gb"),
+        ("tpu", "Known are .*h200"),
+        ("80", "80 bytes are not the memory of a GPU"),
+    ],
+)
+def test_an_unknown_gpu_lists_the_known_ones(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_gpu(text)
+
+
+def test_old_gpus_have_no_bfloat16() -> None:
+    assert [name for name, gpu in GPUS.items() if not gpu.has_bf16] == ["t4", "v100-16gb", "v100-32gb"]

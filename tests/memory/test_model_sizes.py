@@ -1,0 +1,173 @@
+"""Sizes without torch are those of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from ds_encdec.config.load import load_config
+from ds_encdec.memory.model_sizes import QWEN3_IDS, ROWS_MULTIPLE, Sizes, adapter_parameters, published_sizes, run_sizes
+from ds_encdec.model.parameter_count import count_parameters
+from ds_encdec.tokenizer.sentinels import sentinel
+from ds_encdec.types import ConfigError
+
+SMALL = {
+    "model_type": "qwen3",
+    "vocab_size": 1024,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "tie_word_embeddings": True,
+}
+
+
+def sizes_of(folder: Path, *overrides: str) -> Sizes:
+    return run_sizes(load_config(None, [f"model.model_name_or_path={folder}", *overrides]))
+
+
+def write_model(folder: Path, fields: dict[str, object], ids: int = 0) -> Path:
+    (folder / "config.json").write_text(json.dumps(fields))
+    if ids:
+        vocabulary = {f"token {index}": index for index in range(ids)}
+        (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": []}))
+    return folder
+
+
+# The embedding, twice where the output layer is not tied to it; then each layer's four attention projections, two head
+# norms, three matrices of the MLP and two norms; one more norm on either side.
+@pytest.mark.parametrize(
+    ("name", "by_hand"),
+    [
+        (
+            "Qwen/Qwen3-0.6B",
+            151936 * 1024 + 56 * (2 * 1024 * 2048 + 2 * 1024 * 1024 + 2 * 128 + 3 * 1024 * 3072 + 2 * 1024) + 2 * 1024,
+        ),
+        (
+            "Qwen/Qwen3-1.7B",
+            151936 * 2048 + 56 * (2 * 2048 * 2048 + 2 * 2048 * 1024 + 2 * 128 + 3 * 2048 * 6144 + 2 * 2048) + 2 * 2048,
+        ),
+        (
+            "Qwen/Qwen3-4B",
+            151936 * 2560 + 72 * (2 * 2560 * 4096 + 2 * 2560 * 1024 + 2 * 128 + 3 * 2560 * 9728 + 2 * 2560) + 2 * 2560,
+        ),
+        (
+            "Qwen/Qwen3-8B-Base",
+            2 * 151936 * 4096
+            + 72 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 2 * 128 + 3 * 4096 * 12288 + 2 * 4096)
+            + 2 * 4096,
+        ),
+    ],
+)
+def test_parameters_of_published_models(name: str, by_hand: int) -> None:
+    assert count_parameters(run_sizes(load_config(None, [f"model.model_name_or_path={name}"]))) == by_hand
+
+
+def test_the_default_run_has_the_parameters_that_it_has_with_torch() -> None:
+    assert count_parameters(run_sizes(load_config(None))) == 1_036_517_376
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [  # as the model cards' safetensors have them
+        ("Qwen/Qwen3-0.6B", 596_049_920),
+        ("Qwen/Qwen3-1.7B", 1_720_574_976),
+        ("Qwen/Qwen3-4B", 4_022_468_096),
+        ("Qwen/Qwen3-8B", 8_190_735_360),
+        ("Qwen/Qwen3-14B", 14_768_307_200),
+        ("Qwen/Qwen3-32B", 32_762_123_264),
+    ],
+)
+def test_the_decoder_alone_has_the_published_parameters(name: str, parameters: int) -> None:
+    sizes = published_sizes(name)
+    assert sizes is not None
+    alone = count_parameters(dataclasses.replace(sizes, num_encoder_layers=0)) - sizes.hidden_size  # its last norm
+    assert alone == parameters
+
+
+def test_a_decoder_only_folder_gives_both_sides_its_layers(tmp_path: Path) -> None:
+    sizes = sizes_of(write_model(tmp_path, SMALL, ids=900))
+    assert (sizes.num_encoder_layers, sizes.num_hidden_layers, sizes.vocab_size) == (3, 3, 1024)
+    assert sizes.tie_word_embeddings
+
+
+def test_an_encoder_decoder_folder_has_its_own_encoder(tmp_path: Path) -> None:
+    fields = SMALL | {"model_type": "qwen3_seq2seq", "num_encoder_layers": 1}
+    sizes = sizes_of(write_model(tmp_path, fields))
+    assert (sizes.num_encoder_layers, sizes.num_hidden_layers) == (1, 3)
+
+
+def test_sentinels_beyond_the_unused_rows_enlarge_the_embedding(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, SMALL, ids=1000)
+    assert sizes_of(folder, "model.num_sentinel_tokens=24").vocab_size == 1024
+    assert sizes_of(folder, "model.num_sentinel_tokens=25").vocab_size == 1024 + ROWS_MULTIPLE
+    assert sizes_of(folder, "model.num_sentinel_tokens=20", "data.use_mode_tokens=true").vocab_size == 1024 + 128
+
+
+def test_sentinels_that_the_tokenizer_has_are_not_counted_again(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, SMALL, ids=924)
+    stored = json.loads((folder / "tokenizer.json").read_text())
+    stored["added_tokens"] = [{"id": 924 + index, "content": sentinel(index)} for index in range(100)]
+    (folder / "tokenizer.json").write_text(json.dumps(stored))
+    assert sizes_of(folder).vocab_size == 1024
+
+
+def test_qwen3_has_room_for_267_sentinels() -> None:
+    for sentinels, rows in ((151_936 - QWEN3_IDS, 151_936), (151_937 - QWEN3_IDS, 152_064)):
+        assert run_sizes(load_config(None, [f"model.num_sentinel_tokens={sentinels}"])).vocab_size == rows
+
+
+def test_the_local_cache_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository = tmp_path / "hub" / "models--someone--some-qwen3"
+    for commit, layers in (("old", 2), ("new", 3)):
+        snapshot = repository / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        write_model(snapshot, SMALL | {"num_hidden_layers": layers})
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("old")
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    assert sizes_of(Path("someone/some-qwen3")).num_hidden_layers == 2
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
+    with pytest.raises(ConfigError, match="not in the Hugging Face cache"):
+        sizes_of(Path("someone/some-qwen3"))
+
+
+def test_an_unknown_model_is_named_with_the_closest() -> None:
+    with pytest.raises(ConfigError, match=r"Did you mean Qwen/Qwen3-0\.6B\?.*model\.architecture"):
+        sizes_of(Path("Qwen/Qwen3-0.5B"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "model_type is None"),
+        (json.dumps(SMALL | {"model_type": "llama"}), "model_type is 'llama'"),
+        (json.dumps({key: value for key, value in SMALL.items() if key != "hidden_size"}), "lacks hidden_size"),
+        (json.dumps(SMALL | {"intermediate_size": "96"}), "lacks intermediate_size"),
+        (json.dumps(SMALL | {"attention_bias": True}), "attention_bias"),
+    ],
+)
+def test_other_folders_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        sizes_of(tmp_path)
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
+        sizes_of(tmp_path)
+
+
+def test_adapters_by_hand() -> None:
+    sizes = published_sizes("Qwen/Qwen3-0.6B")
+    assert sizes is not None
+    attention = (1024 + 2048) + 2 * (1024 + 1024) + (2048 + 1024)
+    mlp = 3 * (1024 + 3072)
+    assert adapter_parameters(sizes, 8) == 8 * 56 * (attention + mlp) == 10_092_544
