@@ -241,6 +241,7 @@ def _as_on_the_device(job: Job) -> Iterator[None]:
         substitutions.enter_context(_substituted(precision, "_EMULATED_ON_CPU", emulated))
         if job.device == "cuda":
             substitutions.enter_context(_substituted(attention, "flash_kernel", _varlen_kernel))
+            substitutions.enter_context(_substituted(nn.functional, "rms_norm", _rms_norm))
             substitutions.enter_context(_substituted(loss, "_matmul_operand", lambda x: x))
         yield
 
@@ -281,6 +282,25 @@ def _allocate_backward_workspace(grad: Tensor, query: torch.Size, key: torch.Siz
     held.append(grad.new_empty((query[0] + 128 * segments, *query[1:]), dtype=torch.float32))
     if query[1] != key[1]:
         held += [grad.new_empty((key[0], *query[1:])) for _ in range(2)]
+
+
+def _rms_norm(x: Tensor, _shape: tuple[int, ...], weight: Tensor, _epsilon: float) -> Tensor:
+    """What `rms_norm` is on a GPU: one operator, aten::_fused_rms_norm. A CPU computes it in single ones."""
+    return _FusedRmsNorm.apply(x, weight)
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """Keeps its input, and one float32 for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, _grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
 
 
 class _Storage:
@@ -419,7 +439,7 @@ def _note_fsdp_states(engine: fsdp2.FSDP2Engine, watch: _StorageWatch, *, on_hos
     watch.note(tree_leaves(list(engine.optimizer.state.values())), "host" if on_host else "optimizer")
     for module in engine.model.modules():
         if isinstance(module, FSDPModule):
-            group = module._get_fsdp_state()._fsdp_param_group
+            group: Any = module._get_fsdp_state()._fsdp_param_group
             watch.note(
                 [parameter.sharded_param for parameter in group.fsdp_params], "host" if on_host else "master_weights"
             )
