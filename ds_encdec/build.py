@@ -34,9 +34,13 @@ from ds_encdec.launch.run_folder import RunFolder, write_atomically
 from ds_encdec.launch.run_status import ending_recorded, named_error
 from ds_encdec.launch.watchdog import Watchdog
 from ds_encdec.launch.world import World, discover
+from ds_encdec.memory.expected import ExpectedMemory, expect
+from ds_encdec.memory.job import Job, make_job
+from ds_encdec.memory.out_of_memory import out_of_memory_explained
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.flops import training_flops
 from ds_encdec.model.parameter_count import count_parameters
+from ds_encdec.model.precision import product_dtype
 from ds_encdec.monitor.ledger import Ledger
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.peak_flops import peak_flops
@@ -95,7 +99,8 @@ def run_training(config: FullConfig, *, resume: str | None = None, allow_data_ch
 def _train_and_close(trainer: Trainer) -> TrainingState:
     exit_code, reason = 0, ""
     try:
-        state = train(trainer)
+        with out_of_memory_explained(trainer.expected_memory, trainer.engine.device, trainer.agreement.rank):
+            state = train(trainer)
         if state is not trainer.state and state.global_step < trainer.config.training.num_train_steps:
             _say_stopped_early(trainer, state)
     except BaseException as error:
@@ -226,11 +231,16 @@ def _wire(config: FullConfig, site: Site, stop: StopRequest, resume: str | None,
     )
     if found:
         state = take_up_data(found, data, state, is_main=world.is_main)
-    engine = create_engine(
-        site.engine, config, world, device, model.config, model.weights, plan.gradient_accumulation_steps
-    )
+    expected = expect(_memory_job(config, site, model.config, data.ratio, plan))
+    if expected is not None:
+        logger.info("%s", expected)
+    with out_of_memory_explained(expected, device, world.rank):
+        engine = create_engine(
+            site.engine, config, world, device, model.config, model.weights, plan.gradient_accumulation_steps
+        )
+        if found:
+            load_engine(engine, found, agreement)
     if found:
-        load_engine(engine, found, agreement)
         state = checkpoints.adopt(found, state)
         logger.info("resumed from %s (step %d)", found.path, state.global_step)
     logger.info(
@@ -243,7 +253,7 @@ def _wire(config: FullConfig, site: Site, stop: StopRequest, resume: str | None,
         site.folder.root,
     )
     agreement.on_rank_zero(lambda: _write_run_configuration(config, site, plan))
-    recorder = agreement.on_every_rank(lambda: _open_recorder(config, site, model.config, state))
+    recorder = agreement.on_every_rank(lambda: _open_recorder(config, site, model.config, state, expected))
     if found:
         recorder.load_state_dict(saved["recorder"])
     recorder.ledger.write(
@@ -265,10 +275,33 @@ def _wire(config: FullConfig, site: Site, stop: StopRequest, resume: str | None,
         stop=stop,
         run_files=partial(_run_files, config=config, model=model, data=data, plan=plan),
         state=state,
+        expected_memory=expected,
     )
 
 
-def _open_recorder(config: FullConfig, site: Site, model_config: Qwen3Seq2SeqConfig, state: TrainingState) -> Recorder:
+def _memory_job(config: FullConfig, site: Site, model_config: Qwen3Seq2SeqConfig, ratio: float, plan: LanePlan) -> Job:
+    """This rank's share of a step, with the sizes and budgets that it really has."""
+    some_bf16 = torch.empty(0, dtype=torch.bfloat16, device=site.device)
+    return make_job(
+        config,
+        model_config,
+        site.engine,
+        world_size=site.world.world_size,
+        ranks_per_node=site.world.local_world_size,
+        device="cuda" if site.device.type == "cuda" else "cpu",
+        gradient_accumulation_steps=plan.gradient_accumulation_steps,
+        ratio=ratio,
+        emulates_bf16=product_dtype(some_bf16) != some_bf16.dtype,
+    )
+
+
+def _open_recorder(
+    config: FullConfig,
+    site: Site,
+    model_config: Qwen3Seq2SeqConfig,
+    state: TrainingState,
+    expected: ExpectedMemory | None,
+) -> Recorder:
     device, folder = site.device, site.folder
     return Recorder(
         device=device,
@@ -281,6 +314,7 @@ def _open_recorder(config: FullConfig, site: Site, model_config: Qwen3Seq2SeqCon
         sinks=open_sinks(config, folder.root, rank=site.world.rank, start_step=state.global_step),
         batch_flops=lambda batch: training_flops(model_config, batch.encoder_lengths, batch.decoder_lengths),
         peak_flops=peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
+        estimated_bytes=expected.peak_bytes if expected is not None else None,
     )
 
 

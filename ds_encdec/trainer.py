@@ -23,6 +23,7 @@ from ds_encdec.engine.protocol import Engine
 from ds_encdec.evaluate import evaluate
 from ds_encdec.launch.agreement import Agreement, attempt
 from ds_encdec.launch.preemption import StopRequest
+from ds_encdec.memory.expected import ExpectedMemory
 from ds_encdec.monitor.recorder import Alert, Orders, Recorder
 from ds_encdec.rollback import roll_back
 from ds_encdec.types import Batch, CheckpointError, DivergedError, Preempted, StepResult, TrainingState
@@ -58,7 +59,7 @@ class Trainer:
     """A run, wired.
 
     `run_files` turns a `CheckpointContent`, as it is now, into what writes it into a checkpoint's folder later, from
-    any thread (rank 0 only).
+    any thread (rank 0 only). `expected_memory`: what is said when it runs out; None where nothing was expected.
     """
 
     config: FullConfig
@@ -71,6 +72,7 @@ class Trainer:
     stop: StopRequest
     run_files: Callable[[CheckpointContent], Callable[[Path], None]]
     state: TrainingState
+    expected_memory: ExpectedMemory | None = None
 
 
 def train(run: Trainer) -> TrainingState:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 import torch
 
 from ds_encdec.types import OutOfMemoryError
@@ -20,6 +22,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error` says that a device or the host has no memory left."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError | OutOfMemoryError):
         return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
     message = str(error)
     return isinstance(error, RuntimeError) and any(text in message for text in (*_HOST_MESSAGES, *_DEVICE_MESSAGES))
 

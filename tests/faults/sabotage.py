@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import torch
 
 from ds_encdec.checkpoint.folder import CheckpointFolder
@@ -24,6 +26,7 @@ _forward = fsdp2.packed_forward
 _steps_read = 0
 _changes_of_data: list[Callable[[list[Batch], int], list[Batch]]] = []
 _changes_of_loss: list[Callable[[LossSum], LossSum]] = []
+_ballast: list[torch.Tensor] = []
 
 
 def apply(faults: list[dict[str, Any]], rank: int) -> None:
@@ -92,6 +95,20 @@ def slow_data(rank: int, *, on_rank: int, seconds: float) -> None:
         return batches
 
     _changes_of_data.append(wait)
+
+
+def full_memory(rank: int, *, at: int, on_rank: int) -> None:
+    """One rank may take no more memory from data step `at` on, and its forward pass takes what is left, to the last."""
+
+    def fill(loss: LossSum) -> LossSum:
+        if rank == on_rank and _steps_read == at:
+            limit = psutil.Process().memory_info().vms + 2**26
+            resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+            while True:
+                _ballast.append(torch.empty(2**22))
+        return loss
+
+    _changes_of_loss.append(fill)
 
 
 def die_after_commits(rank: int, *, commits: int) -> None:

@@ -1,0 +1,126 @@
+"""What to say when memory runs out: what was expected, what was measured, and which settings would fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ds_encdec.launch.memory_errors import is_of_device, is_out_of_memory, out_of_memory
+from ds_encdec.memory.breakdown import Breakdown, HostBreakdown
+from ds_encdec.memory.device_stats import GB, device_capacity, get_memory_stats
+from ds_encdec.memory.expected import ExpectedMemory, gib
+from ds_encdec.memory.variants import HEADROOM, Recommendation, Value, fits, fitting_settings, variants
+from ds_encdec.types import OutOfMemoryError
+
+logger = logging.getLogger(__name__)
+
+SETTINGS = 3
+"""How many settings are proposed."""
+_CANDIDATES = 20
+"""How many are looked at where some may move what they save to the memory that ran out."""
+_SHORTFALL = 0.1
+"""By which share settings must need less, where the estimate says that those which ran out of memory fit."""
+
+
+@contextmanager
+def out_of_memory_explained(expected: ExpectedMemory | None, device: torch.device, rank: int) -> Iterator[None]:
+    """Inside, an error that means no memory leaves as OutOfMemoryError with all that is known; others as they are.
+
+    Takes no memory of the device, and gives back what the failed step held before it says anything.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if expected is None or not is_out_of_memory(error):
+            raise
+        named = out_of_memory(error, rank)
+        traceback.clear_frames(error.__traceback__)  # activations are local variables of the frames that it shows
+        try:
+            more = "\n" + explanation(expected, device, rank, of_device=is_of_device(error))
+        except Exception:  # whatever it is, it must not take the place of the error that it is about
+            logger.exception("What would have fitted cannot be said:")
+            more = ""
+        raise OutOfMemoryError(f"{named}{more}") from error
+
+
+def explanation(expected: ExpectedMemory, device: torch.device, rank: int, *, of_device: bool) -> str:
+    """The estimate by category, this rank's measured peak, the capacity, and settings that would fit.
+
+    `of_device`: whether it is an accelerator's memory that ran out; else it is the host's.
+    """
+    device_bytes = device_capacity(device).total_bytes
+    host_bytes = device_capacity(torch.device("cpu")).total_bytes
+    measured = get_memory_stats(device if of_device else "cpu")["max_allocated_gb"] * GB
+    ranks = expected.job.ranks_per_node
+    has = f"the device has {gib(device_bytes)}" if of_device else f"the host has {gib(host_bytes)} for {ranks} ranks"
+    lines = [
+        f"Estimated for each rank, at its worst moment ({expected.estimate.moment}): "
+        f"{_itemised(expected.estimate.peak)}; in host memory: {_itemised(expected.estimate.host)}.",
+        f"Rank {rank} has held {gib(measured)} at most; {has}.",
+    ]
+    settings = settings_that_fit(expected, device_bytes, host_bytes, of_device=of_device)
+    lines.append(
+        "Settings that are estimated to fit, each by itself, the least disturbing first:"
+        if settings
+        else "No other setting of this run is estimated to fit: use more ranks, or a smaller model."
+    )
+    for number, setting in enumerate(settings, start=1):
+        lines.append(f"  {number}. {as_overrides(setting.overrides)} ({ExpectedMemory(setting.job, setting.estimate)})")
+    return "\n".join(lines)
+
+
+def as_overrides(overrides: dict[str, Value]) -> str:
+    """As the command line takes them."""
+    words = {None: "null", True: "true", False: "false"}
+    return " ".join(
+        f"{name}={words[value] if value is None or isinstance(value, bool) else value}"
+        for name, value in overrides.items()
+    )
+
+
+def settings_that_fit(
+    expected: ExpectedMemory, device_bytes: float, host_bytes: float, *, of_device: bool
+) -> list[Recommendation]:
+    """At most `SETTINGS` other settings that are estimated to fit, where an accelerator's or the host's memory ran out.
+
+    `device_bytes`: of one accelerator. `host_bytes`: of a node, for all its ranks.
+    """
+    job, estimated = expected.job, expected.estimate
+    if of_device:
+        limit = _limit(estimated.peak.total, estimated.peak.framework, device_bytes)
+        return fitting_settings(job, limit / (1 - HEADROOM), SETTINGS)
+    fixed = estimated.host.process + (estimated.peak.framework if job.device == "cpu" else 0.0)
+    limit = _limit(expected.node_bytes, fixed * job.ranks_per_node, host_bytes)
+    if job.device == "cpu":
+        room = limit / job.ranks_per_node - estimated.host.total
+        candidates = fitting_settings(job, room / (1 - HEADROOM), _CANDIDATES)
+    else:  # what is offloaded, and copied to be saved
+        candidates = [
+            Recommendation(row.overrides, row.job, row.estimate)
+            for row in variants(job)
+            if row.estimate is not None and fits(row.estimate, device_bytes)
+        ]
+    fitting = (setting for setting in candidates if ExpectedMemory(setting.job, setting.estimate).node_bytes <= limit)
+    return list(itertools.islice(fitting, SETTINGS))
+
+
+def _limit(needed: float, fixed: float, capacity: float) -> float:
+    """How many bytes other settings may need, where those that need so many, `fixed` ones among them, ran out.
+
+    Where the estimate says that these should have fitted, something else takes memory, or the estimate is wrong.
+    """
+    usable = capacity * (1 - HEADROOM)
+    return usable if needed > usable else needed - _SHORTFALL * (needed - fixed)
+
+
+def _itemised(breakdown: Breakdown | HostBreakdown) -> str:
+    """The total and what it is made of, the largest first."""
+    parts = sorted(dataclasses.asdict(breakdown).items(), key=lambda part: -part[1])
+    named = [f"{name.replace('_', ' ')} {gib(value)}" for name, value in parts if value]
+    return f"{gib(breakdown.total)} ({', '.join(named)})" if named else gib(0)

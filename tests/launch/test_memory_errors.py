@@ -1,0 +1,67 @@
+"""Which errors are out of memory: real ones where they can be had."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ds_encdec.launch.agreement import attempt
+from ds_encdec.launch.memory_errors import is_of_device, is_out_of_memory
+from ds_encdec.launch.run_status import named_error
+from ds_encdec.types import DsEncDecError, OutOfMemoryError
+
+
+def raised_by(action: Callable[[], object]) -> BaseException:
+    try:
+        action()
+    except BaseException as error:
+        return error
+    raise AssertionError("there was enough memory")
+
+
+ON_HOST = [
+    pytest.param(lambda: torch.empty(2**50), id="torch"),
+    pytest.param(lambda: bytearray(2**60), id="python"),
+    pytest.param(lambda: torch.zeros(1).expand(2**50).clone(), id="in an operator"),
+    pytest.param(lambda: mmap.mmap(-1, 2**56), id="the kernel"),
+]
+ON_DEVICE = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+]
+
+
+@pytest.mark.parametrize("action", ON_HOST)
+def test_a_host_without_memory(action: Callable[[], object]) -> None:
+    error = raised_by(action)
+    assert is_out_of_memory(error)
+    assert not is_of_device(error)
+    assert named_error(error, 3).exit_code == 6
+    assert str(named_error(error, 3)).startswith("rank 3 ran out of memory: ")
+
+
+@pytest.mark.parametrize("error", ON_DEVICE, ids=lambda error: str(error)[:20])
+def test_a_device_without_memory(error: BaseException) -> None:
+    assert is_out_of_memory(error)
+    assert is_of_device(error)
+    named = named_error(error, 0)
+    assert named.exit_code == 6
+    assert is_of_device(named), "also once it has been named"
+    assert "\n" not in str(named)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("NCCL timeout"), ValueError("not enough memory"), OSError(28, "")])
+def test_other_errors_are_others(error: Exception) -> None:
+    assert not is_out_of_memory(error)
+    assert named_error(error, 0).exit_code == 1
+
+
+def test_an_action_on_several_ranks_keeps_what_its_error_is() -> None:
+    result, error = attempt(lambda: torch.empty(2**50))
+    assert result is None
+    assert type(error) is OutOfMemoryError
+    assert type(attempt(lambda: [][0])[1]) is DsEncDecError
