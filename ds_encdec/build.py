@@ -18,9 +18,16 @@ from typing import Any
 
 import torch
 
+from ds_encdec.auto_batch import Place, settle_batch
 from ds_encdec.checkpoint.average import average_last_checkpoints, clear_leftovers
 from ds_encdec.checkpoint.find import Checkpoint, find_checkpoint
 from ds_encdec.checkpoint.manager import CheckpointManager
+from ds_encdec.config.batch_size import (
+    is_auto,
+    micro_batch_candidates,
+    micro_batches_per_step,
+    with_assumed_batch_size,
+)
 from ds_encdec.config.schema import FullConfig, InfraConfig
 from ds_encdec.data.build import TrainingData, build_data
 from ds_encdec.data.hub_commits import resolve_commits
@@ -72,8 +79,8 @@ def run_training(config: FullConfig, *, resume: str | None = None, allow_data_ch
     device = choose_device(config.infra.device, world)
     if config.training.fp16 and device.type == "cpu":  # infra.device=auto; rules.py sees the other cases
         raise ConfigError("training.fp16=true needs an accelerator: DeepSpeed trains no float16 on CPUs. Use bf16.")
-    if resume is None:
-        plan_lanes(config, world.world_size)  # fails, if it must, before the ranks meet
+    if resume is None:  # fails, if it must, before the ranks meet
+        check_batch(config, world.world_size)
     if world.world_size != config.infra.num_gpus and world.is_main:
         logger.info("ranks: %d (the configuration was planned for %d)", world.world_size, config.infra.num_gpus)
     timeout = timedelta(minutes=config.infra.distributed_timeout_minutes)
@@ -155,15 +162,26 @@ class LanePlan:
 
 def plan_lanes(config: FullConfig, world_size: int, saved_lanes: int | None = None) -> LanePlan:
     """How the lanes of a run (a saved run's never change) fall on `world_size` ranks. Raises ConfigError."""
-    lanes = saved_lanes or config.data.num_lanes or world_size * config.training.gradient_accumulation_steps
+    lanes = saved_lanes or micro_batches_per_step(config, world_size)
     if lanes % world_size:
         fitting = ", ".join(str(n) for n in range(1, lanes + 1) if lanes % n == 0)
-        origin = "fixed when this run first started" if saved_lanes else "data.num_lanes"
+        origin = "fixed when this run first started"
+        if not saved_lanes:
+            by_batch = "training.global_batch_size / training.per_device_train_batch_size"
+            origin = "data.num_lanes" if config.data.num_lanes else by_batch
         raise ConfigError(
             f"{world_size} ranks do not divide the run's {lanes} lanes ({origin}), so its optimizer step cannot be "
             f"shared out evenly. Start it on one of these numbers of ranks: {fitting}."
         )
     return LanePlan(lanes, lanes // world_size)
+
+
+def check_batch(config: FullConfig, world_size: int) -> None:
+    """Raise ConfigError for a batch that `world_size` ranks cannot share out at a first start."""
+    if is_auto(config):
+        micro_batch_candidates(config, world_size)
+    else:
+        plan_lanes(config, world_size)
 
 
 def planned_deepspeed_json(config: FullConfig, environ: Mapping[str, str]) -> dict[str, Any]:
@@ -173,6 +191,7 @@ def planned_deepspeed_json(config: FullConfig, environ: Mapping[str, str]) -> di
     device = config.infra.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = with_assumed_batch_size(config, ranks)
     plan = plan_lanes(config, ranks)
     return render_deepspeed_json(
         config, world_size=ranks, gradient_accumulation_steps=plan.gradient_accumulation_steps, device=device
@@ -182,6 +201,7 @@ def planned_deepspeed_json(config: FullConfig, environ: Mapping[str, str]) -> di
 def inspect_run_data(config: FullConfig, *, num_examples: int, as_json: bool) -> str:
     """The first examples that a run of this configuration will see, with statistics, as text or JSON."""
     tokenizer, vocabulary = run_tokenizer(config)
+    config = with_assumed_batch_size(config, config.infra.num_gpus)
     plan = plan_lanes(config, config.infra.num_gpus)
     data = build_data(config, tokenizer, vocabulary, rank=0, world_size=1, num_lanes=plan.num_lanes)
     try:
@@ -209,8 +229,10 @@ def _wire(config: FullConfig, site: Site, stop: StopRequest, resume: str | None,
     found = find_checkpoint(site.folder.checkpoints, agreement, resume, accept)
     saved = found.read_json("trainer.json") if found else {}
     state = TrainingState(**saved.get("state", {}))
-    plan = plan_lanes(config, world.world_size, saved.get("num_lanes"))
     model = agreement.rank_zero_first(lambda: saved_model(config, found.path) if found else new_model(config))
+    place = Place(world, device, site.engine, agreement, stop)
+    config = settle_batch(config, place, model.config, found)
+    plan = plan_lanes(config, world.world_size, saved.get("num_lanes"))
     # One rank asks the hub, so that all read the same commit of a data set.
     saved_commits = saved["data"]["dataset_commits"] if found else None
     commits = agreement.on_rank_zero(lambda: resolve_commits(config.data, saved_commits))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from ds_encdec.config.batch_size import with_micro_batch_size
 from ds_encdec.config.rules import engine_conflicts
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.ds_json import accumulates_in_bf16, refuse_unsaved_states, render_deepspeed_json
@@ -62,8 +63,9 @@ def check_engine(engine: EngineName, config: FullConfig, world: World) -> None:
 
         mesh_shape(config.infra, world)
     else:
-        # Neither the device nor the accumulation decides what is refused.
-        refuse_unsaved_states(_deepspeed_json(config, world, config.infra.device, 1))
+        # Neither the device nor the batch decides what is refused.
+        sized = with_micro_batch_size(config, 1, world.world_size)
+        refuse_unsaved_states(_deepspeed_json(sized, world, config.infra.device, 1))
 
 
 def create_engine(

@@ -1,0 +1,253 @@
+"""The micro-batch size of a run: the configured number, the one it began with, or, for `auto`, the largest that fits.
+
+1. Candidates are the sizes that divide a rank's share of the global batch, so that the accumulation can keep it.
+2. The estimate names the largest that should fit into the memory that is free now.
+3. Real steps are tried at that size, in processes of their own (memory/probe.py). Where memory runs out on any rank,
+   all go on to the next candidate of at most half the size.
+4. Where the first try passes and leaves room for the next larger candidate, that is tried too, twice at most.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from ds_encdec.checkpoint.find import Checkpoint
+from ds_encdec.config.batch_size import is_auto, micro_batch_candidates, with_micro_batch_size
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.launch.agreement import Agreement, attempt
+from ds_encdec.launch.preemption import StopRequest
+from ds_encdec.launch.world import World, free_port
+from ds_encdec.memory.device_stats import device_capacity
+from ds_encdec.memory.estimate import estimate
+from ds_encdec.memory.expected import ExpectedMemory, gib
+from ds_encdec.memory.job import make_job
+from ds_encdec.memory.out_of_memory import explanation
+from ds_encdec.memory.probe import ProbeTask
+from ds_encdec.memory.probe_process import ProbeProcess, ProbeState
+from ds_encdec.memory.variants import HEADROOM
+from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.precision import product_dtype
+from ds_encdec.types import ConfigError, DsEncDecError, EngineName, OutOfMemoryError, Preempted
+
+logger = logging.getLogger(__name__)
+
+LARGER_TRIES = 2
+"""Candidates above the estimate's that are tried, where a probe has left room for them."""
+POLL_SECONDS = 0.2
+"""Between two looks at the probes."""
+GRACE_SECONDS = 5.0
+"""How long to wait, once a probe has failed, for one whose memory ran out: that breaks the connections of others, and
+may be heard of after what they say about it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a run is to take place: this rank among the others, its device, its engine, and who may end it."""
+
+    world: World
+    device: torch.device
+    engine: EngineName
+    agreement: Agreement
+    stop: StopRequest
+
+
+def settle_batch(
+    config: FullConfig, place: Place, model: Qwen3Seq2SeqConfig, resumed_from: Checkpoint | None
+) -> FullConfig:
+    """`config` with a number as its micro-batch size, and with the accumulation that goes with it. Collective.
+
+    Raises OutOfMemoryError where no size fits, ConfigError for a `training.global_batch_size` that is not that of
+    `resumed_from`, Preempted where a rank is asked to stop meanwhile, and DsEncDecError where a try fails for another
+    reason than memory; all of them on every rank.
+    """
+    world_size = place.world.world_size
+    if resumed_from is not None:
+        return _as_saved(config, resumed_from, world_size)
+    if is_auto(config):
+        return _Search(config, place, model).largest()
+    if config.training.global_batch_size is not None:
+        return with_micro_batch_size(config, config.training.micro_batch_size, world_size)
+    return config
+
+
+def _as_saved(config: FullConfig, saved: Checkpoint, world_size: int) -> FullConfig:
+    """The batch that the run began with: its data order is made of it. `config` is left alone where it has numbers."""
+    given = config.training.global_batch_size
+    if not is_auto(config) and given is None:
+        return config
+    size = FullConfig.from_yaml(saved.path / "config.yaml").training.micro_batch_size
+    if not is_auto(config):
+        size = config.training.micro_batch_size  # whether it may differ is not decided here
+    sequences = size * saved.read_json("trainer.json")["num_lanes"]
+    if given not in (None, sequences):
+        raise ConfigError(
+            f"training.global_batch_size={given}, but the steps of {saved.path} hold {sequences} sequences, which is "
+            f"fixed when a run first starts. Give {sequences}, or start a new run from its export."
+        )
+    training = config.training.model_copy(update={"global_batch_size": sequences})
+    return with_micro_batch_size(config.model_copy(update={"training": training}), size, world_size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """Of a probe on all ranks. `peak_bytes`: the highest. `message`: of the lowest rank whose memory ran out."""
+
+    fits: bool
+    peak_bytes: int
+    message: str
+
+
+class _Search:
+    """The search for the largest size that fits. Every rank takes the same steps: what it decides by is exchanged."""
+
+    def __init__(self, config: FullConfig, place: Place, model: Qwen3Seq2SeqConfig) -> None:
+        """Collective."""
+        self._config, self._place, self._model = config, place, model
+        self._candidates = micro_batch_candidates(config, place.world.world_size)
+        free_bytes = device_capacity(place.device).free_bytes
+        if place.device.type == "cpu":
+            free_bytes //= place.world.local_world_size  # they share the machine
+        self._free_bytes = min(free for (free,) in place.agreement.exchange([free_bytes]))
+
+    def largest(self) -> FullConfig:
+        """The configuration with the largest size that fits. Raises what `settle_batch` does."""
+        first = self._estimated_to_fit()
+        size, outcome = first, self._try(first)
+        while not outcome.fits:
+            smaller = [candidate for candidate in self._candidates if candidate <= size // 2]
+            if not smaller:
+                raise OutOfMemoryError(self._nothing_fits(size, outcome))
+            size = smaller[0]
+            outcome = self._try(size)
+        if size == first:
+            size, outcome = self._larger(size, outcome)
+        config = self._with(size)
+        logger.info(
+            "micro-batch %d: estimated %s, probed %s of %s; accumulation %d keeps the global batch of %d",
+            size,
+            gib(self._needed_bytes(size)),
+            gib(outcome.peak_bytes),
+            gib(self._free_bytes),
+            config.training.gradient_accumulation_steps,
+            config.training.global_batch_size,
+        )
+        return config
+
+    def _estimated_to_fit(self) -> int:
+        """The largest candidate that the estimate has room for; the smallest where it has none, for it may be wrong."""
+        fitting = (size for size in self._candidates if self._needed_bytes(size) <= self._limit_bytes)
+        return next(fitting, self._candidates[-1])
+
+    def _larger(self, size: int, outcome: _Outcome) -> tuple[int, _Outcome]:
+        """The largest of the next candidates above `size`, which fits, that fit too; and how its probe went."""
+        above = [candidate for candidate in reversed(self._candidates) if candidate > size]
+        for candidate in above[:LARGER_TRIES]:
+            more_bytes = self._needed_bytes(candidate) - self._needed_bytes(size)
+            if outcome.peak_bytes + more_bytes > self._limit_bytes:
+                break
+            larger = self._try(candidate)
+            if not larger.fits:
+                break
+            size, outcome = candidate, larger
+        return size, outcome
+
+    @property
+    def _limit_bytes(self) -> int:
+        """What a probe may take: the rest is for what two steps do not show, such as fragmentation."""
+        return int(self._free_bytes * (1 - HEADROOM))
+
+    def _with(self, size: int) -> FullConfig:
+        return with_micro_batch_size(self._config, size, self._place.world.world_size)
+
+    def _expected(self, size: int) -> ExpectedMemory:
+        world, device = self._place.world, self._place.device
+        some_bf16 = torch.empty(0, dtype=torch.bfloat16, device=device)
+        job = make_job(
+            self._with(size),
+            self._model,
+            self._place.engine,
+            world_size=world.world_size,
+            ranks_per_node=world.local_world_size,
+            device="cuda" if device.type == "cuda" else "cpu",
+            emulates_bf16=product_dtype(some_bf16) != some_bf16.dtype,
+        )
+        return ExpectedMemory(job, estimate(job))
+
+    def _needed_bytes(self, size: int) -> float:
+        """Of a rank's device; on a CPU, where they are the same, of its share of the host too."""
+        expected = self._expected(size)
+        if self._place.device.type == "cuda":
+            return expected.estimate.peak.total
+        return expected.node_bytes / expected.job.ranks_per_node
+
+    def _try(self, size: int) -> _Outcome:
+        """Probe `size` on all ranks, which wait for each other; once it has failed on one, the others' are ended."""
+        place = self._place
+        began = time.monotonic()
+        logger.info("trying micro-batches of %d on all ranks", size)
+        port = place.agreement.on_rank_zero(free_port)
+        config = self._with(size)
+        task = ProbeTask(
+            config=config,
+            model=self._model.to_dict(),
+            engine=place.engine,
+            world=dataclasses.replace(place.world, master_port=port),
+            device=str(place.device),
+            gradient_accumulation_steps=config.training.gradient_accumulation_steps,
+            available_bytes=self._free_bytes,
+            limit_bytes=self._limit_bytes,
+        )
+        process, error = attempt(lambda: ProbeProcess(task))
+        holding: AbstractContextManager[object] = process or nullcontext()
+        with holding:
+            place.agreement.raise_first(error)
+            assert process is not None
+            outcome = self._await(process)
+        how = f"fit, with {gib(outcome.peak_bytes)}" if outcome.fits else f"do not fit ({outcome.message})"
+        logger.info("micro-batches of %d %s; tried in %.0f s", size, how, time.monotonic() - began)
+        return outcome
+
+    def _await(self, process: ProbeProcess) -> _Outcome:
+        agreement, stop = self._place.agreement, self._place.stop
+        mine = ProbeState.RUNNING
+        failed_at: float | None = None
+        while True:
+            if mine == ProbeState.RUNNING:
+                mine = process.poll()
+            grace_is_over = failed_at is not None and time.monotonic() - failed_at > GRACE_SECONDS
+            rows = agreement.exchange([mine, process.peak_bytes, stop.reason is not None, grace_is_over])
+            states, peaks, stops, graces = zip(*rows, strict=True)
+            if any(stops):
+                raise Preempted(f"stopped by {stop.reason or 'another rank'} before the first step: nothing to save")
+            if ProbeState.OUT_OF_MEMORY in states:
+                messages = agreement.gather(process.message)
+                rank = states.index(ProbeState.OUT_OF_MEMORY)
+                return _Outcome(False, 0, f"rank {rank}: {messages[rank]}")
+            if all(state == ProbeState.FITS for state in states):
+                return _Outcome(True, max(peaks), "")
+            if ProbeState.FAILED in states:
+                failed_at = failed_at or time.monotonic()
+                if any(graces) or ProbeState.RUNNING not in states:
+                    messages = agreement.gather(process.message)
+                    rank = states.index(ProbeState.FAILED)
+                    raise DsEncDecError(
+                        f"the micro-batch size could not be found: a probe failed on rank {rank}, and not for want of "
+                        f"memory. Mend that, or give training.per_device_train_batch_size a number. {messages[rank]}"
+                    )
+            time.sleep(POLL_SECONDS)
+
+    def _nothing_fits(self, size: int, outcome: _Outcome) -> str:
+        place = self._place
+        explained = explanation(
+            self._expected(size), place.device, place.world.rank, of_device=place.device.type == "cuda"
+        )
+        return (
+            f"training.per_device_train_batch_size=auto: not even a micro-batch of {size} fits into the "
+            f"{gib(self._free_bytes)} that are free for a rank on {place.device.type} ({outcome.message}).\n{explained}"
+        )

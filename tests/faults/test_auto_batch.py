@@ -1,0 +1,134 @@
+"""`per_device_train_batch_size: auto` on two real ranks whose memory really runs out, and what may go wrong meanwhile."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from forked_runs import Finished, ForkedRuns
+from tiny_run import QUICKSTART, losses, overrides
+
+from ds_encdec.config.schema import FullConfig
+
+pytestmark = [pytest.mark.distributed]
+
+MEMORY_BYTES = 750_000_000
+"""Of data that each process may have: the estimate does not know of it, and the probes run into it."""
+ENGINES = {"deepspeed": {}, "fsdp": {"infra__offload_optimizer": "none"}}
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[ForkedRuns]:
+    with ForkedRuns(("prlimit", f"--data={MEMORY_BYTES}", "--")) as started:
+        yield started
+
+
+def arguments(folder: Path, engine: str, *options: str, **changes: Any) -> list[str]:
+    settings = {
+        "data__num_lanes": "null",
+        "data__max_encoder_length": 512,
+        "data__max_decoder_length": 2048,
+        "data__max_seq_length": 2048,
+        "data__max_examples_per_micro_batch": 64,
+        "model__architecture__vocab_size": 4096,
+        "model__loss_chunk_tokens": 100_000,
+        "training__per_device_train_batch_size": "auto",
+        "training__activation_checkpointing": "none",
+        "training__num_train_steps": 2,
+        "training__warmup_steps": 1,
+        "training__logging_steps": 1,
+        "training__eval_samples": 0,
+        "training__report_to": "none",
+        "infra__distributed_type": engine,
+    }
+    return ["--config", QUICKSTART, *overrides(folder, **settings | ENGINES[engine] | changes), *options]
+
+
+def assert_ended(result: Finished, code: int) -> None:
+    assert result.codes == [code] * len(result.codes), result.output
+
+
+def probes() -> list[psutil.Process]:
+    """Those that run below this process, by rank."""
+    found = [
+        child for child in psutil.Process().children(recursive=True) if "ds_encdec.memory.probe" in child.cmdline()
+    ]
+    return sorted(found, key=lambda process: process.environ()["RANK"])
+
+
+def await_probes(count: int) -> list[psutil.Process]:
+    """The probes, as soon as there are `count`."""
+    deadline = time.monotonic() + 60
+    while len(found := probes()) != count:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
+    return found
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_size_that_fits_is_found_and_kept(runs: ForkedRuns, tmp_path: Path, engine: str) -> None:
+    """Of 13 and 1, the divisors of a rank's share, 13 is estimated to fit and does not."""
+    auto = arguments(tmp_path / "auto", engine, training__global_batch_size=26)
+    result = runs.run(auto, ranks=2)
+    assert_ended(result, 0)
+    assert "micro-batches of 13 do not fit (rank " in result.output
+    assert "micro-batch 1: estimated " in result.output
+    assert "accumulation 13 keeps the global batch of 26" in result.output
+    assert probes() == []
+
+    found = FullConfig.from_yaml(tmp_path / "auto" / "config.yaml").training
+    assert (found.micro_batch_size, found.gradient_accumulation_steps, found.global_batch_size) == (1, 13, 26)
+    numbers = {"training__per_device_train_batch_size": 1, "training__gradient_accumulation_steps": 13}
+    assert_ended(runs.run(arguments(tmp_path / "numbers", engine, **numbers), ranks=2), 0)
+    assert losses(tmp_path / "auto") == losses(tmp_path / "numbers")
+    assert len(losses(tmp_path / "auto")) == 2
+
+    resumed = runs.run([*auto, "training.num_train_steps=3", "--resume", "auto"], ranks=1)
+    assert_ended(resumed, 0)
+    assert "micro-batches of" not in resumed.output  # nothing is tried
+    kept = FullConfig.from_yaml(tmp_path / "auto" / "config.yaml").training
+    assert (kept.micro_batch_size, kept.gradient_accumulation_steps) == (1, 26)
+
+
+def test_one_rank_whose_memory_runs_out_ends_the_probes_of_all(runs: ForkedRuns, tmp_path: Path) -> None:
+    """The kernel kills one of two: no size is left, and nobody waits for it."""
+    with ThreadPoolExecutor() as pool:
+        run = pool.submit(runs.run, arguments(tmp_path, "fsdp", training__global_batch_size=2), ranks=2)
+        await_probes(2)[1].send_signal(signal.SIGKILL)
+        killed_at = time.monotonic()
+        result = run.result()
+    assert time.monotonic() - killed_at < 15
+    assert_ended(result, 6)
+    assert "not even a micro-batch of 1 fits into the" in result.output
+    assert "rank 1: the kernel killed it" in result.output
+    assert json.loads((tmp_path / "run.json").read_text())["exit_code"] == 6
+    assert probes() == []
+
+
+def test_a_run_that_is_asked_to_stop_while_it_probes_does(runs: ForkedRuns, tmp_path: Path) -> None:
+    with ThreadPoolExecutor() as pool:
+        run = pool.submit(runs.run, arguments(tmp_path, "fsdp", training__global_batch_size=2), ranks=2)
+        _, second = await_probes(2)
+        second.parent().send_signal(signal.SIGTERM)
+        result = run.result()
+    assert_ended(result, 75)
+    assert json.loads((tmp_path / "run.json").read_text())["state"] == "preempted"
+    assert probes() == []
+
+
+def test_a_run_that_is_killed_while_it_probes_leaves_nothing_behind(runs: ForkedRuns, tmp_path: Path) -> None:
+    with ThreadPoolExecutor() as pool:
+        run = pool.submit(runs.run, arguments(tmp_path, "fsdp", training__global_batch_size=2), ranks=2)
+        orphans = await_probes(2)
+        for rank in [orphan.parent() for orphan in orphans]:
+            rank.kill()
+        run.result()
+        _, alive = psutil.wait_procs(orphans, timeout=30)
+    assert alive == []
