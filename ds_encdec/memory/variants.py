@@ -273,11 +273,14 @@ def _disturbances(job: Job) -> Iterator[dict[str, Value]]:
     chunks: list[dict[str, Value]] = [{}]
     if chunk > SMALLEST_LOSS_CHUNK:
         chunks.append({"model.loss_chunk_tokens": max(SMALLEST_LOSS_CHUNK, chunk // 4)})
+    evaluating: list[dict[str, Value]] = [{}]
+    if training.per_device_eval_batch_size > 1:
+        evaluating.append({"training.per_device_eval_batch_size": 1})
     reducing: list[dict[str, Value]] = [{}]
     if job.engine == "fsdp" and job.gradient_accumulation_steps > 1 and not infra.fsdp_reduce_every_micro_batch:
         reducing.append({"infra.fsdp_reduce_every_micro_batch": True})
     batches = [batch_overrides(job, batch) for batch in micro_batches(job) if batch <= training.micro_batch_size]
-    for parts in itertools.product(chunks, reducing, batches, _more_sharing(job)):
+    for parts in itertools.product(evaluating, chunks, reducing, batches, _more_sharing(job)):
         overrides = {name: value for part in parts for name, value in part.items()}
         if overrides:
             yield overrides
@@ -305,6 +308,7 @@ def _disturbance(job: Job, overrides: Mapping[str, Value]) -> float:
     if isinstance(batch, int):
         halvings = math.log2(job.config.training.micro_batch_size / batch)
     fixed = {
+        "training.per_device_eval_batch_size": 0.5,
         "model.loss_chunk_tokens": 1.0,
         "infra.fsdp_reduce_every_micro_batch": 3.0,
         "infra.sharding_stage": 2.0,

@@ -107,13 +107,18 @@ class ZeroSettings:
         return tuple(map(prod, parameter_shapes(self.job.sizes).values()))
 
     @cached_property
+    def _distinct_sizes(self) -> frozenset[int]:
+        """The `sizes`, each once: layers are alike."""
+        return frozenset(self.sizes)
+
+    @cached_property
     def largest(self) -> int:
         """Elements of the largest trained parameter: the embedding."""
         return min(max(self.sizes), self.trainable)
 
     def largest_of(self, unit: int) -> int:
         """Elements of the largest parameter of a layer, or an embedding, of `unit` parameters."""
-        return max((size for size in self.sizes if size <= unit), default=unit)
+        return max((size for size in self._distinct_sizes if size <= unit), default=unit)
 
     @cached_property
     def persistent(self) -> int:
