@@ -49,7 +49,7 @@ def layer_memory(job: Job, side: Side) -> LayerMemory:
         product_in_flight = 2 * inner * dtype
     else:  # gradients of a product's operands, in float32 and rounded
         product_in_flight = inner * (_FLOAT32 + 2 * dtype) if job.emulates_bf16 else 2 * inner * dtype
-    in_flight = tokens * (product_in_flight + 2 * hidden * dtype)
+    in_flight = tokens * (product_in_flight + 4 * hidden * dtype)
     if side == "decoder":  # the gradient of the encoder's output, to which each decoder layer adds
         in_flight += 2 * job.encoder_tokens * hidden * dtype
     return LayerMemory(
@@ -102,7 +102,7 @@ def _attention(job: Job, side: Side) -> float:
     saved = _norm(job, tokens, hidden)
     saved += _products(job, tokens, hidden, (query_width, key_width, key_width))
     saved += _norm(job, tokens, query_width, heads) + _norm(job, tokens, key_width, key_heads)
-    if side == "decoder":  # keys and values of the encoder's output; its own copy is the encoder's, see `shared_bytes`
+    if side == "decoder":  # keys and values of the encoder's output; they share the output itself, see `SharedMemory`
         key_tokens += job.encoder_tokens
         saved += _norm(job, job.encoder_tokens, key_width, key_heads)
         if job.emulates_bf16:
@@ -116,9 +116,9 @@ def _attention(job: Job, side: Side) -> float:
 
 
 def _masks(job: Job, product: int) -> float:
-    """Of the decoder's attention on a CPU: each document's mask, as bool and as numbers to be added to the scores."""
+    """Of the decoder's attention on a CPU: each document's mask, as numbers to be added to the scores."""
     encoder_length, decoder_length = job.longest_document
-    return job.decoder_tokens * (encoder_length + decoder_length) * (1 + product)
+    return job.decoder_tokens * (encoder_length + decoder_length) * product
 
 
 def _mlp(job: Job, tokens: int) -> float:
@@ -147,12 +147,14 @@ class HeadMemory:
 
     `kept`: from the loss to the head's backward pass: gradients of the hidden states and (float32) of the weight.
     `chunk`: beyond that while a chunk of logits is worked on. `evaluation`: all that a pass without gradients needs.
-    `weight_gradient`: the weight's gradient in its own dtype; a tied one waits for the embedding's to the very end.
+    `rounding`: beyond `kept` in the head's backward pass. `weight_gradient`: what comes of it, in the weight's dtype; a
+    tied one waits for the embedding's to the very end.
     """
 
     kept: float
     chunk: float
     evaluation: float
+    rounding: float
     weight_gradient: float
 
 
@@ -173,17 +175,33 @@ def head_memory(job: Job) -> HeadMemory:
         kept=job.decoder_tokens * hidden * dtype + weight,
         chunk=chunk,
         evaluation=evaluation,
+        rounding=0.0 if dtype == _FLOAT32 else vocab * hidden * dtype,
         weight_gradient=vocab * hidden * dtype,
     )
 
 
-def shared_bytes(job: Job) -> float:
-    """What stays for the whole pass beside the layers: embeddings, both last norms, rotary tables, the batch itself."""
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """Bytes that stay beside the layers. The embeddings are the first layers' inputs, and counted there.
+
+    `batch`: token ids (also joined), positions, labels, denoisers, the merged order of keys, rotary tables: for the
+    whole pass. `encoder_output`: until the encoder's backward pass begins. `encoder_norm`, `decoder_norm`: what the
+    last norm of a stack keeps, until the stack's backward pass begins.
+    """
+
+    batch: float
+    encoder_output: float
+    encoder_norm: float
+    decoder_norm: float
+
+
+def shared_memory(job: Job) -> SharedMemory:
+    """What all layers have in common."""
     hidden, dtype = job.sizes.hidden_size, job.compute_bytes
-    tokens = job.encoder_tokens + job.decoder_tokens
-    embeddings_and_states = 2 * tokens * hidden * dtype  # the first layers' inputs, and the outputs of the last norms
-    last_norms = _norm(job, tokens, hidden)
-    rotary = 2 * tokens * job.sizes.head_dim * dtype
-    # Ids (also joined), positions, labels, denoisers; the merged order of keys.
-    integers = _INT64 * (4 * job.encoder_tokens + 6 * job.decoder_tokens)
-    return embeddings_and_states + last_norms + rotary + integers
+    rotary = 2 * (job.encoder_tokens + job.decoder_tokens) * job.sizes.head_dim * dtype
+    return SharedMemory(
+        batch=_INT64 * (4 * job.encoder_tokens + 6 * job.decoder_tokens) + rotary,
+        encoder_output=job.encoder_tokens * hidden * dtype,
+        encoder_norm=_norm(job, job.encoder_tokens, hidden),
+        decoder_norm=_norm(job, job.decoder_tokens, hidden),
+    )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from ds_encdec.memory.activations import LayerMemory, head_memory, kept_bytes, layer_memory, shared_bytes
+from ds_encdec.memory.activations import LayerMemory, head_memory, kept_bytes, layer_memory, shared_memory
 from ds_encdec.memory.breakdown import Breakdown, EngineMemory, Estimate, HostBreakdown
 from ds_encdec.memory.fsdp import fsdp_memory
 from ds_encdec.memory.job import Job, with_micro_batch
@@ -46,23 +46,26 @@ def engine_memory(job: Job) -> EngineMemory:
 
 def moments(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]]:
     """Every moment that may be the worst of a step, with what is held then; without the framework's share."""
-    resting, head, shared = engine.resting, head_memory(job), shared_bytes(job)
+    resting, head, shared = engine.resting, head_memory(job), shared_memory(job)
     layers = _layers(job)
-    kept = shared + sum(keeps for _, _, keeps in layers)
+    kept = shared.batch + shared.encoder_output + shared.encoder_norm + shared.decoder_norm
+    kept += sum(keeps for _, _, keeps in layers)
     at_loss = resting + engine.forward
     yield "loss", at_loss + Breakdown(activations=kept, logits=head.kept + head.chunk)
-    yield "backward of the head", at_loss + Breakdown(activations=kept, logits=head.kept + head.weight_gradient)
+    yield "backward of the head", at_loss + Breakdown(activations=kept, logits=head.kept + head.rounding)
     # A tied head's gradient waits for the embedding's; an untied one is an ordinary gradient.
-    tied = job.sizes.tie_word_embeddings
-    waiting, done = (head.weight_gradient, 0) if tied else (0.0, job.embedding_parameters)
-    for name, memory, keeps in reversed(layers):
-        working = memory.saved - keeps if keeps < memory.saved else 0.0
-        activations = Breakdown(activations=kept + working + memory.backward, logits=waiting)
+    waiting, done = (head.weight_gradient, 0) if job.sizes.tie_word_embeddings else (0.0, job.embedding_parameters)
+    kept -= shared.decoder_norm
+    for index, (name, memory, keeps) in reversed(list(enumerate(layers))):
+        if index == job.encoder_layers - 1:
+            kept -= shared.encoder_output + shared.encoder_norm
+        recomputed = max(memory.saved - keeps, 0.0)
+        activations = Breakdown(activations=kept + recomputed + memory.backward, logits=waiting)
         yield f"backward of {name}", resting + engine.backward(done, job.layer_parameters) + activations
         kept -= keeps
         done += job.layer_parameters
-    embedding_gradients = 2 * layers[0][1].input + 2 * layers[-1][1].input
-    in_work = Breakdown(activations=shared + embedding_gradients, logits=waiting)
+    embedded = 2 * (layers[0][1].input + layers[-1][1].input)  # its gradient, in two parts and joined
+    in_work = Breakdown(activations=kept + embedded, logits=waiting)
     yield "backward of the embedding", resting + engine.backward(done, job.embedding_parameters) + in_work
     yield "optimizer step", resting + engine.step
     if job.config.training.eval_samples:
@@ -87,8 +90,9 @@ def _evaluation(job: Job) -> Breakdown:
     evaluated = with_micro_batch(job, job.config.training.per_device_eval_batch_size)
     encoder, decoder = layer_memory(evaluated, "encoder"), layer_memory(evaluated, "decoder")
     working = max(encoder.forward, decoder.forward)
+    shared = shared_memory(evaluated)
     return Breakdown(
-        activations=shared_bytes(evaluated) + encoder.input + decoder.input + working,
+        activations=shared.batch + shared.encoder_output + encoder.input + decoder.input + working,
         logits=head_memory(evaluated).evaluation,
     )
 
