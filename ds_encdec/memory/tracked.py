@@ -15,7 +15,7 @@ does not attribute. What operators allocate inside and give back before they ret
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -158,7 +158,8 @@ class _Entry:
 class _StorageWatch(TorchDispatchMode, _Phases):
     """Follows every storage on one type of device from operator to operator, and keeps a log of their sizes.
 
-    Only at the end is known what a storage was for, so peaks are split when tracking is over, from the log.
+    The log is evaluated when tracking is over: only then is known what each storage was for. Storages may also die in
+    other threads, gloo's above all, which is why nothing is added up before.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device) -> None:
@@ -167,12 +168,10 @@ class _StorageWatch(TorchDispatchMode, _Phases):
         self._model, self._optimizer, self._device_type = model, optimizer, device.type
         self._alive: dict[int, _Entry] = {}
         self._log: list[tuple[_Entry, int]] = []
-        self._ends: list[tuple[str, int, int]] = []
-        self._current_bytes = self._peak_bytes = self._peak_position = 0
+        self._ends: list[tuple[str, int]] = []
         self._note(_all_tensors(), "engine")
         self._name_kinds()
-        self.resting_bytes = self._current_bytes
-        self._reset_peak()
+        self._begin = len(self._log)
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -183,29 +182,34 @@ class _StorageWatch(TorchDispatchMode, _Phases):
         result = func(*args, **kwargs)
         # Arguments: tensors made without an operator, by numpy or in C++, are first seen when they are used.
         self._note((leaf for leaf in tree_leaves((result, args, kwargs)) if isinstance(leaf, Tensor)), "rest")
-        self._update_peak()
         return result
 
     def end_phase(self, name: str) -> None:
         self._name_kinds()
-        self._update_peak()
-        self._ends.append((name, self._peak_position, self._current_bytes))
-        self._reset_peak()
-
-    def evaluate(self) -> None:
-        """Turn the log into phases."""
-        position, held = 0, dict.fromkeys(KINDS, 0)
-        for name, peak_position, held_bytes in self._ends:
-            for entry, change in self._log[position:peak_position]:
-                held[entry.kind] += change
-            position = peak_position
-            self._add_phase(name, Phase(sum(held.values()), dict(held), held_bytes))
+        self._ends.append((name, len(self._log)))
 
     def resized(self, storage: UntypedStorage) -> None:
         """To be called when the size of a storage was changed without an operator."""
         if (entry := self._alive.get(storage._cdata)) is not None:
             self._log_size(entry, storage.nbytes())
-            self._update_peak()
+
+    def evaluate(self) -> None:
+        """Turn the log into phases."""
+        held: dict[Kind, int] = dict.fromkeys(KINDS, 0)
+        for entry, change in self._log[: self._begin]:
+            held[entry.kind] += change
+        self.resting_bytes = sum(held.values())
+        begin = self._begin
+        for name, end in self._ends:
+            current_bytes = peak_bytes = sum(held.values())
+            at_peak = dict(held)
+            for entry, change in self._log[begin:end]:
+                held[entry.kind] += change
+                current_bytes += change
+                if current_bytes > peak_bytes:
+                    peak_bytes, at_peak = current_bytes, dict(held)
+            self._add_phase(name, Phase(peak_bytes, at_peak, current_bytes))
+            begin = end
 
     def _note(self, tensors: Iterable[Tensor], kind: Kind) -> None:
         for storage in _storages(tensors, self._device_type):
@@ -216,16 +220,14 @@ class _StorageWatch(TorchDispatchMode, _Phases):
             if entry.num_bytes != storage.nbytes():
                 self._log_size(entry, storage.nbytes())
 
-    def _on_death(self, key: int) -> Any:
+    def _on_death(self, key: int) -> Callable[[object], None]:
         def forget(_: object) -> None:
             self._log_size(self._alive.pop(key), 0)
 
         return forget
 
     def _log_size(self, entry: _Entry, num_bytes: int) -> None:
-        change = num_bytes - entry.num_bytes
-        self._log.append((entry, change))
-        self._current_bytes += change
+        self._log.append((entry, num_bytes - entry.num_bytes))
         entry.num_bytes = num_bytes
 
     def _name_kinds(self) -> None:
@@ -234,13 +236,6 @@ class _StorageWatch(TorchDispatchMode, _Phases):
             self._note(tensors, kind)
             for storage in _storages(tensors, self._device_type):
                 self._alive[storage._cdata].kind = kind
-
-    def _update_peak(self) -> None:
-        if self._current_bytes > self._peak_bytes:
-            self._peak_bytes, self._peak_position = self._current_bytes, len(self._log)
-
-    def _reset_peak(self) -> None:
-        self._peak_bytes, self._peak_position = self._current_bytes, len(self._log)
 
 
 @contextmanager

@@ -1,0 +1,155 @@
+"""What is measured of a step, against sizes known by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ds_encdec.memory.tracked import Tracked, tracking
+
+CPU = torch.device("cpu")
+ROWS, WIDTH = 512, 256
+WEIGHT_BYTES = WIDTH * WIDTH * 4
+STATE_BYTES = ROWS * WIDTH * 4
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor) -> Tracked:
+    """The second step of `model`, tracked."""
+    model(inputs).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with tracking(model, optimizer, CPU) as tracked:
+        loss = model(inputs).sum()
+        tracked.end_phase("forward")
+        loss.backward()
+        del loss
+        tracked.end_phase("backward")
+        optimizer.step()
+        optimizer.zero_grad()
+        tracked.end_phase("step")
+    return tracked
+
+
+@pytest.fixture(scope="module")
+def two_layers() -> Tracked:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh(), nn.Linear(WIDTH, WIDTH, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    return trained(model, optimizer, torch.ones(ROWS, WIDTH))
+
+
+def nearly(num_bytes: int) -> object:
+    """Scalars beside: losses, and the optimizer's counters."""
+    return pytest.approx(num_bytes, abs=256)
+
+
+def test_what_rests_between_steps(two_layers: Tracked) -> None:
+    """Two weights, two moments each, and the inputs."""
+    assert two_layers.resting_bytes == nearly(6 * WEIGHT_BYTES + STATE_BYTES)
+    assert two_layers.phases["step"].held_bytes == nearly(two_layers.resting_bytes)
+
+
+def test_the_forward_pass_holds_its_activations(two_layers: Tracked) -> None:
+    """The output of the tanh, which its backward pass needs, beside that of one of the layers, which goes."""
+    forward = two_layers.phases["forward"]
+    assert forward.at_peak["rest"] == nearly(2 * STATE_BYTES)
+    assert forward.held_bytes - two_layers.resting_bytes == nearly(STATE_BYTES)
+
+
+def test_the_backward_pass_leaves_gradients(two_layers: Tracked) -> None:
+    backward = two_layers.phases["backward"]
+    assert backward.held_bytes - two_layers.resting_bytes == nearly(2 * WEIGHT_BYTES)
+
+
+def test_the_step_is_split_by_owner(two_layers: Tracked) -> None:
+    """Adam, one parameter after the other: the first one's denominator is there until the second one's is."""
+    split = two_layers.phases["step"].at_peak
+    assert split["parameters"] == 2 * WEIGHT_BYTES
+    assert split["optimizer"] == nearly(4 * WEIGHT_BYTES)
+    assert split["gradients"] == 2 * WEIGHT_BYTES
+    assert split["engine"] == nearly(STATE_BYTES)
+    assert split["rest"] == nearly(3 * WEIGHT_BYTES)
+
+
+def test_the_peak_is_that_of_the_highest_phase(two_layers: Tracked) -> None:
+    highest = max(two_layers.phases.values(), key=lambda phase: phase.peak_bytes)
+    assert two_layers.peak_bytes == highest.peak_bytes == sum(two_layers.at_peak.values())
+
+
+def test_a_phase_that_ends_again_keeps_its_highest_peak() -> None:
+    with tracking(nn.Module(), None, CPU) as tracked:
+        large = torch.empty(1000, 1024)
+        del large
+        tracked.end_phase("part")
+        small = torch.empty(10, 1024)
+        tracked.end_phase("part")
+    part = tracked.phases["part"]
+    assert part.peak_bytes - tracked.resting_bytes == 1000 * 4096
+    assert part.held_bytes - tracked.resting_bytes == small.nbytes
+
+
+def resized_storage() -> Tensor:
+    tensor = torch.empty(2**20)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("make", "held_bytes"),
+    [
+        (lambda: torch.empty(2**20).view(2, -1), 2**22),
+        (resized_storage, 0),
+        (lambda: torch.from_numpy(torch.ones(2**20).numpy().copy()) + 0, 2**22),
+        (lambda: torch.empty(2**20, device="meta"), 0),
+    ],
+    ids=["view", "resized", "from numpy", "meta"],
+)
+def test_what_is_held(make: Callable[[], Tensor], held_bytes: int) -> None:
+    with tracking(nn.Module(), None, CPU) as tracked:
+        kept = make()
+        tracked.end_phase("all")
+    assert kept is not None
+    assert tracked.phases["all"].held_bytes - tracked.resting_bytes == held_bytes
+
+
+def fail() -> None:
+    raise OSError("lost")
+
+
+def test_resizing_is_as_before_afterwards() -> None:
+    original = torch.UntypedStorage.resize_
+    with pytest.raises(OSError, match="lost"), tracking(nn.Module(), None, CPU):
+        fail()
+    assert torch.UntypedStorage.resize_ is original
+
+
+def allocator_peak(step: Callable[[], object]) -> int:
+    """Bytes above its beginning, by the events of torch's CPU allocator, those inside operators included."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+        step()
+    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    held = peak = 0
+    for _, change in changes:
+        held += change
+        peak = max(peak, held)
+    return peak
+
+
+def test_agrees_with_the_allocator() -> None:
+    """The profiler hears the allocator itself, but forgets what was there before it: so everything is new to it."""
+
+    def step(tracked: Tracked | None = None) -> None:
+        model = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)
+        loss = model(torch.ones(4, 128, 128)).square().sum()
+        loss.backward()
+        if tracked:
+            tracked.end_phase("all")
+
+    expected = allocator_peak(step)
+    with tracking(nn.Module(), None, CPU) as tracked:
+        step(tracked)
+    assert tracked.peak_bytes - tracked.resting_bytes == pytest.approx(expected, rel=0.02)
