@@ -29,6 +29,8 @@ HEADROOM = 0.05
 """Share of a device's usable memory that a fitting setting leaves free: for what the estimate may miss."""
 EFFICIENT_TOKENS = 4096
 """Tokens of a micro-batch that occupy a GPU well; smaller ones are recommended only where nothing else fits."""
+MORE_ROOM = 0.9
+"""Share of another setting's peak below which one of the same kind is worth naming beside it."""
 SMALLEST_LOSS_CHUNK = 128
 """Tokens; below this the head's matrix products are too small to be fast."""
 
@@ -151,18 +153,27 @@ def smallest_variants(job: Job) -> list[Variant]:
 def fitting_settings(job: Job, capacity_bytes: float, count: int = 3) -> list[Recommendation]:
     """The `count` least disturbing changes to `job` that fit, the least disturbing first; fewer where no more do.
 
-    They differ in kind: none changes all that another one changes, and more.
+    They differ in kind: none changes all that an earlier one changes, and more. Where these are too few, others follow
+    that leave clearly more room.
     """
+    candidates = sorted(_disturbances(job), key=lambda overrides: _disturbance(job, overrides))
     found: list[Recommendation] = []
-    for overrides in sorted(_disturbances(job), key=lambda overrides: _disturbance(job, overrides)):
-        if any(other.overrides.keys() <= overrides.keys() for other in found):
-            continue
-        row = _variant(job, overrides)
-        if row.estimate is not None and fits(row.estimate, capacity_bytes):
-            found.append(Recommendation(row.overrides, row.job, row.estimate))
-            if len(found) == count:
-                break
+    for overrides in candidates:
+        if len(found) < count and not any(other.overrides.keys() <= overrides.keys() for other in found):
+            found += _fitting(job, overrides, capacity_bytes)
+    for overrides in candidates if found else ():
+        if len(found) < count:
+            least = min(other.estimate.peak.total for other in found)
+            found += _fitting(job, overrides, min(capacity_bytes, MORE_ROOM * least))
     return found
+
+
+def _fitting(job: Job, overrides: dict[str, Value], capacity_bytes: float) -> list[Recommendation]:
+    """The change to `job`, if it exists and fits."""
+    row = _variant(job, overrides)
+    if row.estimate is None or not fits(row.estimate, capacity_bytes):
+        return []
+    return [Recommendation(row.overrides, row.job, row.estimate)]
 
 
 def micro_batches(job: Job) -> list[int]:
