@@ -24,40 +24,63 @@ _FLOAT32 = 4
 _INT64 = 8
 
 
+_FLASH_ROWS_PER_SEGMENT = 128
+"""Rows by which flash-attention's backward pass pads each segment in its float32 workspace (mha_varlen_bwd)."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerMemory:
     """Bytes of one layer's pass over one micro-batch.
 
     `input`: its input, which recomputation keeps in its place. `saved`: all that it keeps without recomputation, the
-    input included. `backward`: gradients in flight at the worst moment of its backward pass, beyond `saved`. `forward`:
-    what a pass without gradients works on at its worst moment.
+    input included. `working`: the worst moment of its backward pass, with what is left of `saved` then, and gradients
+    in flight. `forward`: what a pass without gradients works on at its worst moment.
     """
 
     input: float
     saved: float
-    backward: float
+    working: float
     forward: float
 
 
 def layer_memory(job: Job, side: Side) -> LayerMemory:
     """The memory of one encoder or decoder layer."""
-    sizes, dtype = job.sizes, job.compute_bytes
+    hidden, inner, dtype = job.sizes.hidden_size, job.sizes.intermediate_size, job.compute_bytes
     tokens = job.encoder_tokens if side == "encoder" else job.decoder_tokens
-    hidden, inner = sizes.hidden_size, sizes.intermediate_size
-    saved = _attention(job, side) + _norm(job, tokens, hidden) + _mlp(job, tokens)
-    if job.device == "cuda" or dtype == _FLOAT32:
-        product_in_flight = 2 * inner * dtype
-    else:  # gradients of a product's operands, in float32 and rounded
-        product_in_flight = inner * (_FLOAT32 + 2 * dtype) if job.emulates_bf16 else 2 * inner * dtype
-    in_flight = tokens * (product_in_flight + 4 * hidden * dtype)
+    attention, mlp = _attention(job, side), _norm(job, tokens, hidden) + _mlp(job, tokens)
+    in_flight = 4 * tokens * hidden * dtype  # of the residual stream and around norms
     if side == "decoder":  # the gradient of the encoder's output, to which each decoder layer adds
         in_flight += 2 * job.encoder_tokens * hidden * dtype
     return LayerMemory(
         input=tokens * hidden * dtype,
-        saved=saved,
-        backward=in_flight,
+        saved=attention + mlp,
+        working=in_flight
+        + max(attention + mlp + _mlp_gradients(job, tokens), attention + _attention_gradients(job, side)),
         forward=tokens * (3 * inner + 2 * hidden) * dtype,
     )
+
+
+def _mlp_gradients(job: Job, tokens: int) -> float:
+    """In flight in the SwiGLU layer: gradients of both factors of its product."""
+    each = _FLOAT32 / 2 + job.compute_bytes if job.emulates_bf16 else job.compute_bytes  # float32, one after the other
+    return 2 * tokens * job.sizes.intermediate_size * each
+
+
+def _attention_gradients(job: Job, side: Side) -> float:
+    """In flight in the attention kernel: gradients of its output and operands, and its workspace."""
+    sizes, dtype = job.sizes, job.compute_bytes
+    query_width, key_width = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
+    tokens = key_tokens = job.encoder_tokens
+    if side == "decoder":
+        tokens, key_tokens = job.decoder_tokens, job.encoder_tokens + job.decoder_tokens
+    if job.device == "cpu":
+        return (2 * tokens * query_width + 2 * key_tokens * key_width) * (_FLOAT32 if job.emulates_bf16 else dtype)
+    # flash-attention 2, csrc/flash_attn/flash_api.cpp, mha_varlen_bwd: dq_accum, softmax_d; dk_expanded, dv_expanded.
+    rows = tokens + _FLASH_ROWS_PER_SEGMENT * (job.config.data.max_examples_per_micro_batch + 1)
+    workspace = rows * (query_width + sizes.num_attention_heads) * _FLOAT32
+    if query_width != key_width:
+        workspace += 2 * key_tokens * query_width * dtype
+    return workspace + (2 * tokens * query_width + 2 * key_tokens * key_width) * dtype
 
 
 def kept_bytes(job: Job, side: Side, index: int) -> float:

@@ -59,10 +59,9 @@ def moments(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]]:
     for index, (name, memory, keeps) in reversed(list(enumerate(layers))):
         if index == job.encoder_layers - 1:
             kept -= shared.encoder_output + shared.encoder_norm
-        recomputed = max(memory.saved - keeps, 0.0)
-        activations = Breakdown(activations=kept + recomputed + memory.backward, logits=waiting)
-        yield f"backward of {name}", resting + engine.backward(done, job.layer_parameters) + activations
         kept -= keeps
+        activations = Breakdown(activations=kept + max(memory.working, keeps), logits=waiting)
+        yield f"backward of {name}", resting + engine.backward(done, job.layer_parameters) + activations
         done += job.layer_parameters
     embedded = 2 * (layers[0][1].input + layers[-1][1].input)  # its gradient, in two parts and joined
     in_work = Breakdown(activations=kept + embedded, logits=waiting)
