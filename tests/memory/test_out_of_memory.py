@@ -14,6 +14,7 @@ from ds_encdec.memory.expected import ExpectedMemory, expect
 from ds_encdec.memory.job import make_job
 from ds_encdec.memory.model_sizes import run_sizes
 from ds_encdec.memory.out_of_memory import as_overrides, out_of_memory_explained, settings_that_fit
+from ds_encdec.memory.variants import value_of
 from ds_encdec.types import OutOfMemoryError
 
 GIB = 2**30
@@ -36,9 +37,7 @@ def test_settings_fit_the_device_and_are_settings() -> None:
     for setting in settings:
         assert setting.estimate.peak.total < device_bytes
         config = load_config(None, ["infra.offload_optimizer=none", *as_overrides(setting.overrides).split()])
-        assert all(
-            getattr(getattr(config, n.split(".")[0]), n.split(".")[1]) == v for n, v in setting.overrides.items()
-        )
+        assert all(value_of(config, name) == value for name, value in setting.overrides.items())
 
 
 def test_what_should_have_fitted_must_become_smaller() -> None:
@@ -63,8 +62,7 @@ def test_where_the_host_runs_out_it_is_the_host_that_needs_less(device: str) -> 
 def test_the_message_tells_what_was_asked_expected_measured_and_possible() -> None:
     expected = expected_on("cpu", "training.activation_checkpointing=none", "data.num_lanes=8")
     with pytest.raises(OutOfMemoryError) as raised, out_of_memory_explained(expected, torch.device("cpu"), 5):
-        activations = torch.zeros(2**20)
-        activations.expand(2**50 // 2**20, 2**20).clone()
+        torch.zeros(2**20).expand(2**30, 2**20).clone()
     asked, estimated, measured, *settings = str(raised.value).splitlines()
     assert asked.startswith("rank 5 ran out of memory: ")
     assert f"tried to allocate {2**52} bytes" in asked
@@ -77,7 +75,7 @@ def test_the_message_tells_what_was_asked_expected_measured_and_possible() -> No
 
 
 def test_other_errors_and_runs_without_an_estimate_are_left_alone() -> None:
-    with pytest.raises(ValueError, match="^no$"), out_of_memory_explained(None, torch.device("cpu"), 0):
+    with pytest.raises(ValueError, match="no"), out_of_memory_explained(None, torch.device("cpu"), 0):
         raise ValueError("no")
     with pytest.raises(MemoryError), out_of_memory_explained(None, torch.device("cpu"), 0):
         raise MemoryError

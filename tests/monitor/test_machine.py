@@ -254,6 +254,15 @@ def test_metrics_name_the_largest_the_slowest_and_the_latest() -> None:
     }
 
 
+def test_what_engines_hold_is_told_by_category_of_the_rank_that_holds_most() -> None:
+    held = {0: {"weights": 4, "gradients": 9, "host_states": 0}, 1: {"weights": 6, "gradients": 8, "host_states": 0}}
+    vitals = [dataclasses.replace(WELL, held_bytes=held[rank], reserved_bytes=(rank + 1) * GIB) for rank in range(2)]
+    metrics = MachineWatch.metrics(vitals)
+    assert (metrics["mem/weights_bytes"], metrics["mem/gradients_bytes"]) == (6, 9)
+    assert metrics["mem/reserved_bytes"] == 2 * GIB
+    assert "mem/host_states_bytes" not in metrics
+
+
 positive = st.floats(1e-4, 1e4)
 
 

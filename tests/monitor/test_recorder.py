@@ -232,3 +232,18 @@ def test_going_back_restores_windows_and_keeps_alerts(tmp_path: Path) -> None:
     recorder.log(state)
     (line,) = lines(path)
     assert (line["step"], line["data_step"], line["train/loss"]) == (4, 6, 7 / 4)  # the interval's four, none abandoned
+
+
+def test_what_the_engine_holds_is_measured_once_and_told_in_the_next_line(tmp_path: Path) -> None:
+    recorder = make_recorder(tmp_path / "metrics.jsonl", 0)
+    measured: list[int] = []
+
+    def held_bytes() -> dict[str, int]:
+        measured.append(len(measured))
+        return {"weights": 8}
+
+    for step in range(1, 5):
+        recorder.measure_held(held_bytes)
+        run(recorder, step - 1, step, every=1)
+    assert len(measured) == 1
+    assert [line.get("mem/weights_bytes") for line in lines(tmp_path / "metrics.jsonl")] == [None, 8, None, None]
