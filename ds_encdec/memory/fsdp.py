@@ -140,15 +140,13 @@ def _group(shapes: Sequence[tuple[int, ...]], shards: int) -> _Group:
 
 def _forward(s: _Sharding) -> Breakdown:
     """In the head of the last micro-batch: the root is gathered, and so are layers that stay it."""
-    compute = s.job.compute_bytes
-    kept = 0 if s.frees_layers else s.layers
     # FSDPCommContext.all_gather_state: the last layer's buffer, until the root's forward pass is over. Layers that have
     # stayed gathered since an earlier micro-batch need none.
     gathers = s.shards > 1 and (s.frees_layers or not s.accumulates)
     return Breakdown(
-        weights=compute * (kept * s.layer.gathered + s.root.gathered),
+        weights=_kept_weights(s, 0),
         gradients=_held_gradients(s, 0),
-        communication=compute * s.layer.gathered if gathers else 0,
+        communication=s.job.compute_bytes * s.layer.gathered if gathers else 0,
     )
 
 
@@ -157,17 +155,36 @@ def _backward(s: _Sharding, done: int, unit: int) -> Breakdown:
     compute = s.job.compute_bytes
     untied_head = 0 if s.job.sizes.tie_word_embeddings else min(done, s.job.embedding_parameters)  # waits for the root
     layers_done = (done - untied_head) / s.layer.parameters
-    kept = 0.0 if s.frees_layers else (s.layers - layers_done) * s.layer.gathered
+    is_layer = unit == s.layer.parameters
+    prefetched = compute * s.layer.gathered if s.frees_layers and is_layer and s.shards > 1 else 0  # _backward_prefetch
     # FSDPCommContext.reduce_scatter_states: what the last layer was reduced from, until the next one is.
     communication = _FLOAT32 * s.layer.gathered * s.trained if layers_done else 0.0
-    if s.frees_layers and unit == s.layer.parameters:
-        # The layer itself, and the buffer of the next, which _backward_prefetch gathers meanwhile.
-        communication += compute * s.layer.gathered * (2 if s.shards > 1 else 1)
-    return Breakdown(
-        weights=compute * (kept + s.root.gathered),
+    if s.frees_layers and is_layer:
+        communication += compute * s.layer.gathered
+    in_work = Breakdown(
+        weights=_kept_weights(s, layers_done),
         gradients=_held_gradients(s, layers_done) + compute * (untied_head + unit),
-        communication=communication,
+        communication=communication + prefetched,
     )
+    if not (is_layer and _copies_to_reduce(s)):
+        return in_work
+    reduced = Breakdown(
+        weights=_kept_weights(s, layers_done + 1),
+        gradients=_held_gradients(s, layers_done + 1) + compute * untied_head,
+        communication=2 * _FLOAT32 * s.layer.gathered * s.trained + prefetched,
+    )
+    return max(in_work, reduced, key=lambda moment: moment.total)
+
+
+def _kept_weights(s: _Sharding, layers_done: float) -> float:
+    """The root, and what is still gathered of layers that stay so until their backward pass."""
+    kept = 0.0 if s.frees_layers else (s.layers - layers_done) * s.layer.gathered
+    return s.job.compute_bytes * (kept + s.root.gathered)
+
+
+def _copies_to_reduce(s: _Sharding) -> bool:
+    """Gloo clones what it scatters (ProcessGroupGloo::_reduce_scatter_tensor_coalesced); NCCL does not."""
+    return s.job.device == "cpu" and s.shards > 1
 
 
 def _held_gradients(s: _Sharding, layers_done: float) -> float:
@@ -187,13 +204,19 @@ def _held_gradients(s: _Sharding, layers_done: float) -> float:
 
 def _step(s: _Sharding) -> Breakdown:
     """foreach_reduce of the root, before and after its gradients are copied; fused AdamW needs nothing beside them."""
-    before = _held_gradients(s, s.layers)
-    if not s.accumulates_whole:
-        before += s.job.compute_bytes * s.root.parameters * s.trained
-    after = _FLOAT32 * s.trained * s.root.shard + (0 if s.offloads else _FLOAT32 * s.trained * s.shard)
-    if not s.offloads and not (s.accumulates and not s.accumulates_whole):
-        after -= _FLOAT32 * s.trained * s.root.shard  # what is reduced is the gradient itself, and added to none
-    return Breakdown(gradients=max(before, after), communication=_FLOAT32 * s.trained * s.root.gathered)
+    buffer, reduced = _FLOAT32 * s.trained * s.root.gathered, _FLOAT32 * s.trained * s.root.shard
+    held = before = _held_gradients(s, s.layers)
+    after = held + reduced
+    if s.accumulates_whole:
+        after -= _FLOAT32 * s.trained * s.root.parameters
+    else:
+        before += s.job.compute_bytes * s.trained * s.root.parameters
+    copied = buffer if _copies_to_reduce(s) else 0.0
+    return max(
+        Breakdown(gradients=before, communication=buffer),
+        Breakdown(gradients=after, communication=buffer + copied),
+        key=lambda moment: moment.total,
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- the host

@@ -127,30 +127,18 @@ def _traced_fsdp(job: Job) -> tuple[Breakdown, str]:
 
 
 def _traced_step(engine: fsdp2.FSDP2Engine, batch: Batch, job: Job) -> tuple[Breakdown, str]:
+    """All but the optimizer's step, which works in place: beside its states it holds no more than the gradients."""
+    watch = _StorageWatch()
+    _note_fsdp_states(engine, watch, on_host=job.config.infra.offload_optimizer == "cpu")
+    _follow_modules(engine.model, watch)
     micro_batches = min(job.gradient_accumulation_steps, 2)  # a third adds to what the second found
-    norm = engine._gradient_norm
-
-    def norm_and_its_memory() -> Tensor:
-        norm()
-        return torch.tensor(1.0)  # of a fake tensor nobody can say whether it is finite
-
-    with _substituted(engine, "_gradient_norm", norm_and_its_memory):
-        watch = _StorageWatch()
-        _note_fsdp_states(engine, watch, on_host=job.config.infra.offload_optimizer == "cpu")
-        _follow_modules(engine.model, watch)
-        with watch:
-            _run_step(engine, batch, micro_batches, watch)
+    with watch:
+        for index in range(micro_batches):
+            watch.part = "forward pass"
+            loss_sum = engine.forward(batch)
+            watch.part = "backward pass"
+            engine.backward(loss_sum, target_tokens=batch.target_tokens, last=index == micro_batches - 1)
     return watch.peak()
-
-
-def _run_step(engine: fsdp2.FSDP2Engine, batch: Batch, micro_batches: int, watch: _StorageWatch) -> None:
-    for index in range(micro_batches):
-        watch.part = "forward pass"
-        loss_sum = engine.forward(batch)
-        watch.part = "backward pass"
-        engine.backward(loss_sum, target_tokens=batch.target_tokens, last=index == micro_batches - 1)
-    watch.part, watch.module, watch.category = "optimizer's step", "", "optimizer"
-    engine.step()
 
 
 def _traced_activations(job: Job) -> tuple[Breakdown, str]:
