@@ -362,7 +362,8 @@ def _sharded_host(s: ZeroSettings) -> HostBreakdown:
         # param_groups_fp16_flat_cpu_memory: pinned whatever the configuration says
         num_bytes = s.weight * s.weight_partition
         parameters = power_of_two(num_bytes) if s.job.device != "cpu" else num_bytes
-    tensors = (*_optimizer_tensors(s, s.partition), s.weight * s.weight_partition)
+    # No weights but the frozen ones, which the optimizer does not have: FROZEN_PARAM_FRAGMENTS.
+    tensors = (*_optimizer_tensors(s, s.partition), s.weight * (s.weight_partition - s.partition))
     return HostBreakdown(states=states, parameters=parameters, save=_saved(s, 0, tensors, ranks=s.world_size))
 
 

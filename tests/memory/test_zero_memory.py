@@ -248,11 +248,12 @@ def test_what_is_frozen_has_weights_only() -> None:
         assert memory.resting.optimizer == pytest.approx(8 * trainable / share, rel=1e-5)
 
 
-@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
-def test_background_saves_take_14_bytes_per_parameter_over_all_ranks(stage: str) -> None:
+@pytest.mark.parametrize(("stage", "bytes_each"), [("zero0", 14), ("zero1", 14), ("zero2", 14), ("zero3", 12)])
+def test_background_saves_over_all_ranks(stage: str, bytes_each: int) -> None:
+    """Stage 3 saves no bf16 weights: they are the master weights, rounded."""
     training = {"async_save": True}
     pageable = zero_memory(job_of(stage, training=training, pin_memory=False)).host.save
-    assert 8 * pageable == pytest.approx(14 * PARAMETERS, rel=1e-4)
+    assert 8 * pageable == pytest.approx(bytes_each * PARAMETERS, rel=1e-4)
     pinned = zero_memory(job_of(stage, training=training)).host.save
     assert pageable < pinned <= 2 * pageable
 
