@@ -74,7 +74,7 @@ def answer(job: Job, estimated: Estimate, gpu: Gpu, host_bytes: int | None = Non
     nearest: tuple[Recommendation, ...] = ()
     gpus_needed = None
     if tables[0].recommendation is None:
-        nearest = tuple(fitting_settings(job, gpu.usable_bytes))
+        nearest = tuple(fitting_settings(job, gpu.usable_bytes, host_bytes=_share(job, host_bytes)))
         gpus_needed = _gpus_needed(job, gpu, host_bytes)
     return Answer(job, gpu, host_bytes, estimated, tables, nearest, gpus_needed)
 

@@ -8,7 +8,15 @@ from ds_encdec.memory.answer import ENGINES, LARGEST_WORLD, Answer, EngineTable
 from ds_encdec.memory.breakdown import CATEGORIES, Estimate
 from ds_encdec.memory.gpus import GIB
 from ds_encdec.memory.job import Job
-from ds_encdec.memory.variants import HEADROOM, Recommendation, Variant, as_overrides, offload_of, smallest_variants
+from ds_encdec.memory.variants import (
+    HEADROOM,
+    Recommendation,
+    Variant,
+    as_overrides,
+    fits,
+    offload_of,
+    smallest_variants,
+)
 
 _WORDS = {
     "weights": "weights",
@@ -41,7 +49,7 @@ _WORDS_COLUMNS = 4
 _HELP = {
     "weights": "a higher stage, more GPUs or a smaller model",
     "master_weights": "a higher stage, infra.offload_optimizer=cpu or more GPUs",
-    "gradients": "infra.sharding_stage=zero2 or zero3, or more GPUs",
+    "gradients": "infra.sharding_stage=zero2 or zero3, and with FSDP2 infra.fsdp_reduce_every_micro_batch=true",
     "optimizer": "a higher stage, infra.offload_optimizer=cpu or more GPUs",
     "activations": "smaller data.max_encoder_length and data.max_decoder_length, or training.activation_offload=true",
     "logits": "a smaller model.loss_chunk_tokens, and a smaller training.per_device_eval_batch_size",
@@ -182,16 +190,8 @@ def _why(found: Answer, best: Recommendation) -> str:
 
 
 def _what_would_help(found: Answer) -> str:
-    existing = [row.estimate for row in smallest_variants(found.job) if row.estimate is not None]
-    lines = []
-    if existing:
-        least = min(existing, key=lambda estimated: estimated.peak.total)
-        largest = _largest(least)
-        lines.append(
-            f"Even a micro-batch of 1 with everything sharded, recomputed and offloaded needs "
-            f"{gib(least.peak.total)} GiB. Most of it is {_WORDS[largest]} ({gib(getattr(least.peak, largest))} GiB); "
-            f"what helps: {_HELP[largest]}."
-        )
+    smallest = [row.estimate for row in smallest_variants(found.job) if row.estimate is not None]
+    lines = [_smallest(found, min(smallest, key=lambda estimated: estimated.peak.total))] if smallest else []
     lines += [
         f"This fits: {as_overrides(near.overrides)} ({gib(near.estimate.peak.total)} GiB)" for near in found.nearest
     ]
@@ -200,3 +200,18 @@ def _what_would_help(found: Answer) -> str:
     else:
         lines.append(f"On {found.gpus_needed} of these GPUs a setting of the table fits.")
     return "\n".join(lines)
+
+
+def _smallest(found: Answer, least: Estimate) -> str:
+    least_of_all = (
+        f"Even a micro-batch of 1 with everything sharded, recomputed and offloaded needs {gib(least.peak.total)} GiB "
+        "per GPU"
+    )
+    if fits(least, found.gpu.usable_bytes):
+        host = gib(least.host.total * found.job.ranks_per_node)
+        return f"{least_of_all}, which it has, and {host} GiB per host, which it has not."
+    largest = _largest(least)
+    return (
+        f"{least_of_all}. Most of it is {_WORDS[largest]} ({gib(getattr(least.peak, largest))} GiB); what helps: "
+        f"{_HELP[largest]}."
+    )

@@ -150,28 +150,32 @@ def smallest_variants(job: Job) -> list[Variant]:
     return [_variant(job, _setting(job, "zero3", offload, "full") | batch_overrides(job, 1)) for offload in _OFFLOAD]
 
 
-def fitting_settings(job: Job, capacity_bytes: float, count: int = 3) -> list[Recommendation]:
+def fitting_settings(
+    job: Job, capacity_bytes: float, count: int = 3, host_bytes: float | None = None
+) -> list[Recommendation]:
     """The `count` least disturbing changes to `job` that fit, the least disturbing first; fewer where no more do.
 
     They differ in kind: none changes all that an earlier one changes, and more. Where these are too few, others follow
-    that leave clearly more room.
+    that leave clearly more room. `host_bytes`: as of `recommend`.
     """
     candidates = sorted(_disturbances(job), key=lambda overrides: _disturbance(job, overrides))
     found: list[Recommendation] = []
     for overrides in candidates:
         if len(found) < count and not any(other.overrides.keys() <= overrides.keys() for other in found):
-            found += _fitting(job, overrides, capacity_bytes)
+            found += _fitting(job, overrides, capacity_bytes, host_bytes)
     for overrides in candidates if found else ():
         if len(found) < count:
             least = min(other.estimate.peak.total for other in found)
-            found += _fitting(job, overrides, min(capacity_bytes, MORE_ROOM * least))
+            found += _fitting(job, overrides, min(capacity_bytes, MORE_ROOM * least), host_bytes)
     return found
 
 
-def _fitting(job: Job, overrides: dict[str, Value], capacity_bytes: float) -> list[Recommendation]:
+def _fitting(
+    job: Job, overrides: dict[str, Value], capacity_bytes: float, host_bytes: float | None
+) -> list[Recommendation]:
     """The change to `job`, if it exists and fits."""
     row = _variant(job, overrides)
-    if row.estimate is None or not fits(row.estimate, capacity_bytes):
+    if row.estimate is None or not fits(row.estimate, capacity_bytes, host_bytes):
         return []
     return [Recommendation(row.overrides, row.job, row.estimate)]
 
