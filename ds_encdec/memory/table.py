@@ -17,6 +17,7 @@ from ds_encdec.memory.variants import (
     offload_of,
     smallest_variants,
 )
+from ds_encdec.memory.zero_settings import zero_settings
 
 _WORDS = {
     "weights": "weights",
@@ -46,6 +47,8 @@ _HEADER = (
     "fits",
 )
 _WORDS_COLUMNS = 4
+_FLOAT32 = 4
+"""Bytes."""
 _HELP = {
     "weights": "a higher stage, more GPUs or a smaller model",
     "master_weights": "a higher stage, infra.offload_optimizer=cpu or more GPUs",
@@ -182,10 +185,13 @@ def _why(found: Answer, best: Recommendation) -> str:
     )
     batch, steps = best.job.config.training.micro_batch_size, best.job.gradient_accumulation_steps
     before = (found.job.config.training.micro_batch_size, found.job.gradient_accumulation_steps)
+    bf16 = ""
+    if best.job.engine == "deepspeed" and steps > 1 and zero_settings(best.job).accumulation < _FLOAT32:
+        bf16 = f"\n  It adds the gradients of its {steps} micro-batches up in 16 bits; zero2 and zero3 use float32."
     changed = "" if (batch, steps) == before else f" instead of {before[0]} and {before[1]}"
     return (
         f"{needs}; micro-batch {batch} and accumulation {steps}{changed}: {batch * steps * best.job.world_size:,} "
-        "sequences a step, as configured."
+        f"sequences a step, as configured.{bf16}"
     )
 
 
