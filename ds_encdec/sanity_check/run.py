@@ -14,12 +14,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ds_encdec.config.batch_size import with_assumed_batch_size
 from ds_encdec.config.load import load_config
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.select import check_engine, fallback_engine, resolve_engine
+from ds_encdec.launch.memory_errors import is_out_of_memory
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
 from ds_encdec.launch.world import discover
 from ds_encdec.model.source import read_config
@@ -173,6 +172,6 @@ def _report(subject: Subject, checks: Sequence[Check], tell: Callable[[CheckResu
 
 def _with_exit_code(error: Exception) -> list[DsEncDecError]:
     """`error` as one of ours, if it has an exit code of its own."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+    if is_out_of_memory(error):
         return [OutOfMemoryError(f"{type(error).__name__}: {error}")]
     return [error] if isinstance(error, DsEncDecError) and error.exit_code != DsEncDecError.exit_code else []

@@ -1,0 +1,111 @@
+"""Runs on two real ranks, of which one really runs out of memory, and what engines say that they hold."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from forked_runs import ForkedRuns
+from tiny_run import QUICKSTART, metrics, overrides
+
+from ds_encdec.checkpoint.verify import verify_checkpoints
+from ds_encdec.config.load import load_config
+from ds_encdec.memory.breakdown import CATEGORIES
+
+pytestmark = [pytest.mark.distributed]
+
+PARAMETERS = 51_456
+"""Of the tiny run's model."""
+STEPS = {
+    "data__num_lanes": 4,  # two micro-batches a step on each of two ranks
+    "training__num_train_steps": 4,
+    "training__save_steps": 2,
+    "training__eval_samples": 0,
+    "training__logging_steps": 1,
+    "training__average_checkpoints": 0,
+    "training__report_to": "none",
+    "infra__offload_optimizer": "none",
+}
+ZERO = {"infra__distributed_type": "deepspeed"}
+FSDP = {"infra__distributed_type": "fsdp"}
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[ForkedRuns]:
+    with ForkedRuns() as started:
+        yield started
+
+
+# Bytes per parameter on each of two ranks, by hand: weights, master weights, gradients, optimizer.
+@pytest.mark.parametrize(
+    ("engine", "held"),
+    [
+        pytest.param(ZERO, (2 / 2, 4 / 2, 4 / 2, 8 / 2), id="deepspeed"),
+        pytest.param(FSDP, (0, 4 / 2, 4 / 2, 8 / 2), id="fsdp"),  # before a step nothing is gathered
+    ],
+)
+def test_a_rank_without_memory_says_what_would_have_fitted(
+    runs: ForkedRuns, tmp_path: Path, engine: dict[str, str], held: tuple[float, ...]
+) -> None:
+    """Its memory is full to the last when it says so, and the other rank ends because it is gone."""
+    large = {"training__per_device_train_batch_size": 16, "training__activation_checkpointing": "none"}
+    settings = overrides(tmp_path, **STEPS | engine | large)
+    faults = [{"kind": "full_memory", "at": 4, "on_rank": 1}]
+    finished = runs.run(["--config", QUICKSTART, *settings], ranks=2, faults=faults)
+    assert finished.codes[1] == 6, finished.output
+    assert finished.codes[0] != 0, finished.output
+
+    status = json.loads((tmp_path / "run.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("failed", 6)
+    assert status["reason"] in finished.output
+    asked, estimated, measured, _, *proposed = status["reason"].splitlines()
+    assert re.match(r"rank 1 ran out of memory: .*you tried to allocate 16777216 bytes", asked)
+    assert re.match(
+        r"Estimated for each rank, at its worst moment \(.*\): [\d.]+ GiB \(framework [\d.]+ GiB, ", estimated
+    )
+    assert {name for name in CATEGORIES if f"{name.replace('_', ' ')} " not in estimated} <= {"communication"}
+    assert re.match(r"Rank 1 has held [\d.]+ GiB at most; the host has [\d.]+ GiB for 2 ranks\.", measured)
+    assert len(proposed) == 3
+    for number, line in enumerate(proposed, start=1):
+        proposal = re.fullmatch(rf"  {number}\. (.+?) \(estimated peak per rank .*\)", line)
+        assert proposal, line
+        changed = load_config(Path(QUICKSTART), [*settings, *proposal[1].split()])
+        assert changed != load_config(Path(QUICKSTART), settings)
+
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3]
+    assert_told(tmp_path, held)
+    assert [saved.manifest.step for saved in verify_checkpoints(tmp_path)] == [2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "held"),
+    [
+        pytest.param({"infra__sharding_stage": "zero2"}, (2, 4 / 2, 4 / 2, 8 / 2), id="zero2"),
+        pytest.param({"infra__sharding_stage": "zero0"}, (2, 4, 2, 8), id="zero0"),
+        # Gradients are accumulated in one buffer, and copied into another for the optimizer.
+        pytest.param({"infra__offload_optimizer": "cpu"}, (2 / 2, 4 / 2, 2 * 4 / 2, 8 / 2), id="offload"),
+    ],
+)
+def test_a_run_says_what_its_tensors_take(
+    runs: ForkedRuns, tmp_path: Path, settings: dict[str, str], held: tuple[float, ...]
+) -> None:
+    steps = STEPS | {"training__num_train_steps": 3, "training__save_steps": 3}
+    finished = runs.run(["--config", QUICKSTART, *overrides(tmp_path, **steps | ZERO | settings)], ranks=2)
+    assert finished.codes == [0, 0], finished.output
+    assert "estimated peak per rank " in finished.output
+    assert_told(tmp_path, held)
+
+
+def assert_told(folder: Path, held: tuple[float, ...]) -> None:
+    """The second line has what the engine's tensors take, in bytes per parameter; all have the same estimate."""
+    first, second, third = metrics(folder)
+    names = [f"mem/{category}_bytes" for category in ("weights", "master_weights", "gradients", "optimizer")]
+    assert not {*names} & (first.keys() | third.keys())
+    # Norms are not sharded under ZeRO-3, and shards are padded.
+    told = [second.get(name, 0) / PARAMETERS for name in names]
+    assert told == [pytest.approx(value, rel=0.1, abs=0.01) for value in held]
+    assert first["mem/estimated_bytes"] == second["mem/estimated_bytes"] == third["mem/estimated_bytes"]
+    assert 1e8 < first["mem/peak_bytes"] < 1.2 * first["mem/estimated_bytes"]
