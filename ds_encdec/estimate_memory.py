@@ -168,13 +168,14 @@ def _with_fitting_micro_batch(config: FullConfig, sizes: Sizes, options: argpars
 
 
 def _beside(formula: Breakdown, traced: Breakdown, moment: str) -> str:
-    """A traced peak beside the formula's, by category."""
+    """A traced peak beside the formula's, by category; a dash where nothing was traced."""
+    pairs = [(name, getattr(formula, name), getattr(traced, name)) for name in CATEGORIES]
+    pairs.append(("peak", formula.total, traced.total))
     lines = [
         f"The configured run traced (worst moment: {moment}); GiB per GPU",
         f"{'':16}{'formula':>10}{'traced':>10}",
     ]
-    lines += [f"{name:16}{gib(getattr(formula, name)):>10}{gib(getattr(traced, name)):>10}" for name in CATEGORIES]
-    lines.append(f"{'peak':16}{gib(formula.total):>10}{gib(traced.total):>10}")
+    lines += [f"{name:16}{gib(by_formula):>10}{gib(seen) if seen else '-':>10}" for name, by_formula, seen in pairs]
     return "\n".join(lines)
 
 

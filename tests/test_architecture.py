@@ -108,7 +108,9 @@ def test_no_module_is_imported_from_a_bare_dot() -> None:
             assert not (isinstance(node, ast.ImportFrom) and node.level and not node.module), f"{module}:{node.lineno}"
 
 
-@pytest.mark.parametrize("module", ["ds_encdec.cli", "ds_encdec.config.load", "ds_encdec.estimate_memory"])
+@pytest.mark.parametrize(
+    "module", ["ds_encdec.cli", "ds_encdec.config.load", "ds_encdec.estimate_memory", "ds_encdec.plan"]
+)
 def test_help_and_configuration_errors_do_not_pay_for_torch(module: str) -> None:
     code = f"import sys, {module}; print(*({{'torch', 'transformers', 'deepspeed', 'datasets'}} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -170,6 +170,26 @@ def test_a_gpu_without_bfloat16(capsys: pytest.CaptureFixture[str]) -> None:
     assert "has no bfloat16" not in ask(capsys, "--gpu", "v100-32gb", "training.bf16=false")
 
 
+def test_a_trace_stands_beside_the_formula(capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = {
+        "vocab_size": 1024,
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "intermediate_size": 64,
+    }
+    arguments = [f"model.architecture.{name}={size}" for name, size in tiny.items()]
+    arguments += ["infra.distributed_type=fsdp", "infra.offload_optimizer=none"]
+    arguments += ["data.max_encoder_length=64", "data.max_decoder_length=64", "training.eval_samples=0"]
+    options = ("--config", "ds_configs/quickstart.yaml", "--gpus", "2", "--trace")
+    answer = ask_json(capsys, *options, *arguments)
+    traced, formula = answer["trace"]["bytes"], answer["configured"]["bytes"]
+    assert traced["optimizer"] == pytest.approx(formula["optimizer"], rel=0.01)
+    assert traced["master_weights"] == pytest.approx(formula["master_weights"], rel=0.01)
+
+
 def test_the_verb_is_the_module(capsys: pytest.CaptureFixture[str]) -> None:
     expected = ask(capsys, "--gpus", "2")
     assert cli.main(["estimate-memory", "--gpus", "2"]) == 0
