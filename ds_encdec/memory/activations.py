@@ -131,7 +131,7 @@ def _attention(job: Job, side: Side) -> float:
         if job.emulates_bf16:
             saved += 2 * _FLOAT32 * (job.encoder_tokens * hidden + hidden * key_width)
     product = _FLOAT32 if job.emulates_bf16 else dtype
-    kernel = tokens * (2 * query_width * product + heads * _FLOAT32) + 2 * key_tokens * key_width * product
+    kernel: float = tokens * (2 * query_width * product + heads * _FLOAT32) + 2 * key_tokens * key_width * product
     if side == "decoder" and job.device == "cpu":
         kernel += _masks(job, product)
     padding_zeroed = tokens  # a bool for each

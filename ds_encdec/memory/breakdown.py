@@ -83,7 +83,7 @@ class EngineMemory:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What one rank's device holds at its worst moment, named `moment`, and what its node's host holds."""
+    """What one rank's device holds at its worst moment, named `moment`, and what the host holds for this rank."""
 
     peak: Breakdown
     moment: str
