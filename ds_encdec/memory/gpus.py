@@ -2,8 +2,8 @@
 
 The number on the box is neither that nor, mostly, in the unit one would think: an "80 GB" H100 offers 79.1 GiB. The
 figures are what torch prints as a device's total capacity (`torch.cuda.get_device_properties().total_memory`, also in
-every out-of-memory message), ECC on where the card has it, the lowest one seen where drivers differ. What the CUDA
-context takes of it is part of the estimate.
+every out-of-memory message); it differs by some hundredths of a GiB between drivers. What the CUDA context takes of it
+is part of the estimate.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ class Gpu:
     has_bf16: bool = True
 
 
+# Seen in published out-of-memory messages and device queries, to within 0.2 GiB: a100, b200, h100, l40s (and l40),
+# mi355x, rtx-4090, t4, v100-32gb. The others are from memory and unchecked: where it is tight, give bytes instead.
 _USABLE_GIB = {
     "a10g": 21.99,
     "a40": 44.42,

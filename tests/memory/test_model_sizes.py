@@ -74,7 +74,7 @@ def test_the_default_run_has_the_parameters_that_it_has_with_torch() -> None:
 
 @pytest.mark.parametrize(
     ("name", "parameters"),
-    [  # as the model cards' safetensors have them
+    [  # of the published checkpoints
         ("Qwen/Qwen3-0.6B", 596_049_920),
         ("Qwen/Qwen3-1.7B", 1_720_574_976),
         ("Qwen/Qwen3-4B", 4_022_468_096),
