@@ -1,0 +1,85 @@
+"""What FSDP2 engines really hold on a rank: runs inside the ranks of test_fsdp_memory_ranks.py."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine_steps import Case, run_all
+from fsdp_memory_run import TOKENS, config_of, model_of
+from packed_batches import boundaries
+
+from ds_encdec.engine.fsdp2 import FSDP2Engine
+from ds_encdec.launch.world import discover
+from ds_encdec.memory.tracked import tracking
+from ds_encdec.model import precision
+from ds_encdec.types import Batch
+
+CPU = torch.device("cpu")
+
+
+def run_cases(cases: Sequence[Case]) -> dict[str, Any]:
+    """See engine_steps.run_all."""
+    # A CPU without bfloat16 instructions multiplies in float32 copies of the weights, which are no part of the engine.
+    precision._EMULATED_ON_CPU = frozenset()
+    return run_all(cases, globals())
+
+
+def measured(case: str) -> dict[str, int]:
+    """Bytes at the moments of an engine's second step, and of a save."""
+    config = config_of(case)
+    micro_batches = config.training.gradient_accumulation_steps
+    engine = FSDP2Engine(config, discover(os.environ), CPU, model_of(case), None)
+    for parameter in engine.model.parameters():
+        torch.nn.init.constant_(parameter, 1 / 16)
+    _micro_batches(engine, micro_batches)
+    engine.step()
+    with tracking(engine.model, engine.optimizer, CPU) as tracked:
+        _micro_batches(engine, micro_batches - 1)
+        tracked.end_phase("earlier")
+        loss = engine.forward(_batch())
+        tracked.end_phase("forward")
+        engine.backward(loss, target_tokens=TOKENS, last=True)
+        del loss
+        tracked.end_phase("backward")
+        assert engine.step().applied
+        tracked.end_phase("step")
+    saved_bytes = engine.stage(Path("never-written"), copy=False).num_bytes
+    engine.close()
+    del engine
+    gc.collect()
+    return {
+        "resting": tracked.resting_bytes,
+        "forward": tracked.phases["forward"].held_bytes,
+        "backward": tracked.phases["backward"].peak_bytes,
+        "step": tracked.phases["step"].peak_bytes,
+        "saved": saved_bytes,
+    }
+
+
+def _micro_batches(engine: FSDP2Engine, count: int) -> None:
+    """Micro-batches of a step of as many as the configuration has, the last ones of it."""
+    steps = engine._training.gradient_accumulation_steps
+    for index in range(count):
+        engine.backward(engine.forward(_batch()), target_tokens=TOKENS, last=index == steps - 1)
+
+
+def _batch() -> Batch:
+    """One document of so few tokens that activations disappear beside the parameters."""
+    tokens = torch.arange(TOKENS)
+    return Batch(
+        encoder_ids=tokens,
+        decoder_input_ids=tokens,
+        labels=tokens,
+        encoder_positions=tokens,
+        decoder_positions=tokens,
+        encoder_cu_seqlens=boundaries([TOKENS]),
+        decoder_cu_seqlens=boundaries([TOKENS]),
+        denoiser_ids=torch.zeros_like(tokens),
+        encoder_lengths=(TOKENS,),
+        decoder_lengths=(TOKENS,),
+    )
