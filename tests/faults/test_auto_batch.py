@@ -1,4 +1,4 @@
-"""`per_device_train_batch_size: auto` on two real ranks whose memory really runs out, and what may go wrong meanwhile."""
+"""`per_device_train_batch_size: auto` on two real ranks whose memory really runs out, and what may happen meanwhile."""
 
 from __future__ import annotations
 

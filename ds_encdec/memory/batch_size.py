@@ -1,0 +1,68 @@
+"""The largest batch that a plain torch model can be trained with on its device, found by trying."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ds_encdec.launch.memory_errors import is_out_of_memory
+from ds_encdec.memory.device_stats import clear_memory
+from ds_encdec.types import OutOfMemoryError
+
+logger = logging.getLogger(__name__)
+
+
+def auto_find_batch_size(model: nn.Module, sample_batch_fn: Callable[[int], Any], start: int, min: int = 1) -> int:
+    """The first of `start`, its half, its quarter, …, `min` at which `model` runs forward and backward in memory.
+
+    `sample_batch_fn(size)` makes a batch on the model's device: a mapping (keyword arguments of the model), a sequence
+    (positional ones), or one argument. The loss is the output's `.loss`, or the output itself where that is a tensor
+    (summed). Optimizer states are not made: leave room for them. For a run of ds_encdec use
+    `training.per_device_train_batch_size: auto` instead.
+
+    Parameters stay as they are; gradients are gone afterwards. Raises OutOfMemoryError where even `min` does not fit,
+    ValueError for sizes that are not 1 <= min <= start, and what the model raises for another reason.
+    """
+    if not 1 <= min <= start:
+        raise ValueError(f"start={start} and min={min}: sizes must be 1 <= min <= start")
+    size = start
+    while True:
+        reason = _try(model, sample_batch_fn, size)
+        if reason is None:
+            return size
+        if size == min:
+            raise OutOfMemoryError(f"not even a batch of {min} fits: {reason}")
+        logger.info("a batch of %d does not fit (%s)", size, reason)
+        size = max(min, size // 2)
+
+
+def _try(model: nn.Module, sample_batch_fn: Callable[[int], Any], size: int) -> str | None:
+    """None where a batch of `size` fits; else the first line of what ran out."""
+    reason = None
+    try:
+        _loss(_run(model, sample_batch_fn(size))).backward()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        reason, *_ = str(error).strip().splitlines() or [type(error).__name__]
+    finally:
+        model.zero_grad(set_to_none=True)
+    # Not inside `except`: there the error still holds the frames, and they the activations.
+    clear_memory()
+    return reason
+
+
+def _run(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, Sequence):
+        return model(*batch)
+    return model(batch)
+
+
+def _loss(output: Any) -> Tensor:
+    found = output if isinstance(output, Tensor) else output.loss
+    return found.sum()
