@@ -46,7 +46,8 @@ keeps it).
 - As DeepSpeed reads it, `fp16` switches `bf16` off, and a ZeRO stage without an offload block means no offload,
   unless the YAML file or the command line says otherwise.
 - The two `betas` are `adam_beta1` and `adam_beta2`.
-- `train_batch_size` becomes `data.num_lanes`, the micro-batches of one optimizer step over all ranks.
+- `train_batch_size` becomes `data.num_lanes`, the micro-batches of one optimizer step over all ranks; where the
+  micro-batch size is `auto`, `training.global_batch_size`.
 - `zero_hpz_partition_size` above 1 makes stage 3 `zero3_hybrid`.
 - An unknown key is an error at every level. DeepSpeed itself accepts some in silence.
 
