@@ -146,15 +146,14 @@ def full_grid() -> list[Row]:
 
 
 def quick_grid() -> list[Row]:
-    """One row for each kind of sharding."""
+    """A few seconds each, of both engines."""
     return [
-        Row("deepspeed", "zero1", "none", "none", "fp32", "none", "small", 2, 1),
-        Row("deepspeed", "zero2", "cpu", "none", "bf16", "full", "small", 2, 2),
-        Row("deepspeed", "zero3", "none", "none", "bf16", "none", "small", 1, 1),
-        Row("deepspeed", "zero3", "cpu", "cpu", "bf16", "every_n", "small", 2, 1),
-        Row("fsdp", "zero0", "none", "none", "fp32", "full", "small", 1, 2),
-        Row("fsdp", "zero2", "none", "none", "bf16", "none", "small", 2, 1),
-        Row("fsdp", "zero3", "cpu", "none", "bf16", "every_n", "small", 2, 1),
+        Row("deepspeed", "zero0", "none", "none", "bf16", "none", "small", 2, 1),
+        Row("deepspeed", "zero1", "cpu", "none", "bf16", "none", "small", 1, 2),
+        Row("deepspeed", "zero3", "none", "none", "fp32", "full", "small", 1, 1),
+        Row("fsdp", "zero0", "none", "none", "fp32", "every_n", "small", 1, 2),
+        Row("fsdp", "zero2", "none", "none", "fp32", "none", "small", 1, 1),
+        Row("fsdp", "zero3", "none", "none", "bf16", "full", "small", 1, 2),
     ]
 
 
