@@ -29,6 +29,11 @@ def load(settings: dict[str, Any]) -> FullConfig:
     ("settings", "fields", "message"),
     [
         ({"monitor.window_size": 5}, "monitor.window_size = 5", "no spike would ever be seen"),
+        ({"training.per_device_train_batch_size": 0}, "per_device_train_batch_size = 0", ">= 1, or `auto`"),
+        ({"training.per_device_train_batch_size": "atuo"}, '"atuo"', ">= 1, or `auto`"),
+        ({"training.global_batch_size": 6}, "training.global_batch_size = 6", "a whole number of micro-batches"),
+        ({"training.global_batch_size": 8, "data.num_lanes": 4}, "data.num_lanes = 4", "are 16 sequences"),
+        ({"training.per_device_train_batch_size": "auto", "data.num_lanes": 4}, "data.num_lanes = 4", "auto decides"),
         ({"monitor.grad_norm_threshold": 0.5}, "monitor.grad_norm_threshold = 0.5", "not even clipped"),
         (
             {"monitor.on_loss_spike": "rollback", "training.save_total_limit": 1},

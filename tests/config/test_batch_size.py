@@ -1,0 +1,80 @@
+"""The batch in its three forms: numbers, a global batch, and a size that is still to be found."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_encdec.config.batch_size import (
+    global_batch_size,
+    micro_batch_candidates,
+    micro_batches_per_step,
+    with_assumed_batch_size,
+    with_micro_batch_size,
+)
+from ds_encdec.config.load import load_config
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.types import ConfigError
+
+
+def load(**training: Any) -> FullConfig:
+    return load_config(None, [f"training.{name}={value}" for name, value in training.items()])
+
+
+@pytest.mark.parametrize(
+    ("training", "sequences", "micro_batches"),
+    [
+        ({}, 4 * 8 * 2, 8 * 2),
+        ({"per_device_train_batch_size": 3, "gradient_accumulation_steps": 5}, 30, 10),
+        ({"per_device_train_batch_size": 4, "global_batch_size": 24}, 24, 6),
+    ],
+)
+def test_a_step_in_sequences_and_micro_batches(training: dict[str, Any], sequences: int, micro_batches: int) -> None:
+    config = load(**training)
+    assert global_batch_size(config, 2) == sequences
+    assert micro_batches_per_step(config, 2) == micro_batches
+
+
+def test_auto_keeps_what_the_default_micro_batch_makes() -> None:
+    config = load(per_device_train_batch_size="auto", gradient_accumulation_steps=3)
+    assert global_batch_size(config, 2) == 24
+    assert micro_batch_candidates(config, 2) == [12, 6, 4, 3, 2, 1]
+    with pytest.raises(ConfigError, match="give a number"):
+        micro_batches_per_step(config, 2)
+
+
+@pytest.mark.parametrize("size", [12, 6, 4, 3, 2, 1])
+def test_every_candidate_keeps_the_global_batch(size: int, tmp_path: Path) -> None:
+    found = with_micro_batch_size(load(per_device_train_batch_size="auto", global_batch_size=24), size, 2)
+    assert found.training.micro_batch_size == size
+    assert size * found.training.gradient_accumulation_steps * 2 == 24 == global_batch_size(found, 2)
+    found.to_yaml(tmp_path / "config.yaml")
+    assert FullConfig.from_yaml(tmp_path / "config.yaml") == found
+    assert micro_batches_per_step(found, 3) * size == 24  # on whatever ranks it starts again
+
+
+def test_ranks_must_divide_the_global_batch() -> None:
+    with pytest.raises(ConfigError, match=r"global_batch_size=25 .* 2 ranks: make it a multiple of 2, such as 26"):
+        micro_batch_candidates(load(per_device_train_batch_size="auto", global_batch_size=25), 2)
+
+
+def test_who_cannot_try_assumes_a_size_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    number = load(per_device_train_batch_size=8)
+    with caplog.at_level(logging.WARNING):
+        assert with_assumed_batch_size(number, 2) is number
+        assert not caplog.messages
+        auto = load(per_device_train_batch_size="auto", global_batch_size=18)
+        assert with_assumed_batch_size(auto, 2).training.micro_batch_size == 3
+    (message,) = caplog.messages
+    assert "taken to be 3, of a global batch of 18" in message
+
+
+def test_a_deepspeed_json_may_give_the_global_batch(tmp_path: Path) -> None:
+    document = tmp_path / "ds.json"
+    document.write_text(json.dumps({"train_batch_size": 96, "train_micro_batch_size_per_gpu": "auto"}))
+    config = load_config(None, ["training.per_device_train_batch_size=auto"], document)
+    assert (config.training.global_batch_size, config.data.num_lanes) == (96, None)
