@@ -63,7 +63,7 @@ SHARDINGS = (
     ("fsdp", "zero3", "none", "none"),
     ("fsdp", "zero3", "cpu", "none"),
 )
-MODELS = {
+MODELS: dict[str, dict[str, Any]] = {
     "small": {"vocab_size": 4096, "hidden_size": 128, "num_hidden_layers": 3, "intermediate_size": 384},
     "large": {"vocab_size": 32768, "hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 768},
 }
