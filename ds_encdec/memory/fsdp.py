@@ -168,9 +168,11 @@ def _backward(s: _Sharding, done: int, unit: int) -> Breakdown:
     )
     if not (is_layer and _copies_to_reduce(s)):
         return in_work
+    # Where earlier micro-batches are reduced, this one's gradients are added to theirs.
+    added = _FLOAT32 * s.layer.shard * s.trained if s.accumulates and not s.accumulates_whole else 0.0
     reduced = Breakdown(
         weights=_kept_weights(s, layers_done + 1),
-        gradients=_held_gradients(s, layers_done + 1) + compute * untied_head,
+        gradients=_held_gradients(s, layers_done + 1) + compute * untied_head + added,
         communication=2 * _FLOAT32 * s.layer.gathered * s.trained + prefetched,
     )
     return max(in_work, reduced, key=lambda moment: moment.total)

@@ -153,6 +153,8 @@ def _traced_activations(job: Job) -> tuple[Breakdown, str]:
         )
         watch = _StorageWatch()
         watch.note(model.parameters(), "weights")
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda weight: watch.note([weight.grad], "gradients"))
         _follow_modules(model, watch)
         with watch:
             watch.part = "forward pass"

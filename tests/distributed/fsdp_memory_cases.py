@@ -41,7 +41,9 @@ def measured(case: str) -> dict[str, int]:
     with tracking(engine.model, engine.optimizer, CPU) as tracked:
         _micro_batches(engine, micro_batches - 1)
         tracked.end_phase("earlier")
+        gc.collect()
         loss = engine.forward(_batch())
+        gc.collect()
         tracked.end_phase("forward")
         engine.backward(loss, target_tokens=TOKENS, last=True)
         del loss
