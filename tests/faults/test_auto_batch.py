@@ -42,7 +42,8 @@ def arguments(folder: Path, engine: str, *options: str, **changes: Any) -> list[
         "training__per_device_train_batch_size": "auto",
         "training__activation_checkpointing": "none",
         "training__num_train_steps": 2,
-        "training__warmup_steps": 1,
+        "training__lr_scheduler_type": "constant",
+        "training__warmup_steps": 0,
         "training__logging_steps": 1,
         "training__eval_samples": 0,
         "training__report_to": "none",
@@ -88,7 +89,7 @@ def test_a_size_that_fits_is_found_and_kept(runs: ForkedRuns, tmp_path: Path, en
     numbers = {"training__per_device_train_batch_size": 1, "training__gradient_accumulation_steps": 13}
     assert_ended(runs.run(arguments(tmp_path / "numbers", engine, **numbers), ranks=2), 0)
     assert losses(tmp_path / "auto") == losses(tmp_path / "numbers")
-    assert len(losses(tmp_path / "auto")) == 2
+    assert {step for step, *_ in losses(tmp_path / "auto")} == {1, 2}
 
     resumed = runs.run([*auto, "training.num_train_steps=3", "--resume", "auto"], ranks=1)
     assert_ended(resumed, 0)

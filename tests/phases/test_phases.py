@@ -188,3 +188,13 @@ def test_gates_that_nobody_could_pass_or_fail_are_refused(gate: str, value: floa
 @pytest.mark.parametrize("max_steps", [None, 2])
 def test_the_shipped_configurations_have_all_phases(path: Path, max_steps: int | None) -> None:
     assert [plan(phase, path=path, max_steps=max_steps).phase for phase in PHASES] == list(PHASES)
+
+
+def test_a_phase_whose_micro_batch_is_still_to_be_found_has_its_global_batch() -> None:
+    auto = ("training.per_device_train_batch_size=auto", "data.num_lanes=null", "training.global_batch_size=8")
+    planned, usual = plan(FULL, *auto), plan(FULL)
+    assert planned.tokens_per_step == usual.tokens_per_step == 8 * 512
+    assert planned.steps_for_tokens == usual.steps_for_tokens
+    assert (planned.config.training.global_batch_size, planned.config.data.num_lanes) == (8, None)
+    assert planned.config.training.per_device_train_batch_size == "auto"
+    assert (usual.config.training.global_batch_size, usual.config.data.num_lanes) == (None, 4)
