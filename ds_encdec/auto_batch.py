@@ -205,7 +205,7 @@ class _Search:
         )
         process, error = attempt(lambda: ProbeProcess(task))
         holding: AbstractContextManager[object] = process or nullcontext()
-        with holding:
+        with place.stop.busy(), holding:  # however long it takes, this rank is not stuck
             place.agreement.raise_first(error)
             assert process is not None
             outcome = self._await(process)
