@@ -185,15 +185,15 @@ def head_memory(job: Job) -> HeadMemory:
     """The memory of the output layer."""
     hidden, vocab, dtype = job.sizes.hidden_size, job.sizes.vocab_size, job.compute_bytes
     chunk_tokens = min(job.config.model.loss_chunk_tokens, job.decoder_tokens)
-    logits = chunk_tokens * vocab * _FLOAT32
+    logits, states = chunk_tokens * vocab * _FLOAT32, chunk_tokens * hidden * _FLOAT32
     weight = vocab * hidden * _FLOAT32
     if dtype == _FLOAT32:
-        chunk = evaluation = logits
+        chunk = evaluation = logits + states
     elif job.device == "cuda":  # rounded gradients beside the logits; then beside the product that is added
         rounded = chunk_tokens * vocab * dtype
         chunk, evaluation = max(logits + rounded, rounded + weight), logits + rounded
-    else:  # a float32 copy of the weight
-        chunk = evaluation = weight + logits + chunk_tokens * hidden * _FLOAT32
+    else:  # float32 copies of the weight and of the states
+        chunk = evaluation = weight + logits + 2 * states
     return HeadMemory(
         kept=job.decoder_tokens * hidden * dtype + weight,
         chunk=chunk,

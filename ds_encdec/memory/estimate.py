@@ -64,8 +64,9 @@ def moments(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]]:
         activations = Breakdown(activations=kept + max(memory.working, keeps), logits=waiting)
         yield f"backward of {name}", resting + engine.backward(done, job.layer_parameters) + activations
         done += job.layer_parameters
-    embedded = 2 * (layers[0][1].input + layers[-1][1].input)  # its gradient, in two parts and joined
-    in_work = Breakdown(activations=kept + embedded, logits=waiting)
+    embedded = 2 * (layers[0][1].input + layers[-1][1].input)  # the gradient of the look-up, in two parts and joined
+    # Autograd adds the embedding's gradient, which the engine counts, to the waiting one: the sum is a third.
+    in_work = Breakdown(activations=kept + embedded, logits=2 * waiting)
     yield "backward of the embedding", resting + engine.backward(done, job.embedding_parameters) + in_work
     yield "optimizer step", resting + engine.step
     if job.config.training.eval_samples:

@@ -1,0 +1,155 @@
+"""The formulas of activations against what autograd saves in the real layers, and in the loss head."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.memory.activations import head_memory, kept_bytes, layer_memory
+from ds_encdec.memory.job import Job, make_job
+from ds_encdec.model import precision
+from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
+from ds_encdec.model.attention import PackedLayout
+from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.loss import linear_cross_entropy
+from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM, rotary_tables
+
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 32,
+    "intermediate_size": 256,
+}
+LENGTHS = (128, 64)
+"""Encoder and decoder tokens of every document: as many as allowed, as the formula assumes on a CPU."""
+DOCUMENTS = 3
+PRECISIONS = ["float32", "bfloat16", "emulated"]
+
+
+def job_of(numbers: str, mode: str = "none", chunk_tokens: int = 64) -> Job:
+    config = FullConfig.model_validate(
+        {
+            "model": {"architecture": SIZES, "tokenizer_name_or_path": "builtin", "loss_chunk_tokens": chunk_tokens},
+            "data": {"max_encoder_length": LENGTHS[0], "max_decoder_length": LENGTHS[1]},
+            "training": {
+                "per_device_train_batch_size": DOCUMENTS,
+                "bf16": numbers != "float32",
+                "activation_checkpointing": mode,
+            },
+            "infra": {"device": "cpu", "distributed_type": "fsdp", "offload_optimizer": "none"},
+        }
+    )
+    job = make_job(
+        config,
+        config.model.architecture,
+        "fsdp",
+        world_size=1,
+        ranks_per_node=1,
+        device="cpu",
+        emulates_bf16=numbers == "emulated",
+        ratio=LENGTHS[0] / LENGTHS[1],
+    )
+    assert (job.encoder_tokens, job.decoder_tokens) == (DOCUMENTS * LENGTHS[0], DOCUMENTS * LENGTHS[1])
+    return job
+
+
+@pytest.fixture(params=PRECISIONS)
+def numbers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How the CPU multiplies, whatever this one can."""
+    emulated = frozenset({torch.bfloat16}) if request.param == "emulated" else frozenset()
+    monkeypatch.setattr(precision, "_EMULATED_ON_CPU", emulated)
+    return request.param
+
+
+def layout() -> PackedLayout:
+    boundaries = [torch.arange(DOCUMENTS + 1, dtype=torch.int32) * length for length in LENGTHS]
+    positions = [torch.arange(length).repeat(DOCUMENTS) for length in LENGTHS]
+    lengths = [(length,) * DOCUMENTS for length in LENGTHS]
+    return PackedLayout.build(*boundaries, *lengths, *positions)
+
+
+def bytes_saved(side: Literal["encoder", "decoder"], job: Job, mode: str) -> int:
+    """What autograd saves in one layer: unique storages that are no parameter and not shared by all layers."""
+    dtype = torch.float32 if job.compute_bytes == 4 else torch.bfloat16
+    config = Qwen3Seq2SeqConfig(**SIZES)
+    model = Qwen3ForSeq2SeqLM(config).to(dtype)
+    apply_activation_checkpointing(model, mode)  # type: ignore[arg-type]
+    packed = layout()
+    states = [torch.randn(DOCUMENTS * n, config.hidden_size, dtype=dtype, requires_grad=True) for n in LENGTHS]
+    positions = packed.encoder_positions if side == "encoder" else packed.decoder_positions
+    rotary = rotary_tables(positions, config, dtype)
+    shared = [*rotary, packed.merge_index, *model.parameters()]
+    if side == "decoder":
+        shared.append(states[0])
+    known = {tensor.untyped_storage().data_ptr() for tensor in shared}
+    saved: dict[int, Any] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            saved[storage.data_ptr()] = storage
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        if side == "encoder":
+            output = model.encoder.layers[1](states[0], rotary=rotary, layout=packed)
+        else:
+            output = model.decoder.layers[1](states[1], states[0], rotary=rotary, layout=packed)
+    del output
+    return sum(storage.nbytes() for storage in saved.values())
+
+
+@pytest.mark.parametrize("side", ["encoder", "decoder"])
+def test_a_layer_keeps_what_autograd_saves(side: Literal["encoder", "decoder"], numbers: str) -> None:
+    job = job_of(numbers)
+    assert layer_memory(job, side).saved == pytest.approx(bytes_saved(side, job, "none"), rel=0.01)
+
+
+@pytest.mark.parametrize("side", ["encoder", "decoder"])
+def test_a_layer_that_recomputes_keeps_its_input(side: Literal["encoder", "decoder"], numbers: str) -> None:
+    job = job_of(numbers, "full")
+    assert kept_bytes(job, side, 1) == bytes_saved(side, job, "full") == layer_memory(job, side).input
+
+
+def test_every_nth_layer_keeps_its_input_and_the_others_everything() -> None:
+    job = job_of("bfloat16", "every_n")
+    memory = layer_memory(job, "decoder")
+    assert [kept_bytes(job, "decoder", index) for index in range(4)] == [memory.input, memory.saved] * 2
+
+
+def test_selective_is_between_none_and_full() -> None:
+    full, selective, none = (
+        kept_bytes(job_of("bfloat16", mode), "decoder", 0) for mode in ("full", "selective", "none")
+    )
+    assert full < selective < 0.5 * none
+
+
+@pytest.mark.parametrize("chunk_tokens", [16, 1024])
+def test_the_loss_head(numbers: str, chunk_tokens: int) -> None:
+    job = job_of(numbers, chunk_tokens=chunk_tokens)
+    dtype = torch.float32 if job.compute_bytes == 4 else torch.bfloat16
+    hidden = torch.randn(job.decoder_tokens, 96, dtype=dtype, requires_grad=True)
+    weight = torch.randn(512, 96, dtype=dtype, requires_grad=True)
+    tracker, cpu = MemTracker(), torch.device("cpu")
+    tracker.track_external(hidden, weight)
+    given = hidden.nbytes + weight.nbytes
+    with tracker:
+        loss, token_losses = linear_cross_entropy(
+            hidden, weight, torch.zeros(len(hidden), dtype=torch.long), chunk_tokens
+        )
+        after = tracker.get_tracker_snapshot("current")[cpu]["Total"] - given
+        peak = tracker.get_tracker_snapshot("peak")[cpu]["Total"] - given
+    head = head_memory(job)
+    small = 16 * len(hidden)  # labels, token losses
+    assert head.kept <= after <= head.kept + small
+    assert head.kept + head.chunk <= peak <= 1.05 * (head.kept + head.chunk) + 2 * small
+    del loss, token_losses
