@@ -66,7 +66,7 @@ def probes() -> list[psutil.Process]:
 
 def await_probes(count: int) -> list[psutil.Process]:
     """The probes, as soon as there are `count`."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while len(found := probes()) != count:
         assert time.monotonic() < deadline, found
         time.sleep(0.05)
@@ -105,7 +105,7 @@ def test_one_rank_whose_memory_runs_out_ends_the_probes_of_all(runs: ForkedRuns,
         await_probes(2)[1].send_signal(signal.SIGKILL)
         killed_at = time.monotonic()
         result = run.result()
-    assert time.monotonic() - killed_at < 15
+    assert time.monotonic() - killed_at < 60  # of the 30 minutes that a collective would take
     assert_ended(result, 6)
     assert "not even a micro-batch of 1 fits into the" in result.output
     assert "rank 1: the kernel killed it" in result.output
