@@ -75,6 +75,10 @@ def _attention_gradients(job: Job, side: Side) -> float:
         tokens, key_tokens = job.decoder_tokens, job.encoder_tokens + job.decoder_tokens
     if job.device == "cpu":
         return (2 * tokens * query_width + 2 * key_tokens * key_width) * (_FLOAT32 if job.emulates_bf16 else dtype)
+    if not job.uses_flash:  # scores, softmax and a gradient of one document, in float32
+        queries, keys = _longest(job, side)
+        operands = (2 * tokens + 2 * key_tokens) * query_width * dtype
+        return 3 * sizes.num_attention_heads * queries * keys * _FLOAT32 + operands
     # flash-attention 2, csrc/flash_attn/flash_api.cpp, mha_varlen_bwd: dq_accum, softmax_d; dk_expanded, dv_expanded.
     rows = tokens + _FLASH_ROWS_PER_SEGMENT * (job.config.data.max_examples_per_micro_batch + 1)
     workspace = rows * (query_width + sizes.num_attention_heads) * _FLOAT32
@@ -96,6 +100,19 @@ def kept_bytes(job: Job, side: Side, index: int) -> float:
             return memory.input + _selected(job, side)
         case "none":
             return memory.saved
+
+
+def offloaded_bytes(job: Job, side: Side, index: int) -> float:
+    """What layer `index` leaves in host memory under `training.activation_offload`.
+
+    Each tensor is copied as often as it is saved: the input of three products three times. Pinned copies are rounded up
+    to powers of two, which is taken to cost half of what they hold.
+    """
+    kept = kept_bytes(job, side, index)
+    if kept == layer_memory(job, side).saved and not job.emulates_bf16:
+        tokens = job.encoder_tokens if side == "encoder" else job.decoder_tokens
+        kept += 3 * tokens * job.sizes.hidden_size * job.compute_bytes
+    return 1.5 * kept if job.device == "cuda" else kept
 
 
 def _selected(job: Job, side: Side) -> float:
@@ -132,7 +149,9 @@ def _attention(job: Job, side: Side) -> float:
             saved += 2 * _FLOAT32 * (job.encoder_tokens * hidden + hidden * key_width)
     product = _FLOAT32 if job.emulates_bf16 else dtype
     kernel: float = tokens * (2 * query_width * product + heads * _FLOAT32) + 2 * key_tokens * key_width * product
-    if side == "decoder" and job.device == "cpu":
+    if job.device == "cuda" and not job.uses_flash:
+        kernel += _scores(job, side)
+    elif side == "decoder" and job.device == "cpu":
         kernel += _masks(job, product)
     padding_zeroed = tokens  # a bool for each
     return saved + kernel + padding_zeroed + _products(job, tokens, query_width, (hidden,))
@@ -140,8 +159,25 @@ def _attention(job: Job, side: Side) -> float:
 
 def _masks(job: Job, product: int) -> float:
     """Of the decoder's attention on a CPU: each document's mask, as numbers to be added to the scores."""
+    _, keys = _longest(job, "decoder")
+    return job.decoder_tokens * keys * product
+
+
+def _scores(job: Job, side: Side) -> float:
+    """Of attention without a flash kernel on a GPU: each document's softmax, and its keys and values at full width.
+
+    torch computes grouped queries under a mask in single operations.
+    """
+    queries, keys = _longest(job, side)
+    documents = (job.encoder_tokens if side == "encoder" else job.decoder_tokens) / queries
+    heads, head_dim = job.sizes.num_attention_heads, job.sizes.head_dim
+    return documents * keys * heads * (queries + 2 * head_dim) * job.compute_bytes
+
+
+def _longest(job: Job, side: Side) -> tuple[int, int]:
+    """Queries and keys of a document that is as long as allowed."""
     encoder_length, decoder_length = job.longest_document
-    return job.decoder_tokens * (encoder_length + decoder_length) * product
+    return (encoder_length, encoder_length) if side == "encoder" else (decoder_length, encoder_length + decoder_length)
 
 
 def _mlp(job: Job, tokens: int) -> float:
@@ -187,19 +223,20 @@ def head_memory(job: Job) -> HeadMemory:
     chunk_tokens = min(job.config.model.loss_chunk_tokens, job.decoder_tokens)
     logits, states = chunk_tokens * vocab * _FLOAT32, chunk_tokens * hidden * _FLOAT32
     weight = vocab * hidden * _FLOAT32
+    weight_gradient: float = weight if job.trains_embedding else 0.0
     if dtype == _FLOAT32:
         chunk = evaluation = logits + states
     elif job.device == "cuda":  # rounded gradients beside the logits; then beside the product that is added
         rounded = chunk_tokens * vocab * dtype
-        chunk, evaluation = max(logits + rounded, rounded + weight), logits + rounded
+        chunk, evaluation = max(logits + rounded, rounded + weight_gradient), logits + rounded
     else:  # float32 copies of the weight and of the states
         chunk = evaluation = weight + logits + 2 * states
     return HeadMemory(
-        kept=job.decoder_tokens * hidden * dtype + weight,
+        kept=job.decoder_tokens * hidden * dtype + weight_gradient,
         chunk=chunk,
         evaluation=evaluation,
-        rounding=0.0 if dtype == _FLOAT32 else vocab * hidden * dtype,
-        weight_gradient=vocab * hidden * dtype,
+        rounding=0.0 if dtype == _FLOAT32 else weight_gradient * dtype / _FLOAT32,
+        weight_gradient=weight_gradient * dtype / _FLOAT32,
     )
 
 

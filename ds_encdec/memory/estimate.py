@@ -11,7 +11,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from ds_encdec.memory.activations import LayerMemory, head_memory, kept_bytes, layer_memory, shared_memory
+from ds_encdec.memory.activations import (
+    LayerMemory,
+    head_memory,
+    kept_bytes,
+    layer_memory,
+    offloaded_bytes,
+    shared_memory,
+)
 from ds_encdec.memory.breakdown import Breakdown, EngineMemory, Estimate, HostBreakdown
 from ds_encdec.memory.fsdp import fsdp_memory
 from ds_encdec.memory.job import Job, with_micro_batch
@@ -70,7 +77,8 @@ def moments(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]]:
     yield "backward of the embedding", resting + engine.backward(done, job.embedding_parameters) + in_work
     yield "optimizer step", resting + engine.step
     if job.config.training.eval_samples:
-        yield "evaluation", resting + engine.forward + _evaluation(job)
+        yield "evaluation", resting + _evaluation(job)
+    yield "building of the engine", engine.build
 
 
 def _layers(job: Job) -> list[tuple[str, LayerMemory, float]]:
@@ -87,15 +95,14 @@ def _layers(job: Job) -> list[tuple[str, LayerMemory, float]]:
 
 
 def _evaluation(job: Job) -> Breakdown:
-    """A pass without gradients over an evaluation's micro-batch."""
-    evaluated = with_micro_batch(job, job.config.training.per_device_eval_batch_size)
+    """A pass without gradients over an evaluation's micro-batch, between two steps."""
+    sized = with_micro_batch(job, job.config.training.per_device_eval_batch_size)
+    evaluated = dataclasses.replace(sized, gradient_accumulation_steps=1)  # there are no earlier gradients
     encoder, decoder = layer_memory(evaluated, "encoder"), layer_memory(evaluated, "decoder")
-    working = max(encoder.forward, decoder.forward)
-    shared = shared_memory(evaluated)
-    return Breakdown(
-        activations=shared.batch + shared.encoder_output + encoder.input + decoder.input + working,
-        logits=head_memory(evaluated).evaluation,
-    )
+    working, shared = max(encoder.forward, decoder.forward), shared_memory(evaluated)
+    activations = shared.batch + shared.encoder_output + encoder.input + decoder.input + working
+    in_work = Breakdown(activations=activations, logits=head_memory(evaluated).evaluation)
+    return engine_memory(evaluated).forward + in_work
 
 
 def _framework(job: Job, allocated: float) -> float:
@@ -109,8 +116,8 @@ def _host(job: Job, engine: HostBreakdown) -> HostBreakdown:
     """Per rank: the engine's, offloaded activations, and processes (on a CPU the rank's own is the `framework`)."""
     activations = 0.0
     if job.config.training.activation_offload:
-        activations += sum(kept_bytes(job, "encoder", index) for index in range(job.encoder_layers))
-        activations += sum(kept_bytes(job, "decoder", index) for index in range(job.decoder_layers))
+        activations += sum(offloaded_bytes(job, "encoder", index) for index in range(job.encoder_layers))
+        activations += sum(offloaded_bytes(job, "decoder", index) for index in range(job.decoder_layers))
     workers = DATA_WORKER_BYTES * job.config.data.preprocessing_num_workers
     process = workers + (RANK_PROCESS_BYTES["cuda"] if job.device == "cuda" else 0.0)
     return dataclasses.replace(engine, activations=activations, process=engine.process + process)

@@ -48,6 +48,16 @@ class Job:
     """Encoder tokens per decoder token of the data."""
 
     @property
+    def uses_flash(self) -> bool:
+        """Whether attention runs in a variable-length flash kernel (model/attention.py, `flash_kernel`)."""
+        return self.device == "cuda" and self.compute_bytes == 2 and self.config.model.use_flash_attention
+
+    @property
+    def trains_embedding(self) -> bool:
+        """Where a part of the model is frozen, the embedding is taken to be in it."""
+        return self.trainable_parameters >= self.parameters
+
+    @property
     def longest_document(self) -> tuple[int, int]:
         """Encoder and decoder tokens of the longest document that a micro-batch may hold."""
         data = self.config.data
