@@ -224,6 +224,8 @@ def head_memory(job: Job) -> HeadMemory:
     logits, states = chunk_tokens * vocab * _FLOAT32, chunk_tokens * hidden * _FLOAT32
     weight = vocab * hidden * _FLOAT32
     weight_gradient: float = weight if job.trains_embedding else 0.0
+    chunk: float
+    evaluation: float
     if dtype == _FLOAT32:
         chunk = evaluation = logits + states
     elif job.device == "cuda":  # rounded gradients beside the logits; then beside the product that is added
