@@ -71,8 +71,9 @@ class EngineMemory:
     On the device: `resting` between two steps; beyond that, `forward` at the end of the last micro-batch's forward
     pass; `backward(done, unit)` in its backward pass, when the gradients of `done` parameters are computed and the
     layer or embedding in work has `unit` parameters; `step` at the worst moment of the optimizer's step. Gradients of
-    the step's earlier micro-batches are in `forward` and `backward`. `host`: of this rank. `build`: everything, while
-    the engine is built.
+    the step's earlier micro-batches are in `forward` and `backward`. `last_reduction`: of gradients, at the end of the
+    last backward pass, when no activations are left; none where that happens layer by layer. `host`: of this rank.
+    `build`: everything, while the engine is built.
     """
 
     resting: Breakdown
@@ -80,6 +81,7 @@ class EngineMemory:
     backward: Callable[[int, int], Breakdown]
     step: Breakdown
     host: HostBreakdown
+    last_reduction: Breakdown = Breakdown()
     build: Breakdown = Breakdown()
 
 

@@ -75,6 +75,7 @@ def moments(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]]:
     # Autograd adds the embedding's gradient, which the engine counts, to the waiting one: the sum is a third.
     in_work = Breakdown(activations=kept + embedded, logits=2 * waiting)
     yield "backward of the embedding", resting + engine.backward(done, job.embedding_parameters) + in_work
+    yield "reduction after the backward pass", resting + engine.last_reduction
     yield "optimizer step", resting + engine.step
     if job.config.training.eval_samples:
         yield "evaluation", resting + _evaluation(job)

@@ -2,7 +2,8 @@
 
 Every term names the place in deepspeed/runtime/ that makes the tensor. Collectives of optimizer steps need nothing:
 stages 1 and 2 gather the new weights in place (utils.py all_gather_dp_groups). Norms and overflow checks look at one
-parameter at a time, which never is the worst moment. docs/memory.md has the formulas in a table.
+parameter at a time, which never is the worst moment. docs/memory-deepspeed.md has the formulas in
+tables.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ _ALL_REDUCE_ELEMENTS = 500_000_000
 def zero_memory(job: Job) -> EngineMemory:
     """Of `job` under DeepSpeed. See EngineMemory; `forward`, `backward` and `step` come on top of `resting`.
 
-    `step` includes the reduction of gradients at the end of the last backward pass, where that comes after it: no
-    activations are left then. Where ranks differ, it is the rank with the most.
+    Where ranks differ, it is the rank with the most.
 
     Raises ConfigError for what DeepSpeed's JSON cannot be rendered of.
     """
@@ -43,13 +43,10 @@ def _replicated(s: ZeroSettings) -> EngineMemory:
     # engine.py allreduce_bucket: a flat copy of up to so many elements, also on a single rank.
     reduction = s.weight * min(s.trainable, _ALL_REDUCE_ELEMENTS + s.largest)
     converted = 4 * s.trainable if low_precision else 0  # fp32_param.grad
-    moments = [
-        Breakdown(gradients=gradients, communication=reduction),
-        Breakdown(gradients=gradients + converted, optimizer=s.adam_temporaries(s.trainable, as_one=False)),
-    ]
+    step = Breakdown(gradients=gradients + converted, optimizer=s.adam_temporaries(s.trainable, as_one=False))
     if low_precision and not s.job.config.training.torch_adam:
         # FP16_Optimizer.step: float32 copies of all p.grad, and then the flat one, before p.grad goes.
-        moments.append(Breakdown(gradients=gradients + 2 * converted))
+        step = _larger(step, Breakdown(gradients=gradients + 2 * converted))
 
     def backward(done: int, unit: int) -> Breakdown:
         return Breakdown(gradients=_native_gradients(s, s.weight, done, unit))
@@ -62,8 +59,9 @@ def _replicated(s: ZeroSettings) -> EngineMemory:
         ),
         forward=Breakdown(gradients=_earlier(s, s.weight * s.trainable)),
         backward=backward,
-        step=_larger(*moments),
+        step=step,
         host=HostBreakdown(save=_saved(s, s.weight * s.parameters, _optimizer_tensors(s, s.trainable), ranks=1)),
+        last_reduction=Breakdown(gradients=gradients, communication=reduction),
     )
 
 
@@ -120,15 +118,47 @@ def _reduced_bytes(s: ZeroSettings, bytes_each: int) -> int:
     return bytes_each + (s.communication if s.communication != bytes_each else 0)
 
 
-def _reduction(s: ZeroSettings, bytes_each: int) -> float:
-    """A bucket's slices, put together to be reduced."""
-    return _reduced_bytes(s, bytes_each) * min(s.bucket, s.trainable)
+def _reduction(s: ZeroSettings, bytes_each: int, largest: int) -> float:
+    """A bucket's slices, put together to be reduced; of a parameter larger than a bucket, all of it.
+
+    With offload such a gradient is cloned before (reduce_independent_p_g_buckets_and_remove_grads): no more than this.
+    """
+    return _reduced_bytes(s, bytes_each) * min(max(s.bucket, largest), s.trainable)
 
 
-def _oversized(s: ZeroSettings, bytes_each: int, unit: int) -> float:
-    """With offload, a gradient larger than the bucket is cloned (reduce_independent_p_g_buckets_and_remove_grads)."""
-    size = s.largest_of(unit)
-    return bytes_each * size if s.offloads_optimizer and size > s.bucket else 0.0
+def _summand(s: ZeroSettings, largest: int) -> float:
+    """One parameter's reduced gradient in the dtype of the partition: _add_to_grad_partition_buffer."""
+    if not _is_compact(s) or s.communication == s.accumulation:
+        return 0.0
+    return s.accumulation * min(largest, s.partition)
+
+
+def _is_filled(s: ZeroSettings, done: int, unit: int) -> bool:
+    """Whether a bucket has been full by then in this micro-batch, and so was reduced.
+
+    The embedding's gradient comes to the buckets last of all: what that leads to is in `_last_reduction`.
+    """
+    return done + (0 if unit == s.job.embedding_parameters else unit) > s.bucket
+
+
+def _is_reducing(s: ZeroSettings, done: int, unit: int) -> bool:
+    """Whether a bucket may be on its way while the backward pass of `unit` is at its worst."""
+    return _is_filled(s, done, unit) and (s.overlaps or unit != s.job.embedding_parameters)
+
+
+def _waiting_head(s: ZeroSettings, done: int) -> int:
+    """Elements of an untied output layer that no bucket can hold: reduced when the gradient after it comes."""
+    head = s.job.embedding_parameters
+    return head if done == head > s.bucket and not s.job.sizes.tie_word_embeddings else 0
+
+
+def _last_reduction(s: ZeroSettings, bytes_each: int, kept: float) -> Breakdown:
+    """At the end of the backward pass: the bucket that the embedding fills, it alone, or all if one holds it."""
+    in_work = bytes_each * s.largest if s.trainable > s.bucket else 0
+    return Breakdown(
+        gradients=kept + in_work + _summand(s, s.largest),
+        communication=_buckets(s, bytes_each) + _reduction(s, bytes_each, s.largest),
+    )
 
 
 def _partitioned_step(s: ZeroSettings) -> Breakdown:
@@ -161,12 +191,25 @@ def _host_update(s: ZeroSettings, elements: int) -> float:
 def _stage_2(s: ZeroSettings) -> EngineMemory:
     """zero/stage_1_and_2.py with partition_grads: every micro-batch's gradients are reduced as they come."""
     kept = _gradient_partition(s)
-    # Not compact: grads_in_partition of this micro-batch beside all_grad_tensors of the earlier ones.
-    during = kept if _is_compact(s) or not s.accumulates else 2 * kept
+
+    def partition(*, is_filled: bool) -> float:
+        """It comes with the first reduction and stays; not compact, each micro-batch makes one of its own.
+
+        These are grads_in_partition, beside all_grad_tensors of the earlier micro-batches.
+        """
+        if _is_compact(s):
+            return kept if is_filled or s.accumulates else 0.0
+        return kept * (is_filled + s.accumulates)
 
     def backward(done: int, unit: int) -> Breakdown:
-        in_work = s.weight * s.largest_of(unit) + _oversized(s, s.weight, unit)
-        return Breakdown(gradients=during + in_work, communication=_buckets(s, s.weight) + _reduction(s, s.weight))
+        head = _waiting_head(s, done)
+        gradients = partition(is_filled=_is_filled(s, done, unit)) + s.weight * (s.largest_of(unit) + head)
+        communication = _buckets(s, s.weight)
+        if _is_reducing(s, done, unit):
+            largest = max(s.largest_of(unit), head)
+            gradients += _summand(s, largest)
+            communication += _reduction(s, s.weight, largest)
+        return Breakdown(gradients=gradients, communication=communication)
 
     return EngineMemory(
         resting=_partitioned_states(s),
@@ -174,6 +217,7 @@ def _stage_2(s: ZeroSettings) -> EngineMemory:
         backward=backward,
         step=_partitioned_step(s),
         host=_partitioned_host(s),
+        last_reduction=_last_reduction(s, s.weight, partition(is_filled=True)),
     )
 
 
@@ -181,30 +225,36 @@ def _stage_1(s: ZeroSettings) -> EngineMemory:
     """zero/stage_1_and_2.py: gradients stay whole, in p.grad or p.grad_accum, and are reduced in the last micro-batch.
 
     With overlap_comm that happens during its backward pass, and otherwise after it (reduce_gradients); each gradient
-    goes as soon as it is reduced, while the partition's are allocated with the first of them.
+    goes as soon as it is reduced, while the partition's are allocated with the first of them. What is in a bucket is
+    nowhere else: p.grad is a view of it then.
     """
     each = s.accumulation
-    buckets, reduction, kept = _buckets(s, each), _reduction(s, each), _gradient_partition(s)
+    buckets, kept = _buckets(s, each), _gradient_partition(s)
 
     def backward(done: int, unit: int) -> Breakdown:
         if not s.overlaps:
             return Breakdown(gradients=_native_gradients(s, each, done, unit), communication=buckets)
         waiting = each * max(s.trainable - done, 0) if s.accumulates else 0
-        in_work = s.weight * s.largest_of(unit) + _oversized(s, each, unit)
-        return Breakdown(gradients=waiting + in_work + kept, communication=buckets + reduction)
+        head = _waiting_head(s, done)
+        in_work = s.weight * s.largest_of(unit) + each * head
+        reduced = _reduction(s, each, max(s.largest_of(unit), head)) if _is_reducing(s, done, unit) else 0
+        kept_now = kept if _is_filled(s, done, unit) else 0
+        return Breakdown(gradients=waiting + in_work + kept_now, communication=buckets + reduced)
+
+    if s.overlaps:
+        last_reduction = _last_reduction(s, each, kept)
+    else:
+        outside = each * max(s.trainable - s.bucket if s.bucket_buffers else s.trainable, 0)
+        last_reduction = Breakdown(gradients=outside + kept, communication=buckets + _reduction(s, each, s.largest))
 
     return EngineMemory(
         resting=_partitioned_states(s),
         # A micro-batch that reduces nothing leaves its buckets to the next.
         forward=Breakdown(gradients=_earlier(s, each * s.trainable), communication=_earlier(s, buckets)),
         backward=backward,
-        step=_larger(
-            _partitioned_step(s),
-            Breakdown()
-            if s.overlaps
-            else Breakdown(gradients=each * s.trainable + kept, communication=buckets + reduction),
-        ),
+        step=_partitioned_step(s),
         host=_partitioned_host(s),
+        last_reduction=last_reduction,
     )
 
 
@@ -253,12 +303,10 @@ def _bf16_optimizer(s: ZeroSettings) -> EngineMemory:
         ),
         forward=Breakdown(gradients=_earlier(s, bf16_gradients)),
         backward=backward,
-        step=_larger(
-            # engine.py allreduce_bucket: a flat copy in float32, and one in bf16
-            Breakdown(gradients=bf16_gradients, communication=_reduced_bytes(s, s.accumulation) * reduced),
-            Breakdown(gradients=bf16_gradients) + _update(s, s.partition),
-        ),
+        step=Breakdown(gradients=bf16_gradients) + _update(s, s.partition),
         host=HostBreakdown(save=_saved(s, 2 * s.parameters, _optimizer_tensors(s, s.partition), ranks=s.world_size)),
+        # engine.py allreduce_bucket: a flat copy in float32, and one in bf16
+        last_reduction=Breakdown(gradients=bf16_gradients, communication=_reduced_bytes(s, s.accumulation) * reduced),
     )
 
 
@@ -268,11 +316,13 @@ def _bf16_optimizer(s: ZeroSettings) -> EngineMemory:
 def _stage_3(s: ZeroSettings) -> EngineMemory:
     """zero/stage3.py, and the gathering of parameters in zero/partitioned_param_coordinator.py."""
     secondary = _secondary(s)
-    converted = _scattered(s)
 
     def backward(done: int, unit: int) -> Breakdown:
-        in_work = s.weight * s.largest_of(unit)
-        return Breakdown(gradients=in_work, communication=secondary + _gathered(s, done) + converted)
+        in_work = s.weight * (s.largest_of(unit) + _waiting_head(s, done))
+        communication = secondary + _gathered(s, done)
+        if _is_reducing(s, done, unit):
+            communication += _scattered(s, s.bucket) + _scattered_alone(s, _waiting_head(s, done))
+        return Breakdown(gradients=in_work, communication=communication)
 
     return EngineMemory(
         resting=_sharded_states(s),
@@ -280,6 +330,7 @@ def _stage_3(s: ZeroSettings) -> EngineMemory:
         backward=backward,
         step=_sub_group_step(s) + Breakdown(communication=secondary),
         host=_sharded_host(s),
+        last_reduction=_last_scattering(s) + Breakdown(communication=secondary),
     )
 
 
@@ -326,14 +377,35 @@ def _secondary(s: ZeroSettings) -> float:
     return s.weight * s.parameters / s.secondary_ranks if s.secondary_ranks > 1 else 0.0
 
 
-def _scattered(s: ZeroSettings) -> float:
-    """A bucket on its way: put together by rank (reduce_scatter_coalesced), then converted (__avg_scatter_grads)."""
-    elements = min(s.bucket, s.trainable)
-    together = s.communication * elements
-    converted = s.accumulation * elements / s.world_size if s.accumulation != s.communication else 0.0
-    if s.offloads_optimizer:
-        converted += s.accumulation * elements / s.world_size  # partition_grads: on the device, to be added there
-    return together + converted
+def _scattered(s: ZeroSettings, elements: int) -> float:
+    """So many elements of a bucket on their way, put together by rank: reduce_scatter_coalesced."""
+    elements = min(elements, s.trainable)
+    return s.communication * elements + _scattered_alone(s, elements)
+
+
+def _scattered_alone(s: ZeroSettings, elements: int) -> float:
+    """Beyond that, and all that a parameter takes which goes alone: converted where dtypes differ."""
+    needed = 0.0
+    if s.communication != s.weight:  # __avg_scatter_grads, before
+        needed += s.communication * elements
+    if s.communication != s.accumulation:  # and after
+        needed += s.accumulation * elements / s.world_size
+    if s.job.device == "cpu" and s.world_size > 1:  # torch's ProcessGroupGloo works on a copy
+        needed += s.communication * elements
+    if s.offloads_optimizer and s.job.device != "cpu":  # partition_grads: one parameter's, on the device to be added
+        needed += s.accumulation * min(elements, s.largest) / s.world_size
+    return needed
+
+
+def _last_scattering(s: ZeroSettings) -> Breakdown:
+    """At the end of the backward pass, when the embedding is still gathered: see `_last_reduction`."""
+    communication = _scattered(s, s.bucket)
+    if s.largest > s.bucket:
+        communication = max(communication, _scattered_alone(s, s.largest))
+    return Breakdown(
+        gradients=s.weight * s.largest if s.trainable > s.bucket else 0,
+        communication=_gathered(s, s.parameters - s.persistent - s.largest) + communication,
+    )
 
 
 def _sub_group_step(s: ZeroSettings) -> Breakdown:

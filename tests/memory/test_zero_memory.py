@@ -117,8 +117,8 @@ def test_zero3_by_hand() -> None:
 def test_gathered_parameters_go_with_the_layers_that_are_done() -> None:
     memory = zero_memory(job_of("zero3"))
     layer = job_of("zero3").layer_parameters
-    start, later = (memory.backward(done, layer).communication for done in (0, 28 * layer))
-    assert start - later == 2 * 28 * layer
+    start, later = (memory.backward(done, layer).communication for done in (4 * layer, 28 * layer))
+    assert start - later == 2 * 24 * layer
 
 
 def test_live_parameters_are_bounded_by_the_users_limits() -> None:
@@ -152,8 +152,26 @@ def test_stage_2_adds_gradients_up_in_one_float32_partition() -> None:
     assert accumulating.forward.gradients == pytest.approx(4 * PARAMETERS / 8)
     assert single.forward.total == 0
     assert accumulating.step.gradients == accumulating.forward.gradients  # the optimizer takes it as it is
-    # Two buckets, for overlap, and what one of them is put together in.
-    assert accumulating.backward(0, EMBEDDING).communication == 3 * 2 * BUCKET
+    assert accumulating.backward(0, 1024).communication == 2 * 2 * BUCKET  # two of them, for overlap
+    assert accumulating.backward(BUCKET, 1024).communication == 3 * 2 * BUCKET  # and what a full one is put together in
+    # The partition comes with the first reduction, to which each gradient is added in float32, and stays for later ones.
+    partition = accumulating.forward.gradients
+    assert [single.backward(done, 1024).gradients - 2 * 1024 for done in (0, BUCKET)] == [0, partition + 4 * 1024]
+    assert accumulating.backward(0, 1024).gradients == partition + 2 * 1024
+    # An embedding larger than a bucket, in the dtype of the model, is reduced alone; the partition's are float32.
+    last = accumulating.last_reduction
+    assert last.communication == 2 * (2 * BUCKET + EMBEDDING)
+    assert last.gradients == partition + 2 * EMBEDDING + 4 * PARAMETERS / 8
+
+
+def test_an_output_layer_waits_for_the_gradient_after_it() -> None:
+    """Untied and larger than a bucket, it is still in p.grad while it is reduced in the first layer's backward pass."""
+    sizes = dataclasses.replace(QWEN3_0_6B, tie_word_embeddings=False)
+    layer = job_of("zero2").layer_parameters
+    for stage in ("zero2", "zero3"):
+        memory = zero_memory(job_of(stage, sizes=sizes))
+        first, second = (memory.backward(EMBEDDING + done, layer).total for done in (0, layer))
+        assert first - second >= 2 * EMBEDDING
 
 
 def test_without_float32_accumulation_a_rank_keeps_whole_parameters() -> None:
@@ -161,7 +179,8 @@ def test_without_float32_accumulation_a_rank_keeps_whole_parameters() -> None:
     memory = zero_memory(job_of("zero2", world_size=64, **BF16_GRADIENTS))
     assert 2 * EMBEDDING <= memory.forward.gradients < 2.3 * EMBEDDING
     # This micro-batch's beside the earlier ones', and the one that is just computed.
-    assert memory.backward(0, EMBEDDING).gradients == 2 * memory.forward.gradients + 2 * EMBEDDING
+    assert memory.backward(2 * BUCKET, EMBEDDING).gradients == 2 * memory.forward.gradients + 2 * EMBEDDING
+    assert memory.backward(0, EMBEDDING).gradients == memory.forward.gradients + 2 * EMBEDDING  # no bucket was full yet
 
 
 def test_offload_moves_states_to_the_host() -> None:
@@ -233,7 +252,8 @@ def test_stage_0_converts_all_gradients_twice_for_fused_adam() -> None:
     assert memory.step == Breakdown(gradients=(2 + 4 + 4) * PARAMETERS)
     float32 = zero_memory(job_of("zero0", training={"bf16": False}))
     # The reduction copies 500 M elements, and the parameter that fills them.
-    assert float32.step == Breakdown(gradients=4 * PARAMETERS, communication=4 * (500_000_000 + EMBEDDING))
+    reduction = Breakdown(gradients=4 * PARAMETERS, communication=4 * (500_000_000 + EMBEDDING))
+    assert float32.last_reduction == reduction
 
 
 def test_what_is_frozen_has_weights_only() -> None:
