@@ -154,7 +154,7 @@ def test_stage_2_adds_gradients_up_in_one_float32_partition() -> None:
     assert accumulating.step.gradients == accumulating.forward.gradients  # the optimizer takes it as it is
     assert accumulating.backward(0, 1024).communication == 2 * 2 * BUCKET  # two of them, for overlap
     assert accumulating.backward(BUCKET, 1024).communication == 3 * 2 * BUCKET  # and what a full one is put together in
-    # The partition comes with the first reduction, to which each gradient is added in float32, and stays for later ones.
+    # The partition comes with the first reduction, which adds each gradient in float32, and stays.
     partition = accumulating.forward.gradients
     assert [single.backward(done, 1024).gradients - 2 * 1024 for done in (0, BUCKET)] == [0, partition + 4 * 1024]
     assert accumulating.backward(0, 1024).gradients == partition + 2 * 1024
