@@ -112,6 +112,12 @@ def test_zero3_by_hand() -> None:
     assert memory.forward == Breakdown(communication=2 * (PARAMETERS - NORMS))  # all is gathered: 1 B may be
     assert memory.step == Breakdown(gradients=memory.resting.gradients)  # one flat copy; FusedAdam needs nothing
     assert memory.host.total == 0
+    # A full bucket is put together and its part converted to float32, while the embedding and its gradient are there.
+    on_its_way = 2 * BUCKET + 4 * BUCKET / 8
+    assert memory.last_reduction == Breakdown(gradients=2 * EMBEDDING, communication=2 * EMBEDDING + on_its_way)
+    layer = job_of("zero3").layer_parameters
+    empty, full = (memory.backward(done, 1024).communication + 2 * done for done in (0, 4 * layer))
+    assert full - empty == on_its_way
 
 
 def test_gathered_parameters_go_with_the_layers_that_are_done() -> None:
