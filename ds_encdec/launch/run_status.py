@@ -71,7 +71,9 @@ def named_error(error: BaseException, rank: int) -> DsEncDecError:
         return error
     if is_out_of_memory(error):
         return OutOfMemoryError(
-            f"{out_of_memory(error, rank)} Lower training.per_device_train_batch_size, or use "
-            "training.activation_checkpointing=full, infra.offload_optimizer=cpu or a higher infra.sharding_stage."
+            f"{out_of_memory(error, rank)} A GPU needs less with training.activation_checkpointing=full, "
+            "a higher infra.sharding_stage or infra.offload_optimizer=cpu, and in a new run with a smaller "
+            "training.per_device_train_batch_size; the host with infra.pin_memory=false, training.async_save=false "
+            "or infra.offload_optimizer=none."
         )
     return DsEncDecError(f"rank {rank}: {type(error).__name__}: {error}")

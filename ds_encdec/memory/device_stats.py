@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import torch
 
+from ds_encdec.memory.model_memory import GB
 from ds_encdec.monitor.vitals import peak_host_bytes
-
-GB = 1e9
+from ds_encdec.types import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ def get_memory_stats(device: torch.device | str | int | None = None) -> dict[str
     taken from the driver, the most it had given out since the start or the last `clear_memory`, and the driver's
     figures, which count other processes. On the CPU: this process's resident memory, twice, for nothing is reserved
     beside it; its peak since the process began; and what is available of the machine, or of the control group
-    (container, batch job) that this process is limited to.
+    (container, batch job) that this process is limited to. ConfigError where torch can use no such device.
     """
     place = _device(device)
     capacity = device_capacity(place)
@@ -77,7 +77,12 @@ def device_capacity(device: torch.device) -> Capacity:
 def _device(device: torch.device | str | int | None) -> torch.device:
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if place.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={place}: it must be a GPU (cuda) or the CPU")
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={place}: torch finds no GPU here; leave it out, or say cpu")
+    return place
 
 
 def _control_groups(

@@ -56,7 +56,8 @@ def take_vitals(
         device_bytes, peak_bytes = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
         reserved_bytes = torch.cuda.memory_reserved(device)
     else:
-        device_bytes, peak_bytes, reserved_bytes = 0, peak_host_bytes(), 0
+        # The kernel brings its peak up to date a little later.
+        device_bytes, peak_bytes, reserved_bytes = 0, max(peak_host_bytes(), host_bytes), 0
     return RankVitals(
         training_s=training_s,
         data_wait_s=data_wait_s,

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ds_encdec.memory.device_stats import _control_groups, clear_memory, get_memory_stats
+from ds_encdec.types import ConfigError
 
 BALLAST_FLOATS = 2**25
 
@@ -27,6 +28,14 @@ def test_the_process_holds_what_it_has_taken() -> None:
     # The kernel brings its peak up to date a little later.
     assert after["max_allocated_gb"] >= 0.9 * held["allocated_gb"]
     assert 0 < held["free_gb"] < held["total_gb"] <= psutil.virtual_memory().total / 1e9
+
+
+@pytest.mark.parametrize("device", ["meta", "cuda"])
+def test_a_device_that_is_not_there_is_named(device: str) -> None:
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("it is there")
+    with pytest.raises(ConfigError, match=f"device={device}: "):
+        get_memory_stats(device)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
