@@ -57,7 +57,7 @@ def take_vitals(
         reserved_bytes = torch.cuda.memory_reserved(device)
     else:
         # The kernel brings its peak up to date a little later.
-        device_bytes, peak_bytes, reserved_bytes = 0, max(peak_host_bytes(), host_bytes), 0
+        device_bytes, peak_bytes, reserved_bytes = 0, max(peak_host_bytes(), int(host_bytes)), 0
     return RankVitals(
         training_s=training_s,
         data_wait_s=data_wait_s,
