@@ -8,6 +8,8 @@ tables.
 
 from __future__ import annotations
 
+import dataclasses
+
 from ds_encdec.memory.breakdown import Breakdown, EngineMemory, HostBreakdown
 from ds_encdec.memory.job import Job
 from ds_encdec.memory.zero_settings import ZeroSettings, power_of_two, zero_settings
@@ -30,7 +32,9 @@ def zero_memory(job: Job) -> EngineMemory:
         return _stage_3(settings)
     if _has_bf16_optimizer(settings):
         return _bf16_optimizer(settings)
-    return _stage_1(settings) if settings.stage == 1 else _stage_2(settings)
+    memory = _stage_1(settings) if settings.stage == 1 else _stage_2(settings)
+    # zero/stage_1_and_2.py: the weights are put together into bit16_groups_flat where there is room, else on the host.
+    return dataclasses.replace(memory, build=Breakdown(weights=2 * settings.weight * settings.parameters))
 
 
 # ---------------------------------------------------------------------------------------------------------- stage 0
