@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from ds_encdec.memory.breakdown import Estimate
 from ds_encdec.memory.estimate import estimate
+from ds_encdec.memory.gpus import GIB
 from ds_encdec.memory.job import Job
 
 logger = logging.getLogger(__name__)
-
-GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +39,9 @@ class ExpectedMemory:
         return (on_device + self.estimate.host.total) * self.job.ranks_per_node
 
     def __str__(self) -> str:
-        unit = "GPU" if self.job.device == "cuda" else "rank"
-        return (
-            f"estimated peak per {unit} {gib(self.estimate.peak.total)} ({self.estimate.moment}), "
-            f"host {gib(self.node_bytes)} per node"
-        )
+        on_gpu = self.job.device == "cuda"
+        peak = f"GPU {gib(self.estimate.peak.total)}" if on_gpu else f"rank {gib(self.peak_bytes)}"
+        return f"estimated peak per {peak} ({self.estimate.moment}), host {gib(self.node_bytes)} per node"
 
 
 def expect(job: Job) -> ExpectedMemory | None:
