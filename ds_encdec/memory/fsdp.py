@@ -82,6 +82,11 @@ class _Sharding:
         """Whether shards, moments and reduced gradients are on the host."""
         return self.job.config.infra.offload_optimizer == "cpu"
 
+    @property
+    def offloads_gradients(self) -> bool:
+        """Whether reduced gradients go to another memory. On a CPU they stay, and count moment by moment."""
+        return self.offloads and self.job.device != "cpu"
+
 
 def fsdp_memory(job: Job) -> EngineMemory:
     """Of `job` under FSDP2. See EngineMemory; `forward`, `backward` and `step` come on top of `resting`.
@@ -198,10 +203,10 @@ def _held_gradients(s: _Sharding, layers_done: float) -> float:
     reduced = layers_done * s.layer.shard
     if s.accumulates_whole:
         whole = s.job.parameters - layers_done * s.layer.parameters
-        return _FLOAT32 * s.trained * (whole + (0 if s.offloads else reduced))
-    if s.accumulates and (s.replicas > 1 or not s.offloads):
-        return _FLOAT32 * s.trained * (s.shard - (reduced if s.offloads else 0))
-    return 0.0 if s.offloads else _FLOAT32 * s.trained * reduced
+        return _FLOAT32 * s.trained * (whole + (0 if s.offloads_gradients else reduced))
+    if s.accumulates and (s.replicas > 1 or not s.offloads_gradients):
+        return _FLOAT32 * s.trained * (s.shard - (reduced if s.offloads_gradients else 0))
+    return 0.0 if s.offloads_gradients else _FLOAT32 * s.trained * reduced
 
 
 def _step(s: _Sharding) -> Breakdown:
@@ -234,7 +239,8 @@ def _host(s: _Sharding) -> HostBreakdown:
     if not s.offloads:
         return HostBreakdown(save=save)
     # .pin_memory() of the shards, and .to("cpu", non_blocking=True) of the gradients: each a buffer of its own.
-    return HostBreakdown(states=held * (1 + s.trained) + moments, save=save)
+    gradients = held * s.trained if s.offloads_gradients else 0.0
+    return HostBreakdown(states=held + gradients + moments, save=save)
 
 
 def _saved(s: _Sharding, shards: Sequence[int], *, pins: bool) -> float:
