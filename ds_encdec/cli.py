@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_encdec import estimate_memory, train
+from ds_encdec.launch.standard_output import reader_may_leave
 from ds_encdec.types import ConfigError, DsEncDecError, Preempted
 
 Verb = Callable[[argparse.Namespace, Sequence[str]], int]
@@ -29,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rest and not options.accepts_overrides:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
-        return options.run(options, rest)
+        with reader_may_leave():
+            return options.run(options, rest)
     except Preempted as error:
         print(error, flush=True)
         return error.exit_code
@@ -72,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     plan = verb("plan", _plan, "say what a run would take: steps, days, money, disks, host memory", overrides=True)
     plan.add_argument("--config", type=Path, help="YAML file")
     plan.add_argument("--deepspeed_config", "--deepspeed-config", type=Path, help="raw DeepSpeed JSON")
-    plan.add_argument("--tokens", type=_positive(float), metavar="N", help="to train on (default: the run's steps)")
+    plan.add_argument("--tokens", type=_tokens, metavar="N", help="to train on (default: the run's steps)")
     plan.add_argument("--gpus", type=_positive(int), metavar="N", help="GPUs in total (default infra.num_gpus)")
     plan.add_argument("--nodes", type=_positive(int), default=1, metavar="N", help="machines they are in (default 1)")
     _add_rate_arguments(plan)
@@ -176,6 +178,19 @@ def _positive(number: type[int] | type[float]) -> Callable[[str], float]:
     return read
 
 
+def _tokens(text: str) -> int:
+    """A number of tokens as people write it: 5e11, 500B, 10M."""
+    units = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+    unit = units.get(text[-1:].upper(), 1.0)
+    try:
+        number = float(text if unit == 1.0 else text[:-1]) * unit
+    except ValueError:
+        number = math.nan
+    if not (1 <= number < math.inf and round(number, 3).is_integer()):
+        raise argparse.ArgumentTypeError(f"{text} is not a number of tokens; write 5e11, 500B or 10M")
+    return round(number)
+
+
 def _add_weight_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="(default float32)")
     verb.add_argument("--max-shard-gb", type=float, default=5.0, help="largest file, in GB (default 5)")
@@ -233,20 +248,27 @@ def _rate(options: argparse.Namespace) -> float | None:
     from ds_encdec.monitor.metrics_file import measured_tokens_per_second
 
     rate: float | None = options.tokens_per_second
+    if options.measured is not None and not options.measured.is_dir():
+        raise ConfigError(f"--measured {options.measured}: no such folder; give a run's, such as output")
     return rate if options.measured is None else measured_tokens_per_second(options.measured)
 
 
 def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from ds_encdec.config.load import find_shipped, load_config
+    from ds_encdec.memory.planned import contradictions
     from ds_encdec.plan import describe_plan, plan_run
 
+    if options.price_per_gpu_hour and not (options.tokens_per_second or options.measured):
+        raise ConfigError("--price-per-gpu-hour needs a rate: add --tokens-per-second or --measured")
+    if problems := list(contradictions({"--gpus": options.gpus}, overrides)):
+        raise ConfigError("\n".join(problems))
     if options.gpus is not None:
         overrides = [f"infra.num_gpus={options.gpus}", *overrides]
     config = load_config(find_shipped(options.config), overrides, find_shipped(options.deepspeed_config))
     plan = plan_run(
         config,
         nodes=options.nodes,
-        num_tokens=None if options.tokens is None else math.ceil(options.tokens),
+        num_tokens=options.tokens,
         tokens_per_second=_rate(options),
         price_per_gpu_hour=options.price_per_gpu_hour,
     )

@@ -9,33 +9,19 @@ Neither torch nor the network is needed, except for --trace, which imports torch
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from ds_encdec.config.batch_size import (
-    is_auto,
-    micro_batch_candidates,
-    with_micro_batch_size,
-)
-from ds_encdec.config.load import find_shipped, load_config
-from ds_encdec.config.schema import FullConfig
-from ds_encdec.memory.answer import answer, as_json, breakdown_as_json
-from ds_encdec.memory.breakdown import CATEGORIES, Breakdown
-from ds_encdec.memory.estimate import estimate
-from ds_encdec.memory.gpus import DEFAULT_GPU, Gpu, parse_bytes, parse_gpu
-from ds_encdec.memory.job import Job
-from ds_encdec.memory.model_sizes import Sizes, run_sizes
-from ds_encdec.memory.planned import indivisible, planned_job
-from ds_encdec.memory.table import describe, gib
-from ds_encdec.memory.variants import fits
-from ds_encdec.types import ConfigError, DsEncDecError
+from ds_encdec.launch.standard_output import reader_may_leave
+from ds_encdec.memory.gpus import DEFAULT_GPU, gib
+from ds_encdec.types import DsEncDecError
 
-Found = TypeVar("Found")
+if TYPE_CHECKING:
+    from ds_encdec.memory.breakdown import Breakdown
+    from ds_encdec.memory.trace import TracedMemory
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_arguments(parser)
     options, overrides = parser.parse_known_args(arguments)
     try:
-        return run(options, overrides)
+        with reader_may_leave():
+            return run(options, overrides)
     except DsEncDecError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
@@ -74,109 +61,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Read the options, estimate and print. Raises ConfigError that lists every problem found."""
-    question = _read(options, overrides)
-    found = answer(question.job, estimate(question.job), question.gpu, question.host_bytes)
-    remarks = list(question.remarks)
-    traced: dict[str, Any] | None = None
+    from ds_encdec.memory.answer import answer, as_json  # not for --help, nor for other verbs
+    from ds_encdec.memory.question import read_question
+    from ds_encdec.memory.table import describe
+
+    question = read_question(options, overrides)
+    found = answer(question.job, question.gpu, question.host_bytes)
+    traced = None
     if options.trace:
         from ds_encdec.memory.trace import trace_memory  # takes seconds, and torch
 
-        trace = trace_memory(question.job)
-        traced = {
-            "bytes": breakdown_as_json(trace.peak),
-            "moment": trace.moment,
-            "seconds": trace.seconds,
-            "remark": trace.remark,
-        }
-        remarks += [_beside(found.estimate.peak, trace.peak, trace.moment), *filter(None, [trace.remark])]
+        traced = trace_memory(question.job)
     if options.json:
-        result = as_json(found) | {"remarks": question.remarks} | ({"trace": traced} if traced else {})
-        print(json.dumps(result, indent=2))
-    else:
-        print("\n\n".join([describe(found), *remarks]))
+        result = as_json(found) | {"remarks": question.remarks}
+        print(json.dumps(result if traced is None else result | {"trace": _trace_as_json(traced)}, indent=2))
+        return 0
+    parts = [describe(found), *question.remarks]
+    if traced is not None:
+        parts += [_beside(found.configured.estimate.peak, traced), *filter(None, [traced.remark])]
+    print("\n\n".join(parts))
     return 0
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Question:
-    """What is asked: the run, on which GPUs and hosts; `remarks` on how it was understood."""
+def _trace_as_json(traced: TracedMemory) -> dict[str, Any]:
+    """Categories of which nothing was traced are null."""
+    from ds_encdec.memory.answer import breakdown_as_json
 
-    job: Job
-    gpu: Gpu
-    host_bytes: int | None
-    remarks: tuple[str, ...]
-
-
-def _read(options: argparse.Namespace, overrides: Sequence[str]) -> _Question:
-    """The question in the options. Raises ConfigError that lists every problem in them."""
-    problems: list[str] = []
-    gpu = _attempt(lambda: parse_gpu(options.gpu), problems)
-    host_bytes = None if options.host_memory is None else parse_bytes(options.host_memory)
-    if options.host_memory is not None and not host_bytes:
-        problems.append(f"--host-memory {options.host_memory}: not a size; write 512GiB, 1TB or bytes")
-    counts = {"--gpus": options.gpus, "--nodes": options.nodes, "--lora-rank": options.lora_rank}
-    problems += [
-        f"{name} {count}: must be at least 1" for name, count in counts.items() if count is not None and count < 1
-    ]
-    config = _attempt(lambda: _load(options, overrides), problems)
-    sizes = None
-    if config is not None:
-        sizes = _attempt(partial(run_sizes, config), problems)
-        if not any(count is not None and count < 1 for count in counts.values()):
-            problems += indivisible(config, options.nodes)
-    if problems or gpu is None or config is None or sizes is None:
-        raise ConfigError("\n".join(problems))
-    remarks = []
-    if is_auto(config):
-        config = _with_fitting_micro_batch(config, sizes, options, gpu)
-        remarks.append(
-            "training.per_device_train_batch_size=auto: taken to be the largest that fits by this estimate, "
-            f"{config.training.micro_batch_size}. A run tries real steps."
-        )
-    if options.lora_rank is not None:
-        remarks.append("LoRA: what such a run would hold; the engines do not train adapters alone yet.")
-    return _Question(planned_job(config, sizes, options.nodes, options.lora_rank), gpu, host_bytes, tuple(remarks))
+    return {
+        "bytes": {name: held or None for name, held in breakdown_as_json(traced.peak).items()},
+        "moment": traced.moment,
+        "seconds": traced.seconds,
+        "remark": traced.remark,
+    }
 
 
-def _attempt(read: Callable[[], Found], problems: list[str]) -> Found | None:
-    """What `read` returns; None where it raises ConfigError, which becomes one of `problems`."""
-    try:
-        return read()
-    except ConfigError as error:
-        problems.append(str(error))
-        return None
+def _beside(formula: Breakdown, traced: TracedMemory) -> str:
+    """A traced peak beside the formula's, by category; a dash where nothing was traced, and a sum of the rest."""
+    from ds_encdec.memory.breakdown import CATEGORIES
 
-
-def _load(options: argparse.Namespace, overrides: Sequence[str]) -> FullConfig:
-    """The configuration, with the options that stand for fields of it."""
-    named = []
-    if options.model is not None:
-        named += [f"model.model_name_or_path={json.dumps(options.model)}", "model.architecture=null"]
-    if options.gpus is not None and options.gpus > 0:
-        named.append(f"infra.num_gpus={options.gpus}")
-    return load_config(find_shipped(options.config), [*named, *overrides], find_shipped(options.deepspeed_config))
-
-
-def _with_fitting_micro_batch(config: FullConfig, sizes: Sizes, options: argparse.Namespace, gpu: Gpu) -> FullConfig:
-    """`config` with the largest micro-batch that fits `gpu`, or with 1."""
-    candidates = micro_batch_candidates(config, config.infra.num_gpus)
-    for size in candidates:
-        tried = with_micro_batch_size(config, size, config.infra.num_gpus)
-        if size == 1 or fits(estimate(planned_job(tried, sizes, options.nodes, options.lora_rank)), gpu.usable_bytes):
-            break
-    return tried
-
-
-def _beside(formula: Breakdown, traced: Breakdown, moment: str) -> str:
-    """A traced peak beside the formula's, by category; a dash where nothing was traced."""
-    pairs = [(name, getattr(formula, name), getattr(traced, name)) for name in CATEGORIES]
-    pairs.append(("peak", formula.total, traced.total))
+    pairs = {name: (getattr(formula, name), getattr(traced.peak, name)) for name in CATEGORIES}
+    both = [pair for pair in pairs.values() if pair[1]]
     lines = [
-        f"The configured run traced (worst moment: {moment}); GiB per GPU",
+        f"The configured run traced (worst moment: {traced.moment}); GiB per GPU",
         f"{'':16}{'formula':>10}{'traced':>10}",
     ]
-    lines += [f"{name:16}{gib(by_formula):>10}{gib(seen) if seen else '-':>10}" for name, by_formula, seen in pairs]
-    return "\n".join(lines)
+    lines += [
+        f"{name:16}{gib(expected):>10}{gib(seen) if seen else '-':>10}" for name, (expected, seen) in pairs.items()
+    ]
+    expected, seen = (sum(column) for column in zip(*both, strict=True)) if both else (0.0, 0.0)
+    return "\n".join([*lines, f"{'these':16}{gib(expected):>10}{gib(seen):>10}"])
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from ds_encdec.config.batch_size import global_batch_size, with_assumed_batch_si
 from ds_encdec.config.rules import ROLLBACK_FIELDS
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.memory.estimate import estimate
+from ds_encdec.memory.gpus import gib
 from ds_encdec.memory.job import Job
 from ds_encdec.memory.model_sizes import run_sizes
 from ds_encdec.memory.planned import indivisible, planned_job
@@ -17,6 +18,7 @@ from ds_encdec.phases import estimate_steps_for_tokens, estimate_training_time
 from ds_encdec.types import ConfigError
 
 GB = 1e9
+MB = 1e6
 EXPORT_BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes per parameter of a Hugging Face folder (`ds-encdec export --dtype`)."""
 FEWEST_TO_AVERAGE = 3
@@ -130,7 +132,7 @@ def describe_plan(plan: Mapping[str, Any]) -> str:
     )
     exports = " or ".join(f"{_gb(size)} in {dtype}" for dtype, size in disk["export"].items())
     lines.append(f"An export takes {exports}.")
-    lines.append(f"Each node's ranks need {_gb(plan['host_bytes_per_node'])} of host memory.")
+    lines.append(f"Each node's ranks need {gib(plan['host_bytes_per_node'])} GiB of host memory.")
     return "\n".join(lines)
 
 
@@ -145,4 +147,4 @@ def _time(plan: Mapping[str, Any]) -> str:
 
 
 def _gb(number: float) -> str:
-    return f"{number / GB:,.1f} GB"
+    return f"{number / GB:,.1f} GB" if number >= GB else f"{number / MB:,.1f} MB"

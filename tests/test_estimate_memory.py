@@ -64,6 +64,11 @@ def test_the_table_is_readable(capsys: pytest.CaptureFixture[str]) -> None:
     assert configured.split()[1:4] == ["zero3", "optimizer", "full"]
     assert sum(line.split()[2:] == ["-"] * 12 for line in rows) == 4  # zero0 twice, zero1, zero2
     assert "without sharding there is nothing to offload" in text
+    names = [tuple(line.removeprefix("*").split()[:3]) for line in tables[1].splitlines()]
+    assert ("zero2", "optimizer", "full") in names
+    assert ("zero1", "optimizer", "full") not in names
+    assert "zero1 is zero2 here" in tables[1]
+    assert "zero1 is zero2 here" not in tables[0]
     assert "The configured run (DeepSpeed, zero3, offload optimizer, checkpointing full) fits" in text
 
 
@@ -115,29 +120,49 @@ def test_sizes_written_out_need_no_checkpoint(capsys: pytest.CaptureFixture[str]
     assert answer["parameters"]["total"] < 100_000_000
 
 
+def test_the_other_engine_is_not_refused_for_what_it_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+    """Settings that only FSDP2 has are given up for DeepSpeed; what neither a row nor a change can mend is said."""
+    own = ("infra.distributed_type=fsdp", "infra.fsdp_reduce_every_micro_batch=true", "training.torch_compile=true")
+    answer = ask_json(capsys, *own)
+    assert answer["engines"]["deepspeed"]["recommendation"] is not None
+    assert any("torch_compile" in remark for remark in answer["remarks"])
+    text = ask(capsys, "training.bf16=false", "training.fp16=true")
+    assert "FSDP2 cannot run this: FSDP2 has no loss scaling" in text
+    assert "nothing fits" not in text
+
+
 def test_where_nothing_fits_it_says_what_would_help(capsys: pytest.CaptureFixture[str]) -> None:
-    """FSDP2 adds up unsharded float32 gradients, unless told to reduce after each micro-batch."""
-    arguments = ("--model", "Qwen/Qwen3-8B", "--gpus", "1", "--gpu", "24GB", "infra.distributed_type=fsdp")
+    arguments = ("--model", "Qwen/Qwen3-8B", "--gpus", "1", "--gpu", "24GB", "--host-memory", "1TB")
+    tight = (*arguments, "model.loss_chunk_tokens=16384", "training.per_device_eval_batch_size=32")
+    answer = ask_json(capsys, *tight)
+    assert answer["engines"]["deepspeed"]["recommendation"] is None
+    near = answer["engines"]["deepspeed"]["nearest"][0]
+    assert near["fits"]
+    text = ask(capsys, *tight)
+    assert "DeepSpeed: nothing fits." in text
+    assert f"This fits: {as_overrides(near['overrides'])} (" in text
+    assert "do not help" not in text
+    # Pasted, it does.
+    changed = {**dict(pair.split("=") for pair in tight[8:]), **near["overrides"]}
+    assert ask_json(capsys, *arguments, *as_overrides(changed).split())["configured"]["fits"]
+
+
+def test_more_gpus_are_named_with_a_setting_that_fits_there(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--model", "Qwen/Qwen3-4B", "--gpu", "a100-40gb", "--host-memory", "100GiB", "--gpus", "1")
     text = ask(capsys, *arguments)
-    assert "FSDP2: nothing fits." in text
-    assert "Most of it is gradients" in text
-    assert "This fits: infra.fsdp_reduce_every_micro_batch=true (" in text
-    answer = ask_json(capsys, *arguments)
-    assert answer["gpus_needed"] is None
-    assert ask_json(capsys, *arguments, "infra.fsdp_reduce_every_micro_batch=true")["configured"]["fits"]
-
-
-def test_more_gpus_are_counted_where_they_help(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("--model", "Qwen/Qwen3-4B", "--gpu", "a100-40gb", "--host-memory", "100GiB")
-    text = ask(capsys, *arguments, "--gpus", "1")
-    answer = ask_json(capsys, *arguments, "--gpus", "1")
-    needed = answer["gpus_needed"]
     assert "which it has, and" in text  # the GPU would do, the host not
-    assert answer["nearest"] == []
-    assert f"On {needed} of these GPUs a setting of the table fits." in text
-    for gpus, fits in ((needed, True), (needed // 2, False)):
-        found = ask_json(capsys, *arguments, "--gpus", str(gpus), "--nodes", str(gpus))
-        assert (found["engines"]["deepspeed"]["recommendation"] is not None) is fits
+    answer = ask_json(capsys, *arguments)
+    more = answer["more_gpus"]
+    assert answer["engines"]["deepspeed"]["recommendation"] is None
+    typed = ["--gpus", str(more["gpus"]), "--nodes", str(more["nodes"]), *as_overrides(more["overrides"]).split()]
+    assert f"With more GPUs this fits: {' '.join(typed)} (" in text
+    asked = ask_json(capsys, *arguments[:-2], *typed)
+    assert asked["configured"]["fits"]
+    assert asked["configured"]["bytes"] == more["bytes"]
+    half = str(more["gpus"] // 2)
+    fewer = ask_json(capsys, *arguments[:-2], "--gpus", half, "--nodes", half, *typed[4:])
+    assert not fewer["configured"]["fits"]
+    assert fewer["engines"]["deepspeed"]["recommendation"] is None
 
 
 def test_the_host_is_judged_only_if_it_is_known(capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,7 +170,16 @@ def test_the_host_is_judged_only_if_it_is_known(capsys: pytest.CaptureFixture[st
     answer = ask_json(capsys, "--host-memory", "16GiB")
     assert answer["inputs"]["host_memory_bytes"] == 16 * GIB
     assert not answer["configured"]["fits"]
-    assert "it has 16.0" in ask(capsys, "--host-memory", "16GiB")
+    assert answer["configured"]["short_of"] == "host"
+    text = ask(capsys, "--host-memory", "16GiB")
+    assert "The host has 16.0 GiB, of which 10% must stay free." in text
+    assert "no: host" in text
+
+
+def test_a_host_that_few_have_is_questioned(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--model", "Qwen/Qwen3-32B", "--gpus", "8", "--gpu", "h200", "infra.offload_params=cpu")
+    assert "Few machines have that: give --host-memory." in ask(capsys, *arguments)
+    assert "Few machines" not in ask(capsys, *arguments, "--host-memory", "4TB")
 
 
 def test_adapters_are_said_to_be_a_thought(capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,19 +189,59 @@ def test_adapters_are_said_to_be_a_thought(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_auto_is_the_largest_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    auto = ("training.per_device_train_batch_size=auto", "training.activation_checkpointing=none")
+    """The next larger one of the same global batch does not."""
+    sized = ("--model", "Qwen/Qwen3-4B", "--gpu", "a100-40gb")
+    auto = (*sized, "training.per_device_train_batch_size=auto")
     text = ask(capsys, *auto)
     answer = ask_json(capsys, *auto)
     batch = answer["inputs"]["per_device_train_batch_size"]
+    steps = answer["inputs"]["gradient_accumulation_steps"]
+    assert batch * steps == 32
+    assert batch > 4
     assert answer["configured"]["fits"]
     assert f"fits by this estimate, {batch}." in text
-    larger = ask_json(capsys, auto[1], f"training.per_device_train_batch_size={2 * batch}")
+    larger = ask_json(
+        capsys,
+        *sized,
+        f"training.per_device_train_batch_size={2 * batch}",
+        f"training.gradient_accumulation_steps={steps // 2}",
+    )
     assert not larger["configured"]["fits"]
+    # What is recommended keeps the global batch where it is pasted.
+    for table in answer["engines"].values():
+        pasted = ask_json(capsys, *auto, *as_overrides(table["recommendation"]["overrides"]).split())["inputs"]
+        assert pasted["per_device_train_batch_size"] * pasted["gradient_accumulation_steps"] == 32
+        assert pasted["per_device_train_batch_size"] == table["recommendation"]["per_device_train_batch_size"]
 
 
-def test_a_gpu_without_bfloat16(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "has no bfloat16" in ask(capsys, "--gpu", "v100-32gb")
-    assert "has no bfloat16" not in ask(capsys, "--gpu", "v100-32gb", "training.bf16=false")
+def test_auto_minds_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("training.per_device_train_batch_size=auto", "training.activation_offload=true")
+    free = ask_json(capsys, *arguments)["inputs"]["per_device_train_batch_size"]
+    answer = ask_json(capsys, *arguments, "--host-memory", "96GiB")
+    assert answer["inputs"]["per_device_train_batch_size"] < free
+    assert answer["configured"]["fits"]
+
+
+def test_a_gpu_without_bfloat16_is_judged_by_what_it_can_run(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = ask_json(capsys, "--gpu", "v100-32gb")
+    assert (answer["configured"]["fits"], answer["configured"]["short_of"]) == (False, "does not run")
+    assert any("has neither bfloat16 nor a flash kernel" in remark for remark in answer["remarks"])
+    best = answer["engines"]["deepspeed"]["recommendation"]["overrides"]
+    assert (best["training.bf16"], best["training.fp16"], best["model.use_flash_attention"]) == (False, True, False)
+    assert "does not run on a v100-32gb" in ask(capsys, "--gpu", "v100-32gb")
+    assert ask_json(capsys, "--gpu", "v100-32gb", "training.bf16=false")["configured"]["short_of"] != "does not run"
+
+
+@pytest.mark.parametrize("command", [["ds_encdec.estimate_memory"], ["ds_encdec.cli", "plan"]])
+def test_a_reader_may_leave(command: list[str]) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(60) == 1
 
 
 def test_a_trace_stands_beside_the_formula(capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,6 +260,7 @@ def test_a_trace_stands_beside_the_formula(capsys: pytest.CaptureFixture[str]) -
     options = ("--config", "ds_configs/quickstart.yaml", "--gpus", "2", "--trace")
     answer = ask_json(capsys, *options, *arguments)
     traced, formula = answer["trace"]["bytes"], answer["configured"]["bytes"]
+    assert traced["communication"] is None or traced["communication"] > 0
     assert traced["optimizer"] == pytest.approx(formula["optimizer"], rel=0.01)
     assert traced["master_weights"] == pytest.approx(formula["master_weights"], rel=0.01)
 
@@ -200,6 +275,15 @@ def test_the_verb_is_the_module(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "messages"),
     [
         (["--gpu", "h100"], ["--gpu h100: not a known GPU", "h100-80gb", "mi300x"]),
+        (["--gpu", ""], ["--gpu : not a known GPU. Known are"]),
+        (["--host-memory", "64"], ["--host-memory 64: not a size of a machine"]),
+        (["--gpus", "8", "infra.num_gpus=4"], ["--gpus 8 stands for infra.num_gpus, which is set, too"]),
+        (["--model", "Qwen/Qwen3-4B", "model.model_name_or_path=Qwen/Qwen3-8B"], ["give one of the two"]),
+        (["infra.offload_optimizer=nvme", "infra.nvme_path=/tmp"], ["infra.offload_optimizer=nvme", "Use cpu"]),
+        (
+            ["training.per_device_train_batch_size=auto", "training.global_batch_size=100"],
+            ["a multiple of 8, such as 104"],
+        ),
         (["--gpus", "0"], ["--gpus 0: must be at least 1"]),
         (["--gpus", "-8", "--nodes", "-1"], ["--gpus -8: must be at least 1", "--nodes -1: must be at least 1"]),
         (["--lora-rank", "0"], ["--lora-rank 0: must be at least 1"]),

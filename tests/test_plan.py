@@ -120,8 +120,28 @@ def test_auto_is_planned_by_its_global_batch(capsys: pytest.CaptureFixture[str])
         (["data.num_lanes=63"], "cannot be shared out evenly"),
         (["model.model_name_or_path=Qwen/Qwen3-7B"], "nothing is downloaded for an estimate"),
         (["training.steps=3"], "unknown key"),
+        (["--price-per-gpu-hour", "2"], "needs a rate"),
+        (["--measured", "/nowhere"], "no such folder"),
+        (["--gpus", "4", "infra.num_gpus=8"], "give one of the two"),
     ],
 )
 def test_bad_input(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
     assert main(["plan", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("500B", 5e11), ("5e11", 5e11), ("10M", 1e7), ("1.5K", 1500), ("7", 7)])
+def test_tokens_as_people_write_them(capsys: pytest.CaptureFixture[str], text: str, tokens: float) -> None:
+    assert plan(capsys, "--tokens", text)["num_tokens"] == tokens
+
+
+@pytest.mark.parametrize("text", ["0.5", "0", "-5", "many", "B", "inf", "nan"])
+def test_what_is_no_number_of_tokens(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", f"--tokens={text}"])
+    assert "is not a number of tokens" in capsys.readouterr().err
+
+
+def test_a_small_model_has_megabytes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config", "ds_configs/quickstart.yaml"]) == 0
+    assert "A checkpoint takes 0.0 GB" not in capsys.readouterr().out

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ds_encdec.memory.breakdown import CATEGORIES, Breakdown, Estimate
+from ds_encdec.memory.breakdown import CATEGORIES, Breakdown
+from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.gpus import Gpu
 from ds_encdec.memory.job import Job
+from ds_encdec.memory.recommend import fitting_settings, recommend
 from ds_encdec.memory.variants import (
     HEADROOM,
+    HOST_HEADROOM,
     Recommendation,
     Value,
     Variant,
     changed,
     fits,
-    fitting_settings,
     offload_of,
-    recommend,
     smallest_variants,
+    value_of,
     variants,
 )
 from ds_encdec.types import EngineName
@@ -29,37 +32,71 @@ ENGINES: dict[EngineName, str] = {"deepspeed": "DeepSpeed", "fsdp": "FSDP2"}
 """What people call them."""
 LARGEST_WORLD = 4096
 """GPUs up to which a number that would fit is looked for."""
+_WITHOUT_BF16: dict[str, Value] = {
+    "training.bf16": False,
+    "training.fp16": True,
+    "model.use_flash_attention": False,
+}
+"""What a GPU without bfloat16 can train with: it has no flash kernel either. FSDP2 and zero0 refuse fp16."""
+_FSDP_ONLY: dict[str, Value] = {
+    "infra.fsdp_reduce_every_micro_batch": False,
+    "training.torch_compile": False,
+}
+"""Fields that DeepSpeed refuses, at the values that it takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineTable:
-    """The settings of one engine. `overrides` of rows and recommendation are relative to the configured run."""
+    """The settings of one engine. `overrides` of rows and recommendation are relative to the configured run.
+
+    `job`: the configured one under this engine. `nearest`: where nothing of the configured engine's is
+    recommended, changes to the run that fit.
+    """
 
     engine: EngineName
+    job: Job
     rows: tuple[Variant, ...]
     recommendation: Recommendation | None
+    nearest: tuple[Recommendation, ...]
+
+    @property
+    def exists(self) -> bool:
+        """Whether the engine can do any of it at all."""
+        return any(row.estimate is not None for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """`job` as configured, and its `estimate`; the configured engine's table comes first.
+    """`job` as configured, and the row of it; the configured engine's table comes first.
 
-    Where nothing of that engine's table fits: `nearest` are changes that would, `gpus_needed` the number of GPUs, in
-    powers of two times the nodes' own, from which a setting does (None: not up to `LARGEST_WORLD`). `host_bytes`: of a
-    node, None where not given.
+    Where nothing of that engine fits: `more_gpus` is a setting that does on as many GPUs as its job says, a power of
+    two times those asked about (None: not up to `LARGEST_WORLD`). `host_bytes`: of a node, None where not given.
     """
 
     job: Job
     gpu: Gpu
     host_bytes: int | None
-    estimate: Estimate
+    configured: Recommendation
     tables: tuple[EngineTable, ...]
-    nearest: tuple[Recommendation, ...]
-    gpus_needed: int | None
+    more_gpus: Recommendation | None
 
-    def fits(self, estimated: Estimate) -> bool:
-        """Whether that much fits on the GPU asked about, and on its host if that is known."""
-        return fits(estimated, self.gpu.usable_bytes, _share(self.job, self.host_bytes))
+    def fits(self, row: Variant) -> bool:
+        """Whether that row fits on the GPU asked about, which can run it, and on its host if that is known."""
+        share = _share(self.job, self.host_bytes)
+        return (
+            row.estimate is not None and runs_on(self.gpu, row.job) and fits(row.estimate, self.gpu.usable_bytes, share)
+        )
+
+    def short_of(self, row: Variant) -> str:
+        """What a row that does not fit lacks."""
+        if row.estimate is None or not runs_on(self.gpu, row.job):
+            return "does not run"
+        return "GPU" if not fits(row.estimate, self.gpu.usable_bytes) else "host"
+
+
+def runs_on(gpu: Gpu, job: Job) -> bool:
+    """Whether `gpu` computes in the dtypes of `job`; torch's flash kernels need as much as bfloat16 does."""
+    return gpu.has_bf16 or not (job.config.training.bf16 or job.uses_flash)
 
 
 def _share(job: Job, host_bytes: int | None) -> float | None:
@@ -67,60 +104,85 @@ def _share(job: Job, host_bytes: int | None) -> float | None:
     return None if host_bytes is None else host_bytes / job.ranks_per_node
 
 
-def answer(job: Job, estimated: Estimate, gpu: Gpu, host_bytes: int | None = None) -> Answer:
-    """Everything there is to say about `job`, whose own estimate is `estimated`, on such GPUs and hosts."""
+def answer(job: Job, gpu: Gpu, host_bytes: int | None = None) -> Answer:
+    """Everything there is to say about `job` on such GPUs and hosts."""
     engines = sorted(ENGINES, key=lambda engine: engine != job.engine)
     tables = tuple(_table(job, engine, gpu, host_bytes) for engine in engines)
-    nearest: tuple[Recommendation, ...] = ()
-    gpus_needed = None
-    if tables[0].recommendation is None:
-        nearest = tuple(fitting_settings(job, gpu.usable_bytes, host_bytes=_share(job, host_bytes)))
-        gpus_needed = _gpus_needed(job, gpu, host_bytes)
-    return Answer(job, gpu, host_bytes, estimated, tables, nearest, gpus_needed)
+    first = tables[0]
+    more_gpus = None
+    if first.recommendation is None and first.exists:
+        more_gpus = _more_gpus(job, _needed(job, first.engine, gpu), gpu, host_bytes)
+    return Answer(job, gpu, host_bytes, Recommendation({}, job, estimate(job)), tables, more_gpus)
 
 
 def _table(job: Job, engine: EngineName, gpu: Gpu, host_bytes: int | None) -> EngineTable:
-    switched: dict[str, Value] = {} if engine == job.engine else {"infra.distributed_type": engine}
-    base = changed(job, switched)
-    rows = [dataclasses.replace(row, overrides=switched | row.overrides) for row in variants(base)]
-    best = recommend(base, gpu.usable_bytes, _share(job, host_bytes))
-    if best is not None:
-        best = dataclasses.replace(best, overrides=switched | best.overrides)
-    return EngineTable(engine, tuple(rows), best)
+    needed, share = _needed(job, engine, gpu), _share(job, host_bytes)
+    base = changed(job, needed)
+    rows = tuple(dataclasses.replace(row, overrides=needed | row.overrides) for row in variants(base))
+    best = recommend(base, gpu.usable_bytes, share)
+    nearest: list[Recommendation] = []
+    if best is None and engine == job.engine:
+        nearest = fitting_settings(base, gpu.usable_bytes, host_bytes=share)
+    return EngineTable(
+        engine,
+        base,
+        rows,
+        None if best is None else dataclasses.replace(best, overrides=needed | best.overrides),
+        tuple(dataclasses.replace(near, overrides=needed | near.overrides) for near in nearest),
+    )
 
 
-def _gpus_needed(job: Job, gpu: Gpu, host_bytes: int | None) -> int | None:
-    world_size = 2 * job.world_size
-    while world_size <= LARGEST_WORLD:
-        for row in smallest_variants(dataclasses.replace(job, world_size=world_size)):
+def _needed(job: Job, engine: EngineName, gpu: Gpu) -> dict[str, Value]:
+    """What `job` must change to run under `engine` on `gpu` at all, as far as that is the same for all settings."""
+    needed: dict[str, Value] = {}
+    if engine != job.engine:
+        needed["infra.distributed_type"] = engine
+        if engine == "deepspeed":
+            needed |= _FSDP_ONLY
+            if job.config.training.activation_checkpointing == "selective":
+                needed["training.activation_checkpointing"] = "full"
+    if not runs_on(gpu, job):
+        needed |= _WITHOUT_BF16
+    return {name: value for name, value in needed.items() if value != value_of(job.config, name)}
+
+
+def _more_gpus(job: Job, needed: dict[str, Value], gpu: Gpu, host_bytes: int | None) -> Recommendation | None:
+    """A setting that fits on the fewest GPUs, in nodes like those asked about."""
+    base = changed(job, needed)
+    for doublings in itertools.count(1):
+        world_size = job.world_size << doublings
+        if world_size > LARGEST_WORLD:
+            return None
+        for row in smallest_variants(dataclasses.replace(base, world_size=world_size)):
             if row.estimate is not None and fits(row.estimate, gpu.usable_bytes, _share(job, host_bytes)):
-                return world_size
-        world_size *= 2
+                return Recommendation(needed | row.overrides, row.job, row.estimate)
     return None
 
 
 def as_json(found: Answer) -> dict[str, Any]:
     """The answer as JSON; docs/estimate-memory.md lists the keys. Sizes are bytes."""
-    job = found.job
+    job, more = found.job, found.more_gpus
     return {
         "inputs": {
             "model": job.config.model.model_name_or_path,
             "sizes": {name: getattr(job.sizes, name) for name in _SIZES},
             "gpus": job.world_size,
-            "nodes": job.world_size // job.ranks_per_node,
+            "nodes": _nodes(job),
             "gpu": found.gpu.name,
             "gpu_usable_bytes": found.gpu.usable_bytes,
             "headroom": HEADROOM,
+            "host_headroom": HOST_HEADROOM,
             "host_memory_bytes": found.host_bytes,
             "engine": job.engine,
             **_batch(job),
             "loss_chunk_tokens": job.config.model.loss_chunk_tokens,
         },
         "parameters": {"total": job.parameters, "trainable": job.trainable_parameters},
-        "configured": _row(found, Variant({}, job, found.estimate)),
+        "configured": _row(found, found.configured),
         "engines": {table.engine: _table_as_json(found, table) for table in found.tables},
-        "nearest": [_row(found, Variant(near.overrides, near.job, near.estimate)) for near in found.nearest],
-        "gpus_needed": found.gpus_needed,
+        "more_gpus": None
+        if more is None
+        else {"gpus": more.job.world_size, "nodes": _nodes(more.job), **_row(found, more)},
     }
 
 
@@ -137,11 +199,15 @@ _SIZES = (
 )
 
 
+def _nodes(job: Job) -> int:
+    return job.world_size // job.ranks_per_node
+
+
 def _table_as_json(found: Answer, table: EngineTable) -> dict[str, Any]:
-    best = table.recommendation
     return {
         "rows": [_row(found, row) for row in table.rows],
-        "recommendation": None if best is None else _row(found, Variant(best.overrides, best.job, best.estimate)),
+        "recommendation": None if table.recommendation is None else _row(found, table.recommendation),
+        "nearest": [_row(found, near) for near in table.nearest],
     }
 
 
@@ -164,7 +230,8 @@ def _row(found: Answer, row: Variant) -> dict[str, Any]:
         "bytes": breakdown_as_json(row.estimate.peak),
         "moment": row.estimate.moment,
         "host_bytes_per_node": {**dataclasses.asdict(host), "total": host.total},
-        "fits": found.fits(row.estimate),
+        "fits": found.fits(row),
+        "short_of": None if found.fits(row) else found.short_of(row),
     }
 
 

@@ -55,10 +55,15 @@ _USABLE_GIB = {
 # Compute capability below 8.0: torch emulates bfloat16 there, at a fraction of the speed.
 _WITHOUT_BF16 = {"t4", "v100-16gb", "v100-32gb"}
 
-GPUS = {name: Gpu(name, int(gib * GIB), name not in _WITHOUT_BF16) for name, gib in _USABLE_GIB.items()}
+GPUS = {name: Gpu(name, int(size * GIB), name not in _WITHOUT_BF16) for name, size in _USABLE_GIB.items()}
 """The known ones by name."""
 DEFAULT_GPU = "a100-80gb"
 """What is assumed where nothing is said."""
+
+
+def gib(num_bytes: float) -> str:
+    """Bytes in GiB with one decimal."""
+    return f"{num_bytes / GIB:,.1f}"
 
 
 def parse_gpu(text: str) -> Gpu:
@@ -66,7 +71,7 @@ def parse_gpu(text: str) -> Gpu:
 
     Raises ConfigError that lists the known names, and the closest.
     """
-    name = text.strip().lower().replace("_", "-")
+    name = "-".join(re.findall(r"[^\s_-]+", text.lower()))
     if name in GPUS:
         return GPUS[name]
     usable_bytes = parse_bytes(text)
@@ -74,7 +79,7 @@ def parse_gpu(text: str) -> Gpu:
         return Gpu(text.strip(), usable_bytes)
     if usable_bytes is not None:
         raise ConfigError(f"--gpu {text}: {usable_bytes:,} bytes are not the memory of a GPU: write 80GB or 80GiB")
-    meant = [known for known in GPUS if known.startswith(name)] or list(filter(None, [closest(name, GPUS)]))
+    meant = [known for known in GPUS if name and known.startswith(name)] or list(filter(None, [closest(name, GPUS)]))
     suggestion = f" Did you mean {' or '.join(meant)}?" if meant else ""
     raise ConfigError(
         f"--gpu {text}: not a known GPU.{suggestion} Known are {', '.join(GPUS)}; or give its memory: 80GB, 80GiB or "

@@ -15,7 +15,8 @@ from ds_encdec.launch.memory_errors import is_of_device, is_out_of_memory, out_o
 from ds_encdec.memory.breakdown import Breakdown, HostBreakdown
 from ds_encdec.memory.device_stats import GB, device_capacity, get_memory_stats
 from ds_encdec.memory.expected import ExpectedMemory, gib
-from ds_encdec.memory.variants import HEADROOM, Recommendation, Value, fits, fitting_settings, variants
+from ds_encdec.memory.recommend import fitting_settings
+from ds_encdec.memory.variants import HEADROOM, Recommendation, Value, fits, variants
 from ds_encdec.types import OutOfMemoryError
 
 logger = logging.getLogger(__name__)

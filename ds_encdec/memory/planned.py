@@ -3,38 +3,56 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from ds_encdec.config.batch_size import global_batch_size, is_auto, micro_batches_per_step
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.memory.job import Job, make_job
 from ds_encdec.memory.model_sizes import Sizes, adapter_parameters
-from ds_encdec.memory.variants import resolve_engine
+from ds_encdec.memory.variants import indivisible_hybrid, refuse_what_runs_refuse, resolve_engine
 
 
 def indivisible(config: FullConfig, nodes: int) -> Iterator[str]:
     """What cannot be shared out evenly, as a run would find on starting."""
-    gpus, infra = config.infra.num_gpus, config.infra
+    gpus = config.infra.num_gpus
     if gpus % nodes:
         yield f"--gpus {gpus} --nodes {nodes}: every node must have as many GPUs; give a multiple of {nodes}"
         return
     if is_auto(config):
         sequences = global_batch_size(config, gpus)
         if sequences % gpus:
-            yield f"training.global_batch_size={sequences} cannot be shared out evenly among {gpus} GPUs"
+            yield (
+                f"training.global_batch_size={sequences} cannot be shared out evenly among {gpus} GPUs: make it "
+                f"a multiple of {gpus}, such as {-(-sequences // gpus) * gpus}"
+            )
     elif (lanes := micro_batches_per_step(config, gpus)) % gpus:
         fitting = [str(number) for number in range(1, lanes + 1) if lanes % number == 0]
         yield (
             f"the {lanes} micro-batches of a step (data.num_lanes, or training.global_batch_size over the micro-batch) "
             f"cannot be shared out evenly to {gpus} GPUs: use {', '.join(fitting)} of them, or change the batch"
         )
-    size = infra.hybrid_shard_size or gpus // nodes
-    if infra.sharding_stage.endswith("_hybrid") and gpus % size:
-        yield f"infra.hybrid_shard_size={size} does not divide {gpus} GPUs: set it to a divisor of {gpus}"
+    if problem := indivisible_hybrid(config, gpus, gpus // nodes):
+        yield problem
+
+
+_STANDS_FOR = {"--gpus": ("infra.num_gpus",), "--model": ("model.model_name_or_path", "model.architecture")}
+"""Fields that an option of the command line sets."""
+
+
+def contradictions(options: Mapping[str, object], overrides: Sequence[str]) -> Iterator[str]:
+    """Options (name: value, None where not given) beside overrides of the fields that they stand for."""
+    fields = [override.removeprefix("--").partition("=")[0] for override in overrides]
+    for option, value in options.items():
+        for field in fields if value is not None else ():
+            if any(field == name or field.startswith(f"{name}.") for name in _STANDS_FOR[option]):
+                yield f"{option} {value} stands for {field}, which is set, too: give one of the two"
 
 
 def planned_job(config: FullConfig, sizes: Sizes, nodes: int, lora_rank: int | None = None) -> Job:
-    """The run of `config`, whose micro-batch size is a number; with `lora_rank`, its frozen model and adapters."""
+    """The run of `config`, whose micro-batch size is a number; with `lora_rank`, its frozen model and adapters.
+
+    Raises ConfigError for what a run would refuse before it starts.
+    """
     gpus = config.infra.num_gpus
     adapters = None if lora_rank is None else adapter_parameters(sizes, lora_rank)
     job = make_job(
@@ -45,4 +63,5 @@ def planned_job(config: FullConfig, sizes: Sizes, nodes: int, lora_rank: int | N
         ranks_per_node=gpus // nodes,
         trainable_parameters=adapters,
     )
+    refuse_what_runs_refuse(job)
     return job if adapters is None else dataclasses.replace(job, parameters=job.parameters + adapters)

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
-from ds_encdec.memory.answer import ENGINES, LARGEST_WORLD, Answer, EngineTable
+from ds_encdec.memory.answer import ENGINES, LARGEST_WORLD, Answer, EngineTable, runs_on
 from ds_encdec.memory.breakdown import CATEGORIES, Estimate
-from ds_encdec.memory.gpus import GIB
+from ds_encdec.memory.gpus import gib
 from ds_encdec.memory.job import Job
+from ds_encdec.memory.recommend import adds_up_in_16_bits
 from ds_encdec.memory.variants import (
     HEADROOM,
+    HOST_HEADROOM,
     Recommendation,
     Variant,
     as_overrides,
     fits,
+    has_other_name,
     offload_of,
     smallest_variants,
 )
-from ds_encdec.memory.zero_settings import zero_settings
 
 _WORDS = {
     "weights": "weights",
@@ -30,7 +33,7 @@ _WORDS = {
     "framework": "the CUDA context, NCCL and fragmentation",
 }
 _HEADER = (
-    "",
+    " ",
     "stage",
     "offload",
     "recompute",
@@ -47,33 +50,21 @@ _HEADER = (
     "fits",
 )
 _WORDS_COLUMNS = 4
-_FLOAT32 = 4
-"""Bytes."""
+_LARGE_HOST_BYTES = 2 * 2**40
+"""More than this few machines have."""
 _HELP = {
-    "weights": "a higher stage, more GPUs or a smaller model",
-    "master_weights": "a higher stage, infra.offload_optimizer=cpu or more GPUs",
-    "gradients": "infra.sharding_stage=zero2 or zero3, and with FSDP2 infra.fsdp_reduce_every_micro_batch=true",
-    "optimizer": "a higher stage, infra.offload_optimizer=cpu or more GPUs",
     "activations": "smaller data.max_encoder_length and data.max_decoder_length, or training.activation_offload=true",
-    "logits": "a smaller model.loss_chunk_tokens, and a smaller training.per_device_eval_batch_size",
-    "communication": "smaller buckets in infra.deepspeed_extra",
+    "logits": "a smaller model or vocabulary: it is mostly the float32 gradient of the head, whatever the chunks' size",
+    "communication": "smaller buckets in infra.deepspeed_extra, or a smaller model",
     "framework": "a larger GPU",
 }
-
-
-def gib(number: float) -> str:
-    """Bytes in GiB with one decimal."""
-    return f"{number / GIB:,.1f}"
+"""Of a setting that shards, offloads and recomputes everything already; else: more GPUs, or a smaller model."""
 
 
 def describe(found: Answer) -> str:
     """The whole answer."""
-    parts = [_about(found)]
-    parts += [_describe_table(found, table) for table in found.tables]
-    parts.append(_configured(found))
+    parts = [_about(found), *map(partial(_describe_table, found), found.tables), _configured(found)]
     parts += [_recommended(found, table) for table in found.tables]
-    if found.tables[0].recommendation is None:
-        parts.append(_what_would_help(found))
     return "\n\n".join(parts)
 
 
@@ -84,24 +75,30 @@ def _about(found: Answer) -> str:
     training = f"{job.parameters:,} parameters"
     if job.trainable_parameters != job.parameters:
         training += f", of which {job.trainable_parameters:,} are trained"
-    lines = [
-        f"{name}: {training}",
-        f"{job.world_size} x {gpu.name} ({gib(gpu.usable_bytes)} GiB usable each) on {nodes} node(s); a micro-batch of "
-        f"{job.config.training.micro_batch_size} has {job.encoder_tokens:,} + {job.decoder_tokens:,} tokens, "
-        f"{job.gradient_accumulation_steps} make a step of a rank.",
-        f"GiB per GPU at the worst moment of a step; host: GiB per node. It fits where {HEADROOM:.0%} of the GPU stay "
-        "free. * is the configured run.",
-    ]
-    if not gpu.has_bf16 and job.config.training.bf16:
-        lines.append(f"A {gpu.name} has no bfloat16: torch emulates it slowly; train with training.bf16=false.")
-    return "\n".join(lines)
+    host = "is not judged: give --host-memory"
+    if found.host_bytes is not None:
+        host = f"has {gib(found.host_bytes)} GiB, of which {HOST_HEADROOM:.0%} must stay free"
+    return "\n".join(
+        [
+            f"{name}: {training}",
+            f"{job.world_size} x {gpu.name} ({gib(gpu.usable_bytes)} GiB usable each) on {nodes} node(s)",
+            f"A micro-batch of {job.config.training.micro_batch_size} has {job.encoder_tokens:,} encoder and "
+            f"{job.decoder_tokens:,} decoder tokens; {job.gradient_accumulation_steps} of them make a step of a rank.",
+            "GiB per GPU at the worst moment of a step; host: GiB per node. * is the configured run.",
+            f"It fits where {HEADROOM:.0%} of the GPU stay free. The host {host}.",
+            "On GPUs these figures come from sources and traces: none was compared with a run on one yet.",
+        ]
+    )
 
 
 def _describe_table(found: Answer, table: EngineTable) -> str:
-    cells = [_dashes(row) if row.estimate is None else _cells(found, row, row.estimate) for row in table.rows]
+    shown = [row for row in table.rows if not (row.overrides and has_other_name(row.job))]
+    cells = [_dashes(row) if row.estimate is None else _cells(found, row, row.estimate) for row in shown]
     rows = [_HEADER, *dict.fromkeys(cells)]  # one line for what does not exist, however much it recomputes
-    reasons = dict.fromkeys(f"- {row.reason}" for row in table.rows if row.estimate is None)
-    return "\n".join([ENGINES[table.engine], _aligned(rows), *reasons])
+    notes = [f"- {reason}" for reason in dict.fromkeys(row.reason for row in table.rows if row.estimate is None)]
+    if len(shown) < len(table.rows):  # FSDP2
+        notes.append("- zero1 is zero2 here, and parameters are offloaded with the optimizer: each is shown once")
+    return "\n".join([ENGINES[table.engine], _aligned(rows), *notes])
 
 
 def _cells(found: Answer, row: Variant, estimated: Estimate) -> tuple[str, ...]:
@@ -113,7 +110,7 @@ def _cells(found: Answer, row: Variant, estimated: Estimate) -> tuple[str, ...]:
         *(gib(getattr(estimated.peak, name)) for name in CATEGORIES),
         gib(estimated.peak.total),
         gib(estimated.host.total * row.job.ranks_per_node),
-        "yes" if found.fits(estimated) else "no",
+        "yes" if found.fits(row) else f"no: {found.short_of(row)}",
     )
 
 
@@ -139,12 +136,16 @@ def _aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _configured(found: Answer) -> str:
-    estimated, job = found.estimate, found.job
-    verdict = "fits" if found.fits(estimated) else "does not fit"
+    row, job = found.configured, found.job
+    estimated = row.estimate
+    verdict = "fits" if found.fits(row) else f"does not fit (short of: {found.short_of(row)})"
+    if not runs_on(found.gpu, job):
+        verdict = f"does not run on a {found.gpu.name}, which has neither bfloat16 nor a flash kernel"
     return (
-        f"The configured run ({ENGINES[job.engine]}, {_setting(job)}) {verdict}: {gib(estimated.peak.total)} of "
-        f"{gib(found.gpu.usable_bytes)} GiB per GPU at its worst moment, the {estimated.moment}; most of it is "
-        f"{_WORDS[_largest(estimated)]}. {_host(found, estimated)}"
+        f"The configured run ({ENGINES[job.engine]}, {_setting(job)}) {verdict}:\n"
+        f"  {gib(estimated.peak.total)} of {gib(found.gpu.usable_bytes)} GiB per GPU at its worst moment, the "
+        f"{estimated.moment}; most of it is {_WORDS[_largest(estimated)]}.\n"
+        f"  {_host(found, estimated)}"
     )
 
 
@@ -161,51 +162,67 @@ def _largest(estimated: Estimate) -> str:
 
 
 def _host(found: Answer, estimated: Estimate) -> str:
-    host = estimated.host.scaled(found.job.ranks_per_node)
-    text = (
-        f"Each host of {found.job.ranks_per_node} rank(s) holds {gib(host.total)} GiB: offloaded states "
-        f"{gib(host.states)}, parameters {gib(host.parameters)}, activations {gib(host.activations)}, copies for saves "
-        f"{gib(host.save)}, processes {gib(host.process)}"
-    )
-    return f"{text}; it has {gib(found.host_bytes)}." if found.host_bytes is not None else f"{text}."
+    ranks, host = found.job.ranks_per_node, estimated.host.scaled(found.job.ranks_per_node)
+    parts = {
+        "offloaded states": host.states,
+        "parameters": host.parameters,
+        "activations": host.activations,
+        "copies for saves": host.save,
+        "processes": host.process,
+    }
+    named = ", ".join(f"{name} {gib(held)}" for name, held in parts.items() if held)
+    return f"Each host of {ranks} rank(s) holds {gib(host.total)} GiB: {named}.{_unjudged(found, host.total)}"
+
+
+def _unjudged(found: Answer, host_bytes: float) -> str:
+    """A warning of a host that few have, where nobody said what it has."""
+    if found.host_bytes is not None or host_bytes <= _LARGE_HOST_BYTES:
+        return ""
+    return " Few machines have that: give --host-memory."
 
 
 def _recommended(found: Answer, table: EngineTable) -> str:
     best, name = table.recommendation, ENGINES[table.engine]
-    if best is None:
-        return f"{name}: nothing fits."
-    arguments = as_overrides(best.overrides) or "the configuration as it is"
-    return f"Recommended with {name}: {arguments}\n  {_why(found, best)}"
+    if best is not None:
+        arguments = as_overrides(best.overrides) or "the configuration as it is"
+        return f"Recommended with {name}: {arguments}\n  {_why(found, best)}"
+    if not table.exists:
+        return f"{name} cannot run this: {table.rows[0].reason}."
+    return "\n".join([f"{name}: nothing fits.", *_what_would_help(found, table)])
 
 
 def _why(found: Answer, best: Recommendation) -> str:
-    needs = (
-        f"{gib(best.estimate.peak.total)} GiB per GPU, {gib(best.estimate.host.total * best.job.ranks_per_node)} GiB "
-        "per host"
-    )
+    host = best.estimate.host.total * best.job.ranks_per_node
     batch, steps = best.job.config.training.micro_batch_size, best.job.gradient_accumulation_steps
     before = (found.job.config.training.micro_batch_size, found.job.gradient_accumulation_steps)
     bf16 = ""
-    if best.job.engine == "deepspeed" and steps > 1 and zero_settings(best.job).accumulation < _FLOAT32:
-        bf16 = f"\n  It adds the gradients of its {steps} micro-batches up in 16 bits; zero2 and zero3 use float32."
-    changed = "" if (batch, steps) == before else f" instead of {before[0]} and {before[1]}"
+    if adds_up_in_16_bits(best.job):
+        bf16 = f"\n  It adds the gradients of its {steps} micro-batches up in 16 bits."
+    was = "" if (batch, steps) == before else f" instead of {before[0]} and {before[1]}"
     return (
-        f"{needs}; micro-batch {batch} and accumulation {steps}{changed}: {batch * steps * best.job.world_size:,} "
-        f"sequences a step, as configured.{bf16}"
+        f"{gib(best.estimate.peak.total)} GiB per GPU, {gib(host)} GiB per host.{_unjudged(found, host)}\n"
+        f"  Micro-batch {batch} and accumulation {steps}{was}: {batch * steps * best.job.world_size:,} sequences a "
+        f"step, as configured.{bf16}"
     )
 
 
-def _what_would_help(found: Answer) -> str:
-    smallest = [row.estimate for row in smallest_variants(found.job) if row.estimate is not None]
+def _what_would_help(found: Answer, table: EngineTable) -> list[str]:
+    smallest = [row.estimate for row in smallest_variants(table.job) if row.estimate is not None]
     lines = [_smallest(found, min(smallest, key=lambda estimated: estimated.peak.total))] if smallest else []
     lines += [
-        f"This fits: {as_overrides(near.overrides)} ({gib(near.estimate.peak.total)} GiB)" for near in found.nearest
+        f"This fits: {as_overrides(near.overrides)} ({gib(near.estimate.peak.total)} GiB)" for near in table.nearest
     ]
-    if found.gpus_needed is None:
+    if table.engine != found.job.engine:
+        return lines
+    if (more := found.more_gpus) is not None:
+        nodes = more.job.world_size // more.job.ranks_per_node
+        lines.append(
+            f"With more GPUs this fits: --gpus {more.job.world_size} --nodes {nodes} {as_overrides(more.overrides)} "
+            f"({gib(more.estimate.peak.total)} GiB)"
+        )
+    elif not table.nearest:
         lines.append(f"More of these GPUs alone do not help (up to {LARGEST_WORLD:,}).")
-    else:
-        lines.append(f"On {found.gpus_needed} of these GPUs a setting of the table fits.")
-    return "\n".join(lines)
+    return lines
 
 
 def _smallest(found: Answer, least: Estimate) -> str:
@@ -219,5 +236,5 @@ def _smallest(found: Answer, least: Estimate) -> str:
     largest = _largest(least)
     return (
         f"{least_of_all}. Most of it is {_WORDS[largest]} ({gib(getattr(least.peak, largest))} GiB); what helps: "
-        f"{_HELP[largest]}."
+        f"{_HELP.get(largest, 'more GPUs, or a smaller model')}."
     )

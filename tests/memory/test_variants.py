@@ -1,4 +1,4 @@
-"""Rows of the table, the recommendation, and the nearest settings that fit."""
+"""Rows of the table, and changes to a job."""
 
 from __future__ import annotations
 
@@ -7,23 +7,21 @@ import dataclasses
 import pytest
 
 from ds_encdec.config.load import load_config
-from ds_encdec.memory.estimate import estimate
+from ds_encdec.memory.estimate import engine_memory, estimate
 from ds_encdec.memory.gpus import GIB, GPUS
 from ds_encdec.memory.job import Job
 from ds_encdec.memory.model_sizes import adapter_parameters, run_sizes
 from ds_encdec.memory.planned import planned_job
 from ds_encdec.memory.variants import (
-    HEADROOM,
     Variant,
     as_overrides,
     batch_overrides,
     changed,
     fits,
-    fitting_settings,
     micro_batches,
-    recommend,
     variants,
 )
+from ds_encdec.types import ConfigError
 
 PARAMETERS = {
     "Qwen/Qwen3-0.6B": 1_036_517_376,
@@ -55,18 +53,20 @@ def row(rows: list[Variant], stage: str, offload: str = "none", checkpointing: s
 @pytest.mark.parametrize("gpus", [1, 8, 64])
 @pytest.mark.parametrize("model", PARAMETERS)
 def test_states_by_hand(model: str, gpus: int, engine: str) -> None:
-    """bfloat16 weights 2, float32 masters 4 and two moments 8 bytes per parameter, over the ranks that share them."""
+    """Between steps: float32 masters of 4 and two moments of 8 bytes per parameter, over the ranks that share them.
+
+    DeepSpeed has bfloat16 weights of 2 bytes beside them, FSDP2 makes these in the step. Padding is below 0.1 %, but
+    for norms and small parameters, which DeepSpeed's ZeRO-3 keeps whole.
+    """
     parameters = PARAMETERS[model]
     settings = [f"model.model_name_or_path={model}", f"infra.distributed_type={engine}", "infra.offload_optimizer=none"]
     for stage in ("zero0", "zero1", "zero2", "zero3"):
-        held = estimate(job(*settings, f"infra.sharding_stage={stage}", gpus=gpus, nodes=max(1, gpus // 8))).peak
-        ranks = 1 if stage == "zero0" else gpus
-        assert held.master_weights == pytest.approx(4 * parameters / ranks, rel=0.01)
-        assert held.optimizer >= 0.99 * 8 * parameters / ranks  # and what its step needs
-        if stage != "zero3":
-            assert held.weights == pytest.approx(2 * parameters, rel=0.02)  # FSDP2 lets go of layers that are done
-        elif engine == "deepspeed":  # FSDP2's embedding stays gathered
-            assert held.weights == pytest.approx(2 * parameters / gpus, rel=0.02)
+        asked = job(*settings, f"infra.sharding_stage={stage}", gpus=gpus, nodes=max(1, gpus // 8))
+        held, ranks = engine_memory(asked).resting, 1 if stage == "zero0" else gpus
+        assert held.master_weights == pytest.approx(4 * parameters / ranks, rel=1e-3)
+        assert held.optimizer == pytest.approx(8 * parameters / ranks, rel=1e-3)
+        weights = 0 if engine == "fsdp" else 2 * parameters / (gpus if stage == "zero3" else 1)
+        assert held.weights == pytest.approx(weights, rel=0.02)
 
 
 def test_what_is_offloaded_is_on_the_host() -> None:
@@ -83,8 +83,12 @@ def test_what_is_offloaded_is_on_the_host() -> None:
 
 
 def test_the_default_run_fits_eight_a100() -> None:
+    """Parts are compared with traces and measured runs elsewhere; this pins their sum, so that none can double.
+
+    In GiB: 2.9 of activations, 2.0 of gathered weights, 1.4 of framework, 0.5 of the rest.
+    """
     assert fits(estimate(job()), A100)
-    assert estimate(job()).peak.total < 0.25 * A100
+    assert estimate(job()).peak.total / GIB == pytest.approx(6.8, abs=0.35)
 
 
 def test_the_table_has_every_combination_and_says_what_does_not_exist() -> None:
@@ -109,6 +113,34 @@ def test_hybrids_come_with_several_nodes() -> None:
     assert "FSDP2" in hybrid.reason
 
 
+def test_what_a_run_refuses_is_no_row() -> None:
+    """Its checkpoints would miss moments. FSDP2 reads nothing of it."""
+    extra = 'infra.deepspeed_extra={"zero_optimization":{"offload_optimizer":{"ratio":0.5}}}'
+    with pytest.raises(ConfigError, match="ratio"):
+        job(extra)
+    other = changed(job(extra, "infra.distributed_type=fsdp"), {"infra.distributed_type": "deepspeed"})
+    refused = row(variants(other), "zero3", "optimizer")
+    assert refused.estimate is None
+    assert "ratio" in refused.reason
+    nvme = ("infra.offload_optimizer=nvme", "infra.nvme_path=/tmp")
+    with pytest.raises(ConfigError, match="nvme"):
+        job(*nvme)
+
+
+def test_a_change_can_be_typed_into_a_shell() -> None:
+    overrides = {"infra.hybrid_shard_size": None, "training.bf16": False, "infra.nvme_path": "/a b"}
+    assert as_overrides(overrides) == "infra.hybrid_shard_size=null training.bf16=false 'infra.nvme_path=/a b'"
+
+
+def test_what_auto_and_ddp_stand_for_is_said() -> None:
+    """A row that undoes what only FSDP2 can do would otherwise be DeepSpeed's."""
+    own = job("infra.distributed_type=auto", "training.activation_checkpointing=selective")
+    assert own.engine == "fsdp"
+    assert all(found.overrides["infra.distributed_type"] == "fsdp" for found in variants(own)[1:])
+    whole = job("infra.distributed_type=ddp", "infra.sharding_stage=zero0", "infra.offload_optimizer=none")
+    assert row(variants(whole), "zero3").overrides["infra.distributed_type"] == "fsdp"
+
+
 def test_a_configuration_of_its_own_is_a_row_of_its_own() -> None:
     own = job("training.activation_checkpointing=every_n")
     rows = variants(own)
@@ -124,63 +156,17 @@ def test_aliases_give_way() -> None:
     assert found.estimate is not None
 
 
-@pytest.mark.parametrize(("model", "gpus"), [("Qwen/Qwen3-0.6B", 8), ("Qwen/Qwen3-4B", 1), ("Qwen/Qwen3-8B", 64)])
-@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
-def test_a_recommendation_fits_is_valid_and_keeps_the_batch(model: str, gpus: int, engine: str) -> None:
-    settings = [f"model.model_name_or_path={model}", f"infra.distributed_type={engine}"]
-    asked = job(*settings, gpus=gpus, nodes=max(1, gpus // 8))
-    found = recommend(asked, A100)
-    assert found is not None
-    assert found.estimate.peak.total <= A100 * (1 - HEADROOM)
-    # What is printed can be pasted, and is then the same run.
-    pasted = job(*settings, *as_overrides(found.overrides).split(), gpus=gpus, nodes=max(1, gpus // 8))
-    assert pasted.config == found.job.config
-    assert estimate(pasted) == found.estimate
-    batches = [each.config.training.micro_batch_size * each.gradient_accumulation_steps for each in (asked, found.job)]
-    assert batches[0] == batches[1]
-
-
-def test_the_fastest_setting_is_recommended_with_the_largest_micro_batch() -> None:
-    found = recommend(job(), A100)
-    assert found is not None
-    infra, training = found.job.config.infra, found.job.config.training
-    assert (infra.sharding_stage, infra.offload_optimizer, training.activation_checkpointing) == (
-        "zero1",
-        "none",
-        "none",
-    )
-    larger = changed(found.job, batch_overrides(found.job, 2 * training.micro_batch_size))
-    assert not fits(estimate(larger), A100)
-
-
-def test_a_single_gpu_shards_nothing() -> None:
-    found = recommend(job(gpus=1), A100)
-    assert found is not None
-    assert found.job.config.infra.sharding_stage == "zero0"
-
-
-def test_nothing_is_recommended_where_nothing_fits() -> None:
-    assert recommend(job(), 1 * GIB) is None
-    assert fitting_settings(job(), 1 * GIB) == []
-
-
-def test_the_host_decides_too() -> None:
-    """A single GPU holds 4B only with its states on the host: where that is too small, nothing is left."""
-    asked = job("model.model_name_or_path=Qwen/Qwen3-4B", gpus=1)
-    found = recommend(asked, A100)
-    assert found is not None
-    assert found.job.config.infra.offload_optimizer == "cpu"
-    assert recommend(asked, A100, host_bytes=found.estimate.host.total) == found
-    assert recommend(asked, A100, host_bytes=50 * GIB) is None
-
-
 @pytest.mark.parametrize(
     ("overrides", "batch", "expected"),
     [
         ((), 4, {}),
         ((), 8, {"training.per_device_train_batch_size": 8, "training.gradient_accumulation_steps": 4}),
         (("data.num_lanes=64",), 1, {"training.per_device_train_batch_size": 1, "data.num_lanes": 256}),
-        (("training.global_batch_size=256",), 2, {"training.per_device_train_batch_size": 2}),
+        (
+            ("training.global_batch_size=256",),
+            2,
+            {"training.per_device_train_batch_size": 2, "training.gradient_accumulation_steps": 16},
+        ),
     ],
 )
 def test_micro_batches_keep_the_global_batch(overrides: tuple[str, ...], batch: int, expected: dict[str, int]) -> None:
@@ -199,19 +185,6 @@ def test_a_changed_job_keeps_what_a_run_knows_better() -> None:
     assert (other.ratio, other.gradient_accumulation_steps) == (2.0, 3)
     assert other.encoder_tokens == 2 * other.decoder_tokens
     assert changed(own, {"infra.distributed_type": "fsdp"}).engine == "fsdp"
-
-
-def test_fitting_settings_disturb_little_and_differ_in_kind() -> None:
-    asked = job("training.activation_checkpointing=none")
-    assert not fits(estimate(asked), 30 * GIB)
-    found = fitting_settings(asked, 30 * GIB)
-    assert len(found) == 3
-    assert all(setting.estimate.peak.total <= 30 * GIB * (1 - HEADROOM) for setting in found)
-    kinds = [frozenset(setting.overrides) for setting in found]
-    batch = {"training.per_device_train_batch_size", "training.gradient_accumulation_steps"}
-    assert kinds[:2] == [batch, {"training.activation_checkpointing"}]
-    # Of these two kinds, and with more room than both.
-    assert found[2].estimate.peak.total < 0.9 * min(setting.estimate.peak.total for setting in found[:2])
 
 
 def test_frozen_parameters_have_weights_but_no_states() -> None:

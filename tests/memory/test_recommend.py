@@ -1,0 +1,186 @@
+"""The recommendation, and the nearest settings that fit."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from ds_encdec.config.load import load_config
+from ds_encdec.memory.answer import answer
+from ds_encdec.memory.estimate import estimate
+from ds_encdec.memory.gpus import GIB, GPUS
+from ds_encdec.memory.job import Job
+from ds_encdec.memory.model_sizes import run_sizes
+from ds_encdec.memory.planned import planned_job
+from ds_encdec.memory.recommend import adds_up_in_16_bits, fitting_settings, recommend
+from ds_encdec.memory.variants import (
+    HEADROOM,
+    HOST_HEADROOM,
+    as_overrides,
+    batch_overrides,
+    changed,
+    fits,
+    has_other_name,
+    settings,
+)
+
+A100 = GPUS["a100-80gb"].usable_bytes
+FSDP = ("infra.distributed_type=fsdp", "infra.offload_optimizer=none")
+
+
+def job(*overrides: str, model: str = "0.6B", gpus: int = 8, nodes: int = 1) -> Job:
+    config = load_config(None, [f"infra.num_gpus={gpus}", f"model.model_name_or_path=Qwen/Qwen3-{model}", *overrides])
+    return planned_job(config, run_sizes(config), nodes)
+
+
+def sequences(asked: Job) -> int:
+    return asked.config.training.micro_batch_size * asked.gradient_accumulation_steps * asked.world_size
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "nodes", "overrides"),
+    [
+        ("0.6B", 8, 1, ()),
+        ("4B", 1, 1, ()),
+        ("8B", 64, 8, ()),
+        ("8B", 8, 1, ("training.global_batch_size=256",)),
+        ("4B", 8, 1, ("data.num_lanes=64",)),
+        ("0.6B", 8, 1, ("training.bf16=false", "training.fp16=true")),
+        ("0.6B", 8, 1, ("training.activation_checkpointing=every_n",)),
+        ("0.6B", 16, 2, ("infra.sharding_stage=zero3_hybrid", "infra.hybrid_shard_size=4")),
+        ("0.6B", 8, 1, ("infra.distributed_type=auto", "training.activation_checkpointing=selective")),
+        ("4B", 8, 1, (*FSDP, "training.torch_compile=true", "infra.fsdp_reduce_every_micro_batch=true")),
+        ("4B", 8, 1, (*FSDP, "infra.fsdp_sharding_strategy=FULL_SHARD", "infra.fsdp_cpu_offload=false")),
+        ("0.6B", 16, 2, (*FSDP, "infra.sharding_stage=zero2_hybrid")),
+    ],
+)
+def test_what_is_recommended_can_be_pasted(model: str, gpus: int, nodes: int, overrides: tuple[str, ...]) -> None:
+    """For both engines: a valid configuration, the same run, the same global batch, and it fits."""
+    asked = job(*overrides, model=model, gpus=gpus, nodes=nodes)
+    for table in answer(asked, GPUS["a100-80gb"]).tables:
+        best = table.recommendation
+        if "training.fp16=true" in overrides and table.engine == "fsdp":
+            assert best is None
+            continue
+        assert best is not None
+        pasted = job(*overrides, *shlex.split(as_overrides(best.overrides)), model=model, gpus=gpus, nodes=nodes)
+        assert (pasted.config, pasted.engine) == (best.job.config, table.engine)
+        assert sequences(pasted) == sequences(best.job) == sequences(asked)
+        assert estimate(pasted) == best.estimate
+        assert fits(best.estimate, A100)
+
+
+def test_a_step_in_one_micro_batch_may_fit_where_smaller_ones_do_not() -> None:
+    """FSDP2 accumulates all gradients in float32, here 56 GiB."""
+    asked = job(*FSDP, "training.per_device_train_batch_size=2", "training.gradient_accumulation_steps=1", model="8B")
+    assert fits(estimate(asked), A100)
+    assert not fits(estimate(changed(asked, batch_overrides(asked, 1))), A100)
+    found = recommend(asked, A100)
+    assert found is not None
+    assert found.job.config.infra.offload_optimizer == "none"
+    assert found.job.gradient_accumulation_steps == 1
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+def test_no_setting_of_the_table_that_fits_offloads_less(engine: str) -> None:
+    """By trying every one of them, at every micro-batch."""
+    asked = job(f"infra.distributed_type={engine}", "training.gradient_accumulation_steps=2", model="8B")
+    found = recommend(asked, 30 * GIB)
+    assert found is not None
+    assert found.job.config.infra.offload_optimizer == "cpu"
+    for overrides in settings(asked):
+        for batch in (1, 2, 4, 8):
+            other = changed(asked, overrides | batch_overrides(asked, batch))
+            infra = other.config.infra
+            if infra.offload_optimizer == infra.offload_params == "none":
+                assert not fits(estimate(other), 30 * GIB)
+
+
+def test_fsdp2_reduces_every_micro_batch_rather_than_to_offload() -> None:
+    found = recommend(job("infra.distributed_type=fsdp", model="8B"), A100)
+    assert found is not None
+    assert found.job.config.infra.offload_optimizer == "none"
+    assert found.job.config.infra.fsdp_reduce_every_micro_batch
+    # Without need it does not.
+    small = recommend(job("infra.distributed_type=fsdp", "infra.fsdp_reduce_every_micro_batch=true"), A100)
+    assert small is not None
+    assert not small.job.config.infra.fsdp_reduce_every_micro_batch
+
+
+def test_the_fastest_setting_is_recommended_with_the_largest_micro_batch() -> None:
+    found = recommend(job(), A100)
+    assert found is not None
+    infra, training = found.job.config.infra, found.job.config.training
+    assert (infra.sharding_stage, infra.offload_optimizer, training.activation_checkpointing) == (
+        "zero2",
+        "none",
+        "none",
+    )
+    larger = changed(found.job, batch_overrides(found.job, 2 * training.micro_batch_size))
+    assert not fits(estimate(larger), A100)
+
+
+@pytest.mark.parametrize("gpus", [8, 64])
+def test_sharding_comes_before_recomputation(gpus: int) -> None:
+    """Inside a node, and in hybrids, it costs less than a second forward pass."""
+    found = recommend(job(model="4B" if gpus == 8 else "8B", gpus=gpus, nodes=gpus // 8), A100)
+    assert found is not None
+    assert found.job.config.training.activation_checkpointing == "none"
+    assert found.job.config.infra.sharding_stage in ("zero2", "zero3", "zero3_hybrid")
+
+
+def test_one_gpu_adds_up_in_float32() -> None:
+    """There zero2 sends nothing, and zero0 would add 8 micro-batches up in bfloat16."""
+    found = recommend(job(gpus=1), A100)
+    assert found is not None
+    assert found.job.config.infra.sharding_stage == "zero2"
+    assert not adds_up_in_16_bits(found.job)
+    assert adds_up_in_16_bits(changed(found.job, {"infra.sharding_stage": "zero0"}))
+    whole = recommend(job("training.gradient_accumulation_steps=1", gpus=1), A100)
+    assert whole is not None
+    assert whole.job.config.infra.sharding_stage == "zero0"
+
+
+def test_activations_on_the_host_are_offload() -> None:
+    found = recommend(job("training.activation_offload=true"), A100)
+    assert found is not None
+    assert not found.job.config.training.activation_offload
+    assert found == recommend(job("training.activation_offload=true"), A100, host_bytes=100 * GIB)
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_fsdp2_has_one_name_for_one_setting(stage: str) -> None:
+    asked = job("infra.distributed_type=fsdp", f"infra.sharding_stage={stage}")
+    other = {"infra.sharding_stage": "zero2"} if stage == "zero1" else {"infra.offload_params": "cpu"}
+    assert estimate(asked) == estimate(changed(asked, other))
+    assert has_other_name(asked) is not has_other_name(changed(asked, other))
+
+
+def test_nothing_is_recommended_where_nothing_fits() -> None:
+    assert recommend(job(), 1 * GIB) is None
+    assert fitting_settings(job(), 1 * GIB) == []
+
+
+def test_the_host_decides_too() -> None:
+    """A single GPU holds 4B only with its states on the host: where that is too small, nothing is left."""
+    asked = job(model="4B", gpus=1)
+    found = recommend(asked, A100)
+    assert found is not None
+    assert found.job.config.infra.offload_optimizer == "cpu"
+    assert recommend(asked, A100, host_bytes=found.estimate.host.total / (1 - HOST_HEADROOM) + 1) == found
+    assert recommend(asked, A100, host_bytes=found.estimate.host.total) != found
+    assert recommend(asked, A100, host_bytes=50 * GIB) is None
+
+
+def test_fitting_settings_disturb_little_and_differ_in_kind() -> None:
+    asked = job("training.activation_checkpointing=none")
+    assert not fits(estimate(asked), 30 * GIB)
+    found = fitting_settings(asked, 30 * GIB)
+    assert len(found) == 3
+    assert all(setting.estimate.peak.total <= 30 * GIB * (1 - HEADROOM) for setting in found)
+    kinds = [frozenset(setting.overrides) for setting in found]
+    batch = {"training.per_device_train_batch_size", "training.gradient_accumulation_steps"}
+    assert kinds[:2] == [batch, {"training.activation_checkpointing"}]
+    # Of these two kinds, and with more room than both.
+    assert found[2].estimate.peak.total < 0.9 * min(setting.estimate.peak.total for setting in found[:2])
