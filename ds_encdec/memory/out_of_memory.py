@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 import traceback
 from collections.abc import Iterator
@@ -11,12 +10,23 @@ from contextlib import contextmanager
 
 import torch
 
-from ds_encdec.launch.memory_errors import is_of_device, is_out_of_memory, out_of_memory
+from ds_encdec.launch.memory_errors import is_of_device, is_of_driver, is_out_of_memory, out_of_memory
+from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.memory.breakdown import Breakdown, HostBreakdown
 from ds_encdec.memory.device_stats import GB, device_capacity, get_memory_stats
 from ds_encdec.memory.expected import ExpectedMemory, gib
+from ds_encdec.memory.job import Job
 from ds_encdec.memory.recommend import fitting_settings
-from ds_encdec.memory.variants import HEADROOM, Recommendation, Value, fits, variants
+from ds_encdec.memory.variants import (
+    BATCH_FIELDS,
+    HEADROOM,
+    Recommendation,
+    Value,
+    as_overrides,
+    fits,
+    variant,
+    variants,
+)
 from ds_encdec.types import OutOfMemoryError
 
 logger = logging.getLogger(__name__)
@@ -24,7 +34,11 @@ logger = logging.getLogger(__name__)
 SETTINGS = 3
 """How many settings are proposed."""
 _CANDIDATES = 20
-"""How many are looked at where some may move what they save to the memory that ran out."""
+"""How many are looked at, as some may not do: they move what they save to the memory that ran out, or come last."""
+_PAGE_LOCKED = (
+    "The device has room, so it was page-locked memory of the host, which a system may limit to less than it has "
+    "(containers, WSL): infra.pin_memory=false needs little of it."
+)
 _SHORTFALL = 0.1
 """By which share settings must need less, where the estimate says that those which ran out of memory fit."""
 
@@ -43,7 +57,10 @@ def out_of_memory_explained(expected: ExpectedMemory | None, device: torch.devic
         named = out_of_memory(error, rank)
         traceback.clear_frames(error.__traceback__)  # activations are local variables of the frames that it shows
         try:
-            more = "\n" + explanation(expected, device, rank, of_device=is_of_device(error))
+            of_device = is_of_device(error, device_capacity(device).free_bytes)
+            more = "\n" + explanation(expected, device, rank, of_device=of_device)
+            if is_of_driver(error) and not of_device:
+                more = f"\n{_PAGE_LOCKED}{more}"
         except Exception:  # whatever it is, it must not take the place of the error that it is about
             logger.exception("What would have fitted cannot be said:")
             more = ""
@@ -72,17 +89,16 @@ def explanation(expected: ExpectedMemory, device: torch.device, rank: int, *, of
         else "No other setting of this run is estimated to fit: use more ranks, or a smaller model."
     )
     for number, setting in enumerate(settings, start=1):
-        lines.append(f"  {number}. {as_overrides(setting.overrides)} ({ExpectedMemory(setting.job, setting.estimate)})")
+        only = "in a new run only: " if is_for_new_run(setting) else ""
+        needs = ExpectedMemory(setting.job, setting.estimate)
+        lines.append(f"  {number}. {only}{as_overrides(setting.overrides)} ({needs})")
     return "\n".join(lines)
 
 
-def as_overrides(overrides: dict[str, Value]) -> str:
-    """As the command line takes them."""
-    words = {None: "null", True: "true", False: "false"}
-    return " ".join(
-        f"{name}={words[value] if value is None or isinstance(value, bool) else value}"
-        for name, value in overrides.items()
-    )
+def is_for_new_run(setting: Recommendation) -> bool:
+    """Whether the run has checkpoints, which do not go on under this setting: its data come in another order."""
+    has_checkpoint = (RunFolder(setting.job.config.infra.output_dir).checkpoints / "latest").exists()
+    return has_checkpoint and bool(BATCH_FIELDS & setting.overrides.keys())
 
 
 def settings_that_fit(
@@ -92,23 +108,37 @@ def settings_that_fit(
 
     `device_bytes`: of one accelerator. `host_bytes`: of a node, for all its ranks.
     """
-    job, estimated = expected.job, expected.estimate
     if of_device:
-        limit = _limit(estimated.peak.total, estimated.peak.framework, device_bytes)
-        return fitting_settings(job, limit / (1 - HEADROOM), SETTINGS)
+        peak = expected.estimate.peak
+        limit = _limit(peak.total, peak.framework, device_bytes)
+        fitting = fitting_settings(expected.job, limit / (1 - HEADROOM), _CANDIDATES)
+    else:
+        fitting = _fitting_host(expected, device_bytes, host_bytes)
+    return sorted(fitting, key=is_for_new_run)[:SETTINGS]
+
+
+def _fitting_host(expected: ExpectedMemory, device_bytes: float, host_bytes: float) -> list[Recommendation]:
+    job, estimated = expected.job, expected.estimate
     fixed = estimated.host.process + (estimated.peak.framework if job.device == "cpu" else 0.0)
     limit = _limit(expected.node_bytes, fixed * job.ranks_per_node, host_bytes)
     if job.device == "cpu":
         room = limit / job.ranks_per_node - estimated.host.total
         candidates = fitting_settings(job, room / (1 - HEADROOM), _CANDIDATES)
-    else:  # what is offloaded, and copied to be saved
+    else:
+        rows = [*(variant(job, overrides) for overrides in _smaller_copies(job)), *variants(job)]
         candidates = [
             Recommendation(row.overrides, row.job, row.estimate)
-            for row in variants(job)
+            for row in rows
             if row.estimate is not None and fits(row.estimate, device_bytes)
         ]
-    fitting = (setting for setting in candidates if ExpectedMemory(setting.job, setting.estimate).node_bytes <= limit)
-    return list(itertools.islice(fitting, SETTINGS))
+    return [setting for setting in candidates if ExpectedMemory(setting.job, setting.estimate).node_bytes < limit]
+
+
+def _smaller_copies(job: Job) -> Iterator[dict[str, Value]]:
+    """Without page-locked buffers, which torch rounds up, and without copies that are saved in the background."""
+    yield {"infra.pin_memory": False}
+    if job.engine == "deepspeed":  # FSDP2 copies a rank's part to the host in either case
+        yield {"training.async_save": False}
 
 
 def _limit(needed: float, fixed: float, capacity: float) -> float:

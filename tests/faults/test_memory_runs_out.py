@@ -27,10 +27,7 @@ STEPS = {
     "training__logging_steps": 1,
     "training__average_checkpoints": 0,
     "training__report_to": "none",
-    "infra__offload_optimizer": "none",
 }
-ZERO = {"infra__distributed_type": "deepspeed"}
-FSDP = {"infra__distributed_type": "fsdp"}
 
 
 @pytest.fixture(scope="module")
@@ -39,19 +36,10 @@ def runs() -> Iterator[ForkedRuns]:
         yield started
 
 
-# Bytes per parameter on each of two ranks, by hand: weights, master weights, gradients, optimizer.
-@pytest.mark.parametrize(
-    ("engine", "held"),
-    [
-        pytest.param(ZERO, (2 / 2, 4 / 2, 4 / 2, 8 / 2), id="deepspeed"),
-        pytest.param(FSDP, (0, 4 / 2, 4 / 2, 8 / 2), id="fsdp"),  # before a step nothing is gathered
-    ],
-)
-def test_a_rank_without_memory_says_what_would_have_fitted(
-    runs: ForkedRuns, tmp_path: Path, engine: dict[str, str], held: tuple[float, ...]
-) -> None:
+def test_a_rank_without_memory_says_what_would_have_fitted(runs: ForkedRuns, tmp_path: Path) -> None:
     """Its memory is full to the last when it says so, and the other rank ends because it is gone."""
     large = {"training__per_device_train_batch_size": 16, "training__activation_checkpointing": "none"}
+    engine = {"infra__distributed_type": "fsdp", "infra__offload_optimizer": "none"}
     settings = overrides(tmp_path, **STEPS | engine | large)
     faults = [{"kind": "full_memory", "at": 4, "on_rank": 1}]
     finished = runs.run(["--config", QUICKSTART, *settings], ranks=2, faults=faults)
@@ -68,44 +56,48 @@ def test_a_rank_without_memory_says_what_would_have_fitted(
     )
     assert {name for name in CATEGORIES if f"{name.replace('_', ' ')} " not in estimated} <= {"communication"}
     assert re.match(r"Rank 1 has held [\d.]+ GiB at most; the host has [\d.]+ GiB for 2 ranks\.", measured)
-    assert len(proposed) == 3
-    for number, line in enumerate(proposed, start=1):
-        proposal = re.fullmatch(rf"  {number}\. (.+?) \(estimated peak per rank .*\)", line)
-        assert proposal, line
-        changed = load_config(Path(QUICKSTART), [*settings, *proposal[1].split()])
-        assert changed != load_config(Path(QUICKSTART), settings)
+    assert_can_be_continued_with(proposed, settings)
 
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3]
-    assert_told(tmp_path, held)
     assert [saved.manifest.step for saved in verify_checkpoints(tmp_path)] == [2]
+    # Weights are gathered, and before a step none are.
+    assert_told(tmp_path, {"weights": 0, "master_weights": 4 / 2, "gradients": 4 / 2, "optimizer": 8 / 2})
 
 
-@pytest.mark.parametrize(
-    ("settings", "held"),
-    [
-        pytest.param({"infra__sharding_stage": "zero2"}, (2, 4 / 2, 4 / 2, 8 / 2), id="zero2"),
-        pytest.param({"infra__sharding_stage": "zero0"}, (2, 4, 2, 8), id="zero0"),
-        # Gradients are accumulated in one buffer, and copied into another for the optimizer.
-        pytest.param({"infra__offload_optimizer": "cpu"}, (2 / 2, 4 / 2, 2 * 4 / 2, 8 / 2), id="offload"),
-    ],
-)
-def test_a_run_says_what_its_tensors_take(
-    runs: ForkedRuns, tmp_path: Path, settings: dict[str, str], held: tuple[float, ...]
-) -> None:
-    steps = STEPS | {"training__num_train_steps": 3, "training__save_steps": 3}
-    finished = runs.run(["--config", QUICKSTART, *overrides(tmp_path, **steps | ZERO | settings)], ranks=2)
+def assert_can_be_continued_with(proposed: list[str], settings: list[str]) -> None:
+    """Each line has overrides that change the run; those that its checkpoint cannot go on with say so, and are last."""
+    before = load_config(Path(QUICKSTART), settings)
+    new_run_only = []
+    for number, line in enumerate(proposed, start=1):
+        proposal = re.fullmatch(rf"  {number}\. (in a new run only: )?(.+?) \(estimated peak per rank .*\)", line)
+        assert proposal, line
+        after = load_config(Path(QUICKSTART), [*settings, *proposal[2].split()])
+        assert after != before
+        changes_batch = after.training.micro_batch_size != before.training.micro_batch_size
+        assert changes_batch == bool(proposal[1])
+        new_run_only.append(changes_batch)
+    assert new_run_only == sorted(new_run_only)
+    assert not all(new_run_only)
+
+
+def test_a_run_says_what_its_tensors_take(runs: ForkedRuns, tmp_path: Path) -> None:
+    """With ZeRO-3 and an offloaded optimizer, as a run has by default."""
+    settings = overrides(tmp_path, **STEPS | {"training__num_train_steps": 3, "training__save_steps": 3})
+    finished = runs.run(["--config", QUICKSTART, *settings], ranks=2)
     assert finished.codes == [0, 0], finished.output
     assert "estimated peak per rank " in finished.output
-    assert_told(tmp_path, held)
+    # Gradients are accumulated in one buffer, and copied into another for the optimizer.
+    assert_told(tmp_path, {"weights": 2 / 2, "master_weights": 4 / 2, "gradients": 2 * 4 / 2, "optimizer": 8 / 2})
 
 
-def assert_told(folder: Path, held: tuple[float, ...]) -> None:
+def assert_told(folder: Path, held: dict[str, float]) -> None:
     """The second line has what the engine's tensors take, in bytes per parameter; all have the same estimate."""
     first, second, third = metrics(folder)
-    names = [f"mem/{category}_bytes" for category in ("weights", "master_weights", "gradients", "optimizer")]
+    names = [f"mem/{category}_bytes" for category in held]
     assert not {*names} & (first.keys() | third.keys())
     # Norms are not sharded under ZeRO-3, and shards are padded.
     told = [second.get(name, 0) / PARAMETERS for name in names]
-    assert told == [pytest.approx(value, rel=0.1, abs=0.01) for value in held]
+    assert told == [pytest.approx(value, rel=0.1, abs=0.01) for value in held.values()]
     assert first["mem/estimated_bytes"] == second["mem/estimated_bytes"] == third["mem/estimated_bytes"]
     assert 1e8 < first["mem/peak_bytes"] < 1.2 * first["mem/estimated_bytes"]
+    assert all(line["mem/host_bytes"] <= line["mem/peak_bytes"] for line in (first, second, third))

@@ -7,11 +7,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.distributed import DistBackendError
 
 from ds_encdec.launch.agreement import attempt
 from ds_encdec.launch.memory_errors import is_of_device, is_out_of_memory
 from ds_encdec.launch.run_status import named_error
 from ds_encdec.types import DsEncDecError, OutOfMemoryError
+
+GIB = 2**30
 
 
 def raised_by(action: Callable[[], object]) -> BaseException:
@@ -30,8 +33,21 @@ ON_HOST = [
 ]
 ON_DEVICE = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore"),
+    torch.OutOfMemoryError("HIP out of memory. Tried to allocate 2.00 GiB."),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-    RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+    RuntimeError("CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"),
+    RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"),
+    RuntimeError("CUDA driver error: out of memory"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+]
+BY_DRIVER = [
+    torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in its documentation"),
+    torch.AcceleratorError("HIP error: out of memory\nHIP kernel errors might be asynchronously reported"),
+    DistBackendError(
+        "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error (run with "
+        "NCCL_DEBUG=INFO for details), NCCL version 2.27.5\nncclUnhandledCudaError: Call to CUDA function failed.\n"
+        "Last error:\nCuda failure 2 'out of memory'"
+    ),
 ]
 
 
@@ -39,7 +55,7 @@ ON_DEVICE = [
 def test_a_host_without_memory(action: Callable[[], object]) -> None:
     error = raised_by(action)
     assert is_out_of_memory(error)
-    assert not is_of_device(error)
+    assert not is_of_device(error, 0)
     assert named_error(error, 3).exit_code == 6
     assert str(named_error(error, 3)).startswith("rank 3 ran out of memory: ")
 
@@ -47,11 +63,32 @@ def test_a_host_without_memory(action: Callable[[], object]) -> None:
 @pytest.mark.parametrize("error", ON_DEVICE, ids=lambda error: str(error)[:20])
 def test_a_device_without_memory(error: BaseException) -> None:
     assert is_out_of_memory(error)
-    assert is_of_device(error)
+    assert is_of_device(error, 64 * GIB), "room for less than what was asked for"
+    assert_named(error, 64 * GIB)
+
+
+@pytest.mark.parametrize("error", BY_DRIVER, ids=lambda error: type(error).__name__)
+def test_the_driver_says_the_same_of_page_locked_memory(error: BaseException) -> None:
+    """A device that has room was not what it meant."""
+    assert is_out_of_memory(error)
+    assert not is_of_device(error, 10 * GIB)
+    assert is_of_device(error, GIB / 4)
+    assert_named(error, GIB / 4)
+
+
+def assert_named(error: BaseException, free_device_bytes: float) -> None:
+    """In one line that still says what ran out."""
     named = named_error(error, 0)
     assert named.exit_code == 6
-    assert is_of_device(named), "also once it has been named"
+    assert is_of_device(named, free_device_bytes)
     assert "\n" not in str(named)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_page_locked_memory_that_the_host_does_not_have() -> None:
+    error = raised_by(lambda: torch.empty(2**46, dtype=torch.uint8, pin_memory=True))
+    assert is_out_of_memory(error)
+    assert not is_of_device(error, torch.cuda.mem_get_info()[0])
 
 
 @pytest.mark.parametrize("error", [RuntimeError("NCCL timeout"), ValueError("not enough memory"), OSError(28, "")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,19 +11,23 @@ import torch
 
 from ds_encdec.config.load import load_config
 from ds_encdec.memory.breakdown import CATEGORIES
-from ds_encdec.memory.expected import ExpectedMemory, expect
+from ds_encdec.memory.device_stats import device_capacity
+from ds_encdec.memory.expected import ExpectedMemory, expect, gib
 from ds_encdec.memory.job import make_job
 from ds_encdec.memory.model_sizes import run_sizes
-from ds_encdec.memory.out_of_memory import as_overrides, out_of_memory_explained, settings_that_fit
-from ds_encdec.memory.variants import value_of
-from ds_encdec.types import OutOfMemoryError
+from ds_encdec.memory.out_of_memory import explanation, out_of_memory_explained, settings_that_fit
+from ds_encdec.memory.variants import BATCH_FIELDS, as_overrides, value_of
+from ds_encdec.types import EngineName, OutOfMemoryError
 
 GIB = 2**30
+QUICKSTART = Path(__file__).parents[2] / "ds_configs" / "quickstart.yaml"
 
 
-def expected_on(device: Any, *overrides: str) -> ExpectedMemory:
-    config = load_config(None, overrides)
-    job = make_job(config, run_sizes(config), "deepspeed", world_size=8, ranks_per_node=8, device=device)
+def expected_on(
+    device: Any, *overrides: str, engine: EngineName = "deepspeed", config_file: Path | None = None
+) -> ExpectedMemory:
+    config = load_config(config_file, overrides)
+    job = make_job(config, run_sizes(config), engine, world_size=8, ranks_per_node=8, device=device)
     expected = expect(job)
     assert expected is not None
     return expected
@@ -57,6 +62,53 @@ def test_where_the_host_runs_out_it_is_the_host_that_needs_less(device: str) -> 
     for setting in settings:
         assert ExpectedMemory(setting.job, setting.estimate).node_bytes < 0.95 * expected.node_bytes
         assert setting.estimate.peak.total < 80 * GIB
+
+
+@pytest.mark.parametrize(("engine", "copies"), [("deepspeed", "training.async_save"), ("fsdp", "infra.pin_memory")])
+def test_where_the_host_of_gpus_runs_out_its_copies_go_first(engine: EngineName, copies: str) -> None:
+    """DeepSpeed's buffers for the optimizer are hardly rounded; FSDP2's saves pass through the host in any case."""
+    larger = "model.model_name_or_path=Qwen/Qwen3-8B"
+    expected = expected_on("cuda", larger, engine=engine)
+    first, *_ = settings_that_fit(expected, 10**12, 0.95 * expected.node_bytes, of_device=False)
+    assert first.overrides == {copies: False}
+    without = expected_on("cuda", larger, f"{copies}=false", engine=engine)
+    for setting in settings_that_fit(without, 10**12, 0.95 * without.node_bytes, of_device=False):
+        assert copies not in setting.overrides
+
+
+def test_page_locked_memory_is_the_hosts() -> None:
+    """What the driver refuses while the device (here: this machine) has room."""
+    expected = expected_on("cuda")
+    with pytest.raises(OutOfMemoryError) as raised, out_of_memory_explained(expected, torch.device("cpu"), 0):
+        raise torch.AcceleratorError("CUDA error: out of memory\nmore")
+    asked, hint, estimated, measured, *_ = str(raised.value).splitlines()
+    assert asked == "rank 0 ran out of memory: CUDA error: out of memory."
+    assert "infra.pin_memory=false" in hint
+    assert estimated.startswith("Estimated for each rank")
+    assert "the host has" in measured
+
+
+def test_a_run_that_has_a_checkpoint_goes_on_with_its_batches(tmp_path: Path) -> None:
+    """Another micro-batch is another order of the data: it comes last, and as what it is."""
+    settings = ("training.activation_checkpointing=none", "data.num_lanes=64", f"infra.output_dir={tmp_path}")
+    expected = expected_on("cpu", *settings, config_file=QUICKSTART)
+    _, fresh = _proposed(expected)
+    assert BATCH_FIELDS & fresh[0].keys()
+    (tmp_path / "checkpoints" / "latest").mkdir(parents=True)
+    lines, begun = _proposed(expected)
+    in_order = [bool(BATCH_FIELDS & overrides.keys()) for overrides in begun]
+    assert in_order == sorted(in_order)
+    assert set(in_order) == {False, True}
+    assert [". in a new run only: " in line for line in lines] == in_order
+
+
+def _proposed(expected: ExpectedMemory) -> tuple[list[str], list[dict[str, Any]]]:
+    """The last lines of the message, and the overrides that they are about."""
+    device = torch.device("cpu")
+    lines = explanation(expected, device, 0, of_device=False).splitlines()[3:]
+    capacity = device_capacity(device).total_bytes
+    settings = settings_that_fit(expected, capacity, capacity, of_device=False)
+    return lines, [setting.overrides for setting in settings]
 
 
 def test_the_message_tells_what_was_asked_expected_measured_and_possible() -> None:
@@ -95,3 +147,5 @@ def test_the_measured_peak_is_compared_with_what_it_measures() -> None:
     assert host.states > 0
     assert on_cpu.peak_bytes == on_cpu.estimate.peak.total + host.total - host.process
     assert on_cpu.node_bytes == 8 * (on_cpu.estimate.peak.total + host.total)
+    assert str(on_cpu).startswith(f"estimated peak per rank {gib(on_cpu.peak_bytes)} (")
+    assert str(on_gpu).startswith(f"estimated peak per GPU {gib(on_gpu.estimate.peak.total)} (")
