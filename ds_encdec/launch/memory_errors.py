@@ -8,8 +8,13 @@ import torch
 
 from ds_encdec.types import OutOfMemoryError
 
-_HOST_MESSAGES = ("DefaultCPUAllocator", "can't allocate memory", "not enough memory", "std::bad_alloc")
-"""Of torch's allocator on the host (c10/core/impl/alloc_cpu.cpp, on Linux and on Windows), and of C++."""
+_HOST_MESSAGES = (
+    "DefaultCPUAllocator",  # torch's allocator (c10/core/impl/alloc_cpu.cpp)
+    "can't allocate memory",
+    "not enough memory",  # the same on Windows
+    "std::bad_alloc",  # C++
+    "Cannot allocate memory",  # the kernel: strerror(ENOMEM), for instance of torch's mmap
+)
 _DEVICE_MESSAGES = (
     "CUDA out of memory",  # torch's allocator
     "HIP out of memory",
@@ -41,7 +46,12 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and _says(str(error), _MESSAGES)
+    return isinstance(error, RuntimeError) and says_out_of_memory(str(error))
+
+
+def says_out_of_memory(text: str) -> bool:
+    """Whether `text`, an error's message or the last words of a process, is of memory that has run out."""
+    return _says(text, _MESSAGES)
 
 
 def is_of_device(error: BaseException, free_device_bytes: float) -> bool:
@@ -60,16 +70,17 @@ def is_of_driver(error: BaseException) -> bool:
 
 
 def out_of_memory(error: BaseException, rank: int) -> OutOfMemoryError:
-    """The error as one of ours, with the first line of what it says; `rank` is the one that met it.
-
-    NCCL says what it was only in the last of its lines; then that is there, too.
-    """
+    """The error as one of ours, in one line; `rank` is the one that met it."""
     if isinstance(error, OutOfMemoryError):
         return error
+    return OutOfMemoryError(f"rank {rank} ran out of memory: {in_one_line(error).rstrip('.')}.")
+
+
+def in_one_line(error: BaseException) -> str:
+    """The first line of what an `is_out_of_memory` says, and the one that names the memory, as of NCCL the last."""
     first, *others = str(error).strip().splitlines() or [type(error).__name__]  # Python's MemoryError says nothing
-    telling = [] if _says(first, _MESSAGES) else [line.strip() for line in others if _says(line, _MESSAGES)]
-    said = ": ".join([first.rstrip(".:"), *telling[:1]])
-    return OutOfMemoryError(f"rank {rank} ran out of memory: {said.rstrip('.')}.")
+    telling = [] if says_out_of_memory(first) else [line.strip() for line in others if says_out_of_memory(line)]
+    return ": ".join([first.rstrip(".:"), *telling[:1]]) if telling else first
 
 
 def _says(message: str, texts: tuple[str, ...]) -> bool:

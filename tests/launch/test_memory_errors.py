@@ -10,7 +10,7 @@ import torch
 from torch.distributed import DistBackendError
 
 from ds_encdec.launch.agreement import attempt
-from ds_encdec.launch.memory_errors import is_of_device, is_out_of_memory
+from ds_encdec.launch.memory_errors import is_of_device, is_out_of_memory, says_out_of_memory
 from ds_encdec.launch.run_status import named_error
 from ds_encdec.types import DsEncDecError, OutOfMemoryError
 
@@ -95,6 +95,13 @@ def test_page_locked_memory_that_the_host_does_not_have() -> None:
 def test_other_errors_are_others(error: Exception) -> None:
     assert not is_out_of_memory(error)
     assert named_error(error, 0).exit_code == 1
+
+
+def test_the_last_words_of_a_process_are_understood() -> None:
+    """The kernel's own phrase as torch repeats it, from wherever the text comes."""
+    words = "RuntimeError: unable to mmap 17592186044416 bytes from file </weights>: Cannot allocate memory (12)"
+    assert says_out_of_memory(f"Traceback (most recent call last):\n  …\n{words}")
+    assert not says_out_of_memory("unable to allocate shared memory(shm): No space left on device (28)")
 
 
 def test_an_action_on_several_ranks_keeps_what_its_error_is() -> None:
