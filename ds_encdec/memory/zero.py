@@ -367,10 +367,10 @@ def _gathered(s: ZeroSettings, done: int) -> float:
     """
     if not _is_gathered(s):
         return 0.0
-    prefetched = int(s.zero.get("stage3_prefetch_bucket_size", 5e7)) + max(s.sizes)
+    prefetched = s.number("stage3_prefetch_bucket_size") + max(s.sizes)
     limit = max(
-        int(s.zero.get("stage3_max_live_parameters", 1e9)),
-        int(s.zero.get("stage3_max_reuse_distance", 1e9)) // 2,  # from a use in the forward pass to the next
+        s.number("stage3_max_live_parameters"),
+        s.number("stage3_max_reuse_distance") // 2,  # from a use in the forward pass to the next
     )
     remaining = s.parameters - s.persistent - done
     return s.weight * float(max(min(remaining, limit + prefetched), 0))

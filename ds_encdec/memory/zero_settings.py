@@ -6,6 +6,7 @@ Sizes are elements unless the name says bytes. Defaults stand for keys that a JS
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, prod
@@ -14,8 +15,18 @@ from typing import Any
 from ds_encdec.engine.ds_json import render_deepspeed_json
 from ds_encdec.memory.job import Job
 from ds_encdec.model.parameter_count import parameter_shapes
+from ds_encdec.types import ConfigError
 
 _BYTES = {"fp32": 4, "float32": 4, "fp16": 2, "float16": 2, "bf16": 2, "bfloat16": 2}
+_DEEPSPEED_DEFAULTS = {
+    "reduce_bucket_size": 500_000_000,
+    "sub_group_size": 1_000_000_000,
+    "stage3_prefetch_bucket_size": 50_000_000,
+    "stage3_max_live_parameters": 1_000_000_000,
+    "stage3_max_reuse_distance": 1_000_000_000,
+    "stage3_param_persistence_threshold": 100_000,
+    "zero_hpz_partition_size": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -68,6 +79,13 @@ class ZeroSettings:
     def _device_of(self, block: str) -> str:
         return str(self.zero.get(block, {}).get("device", "none"))
 
+    def number(self, key: str) -> int:
+        """A number of elements or ranks in `zero_optimization`. Raises ConfigError for what is none."""
+        value = self.zero.get(key, _DEEPSPEED_DEFAULTS[key])
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ConfigError(f"zero_optimization.{key} = {value!r} in infra.deepspeed_extra: give a number")
+        return int(value)
+
     def pinned(self, block: str, num_bytes: float) -> float:
         """Bytes of a host buffer of the offload `block`: torch rounds pinned ones up to a power of two."""
         pin = self.zero.get(block, {}).get("pin_memory", False) and self.job.device != "cpu"
@@ -76,7 +94,7 @@ class ZeroSettings:
     @property
     def bucket(self) -> int:
         """Elements of a buffer in which gradients are collected."""
-        return int(self.zero.get("reduce_bucket_size", 5e8))
+        return self.number("reduce_bucket_size")
 
     @property
     def bucket_buffers(self) -> int:
@@ -94,12 +112,12 @@ class ZeroSettings:
     def sub_group(self) -> int:
         """Elements that stage 3 steps at once: it closes a sub-group with the parameter that fills it."""
         largest = ceil(self.largest / self.world_size)
-        return min(self.partition, int(self.zero.get("sub_group_size", 1e9)) + largest)
+        return min(self.partition, self.number("sub_group_size") + largest)
 
     @property
     def secondary_ranks(self) -> int:
         """Ranks that hold hpZ's second copy together; 1: there is none."""
-        return int(self.zero.get("zero_hpz_partition_size", 1))
+        return self.number("zero_hpz_partition_size")
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -123,7 +141,7 @@ class ZeroSettings:
     @cached_property
     def persistent(self) -> int:
         """Elements of the parameters so small that stage 3 keeps them whole on every rank."""
-        threshold = int(self.zero.get("stage3_param_persistence_threshold", 1e5))
+        threshold = self.number("stage3_param_persistence_threshold")
         return sum(size for size in self.sizes if size <= threshold)
 
     @cached_property
@@ -191,8 +209,8 @@ def zero_settings(job: Job) -> ZeroSettings:
         stage=zero["stage"],
         zero=zero,
         weight=weight,
-        accumulation=_bytes(rendered.get("data_types", {}).get("grad_accum_dtype"), weight),
-        communication=_bytes(rendered.get("communication_data_type"), weight),
+        accumulation=_bytes(rendered.get("data_types", {}), "grad_accum_dtype", weight),
+        communication=_bytes(rendered, "communication_data_type", weight),
         master=master,
         moment=_moment_bytes(rendered, master),
     )
@@ -203,7 +221,10 @@ def power_of_two(num_bytes: float) -> float:
     return float(1 << (ceil(num_bytes) - 1).bit_length()) if num_bytes > 0 else 0.0
 
 
-def _bytes(dtype: str | None, default: int) -> int:
+def _bytes(rendered: Mapping[str, Any], key: str, default: int) -> int:
+    dtype = rendered.get(key)
+    if dtype is not None and dtype not in _BYTES:
+        raise ConfigError(f"{key} = {dtype!r} in infra.deepspeed_extra: give one of {', '.join(_BYTES)}")
     return default if dtype is None else _BYTES[dtype]
 
 

@@ -287,3 +287,20 @@ def test_background_saves_over_all_ranks(stage: str, bytes_each: int) -> None:
 def test_ranks_that_do_not_divide_are_an_error() -> None:
     with pytest.raises(ConfigError, match="do not divide"):
         zero_memory(job_of("zero3_hybrid", world_size=8, hybrid_shard_size=3))
+
+
+def test_stages_that_flatten_hold_the_weights_twice_while_they_are_built() -> None:
+    built = {stage: zero_memory(job_of(stage)).build.weights for stage in ("zero0", "zero1", "zero2", "zero3")}
+    assert built == {"zero0": 0, "zero1": 4 * PARAMETERS, "zero2": 4 * PARAMETERS, "zero3": 0}
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        ({"zero_optimization": {"reduce_bucket_size": "auto"}}, "zero_optimization.reduce_bucket_size = 'auto'"),
+        ({"data_types": {"grad_accum_dtype": "half"}}, "grad_accum_dtype = 'half'"),
+    ],
+)
+def test_values_that_deepspeed_could_not_use_are_named(extra: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        zero_memory(job_of("zero2", deepspeed_extra=extra))
