@@ -88,7 +88,7 @@ def _askable(job: Job) -> Iterator[dict[str, Value]]:
     offloads = (False, True) if job.config.training.activation_offload else (False,)
     reduces = (False, True) if job.engine == "fsdp" and job.gradient_accumulation_steps > 1 else (False,)
     for overrides, offload, reduce in itertools.product(settings(job), offloads, reduces):
-        if overrides and has_other_name(changed(job, overrides)):
+        if job.engine == "fsdp" and overrides and has_other_name(changed(job, overrides)):
             continue
         extra: dict[str, Value] = {"training.activation_offload": offload, _REDUCES: reduce}
         yield overrides | {name: value for name, value in extra.items() if value != value_of(job.config, name)}

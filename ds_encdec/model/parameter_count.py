@@ -43,10 +43,11 @@ def num_encoder_layers(sizes: ModelSizes) -> int:
 def parameter_shapes(sizes: ModelSizes) -> dict[str, tuple[int, ...]]:
     """Shape of every parameter by neutral name, in the order of `named_parameters()`. A tied head is not repeated."""
     embedding = (sizes.vocab_size, sizes.hidden_size)
+    layer_shapes = list(_layer_shapes(sizes))
     shapes: dict[str, tuple[int, ...]] = {"shared.weight": embedding}
     for side, layers in (("encoder", num_encoder_layers(sizes)), ("decoder", sizes.num_hidden_layers)):
         for layer in range(layers):
-            shapes.update((f"{side}.layers.{layer}.{name}", shape) for name, shape in _layer_shapes(sizes))
+            shapes.update((f"{side}.layers.{layer}.{name}", shape) for name, shape in layer_shapes)
         shapes[f"{side}.norm.weight"] = (sizes.hidden_size,)
     if not sizes.tie_word_embeddings:
         shapes["lm_head.weight"] = embedding
