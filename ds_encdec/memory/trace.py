@@ -2,11 +2,11 @@
 
 The FSDP2 engine's own code builds its shards, runs forward, backward and step under torch's FakeTensorMode, where
 tensors have shapes and no data, in a process group that is a fake of any size. Every storage is followed from operator
-to operator. So a machine without a GPU can tell within a minute what a rank of a cluster would hold, down to each
-temporary, and the arithmetic of the estimate is checked against it.
+to operator (storage_log.py). So a machine without a GPU can tell within a minute what a rank of a cluster would hold,
+down to each temporary, and the arithmetic of the estimate is checked against it.
 
-What runs is what a GPU would run (`_as_on_a_gpu`), on fake CPU tensors, for torch has no fake GPU where it has no CUDA.
-What operators allocate inside and give back before they return is not seen, except in flash attention's backward pass.
+What runs is what a GPU would run (gpu_stand_ins.py). What operators allocate inside and give back before they return is
+not seen, except in flash attention's backward pass.
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal
-from weakref import ref
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, UntypedStorage, nn
+from torch import nn
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.common_utils import get_untyped_storages
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -36,9 +34,10 @@ from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine import fsdp2
 from ds_encdec.engine.forward import compute_dtype, packed_forward
 from ds_encdec.launch.world import World
-from ds_encdec.memory.breakdown import CATEGORIES, Breakdown
+from ds_encdec.memory.breakdown import Breakdown
+from ds_encdec.memory.gpu_stand_ins import as_on_device, substituted, varlen_kernel
 from ds_encdec.memory.job import Job
-from ds_encdec.model import attention, loss, precision
+from ds_encdec.memory.storage_log import StorageLog, storages_of
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
@@ -49,6 +48,12 @@ Category = Literal[
 ]
 """Those of `Breakdown`; `host`: what an offloading engine keeps there, which is left out of every sum."""
 
+_TRACED: dict[str, tuple[Category, ...]] = {
+    "deepspeed": ("activations", "logits"),
+    "fsdp": ("weights", "master_weights", "gradients", "optimizer", "activations", "logits", "communication"),
+}
+"""By engine, what a trace finds."""
+
 _DEVICE = torch.device("cpu")
 
 
@@ -56,11 +61,13 @@ _DEVICE = torch.device("cpu")
 class TracedMemory:
     """What one rank's device held at its worst moment of a traced step.
 
-    `moment`: the part of the step, and the layer in work. `seconds`: what the trace took. `remark`: what the trace
-    leaves out of this job, in whole sentences; empty for nothing.
+    `categories`: those of `peak` that were traced; the others are 0 in it. `moment`: the part of the step, and the
+    layer in work. `seconds`: what the trace took. `remark`: what the trace leaves out of this job, in whole sentences;
+    empty for nothing.
     """
 
     peak: Breakdown
+    categories: tuple[str, ...]
     moment: str
     seconds: float
     remark: str
@@ -75,10 +82,10 @@ def trace_memory(job: Job) -> TracedMemory:
     """
     start = time.monotonic()
     if job.engine == "deepspeed":
-        peak, moment = _traced_activations(job)
+        held, moment = _traced_activations(job)
     else:
-        peak, moment = _traced_fsdp(job)
-    return TracedMemory(peak, moment, time.monotonic() - start, " ".join(_remarks(job)))
+        held, moment = _traced_fsdp(job)
+    return TracedMemory(Breakdown(**held), tuple(held), moment, time.monotonic() - start, " ".join(_remarks(job)))
 
 
 def trace_activations(job: Job) -> dict[str, float]:
@@ -86,8 +93,8 @@ def trace_activations(job: Job) -> dict[str, float]:
 
     Parameters and their gradients are left out. Of either engine, which changes nothing of it.
     """
-    peak, _ = _traced_activations(job)
-    return {"activations": peak.activations, "logits": peak.logits}
+    held, _ = _traced_activations(job)
+    return {name: float(num_bytes) for name, num_bytes in held.items()}
 
 
 def _remarks(job: Job) -> Iterator[str]:
@@ -102,11 +109,11 @@ def _remarks(job: Job) -> Iterator[str]:
         yield "Activations are traced as if they stayed on the device (training.activation_offload=false)."
     if training.torch_compile:
         yield "Layers are traced as they are without torch.compile."
-    if job.device == "cuda" and _varlen_kernel(torch.empty(0, dtype=compute_dtype(training))) is None:
+    if job.device == "cuda" and varlen_kernel(torch.empty(0, dtype=compute_dtype(training))) is None:
         yield "Attention is traced document by document: this torch has no variable-length kernel for it."
 
 
-def _traced_fsdp(job: Job) -> tuple[Breakdown, str]:
+def _traced_fsdp(job: Job) -> tuple[dict[Category, int], str]:
     config, local_ranks = _traceable_config(job), min(job.ranks_per_node, job.world_size)
     num_nodes = -(-job.world_size // local_ranks)
     world = World(0, 0, job.world_size, local_ranks, 0, num_nodes, "localhost", 0, "trace")
@@ -116,9 +123,9 @@ def _traced_fsdp(job: Job) -> tuple[Breakdown, str]:
         mesh = fsdp2.make_mesh(config.infra, world, _DEVICE)
         with ExitStack() as traced:
             traced.enter_context(FakeTensorMode())
-            traced.enter_context(_as_on_the_device(job))
-            traced.enter_context(_substituted(fsdp2, "make_mesh", lambda *_: mesh))
-            traced.enter_context(_substituted(dist, "new_group", lambda *_, **__: dist.group.WORLD))
+            traced.enter_context(as_on_device(job))
+            traced.enter_context(substituted(fsdp2, "make_mesh", lambda *_: mesh))
+            traced.enter_context(substituted(dist, "new_group", lambda *_, **__: dist.group.WORLD))
             engine = fsdp2.FSDP2Engine(config, world, _DEVICE, _model_config(job), None)
             return _traced_step(engine, _batch(job), job)
     finally:
@@ -126,42 +133,42 @@ def _traced_fsdp(job: Job) -> tuple[Breakdown, str]:
         dist.destroy_process_group()
 
 
-def _traced_step(engine: fsdp2.FSDP2Engine, batch: Batch, job: Job) -> tuple[Breakdown, str]:
+def _traced_step(engine: fsdp2.FSDP2Engine, batch: Batch, job: Job) -> tuple[dict[Category, int], str]:
     """All but the optimizer's step, which works in place: beside its states it holds no more than the gradients."""
     watch = _StorageWatch()
     _note_fsdp_states(engine, watch, on_host=job.config.infra.offload_optimizer == "cpu")
     _follow_modules(engine.model, watch)
     micro_batches = min(job.gradient_accumulation_steps, 2)  # a third adds to what the second found
-    with watch:
+    with watch.log.watched_resizes(), watch:
         for index in range(micro_batches):
-            watch.part = "forward pass"
+            watch.now_in(part="forward pass")
             loss_sum = engine.forward(batch)
-            watch.part = "backward pass"
+            watch.now_in(part="backward pass")
             engine.backward(loss_sum, target_tokens=batch.target_tokens, last=index == micro_batches - 1)
-    return watch.peak()
+    return watch.log.peak(counted=_TRACED["fsdp"])
 
 
-def _traced_activations(job: Job) -> tuple[Breakdown, str]:
+def _traced_activations(job: Job) -> tuple[dict[Category, int], str]:
     training = _traceable_config(job).training
     with ExitStack() as traced:
         traced.enter_context(FakeTensorMode())
-        traced.enter_context(_as_on_the_device(job))
+        traced.enter_context(as_on_device(job))
         traced.enter_context(no_init_weights())
         model = Qwen3ForSeq2SeqLM._from_config(_model_config(job), dtype=compute_dtype(training))
         apply_activation_checkpointing(
             model, training.activation_checkpointing, every_n=training.activation_checkpointing_every_n
         )
         watch = _StorageWatch()
-        watch.note(model.parameters(), "weights")
+        watch.claim(model.parameters(), "weights")
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda weight: watch.note([weight.grad], "gradients"))
+            parameter.register_post_accumulate_grad_hook(lambda weight: watch.claim([weight.grad], "gradients"))
         _follow_modules(model, watch)
-        with watch:
-            watch.part = "forward pass"
+        with watch.log.watched_resizes(), watch:
+            watch.now_in(part="forward pass")
             loss_sum = packed_forward(model.train(), _batch(job))
-            watch.part = "backward pass"
+            watch.now_in(part="backward pass")
             loss_sum.total.backward()
-    return watch.peak(("activations", "logits"))
+    return watch.log.peak(counted=_TRACED["deepspeed"])
 
 
 def _traceable_config(job: Job) -> FullConfig:
@@ -223,112 +230,20 @@ def _even_lengths(tokens: int, documents: int) -> tuple[int, ...]:
     return tuple(tokens * (index + 1) // documents - tokens * index // documents for index in range(documents))
 
 
-@contextmanager
-def _as_on_the_device(job: Job) -> Iterator[None]:
-    """Where the model asks what its device can do, the answer is of the job's device, not of this machine's CPU."""
-    emulated = frozenset({compute_dtype(job.config.training)}) if job.emulates_bf16 else frozenset()
-    with ExitStack() as substitutions:
-        substitutions.enter_context(_substituted(precision, "_EMULATED_ON_CPU", emulated))
-        if job.device == "cuda":
-            substitutions.enter_context(_substituted(attention, "flash_kernel", _varlen_kernel))
-            substitutions.enter_context(_substituted(nn.functional, "rms_norm", _rms_norm))
-            substitutions.enter_context(_substituted(loss, "_matmul_operand", lambda x: x))
-        yield
-
-
-@contextmanager
-def _substituted(owner: Any, name: str, value: object) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
-def _varlen_kernel(q: Tensor) -> attention.Kernel | None:
-    """As `attention.flash_kernel`, for a tensor that is on a GPU."""
-    if attention._TORCH_VARLEN_FITS and q.dtype in (torch.bfloat16, torch.float16):
-        return _varlen_attention
-    return None
-
-
-def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, segments: attention.Segments, causal: bool) -> Tensor:
-    """Torch's operator, which knows its shapes without a GPU, and what its backward pass works on inside."""
-    out = attention._torch_varlen(q, k, v, segments, causal)
-    if out.requires_grad:
-        shapes = (q.shape, k.shape, len(segments.query_cu_seqlens) - 1)
-        out.register_hook(lambda grad: _allocate_backward_workspace(grad, *shapes))
-    return out
-
-
-def _allocate_backward_workspace(grad: Tensor, query: torch.Size, key: torch.Size, segments: int) -> None:
-    """Allocate, and give back, what flash attention 2 does in `mha_varlen_bwd` (csrc/flash_attn/flash_api.cpp).
-
-    The gradients of q, k and v; that of q in float32, with 128 rows more for each segment, an empty one too; where
-    heads share keys, those of keys and values of each head.
-    """
-    held = [grad.new_empty(shape) for shape in (query, key, key)]
-    held.append(grad.new_empty((query[0] + 128 * segments, *query[1:]), dtype=torch.float32))
-    if query[1] != key[1]:
-        held += [grad.new_empty((key[0], *query[1:])) for _ in range(2)]
-
-
-def _rms_norm(x: Tensor, _shape: tuple[int, ...], weight: Tensor, _epsilon: float) -> Tensor:
-    """What `rms_norm` is on a GPU: one operator, aten::_fused_rms_norm. A CPU computes it in single ones."""
-    return _FusedRmsNorm.apply(x, weight)
-
-
-class _FusedRmsNorm(torch.autograd.Function):
-    """Keeps its input, and one float32 for each row."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, _grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
-
-
-class _Storage:
-    """One storage: its bytes now, or at last, and what it is for."""
-
-    __slots__ = ("category", "num_bytes", "reference")
-
-    def __init__(self, category: Category) -> None:
-        self.category = category
-        self.num_bytes = 0
-        self.reference: ref[UntypedStorage] | None = None
-
-
 class _StorageWatch(TorchDispatchMode):
-    """Follows every storage that operators make, and keeps a log of their sizes.
-
-    What a storage is for may be known only when it has been filled, so peaks are split afterwards, from the log.
-    """
+    """Logs the storages that operators make, with the part of the step and the layer that are in work."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.part = self.module = ""
-        """The part of the step, and the layer, that are in work."""
+        self.log: StorageLog[Category] = StorageLog(get_args(Category))
         self.category: Category = "activations"
         """Of storages made from now on."""
-        self._alive: dict[int, _Storage] = {}
-        self._log: list[tuple[_Storage, int, str]] = []
+        self._part = self._module = ""
 
     def __enter__(self) -> _StorageWatch:
         self._fake_mode = active_fake_mode()
-        self._resize = UntypedStorage.resize_
-        UntypedStorage.resize_ = self._watched_resize()  # type: ignore[assignment, method-assign]
         super().__enter__()
         return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -337,65 +252,26 @@ class _StorageWatch(TorchDispatchMode):
             return NotImplemented  # it comes again with the local tensors
         result = func(*args, **(kwargs or {}))
         if active_fake_mode() is self._fake_mode:  # else DTensor tries out which shapes would result
-            self.note(tree_leaves(result), None)
+            self.log.note(storages_of(tree_leaves(result)), self.category)
             if func.namespace == "fsdp":
-                self._note_buffers(tree_leaves((args, kwargs, result)))
+                self._claim_buffers(tree_leaves((args, kwargs, result)))
         return result
 
-    def note(self, tensors: Iterable[object], category: Category | None) -> None:
-        """`tensors` (what else is among them is passed over) are there, for `category`; None: for what is in work."""
-        for tensor in tensors:
-            if not isinstance(tensor, Tensor):
-                continue
-            for storage in get_untyped_storages(tensor):
-                entry = self._alive.get(storage._cdata)
-                if entry is None:
-                    entry = self._alive[storage._cdata] = _Storage(category or self.category)
-                    entry.reference = ref(storage, self._forget(storage._cdata))
-                elif category is not None:
-                    entry.category = category
-                self._log_size(entry, storage.nbytes())
+    def now_in(self, *, part: str | None = None, module: str | None = None) -> None:
+        """What is in work from now on; None for what stays."""
+        self._part = self._part if part is None else part
+        self._module = self._module if module is None else module
+        self.log.moment = ", ".join(filter(None, (self._part, self._module)))
 
-    def peak(self, categories: tuple[Category, ...] | None = None) -> tuple[Breakdown, str]:
-        """The highest sum of `categories` (None: all on the device), and when it was."""
-        counted = categories or CATEGORIES
-        held = dict.fromkeys(counted, 0)
-        total, highest, at_peak, moment = 0, 0, dict(held), ""
-        for entry, change, when in self._log:
-            if entry.category in held:
-                held[entry.category] += change
-                total += change
-                if total > highest:
-                    highest, at_peak, moment = total, dict(held), when
-        return Breakdown(**at_peak), moment
+    def claim(self, tensors: Iterable[object], category: Category) -> None:
+        """`tensors` (what else is among them is passed over) are there, for `category`."""
+        self.log.claim(storages_of(tensors), category)
 
-    def _note_buffers(self, leaves: Iterable[object]) -> None:
+    def _claim_buffers(self, leaves: Iterable[object]) -> None:
         """FSDP2's own operators fill and empty the buffers that are sent."""
-        for leaf in leaves:
-            if isinstance(leaf, Tensor):
-                entry = self._alive.get(leaf.untyped_storage()._cdata)
-                if entry is not None and entry.category == "activations":
-                    entry.category = "communication"
-
-    def _forget(self, key: int) -> Callable[[object], None]:
-        return lambda _: self._log_size(self._alive.pop(key), 0)
-
-    def _log_size(self, entry: _Storage, num_bytes: int) -> None:
-        if num_bytes != entry.num_bytes:
-            self._log.append((entry, num_bytes - entry.num_bytes, f"{self.part}, {self.module}".rstrip(", ")))
-            entry.num_bytes = num_bytes
-
-    def _watched_resize(self) -> Callable[[UntypedStorage, int], UntypedStorage]:
-        """FSDP2 makes and frees gathered parameters by `UntypedStorage.resize_`, which is no operator."""
-        original = self._resize
-
-        def resize_(storage: UntypedStorage, size: int) -> UntypedStorage:
-            resized = original(storage, size)
-            if (entry := self._alive.get(storage._cdata)) is not None:
-                self._log_size(entry, storage.nbytes())
-            return resized
-
-        return resize_
+        for storage in storages_of(leaves):
+            if self.log.purpose_of(storage) == "activations":
+                self.log.claim([storage], "communication")
 
 
 def _follow_modules(model: nn.Module, watch: _StorageWatch) -> None:
@@ -409,7 +285,8 @@ def _follow_module(name: str, module: nn.Module, watch: _StorageWatch) -> None:
     inside: Category = "logits" if name == "lm_head" else "activations"
 
     def enter(*_: Any) -> None:
-        watch.module, watch.category = name, inside
+        watch.now_in(module=name)
+        watch.category = inside
 
     def leave(_module: nn.Module, _arguments: Any, output: Any) -> None:
         watch.category = "activations"
@@ -418,7 +295,7 @@ def _follow_module(name: str, module: nn.Module, watch: _StorageWatch) -> None:
                 tensor.register_hook(lambda _: enter_backward())
 
     def enter_backward() -> None:
-        watch.module = name
+        watch.now_in(module=name)
 
     module.register_forward_pre_hook(enter)
     module.register_forward_hook(leave)
@@ -426,11 +303,11 @@ def _follow_module(name: str, module: nn.Module, watch: _StorageWatch) -> None:
 
 def _note_fsdp_states(engine: fsdp2.FSDP2Engine, watch: _StorageWatch, *, on_host: bool) -> None:
     """Tell `watch` what is there between two steps, and let it know what FSDP2 gathers and reduces during one."""
-    watch.note(tree_leaves(list(engine.optimizer.state.values())), "host" if on_host else "optimizer")
+    watch.claim(tree_leaves(list(engine.optimizer.state.values())), "host" if on_host else "optimizer")
     for module in engine.model.modules():
         if isinstance(module, FSDPModule):
             group: Any = module._get_fsdp_state()._fsdp_param_group
-            watch.note(
+            watch.claim(
                 [parameter.sharded_param for parameter in group.fsdp_params], "host" if on_host else "master_weights"
             )
             group.post_backward = _noting_gradients(group, watch, on_host)
@@ -443,12 +320,12 @@ def _noting_gradients(group: Any, watch: _StorageWatch, on_host: bool) -> Callab
     def post_backward(*arguments: Any) -> None:
         for parameter in parameters:
             # The first forward pass pads the shards anew.
-            watch.note([parameter.sharded_param], "host" if on_host else "master_weights")
-            watch.note(parameter.all_gather_outputs, "communication" if group._reshard_after_forward else "weights")
-            watch.note([parameter._unsharded_param.grad], "gradients")
+            watch.claim([parameter.sharded_param], "host" if on_host else "master_weights")
+            watch.claim(parameter.all_gather_outputs, "communication" if group._reshard_after_forward else "weights")
+            watch.claim([parameter._unsharded_param.grad], "gradients")
         original(*arguments)
         for parameter in parameters:
-            watch.note([parameter.unsharded_accumulated_grad], "gradients")
-            watch.note([parameter.sharded_param.grad], "host" if on_host else "gradients")
+            watch.claim([parameter.unsharded_accumulated_grad], "gradients")
+            watch.claim([parameter.sharded_param.grad], "host" if on_host else "gradients")
 
     return post_backward

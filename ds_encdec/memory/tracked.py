@@ -15,18 +15,18 @@ does not attribute. What operators allocate inside and give back before they ret
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
-from weakref import ref
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from torch.distributed._tools.common_utils import get_untyped_storages
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from ds_encdec.memory.storage_log import StorageLog, storages_of
 
 Kind = Literal["parameters", "optimizer", "gradients", "engine", "rest"]
 """`parameters`: of the model, as its layers compute with them, or this rank's shards of them. `optimizer`: its master
@@ -78,7 +78,7 @@ def tracking(model: nn.Module, optimizer: torch.optim.Optimizer | None, device: 
         yield _AllocatorPeaks(model, optimizer, device)
         return
     watched = _StorageWatch(model, optimizer, device)
-    with _watched_resizes(watched), watched:
+    with watched.log.watched_resizes(), watched:
         yield watched
     watched.evaluate()
 
@@ -144,34 +144,18 @@ class _AllocatorPeaks(_Phases):
         return sizes
 
 
-class _Entry:
-    """One storage: its bytes now, or at last, and what it is for."""
-
-    __slots__ = ("kind", "num_bytes", "reference")
-
-    def __init__(self, kind: Kind) -> None:
-        self.kind = kind
-        self.num_bytes = 0
-        self.reference: ref[UntypedStorage] | None = None
-
-
 class _StorageWatch(TorchDispatchMode, _Phases):
-    """Follows every storage on one type of device from operator to operator, and keeps a log of their sizes.
-
-    The log is evaluated when tracking is over: only then is known what each storage was for. Storages may also die in
-    other threads, gloo's above all, which is why nothing is added up before.
-    """
+    """Logs every storage on one type of device from operator to operator. The log is read when tracking is over."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device) -> None:
         TorchDispatchMode.__init__(self)
         _Phases.__init__(self)
         self._model, self._optimizer, self._device_type = model, optimizer, device.type
-        self._alive: dict[int, _Entry] = {}
-        self._log: list[tuple[_Entry, int]] = []
+        self.log: StorageLog[Kind] = StorageLog(KINDS)
         self._ends: list[tuple[str, int]] = []
-        self._note(_all_tensors(), "engine")
+        self.log.note(_storages(_all_tensors(), self._device_type), "engine")
         self._name_kinds()
-        self._begin = len(self._log)
+        self._begin = len(self.log)
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -181,78 +165,26 @@ class _StorageWatch(TorchDispatchMode, _Phases):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         # Arguments: tensors made without an operator, by numpy or in C++, are first seen when they are used.
-        self._note((leaf for leaf in tree_leaves((result, args, kwargs)) if isinstance(leaf, Tensor)), "rest")
+        self.log.note(_storages(tree_leaves((result, args, kwargs)), self._device_type), "rest")
         return result
 
     def end_phase(self, name: str) -> None:
         self._name_kinds()
-        self._ends.append((name, len(self._log)))
-
-    def resized(self, storage: UntypedStorage) -> None:
-        """To be called when the size of a storage was changed without an operator."""
-        if (entry := self._alive.get(storage._cdata)) is not None:
-            self._log_size(entry, storage.nbytes())
+        self._ends.append((name, len(self.log)))
 
     def evaluate(self) -> None:
         """Turn the log into phases."""
-        held: dict[Kind, int] = dict.fromkeys(KINDS, 0)
-        for entry, change in self._log[: self._begin]:
-            held[entry.kind] += change
-        self.resting_bytes = sum(held.values())
+        self.resting_bytes = sum(self.log.held(self._begin).values())
         begin = self._begin
         for name, end in self._ends:
-            current_bytes = peak_bytes = sum(held.values())
-            at_peak = dict(held)
-            for entry, change in self._log[begin:end]:
-                held[entry.kind] += change
-                current_bytes += change
-                if current_bytes > peak_bytes:
-                    peak_bytes, at_peak = current_bytes, dict(held)
-            self._add_phase(name, Phase(peak_bytes, at_peak, current_bytes))
+            at_peak, _ = self.log.peak(begin, end)
+            self._add_phase(name, Phase(sum(at_peak.values()), at_peak, sum(self.log.held(end).values())))
             begin = end
-
-    def _note(self, tensors: Iterable[Tensor], kind: Kind) -> None:
-        for storage in _storages(tensors, self._device_type):
-            entry = self._alive.get(storage._cdata)
-            if entry is None:
-                entry = self._alive[storage._cdata] = _Entry(kind)
-                entry.reference = ref(storage, self._on_death(storage._cdata))
-            if entry.num_bytes != storage.nbytes():
-                self._log_size(entry, storage.nbytes())
-
-    def _on_death(self, key: int) -> Callable[[object], None]:
-        def forget(_: object) -> None:
-            self._log_size(self._alive.pop(key), 0)
-
-        return forget
-
-    def _log_size(self, entry: _Entry, num_bytes: int) -> None:
-        self._log.append((entry, num_bytes - entry.num_bytes))
-        entry.num_bytes = num_bytes
 
     def _name_kinds(self) -> None:
         """Say of the storages that model and optimizer hold now what they are for."""
         for kind, tensors in reversed(_owned(self._model, self._optimizer).items()):
-            self._note(tensors, kind)
-            for storage in _storages(tensors, self._device_type):
-                self._alive[storage._cdata].kind = kind
-
-
-@contextmanager
-def _watched_resizes(watched: _StorageWatch) -> Iterator[None]:
-    """FSDP2 gives the memory of gathered parameters back by `UntypedStorage.resize_`, which is no operator."""
-    original = UntypedStorage.resize_
-
-    def resize_(self: UntypedStorage, size: int) -> UntypedStorage:
-        resized = original(self, size)
-        watched.resized(self)
-        return resized
-
-    UntypedStorage.resize_ = resize_  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        UntypedStorage.resize_ = original  # type: ignore[method-assign]
+            self.log.claim(_storages(tensors, self._device_type), kind)
 
 
 def _owned(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[Kind, list[Tensor]]:
@@ -274,12 +206,8 @@ def _owned(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[Ki
     }
 
 
-def _storages(tensors: Iterable[Tensor], device_type: str) -> Iterator[UntypedStorage]:
-    for tensor in tensors:
-        if tensor.layout == torch.strided:
-            for storage in get_untyped_storages(tensor):
-                if storage.device.type == device_type:
-                    yield storage
+def _storages(leaves: Iterable[object], device_type: str) -> Iterator[UntypedStorage]:
+    return (storage for storage in storages_of(leaves) if storage.device.type == device_type)
 
 
 def _all_tensors() -> list[Tensor]:

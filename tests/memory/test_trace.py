@@ -15,9 +15,10 @@ from ds_encdec.engine.fsdp2 import FSDP2Engine
 from ds_encdec.launch.world import World
 from ds_encdec.memory.breakdown import Breakdown
 from ds_encdec.memory.fsdp import fsdp_memory
+from ds_encdec.memory.gpu_stand_ins import as_on_device
 from ds_encdec.memory.job import Job, make_job
 from ds_encdec.memory.model_sizes import Sizes
-from ds_encdec.memory.trace import _as_on_the_device, _batch, _model_config, trace_activations, trace_memory
+from ds_encdec.memory.trace import _batch, _model_config, trace_activations, trace_memory
 from ds_encdec.memory.tracked import tracking
 
 CPU = torch.device("cpu")
@@ -65,7 +66,7 @@ def measured_bytes(job: Job, world: World) -> int:
     for parameter in engine.model.parameters():
         torch.nn.init.constant_(parameter, 1 / 16)
     batch, micro_batches = _batch(job), job.gradient_accumulation_steps
-    with _as_on_the_device(job), tracking(engine.model, engine.optimizer, CPU) as tracked:
+    with as_on_device(job), tracking(engine.model, engine.optimizer, CPU) as tracked:
         for index in range(micro_batches):
             engine.backward(engine.forward(batch), target_tokens=1, last=index == micro_batches - 1)
         tracked.end_phase("micro-batches")

@@ -1,0 +1,129 @@
+"""A log of the sizes of storages: what tensors hold, by what it is for, at every moment that was noted.
+
+A dispatch mode notes the storages that operators make (trace.py, tracked.py). Their deaths and resizes are heard of
+here. What a storage is for may be known only when it has been filled, and storages also die in other threads, gloo's
+above all: so nothing is added up before the log is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Generic, TypeVar
+from weakref import ref
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.distributed._tools.common_utils import get_untyped_storages
+
+Purpose = TypeVar("Purpose", bound=str)
+
+
+class _Entry(Generic[Purpose]):
+    """One storage: its bytes now, or at last, and what it is for."""
+
+    __slots__ = ("num_bytes", "purpose", "reference")
+
+    def __init__(self, purpose: Purpose) -> None:
+        self.purpose = purpose
+        self.num_bytes = 0
+        self.reference: ref[UntypedStorage] | None = None
+
+
+class StorageLog(Generic[Purpose]):
+    """Follows the storages that it is told of, without keeping them alive.
+
+    `purposes`: all that storages may be for. Sizes are in bytes.
+    """
+
+    def __init__(self, purposes: Iterable[Purpose]) -> None:
+        self.moment = ""
+        """What is in work: the name of changes from now on."""
+        self._purposes = tuple(purposes)
+        self._alive: dict[int, _Entry[Purpose]] = {}
+        self._changes: list[tuple[_Entry[Purpose], int, str]] = []
+
+    def __len__(self) -> int:
+        """The changes of sizes so far: a position in the log."""
+        return len(self._changes)
+
+    def note(self, storages: Iterable[UntypedStorage], purpose: Purpose) -> None:
+        """`storages` are there; those that are new are for `purpose`."""
+        for storage in storages:
+            self._follow(storage, purpose)
+
+    def claim(self, storages: Iterable[UntypedStorage], purpose: Purpose) -> None:
+        """`storages` are there and for `purpose`, as they have been from their beginning."""
+        for storage in storages:
+            self._follow(storage, purpose).purpose = purpose
+
+    def purpose_of(self, storage: UntypedStorage) -> Purpose | None:
+        """What `storage` is for; None if it was never noted."""
+        entry = self._alive.get(storage._cdata)
+        return None if entry is None else entry.purpose
+
+    def held(self, position: int) -> dict[Purpose, int]:
+        """Bytes by purpose after the first `position` changes."""
+        held = dict.fromkeys(self._purposes, 0)
+        for entry, change, _ in self._changes[:position]:
+            held[entry.purpose] += change
+        return held
+
+    def peak(
+        self, begin: int = 0, end: int | None = None, *, counted: Collection[Purpose] | None = None
+    ) -> tuple[dict[Purpose, int], str]:
+        """The bytes of `counted` (None: of every purpose) when they were most, and what was in work then.
+
+        From the position `begin` to the position `end` (None: to the last); of equals the first, and "" for `begin`.
+        """
+        counted = self._purposes if counted is None else counted
+        held = {purpose: num_bytes for purpose, num_bytes in self.held(begin).items() if purpose in counted}
+        total = highest = sum(held.values())
+        at_peak, moment = dict(held), ""
+        for entry, change, when in self._changes[begin:end]:
+            if entry.purpose in held:
+                held[entry.purpose] += change
+                total += change
+                if total > highest:
+                    highest, at_peak, moment = total, dict(held), when
+        return at_peak, moment
+
+    @contextmanager
+    def watched_resizes(self) -> Iterator[None]:
+        """FSDP2 makes and frees gathered parameters by `UntypedStorage.resize_`, which is no operator."""
+        original = UntypedStorage.resize_
+
+        def resize_(storage: UntypedStorage, size: int) -> UntypedStorage:
+            resized = original(storage, size)
+            if (entry := self._alive.get(storage._cdata)) is not None:
+                self._log_size(entry, storage.nbytes())
+            return resized
+
+        UntypedStorage.resize_ = resize_  # type: ignore[assignment, method-assign]
+        try:
+            yield
+        finally:
+            UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+    def _follow(self, storage: UntypedStorage, purpose: Purpose) -> _Entry[Purpose]:
+        entry = self._alive.get(storage._cdata)
+        if entry is None:
+            entry = self._alive[storage._cdata] = _Entry(purpose)
+            entry.reference = ref(storage, self._on_death(storage._cdata))
+        self._log_size(entry, storage.nbytes())
+        return entry
+
+    def _on_death(self, key: int) -> Callable[[object], None]:
+        return lambda _: self._log_size(self._alive.pop(key), 0)
+
+    def _log_size(self, entry: _Entry[Purpose], num_bytes: int) -> None:
+        if num_bytes != entry.num_bytes:
+            self._changes.append((entry, num_bytes - entry.num_bytes, self.moment))
+            entry.num_bytes = num_bytes
+
+
+def storages_of(leaves: Iterable[object]) -> Iterator[UntypedStorage]:
+    """The storages of the dense tensors among `leaves`; what is no tensor is passed over."""
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+            yield from get_untyped_storages(leaf)
