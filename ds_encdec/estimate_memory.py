@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_encdec.launch.standard_output import reader_may_leave
-from ds_encdec.memory.gpus import DEFAULT_GPU, gib
+from ds_encdec.memory.breakdown import in_gib
+from ds_encdec.memory.gpus import DEFAULT_GPU
 from ds_encdec.types import DsEncDecError
 
 if TYPE_CHECKING:
@@ -106,10 +107,11 @@ def _beside(formula: Breakdown, traced: TracedMemory) -> str:
         f"{'':16}{'formula':>10}{'traced':>10}",
     ]
     lines += [
-        f"{name:16}{gib(expected):>10}{gib(seen) if seen else '-':>10}" for name, (expected, seen) in pairs.items()
+        f"{name:16}{in_gib(expected):>10}{in_gib(seen) if seen else '-':>10}"
+        for name, (expected, seen) in pairs.items()
     ]
     expected, seen = (sum(column) for column in zip(*both, strict=True)) if both else (0.0, 0.0)
-    return "\n".join([*lines, f"{'these':16}{gib(expected):>10}{gib(seen):>10}"])
+    return "\n".join([*lines, f"{'these':16}{in_gib(expected):>10}{in_gib(seen):>10}"])
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ from typing import Any
 from ds_encdec.config.batch_size import global_batch_size, with_assumed_batch_size
 from ds_encdec.config.rules import ROLLBACK_FIELDS
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.memory.breakdown import in_gib
 from ds_encdec.memory.estimate import estimate
-from ds_encdec.memory.gpus import gib
 from ds_encdec.memory.job import Job
 from ds_encdec.memory.model_sizes import run_sizes
 from ds_encdec.memory.planned import indivisible, planned_job
@@ -132,7 +132,7 @@ def describe_plan(plan: Mapping[str, Any]) -> str:
     )
     exports = " or ".join(f"{_gb(size)} in {dtype}" for dtype, size in disk["export"].items())
     lines.append(f"An export takes {exports}.")
-    lines.append(f"Each node's ranks need {gib(plan['host_bytes_per_node'])} GiB of host memory.")
+    lines.append(f"Each node's ranks need {in_gib(plan['host_bytes_per_node'])} GiB of host memory.")
     return "\n".join(lines)
 
 

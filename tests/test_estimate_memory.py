@@ -15,8 +15,8 @@ import pytest
 
 from ds_encdec import cli
 from ds_encdec.estimate_memory import main
-from ds_encdec.memory.breakdown import CATEGORIES
-from ds_encdec.memory.gpus import GIB, GPUS
+from ds_encdec.memory.breakdown import CATEGORIES, GIB
+from ds_encdec.memory.gpus import GPUS
 from ds_encdec.memory.variants import HEADROOM, as_overrides
 
 

@@ -6,6 +6,14 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
+GIB = 2**30
+"""Bytes of a GiB, the unit that memory is shown in."""
+
+
+def in_gib(num_bytes: float) -> str:
+    """A figure of a table in GiB, whose header has the unit."""
+    return f"{num_bytes / GIB:,.1f}"
+
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:

@@ -19,12 +19,10 @@ from ds_encdec.memory.activations import (
     offloaded_bytes,
     shared_memory,
 )
-from ds_encdec.memory.breakdown import Breakdown, EngineMemory, Estimate, HostBreakdown
+from ds_encdec.memory.breakdown import GIB, Breakdown, EngineMemory, Estimate, HostBreakdown
 from ds_encdec.memory.fsdp import fsdp_memory
 from ds_encdec.memory.job import Job, with_micro_batch
 from ds_encdec.memory.zero import zero_memory
-
-GIB = 2**30
 
 CUDA_CONTEXT_BYTES = 0.6 * GIB
 """Of a process on its GPU: driver, kernels, cuBLAS workspaces. An assumption, and on the high side."""

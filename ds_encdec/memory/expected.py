@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from ds_encdec.memory.breakdown import Estimate
+from ds_encdec.memory.breakdown import GIB, Estimate
 from ds_encdec.memory.estimate import estimate
-from ds_encdec.memory.gpus import GIB
 from ds_encdec.memory.job import Job
 
 logger = logging.getLogger(__name__)
@@ -54,5 +53,6 @@ def expect(job: Job) -> ExpectedMemory | None:
 
 
 def gib(num_bytes: float) -> str:
-    """With three significant digits: tiny models have some, too."""
-    return f"{num_bytes / GIB:.3g} GiB"
+    """With its unit, and three significant digits below 100 GiB: tiny models have some, too."""
+    amount = num_bytes / GIB
+    return f"{amount:.3g} GiB" if amount < 100 else f"{amount:,.0f} GiB"

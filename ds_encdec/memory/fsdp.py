@@ -10,6 +10,7 @@ What layers compute with counts as `weights` where it stays from the forward pas
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -232,18 +233,14 @@ def _step(s: _Sharding) -> Breakdown:
 def _host(s: _Sharding) -> HostBreakdown:
     """Offloaded shards, gradients and moments; and the copies of a background save."""
     pins = s.job.config.infra.pin_memory and s.job.device == "cuda"
-    shards = [_FLOAT32 * _group([shape], s.shards).shard for shape in parameter_shapes(s.job.sizes).values()]
-    held = sum(map(power_of_two, shards)) if pins else sum(shards)
-    moments = 2 * sum(shards) * s.trained
-    save = _saved(s, shards, pins=pins) if s.job.config.training.async_save else 0.0
+    shapes = Counter(parameter_shapes(s.job.sizes).values())  # layers are alike
+    shards = [(_FLOAT32 * _group([shape], s.shards).shard, times) for shape, times in shapes.items()]
+    plain = sum(num_bytes * times for num_bytes, times in shards)
+    # .pin_memory() of the shards, and .to("cpu", non_blocking=True) of the gradients: each a buffer of its own.
+    held = sum(power_of_two(num_bytes) * times for num_bytes, times in shards) if pins else plain
+    # engine/fsdp_state.py: weights and both moments, each copied by one of the replicas; the mean of them.
+    save = 3 * held / s.replicas if s.job.config.training.async_save else 0.0
     if not s.offloads:
         return HostBreakdown(save=save)
-    # .pin_memory() of the shards, and .to("cpu", non_blocking=True) of the gradients: each a buffer of its own.
     gradients = held * s.trained if s.offloads_gradients else 0.0
-    return HostBreakdown(states=held + gradients + moments, save=save)
-
-
-def _saved(s: _Sharding, shards: Sequence[int], *, pins: bool) -> float:
-    """engine/fsdp_state.py: weights and both moments, each copied by one of the replicas; the mean of them."""
-    copies = [power_of_two(num_bytes) if pins else num_bytes for num_bytes in shards]
-    return 3 * sum(copies) / s.replicas
+    return HostBreakdown(states=held + gradients + 2 * plain * s.trained, save=save)

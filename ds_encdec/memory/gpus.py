@@ -12,9 +12,9 @@ import re
 from dataclasses import dataclass
 
 from ds_encdec.config.report import closest
+from ds_encdec.memory.breakdown import GIB
 from ds_encdec.types import ConfigError
 
-GIB = 2**30
 _UNITS = {"": 1, "b": 1, "mb": 10**6, "mib": 2**20, "gb": 10**9, "gib": GIB, "tb": 10**12, "tib": 2**40}
 
 
@@ -59,11 +59,6 @@ GPUS = {name: Gpu(name, int(size * GIB), name not in _WITHOUT_BF16) for name, si
 """The known ones by name."""
 DEFAULT_GPU = "a100-80gb"
 """What is assumed where nothing is said."""
-
-
-def gib(num_bytes: float) -> str:
-    """Bytes in GiB with one decimal."""
-    return f"{num_bytes / GIB:,.1f}"
 
 
 def parse_gpu(text: str) -> Gpu:

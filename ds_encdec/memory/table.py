@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from ds_encdec.memory.answer import ENGINES, LARGEST_WORLD, Answer, EngineTable, runs_on
-from ds_encdec.memory.breakdown import CATEGORIES, Estimate
-from ds_encdec.memory.gpus import gib
+from ds_encdec.memory.breakdown import CATEGORIES, Estimate, in_gib
 from ds_encdec.memory.job import Job
 from ds_encdec.memory.recommend import adds_up_in_16_bits
 from ds_encdec.memory.variants import (
@@ -77,11 +76,11 @@ def _about(found: Answer) -> str:
         training += f", of which {job.trainable_parameters:,} are trained"
     host = "is not judged: give --host-memory"
     if found.host_bytes is not None:
-        host = f"has {gib(found.host_bytes)} GiB, of which {HOST_HEADROOM:.0%} must stay free"
+        host = f"has {in_gib(found.host_bytes)} GiB, of which {HOST_HEADROOM:.0%} must stay free"
     return "\n".join(
         [
             f"{name}: {training}",
-            f"{job.world_size} x {gpu.name} ({gib(gpu.usable_bytes)} GiB usable each) on {nodes} node(s)",
+            f"{job.world_size} x {gpu.name} ({in_gib(gpu.usable_bytes)} GiB usable each) on {nodes} node(s)",
             f"A micro-batch of {job.config.training.micro_batch_size} has {job.encoder_tokens:,} encoder and "
             f"{job.decoder_tokens:,} decoder tokens; {job.gradient_accumulation_steps} of them make a step of a rank.",
             "GiB per GPU at the worst moment of a step; host: GiB per node. * is the configured run.",
@@ -107,9 +106,9 @@ def _cells(found: Answer, row: Variant, estimated: Estimate) -> tuple[str, ...]:
         row.job.config.infra.sharding_stage,
         _offload_name(row.job),
         row.job.config.training.activation_checkpointing,
-        *(gib(getattr(estimated.peak, name)) for name in CATEGORIES),
-        gib(estimated.peak.total),
-        gib(estimated.host.total * row.job.ranks_per_node),
+        *(in_gib(getattr(estimated.peak, name)) for name in CATEGORIES),
+        in_gib(estimated.peak.total),
+        in_gib(estimated.host.total * row.job.ranks_per_node),
         "yes" if found.fits(row) else f"no: {found.short_of(row)}",
     )
 
@@ -143,7 +142,7 @@ def _configured(found: Answer) -> str:
         verdict = f"does not run on a {found.gpu.name}, which has neither bfloat16 nor a flash kernel"
     return (
         f"The configured run ({ENGINES[job.engine]}, {_setting(job)}) {verdict}:\n"
-        f"  {gib(estimated.peak.total)} of {gib(found.gpu.usable_bytes)} GiB per GPU at its worst moment, the "
+        f"  {in_gib(estimated.peak.total)} of {in_gib(found.gpu.usable_bytes)} GiB per GPU at its worst moment, the "
         f"{estimated.moment}; most of it is {_WORDS[_largest(estimated)]}.\n"
         f"  {_host(found, estimated)}"
     )
@@ -170,8 +169,8 @@ def _host(found: Answer, estimated: Estimate) -> str:
         "copies for saves": host.save,
         "processes": host.process,
     }
-    named = ", ".join(f"{name} {gib(held)}" for name, held in parts.items() if held)
-    return f"Each host of {ranks} rank(s) holds {gib(host.total)} GiB: {named}.{_unjudged(found, host.total)}"
+    named = ", ".join(f"{name} {in_gib(held)}" for name, held in parts.items() if held)
+    return f"Each host of {ranks} rank(s) holds {in_gib(host.total)} GiB: {named}.{_unjudged(found, host.total)}"
 
 
 def _unjudged(found: Answer, host_bytes: float) -> str:
@@ -200,7 +199,7 @@ def _why(found: Answer, best: Recommendation) -> str:
         bf16 = f"\n  It adds the gradients of its {steps} micro-batches up in 16 bits."
     was = "" if (batch, steps) == before else f" instead of {before[0]} and {before[1]}"
     return (
-        f"{gib(best.estimate.peak.total)} GiB per GPU, {gib(host)} GiB per host.{_unjudged(found, host)}\n"
+        f"{in_gib(best.estimate.peak.total)} GiB per GPU, {in_gib(host)} GiB per host.{_unjudged(found, host)}\n"
         f"  Micro-batch {batch} and accumulation {steps}{was}: {batch * steps * best.job.world_size:,} sequences a "
         f"step, as configured.{bf16}"
     )
@@ -210,7 +209,7 @@ def _what_would_help(found: Answer, table: EngineTable) -> list[str]:
     smallest = [row.estimate for row in smallest_variants(table.job) if row.estimate is not None]
     lines = [_smallest(found, min(smallest, key=lambda estimated: estimated.peak.total))] if smallest else []
     lines += [
-        f"This fits: {as_overrides(near.overrides)} ({gib(near.estimate.peak.total)} GiB)" for near in table.nearest
+        f"This fits: {as_overrides(near.overrides)} ({in_gib(near.estimate.peak.total)} GiB)" for near in table.nearest
     ]
     if table.engine != found.job.engine:
         return lines
@@ -218,7 +217,7 @@ def _what_would_help(found: Answer, table: EngineTable) -> list[str]:
         nodes = more.job.world_size // more.job.ranks_per_node
         lines.append(
             f"With more GPUs this fits: --gpus {more.job.world_size} --nodes {nodes} {as_overrides(more.overrides)} "
-            f"({gib(more.estimate.peak.total)} GiB)"
+            f"({in_gib(more.estimate.peak.total)} GiB)"
         )
     elif not table.nearest:
         lines.append(f"More of these GPUs alone do not help (up to {LARGEST_WORLD:,}).")
@@ -227,14 +226,14 @@ def _what_would_help(found: Answer, table: EngineTable) -> list[str]:
 
 def _smallest(found: Answer, least: Estimate) -> str:
     least_of_all = (
-        f"Even a micro-batch of 1 with everything sharded, recomputed and offloaded needs {gib(least.peak.total)} GiB "
-        "per GPU"
+        "Even a micro-batch of 1 with everything sharded, recomputed and offloaded needs "
+        f"{in_gib(least.peak.total)} GiB per GPU"
     )
     if fits(least, found.gpu.usable_bytes):
-        host = gib(least.host.total * found.job.ranks_per_node)
+        host = in_gib(least.host.total * found.job.ranks_per_node)
         return f"{least_of_all}, which it has, and {host} GiB per host, which it has not."
     largest = _largest(least)
     return (
-        f"{least_of_all}. Most of it is {_WORDS[largest]} ({gib(getattr(least.peak, largest))} GiB); what helps: "
+        f"{least_of_all}. Most of it is {_WORDS[largest]} ({in_gib(getattr(least.peak, largest))} GiB); what helps: "
         f"{_HELP.get(largest, 'more GPUs, or a smaller model')}."
     )

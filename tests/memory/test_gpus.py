@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ds_encdec.memory.gpus import GIB, GPUS, parse_bytes, parse_gpu
+from ds_encdec.memory.breakdown import GIB
+from ds_encdec.memory.gpus import GPUS, parse_bytes, parse_gpu
 from ds_encdec.types import ConfigError
 
 
