@@ -6,6 +6,7 @@ import contextlib
 import functools
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +15,14 @@ from typing import Any
 import pytest
 
 from ds_encdec import cli
+from ds_encdec.config.schema import FullConfig
 from ds_encdec.estimate_memory import main
 from ds_encdec.memory.breakdown import CATEGORIES, GIB
+from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.gpus import GPUS
-from ds_encdec.memory.variants import HEADROOM, as_overrides
+from ds_encdec.memory.model_sizes import run_sizes
+from ds_encdec.memory.planned import planned_job
+from ds_encdec.memory.variants import HEADROOM, as_overrides, changed
 
 
 @functools.cache
@@ -322,3 +327,28 @@ def test_bad_input_is_named(capsys: pytest.CaptureFixture[str], arguments: list[
 def test_a_damaged_model_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     assert "cannot be read" in refuse(capsys, "--model", str(tmp_path))
+
+
+def test_the_readme_shows_these_figures() -> None:
+    """Its table's rows: stage and offload, recompute, states, activations, the rest, peak, host per node."""
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (zero\d)(, optimizer)?[^|]*\| (none|full) ((?:\| [\d.]+ )+)\|$", readme, re.MULTILINE)
+    assert len(rows) == 6
+    job = planned_job(FullConfig(), run_sizes(FullConfig()), nodes=1)
+    for stage, offload, recompute, figures in rows:
+        overrides = {
+            "infra.sharding_stage": stage,
+            "infra.offload_optimizer": "cpu" if offload else "none",
+            "training.activation_checkpointing": recompute,
+        }
+        found = estimate(changed(job, overrides))
+        held = found.peak
+        expected = [
+            held.weights + held.master_weights + held.gradients + held.optimizer,
+            held.activations + held.logits,
+            held.communication + held.framework,
+            held.total,
+            found.host.total * job.ranks_per_node,
+        ]
+        shown = [float(figure) for figure in figures.strip("| ").split("|")]
+        assert shown == pytest.approx([value / GIB for value in expected], abs=0.11), stage
