@@ -5,6 +5,8 @@
 3. Real steps are tried at that size, in processes of their own (memory/probe.py). Where memory runs out on any rank,
    all go on to the next candidate of at most half the size.
 4. Where the first try passes and leaves room for the next larger candidate, that is tried too, twice at most.
+
+The search itself is memory/batch_search.py; here the ranks make its tries together.
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ import torch
 from ds_encdec.checkpoint.find import Checkpoint
 from ds_encdec.config.batch_size import is_auto, micro_batch_candidates, with_micro_batch_size
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.engine.compiled_optimizer import compile_optimizer
 from ds_encdec.launch.agreement import Agreement, attempt
 from ds_encdec.launch.preemption import StopRequest
-from ds_encdec.launch.world import World, free_port
+from ds_encdec.launch.world import World
+from ds_encdec.memory.batch_search import Outcome, largest_that_fits
 from ds_encdec.memory.device_stats import device_capacity
 from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.expected import ExpectedMemory, gib
@@ -37,13 +41,10 @@ from ds_encdec.types import ConfigError, DsEncDecError, EngineName, OutOfMemoryE
 
 logger = logging.getLogger(__name__)
 
-LARGER_TRIES = 2
-"""Candidates above the estimate's that are tried, where a probe has left room for them."""
 POLL_SECONDS = 0.2
 """Between two looks at the probes."""
-GRACE_SECONDS = 5.0
-"""How long to wait, once a probe has failed, for one whose memory ran out: that breaks the connections of others, and
-may be heard of after what they say about it."""
+SAY_SECONDS = 60.0
+"""Between two lines of the log, while nothing happens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,44 +95,36 @@ def _as_saved(config: FullConfig, saved: Checkpoint, world_size: int) -> FullCon
     return with_micro_batch_size(config.model_copy(update={"training": training}), size, world_size)
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """Of a probe on all ranks. `peak_bytes`: the highest. `message`: of the lowest rank whose memory ran out."""
-
-    fits: bool
-    peak_bytes: int
-    message: str
-
-
 class _Search:
     """The search for the largest size that fits. Every rank takes the same steps: what it decides by is exchanged."""
 
     def __init__(self, config: FullConfig, place: Place, model: Qwen3Seq2SeqConfig) -> None:
         """Collective."""
         self._config, self._place, self._model = config, place, model
-        self._candidates = micro_batch_candidates(config, place.world.world_size)
+        self._tries = 0
+        agreement = place.agreement
         free_bytes = device_capacity(place.device).free_bytes
         if place.device.type == "cpu":
             free_bytes //= place.world.local_world_size  # they share the machine
-        self._free_bytes = min(free for (free,) in place.agreement.exchange([free_bytes]))
+        self._free_bytes = min(free for (free,) in agreement.exchange([free_bytes]))
+        candidates = micro_batch_candidates(config, place.world.world_size)
+        mine = agreement.on_every_rank(lambda: [int(self._needed_bytes(size)) for size in candidates])
+        # Nodes may differ in their number of ranks, and in what their processors emulate.
+        everyones = zip(*agreement.exchange(mine), strict=True)
+        self._needs = dict(zip(candidates, [max(needs) for needs in everyones], strict=True))
 
     def largest(self) -> FullConfig:
         """The configuration with the largest size that fits. Raises what `settle_batch` does."""
-        first = self._estimated_to_fit()
-        size, outcome = first, self._try(first)
-        while not outcome.fits:
-            smaller = [candidate for candidate in self._candidates if candidate <= size // 2]
-            if not smaller:
-                raise OutOfMemoryError(self._nothing_fits(size, outcome))
-            size = smaller[0]
-            outcome = self._try(size)
-        if size == first:
-            size, outcome = self._larger(size, outcome)
+        # Not in a try, whose limit on memory compilers would inherit, and whose end would leave them and a lock behind.
+        self._place.agreement.on_every_rank(lambda: compile_optimizer(self._place.engine, self._config))
+        size, outcome = largest_that_fits(self._needs, self._limit_bytes, self._try)
+        if not outcome.fits:
+            raise OutOfMemoryError(self._nothing_fits(size, outcome))
         config = self._with(size)
         logger.info(
             "micro-batch %d: estimated %s, probed %s of %s; accumulation %d keeps the global batch of %d",
             size,
-            gib(self._needed_bytes(size)),
+            gib(self._needs[size]),
             gib(outcome.peak_bytes),
             gib(self._free_bytes),
             config.training.gradient_accumulation_steps,
@@ -139,27 +132,9 @@ class _Search:
         )
         return config
 
-    def _estimated_to_fit(self) -> int:
-        """The largest candidate that the estimate has room for; the smallest where it has none, for it may be wrong."""
-        fitting = (size for size in self._candidates if self._needed_bytes(size) <= self._limit_bytes)
-        return next(fitting, self._candidates[-1])
-
-    def _larger(self, size: int, outcome: _Outcome) -> tuple[int, _Outcome]:
-        """The largest of the next candidates above `size`, which fits, that fit too; and how its probe went."""
-        above = [candidate for candidate in reversed(self._candidates) if candidate > size]
-        for candidate in above[:LARGER_TRIES]:
-            more_bytes = self._needed_bytes(candidate) - self._needed_bytes(size)
-            if outcome.peak_bytes + more_bytes > self._limit_bytes:
-                break
-            larger = self._try(candidate)
-            if not larger.fits:
-                break
-            size, outcome = candidate, larger
-        return size, outcome
-
     @property
     def _limit_bytes(self) -> int:
-        """What a probe may take: the rest is for what two steps do not show, such as fragmentation."""
+        """What a try may take: the rest is for what two steps do not show, such as fragmentation."""
         return int(self._free_bytes * (1 - HEADROOM))
 
     def _with(self, size: int) -> FullConfig:
@@ -186,18 +161,19 @@ class _Search:
             return expected.estimate.peak.total
         return expected.node_bytes / expected.job.ranks_per_node
 
-    def _try(self, size: int) -> _Outcome:
+    def _try(self, size: int) -> Outcome:
         """Probe `size` on all ranks, which wait for each other; once it has failed on one, the others' are ended."""
         place = self._place
+        self._tries += 1
         began = time.monotonic()
         logger.info("trying micro-batches of %d on all ranks", size)
-        port = place.agreement.on_rank_zero(free_port)
         config = self._with(size)
         task = ProbeTask(
             config=config,
             model=self._model.to_dict(),
             engine=place.engine,
-            world=dataclasses.replace(place.world, master_port=port),
+            world=place.world,
+            number=self._tries,
             device=str(place.device),
             gradient_accumulation_steps=config.training.gradient_accumulation_steps,
             available_bytes=self._free_bytes,
@@ -208,46 +184,80 @@ class _Search:
         with place.stop.busy(), holding:  # however long it takes, this rank is not stuck
             place.agreement.raise_first(error)
             assert process is not None
-            outcome = self._await(process)
+            outcome = agreed_outcome(
+                process, place.agreement, place.stop, 60 * self._config.infra.distributed_timeout_minutes
+            )
         how = f"fit, with {gib(outcome.peak_bytes)}" if outcome.fits else f"do not fit ({outcome.message})"
         logger.info("micro-batches of %d %s; tried in %.0f s", size, how, time.monotonic() - began)
         return outcome
 
-    def _await(self, process: ProbeProcess) -> _Outcome:
-        agreement, stop = self._place.agreement, self._place.stop
-        mine = ProbeState.RUNNING
-        failed_at: float | None = None
-        while True:
-            if mine == ProbeState.RUNNING:
-                mine = process.poll()
-            grace_is_over = failed_at is not None and time.monotonic() - failed_at > GRACE_SECONDS
-            rows = agreement.exchange([mine, process.peak_bytes, stop.reason is not None, grace_is_over])
-            states, peaks, stops, graces = zip(*rows, strict=True)
-            if any(stops):
-                raise Preempted(f"stopped by {stop.reason or 'another rank'} before the first step: nothing to save")
-            if ProbeState.OUT_OF_MEMORY in states:
-                messages = agreement.gather(process.message)
-                rank = states.index(ProbeState.OUT_OF_MEMORY)
-                return _Outcome(False, 0, f"rank {rank}: {messages[rank]}")
-            if all(state == ProbeState.FITS for state in states):
-                return _Outcome(True, max(peaks), "")
-            if ProbeState.FAILED in states:
-                failed_at = failed_at or time.monotonic()
-                if any(graces) or ProbeState.RUNNING not in states:
-                    messages = agreement.gather(process.message)
-                    rank = states.index(ProbeState.FAILED)
-                    raise DsEncDecError(
-                        f"the micro-batch size could not be found: a probe failed on rank {rank}, and not for want of "
-                        f"memory. Mend that, or give training.per_device_train_batch_size a number. {messages[rank]}"
-                    )
-            time.sleep(POLL_SECONDS)
-
-    def _nothing_fits(self, size: int, outcome: _Outcome) -> str:
+    def _nothing_fits(self, size: int, outcome: Outcome) -> str:
         place = self._place
-        explained = explanation(
-            self._expected(size), place.device, place.world.rank, of_device=place.device.type == "cuda"
+        explained = explanation(self._expected(size), place.device, place.world.rank, of_device=outcome.of_device)
+        what = (
+            f"not even a micro-batch of {size} fits into the {gib(self._free_bytes)} that are free for a rank on "
+            f"{place.device.type}"
+            if outcome.smaller_may_fit
+            else f"a micro-batch of {size} does not fit, and smaller ones take no less of what ran out"
         )
-        return (
-            f"training.per_device_train_batch_size=auto: not even a micro-batch of {size} fits into the "
-            f"{gib(self._free_bytes)} that are free for a rank on {place.device.type} ({outcome.message}).\n{explained}"
-        )
+        return f"training.per_device_train_batch_size=auto: {what} ({outcome.message}).\n{explained}"
+
+
+def agreed_outcome(
+    process: ProbeProcess, agreement: Agreement, stop: StopRequest, timeout_seconds: float, grace_seconds: float = 30.0
+) -> Outcome:
+    """What all ranks' probes come to, each rank waiting with its own. Collective.
+
+    `grace_seconds`: how long to wait, once a probe has failed, for one whose memory ran out: that breaks the
+    connections of others, and a large process, or one that dumps its memory, takes a while to end.
+
+    Raises on every rank: Preempted where one is asked to stop, DsEncDecError where a probe has failed for another
+    reason than memory, or has not ended after `timeout_seconds`.
+    """
+    began = said = time.monotonic()
+    failed_at: float | None = None
+    state = ProbeState.RUNNING
+    while True:
+        if state == ProbeState.RUNNING:
+            state = process.poll()
+        now = time.monotonic()
+        grace_is_over = failed_at is not None and now - failed_at > grace_seconds
+        mine = [
+            state,
+            process.outcome.peak_bytes,
+            stop.reason is not None,
+            grace_is_over,
+            now - began > timeout_seconds,
+        ]
+        states, peaks, stops, graces, overdue = zip(*agreement.exchange(mine), strict=True)
+        if any(stops):
+            stop.acknowledge()
+            raise Preempted(f"stopped by {stop.reason or 'another rank'} before the first step: nothing to save")
+        if ProbeState.OUT_OF_MEMORY in states:
+            rank = states.index(ProbeState.OUT_OF_MEMORY)
+            outcome = agreement.gather(process.outcome)[rank]
+            return dataclasses.replace(outcome, message=f"rank {rank}: {outcome.message}")
+        if all(state == ProbeState.FITS for state in states):
+            return Outcome(fits=True, peak_bytes=max(peaks))
+        if ProbeState.FAILED in states:
+            failed_at = failed_at or now
+            if any(graces) or ProbeState.RUNNING not in states:
+                rank = states.index(ProbeState.FAILED)
+                message = agreement.gather(process.outcome.message)[rank]
+                raise DsEncDecError(_not_found(f"a probe failed on rank {rank}, and not for want of memory", message))
+        if any(overdue):
+            rank = states.index(ProbeState.RUNNING)
+            message = f"Its last words:\n{agreement.gather(process.last_words())[rank]}"
+            minutes = f"{timeout_seconds / 60:.3g} min (infra.distributed_timeout_minutes)"
+            raise DsEncDecError(_not_found(f"the probe of rank {rank} has not ended after {minutes}", message))
+        if now - said > SAY_SECONDS:
+            said = now
+            logger.info("still trying, for %.0f s", now - began)
+        time.sleep(POLL_SECONDS)
+
+
+def _not_found(why: str, message: str) -> str:
+    return (
+        f"the micro-batch size could not be found: {why}. Mend that, or give "
+        f"training.per_device_train_batch_size a number. {message}"
+    )

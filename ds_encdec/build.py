@@ -230,12 +230,12 @@ def _wire(config: FullConfig, site: Site, stop: StopRequest, resume: str | None,
     saved = found.read_json("trainer.json") if found else {}
     state = TrainingState(**saved.get("state", {}))
     model = agreement.rank_zero_first(lambda: saved_model(config, found.path) if found else new_model(config))
-    place = Place(world, device, site.engine, agreement, stop)
-    config = settle_batch(config, place, model.config, found)
-    plan = plan_lanes(config, world.world_size, saved.get("num_lanes"))
     # One rank asks the hub, so that all read the same commit of a data set.
     saved_commits = saved["data"]["dataset_commits"] if found else None
     commits = agreement.on_rank_zero(lambda: resolve_commits(config.data, saved_commits))
+    place = Place(world, device, site.engine, agreement, stop)
+    config = settle_batch(config, place, model.config, found)
+    plan = plan_lanes(config, world.world_size, saved.get("num_lanes"))
     data = agreement.rank_zero_first(
         lambda: build_data(
             config,

@@ -50,19 +50,27 @@ def choose_device(requested: Literal["cuda", "cpu", "auto"], world: World) -> to
 
 
 def init_process_group(
-    world: World, device: torch.device, timeout: timedelta, engine: EngineName, *, otherwise: EngineName | None = None
+    world: World,
+    device: torch.device,
+    timeout: timedelta,
+    engine: EngineName,
+    *,
+    otherwise: EngineName | None = None,
+    meeting: str = "run",
 ) -> EngineName:
     """Prepare this process's environment and join the default process group (nccl on cuda, gloo on cpu).
 
     Returns `engine`, or on all ranks `otherwise` where that is deepspeed and some rank cannot import it; without
     `otherwise` all raise ConfigError. `timeout` bounds the meeting of the ranks and every collective. Only for
-    `deepspeed` is that imported; this must come before it is anywhere else in the process.
+    `deepspeed` is that imported; this must come before it is anywhere else in the process. `meeting` tells apart those
+    who meet at one address: a run's ranks, and the probes beside them.
     """
     _prepare_environment(world, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     store, *_ = next(rendezvous("env://", world.rank, world.world_size, timeout=timeout))
     store.set_timeout(timeout)
+    store = dist.PrefixStore(meeting, store)
     if engine == "deepspeed":
         problem = _anyones(_import_deepspeed(world), dist.PrefixStore("import", store), world)
         if problem is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ds_encdec.launch.memory_errors import is_out_of_memory
+from ds_encdec.launch.memory_errors import in_one_line, is_out_of_memory
 from ds_encdec.memory.device_stats import clear_memory
 from ds_encdec.types import OutOfMemoryError
 
@@ -47,7 +47,7 @@ def _try(model: nn.Module, sample_batch_fn: Callable[[int], Any], size: int) -> 
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        reason, *_ = str(error).strip().splitlines() or [type(error).__name__]
+        reason = in_one_line(error)
     finally:
         model.zero_grad(set_to_none=True)
     # Not inside `except`: there the error still holds the frames, and they the activations.

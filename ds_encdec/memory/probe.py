@@ -6,8 +6,8 @@ finds Adam's moments in their place. What runs out of memory here takes nothing 
 taken is given back with the process.
 
 stdin: one line of JSON, a `ProbeTask`; it stays open as long as the rank lives, and the process ends with it. stdout:
-one line of JSON, a `ProbeReport`. Everything that libraries print goes to stderr. A process that ends without a report
-has failed for another reason than memory, unless the kernel has killed it.
+one line of JSON, an `Outcome`. Everything that libraries print goes to stderr. It is started in a session of its own,
+with signals blocked: the rank is asked to stop as well, and decides.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import signal
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -36,9 +37,11 @@ from ds_encdec.data.collate import collate
 from ds_encdec.data.packing import token_budgets
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine
-from ds_encdec.launch.memory_errors import is_out_of_memory
+from ds_encdec.launch.memory_errors import in_one_line, is_of_device, is_out_of_memory
 from ds_encdec.launch.process_group import init_process_group
 from ds_encdec.launch.world import World
+from ds_encdec.memory.batch_search import Outcome
+from ds_encdec.memory.device_stats import device_capacity
 from ds_encdec.memory.job import expected_ratio
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import ModelSizes, parameter_shapes
@@ -55,14 +58,15 @@ class ProbeTask:
     """What one rank's probe is to do.
 
     `config`: with a number as its micro-batch size. `model`: the model's configuration as a dict. `world`: this rank's
-    place, and a port of the probes' own. `available_bytes`: of the rank's device, free before the probe; it may take
-    `limit_bytes` of them.
+    place. `number`: of the try, under which its ranks meet. `available_bytes`: of the rank's device, free before the
+    probe; it may take `limit_bytes` of them.
     """
 
     config: FullConfig
     model: dict[str, Any]
     engine: EngineName
     world: World
+    number: int
     device: str
     gradient_accumulation_steps: int
     available_bytes: int
@@ -82,22 +86,14 @@ class ProbeTask:
         return cls(config=config, world=world, **fields)
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeReport:
-    """How the steps went. `peak_bytes`: of the device, libraries included; 0 where memory ran out, by `message`."""
-
-    fits: bool
-    peak_bytes: int = 0
-    message: str = ""
-
-
-def measure(task: ProbeTask) -> ProbeReport:
+def measure(task: ProbeTask) -> Outcome:
     """Make the steps, and a micro-batch of an evaluation where the run will have any. Collective over all probes."""
     config, device = task.config, torch.device(task.device)
     timeout = timedelta(minutes=config.infra.distributed_timeout_minutes)
+    in_evaluation = False
     try:
         _limit(device, task)
-        init_process_group(task.world, device, timeout, task.engine)
+        init_process_group(task.world, device, timeout, task.engine, meeting=f"probe {task.number}")
         model = Qwen3Seq2SeqConfig.from_dict(task.model)
         accumulation = task.gradient_accumulation_steps
         engine = create_engine(task.engine, config, task.world, device, model, zero_weights(model), accumulation)
@@ -105,13 +101,25 @@ def measure(task: ProbeTask) -> ProbeReport:
         for _ in range(STEPS):
             _step(engine, batch, min(accumulation, MICRO_BATCHES), task.world.world_size)
         if config.training.eval_samples:
+            in_evaluation = True
             engine.evaluate(full_batch(config, config.training.per_device_eval_batch_size, model.vocab_size))
-        return ProbeReport(fits=True, peak_bytes=_peak_bytes(device, task.available_bytes))
+        return Outcome(fits=True, peak_bytes=_peak_bytes(device, task.available_bytes))
     except Exception as error:
-        if not is_out_of_memory(error):
+        if not (is_out_of_memory(error) or _limit_is_reached()):
             raise
-        first_line, *_ = str(error).strip().splitlines() or [type(error).__name__]
-        return ProbeReport(fits=False, message=first_line)
+        return _ran_out(error, device, in_evaluation)
+
+
+def _ran_out(error: Exception, device: torch.device, in_evaluation: bool) -> Outcome:
+    of_device = device.type == "cuda" and is_of_device(error, device_capacity(device).free_bytes)
+    where = "in an evaluation (training.per_device_eval_batch_size): " if in_evaluation else ""
+    return Outcome(
+        fits=False,
+        message=where + in_one_line(error),
+        of_device=of_device,
+        # Beside a GPU, the host holds what is offloaded, which no micro-batch changes.
+        smaller_may_fit=not in_evaluation and (of_device or device.type == "cpu"),
+    )
 
 
 def _step(engine: Engine, batch: Batch, micro_batches: int, world_size: int) -> None:
@@ -169,9 +177,28 @@ def _limit(device: torch.device, task: ProbeTask) -> None:
         reserve = task.available_bytes - task.limit_bytes
         torch.cuda.set_per_process_memory_fraction(max(0, free - reserve) / total, device)
         return
+    # What is limited is what has been mapped, whether it is used or not: stacks and arenas of threads mostly are not.
+    torch.zeros(2**22).add_(1)  # starts them
+    unused = max(0, _own_status("VmData") - _own_status("VmRSS"))
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = task.limit_bytes if soft == resource.RLIM_INFINITY else min(task.limit_bytes, soft)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    limit = task.limit_bytes + unused
+    resource.setrlimit(resource.RLIMIT_DATA, (limit if soft == resource.RLIM_INFINITY else min(limit, soft), hard))
+
+
+def _limit_is_reached() -> bool:
+    """Whether this process has mapped nearly all that it may: what fails then fails for want of it, whatever it says.
+
+    A thread that cannot be started, for instance, does not mention memory.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    return soft != resource.RLIM_INFINITY and _own_status("VmData") > 0.97 * soft
+
+
+def _own_status(name: str) -> int:
+    """A figure of this process, in bytes, as Linux keeps it; 0 elsewhere."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)
 
 
 def _peak_bytes(device: torch.device, available_bytes: int) -> int:
@@ -180,18 +207,15 @@ def _peak_bytes(device: torch.device, available_bytes: int) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         uncounted = available_bytes - free - torch.cuda.memory_reserved(device)
         return torch.cuda.max_memory_reserved(device) + max(0, uncounted)
-    status = Path("/proc/self/status")
-    if not status.exists():  # no Linux
-        return psutil.Process().memory_info().rss
     # Not getrusage: its peak begins with that of the process that started this one.
-    peak_line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
-    return int(peak_line.split()[1]) * 1024
+    return _own_status("VmHWM") or psutil.Process().memory_info().rss
 
 
 def main() -> None:
     """Read the task, report, and end at once: other probes may be waiting for this one in a collective."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the parent is asked as well, and decides
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # gigabytes, for nobody
+    with suppress(OSError):  # no Linux
+        Path("/proc/self/oom_score_adj").write_text("1000")  # if the kernel must kill somebody, then this process
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     line = sys.stdin.readline()
@@ -208,6 +232,8 @@ def main() -> None:
 
 def _end_with_the_parent() -> None:
     sys.stdin.read()  # ends when the other end is closed, by whatever ended the parent
+    with suppress(ProcessLookupError):  # where nobody has given it a group of its own
+        os.killpg(os.getpid(), signal.SIGKILL)  # and what it has started, such as compilers
     os._exit(1)
 
 

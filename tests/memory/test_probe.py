@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
+import sys
 import time
+from collections.abc import Iterator
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 from ds_encdec.config.batch_size import with_micro_batch_size
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.packing import token_budgets
-from ds_encdec.launch.world import World, free_port
+from ds_encdec.launch.world import World
 from ds_encdec.memory.job import expected_ratio
 from ds_encdec.memory.probe import ProbeTask, full_batch
 from ds_encdec.memory.probe_process import ProbeProcess, ProbeState
@@ -38,12 +42,21 @@ def make_config(**training: object) -> FullConfig:
     )
 
 
-def make_task(config: FullConfig) -> ProbeTask:
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Where a run's ranks have met."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield store.port
+    del store
+
+
+def make_task(config: FullConfig, port: int) -> ProbeTask:
     return ProbeTask(
         config=with_micro_batch_size(config, 2, 1),
         model=MODEL,
         engine="fsdp",
-        world=World(0, 0, 1, 1, 0, 1, "127.0.0.1", free_port(), "python"),
+        world=World(0, 0, 1, 1, 0, 1, "127.0.0.1", port, "python"),
+        number=1,
         device="cpu",
         gradient_accumulation_steps=2,
         available_bytes=10**10,
@@ -52,7 +65,7 @@ def make_task(config: FullConfig) -> ProbeTask:
 
 
 def test_a_task_comes_through_its_line() -> None:
-    task = make_task(make_config())
+    task = make_task(make_config(), 1)
     line = task.dump()
     assert "\n" not in line
     assert ProbeTask.parse(line) == task
@@ -80,23 +93,80 @@ def ended(process: ProbeProcess) -> ProbeState:
     deadline = time.monotonic() + 120
     while (state := process.poll()) == ProbeState.RUNNING:
         assert time.monotonic() < deadline
-        time.sleep(0.05)
+        time.sleep(0.02)
     return state
 
 
-def test_a_probe_that_fails_for_another_reason_says_which() -> None:
+def test_a_probe_that_fails_for_another_reason_says_which(port: int) -> None:
     """Two full ranks of parameters are more than one: the sharding is refused before anything is built."""
     config = make_config()
     infra = config.infra.model_copy(update={"sharding_stage": "zero3_hybrid", "hybrid_shard_size": 2})
-    with ProbeProcess(make_task(config.model_copy(update={"infra": infra}))) as process:
+    with ProbeProcess(make_task(config.model_copy(update={"infra": infra}), port)) as process:
         assert ended(process) == ProbeState.FAILED
-    assert "ended with exit code 1" in process.message
-    assert "ConfigError" in process.message
+    assert "ended with exit code 1" in process.outcome.message
+    assert "ConfigError" in process.outcome.message
 
 
-def test_a_probe_that_the_kernel_kills_has_run_out_of_memory() -> None:
-    with ProbeProcess(make_task(make_config())) as process:
-        (child,) = (child for child in psutil.Process().children() if "ds_encdec.memory.probe" in child.cmdline())
-        child.send_signal(signal.SIGKILL)
+@pytest.mark.parametrize(
+    ("limit_bytes", "eval_samples", "says"),
+    [(100 * 10**6, 0, ""), (10**9, 8, "in an evaluation (training.per_device_eval_batch_size): ")],
+)
+def test_memory_runs_out_by_the_limit(port: int, limit_bytes: int, eval_samples: int, says: str) -> None:
+    config = make_config(eval_samples=eval_samples, per_device_eval_batch_size=10**5)
+    task = dataclasses.replace(make_task(config, port), limit_bytes=limit_bytes)
+    with ProbeProcess(task) as process:
+        assert ended(process) == ProbeState.OUT_OF_MEMORY, process.outcome.message
+    assert process.outcome.message.startswith(says)
+    assert process.outcome.smaller_may_fit == (not says)
+    assert not process.outcome.of_device
+
+
+def script(code: str) -> tuple[str, ...]:
+    """Instead of a probe."""
+    return (sys.executable, "-S", "-c", f"import os, signal, sys\n{code}")
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "message"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", ProbeState.OUT_OF_MEMORY, "the kernel killed it"),
+        ("print('what():  std::bad_alloc', file=sys.stderr); os.abort()", ProbeState.OUT_OF_MEMORY, "std::bad_alloc"),
+        (
+            "sys.exit('libgomp: Thread creation failed: Resource temporarily unavailable')",
+            ProbeState.OUT_OF_MEMORY,
+            "Thread creation failed",
+        ),
+        ("os.abort()", ProbeState.FAILED, "It was killed by SIGABRT"),
+        ("sys.exit('x' * 10_000 + ' the last')", ProbeState.FAILED, "x the last"),
+    ],
+)
+def test_what_an_end_without_a_report_means(code: str, state: ProbeState, message: str) -> None:
+    with ProbeProcess(make_task(make_config(), 1), script(code)) as process:
+        assert ended(process) == state
+    assert message in process.outcome.message
+    assert len(process.outcome.message) < 5000
+    assert process.outcome.smaller_may_fit
+
+
+def test_host_memory_beside_a_gpu_is_not_helped_by_smaller_micro_batches() -> None:
+    task = dataclasses.replace(make_task(make_config(), 1), device="cuda:0")
+    with ProbeProcess(task, script("os.kill(os.getpid(), signal.SIGKILL)")) as process:
         assert ended(process) == ProbeState.OUT_OF_MEMORY
-    assert "killed" in process.message
+    assert not process.outcome.of_device
+    assert not process.outcome.smaller_may_fit
+
+
+def test_a_probe_is_ended_by_its_rank_alone_and_with_all_that_it_has_started() -> None:
+    start_another = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid, file=sys.stderr, flush=True)"
+    with ProbeProcess(make_task(make_config(), 1), script(f"{start_another}\nsignal.pause()")) as process:
+        (child,) = (child for child in psutil.Process().children() if "signal.pause()" in child.cmdline()[-1])
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            child.send_signal(number)
+        deadline = time.monotonic() + 60
+        while not (said := process.last_words()).endswith("\n"):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        grandchild = psutil.Process(int(said))
+        assert process.poll() == ProbeState.RUNNING
+    assert psutil.wait_procs([child, grandchild], timeout=30)[1] == []
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()

@@ -1,0 +1,186 @@
+"""How a run comes by its micro-batch size, and how ranks agree on what their probes have found."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_encdec.auto_batch import Place, agreed_outcome, settle_batch
+from ds_encdec.checkpoint.find import Checkpoint
+from ds_encdec.checkpoint.manifest import Manifest
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.launch.agreement import Agreement
+from ds_encdec.launch.preemption import StopRequest
+from ds_encdec.launch.world import World
+from ds_encdec.memory.batch_search import Outcome
+from ds_encdec.memory.probe import ProbeTask
+from ds_encdec.memory.probe_process import ProbeProcess
+from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.types import ConfigError, DsEncDecError, Preempted
+
+MODEL = {
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 64,
+}
+
+
+def make_config(**training: Any) -> FullConfig:
+    return FullConfig.model_validate(
+        {
+            "model": {"tokenizer_name_or_path": "builtin", "architecture": MODEL},
+            "training": training,
+            "infra": {"device": "cpu", "distributed_type": "fsdp", "num_gpus": 1},
+        }
+    )
+
+
+def world(rank: int, size: int) -> World:
+    return World(rank, rank, size, size, 0, 1, "127.0.0.1", 1, "python")
+
+
+def settled(config: FullConfig, ranks: int, saved: Path | None = None) -> tuple[int | str, int, int | None]:
+    place = Place(world(0, ranks), torch.device("cpu"), "fsdp", Agreement(), StopRequest(world(0, ranks)))
+    found = Checkpoint(saved, Manifest(1, 2, "fsdp", ())) if saved else None
+    training = settle_batch(config, place, Qwen3Seq2SeqConfig.from_dict(MODEL), found).training
+    return training.per_device_train_batch_size, training.gradient_accumulation_steps, training.global_batch_size
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A checkpoint of a run with micro-batches of 3, of which a step has 8."""
+    begun = make_config(per_device_train_batch_size=3, gradient_accumulation_steps=4, global_batch_size=24)
+    (tmp_path / "config.yaml").write_text(begun.dump_yaml())
+    (tmp_path / "trainer.json").write_text(json.dumps({"num_lanes": 8}))
+    return tmp_path
+
+
+def test_numbers_are_left_alone() -> None:
+    config = make_config(per_device_train_batch_size=3, gradient_accumulation_steps=2)
+    assert settled(config, 2) == (3, 2, None)
+
+
+def test_the_accumulation_follows_from_a_global_batch() -> None:
+    assert settled(make_config(per_device_train_batch_size=3, global_batch_size=24), 2) == (3, 4, 24)
+
+
+@pytest.mark.parametrize("given", [{}, {"global_batch_size": 24}])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_auto_goes_on_with_the_size_that_the_run_began_with(saved: Path, given: dict[str, int], ranks: int) -> None:
+    config = make_config(per_device_train_batch_size="auto", **given)
+    assert settled(config, ranks, saved) == (3, 8 // ranks, 24)
+
+
+@pytest.mark.parametrize("size", ["auto", 3])
+def test_a_run_does_not_go_on_with_another_global_batch(saved: Path, size: int | str) -> None:
+    config = make_config(per_device_train_batch_size=size, global_batch_size=48)
+    with pytest.raises(ConfigError, match=r"training.global_batch_size=48, but the steps of .* hold 24 sequences"):
+        settled(config, 2, saved)
+
+
+class RankThread(Agreement):
+    """One of several ranks that are threads of this process."""
+
+    def __init__(self, rank: int, records: list[Any], barrier: threading.Barrier) -> None:
+        self.rank, self.world_size = rank, len(records)
+        self._records, self._barrier = records, barrier
+
+    def gather(self, record: Any) -> list[Any]:
+        self._records[self.rank] = record
+        self._barrier.wait(timeout=60)
+        everyone = list(self._records)
+        self._barrier.wait(timeout=60)
+        return everyone
+
+    def exchange(self, values: Sequence[int]) -> list[list[int]]:
+        return self.gather([int(value) for value in values])
+
+
+def fits(peak_bytes: int) -> str:
+    return f'print(\'{{"fits": true, "peak_bytes": {peak_bytes}}}\')'
+
+
+RUNS_OUT = "import os; os.kill(os.getpid(), 9)"
+FAILS = "import sys; sys.exit('closed by a peer')"
+HANGS = "import sys, time; print('waiting', file=sys.stderr, flush=True); time.sleep(600)"
+
+
+def after(seconds: float, code: str) -> str:
+    return f"import time; time.sleep({seconds})\n{code}"
+
+
+def agreed(
+    *programs: str,
+    timeout_seconds: float = 60,
+    grace_seconds: float = 60,
+    stop: Callable[[StopRequest], None] | None = None,
+) -> list[Outcome | Exception]:
+    """What each rank gets whose probe is one of these `programs`; the last one's run is asked to stop by `stop`."""
+    barrier, records = threading.Barrier(len(programs)), [None] * len(programs)
+
+    def be_rank(rank: int) -> Outcome | Exception:
+        place = world(rank, len(programs))
+        config = make_config(per_device_train_batch_size=1)
+        task = ProbeTask(config, MODEL, "fsdp", place, 1, "cpu", 1, 1, 1)
+        request = StopRequest(place)
+        if stop is not None and rank == len(programs) - 1:
+            stop(request)
+        with ProbeProcess(task, (sys.executable, "-S", "-c", programs[rank])) as process:
+            try:
+                agreement = RankThread(rank, records, barrier)
+                return agreed_outcome(process, agreement, request, timeout_seconds, grace_seconds)
+            except DsEncDecError as error:
+                return error
+
+    with ThreadPoolExecutor(len(programs)) as pool:
+        return list(pool.map(be_rank, range(len(programs))))
+
+
+def test_what_fits_on_all_ranks_takes_what_it_takes_on_the_fullest() -> None:
+    assert agreed(fits(5), fits(7)) == [Outcome(fits=True, peak_bytes=7)] * 2
+
+
+@pytest.mark.parametrize("other", [fits(5), FAILS, HANGS])
+def test_memory_that_runs_out_on_one_rank_runs_out(other: str) -> None:
+    """Also where the other rank hears first that the connection is closed, and fails."""
+    began = time.monotonic()
+    for outcome in agreed(other, after(0.5, RUNS_OUT)):
+        assert isinstance(outcome, Outcome)
+        assert not outcome.fits
+        assert outcome.message.startswith("rank 1: the kernel killed it")
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("other", [fits(5), FAILS, HANGS])
+def test_another_reason_is_an_error_on_all_ranks(other: str) -> None:
+    for error in agreed(other, FAILS, grace_seconds=0.5):
+        assert isinstance(error, DsEncDecError)
+        assert "a probe failed on rank" in str(error)
+        assert "closed by a peer" in str(error)
+
+
+def test_a_probe_that_does_not_end_is_an_error_on_all_ranks() -> None:
+    for error in agreed(fits(5), HANGS, timeout_seconds=1.5):
+        assert isinstance(error, DsEncDecError)
+        assert "the probe of rank 1 has not ended after 0.025 min" in str(error)
+        assert "waiting" in str(error)
+
+
+def test_one_rank_that_is_asked_to_stop_stops_all() -> None:
+    errors = agreed(HANGS, HANGS, stop=lambda request: request._on_signal(signal.SIGTERM, None))
+    assert all(isinstance(error, Preempted) for error in errors)
+    assert [str(error).split()[2] for error in errors] == ["another", "SIGTERM"]
