@@ -108,6 +108,7 @@ def main() -> None:
     device = choose_device(options.device, world)
     init_process_group(world, device, timedelta(minutes=10), "deepspeed")
     agreement = Agreement()
+    gc.freeze()  # the many collections need not go through what imports have made
     found = []
     for row in rows:
         # Where ranks differ, the estimate is that of the rank with the most.

@@ -1,10 +1,8 @@
-"""The estimate of FSDP2's memory against engines that train on one and on two ranks."""
+"""The estimate of FSDP2's memory against engines that train on two ranks. Of one and of many: test_trace.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cache
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 from fsdp_memory_run import CASES, config_of, model_of
@@ -15,31 +13,31 @@ from ds_encdec.memory.job import Job, make_job
 
 pytestmark = pytest.mark.distributed
 
-Measured = Callable[[int, str], dict[str, int]]
-ALONE = ("zero0", "zero3")
-"""Cases that one rank runs too."""
+Measured = dict[str, dict[str, int]]
+WORLD_SIZE = 2
 
 
 @pytest.fixture(scope="module")
 def measured() -> Measured:
-    """`measured(world_size, case)` → the highest figures of the ranks."""
-
-    @cache
-    def run(world_size: int) -> list[dict[str, Any]]:
-        cases = [(case, "measured", {"case": case}) for case in (CASES if world_size > 1 else ALONE)]
-        return run_ranks("fsdp_memory_cases.py:run_cases", world_size, {"cases": cases}, timeout_seconds=300)
-
-    def highest(world_size: int, case: str) -> dict[str, int]:
-        ranks = [rank[case] for rank in run(world_size)]
-        assert all(isinstance(figures, dict) for figures in ranks), ranks
-        return {moment: max(figures[moment] for figures in ranks) for moment in ranks[0]}
-
-    return highest
+    """By case, the figures of the ranks, see `_of_ranks`."""
+    cases = [(case, "measured", {"case": case}) for case in CASES]
+    ranks = run_ranks("fsdp_memory_cases.py:run_cases", WORLD_SIZE, {"cases": cases}, timeout_seconds=300)
+    return {case: _of_ranks([rank[case] for rank in ranks]) for case in CASES}
 
 
-def job_of(case: str, world_size: int) -> Job:
+def _of_ranks(ranks: list[dict[str, int]]) -> dict[str, int]:
+    """What is held: of the rank with the most. Peaks: the lowest, which differ by less than 0.1 %.
+
+    On a busy machine gloo's threads may let go of a layer's buffer late, which adds to a rank's peak.
+    """
+    assert all(isinstance(figures, dict) for figures in ranks), ranks
+    peaks = ("backward", "step")
+    return {moment: (min if moment in peaks else max)(figures[moment] for figures in ranks) for moment in ranks[0]}
+
+
+def job_of(case: str) -> Job:
     return make_job(
-        config_of(case), model_of(case), "fsdp", world_size=world_size, ranks_per_node=world_size, device="cpu", ratio=1
+        config_of(case), model_of(case), "fsdp", world_size=WORLD_SIZE, ranks_per_node=WORLD_SIZE, device="cpu", ratio=1
     )
 
 
@@ -57,9 +55,9 @@ def backward_moments(job: Job) -> Iterator[float]:
     yield memory.step.total
 
 
-@pytest.mark.parametrize(("world_size", "case"), [(2, case) for case in CASES] + [(1, case) for case in ALONE])
-def test_the_estimate_is_what_engines_hold(measured: Measured, world_size: int, case: str) -> None:
-    found, job = measured(world_size, case), job_of(case, world_size)
+@pytest.mark.parametrize("case", CASES)
+def test_the_estimate_is_what_engines_hold(measured: Measured, case: str) -> None:
+    found, job = measured[case], job_of(case)
     memory = fsdp_memory(job)
     resting = memory.resting.total
     assert resting == pytest.approx(found["resting"], rel=0.01)
@@ -72,4 +70,4 @@ def test_the_estimate_is_what_engines_hold(measured: Measured, world_size: int, 
 
 @pytest.mark.parametrize("case", ["zero0", "zero3", "zero3_hybrid"])
 def test_the_estimate_of_background_saves(measured: Measured, case: str) -> None:
-    assert measured(2, case)["saved"] == pytest.approx(fsdp_memory(job_of(case, 2)).host.save, rel=0.02)
+    assert measured[case]["saved"] == pytest.approx(fsdp_memory(job_of(case)).host.save, rel=0.02)

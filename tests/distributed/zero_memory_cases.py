@@ -29,6 +29,7 @@ def run_cases(cases: Sequence[Case]) -> dict[str, Any]:
     """See engine_steps.run_all."""
     # A CPU without bfloat16 instructions multiplies in float32 copies of the weights, which are no part of the engine.
     precision._EMULATED_ON_CPU = frozenset()
+    gc.freeze()  # the many collections need not go through what imports have made
     return run_all(cases, globals())
 
 

@@ -29,7 +29,6 @@ CASES: dict[str, dict[str, Any]] = {
     "zero1": {},
     "zero1 overlap": {"zero": {"overlap_comm": True}},
     "zero2": {},
-    "zero2 float32": {"bf16": False},
     "zero2 bf16-states": {"extra": {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}},
     "zero2 offload float32": {"offload_optimizer": "cpu", "bf16": False},
     "zero3": {},
