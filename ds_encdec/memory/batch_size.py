@@ -23,8 +23,9 @@ def auto_find_batch_size(model: nn.Module, sample_batch_fn: Callable[[int], Any]
     (summed). Optimizer states are not made: leave room for them. For a run of ds_encdec use
     `training.per_device_train_batch_size: auto` instead.
 
-    Parameters stay as they are; gradients are gone afterwards. Raises OutOfMemoryError where even `min` does not fit,
-    ValueError for sizes that are not 1 <= min <= start, and what the model raises for another reason.
+    Parameters stay as they are, and gradients are gone afterwards; buffers that the model changes (batch normalisation)
+    and the random state have moved on. Raises OutOfMemoryError where even `min` does not fit, ValueError for sizes that
+    are not 1 <= min <= start, and what the model raises for another reason.
     """
     if not 1 <= min <= start:
         raise ValueError(f"start={start} and min={min}: sizes must be 1 <= min <= start")

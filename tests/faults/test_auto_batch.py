@@ -37,7 +37,7 @@ def arguments(folder: Path, engine: str, *options: str, **changes: Any) -> list[
         "data__max_decoder_length": 2048,
         "data__max_seq_length": 2048,
         "data__max_examples_per_micro_batch": 64,
-        "model__architecture__vocab_size": 4096,
+        "model__architecture__vocab_size": 8192,
         "model__loss_chunk_tokens": 100_000,
         "training__per_device_train_batch_size": "auto",
         "training__activation_checkpointing": "none",
@@ -74,18 +74,18 @@ def await_probes(count: int) -> list[psutil.Process]:
 
 
 def test_a_size_that_fits_is_found_and_kept(runs: ForkedRuns, tmp_path: Path) -> None:
-    """Of 13 and 1, the divisors of a rank's share, 13 is estimated to fit and does not."""
-    auto = arguments(tmp_path / "auto", "fsdp", training__global_batch_size=26)
+    """Of 7 and 1, the divisors of a rank's share, 7 is estimated to fit and does not."""
+    auto = arguments(tmp_path / "auto", "fsdp", training__global_batch_size=14)
     result = runs.run(auto, ranks=2)
     assert_ended(result, 0)
-    assert "micro-batches of 13 do not fit (rank " in result.output
+    assert "micro-batches of 7 do not fit (rank " in result.output
     assert "micro-batch 1: estimated " in result.output
-    assert "accumulation 13 keeps the global batch of 26" in result.output
+    assert "accumulation 7 keeps the global batch of 14" in result.output
     assert probes() == []
 
     found = FullConfig.from_yaml(tmp_path / "auto" / "config.yaml").training
-    assert (found.micro_batch_size, found.gradient_accumulation_steps, found.global_batch_size) == (1, 13, 26)
-    numbers = {"training__per_device_train_batch_size": 1, "training__gradient_accumulation_steps": 13}
+    assert (found.micro_batch_size, found.gradient_accumulation_steps, found.global_batch_size) == (1, 7, 14)
+    numbers = {"training__per_device_train_batch_size": 1, "training__gradient_accumulation_steps": 7}
     assert_ended(runs.run(arguments(tmp_path / "numbers", "fsdp", **numbers), ranks=2), 0)
     assert losses(tmp_path / "auto") == losses(tmp_path / "numbers")
     assert {step for step, *_ in losses(tmp_path / "auto")} == {1, 2}
@@ -94,14 +94,14 @@ def test_a_size_that_fits_is_found_and_kept(runs: ForkedRuns, tmp_path: Path) ->
     assert_ended(resumed, 0)
     assert "micro-batches of" not in resumed.output  # nothing is tried
     kept = FullConfig.from_yaml(tmp_path / "auto" / "config.yaml").training
-    assert (kept.micro_batch_size, kept.gradient_accumulation_steps) == (1, 26)
+    assert (kept.micro_batch_size, kept.gradient_accumulation_steps) == (1, 14)
 
 
 def test_memory_runs_out_under_deepspeed_as_well(runs: ForkedRuns, tmp_path: Path) -> None:
-    result = runs.run(arguments(tmp_path, "deepspeed", training__global_batch_size=13))
+    result = runs.run(arguments(tmp_path, "deepspeed", training__global_batch_size=7))
     assert_ended(result, 0)
-    assert "micro-batches of 13 do not fit (rank 0: " in result.output
-    assert "accumulation 13 keeps the global batch of 13" in result.output
+    assert "micro-batches of 7 do not fit (rank 0: " in result.output
+    assert "accumulation 7 keeps the global batch of 7" in result.output
     assert {step for step, *_ in losses(tmp_path)} == {1, 2}
 
 

@@ -46,10 +46,13 @@ def batch(size: int) -> Tensor:
     return torch.ones(size, 4)
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
-@pytest.mark.parametrize("kind", [Greedy, WithLoss])
 @pytest.mark.parametrize(
-    "make", [batch, lambda size: {"x": batch(size)}, lambda size: (batch(size),)], ids=["one", "mapping", "tuple"]
+    ("kind", "make", "in_backward"),
+    [
+        pytest.param(Greedy, batch, False, id="one"),
+        pytest.param(WithLoss, lambda size: {"x": batch(size)}, True, id="mapping"),
+        pytest.param(Greedy, lambda size: (batch(size),), True, id="tuple"),
+    ],
 )
 def test_it_halves_until_it_fits(kind: type[Greedy], make: Any, in_backward: bool) -> None:
     model = kind(fits=6, in_backward=in_backward)
