@@ -1,4 +1,4 @@
-"""The estimate of DeepSpeed's memory against engines that train on one and on two ranks."""
+"""The estimate of DeepSpeed's memory against engines that train on two ranks."""
 
 from __future__ import annotations
 
