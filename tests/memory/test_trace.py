@@ -111,7 +111,7 @@ def test_the_arithmetic_is_what_the_trace_finds(world_size: int, infra: dict[str
     # The tied head's gradient, which waits for the embedding's.
     waiting = job.compute_bytes * job.embedding_parameters
     # The moments that hold most of the engine's and most of all need not be the same.
-    assert 0.97 < (max(first.total, later.total) + waiting) / held < 1.05
+    assert 0.97 < (max(first.total, later.total) + waiting) / held < 1.1
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
