@@ -21,7 +21,7 @@ from ds_encdec.memory.gpus import DEFAULT_GPU
 from ds_encdec.types import DsEncDecError
 
 if TYPE_CHECKING:
-    from ds_encdec.memory.breakdown import Breakdown
+    from ds_encdec.memory.breakdown import Estimate
     from ds_encdec.memory.trace import TracedMemory
 
 
@@ -79,39 +79,38 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         return 0
     parts = [describe(found), *question.remarks]
     if traced is not None:
-        parts += [_beside(found.configured.estimate.peak, traced), *filter(None, [traced.remark])]
+        parts += [_beside(found.configured.estimate, traced), *filter(None, [traced.remark])]
     print("\n\n".join(parts))
     return 0
 
 
 def _trace_as_json(traced: TracedMemory) -> dict[str, Any]:
-    """Categories of which nothing was traced are null."""
+    """Categories that are not traced are null."""
     from ds_encdec.memory.answer import breakdown_as_json
 
+    seen = breakdown_as_json(traced.peak)
     return {
-        "bytes": {name: held or None for name, held in breakdown_as_json(traced.peak).items()},
+        "bytes": {name: held if name in (*traced.categories, "peak") else None for name, held in seen.items()},
         "moment": traced.moment,
         "seconds": traced.seconds,
         "remark": traced.remark,
     }
 
 
-def _beside(formula: Breakdown, traced: TracedMemory) -> str:
-    """A traced peak beside the formula's, by category; a dash where nothing was traced, and a sum of the rest."""
+def _beside(formula: Estimate, traced: TracedMemory) -> str:
+    """A traced peak beside the formula's, each at its own worst moment; a dash for a category that is not traced."""
     from ds_encdec.memory.breakdown import CATEGORIES
 
-    pairs = {name: (getattr(formula, name), getattr(traced.peak, name)) for name in CATEGORIES}
-    both = [pair for pair in pairs.values() if pair[1]]
     lines = [
-        f"The configured run traced (worst moment: {traced.moment}); GiB per GPU",
+        f"The configured run traced; GiB per GPU (formula: {formula.moment}; trace: {traced.moment})",
         f"{'':16}{'formula':>10}{'traced':>10}",
     ]
-    lines += [
-        f"{name:16}{in_gib(expected):>10}{in_gib(seen) if seen else '-':>10}"
-        for name, (expected, seen) in pairs.items()
-    ]
-    expected, seen = (sum(column) for column in zip(*both, strict=True)) if both else (0.0, 0.0)
-    return "\n".join([*lines, f"{'these':16}{in_gib(expected):>10}{in_gib(seen):>10}"])
+    expected = {name: getattr(formula.peak, name) for name in CATEGORIES}
+    for name, held in expected.items():
+        seen = in_gib(getattr(traced.peak, name)) if name in traced.categories else "-"
+        lines.append(f"{name:16}{in_gib(held):>10}{seen:>10}")
+    comparable = sum(expected[name] for name in traced.categories)
+    return "\n".join([*lines, f"{'traced ones':16}{in_gib(comparable):>10}{in_gib(traced.peak.total):>10}"])
 
 
 if __name__ == "__main__":
