@@ -38,6 +38,8 @@ from ds_encdec.types import Batch, CheckpointError, Preempted, StepResult, Train
 class ScriptedEngine:
     """An engine without a model. `writing[step]` is called where the checkpoint of that step is written."""
 
+    device = torch.device("cpu")
+
     def __init__(self, writing: dict[int, Callable[[], object]]) -> None:
         self.writing = writing
         self.step_number = 0
