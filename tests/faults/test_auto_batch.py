@@ -110,7 +110,7 @@ def test_no_size_is_left(runs: ForkedRuns, tmp_path: Path) -> None:
     with ThreadPoolExecutor() as pool:
         run = pool.submit(runs.run, arguments(tmp_path, "fsdp", training__global_batch_size=2), ranks=2)
         await_probes(2)[1].send_signal(signal.SIGKILL)
-        result = run.result(timeout=60)
+        result = run.result(timeout=180)
     assert_ended(result, 6)
     assert "not even a micro-batch of 1 fits into the" in result.output
     assert "rank 1: the kernel killed it" in result.output
@@ -127,7 +127,7 @@ def test_a_run_that_is_asked_to_stop_while_it_probes_does(runs: ForkedRuns, tmp_
             probe.send_signal(signal.SIGTERM)
         time.sleep(0.5)  # longer than it takes to see that a probe has ended
         found[1].parent().send_signal(signal.SIGTERM)
-        result = run.result(timeout=60)
+        result = run.result(timeout=180)
     assert_ended(result, 75)
     assert json.loads((tmp_path / "run.json").read_text())["state"] == "preempted"
     assert probes() == []
@@ -143,7 +143,7 @@ def test_a_run_that_is_killed_while_it_probes_leaves_nothing_behind(runs: Forked
             time.sleep(0.05)
         for rank in (waiting.parent(), stopped.parent()):
             rank.kill()
-        run.result(timeout=60)
+        run.result(timeout=180)
         stopped.resume()
         _, alive = psutil.wait_procs([waiting, stopped], timeout=30)
     assert alive == []
