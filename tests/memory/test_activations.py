@@ -97,7 +97,7 @@ def bytes_saved(side: Literal["encoder", "decoder"], job: Job, mode: str) -> int
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known:
             saved[storage.data_ptr()] = storage
-        return tensor
+        return tensor.detach()  # a layer's output itself would keep its own graph alive, for ever
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         if side == "encoder":
