@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.data.budgets import token_budgets
 from ds_encdec.data.chunks import Chunker
 from ds_encdec.data.collate import pinned
 from ds_encdec.data.evaluation import cached_examples, find_examples, pack_examples
@@ -16,7 +17,6 @@ from ds_encdec.data.fingerprint import digest, fingerprint, require_same
 from ds_encdec.data.hub_commits import resolve_commits
 from ds_encdec.data.lane import Pipeline
 from ds_encdec.data.loader import LaneLoader
-from ds_encdec.data.packing import token_budgets
 from ds_encdec.data.sources import open_sources
 from ds_encdec.data.survey import require_one_step, survey
 from ds_encdec.data.text_tokens import TextTokenizer

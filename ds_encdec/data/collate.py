@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_encdec.data.packing import Budgets
+from ds_encdec.data.budgets import Budgets
 from ds_encdec.types import DENOISERS, IGNORE_INDEX, Batch, Example
 
 

@@ -16,10 +16,11 @@ from zipfile import BadZipFile
 
 import numpy as np
 
+from ds_encdec.data.budgets import Budgets
 from ds_encdec.data.collate import collate
 from ds_encdec.data.held_out import held_out_hash
 from ds_encdec.data.lane import Pipeline
-from ds_encdec.data.packing import Budgets, Waiting
+from ds_encdec.data.packing import Waiting
 from ds_encdec.data.randomness import Permutation
 from ds_encdec.data.sources import AnyDocument, OpenSource, StreamSource
 from ds_encdec.types import DENOISERS, Batch, DataError, Example

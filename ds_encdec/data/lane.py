@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ds_encdec.data.budgets import Budgets
 from ds_encdec.data.chunks import Chunk, Chunker
 from ds_encdec.data.held_out import held_out_hash
-from ds_encdec.data.packing import Budgets, Packer, Waiting
+from ds_encdec.data.packing import Packer, Waiting
 from ds_encdec.data.readers import LaneShare, Located, MixtureReader, Reference
 from ds_encdec.data.sources import AnyDocument, OpenSource, TokenDocument
 from ds_encdec.data.text_tokens import Tokenize

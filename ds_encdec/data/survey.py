@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ds_encdec.data.budgets import Budgets
 from ds_encdec.data.chunks import Chunker
 from ds_encdec.data.held_out import held_out_hash
-from ds_encdec.data.packing import Budgets
 from ds_encdec.data.randomness import keyed_generator
 from ds_encdec.data.sources import OpenSource, StreamSource, TokenDocument, sample_documents
 from ds_encdec.data.text_tokens import Tokenize

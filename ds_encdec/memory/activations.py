@@ -87,32 +87,36 @@ def _attention_gradients(job: Job, side: Side) -> float:
     return workspace + (2 * tokens * query_width + 2 * key_tokens * key_width) * dtype
 
 
-def kept_bytes(job: Job, side: Side, index: int) -> float:
-    """What layer `index` of a stack keeps from its forward pass, as `training.activation_checkpointing` has it."""
+def kept_bytes(job: Job, side: Side) -> list[float]:
+    """What each layer of a stack keeps from its forward pass, as `training.activation_checkpointing` has it."""
     training = job.config.training
     memory = layer_memory(job, side)
+    layers = job.encoder_layers if side == "encoder" else job.decoder_layers
     match training.activation_checkpointing:
         case "full":
-            return memory.input
+            return [memory.input] * layers
         case "every_n":
-            return memory.saved if index % training.activation_checkpointing_every_n else memory.input
+            every = training.activation_checkpointing_every_n
+            return [memory.saved if index % every else memory.input for index in range(layers)]
         case "selective":
-            return memory.input + _selected(job, side)
+            return [memory.input + _selected(job, side)] * layers
         case "none":
-            return memory.saved
+            return [memory.saved] * layers
 
 
-def offloaded_bytes(job: Job, side: Side, index: int) -> float:
-    """What layer `index` leaves in host memory under `training.activation_offload`.
+def offloaded_bytes(job: Job, side: Side) -> float:
+    """What the layers of a stack leave in host memory under `training.activation_offload`.
 
     Each tensor is copied as often as it is saved: the input of three products three times. Pinned copies are rounded up
     to powers of two, which is taken to cost half of what they hold.
     """
-    kept = kept_bytes(job, side, index)
-    if kept == layer_memory(job, side).saved and not job.emulates_bf16:
+    kept = kept_bytes(job, side)
+    total = sum(kept)
+    if not job.emulates_bf16:
         tokens = job.encoder_tokens if side == "encoder" else job.decoder_tokens
-        kept += 3 * tokens * job.sizes.hidden_size * job.compute_bytes
-    return 1.5 * kept if job.device == "cuda" else kept
+        whole_layers = kept.count(layer_memory(job, side).saved)
+        total += 3 * tokens * job.sizes.hidden_size * job.compute_bytes * whole_layers
+    return 1.5 * total if job.device == "cuda" else total
 
 
 def _selected(job: Job, side: Side) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -38,14 +39,15 @@ class Breakdown:
     @property
     def total(self) -> float:
         """All of it."""
-        return sum(getattr(self, name) for name in CATEGORIES)
+        return sum(_bytes_of(self))
 
     def __add__(self, other: Breakdown) -> Breakdown:
-        return Breakdown(*(getattr(self, name) + getattr(other, name) for name in CATEGORIES))
+        return Breakdown(*map(operator.add, _bytes_of(self), _bytes_of(other)))
 
 
 CATEGORIES = tuple(field.name for field in dataclasses.fields(Breakdown))
 """The names, in the order of the table."""
+_bytes_of = operator.attrgetter(*CATEGORIES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ def engine_memory(job: Job) -> EngineMemory:
 def moments(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]]:
     """Every moment that may be the worst of a step, with what is held then; without the framework's share."""
     resting, head, shared = engine.resting, head_memory(job), shared_memory(job)
-    layers = _layers(job)
+    layers, unit = _layers(job), job.layer_parameters
     kept = shared.batch + shared.encoder_output + shared.encoder_norm + shared.decoder_norm
     kept += sum(keeps for _, _, keeps in layers)
     at_loss = resting + engine.forward
@@ -67,8 +67,8 @@ def moments(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]]:
             kept -= shared.encoder_output + shared.encoder_norm
         kept -= keeps
         activations = Breakdown(activations=kept + max(memory.working, keeps), logits=waiting)
-        yield f"backward of {name}", resting + engine.backward(done, job.layer_parameters) + activations
-        done += job.layer_parameters
+        yield f"backward of {name}", resting + engine.backward(done, unit) + activations
+        done += unit
     embedded = 2 * (layers[0][1].input + layers[-1][1].input)  # the gradient of the look-up, in two parts and joined
     # Autograd adds the embedding's gradient, which the engine counts, to the waiting one: the sum is a third.
     in_work = Breakdown(activations=kept + embedded, logits=2 * waiting)
@@ -84,10 +84,10 @@ def _layers(job: Job) -> list[tuple[str, LayerMemory, float]]:
     """Each layer in the order of the forward pass: its name, its memory, and what it keeps on the device."""
     found = []
     encoder, decoder = layer_memory(job, "encoder"), layer_memory(job, "decoder")
-    for index in range(job.encoder_layers):
-        found.append((f"encoder layer {index}", encoder, kept_bytes(job, "encoder", index)))
-    for index in range(job.decoder_layers):
-        found.append((f"decoder layer {index}", decoder, kept_bytes(job, "decoder", index)))
+    for index, kept in enumerate(kept_bytes(job, "encoder")):
+        found.append((f"encoder layer {index}", encoder, kept))
+    for index, kept in enumerate(kept_bytes(job, "decoder")):
+        found.append((f"decoder layer {index}", decoder, kept))
     if job.config.training.activation_offload:  # one layer's are on their way back
         return [(name, memory, 0.0) for name, memory, _ in found]
     return found
@@ -115,8 +115,7 @@ def _host(job: Job, engine: HostBreakdown) -> HostBreakdown:
     """Per rank: the engine's, offloaded activations, and processes (on a CPU the rank's own is the `framework`)."""
     activations = 0.0
     if job.config.training.activation_offload:
-        activations += sum(offloaded_bytes(job, "encoder", index) for index in range(job.encoder_layers))
-        activations += sum(offloaded_bytes(job, "decoder", index) for index in range(job.decoder_layers))
+        activations = offloaded_bytes(job, "encoder") + offloaded_bytes(job, "decoder")
     workers = DATA_WORKER_BYTES * job.config.data.preprocessing_num_workers
     process = workers + (RANK_PROCESS_BYTES["cuda"] if job.device == "cuda" else 0.0)
     return dataclasses.replace(engine, activations=activations, process=engine.process + process)

@@ -18,7 +18,6 @@ from math import prod
 from ds_encdec.memory.breakdown import Breakdown, EngineMemory, HostBreakdown
 from ds_encdec.memory.job import Job
 from ds_encdec.memory.zero_settings import power_of_two
-from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.types import ConfigError
 
 _FLOAT32 = 4
@@ -110,7 +109,7 @@ def fsdp_memory(job: Job) -> EngineMemory:
 
 def _sharding(job: Job) -> _Sharding:
     replicas, shards = _mesh_shape(job)
-    shapes = parameter_shapes(job.sizes)
+    shapes = job.sizes.parameter_shapes
     return _Sharding(
         job,
         replicas,
@@ -233,7 +232,7 @@ def _step(s: _Sharding) -> Breakdown:
 def _host(s: _Sharding) -> HostBreakdown:
     """Offloaded shards, gradients and moments; and the copies of a background save."""
     pins = s.job.config.infra.pin_memory and s.job.device == "cuda"
-    shapes = Counter(parameter_shapes(s.job.sizes).values())  # layers are alike
+    shapes = Counter(s.job.sizes.parameter_shapes.values())  # layers are alike
     shards = [(_FLOAT32 * _group([shape], s.shards).shard, times) for shape, times in shapes.items()]
     plain = sum(num_bytes * times for num_bytes, times in shards)
     # .pin_memory() of the shards, and .to("cpu", non_blocking=True) of the gradients: each a buffer of its own.

@@ -8,8 +8,9 @@ from typing import Literal
 
 from ds_encdec.config.batch_size import micro_batches_per_step
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.data.packing import token_budgets
-from ds_encdec.model.parameter_count import ModelSizes, count_layer_parameters, count_parameters, num_encoder_layers
+from ds_encdec.data.budgets import token_budgets
+from ds_encdec.memory.model_sizes import Sizes
+from ds_encdec.model.parameter_count import ModelSizes
 from ds_encdec.types import EngineName
 
 # Encoder and decoder tokens that a denoiser makes of one token of a long text, in the order of
@@ -33,7 +34,7 @@ class Job:
     """
 
     config: FullConfig
-    sizes: ModelSizes
+    sizes: Sizes
     engine: EngineName
     world_size: int
     ranks_per_node: int
@@ -76,12 +77,12 @@ class Job:
     @property
     def layer_parameters(self) -> int:
         """Parameters of one layer, of the encoder or the decoder."""
-        return count_layer_parameters(self.sizes)
+        return self.sizes.layer_parameters
 
     @property
     def encoder_layers(self) -> int:
         """Layers of the encoder."""
-        return num_encoder_layers(self.sizes)
+        return self.sizes.num_encoder_layers
 
     @property
     def decoder_layers(self) -> int:
@@ -112,10 +113,11 @@ def make_job(
     if ratio is None:
         ratio = expected_ratio(config.data.ul2_task_weights)
     budgets = token_budgets(config.data, training.micro_batch_size, ratio)
-    parameters = count_parameters(sizes)
+    own_sizes = Sizes.of(sizes)
+    parameters = own_sizes.parameters
     return Job(
         config=config,
-        sizes=sizes,
+        sizes=own_sizes,
         engine=engine,
         world_size=world_size,
         ranks_per_node=ranks_per_node,

@@ -6,12 +6,14 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from ds_encdec.config.report import closest
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.model.parameter_count import ModelSizes, num_encoder_layers
+from ds_encdec.model.parameter_count import ModelSizes, count_layer_parameters, num_encoder_layers, parameter_shapes
 from ds_encdec.tokenizer.sentinels import MODE_TOKENS, sentinel
 from ds_encdec.types import ConfigError
 
@@ -34,6 +36,47 @@ class Sizes:
     head_dim: int
     intermediate_size: int
     tie_word_embeddings: bool
+
+    @classmethod
+    def of(cls, sizes: ModelSizes) -> Sizes:
+        """The same sizes, whatever holds them."""
+        return cls(
+            vocab_size=sizes.vocab_size,
+            hidden_size=sizes.hidden_size,
+            num_hidden_layers=sizes.num_hidden_layers,
+            num_encoder_layers=num_encoder_layers(sizes),
+            num_attention_heads=sizes.num_attention_heads,
+            num_key_value_heads=sizes.num_key_value_heads,
+            head_dim=sizes.head_dim,
+            intermediate_size=sizes.intermediate_size,
+            tie_word_embeddings=sizes.tie_word_embeddings,
+        )
+
+    # An answer asks for these thousands of times, of one model.
+
+    @property
+    def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every parameter by its neutral name, in the model's order."""
+        return _parameter_shapes(self)
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the whole model; a tied embedding counts once."""
+        return _parameters(self)
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of one layer, of the encoder or the decoder."""
+        return _layer_parameters(self)
+
+
+_parameter_shapes = lru_cache(parameter_shapes)
+_layer_parameters = lru_cache(count_layer_parameters)
+
+
+@lru_cache
+def _parameters(sizes: Sizes) -> int:
+    return sum(map(prod, sizes.parameter_shapes.values()))
 
 
 # hidden, layers, query heads, intermediate, tied embeddings; of each published config.json, on
@@ -65,7 +108,7 @@ def run_sizes(config: FullConfig) -> Sizes:
     """
     section = config.model
     if section.architecture is not None:
-        return _sizes(section.architecture)  # its rows are fixed: a run refuses a tokenizer that needs more
+        return Sizes.of(section.architecture)  # its rows are fixed: a run refuses a tokenizer that needs more
     name = section.model_name_or_path
     assert name is not None  # the configuration has one of the two
     folder = _find_folder(name)
@@ -110,20 +153,6 @@ def adapter_parameters(sizes: ModelSizes, rank: int) -> int:
     gate_up_and_down = 3 * (hidden + inner)
     layers = num_encoder_layers(sizes) + sizes.num_hidden_layers
     return rank * layers * (query_and_output + key_and_value + gate_up_and_down)
-
-
-def _sizes(sizes: ModelSizes) -> Sizes:
-    return Sizes(
-        vocab_size=sizes.vocab_size,
-        hidden_size=sizes.hidden_size,
-        num_hidden_layers=sizes.num_hidden_layers,
-        num_encoder_layers=num_encoder_layers(sizes),
-        num_attention_heads=sizes.num_attention_heads,
-        num_key_value_heads=sizes.num_key_value_heads,
-        head_dim=sizes.head_dim,
-        intermediate_size=sizes.intermediate_size,
-        tie_word_embeddings=sizes.tie_word_embeddings,
-    )
 
 
 def _stored_sizes(folder: Path) -> Sizes:

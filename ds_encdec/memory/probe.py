@@ -33,8 +33,8 @@ import torch
 from torch import Tensor
 
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.data.budgets import token_budgets
 from ds_encdec.data.collate import collate
-from ds_encdec.data.packing import token_budgets
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine
 from ds_encdec.launch.memory_errors import in_one_line, is_of_device, is_out_of_memory

@@ -14,7 +14,6 @@ from typing import Any
 
 from ds_encdec.engine.ds_json import render_deepspeed_json
 from ds_encdec.memory.job import Job
-from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.types import ConfigError
 
 _BYTES = {"fp32": 4, "float32": 4, "fp16": 2, "float16": 2, "bf16": 2, "bfloat16": 2}
@@ -122,7 +121,7 @@ class ZeroSettings:
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Elements of each parameter, in the model's order."""
-        return tuple(map(prod, parameter_shapes(self.job.sizes).values()))
+        return tuple(map(prod, self.job.sizes.parameter_shapes.values()))
 
     @cached_property
     def _distinct_sizes(self) -> frozenset[int]:

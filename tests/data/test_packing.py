@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_encdec.config.schema import DataConfig
+from ds_encdec.data.budgets import Budgets, token_budgets
 from ds_encdec.data.chunks import Chunker
-from ds_encdec.data.packing import Budgets, Packer, Waiting, token_budgets
+from ds_encdec.data.packing import Packer, Waiting
 from ds_encdec.data.survey import documents_ratio
 from ds_encdec.tokenizer.sentinels import Vocabulary
 from ds_encdec.types import ConfigError

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from ds_encdec.data.budgets import Budgets
 from ds_encdec.data.local_files import TextFiles
-from ds_encdec.data.packing import Budgets
 from ds_encdec.data.survey import Survey, require_one_step
 from ds_encdec.types import DataError
 

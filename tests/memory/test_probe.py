@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ds_encdec.config.batch_size import with_micro_batch_size
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.data.packing import token_budgets
+from ds_encdec.data.budgets import token_budgets
 from ds_encdec.launch.world import World
 from ds_encdec.memory.job import expected_ratio
 from ds_encdec.memory.probe import ProbeTask, full_batch
