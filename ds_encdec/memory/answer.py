@@ -165,7 +165,7 @@ def as_json(found: Answer) -> dict[str, Any]:
     return {
         "inputs": {
             "model": job.config.model.model_name_or_path,
-            "sizes": {name: getattr(job.sizes, name) for name in _SIZES},
+            "sizes": dataclasses.asdict(job.sizes),
             "gpus": job.world_size,
             "nodes": _nodes(job),
             "gpu": found.gpu.name,
@@ -184,19 +184,6 @@ def as_json(found: Answer) -> dict[str, Any]:
         if more is None
         else {"gpus": more.job.world_size, "nodes": _nodes(more.job), **_row(found, more)},
     }
-
-
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "num_encoder_layers",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "tie_word_embeddings",
-)
 
 
 def _nodes(job: Job) -> int:

@@ -11,6 +11,7 @@ not seen, except in flash attention's backward pass.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -178,28 +179,14 @@ def _traceable_config(job: Job) -> FullConfig:
 
 
 def _model_config(job: Job) -> Qwen3Seq2SeqConfig:
-    sizes = {name: getattr(job.sizes, name) for name in _SIZES}
     return Qwen3Seq2SeqConfig(
-        **sizes,
-        num_encoder_layers=job.encoder_layers,
+        **dataclasses.asdict(job.sizes),
         pad_token_id=0,
         eos_token_id=1,
         decoder_start_token_id=0,
         loss_chunk_tokens=job.config.model.loss_chunk_tokens,
         use_flash_attention=job.config.model.use_flash_attention,
     )
-
-
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "tie_word_embeddings",
-)
 
 
 def _batch(job: Job) -> Batch:
