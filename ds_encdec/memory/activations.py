@@ -34,7 +34,7 @@ class LayerMemory:
 
     `input`: its input, which recomputation keeps in its place. `saved`: all that it keeps without recomputation, the
     input included. `working`: the worst moment of its backward pass, with what is left of `saved` then, and gradients
-    in flight. `forward`: what a pass without gradients works on at its worst moment.
+    in flight; those of weights are the engine's. `forward`: what a pass without gradients works on at its worst moment.
     """
 
     input: float
@@ -48,43 +48,42 @@ def layer_memory(job: Job, side: Side) -> LayerMemory:
     hidden, inner, dtype = job.sizes.hidden_size, job.sizes.intermediate_size, job.compute_bytes
     tokens = job.encoder_tokens if side == "encoder" else job.decoder_tokens
     attention, mlp = _attention(job, side), _norm(job, tokens, hidden) + _mlp(job, tokens)
-    in_flight = 4 * tokens * hidden * dtype  # of the residual stream and around norms
+    in_flight = tokens * hidden * (dtype + _FLOAT32 if job.emulates_bf16 else dtype)  # the gradient of its output
     if side == "decoder":  # the gradient of the encoder's output, to which each decoder layer adds
-        in_flight += 2 * job.encoder_tokens * hidden * dtype
+        in_flight += job.encoder_tokens * hidden * dtype
+    # Of both factors of SwiGLU's product; its own stands in for the product, which is gone by then. Where products are
+    # emulated, its own in float32, before that: the same number of bytes.
+    swiglu_gradients = 2 * tokens * inner * dtype
     return LayerMemory(
         input=tokens * hidden * dtype,
         saved=attention + mlp,
-        working=in_flight
-        + max(attention + mlp + _mlp_gradients(job, tokens), attention + _attention_gradients(job, side)),
+        working=in_flight + max(attention + mlp + swiglu_gradients, attention + _attention_gradients(job, side)),
         forward=tokens * (3 * inner + 2 * hidden) * dtype,
     )
 
 
-def _mlp_gradients(job: Job, tokens: int) -> float:
-    """In flight in the SwiGLU layer: gradients of both factors of its product."""
-    each = _FLOAT32 / 2 + job.compute_bytes if job.emulates_bf16 else job.compute_bytes  # float32, one after the other
-    return 2 * tokens * job.sizes.intermediate_size * each
-
-
 def _attention_gradients(job: Job, side: Side) -> float:
-    """In flight in the attention kernel: gradients of its output and operands, and its workspace."""
+    """In flight in the attention kernel: gradients of its operands, and its workspace.
+
+    That of its output stands in for the output projection's input, which is gone by then.
+    """
     sizes, dtype = job.sizes, job.compute_bytes
     query_width, key_width = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
     tokens = key_tokens = job.encoder_tokens
     if side == "decoder":
         tokens, key_tokens = job.decoder_tokens, job.encoder_tokens + job.decoder_tokens
     if job.device == "cpu":
-        return (2 * tokens * query_width + 2 * key_tokens * key_width) * (_FLOAT32 if job.emulates_bf16 else dtype)
+        return (tokens * query_width + 2 * key_tokens * key_width) * (_FLOAT32 if job.emulates_bf16 else dtype)
     if not job.uses_flash:  # scores, softmax and a gradient of one document, in float32
         queries, keys = _longest(job, side)
-        operands = (2 * tokens + 2 * key_tokens) * query_width * dtype
+        operands = (tokens + 2 * key_tokens) * query_width * dtype
         return 3 * sizes.num_attention_heads * queries * keys * _FLOAT32 + operands
     # flash-attention 2, csrc/flash_attn/flash_api.cpp, mha_varlen_bwd: dq_accum, softmax_d; dk_expanded, dv_expanded.
     rows = tokens + _FLASH_ROWS_PER_SEGMENT * (job.config.data.max_examples_per_micro_batch + 1)
     workspace = rows * (query_width + sizes.num_attention_heads) * _FLOAT32
     if query_width != key_width:
         workspace += 2 * key_tokens * query_width * dtype
-    return workspace + (2 * tokens * query_width + 2 * key_tokens * key_width) * dtype
+    return workspace + (tokens * query_width + 2 * key_tokens * key_width) * dtype
 
 
 def kept_bytes(job: Job, side: Side) -> list[float]:

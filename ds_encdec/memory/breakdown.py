@@ -81,9 +81,10 @@ class EngineMemory:
     On the device: `resting` between two steps; beyond that, `forward` at the end of the last micro-batch's forward
     pass; `backward(done, unit)` in its backward pass, when the gradients of `done` parameters are computed and the
     layer or embedding in work has `unit` parameters; `step` at the worst moment of the optimizer's step. Gradients of
-    the step's earlier micro-batches are in `forward` and `backward`. `last_reduction`: of gradients, at the end of the
-    last backward pass, when no activations are left; none where that happens layer by layer. `host`: of this rank.
-    `build`: everything, while the engine is built.
+    the step's earlier micro-batches are in `forward` and `backward`. `layer_reduction(done)`: while gradients of the
+    last layer of `done` parameters are reduced, its activations gone; None where `backward` has more. `last_reduction`:
+    of gradients, at the end of the last backward pass, when no activations are left; none where that happens layer by
+    layer. `host`: of this rank. `build`: everything, while the engine is built.
     """
 
     resting: Breakdown
@@ -91,6 +92,7 @@ class EngineMemory:
     backward: Callable[[int, int], Breakdown]
     step: Breakdown
     host: HostBreakdown
+    layer_reduction: Callable[[int], Breakdown] | None = None
     last_reduction: Breakdown = Breakdown()
     build: Breakdown = Breakdown()
 

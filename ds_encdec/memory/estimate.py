@@ -69,6 +69,9 @@ def moments(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]]:
         activations = Breakdown(activations=kept + max(memory.working, keeps), logits=waiting)
         yield f"backward of {name}", resting + engine.backward(done, unit) + activations
         done += unit
+        if engine.layer_reduction is not None:
+            held = Breakdown(activations=kept + memory.input, logits=waiting)  # the gradient of the layer's input
+            yield f"reduction of {name}", resting + engine.layer_reduction(done) + held
     embedded = 2 * (layers[0][1].input + layers[-1][1].input)  # the gradient of the look-up, in two parts and joined
     # Autograd adds the embedding's gradient, which the engine counts, to the waiting one: the sum is a third.
     in_work = Breakdown(activations=kept + embedded, logits=2 * waiting)

@@ -102,6 +102,7 @@ def fsdp_memory(job: Job) -> EngineMemory:
         resting=Breakdown() if s.offloads else Breakdown(master_weights=states, optimizer=moments),
         forward=_forward(s),
         backward=lambda done, unit: _backward(s, done, unit),
+        layer_reduction=(lambda done: _layer_reduction(s, done)) if _copies_to_reduce(s) else None,
         step=_step(s),
         host=_host(s),
     )
@@ -156,31 +157,46 @@ def _forward(s: _Sharding) -> Breakdown:
 
 
 def _backward(s: _Sharding, done: int, unit: int) -> Breakdown:
-    """With a layer or the embedding in work. Layers that are done are reduced, and no longer gathered."""
+    """With a layer or the embedding in work. Layers that are done are reduced, and no longer gathered.
+
+    All gradients of the layer count, though at its worst moment most of them are still to come.
+    """
     compute = s.job.compute_bytes
-    untied_head = 0 if s.job.sizes.tie_word_embeddings else min(done, s.job.embedding_parameters)  # waits for the root
-    layers_done = (done - untied_head) / s.layer.parameters
     is_layer = unit == s.layer.parameters
-    prefetched = compute * s.layer.gathered if s.frees_layers and is_layer and s.shards > 1 else 0  # _backward_prefetch
+    untied_head = _untied_head(s, done)
+    layers_done = (done - untied_head) / s.layer.parameters
     # FSDPCommContext.reduce_scatter_states: what the last layer was reduced from, until the next one is.
     communication = _FLOAT32 * s.layer.gathered * s.trained if layers_done else 0.0
     if s.frees_layers and is_layer:
-        communication += compute * s.layer.gathered
-    in_work = Breakdown(
+        communication += compute * s.layer.gathered + _prefetched(s)
+    return Breakdown(
         weights=_kept_weights(s, layers_done),
         gradients=_held_gradients(s, layers_done) + compute * (untied_head + unit),
-        communication=communication + prefetched,
+        communication=communication,
     )
-    if not (is_layer and _copies_to_reduce(s)):
-        return in_work
+
+
+def _layer_reduction(s: _Sharding, done: int) -> Breakdown:
+    """foreach_reduce of the last layer of `done` parameters: its buffer, and gloo's clone of it."""
+    untied_head = _untied_head(s, done)
+    layers_done = (done - untied_head) / s.layer.parameters
     # Where earlier micro-batches are reduced, this one's gradients are added to theirs.
     added = _FLOAT32 * s.layer.shard * s.trained if s.accumulates and not s.accumulates_whole else 0.0
-    reduced = Breakdown(
-        weights=_kept_weights(s, layers_done + 1),
-        gradients=_held_gradients(s, layers_done + 1) + compute * untied_head + added,
-        communication=2 * _FLOAT32 * s.layer.gathered * s.trained + prefetched,
+    return Breakdown(
+        weights=_kept_weights(s, layers_done),
+        gradients=_held_gradients(s, layers_done) + s.job.compute_bytes * untied_head + added,
+        communication=2 * _FLOAT32 * s.layer.gathered * s.trained + _prefetched(s),
     )
-    return max(in_work, reduced, key=lambda moment: moment.total)
+
+
+def _untied_head(s: _Sharding, done: int) -> int:
+    """Parameters of an untied head whose gradients wait for the root's reduction, of `done` parameters."""
+    return 0 if s.job.sizes.tie_word_embeddings else min(done, s.job.embedding_parameters)
+
+
+def _prefetched(s: _Sharding) -> float:
+    """The next layer's buffer in the backward pass (_backward_prefetch)."""
+    return s.job.compute_bytes * s.layer.gathered if s.frees_layers and s.shards > 1 else 0.0
 
 
 def _kept_weights(s: _Sharding, layers_done: float) -> float:

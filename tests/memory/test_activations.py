@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.memory.activations import head_memory, kept_bytes, layer_memory
+from ds_encdec.memory.gpu_stand_ins import as_on_device
 from ds_encdec.memory.job import Job, make_job
+from ds_encdec.memory.trace import _StorageWatch
 from ds_encdec.model import precision
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.attention import PackedLayout
@@ -118,6 +123,58 @@ def test_a_layer_keeps_what_autograd_saves(side: Literal["encoder", "decoder"], 
 def test_a_layer_that_recomputes_keeps_its_input(side: Literal["encoder", "decoder"], numbers: str) -> None:
     job = job_of(numbers, "full")
     assert kept_bytes(job, side)[1] == bytes_saved(side, job, "full") == layer_memory(job, side).input
+
+
+def worst_of_backward(side: Literal["encoder", "decoder"], job: Job) -> int:
+    """The most that is held in the backward pass of the first of two layers, beside what is not the layer's.
+
+    That is: weights, whose gradients are the engine's, and what all layers share.
+    """
+    dtype = torch.float32 if job.compute_bytes == 4 else torch.bfloat16
+    with FakeTensorMode() if job.device == "cuda" else nullcontext(), as_on_device(job):
+        config = Qwen3Seq2SeqConfig(**SIZES, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0)
+        model = Qwen3ForSeq2SeqLM._from_config(config, dtype=dtype)
+        packed = layout()
+        ends = [torch.ones(DOCUMENTS * n, config.hidden_size, dtype=dtype, requires_grad=True) for n in LENGTHS]
+        positions = packed.encoder_positions if side == "encoder" else packed.decoder_positions
+        rotary = rotary_tables(positions, config, dtype)
+        first, second = getattr(model, side).layers
+        watch, begins = _StorageWatch(), []
+        watch.claim([*model.parameters(), *rotary, *ends], "weights")
+        for weight in model.parameters():
+            weight.register_post_accumulate_grad_hook(lambda weight: watch.claim([weight.grad], "gradients"))
+        with watch:
+            encoded, decoded = (end * 1 for end in ends)  # no leaves: their gradients are on their way
+            inputs = [encoded] if side == "encoder" else [decoded, encoded]
+            watch.claim(inputs[1:], "weights")
+            hidden_states = first(*inputs, rotary=rotary, layout=packed)
+            hidden_states.register_hook(lambda _: begins.append(len(watch.log)))
+            loss = second(hidden_states, *inputs[1:], rotary=rotary, layout=packed).sum()
+            del encoded, decoded, inputs, hidden_states
+            loss.backward()
+    return watch.log.peak(begins[0], counted=("activations",))[0]["activations"]
+
+
+@pytest.mark.parametrize("side", ["encoder", "decoder"])
+def test_the_worst_moment_of_a_layers_backward_pass(side: Literal["encoder", "decoder"], numbers: str) -> None:
+    """It is the SwiGLU's: all is kept still, and beside its own gradients only that of the layer's output is there."""
+    job = job_of(numbers)
+    expected = layer_memory(job, side).working
+    if job.emulates_bf16:  # the down projection's, before it is rounded
+        expected += 4 * SIZES["hidden_size"] * SIZES["intermediate_size"]
+    assert worst_of_backward(side, job) == pytest.approx(expected, abs=64)
+
+
+@pytest.mark.parametrize(("side", "kernel_is_worst"), [("encoder", False), ("decoder", True)])
+def test_the_worst_moment_on_a_gpu(side: Literal["encoder", "decoder"], kernel_is_worst: bool) -> None:
+    """It may be attention's, when SwiGLU is done, and the gradient of its output stands in for what followed it."""
+    job = dataclasses.replace(job_of("bfloat16"), device="cuda")
+    data = job.config.data.model_copy(update={"max_examples_per_micro_batch": DOCUMENTS})
+    job = dataclasses.replace(job, config=job.config.model_copy(update={"data": data}))
+    tokens = DOCUMENTS * LENGTHS[1]
+    softmax_d = 4 * (tokens + 128 * (DOCUMENTS + 1)) * SIZES["num_attention_heads"]  # inside the kernel, not traced
+    expected = layer_memory(job, side).working - (softmax_d if kernel_is_worst else 0)
+    assert worst_of_backward(side, job) == pytest.approx(expected, abs=512)
 
 
 def test_every_nth_layer_keeps_its_input_and_the_others_everything() -> None:

@@ -5,6 +5,7 @@ Measured engines are in tests/distributed/test_fsdp_memory_ranks.py, traced ones
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from typing import Any
@@ -54,6 +55,11 @@ def job_of(
     )
 
 
+def on_cpu(job: Job) -> Job:
+    """The same, where gloo reduces."""
+    return dataclasses.replace(job, device="cpu")
+
+
 @pytest.mark.parametrize(
     ("stage", "world_size", "shards"),
     [("zero0", 8, 1), ("zero1", 8, 8), ("zero2", 8, 8), ("zero3", 64, 64), ("zero3_hybrid", 64, 8)],
@@ -86,6 +92,18 @@ def test_what_is_gathered() -> None:
     second = layers.backward(LAYER, LAYER)
     assert second.communication == pytest.approx((2 + 2 + 4) * LAYER)
     assert whole.backward(LAYER, LAYER).communication == pytest.approx(4 * LAYER)
+
+
+def test_a_layer_is_reduced_when_its_activations_are_gone() -> None:
+    """Gloo's clone of the buffer is no worse on top of them; NCCL makes none, and the next layer holds more."""
+    assert fsdp_memory(job_of("zero3")).layer_reduction is None
+    assert fsdp_memory(on_cpu(job_of("zero3", world_size=1))).layer_reduction is None
+    memory = fsdp_memory(on_cpu(job_of("zero3", world_size=2, accumulation=1)))
+    assert memory.layer_reduction is not None
+    reduced = memory.layer_reduction(2 * LAYER)
+    assert reduced.gradients == pytest.approx(2 * 4 * LAYER / 2)
+    assert reduced.communication == pytest.approx((4 + 4 + 2) * LAYER)  # the next layer is being gathered
+    assert memory.backward(0, LAYER).communication == pytest.approx((2 + 2) * LAYER)
 
 
 def test_offload_moves_sixteen_bytes_a_parameter_to_the_host() -> None:
