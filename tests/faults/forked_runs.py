@@ -77,10 +77,15 @@ class ForkedRuns:
 
 
 def serve() -> None:
-    """Answer requests until there are none."""
+    """Answer requests until there are none. What every run imports and reads late is here before the first."""
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  # and with it torch's compiler
+    import torch.profiler  # noqa: F401
+
     from ds_encdec import build, train  # noqa: F401
+    from ds_encdec.data.builtin_corpus import builtin_documents
     from ds_encdec.engine import deepspeed_zero, fsdp2  # noqa: F401
 
+    builtin_documents()
     for line in sys.stdin:
         print(json.dumps(answer(**json.loads(line))), flush=True)
 
