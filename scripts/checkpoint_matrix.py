@@ -31,7 +31,7 @@ token) from a run that was never interrupted. The bound is 1e-5. The samples of 
 {samples}.
 
 Regenerate this page with `python scripts/checkpoint_matrix.py`. `tests/distributed/test_portable_checkpoints.py`
-repeats {tested} of the pairs, with every engine on either side.
+repeats {tested} of the pairs over fewer steps, with every engine on either side.
 """
 
 

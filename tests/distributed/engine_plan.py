@@ -13,7 +13,6 @@ SAVED_STEP, LAST_STEP = 3, 7
 """Of the runs that go on elsewhere: all steps are made of four lanes, and what is saved is the state after three."""
 
 STAGES = ("zero0", "zero1", "zero2", "zero3")
-SHARDED = STAGES[1:]
 
 # ZeRO-3 with what it is given by default: parameters as small as these stay whole between steps.
 DEFAULT_PERSISTENCE = {"deepspeed_extra": {}}
@@ -21,20 +20,27 @@ DEFAULT_PERSISTENCE = {"deepspeed_extra": {}}
 FLOAT32_ACCUMULATION = {"deepspeed_extra": {"data_types": {"grad_accum_dtype": "fp32"}}}
 
 PARITY: dict[str, dict[str, Any]] = {
-    **{stage: {"sharding_stage": stage, "steps": STEPS} for stage in STAGES},
-    **{f"{stage}-offload": {"sharding_stage": stage, "offload_optimizer": "cpu", "steps": STEPS} for stage in SHARDED},
+    **{stage: {"sharding_stage": stage, "steps": STEPS} for stage in ("zero0", "zero1", "zero2")},
+    **{
+        f"{stage}-offload": {"sharding_stage": stage, "offload_optimizer": "cpu", "steps": STEPS}
+        for stage in ("zero1", "zero2")
+    },
     "zero1-wsd": {
         "sharding_stage": "zero1",
         "lr_scheduler_type": "wsd",
         "wsd_decay_fraction": 0.5,
         "steps": STEPS,
     },
+    "zero3": {"steps": SHORT_STEPS},
+    "zero3-offload": {"offload_optimizer": "cpu", "steps": SHORT_STEPS},
     "zero3-offload-all": {"offload_optimizer": "cpu", "offload_params": "cpu", "steps": SHORT_STEPS},
 }
-"""Float32 runs that must be the oracle's, by name, on one and two ranks."""
+"""Float32 runs that must be the oracle's, by name, on one and two ranks.
+
+ZeRO-3's steps take ten times those of the others; fifty of them are compared in test_parity_table.py.
+"""
 
 TWO_RANK_PARITY: dict[str, dict[str, Any]] = PARITY | {
-    "zero3-short": {"steps": SHORT_STEPS},
     "zero3-persistent": {"steps": SHORT_STEPS, **DEFAULT_PERSISTENCE},
     "zero3-recompute": {"steps": SHORT_STEPS, "activation_checkpointing": "full"},
     "zero3-recompute-every-2": {"steps": SHORT_STEPS, "activation_checkpointing": "every_n"},
@@ -48,15 +54,13 @@ TWO_RANK_PARITY: dict[str, dict[str, Any]] = PARITY | {
 """The same, on two ranks only."""
 
 SKIPS: dict[str, dict[str, Any]] = {
-    f"{stage}-{how}": {"sharding_stage": stage, "how": how} for stage in STAGES for how in ("veto", "nan")
-} | {
-    "zero1-offload-bf16-veto": {"sharding_stage": "zero1", "offload_optimizer": "cpu", "bf16": True, "how": "veto"},
-    "zero2-bf16-nan": {"sharding_stage": "zero2", "bf16": True, "how": "nan"},
-    "zero3-offload-bf16-veto": {"offload_optimizer": "cpu", "bf16": True, "how": "veto"},
-    "zero1-float32-accumulation-veto": {"sharding_stage": "zero1", "bf16": True, "how": "veto", **FLOAT32_ACCUMULATION},
-    "zero1-float32-accumulation-nan": {"sharding_stage": "zero1", "bf16": True, "how": "nan", **FLOAT32_ACCUMULATION},
+    **{stage: {"sharding_stage": stage} for stage in STAGES},
+    "zero1-offload-bf16": {"sharding_stage": "zero1", "offload_optimizer": "cpu", "bf16": True},
+    "zero2-bf16": {"sharding_stage": "zero2", "bf16": True},
+    "zero3-offload-bf16": {"offload_optimizer": "cpu", "bf16": True},
+    "zero1-float32-accumulation": {"sharding_stage": "zero1", "bf16": True, **FLOAT32_ACCUMULATION},
 }
-"""Runs with a skipped step, by name."""
+"""Runs with skipped steps, by name."""
 
 # Several of the optimizer's tensors to a parameter group, each with its own Adam step.
 SUB_GROUPS = {

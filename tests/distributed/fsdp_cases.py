@@ -100,16 +100,18 @@ def trajectory(steps: int, **overrides: Any) -> dict[str, Any]:
     return result
 
 
-def skipping(how: str, **overrides: Any) -> dict[str, Any]:
-    """A run that skips its third step, against one that never saw it."""
+def skipping(**overrides: Any) -> dict[str, Any]:
+    """A run with a step that is vetoed and one that has no finite gradient, against one that never saw them."""
     outcomes = []
     for skips in (True, False):
         engine = short_engine(**overrides)
         steps = [short_step(engine, step) for step in (0, 1)]
         if skips:
-            veto = (lambda norm: True) if how == "veto" else None
-            steps.append(short_step(engine, 99, veto=veto, poison=how == "nan"))
-        steps += [short_step(engine, step) for step in (2, 3)]
+            steps.append(short_step(engine, 98, veto=lambda norm: True))
+        steps.append(short_step(engine, 2))
+        if skips:
+            steps.append(short_step(engine, 99, poison=True))
+        steps.append(short_step(engine, 3))
         outcomes.append({"steps": steps, "state": full_state(engine)})
         engine.close()
     return {"skipped": outcomes[0], "clean": outcomes[1]}

@@ -27,6 +27,8 @@ class Side:
 SIDES = tuple(Side(engine, world_size) for engine in ENGINES for world_size in WORLD_SIZES)
 TESTED_SIDES = tuple(Side(engine, WORLD_SIZES[index % 3]) for index, engine in enumerate(ENGINES))
 """Those that the tests take: every engine, and every number of ranks twice."""
+TESTED_STEPS = 12
+"""What the tests' runs make in all: eight after the save, with the end of the warmup and the beginning of the decay."""
 
 Pair = tuple[Side, Side]
 """Who saves and who loads."""
@@ -40,38 +42,45 @@ class Continued:
     same_samples: bool
 
 
-def uninterrupted(folder: Path) -> dict[str, Any]:
-    """The run that all continuations must be like."""
-    return _by_world_size({Side("DDP", 1): {"output_dir": str(folder / "uninterrupted")}})[Side("DDP", 1)]
+def uninterrupted(folder: Path, steps: int = STEPS) -> dict[str, Any]:
+    """The run of `steps` that all continuations must be like."""
+    side = Side("DDP", 1)
+    return _by_world_size({side: {"output_dir": str(folder / "uninterrupted"), "steps": steps}})[side]
 
 
-def save_all(sides: Sequence[Side], folder: Path) -> dict[Side, Path]:
-    """Each side trains SAVED_STEP steps and is stopped: the checkpoints."""
+def save_all(sides: Sequence[Side], folder: Path, steps: int = STEPS) -> dict[Side, Path]:
+    """Each side trains SAVED_STEP of `steps` and is stopped: the checkpoints."""
     folders = {side: folder / f"saved by {side}" for side in sides}
-    _by_world_size({side: {"output_dir": str(path), "stop_after": SAVED_STEP} for side, path in folders.items()})
+    runs = {side: {"output_dir": str(path), "steps": steps, "stop_after": SAVED_STEP} for side, path in folders.items()}
+    _by_world_size(runs)
     return {side: path / "checkpoints" / f"step-{SAVED_STEP:08d}" for side, path in folders.items()}
 
 
 def continue_all(
-    pairs: Sequence[Pair], saved: Mapping[Side, Path], reference: Mapping[str, Any], folder: Path
+    pairs: Sequence[Pair],
+    saved: Mapping[Side, Path],
+    reference: Mapping[str, Any],
+    folder: Path,
+    steps: int = STEPS,
 ) -> dict[Pair, Continued]:
-    """The second side of each pair goes on from the checkpoint of the first."""
+    """The second side of each pair goes on from the checkpoint of the first, to the end of `steps`."""
     arguments = {
         (saver, loader): {
             "output_dir": str(folder / f"saved by {saver}, continued by {loader}"),
+            "steps": steps,
             "resume": str(saved[saver]),
         }
         for saver, loader in pairs
     }
     found = _by_world_size(arguments, side=lambda pair: pair[1])
-    return {pair: _compare(result, reference) for pair, result in found.items()}
+    return {pair: _compare(result, reference, steps) for pair, result in found.items()}
 
 
-def _compare(continued: Mapping[str, Any], reference: Mapping[str, Any]) -> Continued:
-    steps = range(SAVED_STEP + 1, STEPS + 1)
-    assert list(continued["losses"]) == list(steps)
+def _compare(continued: Mapping[str, Any], reference: Mapping[str, Any], steps: int) -> Continued:
+    compared = range(SAVED_STEP + 1, steps + 1)
+    assert list(continued["losses"]) == list(compared)
     return Continued(
-        max(abs(continued["losses"][step] - reference["losses"][step]) for step in steps),
+        max(abs(continued["losses"][step] - reference["losses"][step]) for step in compared),
         continued["samples"] == reference["samples"][SAVED_STEP:],
     )
 
@@ -84,6 +93,8 @@ def _by_world_size(runs: Mapping[Any, dict[str, Any]], side: Callable[[Any], Sid
         if keys:
             given = [{"engine": side(key).engine, **runs[key]} for key in keys]
             timeout_seconds = 60 + 40 * len(keys)
-            results, *_ = run_ranks("portable_runs.py:train_runs", world_size, {"runs": given}, None, timeout_seconds)
+            results, *_ = run_ranks(
+                "portable_runs.py:train_runs", world_size, {"runs": given}, timeout_seconds=timeout_seconds
+            )
             found |= dict(zip(keys, results, strict=True))
     return found

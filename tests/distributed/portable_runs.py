@@ -43,7 +43,6 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 RUN: dict[str, Any] = TINY | {
     "data.num_lanes": 4,
-    "training.num_train_steps": STEPS,
     "training.warmup_steps": 6,  # still warming up when it is saved
     "training.bf16": False,
     "training.activation_checkpointing": "none",
@@ -81,10 +80,12 @@ def train_runs(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [train_run(**run) for run in runs]
 
 
-def train_run(engine: str, output_dir: str, resume: str | None = None, stop_after: int | None = None) -> dict[str, Any]:
-    """Train to the end, or for `stop_after` steps and a checkpoint. On every rank: losses and samples by step."""
+def train_run(
+    engine: str, output_dir: str, steps: int, resume: str | None = None, stop_after: int | None = None
+) -> dict[str, Any]:
+    """Train to the end, `steps`, or for `stop_after` and a checkpoint. On every rank: losses and samples by step."""
     world_size = dist.get_world_size()
-    settings = RUN | ENGINES[engine] | {"infra.output_dir": output_dir}
+    settings = RUN | ENGINES[engine] | {"infra.output_dir": output_dir, "training.num_train_steps": steps}
     if engine == "HSDP":
         settings["infra.hybrid_shard_size"] = max(1, world_size // 2)
     config = load_config(Path(QUICKSTART), [f"{name}={value}" for name, value in settings.items()])

@@ -17,21 +17,30 @@ from ds_encdec.types import Batch
 ACCUMULATION = 4
 SHORT_ACCUMULATION = 2
 STEPS = 8
+"""The whole schedule."""
 SHORT_STEPS = 4
+"""The warmup and two more: where steps cost much, or every step is compared to the bit."""
 
-MODEL = Qwen3Seq2SeqConfig(
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    loss_chunk_tokens=16,
-    pad_token_id=0,
-    eos_token_id=1,
-    decoder_start_token_id=0,
-)
+
+def _model(layers: int) -> Qwen3Seq2SeqConfig:
+    return Qwen3Seq2SeqConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        loss_chunk_tokens=16,
+        pad_token_id=0,
+        eos_token_id=1,
+        decoder_start_token_id=0,
+    )
+
+
+MODEL = _model(2)
+SHORT_MODEL = _model(1)
+"""MODEL's first layers, for runs of ZeRO that are compared with themselves."""
 
 
 def run_config(**overrides: Any) -> FullConfig:

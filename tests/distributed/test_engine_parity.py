@@ -90,7 +90,7 @@ def test_reaches_the_weights_of_the_oracle(engine_results: Results, world_size: 
 
 
 def test_recomputation_changes_nothing_to_the_bit(engine_results: Results) -> None:
-    plain, *_ = engine_results(2, "parity zero3-short")
+    plain, *_ = engine_results(2, "parity zero3")
     for case in ("zero3-recompute", "zero3-recompute-every-2", "zero3-activation-offload"):
         found, *_ = engine_results(2, f"parity {case}")
         assert found["steps"] == plain["steps"]

@@ -103,18 +103,20 @@ def test_the_state_in_the_files_is_that_of_the_engine(results: dict[str, list[An
         assert torch.equal(saved.read("weight", name, start, stop), weight.view(-1)[start:stop]), name
 
 
-@pytest.mark.parametrize("case", ["zero0", "zero1-bf16", "zero2", "zero3"])
-def test_files_are_read_where_deepspeed_is_not_installed(
-    results: dict[str, list[Any]], folder: Path, case: str
-) -> None:
+def test_files_are_read_where_deepspeed_is_not_installed(results: dict[str, list[Any]], folder: Path) -> None:
+    cases = ("zero0", "zero1-bf16", "zero2", "zero3")
+    assert results.keys() >= set(cases)
     code = (
         "import sys; sys.modules['deepspeed'] = None\n"
         "from pathlib import Path; from ds_encdec.checkpoint.zero_state import ZeroState\n"
-        f"saved = ZeroState(Path({str(folder / case)!r}))\n"
-        "print(*(saved.read(kind, name).double().sum().item() for name in saved.shapes for kind in "
+        "for folder in sys.argv[1:]:\n"
+        "    saved = ZeroState(Path(folder))\n"
+        "    print(*(saved.read(kind, name).double().sum().item() for name in saved.shapes for kind in "
         f"{KINDS!r}))"
     )
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    saved = ZeroState(folder / case)
-    sums = [saved.read(kind, name).double().sum().item() for name in saved.shapes for kind in KINDS]
-    assert [float(value) for value in output.stdout.split()] == sums
+    command = [sys.executable, "-c", code, *(str(folder / case) for case in cases)]
+    output = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    for case, line in zip(cases, output.stdout.splitlines(), strict=True):
+        saved = ZeroState(folder / case)
+        sums = [saved.read(kind, name).double().sum().item() for name in saved.shapes for kind in KINDS]
+        assert [float(value) for value in line.split()] == sums, case

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from portable_matrix import TESTED_SIDES, Continued, Pair, continue_all, save_all, uninterrupted
+from portable_matrix import TESTED_SIDES, TESTED_STEPS, Continued, Pair, continue_all, save_all, uninterrupted
 from portable_runs import ENGINES
 
 pytestmark = pytest.mark.distributed
@@ -26,7 +26,8 @@ def pairs() -> list[Pair]:
 @pytest.fixture(scope="module")
 def continued(tmp_path_factory: pytest.TempPathFactory) -> dict[Pair, Continued]:
     folder: Path = tmp_path_factory.mktemp("portable")
-    return continue_all(pairs(), save_all(TESTED_SIDES, folder), uninterrupted(folder), folder)
+    saved = save_all(TESTED_SIDES, folder, TESTED_STEPS)
+    return continue_all(pairs(), saved, uninterrupted(folder, TESTED_STEPS), folder, TESTED_STEPS)
 
 
 def test_pairs_cross_engines_and_world_sizes() -> None:

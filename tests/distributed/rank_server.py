@@ -1,0 +1,110 @@
+"""The process that `run_ranks` has its ranks forked from: it imports once what would take every rank seconds.
+
+    python rank_server.py ENGINE
+
+It reads requests as lines of JSON and answers each with one: what went wrong, or null. It ends with its input.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+
+import torch
+
+from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
+from ds_encdec.launch.world import discover, free_port
+from ds_encdec.types import EngineName
+
+GRACE_SECONDS = 10.0
+"""What the other ranks get to end by themselves once one has failed."""
+
+
+def serve(engine: EngineName) -> None:
+    """Answer requests until there are none."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    from ds_encdec.engine import fsdp2  # noqa: F401
+
+    if engine == "deepspeed":
+        from ds_encdec import build  # noqa: F401
+        from ds_encdec.engine import deepspeed_zero  # noqa: F401
+    gc.freeze()  # engines collect garbage when they are closed: not through all that imports have made
+    for line in sys.stdin:
+        answers.write(json.dumps(answer(engine, **json.loads(line))) + "\n")
+        answers.flush()
+
+
+def answer(engine: EngineName, target: str, world_size: int, folder: str, timeout_seconds: float) -> str | None:
+    """Run the ranks to their end; what went wrong, or None."""
+    port = free_port()
+    processes = [
+        ForkProcess(target=be_rank, args=(rank, world_size, port, target, Path(folder), engine))
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        return _wait(processes, timeout_seconds)
+    finally:
+        _end(processes)
+
+
+def _wait(processes: list[ForkProcess], timeout_seconds: float) -> str | None:
+    """Wait for all; what went wrong, or None. After a first failure the others get GRACE_SECONDS."""
+    deadline = time.monotonic() + timeout_seconds
+    problem = None
+    while any(process.exitcode is None for process in processes):
+        failed = [(rank, process.exitcode) for rank, process in enumerate(processes) if process.exitcode]
+        if failed and problem is None:
+            problem = f"rank {failed[0][0]} ended with exit code {failed[0][1]}"
+            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if time.monotonic() > deadline:
+            return problem or f"ranks still running after {timeout_seconds} s"
+        time.sleep(0.05)
+    codes = [process.exitcode for process in processes]
+    return problem or (f"exit codes {codes}" if any(codes) else None)
+
+
+def _end(processes: list[ForkProcess]) -> None:
+    """End what still runs: abort it, so that it shows where it stood, then kill it."""
+    hanging = [process for process in processes if process.exitcode is None]
+    for process in hanging:
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGABRT)
+    if hanging:
+        time.sleep(1.0)
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+def be_rank(rank: int, world_size: int, port: int, target: str, folder: Path, engine: EngineName) -> None:
+    """One rank: join the group the way a real run does, call the target, save its result."""
+    log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.chdir(folder)
+    faulthandler.enable()  # ranks that hang are aborted: their stacks end up in the log
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    world = discover(os.environ)
+    init_process_group(world, choose_device("cpu", world), timedelta(seconds=90), engine)
+    file_name, function_name = target.split(":")
+    function = getattr(importlib.import_module(file_name.removesuffix(".py")), function_name)
+    arguments = torch.load(folder / "arguments.pt", weights_only=False)
+    torch.save(function(**arguments), folder / f"result{rank}.pt")
+    shutdown()
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])
