@@ -2,18 +2,24 @@
 
 About 2 MB of English about Python, enough to see a small model learn without any download. The docstrings are
 read from the source files, so they are there under `python -OO` too. Parts that some distributions leave
-out (tests, IDLE, tkinter) are not used: one CPython version has one corpus.
+out (tests, IDLE, tkinter) are not used: one CPython version has one corpus. Every process of a run needs it, so what
+was read is kept in `$XDG_CACHE_HOME/ds_encdec`, in a file that is named after all it was read from.
 """
 
 from __future__ import annotations
 
 import ast
+import hashlib
+import json
+import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 
+from ds_encdec.launch.run_folder import write_atomically
 from ds_encdec.types import Document
 
 MIN_CHARACTERS = 200
@@ -25,14 +31,36 @@ _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
 
 @lru_cache(maxsize=1)
 def builtin_documents() -> tuple[Document, ...]:
-    """The corpus, in a fixed order. Takes about a second; later calls are free.
+    """The corpus, in a fixed order. Takes about a second once on a machine; later calls of a process are free.
 
     One document is a topic of the language reference, a class with its methods, or a module with its functions.
     """
+    library = Path(sysconfig.get_path("stdlib"))
+    sources = sorted(_source_files(library))
+    cached = _cache_file(sources)
+    with suppress(OSError):
+        return tuple(Document(key, text) for key, text in json.loads(cached.read_bytes()))
+    documents = _read_documents(library, sources)
+    with suppress(OSError):  # a home that cannot be written to
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(cached, json.dumps([(document.key, document.text) for document in documents]))
+    return documents
+
+
+def _cache_file(sources: Iterable[Path]) -> Path:
+    """Another one for other files, and for another way of reading them."""
+    digest = hashlib.sha256(Path(__file__).read_bytes())
+    for path in sources:
+        status = path.stat()
+        digest.update(f"{path} {status.st_size} {status.st_mtime_ns}\n".encode())
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base, "ds_encdec", f"corpus-{digest.hexdigest()[:32]}.json")
+
+
+def _read_documents(library: Path, sources: Iterable[Path]) -> tuple[Document, ...]:
     topics: dict[str, str] = import_module("pydoc_data.topics").topics
     documents = [Document(f"builtin/topics/{name}", topics[name]) for name in sorted(topics)]
-    library = Path(sysconfig.get_path("stdlib"))
-    for path in sorted(_source_files(library)):
+    for path in sources:
         module = ".".join(path.relative_to(library).with_suffix("").parts)
         documents += (Document(f"builtin/{key}", text) for key, text in _docstrings(module, path.read_bytes()))
     return tuple(document for document in documents if len(document.text) >= MIN_CHARACTERS)
