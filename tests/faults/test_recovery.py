@@ -19,7 +19,7 @@ from ds_encdec.checkpoint.verify import verify_checkpoints
 
 pytestmark = [pytest.mark.distributed]
 
-STEPS = 20
+STEPS = 16
 ENGINES = {
     "deepspeed": {"infra__distributed_type": "deepspeed"},  # ZeRO-3 with offload, as the quickstart
     "fsdp": {"infra__distributed_type": "fsdp", "infra__offload_optimizer": "none"},
@@ -69,7 +69,8 @@ def assert_ended(result: Finished, code: int) -> None:
 @engines
 def test_steps_that_are_left_out_leave_no_trace(runs: ForkedRuns, tmp_path: Path, engine: str) -> None:
     """Losses of one rank that are not finite, exploding gradients, a spike: all skipped, to the bit, on both ranks."""
-    skips = SPIKES | {"monitor__on_loss_spike": "skip_step", "monitor__on_grad_explosion": "skip_step"}
+    once = {"training__save_steps": STEPS}  # at the end
+    skips = SPIKES | {"monitor__on_loss_spike": "skip_step", "monitor__on_grad_explosion": "skip_step"} | once
     faults = [
         {"kind": "nan_loss", "at": 6, "on_rank": 1},
         {"kind": "infinite_loss", "at": 8, "on_rank": 1},
@@ -78,7 +79,7 @@ def test_steps_that_are_left_out_leave_no_trace(runs: ForkedRuns, tmp_path: Path
     ]
     assert_ended(runs.run(arguments(tmp_path / "met", engine, **skips), ranks=2, faults=faults), 0)
     never = [{"kind": "skip_data", "steps": [6, 8, 10, 17]}]
-    assert_ended(runs.run(arguments(tmp_path / "never", engine), ranks=2, faults=never), 0)
+    assert_ended(runs.run(arguments(tmp_path / "never", engine, **once), ranks=2, faults=never), 0)
 
     # The line after a skipped step has its count, and the rate and norm of its own step.
     assert trained(tmp_path / "met") == trained(tmp_path / "never")
@@ -130,10 +131,10 @@ def test_after_a_rollback_the_run_is_one_that_never_saw_that_data(
     ]
     (entry,) = ledger(tmp_path, "rollback")
     assert (entry["step"], entry["to_step"], entry["to_data_step"], entry["number"]) == (15, 12, 12, 1)
-    assert sorted(committed_steps(tmp_path / "checkpoints")) == [4, 8, 12, 16, 20]
-    assert len(list(verify_checkpoints(tmp_path))) == 5
+    assert sorted(committed_steps(tmp_path / "checkpoints")) == [4, 8, 12, 16]
+    assert len(list(verify_checkpoints(tmp_path))) == 4
     state = json.loads((tmp_path / "checkpoints" / "final" / "trainer.json").read_text())["state"]
-    assert (state["global_step"], state["data_step"], state["skipped_steps"], state["rollbacks"]) == (20, 23, 3, 1)
+    assert (state["global_step"], state["data_step"], state["skipped_steps"], state["rollbacks"]) == (16, 19, 3, 1)
 
 
 def test_a_run_killed_behind_its_rollback_does_not_meet_that_data_again(
@@ -153,7 +154,7 @@ def test_a_run_killed_behind_its_rollback_does_not_meet_that_data_again(
 
 def test_a_run_that_goes_on_spiking_stops_once_its_rollbacks_are_used_up(runs: ForkedRuns, tmp_path: Path) -> None:
     bad = [{"kind": "bad_data", "at": 17, "until": 1000}]
-    settings = ROLLBACK | {"monitor__max_rollbacks": 2}
+    settings = ROLLBACK | {"monitor__max_rollbacks": 2, "training__num_train_steps": 20}
     result = runs.run(arguments(tmp_path, "fsdp", **settings), ranks=2, faults=bad)
     assert_ended(result, 7)
     assert "monitor.max_rollbacks=2 rollbacks are used up" in result.output
@@ -167,7 +168,7 @@ def test_a_run_that_goes_on_spiking_stops_once_its_rollbacks_are_used_up(runs: F
 @pytest.mark.one_process
 def test_without_an_old_enough_checkpoint_the_run_goes_on(runs: ForkedRuns, tmp_path: Path) -> None:
     bad = [{"kind": "bad_data", "at": 15, "until": 15}]
-    settings = ROLLBACK | {"monitor__rollback_min_steps": 14}
+    settings = ROLLBACK | {"monitor__rollback_min_steps": 14, "training__num_train_steps": 20}
     result = runs.run(arguments(tmp_path, "fsdp", **settings), faults=bad)
     assert_ended(result, 0)
     assert "No rollback: there is no checkpoint of step 1 or before" in result.output
