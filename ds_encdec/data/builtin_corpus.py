@@ -38,22 +38,27 @@ def builtin_documents() -> tuple[Document, ...]:
     library = Path(sysconfig.get_path("stdlib"))
     sources = sorted(_source_files(library))
     cached = _cache_file(sources)
-    with suppress(OSError):
-        return tuple(Document(key, text) for key, text in json.loads(cached.read_bytes()))
+    if cached is not None:
+        with suppress(OSError, ValueError):  # not there yet, or damaged
+            return tuple(Document(key, text) for key, text in json.loads(cached.read_bytes()))
     documents = _read_documents(library, sources)
-    with suppress(OSError):  # a home that cannot be written to
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(cached, json.dumps([(document.key, document.text) for document in documents]))
+    if cached is not None:
+        with suppress(OSError):  # a home that cannot be written to
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(cached, json.dumps([(document.key, document.text) for document in documents]))
     return documents
 
 
-def _cache_file(sources: Iterable[Path]) -> Path:
-    """Another one for other files, and for another way of reading them."""
+def _cache_file(sources: Iterable[Path]) -> Path | None:
+    """Another one for other files, and for another way of reading them. None for a user who has no home."""
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        return None
     digest = hashlib.sha256(Path(__file__).read_bytes())
     for path in sources:
         status = path.stat()
         digest.update(f"{path} {status.st_size} {status.st_mtime_ns}\n".encode())
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base, "ds_encdec", f"corpus-{digest.hexdigest()[:32]}.json")
 
 
