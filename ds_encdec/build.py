@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ds_encdec.auto_batch import Place, settle_batch
+from ds_encdec.auto_batch.settle import Place, settle_batch
 from ds_encdec.checkpoint.average import average_last_checkpoints, clear_leftovers
 from ds_encdec.checkpoint.find import Checkpoint, find_checkpoint
 from ds_encdec.checkpoint.manager import CheckpointManager

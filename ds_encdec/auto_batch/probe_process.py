@@ -13,13 +13,13 @@ from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
 
+from ds_encdec.auto_batch.probe import ProbeTask
+from ds_encdec.auto_batch.search import Outcome
 from ds_encdec.launch.memory_errors import is_of_device, says_out_of_memory
 from ds_encdec.launch.preemption import STOP_SIGNALS
-from ds_encdec.memory.batch_search import Outcome
-from ds_encdec.memory.probe import ProbeTask
 
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
-PROBE = (sys.executable, "-m", "ds_encdec.memory.probe")
+PROBE = (sys.executable, "-m", "ds_encdec.auto_batch.probe")
 _LAST_BYTES = 4000
 """Of what a probe has printed."""
 _NO_STACK = "libgomp: Thread creation failed"

@@ -1,6 +1,6 @@
 """A process that makes two real optimizer steps at one micro-batch size, and says what they took.
 
-`python -m ds_encdec.memory.probe` runs beside every rank of a run, as a world of its own: the run's engine with its
+`python -m ds_encdec.auto_batch.probe` runs beside every rank of a run, as a world of its own: the run's engine with its
 configuration and number of ranks, full micro-batches of random tokens, weights of zero, and no files. The second step
 finds Adam's moments in their place. What runs out of memory here takes nothing of the run with it, and all that was
 taken is given back with the process.
@@ -32,6 +32,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from ds_encdec.auto_batch.search import Outcome
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.budgets import token_budgets
 from ds_encdec.data.collate import collate
@@ -40,7 +41,6 @@ from ds_encdec.engine.select import create_engine
 from ds_encdec.launch.memory_errors import in_one_line, is_of_device, is_out_of_memory
 from ds_encdec.launch.process_group import init_process_group
 from ds_encdec.launch.world import World
-from ds_encdec.memory.batch_search import Outcome
 from ds_encdec.memory.device_stats import device_capacity
 from ds_encdec.memory.job import expected_ratio
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig

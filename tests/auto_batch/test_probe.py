@@ -12,13 +12,13 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from ds_encdec.auto_batch.probe import ProbeTask, full_batch
+from ds_encdec.auto_batch.probe_process import ProbeProcess, ProbeState
 from ds_encdec.config.batch_size import with_micro_batch_size
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.budgets import token_budgets
 from ds_encdec.launch.world import World
 from ds_encdec.memory.job import expected_ratio
-from ds_encdec.memory.probe import ProbeTask, full_batch
-from ds_encdec.memory.probe_process import ProbeProcess, ProbeState
 
 MODEL = {
     "vocab_size": 512,

@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 import torch
 
-from ds_encdec.auto_batch import Place, agreed_outcome, settle_batch
+from ds_encdec.auto_batch.probe import ProbeTask
+from ds_encdec.auto_batch.probe_process import ProbeProcess
+from ds_encdec.auto_batch.search import Outcome
+from ds_encdec.auto_batch.settle import Place, agreed_outcome, settle_batch
 from ds_encdec.checkpoint.find import Checkpoint
 from ds_encdec.checkpoint.manifest import Manifest
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.launch.agreement import Agreement
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.world import World
-from ds_encdec.memory.batch_search import Outcome
-from ds_encdec.memory.probe import ProbeTask
-from ds_encdec.memory.probe_process import ProbeProcess
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.types import ConfigError, DsEncDecError, Preempted
 

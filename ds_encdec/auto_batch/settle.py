@@ -2,11 +2,11 @@
 
 1. Candidates are the sizes that divide a rank's share of the global batch, so that the accumulation can keep it.
 2. The estimate names the largest that should fit into the memory that is free now.
-3. Real steps are tried at that size, in processes of their own (memory/probe.py). Where memory runs out on any rank,
+3. Real steps are tried at that size, in processes of their own (probe.py). Where memory runs out on any rank,
    all go on to the next candidate of at most half the size.
 4. Where the first try passes and leaves room for the next larger candidate, that is tried too, twice at most.
 
-The search itself is memory/batch_search.py; here the ranks make its tries together.
+The search itself is search.py; here the ranks make its tries together.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ds_encdec.auto_batch.probe import ProbeTask
+from ds_encdec.auto_batch.probe_process import ProbeProcess, ProbeState
+from ds_encdec.auto_batch.search import Outcome, largest_that_fits
 from ds_encdec.checkpoint.find import Checkpoint
 from ds_encdec.config.batch_size import is_auto, micro_batch_candidates, with_micro_batch_size
 from ds_encdec.config.schema import FullConfig
@@ -26,14 +29,11 @@ from ds_encdec.engine.compiled_optimizer import compile_optimizer
 from ds_encdec.launch.agreement import Agreement, attempt
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.world import World
-from ds_encdec.memory.batch_search import Outcome, largest_that_fits
 from ds_encdec.memory.device_stats import device_capacity
 from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.expected import ExpectedMemory, gib
 from ds_encdec.memory.job import make_job
 from ds_encdec.memory.out_of_memory import explanation
-from ds_encdec.memory.probe import ProbeTask
-from ds_encdec.memory.probe_process import ProbeProcess, ProbeState
 from ds_encdec.memory.variants import HEADROOM
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.precision import product_dtype
