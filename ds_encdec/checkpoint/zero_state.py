@@ -234,7 +234,10 @@ def _moments(base: Mapping[str, Any]) -> list[dict[str, Tensor]]:
 
 
 class _Inert:
-    """Stands in for DeepSpeed's own classes (loss scalers, enumerations, addresses) when a file is opened."""
+    """Stands in for DeepSpeed's own classes (loss scalers, enumerations, addresses) when a file is opened.
+
+    And for `getattr`, by which Python 3.11.2 and its neighbours pickle a member of an enumeration.
+    """
 
     def __new__(cls, *arguments: object) -> _Inert:
         """Take whatever the class itself would; keep nothing."""
@@ -245,7 +248,7 @@ def _load(path: Path) -> Any:
     """The content of a file of `torch.save`, its tensors mapped. Runs nothing but torch's own rebuilding of tensors."""
     try:
         foreign = get_unsafe_globals_in_checkpoint(path)
-        refused = [name for name in foreign if not name.startswith("deepspeed.")]
+        refused = [name for name in foreign if not name.startswith("deepspeed.") and name != "builtins.getattr"]
         if refused:
             raise CheckpointError(
                 f"{path}: names {', '.join(refused)}, which DeepSpeed does not save. It was not opened."

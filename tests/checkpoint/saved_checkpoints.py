@@ -118,3 +118,13 @@ def flip_byte(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0xFF
     path.write_bytes(content)
+
+
+class Attribute:
+    """Pickled as `getattr(owner, name)`: so are members of enumerations by Python 3.11.2."""
+
+    def __init__(self, owner: type, name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def __reduce__(self) -> tuple[Any, tuple[type, str]]:
+        return getattr, (self.owner, self.name)

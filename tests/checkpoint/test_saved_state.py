@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import pickle
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from saved_checkpoints import KINDS, config, flat, flip_byte, random_state, save_checkpoint, write_tensors
+from saved_checkpoints import KINDS, Attribute, config, flat, flip_byte, random_state, save_checkpoint, write_tensors
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from ds_encdec.checkpoint.dcp_state import DcpState
 from ds_encdec.checkpoint.saved_state import open_saved_state, saved_weights
@@ -110,6 +112,34 @@ def test_dcp_metadata_runs_nothing_and_stays_in_its_folder(tmp_path: Path) -> No
     file.write_bytes(pickle.dumps(torch.Size([1])))
     with pytest.raises(CheckpointError, match="holds a Size, not the metadata"):
         DcpState(tmp_path)
+
+
+class MembersByName(pickle.Pickler):
+    """Pickles the members of enumerations as Python 3.11.2 does, whichever version runs."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return Attribute(type(obj), obj.name).__reduce__() if isinstance(obj, Enum) else NotImplemented
+
+
+def test_dcp_metadata_may_hold_members_by_name_and_no_other_attributes(tmp_path: Path) -> None:
+    state = random_state(config(), seed=1)
+    write_tensors(tmp_path, state)
+    file = tmp_path / "dcp" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+
+    def write() -> None:
+        with open(file, "wb") as opened:
+            MembersByName(opened).dump(metadata)
+
+    write()
+    assert b"getattr" in file.read_bytes()
+    name, full = next(iter(state["weight"].items()))
+    assert torch.equal(DcpState(tmp_path).read("weight", name).view(full.shape), full)
+    for owner, attribute in ((type(metadata), "__init__"), (_MEM_FORMAT_ENCODING, "mro")):
+        metadata.planner_data = Attribute(owner, attribute)
+        write()
+        with pytest.raises(CheckpointError, match=rf"dcp/\.metadata is not readable.*names {attribute} of <"):
+            DcpState(tmp_path)
 
 
 def test_a_file_of_tensors_that_is_cut_short_is_named(tmp_path: Path) -> None:

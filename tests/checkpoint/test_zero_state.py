@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from saved_checkpoints import Attribute
 
 from ds_encdec.checkpoint import zero_state
 from ds_encdec.checkpoint.zero_state import ZeroState
@@ -149,6 +150,8 @@ def test_nothing_that_a_file_names_is_run(tmp_path: Path) -> None:
 class Scaler:
     """Saved under a name of DeepSpeed's that cannot be imported."""
 
+    TWO = 2
+
     def __init__(self) -> None:
         self.cur_scale = 1.0
 
@@ -159,7 +162,8 @@ def test_deepspeeds_own_classes_are_not_needed(tmp_path: Path, monkeypatch: pyte
     with monkeypatch.context() as present:
         present.setitem(sys.modules, "deepspeed.not_there", absent)
         present.setattr(Scaler, "__module__", "deepspeed.not_there")
-        files = {"mp_rank_00_model_states.pt": {**plain_states(), "loss_scaler": Scaler()}}
+        own = {"loss_scaler": Scaler(), "zero_stage": Attribute(Scaler, "TWO")}
+        files = {"mp_rank_00_model_states.pt": {**plain_states(), **own}}
         folder = checkpoint(tmp_path, "zero0", files)
     assert ZeroState(folder).read("weight", "b.weight", 0, 1).tolist() == [10]
 
