@@ -54,5 +54,6 @@ def test_a_rank_that_hangs_ends_the_run_and_both_say_where(tmp_path: Path, name:
     assert "in exchange" in (stacks / "rank-0.txt").read_text()
     assert "exitcode: 8" in result.stdout or "return code = 8" in result.stdout
     assert (tmp_path / "run" / "checkpoints" / "step-00000003").exists()  # to go on from
-    left = [process.cmdline() for process in psutil.process_iter() if str(tmp_path) in " ".join(process.cmdline())]
+    commands = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
+    left = [command for command in commands if str(tmp_path) in command]
     assert left == []
