@@ -7,11 +7,11 @@ and returns its results in rank order. The file is looked for beside this one.
 from __future__ import annotations
 
 import atexit
-import functools
 import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,9 +22,11 @@ from ds_encdec.types import EngineName
 
 SERVER = Path(__file__).with_name("rank_server.py")
 
+_servers: dict[EngineName, subprocess.Popen[str]] = {}
+
 
 class RankFailure(AssertionError):
-    """A rank failed or none ended in time; the message holds the end of every rank's output."""
+    """A rank or the server failed, or none ended in time; the message holds the end of every rank's output."""
 
 
 def run_ranks(
@@ -54,10 +56,11 @@ def run_ranks(
         return [torch.load(folder / f"result{rank}.pt", weights_only=False) for rank in range(world_size)]
 
 
-@functools.cache
 def _server(engine: EngineName) -> subprocess.Popen[str]:
-    """The process that forks the ranks for `engine`; it lives as long as this one."""
-    server = subprocess.Popen(
+    """The process that forks the ranks for `engine`; it lives as long as this one. One that has died is replaced."""
+    if engine in _servers and _servers[engine].poll() is None:
+        return _servers[engine]
+    _servers[engine] = server = subprocess.Popen(
         [sys.executable, str(SERVER), engine],
         env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,
@@ -69,19 +72,25 @@ def _server(engine: EngineName) -> subprocess.Popen[str]:
 
 
 def _ask(server: subprocess.Popen[str], request: dict[str, Any]) -> str | None:
-    """What went wrong, or None."""
+    """What went wrong, or None. Whatever keeps the answer away, an interrupt say, ends the server."""
     assert server.stdin is not None
     assert server.stdout is not None
-    server.stdin.write(json.dumps(request) + "\n")
-    server.stdin.flush()
-    answer = server.stdout.readline()
+    answer = ""
+    try:
+        with suppress(BrokenPipeError):
+            server.stdin.write(json.dumps(request) + "\n")
+            server.stdin.flush()
+            answer = server.stdout.readline()
+    finally:
+        if not answer:  # otherwise the next request would get this one's
+            _end(server)
     return json.loads(answer) if answer else "the server of the ranks has ended"
 
 
 def _end(server: subprocess.Popen[str]) -> None:
-    assert server.stdin is not None
-    server.stdin.close()  # the server ends with its input
-    server.wait(timeout=60)
+    """And with it its ranks."""
+    server.kill()
+    server.communicate()  # closes the pipes, also broken ones, and waits
 
 
 def _tail(path: Path, characters: int = 6000) -> str:

@@ -2,11 +2,17 @@
 
     python rank_server.py ENGINE
 
-It reads requests as lines of JSON and answers each with one: what went wrong, or null. It ends with its input.
+It reads requests as lines of JSON and answers each with one: what went wrong, or null. It ends with its input, or
+with the process that started it, and its ranks end with it.
+
+Two things differ from ranks that a launcher starts: forked ones share the seed of string hashes, so that an order of
+theirs that hangs on it is the same on all; and they end by `os._exit`, without what runs at an interpreter's exit.
+The tests of the real launchers cover both.
 """
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import gc
 import importlib
@@ -28,10 +34,14 @@ from ds_encdec.types import EngineName
 GRACE_SECONDS = 10.0
 """What the other ranks get to end by themselves once one has failed."""
 
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
 
 def serve(engine: EngineName) -> None:
     """Answer requests until there are none."""
+    _end_with_parent()
     answers = os.fdopen(os.dup(1), "w")
+    os.register_at_fork(after_in_child=answers.close)  # held open, it would hide that the server has ended
     os.dup2(2, 1)  # what libraries print is no answer
     from ds_encdec.engine import fsdp2  # noqa: F401
 
@@ -90,6 +100,7 @@ def _end(processes: list[ForkProcess]) -> None:
 
 def be_rank(rank: int, world_size: int, port: int, target: str, folder: Path, engine: EngineName) -> None:
     """One rank: join the group the way a real run does, call the target, save its result."""
+    _end_with_parent()
     log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -104,6 +115,12 @@ def be_rank(rank: int, world_size: int, port: int, target: str, folder: Path, en
     arguments = torch.load(folder / "arguments.pt", weights_only=False)
     torch.save(function(**arguments), folder / f"result{rank}.pt")
     shutdown()
+
+
+def _end_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, in whatever way."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

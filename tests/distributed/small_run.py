@@ -40,7 +40,7 @@ def _model(layers: int) -> Qwen3Seq2SeqConfig:
 
 MODEL = _model(2)
 SHORT_MODEL = _model(1)
-"""MODEL's first layers, for runs of ZeRO that are compared with themselves."""
+"""MODEL's first layers, for runs of ZeRO whose subject is not the layers: going on, loading, refusing."""
 
 
 def run_config(**overrides: Any) -> FullConfig:
