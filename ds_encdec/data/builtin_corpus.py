@@ -2,24 +2,21 @@
 
 About 2 MB of English about Python, enough to see a small model learn without any download. The docstrings are
 read from the source files, so they are there under `python -OO` too. Parts that some distributions leave
-out (tests, IDLE, tkinter) are not used: one CPython version has one corpus. Every process of a run needs it, so what
-was read is kept in `$XDG_CACHE_HOME/ds_encdec`, in a file that is named after all it was read from.
+out (tests, IDLE, tkinter) are not used: one CPython version has one corpus. Every process of a run needs it, so it
+is kept in the user's cache (launch/user_cache.py).
 """
 
 from __future__ import annotations
 
 import ast
-import hashlib
 import json
-import os
 import sysconfig
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 
-from ds_encdec.launch.run_folder import write_atomically
+from ds_encdec.launch.user_cache import cached
 from ds_encdec.types import Document
 
 MIN_CHARACTERS = 200
@@ -37,38 +34,26 @@ def builtin_documents() -> tuple[Document, ...]:
     """
     library = Path(sysconfig.get_path("stdlib"))
     sources = sorted(_source_files(library))
-    cached = _cache_file(sources)
-    if cached is not None:
-        with suppress(OSError, ValueError):  # not there yet, or damaged
-            return tuple(Document(key, text) for key, text in json.loads(cached.read_bytes()))
-    documents = _read_documents(library, sources)
-    if cached is not None:
-        with suppress(OSError):  # a home that cannot be written to
-            cached.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(cached, json.dumps([(document.key, document.text) for document in documents]))
-    return documents
+    pairs = json.loads(cached("corpus", _read_from(sources), lambda: json.dumps(_read_documents(library, sources))))
+    return tuple(Document(key, text) for key, text in pairs)
 
 
-def _cache_file(sources: Iterable[Path]) -> Path | None:
-    """Another one for other files, and for another way of reading them. None for a user who has no home."""
-    try:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:
-        return None
-    digest = hashlib.sha256(Path(__file__).read_bytes())
+def _read_from(sources: Iterable[Path]) -> Iterator[bytes]:
+    """What the corpus depends on: the files, and this way of reading them."""
+    yield Path(__file__).read_bytes()
     for path in sources:
         status = path.stat()
-        digest.update(f"{path} {status.st_size} {status.st_mtime_ns}\n".encode())
-    return Path(base, "ds_encdec", f"corpus-{digest.hexdigest()[:32]}.json")
+        yield f"{path} {status.st_size} {status.st_mtime_ns}".encode()
 
 
-def _read_documents(library: Path, sources: Iterable[Path]) -> tuple[Document, ...]:
+def _read_documents(library: Path, sources: Iterable[Path]) -> list[tuple[str, str]]:
+    """Keys and texts."""
     topics: dict[str, str] = import_module("pydoc_data.topics").topics
-    documents = [Document(f"builtin/topics/{name}", topics[name]) for name in sorted(topics)]
+    documents = [(f"builtin/topics/{name}", topics[name]) for name in sorted(topics)]
     for path in sources:
         module = ".".join(path.relative_to(library).with_suffix("").parts)
-        documents += (Document(f"builtin/{key}", text) for key, text in _docstrings(module, path.read_bytes()))
-    return tuple(document for document in documents if len(document.text) >= MIN_CHARACTERS)
+        documents += ((f"builtin/{key}", text) for key, text in _docstrings(module, path.read_bytes()))
+    return [(key, text) for key, text in documents if len(text) >= MIN_CHARACTERS]
 
 
 def _source_files(folder: Path) -> Iterator[Path]:

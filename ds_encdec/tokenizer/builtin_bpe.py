@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-import sys
-import tempfile
 from collections.abc import Iterable
-from pathlib import Path
 
 import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from ds_encdec.launch.user_cache import cached
 from ds_encdec.types import ConfigError
 
 PAD_TOKEN = "<|endoftext|>"
@@ -24,9 +20,8 @@ BYTES = 256
 def builtin_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer of at most `vocab_size` ids, trained on `texts` once and cached.
 
-    Any text survives encoding and decoding unchanged. Training is deterministic. The cache,
-    `$XDG_CACHE_HOME/ds_encdec/tokenizers`, is keyed by the texts, the size, and the versions of Python (whose own
-    documentation is the corpus) and tokenizers; processes that race write the same file, atomically.
+    Any text survives encoding and decoding unchanged. Training is deterministic. The user's cache
+    (launch/user_cache.py) is keyed by the texts, the size, and the version of tokenizers.
     Raises ConfigError if `vocab_size` leaves no room for the bytes and special tokens.
     """
     if vocab_size < BYTES + 2:
@@ -35,10 +30,9 @@ def builtin_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokeni
             f"mode tokens; it needs at least {BYTES + 2}"
         )
     corpus = list(texts)
-    cached = _cache_folder() / f"bpe-{_fingerprint(corpus, vocab_size)}.json"
-    if not cached.is_file():
-        _save_atomically(_train(corpus, vocab_size), cached)
-    return PreTrainedTokenizerFast(tokenizer_file=str(cached), pad_token=PAD_TOKEN, eos_token=EOS_TOKEN)
+    made_from = (part.encode() for part in (f"{vocab_size} {tokenizers.__version__}", *corpus))
+    trained = Tokenizer.from_str(cached("tokenizer", made_from, lambda: _train(corpus, vocab_size).to_str()))
+    return PreTrainedTokenizerFast(tokenizer_object=trained, pad_token=PAD_TOKEN, eos_token=EOS_TOKEN)
 
 
 def _train(corpus: list[str], vocab_size: int) -> Tokenizer:
@@ -53,24 +47,3 @@ def _train(corpus: list[str], vocab_size: int) -> Tokenizer:
     )
     tokenizer.train_from_iterator(corpus, trainer)
     return tokenizer
-
-
-def _fingerprint(corpus: list[str], vocab_size: int) -> str:
-    python_version = ".".join(map(str, sys.version_info[:3]))
-    digest = hashlib.sha256(f"{vocab_size} {python_version} {tokenizers.__version__}".encode())
-    for text in corpus:
-        digest.update(hashlib.sha256(text.encode()).digest())
-    return digest.hexdigest()[:32]
-
-
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "ds_encdec" / "tokenizers"
-
-
-def _save_atomically(tokenizer: Tokenizer, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(tokenizer.to_str())
-    Path(name).replace(path)

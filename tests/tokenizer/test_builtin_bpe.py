@@ -20,7 +20,7 @@ CORPUS = list(pydoc_data.topics.topics.values())[:20]
 @pytest.fixture(autouse=True)
 def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "ds_encdec" / "tokenizers"
+    return tmp_path / "ds_encdec"
 
 
 def section(vocab_size: int = 1024) -> ModelConfig:
