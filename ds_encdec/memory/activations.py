@@ -32,34 +32,53 @@ _FLASH_ROWS_PER_SEGMENT = 128
 class LayerMemory:
     """Bytes of one layer's pass over one micro-batch.
 
-    `input`: its input, which recomputation keeps in its place. `saved`: all that it keeps without recomputation, the
-    input included. `working`: the worst moment of its backward pass, with what is left of `saved` then, and gradients
-    in flight; those of weights are the engine's. `forward`: what a pass without gradients works on at its worst moment.
+    `input`: its input. `kept`: from its forward pass for its backward pass. `working`: the worst moment of that, with
+    what is left of `kept` then, or made again, and gradients of its own; those of weights are the engine's. `forward`:
+    what a pass without gradients works on at its worst moment.
     """
 
     input: float
-    saved: float
+    kept: float
     working: float
     forward: float
 
 
-def layer_memory(job: Job, side: Side) -> LayerMemory:
+def layer_memory(job: Job, side: Side, *, recomputes: bool = False) -> LayerMemory:
     """The memory of one encoder or decoder layer."""
     hidden, inner, dtype = job.sizes.hidden_size, job.sizes.intermediate_size, job.compute_bytes
     tokens = job.encoder_tokens if side == "encoder" else job.decoder_tokens
+    given = tokens * hidden * dtype
     attention, mlp = _attention(job, side), _norm(job, tokens, hidden) + _mlp(job, tokens)
-    in_flight = tokens * hidden * (dtype + _FLOAT32 if job.emulates_bf16 else dtype)  # the gradient of its output
-    if side == "decoder":  # the gradient of the encoder's output, to which each decoder layer adds
-        in_flight += job.encoder_tokens * hidden * dtype
+    kept = attention + mlp
+    in_flight: float = given  # the gradient of its output
+    if job.emulates_bf16:  # and the down projection's in float32, of its output and of its weight
+        in_flight += tokens * hidden * _FLOAT32 + hidden * inner * _FLOAT32
+    if recomputes:
+        kept = given
+        if job.device == "cpu" and dtype != _FLOAT32:  # beside the float32 copies that the norm keeps
+            in_flight += given
+        if job.config.training.activation_checkpointing == "selective":
+            kept += _selected(job, side)
+            in_flight += tokens * hidden * _product_bytes(job)  # the last product's output, for which none asks again
     # Of both factors of SwiGLU's product; its own stands in for the product, which is gone by then. Where products are
     # emulated, its own in float32, before that: the same number of bytes.
     swiglu_gradients = 2 * tokens * inner * dtype
     return LayerMemory(
-        input=tokens * hidden * dtype,
-        saved=attention + mlp,
-        working=in_flight + max(attention + mlp + swiglu_gradients, attention + _attention_gradients(job, side)),
+        input=given,
+        kept=kept,
+        working=in_flight + attention + max(mlp + swiglu_gradients, _attention_gradients(job, side)),
         forward=tokens * (3 * inner + 2 * hidden) * dtype,
     )
+
+
+def layers_memory(job: Job, side: Side) -> list[LayerMemory]:
+    """Each layer of a stack, as `training.activation_checkpointing` has it (model/activation_checkpointing.py)."""
+    training = job.config.training
+    every_n = training.activation_checkpointing_every_n
+    interval = {"none": 0, "full": 1, "every_n": every_n, "selective": 1}[training.activation_checkpointing]
+    whole, recomputing = layer_memory(job, side), layer_memory(job, side, recomputes=True)
+    layers = job.encoder_layers if side == "encoder" else job.decoder_layers
+    return [recomputing if interval and index % interval == 0 else whole for index in range(layers)]
 
 
 def _attention_gradients(job: Job, side: Side) -> float:
@@ -73,7 +92,7 @@ def _attention_gradients(job: Job, side: Side) -> float:
     if side == "decoder":
         tokens, key_tokens = job.decoder_tokens, job.encoder_tokens + job.decoder_tokens
     if job.device == "cpu":
-        return (tokens * query_width + 2 * key_tokens * key_width) * (_FLOAT32 if job.emulates_bf16 else dtype)
+        return (tokens * query_width + 2 * key_tokens * key_width) * _product_bytes(job)
     if not job.uses_flash:  # scores, softmax and a gradient of one document, in float32
         queries, keys = _longest(job, side)
         operands = (tokens + 2 * key_tokens) * query_width * dtype
@@ -86,35 +105,17 @@ def _attention_gradients(job: Job, side: Side) -> float:
     return workspace + (tokens * query_width + 2 * key_tokens * key_width) * dtype
 
 
-def kept_bytes(job: Job, side: Side) -> list[float]:
-    """What each layer of a stack keeps from its forward pass, as `training.activation_checkpointing` has it."""
-    training = job.config.training
-    memory = layer_memory(job, side)
-    layers = job.encoder_layers if side == "encoder" else job.decoder_layers
-    match training.activation_checkpointing:
-        case "full":
-            return [memory.input] * layers
-        case "every_n":
-            every = training.activation_checkpointing_every_n
-            return [memory.saved if index % every else memory.input for index in range(layers)]
-        case "selective":
-            return [memory.input + _selected(job, side)] * layers
-        case "none":
-            return [memory.saved] * layers
-
-
 def offloaded_bytes(job: Job, side: Side) -> float:
     """What the layers of a stack leave in host memory under `training.activation_offload`.
 
     Each tensor is copied as often as it is saved: the input of three products three times. Pinned copies are rounded up
     to powers of two, which is taken to cost half of what they hold.
     """
-    kept = kept_bytes(job, side)
-    total = sum(kept)
+    layers = layers_memory(job, side)
+    total = sum(layer.kept for layer in layers)
     if not job.emulates_bf16:
-        tokens = job.encoder_tokens if side == "encoder" else job.decoder_tokens
-        whole_layers = kept.count(layer_memory(job, side).saved)
-        total += 3 * tokens * job.sizes.hidden_size * job.compute_bytes * whole_layers
+        whole = layer_memory(job, side)
+        total += 3 * whole.input * layers.count(whole)
     return 1.5 * total if job.device == "cuda" else total
 
 
@@ -124,20 +125,20 @@ def _selected(job: Job, side: Side) -> float:
     In the order of the forward pass: queries, keys, values, (of the encoder's output) keys, values, attention's output
     projection, gate, up, down.
     """
-    sizes, dtype = job.sizes, job.compute_bytes
+    sizes, product = job.sizes, _product_bytes(job)
     query_width, key_width = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
     tokens = job.encoder_tokens if side == "encoder" else job.decoder_tokens
     products = [(tokens, query_width), (tokens, key_width), (tokens, key_width)]
     if side == "decoder":
         products += [(job.encoder_tokens, key_width)] * 2
     products += [(tokens, sizes.hidden_size), *[(tokens, sizes.intermediate_size)] * 2, (tokens, sizes.hidden_size)]
-    attention = tokens * (query_width * dtype + sizes.num_attention_heads * _FLOAT32)
-    return attention + sum(rows * width * dtype for rows, width in products[::2])
+    attention = tokens * (query_width * product + sizes.num_attention_heads * _FLOAT32)
+    return attention + sum(rows * width * product for rows, width in products[::2])
 
 
 def _attention(job: Job, side: Side) -> float:
     """Of the attention block: its norm, projections, per-head norms, the kernel and the output projection."""
-    sizes, dtype = job.sizes, job.compute_bytes
+    sizes = job.sizes
     heads, key_heads, head_dim = sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim
     hidden, query_width, key_width = sizes.hidden_size, heads * head_dim, key_heads * head_dim
     tokens = job.encoder_tokens if side == "encoder" else job.decoder_tokens
@@ -150,7 +151,7 @@ def _attention(job: Job, side: Side) -> float:
         saved += _norm(job, job.encoder_tokens, key_width, key_heads)
         if job.emulates_bf16:
             saved += 2 * _FLOAT32 * (job.encoder_tokens * hidden + hidden * key_width)
-    product = _FLOAT32 if job.emulates_bf16 else dtype
+    product = _product_bytes(job)
     kernel: float = tokens * (2 * query_width * product + heads * _FLOAT32) + 2 * key_tokens * key_width * product
     if job.device == "cuda" and not job.uses_flash:
         kernel += _scores(job, side)
@@ -194,6 +195,11 @@ def _norm(job: Job, tokens: int, width: int, groups: int = 1) -> float:
     """RMSNorm: one float32 per group, and its input (fused) or two float32 copies (in single operations)."""
     per_token = width * job.compute_bytes if job.device == "cuda" else 2 * width * _FLOAT32
     return tokens * (per_token + groups * _FLOAT32)
+
+
+def _product_bytes(job: Job) -> int:
+    """Of one element of what a product gives, before it is rounded."""
+    return _FLOAT32 if job.emulates_bf16 else job.compute_bytes
 
 
 def _products(job: Job, tokens: int, width: int, outputs: tuple[int, ...]) -> float:
@@ -251,13 +257,15 @@ class SharedMemory:
 
     `batch`: token ids (also joined), positions, labels, denoisers, the merged order of keys, rotary tables: for the
     whole pass. `encoder_output`: until the encoder's backward pass begins. `encoder_norm`, `decoder_norm`: what the
-    last norm of a stack keeps, until the stack's backward pass begins.
+    last norm of a stack keeps, until the stack's backward pass begins. `norm_gradients`: what the decoder's makes in
+    its backward pass.
     """
 
     batch: float
     encoder_output: float
     encoder_norm: float
     decoder_norm: float
+    norm_gradients: float
 
 
 def shared_memory(job: Job) -> SharedMemory:
@@ -269,4 +277,5 @@ def shared_memory(job: Job) -> SharedMemory:
         encoder_output=job.encoder_tokens * hidden * dtype,
         encoder_norm=_norm(job, job.encoder_tokens, hidden),
         decoder_norm=_norm(job, job.decoder_tokens, hidden),
+        norm_gradients=job.decoder_tokens * hidden * (4 * _FLOAT32 if job.device == "cpu" else dtype),
     )

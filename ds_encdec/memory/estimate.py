@@ -13,9 +13,10 @@ from collections.abc import Iterator
 
 from ds_encdec.memory.activations import (
     LayerMemory,
+    Side,
     head_memory,
-    kept_bytes,
     layer_memory,
+    layers_memory,
     offloaded_bytes,
     shared_memory,
 )
@@ -55,24 +56,35 @@ def moments(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]]:
     resting, head, shared = engine.resting, head_memory(job), shared_memory(job)
     layers, unit = _layers(job), job.layer_parameters
     kept = shared.batch + shared.encoder_output + shared.encoder_norm + shared.decoder_norm
-    kept += sum(keeps for _, _, keeps in layers)
+    kept += sum(layer.kept for _, layer in layers)
     at_loss = resting + engine.forward
     yield "loss", at_loss + Breakdown(activations=kept, logits=head.kept + head.chunk)
     yield "backward of the head", at_loss + Breakdown(activations=kept, logits=head.kept + head.rounding)
     # A tied head's gradient waits for the embedding's; an untied one is an ordinary gradient.
     waiting, done = (head.weight_gradient, 0) if job.sizes.tie_word_embeddings else (0.0, job.embedding_parameters)
+    encoder_input, decoder_input = layers[0][1].input, layers[-1][1].input
+    at_norm = Breakdown(activations=kept + shared.norm_gradients, logits=waiting + decoder_input)
+    yield "backward of the decoder's norm", at_loss + at_norm
     kept -= shared.decoder_norm
-    for index, (name, memory, keeps) in reversed(list(enumerate(layers))):
-        if index == job.encoder_layers - 1:
+    beside = 0.0  # what is there for later layers
+    for index, (name, layer) in reversed(list(enumerate(layers))):
+        output_gradient = 0.0  # of the encoder, by a decoder layer
+        if index >= job.encoder_layers:
+            output_gradient = encoder_input
+        elif index == job.encoder_layers - 1:
             kept -= shared.encoder_output + shared.encoder_norm
-        kept -= keeps
-        activations = Breakdown(activations=kept + max(memory.working, keeps), logits=waiting)
-        yield f"backward of {name}", resting + engine.backward(done, unit) + activations
+            # The decoder's embeddings, which come of one look-up with the encoder's, and their gradient.
+            beside = 2 * decoder_input
+        kept -= layer.kept
+        held = Breakdown(activations=kept + beside, logits=waiting)
+        in_work = Breakdown(activations=max(layer.working, layer.kept))
+        yield f"backward of {name}", resting + engine.backward(done, unit) + held + in_work
         done += unit
         if engine.layer_reduction is not None:
-            held = Breakdown(activations=kept + memory.input, logits=waiting)  # the gradient of the layer's input
-            yield f"reduction of {name}", resting + engine.layer_reduction(done) + held
-    embedded = 2 * (layers[0][1].input + layers[-1][1].input)  # the gradient of the look-up, in two parts and joined
+            left = Breakdown(activations=layer.input + output_gradient)  # the gradients of what it was given
+            yield f"reduction of {name}", resting + engine.layer_reduction(done) + held + left
+        beside = max(beside, output_gradient)
+    embedded = 2 * (encoder_input + decoder_input)  # the gradient of the look-up, in two parts and joined
     # Autograd adds the embedding's gradient, which the engine counts, to the waiting one: the sum is a third.
     in_work = Breakdown(activations=kept + embedded, logits=2 * waiting)
     yield "backward of the embedding", resting + engine.backward(done, job.embedding_parameters) + in_work
@@ -83,17 +95,13 @@ def moments(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]]:
     yield "building of the engine", engine.build
 
 
-def _layers(job: Job) -> list[tuple[str, LayerMemory, float]]:
-    """Each layer in the order of the forward pass: its name, its memory, and what it keeps on the device."""
-    found = []
-    encoder, decoder = layer_memory(job, "encoder"), layer_memory(job, "decoder")
-    for index, kept in enumerate(kept_bytes(job, "encoder")):
-        found.append((f"encoder layer {index}", encoder, kept))
-    for index, kept in enumerate(kept_bytes(job, "decoder")):
-        found.append((f"decoder layer {index}", decoder, kept))
+def _layers(job: Job) -> list[tuple[str, LayerMemory]]:
+    """Each layer in the order of the forward pass: its name, and its memory on the device."""
+    stacks: dict[Side, list[LayerMemory]] = {side: layers_memory(job, side) for side in ("encoder", "decoder")}
+    layers = [(f"{side} layer {index}", layer) for side, stack in stacks.items() for index, layer in enumerate(stack)]
     if job.config.training.activation_offload:  # one layer's are on their way back
-        return [(name, memory, 0.0) for name, memory, _ in found]
-    return found
+        return [(name, dataclasses.replace(layer, kept=0.0)) for name, layer in layers]
+    return layers
 
 
 def _evaluation(job: Job) -> Breakdown:

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.memory.activations import head_memory, kept_bytes, layer_memory
+from ds_encdec.memory.activations import LayerMemory, head_memory, layer_memory, layers_memory
 from ds_encdec.memory.gpu_stand_ins import as_on_device
 from ds_encdec.memory.job import Job, make_job
 from ds_encdec.memory.trace import _StorageWatch
@@ -116,24 +116,26 @@ def bytes_saved(side: Literal["encoder", "decoder"], job: Job, mode: str) -> int
 @pytest.mark.parametrize("side", ["encoder", "decoder"])
 def test_a_layer_keeps_what_autograd_saves(side: Literal["encoder", "decoder"], numbers: str) -> None:
     job = job_of(numbers)
-    assert layer_memory(job, side).saved == pytest.approx(bytes_saved(side, job, "none"), rel=0.01)
+    assert layer_memory(job, side).kept == pytest.approx(bytes_saved(side, job, "none"), rel=0.01)
 
 
 @pytest.mark.parametrize("side", ["encoder", "decoder"])
 def test_a_layer_that_recomputes_keeps_its_input(side: Literal["encoder", "decoder"], numbers: str) -> None:
     job = job_of(numbers, "full")
-    assert kept_bytes(job, side)[1] == bytes_saved(side, job, "full") == layer_memory(job, side).input
+    layer = layers_memory(job, side)[1]
+    assert layer.kept == layer.input == bytes_saved(side, job, "full")
 
 
 def worst_of_backward(side: Literal["encoder", "decoder"], job: Job) -> int:
     """The most that is held in the backward pass of the first of two layers, beside what is not the layer's.
 
-    That is: weights, whose gradients are the engine's, and what all layers share.
+    That is: weights, whose gradients are the engine's, and what all layers share. Both layers recompute, or neither.
     """
     dtype = torch.float32 if job.compute_bytes == 4 else torch.bfloat16
     with FakeTensorMode() if job.device == "cuda" else nullcontext(), as_on_device(job):
         config = Qwen3Seq2SeqConfig(**SIZES, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0)
         model = Qwen3ForSeq2SeqLM._from_config(config, dtype=dtype)
+        apply_activation_checkpointing(model, job.config.training.activation_checkpointing)
         packed = layout()
         ends = [torch.ones(DOCUMENTS * n, config.hidden_size, dtype=dtype, requires_grad=True) for n in LENGTHS]
         positions = packed.encoder_positions if side == "encoder" else packed.decoder_positions
@@ -155,39 +157,48 @@ def worst_of_backward(side: Literal["encoder", "decoder"], job: Job) -> int:
     return watch.log.peak(begins[0], counted=("activations",))[0]["activations"]
 
 
+def waiting(side: Literal["encoder", "decoder"], job: Job) -> float:
+    """The second decoder layer's gradient of the encoder's output."""
+    return layer_memory(job, "encoder").input if side == "decoder" else 0.0
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
 @pytest.mark.parametrize("side", ["encoder", "decoder"])
-def test_the_worst_moment_of_a_layers_backward_pass(side: Literal["encoder", "decoder"], numbers: str) -> None:
+def test_the_worst_moment_of_a_layers_backward_pass(
+    side: Literal["encoder", "decoder"], numbers: str, mode: str
+) -> None:
     """It is the SwiGLU's: all is kept still, and beside its own gradients only that of the layer's output is there."""
-    job = job_of(numbers)
-    expected = layer_memory(job, side).working
-    if job.emulates_bf16:  # the down projection's, before it is rounded
-        expected += 4 * SIZES["hidden_size"] * SIZES["intermediate_size"]
+    job = job_of(numbers, mode)
+    expected = layers_memory(job, side)[0].working + waiting(side, job)
     assert worst_of_backward(side, job) == pytest.approx(expected, abs=64)
 
 
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
 @pytest.mark.parametrize(("side", "kernel_is_worst"), [("encoder", False), ("decoder", True)])
-def test_the_worst_moment_on_a_gpu(side: Literal["encoder", "decoder"], kernel_is_worst: bool) -> None:
+def test_the_worst_moment_on_a_gpu(side: Literal["encoder", "decoder"], kernel_is_worst: bool, mode: str) -> None:
     """It may be attention's, when SwiGLU is done, and the gradient of its output stands in for what followed it."""
-    job = dataclasses.replace(job_of("bfloat16"), device="cuda")
+    job = dataclasses.replace(job_of("bfloat16", mode), device="cuda")
     data = job.config.data.model_copy(update={"max_examples_per_micro_batch": DOCUMENTS})
     job = dataclasses.replace(job, config=job.config.model_copy(update={"data": data}))
     tokens = DOCUMENTS * LENGTHS[1]
     softmax_d = 4 * (tokens + 128 * (DOCUMENTS + 1)) * SIZES["num_attention_heads"]  # inside the kernel, not traced
-    expected = layer_memory(job, side).working - (softmax_d if kernel_is_worst else 0)
+    expected = layers_memory(job, side)[0].working + waiting(side, job) - (softmax_d if kernel_is_worst else 0)
     assert worst_of_backward(side, job) == pytest.approx(expected, abs=512)
 
 
-def test_every_nth_layer_keeps_its_input_and_the_others_everything() -> None:
+def test_every_nth_layer_recomputes() -> None:
     job = job_of("bfloat16", "every_n")
-    memory = layer_memory(job, "decoder")
-    assert kept_bytes(job, "decoder") == [memory.input, memory.saved]  # of two layers
+    whole, recomputing = layer_memory(job, "decoder"), layer_memory(job, "decoder", recomputes=True)
+    assert layers_memory(job, "decoder") == [recomputing, whole]  # of two layers
+    assert recomputing.kept == recomputing.input
 
 
 def test_selective_is_between_none_and_full() -> None:
-    full, selective, none = (
-        kept_bytes(job_of("bfloat16", mode), "decoder")[0] for mode in ("full", "selective", "none")
-    )
-    assert full < selective < 0.5 * none
+    def kept(mode: str) -> float:
+        layer: LayerMemory = layers_memory(job_of("bfloat16", mode), "decoder")[0]
+        return layer.kept
+
+    assert kept("full") < kept("selective") < 0.5 * kept("none")
 
 
 @pytest.mark.parametrize("chunk_tokens", [16, 1024])

@@ -1,0 +1,72 @@
+"""The moments of a step, one after the other, against a trace of the whole model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.memory.estimate import engine_memory, moments
+from ds_encdec.memory.job import Job, make_job
+from ds_encdec.memory.model_sizes import Sizes
+from ds_encdec.memory.trace import trace_activations
+from ds_encdec.model import precision
+
+SIZES = Sizes(
+    vocab_size=128,
+    hidden_size=256,
+    num_hidden_layers=3,
+    num_encoder_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    intermediate_size=768,
+    tie_word_embeddings=True,
+)
+
+
+def job_of(device: str, numbers: str, mode: str, ratio: float) -> Job:
+    """Wide micro-batches of full documents, beside which the weights are small."""
+    config = FullConfig.model_validate(
+        {
+            "model": {"loss_chunk_tokens": 16},
+            "data": {
+                "max_encoder_length": 512,
+                "max_decoder_length": int(512 / ratio),
+                "max_examples_per_micro_batch": 4,
+            },
+            "training": {
+                "per_device_train_batch_size": 4,
+                "bf16": numbers != "float32",
+                "activation_checkpointing": mode,
+            },
+            "infra": {"device": "cpu", "distributed_type": "fsdp", "offload_optimizer": "none"},
+        }
+    )
+    return make_job(
+        config,
+        SIZES,
+        "fsdp",
+        world_size=1,
+        ranks_per_node=1,
+        device=device,
+        ratio=ratio,
+        emulates_bf16=numbers == "emulated",
+    )
+
+
+@pytest.mark.parametrize("ratio", [1.0, 2.0, 4.0])
+@pytest.mark.parametrize("mode", ["none", "full", "selective", "every_n"])
+@pytest.mark.parametrize(
+    ("device", "numbers"), [("cpu", "float32"), ("cpu", "bfloat16"), ("cpu", "emulated"), ("cuda", "bfloat16")]
+)
+def test_activations_at_their_worst(
+    device: str, numbers: str, mode: str, ratio: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes in the encoder or in the decoder, as the tokens are shared out, or behind the head."""
+    emulated = frozenset({torch.bfloat16}) if numbers == "emulated" else frozenset()
+    monkeypatch.setattr(precision, "_EMULATED_ON_CPU", emulated)
+    job = job_of(device, numbers, mode, ratio)
+    found = sum(trace_activations(job).values())
+    expected = max(held.activations + held.logits for _, held in moments(job, engine_memory(job)))
+    assert 0.99 * found < expected < 1.03 * found
