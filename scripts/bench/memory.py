@@ -67,8 +67,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "small": {"vocab_size": 4096, "hidden_size": 128, "num_hidden_layers": 3, "intermediate_size": 384},
     "large": {"vocab_size": 32768, "hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 768},
 }
-MICRO_BATCHES = (1, 2)
-CHECKPOINTING = ("none", "full", "every_n")
+MICRO_BATCHES = (1, 8)
+"""States are most of the memory under the first, activations under the second."""
+CHECKPOINTING = {"deepspeed": ("none", "full", "every_n"), "fsdp": ("none", "full", "selective")}
+"""`selective` is FSDP2's alone; every_n's layers are none's and full's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,34 +131,38 @@ def main() -> None:
 
 def grid() -> list[Row]:
     """Every sharding with both dtypes, with and without accumulation; the other settings take turns."""
-    others = itertools.cycle(itertools.product(CHECKPOINTING, MODELS, MICRO_BATCHES))
+    others = itertools.cycle(itertools.product(range(3), MODELS, MICRO_BATCHES))
     rows = []
     for sharding in SHARDINGS:
         # Twelve settings and four rows: without the step aside, a sharding would always meet the same ones.
         next(others)
         for dtype, accumulation in itertools.product(("bf16", "fp32"), (1, 2)):
-            checkpointing, model, micro_batch = next(others)
-            rows.append(Row(*sharding, dtype, checkpointing, model, micro_batch, accumulation))
+            mode, model, micro_batch = next(others)
+            rows.append(Row(*sharding, dtype, CHECKPOINTING[sharding[0]][mode], model, micro_batch, accumulation))
     return rows
 
 
 def full_grid() -> list[Row]:
     """Everything with everything."""
-    others = itertools.product(("bf16", "fp32"), CHECKPOINTING, MODELS, MICRO_BATCHES, (1, 2))
-    return [Row(*sharding, *other) for other in others for sharding in SHARDINGS]
+    return [
+        Row(*sharding, *others)
+        for sharding in SHARDINGS
+        for others in itertools.product(("bf16", "fp32"), CHECKPOINTING[sharding[0]], MODELS, MICRO_BATCHES, (1, 2))
+    ]
 
 
 def quick_grid() -> list[Row]:
     """A few seconds each, of both engines."""
     return [
-        Row("deepspeed", "zero0", "none", "none", "bf16", "none", "small", 2, 1),
+        Row("deepspeed", "zero0", "none", "none", "bf16", "none", "small", 8, 1),
         Row("deepspeed", "zero1", "cpu", "none", "bf16", "none", "small", 1, 2),
-        Row("deepspeed", "zero2", "none", "none", "bf16", "full", "small", 1, 1),
+        Row("deepspeed", "zero2", "none", "none", "bf16", "full", "small", 8, 1),
         Row("deepspeed", "zero3", "none", "none", "fp32", "full", "small", 1, 1),
         Row("deepspeed", "zero3", "cpu", "none", "bf16", "every_n", "small", 1, 2),
         Row("fsdp", "zero0", "none", "none", "fp32", "every_n", "small", 1, 2),
         Row("fsdp", "zero2", "none", "none", "fp32", "none", "small", 1, 1),
         Row("fsdp", "zero3", "none", "none", "bf16", "full", "small", 1, 2),
+        Row("fsdp", "zero3", "none", "none", "bf16", "selective", "small", 8, 1),
     ]
 
 
