@@ -245,12 +245,19 @@ def _phases(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _rate(options: argparse.Namespace) -> float | None:
     """Tokens per second, given or measured; None where they are not known."""
+    from ds_encdec.launch.run_folder import RunFolder
     from ds_encdec.monitor.metrics_file import measured_tokens_per_second
 
     rate: float | None = options.tokens_per_second
     if options.measured is not None and not options.measured.is_dir():
         raise ConfigError(f"--measured {options.measured}: no such folder; give a run's, such as output")
-    return rate if options.measured is None else measured_tokens_per_second(options.measured)
+    if options.measured is None:
+        return rate
+    rate = measured_tokens_per_second(options.measured)
+    run = RunFolder(str(options.measured)).read_status()
+    place = f"ranks: {run.get('world_size', 'unknown')}; device: {run.get('device', 'unknown')}"
+    print(f"{rate:,.0f} tokens/s were measured in {options.measured} ({place})", file=sys.stderr)
+    return rate
 
 
 def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -160,7 +160,7 @@ def test_where_nothing_fits_it_says_what_would_help() -> None:
 def test_more_gpus_are_named_with_a_setting_that_fits_there() -> None:
     arguments = ("--model", "Qwen/Qwen3-1.7B", "--gpu", "24GB", "--host-memory", "50GiB", "--gpus", "1")
     text = ask(*arguments)
-    assert "which it has, and" in text  # the GPU would do, the host not
+    assert "The GPUs have room for a micro-batch of 1" in text  # the host has not
     answer = ask_json(*arguments)
     more = answer["more_gpus"]
     assert answer["engines"]["deepspeed"]["recommendation"] is None

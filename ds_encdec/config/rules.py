@@ -101,7 +101,7 @@ def _batch(config: FullConfig) -> Iterator[Conflict]:
     given, micro = "training.global_batch_size", "training.per_device_train_batch_size"
     if size == "auto":
         if lanes is not None:
-            message = "auto decides into how many micro-batches a step is divided: set global_batch_size, not num_lanes"
+            message = "auto decides how many micro-batches make a step: set global_batch_size, and num_lanes=null"
             yield Conflict((micro, "data.num_lanes"), message)
     elif sequences is not None and sequences % size:
         yield Conflict((given, micro), "a step must be a whole number of micro-batches: the former a multiple")

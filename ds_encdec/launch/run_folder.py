@@ -48,11 +48,6 @@ class RunFolder:
         Raises OutputLockedError where another live process holds it, or where an earlier run is in it
         and `resume` is False; ConfigError where the folder cannot be written.
         """
-        if not resume and self.is_used():
-            raise OutputLockedError(
-                f"infra.output_dir: {self.root} already holds a run ({self._describe_previous()}). "
-                "Continue it with `--resume auto`, or choose another infra.output_dir; nothing was changed."
-            )
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             lock = open(self.root / ".lock", "a+")  # noqa: SIM115  held open for the life of the process
@@ -70,6 +65,12 @@ class RunFolder:
                 f"infra.output_dir: {self.root} is in use by {holder}. "
                 "Wait for that run to end, or choose another infra.output_dir; nothing was changed."
             ) from error
+        if not resume and self.is_used():
+            lock.close()
+            raise OutputLockedError(
+                f"infra.output_dir: {self.root} already holds a run ({self._describe_previous()}). "
+                "Continue it with `--resume auto`, or choose another infra.output_dir; nothing was changed."
+            )
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {socket.gethostname()}")
         lock.flush()

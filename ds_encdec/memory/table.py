@@ -207,7 +207,7 @@ def _why(found: Answer, best: Recommendation) -> str:
 
 def _what_would_help(found: Answer, table: EngineTable) -> list[str]:
     smallest = [row.estimate for row in smallest_variants(table.job) if row.estimate is not None]
-    lines = [_smallest(found, min(smallest, key=lambda estimated: estimated.peak.total))] if smallest else []
+    lines = [_smallest(found, smallest)] if smallest else []
     lines += [
         f"This fits: {as_overrides(near.overrides)} ({in_gib(near.estimate.peak.total)} GiB)" for near in table.nearest
     ]
@@ -224,16 +224,20 @@ def _what_would_help(found: Answer, table: EngineTable) -> list[str]:
     return lines
 
 
-def _smallest(found: Answer, least: Estimate) -> str:
-    least_of_all = (
-        "Even a micro-batch of 1 with everything sharded, recomputed and offloaded needs "
-        f"{in_gib(least.peak.total)} GiB per GPU"
-    )
-    if fits(least, found.gpu.usable_bytes):
-        host = in_gib(least.host.total * found.job.ranks_per_node)
-        return f"{least_of_all}, which it has, and {host} GiB per host, which it has not."
+def _smallest(found: Answer, smallest: Sequence[Estimate]) -> str:
+    """`smallest`: a micro-batch of 1 with everything sharded and recomputed, with each offload."""
+    if on_host := [estimated.host.total for estimated in smallest if fits(estimated, found.gpu.usable_bytes)]:
+        host = in_gib(min(on_host) * found.job.ranks_per_node)
+        return (
+            "The GPUs have room for a micro-batch of 1 with everything sharded and recomputed, but then a host needs "
+            f"{host} GiB at least, which it has not. training.async_save=false, fewer "
+            "data.preprocessing_num_workers, and fewer GPUs per host (--nodes) need less."
+        )
+    least = min(smallest, key=lambda estimated: estimated.peak.total)
     largest = _largest(least)
+    most = in_gib(getattr(least.peak, largest))
     return (
-        f"{least_of_all}. Most of it is {_WORDS[largest]} ({in_gib(getattr(least.peak, largest))} GiB); what helps: "
+        "Even a micro-batch of 1 with everything sharded, recomputed and offloaded needs "
+        f"{in_gib(least.peak.total)} GiB per GPU. Most of it is {_WORDS[largest]} ({most} GiB); what helps: "
         f"{_HELP.get(largest, 'more GPUs, or a smaller model')}."
     )

@@ -60,6 +60,8 @@ def measured_tokens_per_second(run: Path) -> float:
     Every line stands for about as many tokens, so the mean over the time is the harmonic one.
     """
     metrics = RunFolder(str(run)).metrics
+    if not metrics.exists():
+        raise DataError(f"{run} has no {metrics.name}: it is not the folder of a run, or the run has logged nothing")
     lines, problem, _ = read_step_lines(metrics)
     rates = [rate for line in lines if is_number(rate := line.get("perf/tokens_per_sec")) and rate > 0]
     if len(rates) <= SETTLING_LINES:

@@ -17,11 +17,12 @@ def test_a_second_run_is_refused_unless_it_resumes(tmp_path: Path) -> None:
     first.claim(resume=False)
     first.write_status("running", started_with="x")
     first.metrics.write_text("{}\n")
+    for resume in (False, True):
+        with pytest.raises(OutputLockedError, match="in use by process"):
+            RunFolder(str(tmp_path / "run")).claim(resume=resume)
+    first.release()
     with pytest.raises(OutputLockedError, match="already holds a run"):
         RunFolder(str(tmp_path / "run")).claim(resume=False)
-    with pytest.raises(OutputLockedError, match="in use by process"):
-        RunFolder(str(tmp_path / "run")).claim(resume=True)
-    first.release()
     RunFolder(str(tmp_path / "run")).claim(resume=True)
 
 

@@ -58,8 +58,14 @@ def test_a_rate_that_is_none_does_not_count(capsys: pytest.CaptureFixture[str], 
 
 
 def test_metrics_that_cannot_be_read_are_no_measure(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    for content, why in ((b"\xff\n", "1 lines cannot be read"), (None, "0 lines have perf/tokens_per_sec")):
-        (tmp_path / "metrics.jsonl").unlink() if content is None else (tmp_path / "metrics.jsonl").write_bytes(content)
+    metrics = tmp_path / "metrics.jsonl"
+    for content, why in (
+        (None, "has no metrics.jsonl"),
+        (b"\xff\n", "1 lines cannot be read"),
+        (b"", "0 lines have perf/tokens_per_sec"),
+    ):
+        if content is not None:
+            metrics.write_bytes(content)
         assert main(["phases", "--dry-run", "--measured", str(tmp_path)]) == 4
         assert why in capsys.readouterr().err
 
