@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 import torch.distributed as dist
+from tiny_job import MODEL, make_config
 
 from ds_encdec.auto_batch.probe import ProbeTask, full_batch
 from ds_encdec.auto_batch.probe_process import ProbeProcess, ProbeState
@@ -19,27 +20,6 @@ from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.budgets import token_budgets
 from ds_encdec.launch.world import World
 from ds_encdec.memory.job import expected_ratio
-
-MODEL = {
-    "vocab_size": 512,
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "intermediate_size": 64,
-}
-
-
-def make_config(**training: object) -> FullConfig:
-    return FullConfig.model_validate(
-        {
-            "model": {"tokenizer_name_or_path": "builtin", "architecture": MODEL},
-            "data": {"max_encoder_length": 100, "max_decoder_length": 60},
-            "training": training,
-            "infra": {"device": "cpu", "distributed_type": "fsdp", "offload_optimizer": "none", "num_gpus": 1},
-        }
-    )
 
 
 @pytest.fixture

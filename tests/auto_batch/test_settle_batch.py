@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_job import MODEL, make_config
 
 from ds_encdec.auto_batch.probe import ProbeTask
 from ds_encdec.auto_batch.probe_process import ProbeProcess
@@ -27,26 +28,6 @@ from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.world import World
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.types import ConfigError, DsEncDecError, Preempted
-
-MODEL = {
-    "vocab_size": 512,
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "intermediate_size": 64,
-}
-
-
-def make_config(**training: Any) -> FullConfig:
-    return FullConfig.model_validate(
-        {
-            "model": {"tokenizer_name_or_path": "builtin", "architecture": MODEL},
-            "training": training,
-            "infra": {"device": "cpu", "distributed_type": "fsdp", "num_gpus": 1},
-        }
-    )
 
 
 def world(rank: int, size: int) -> World:
