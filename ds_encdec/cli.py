@@ -248,11 +248,10 @@ def _rate(options: argparse.Namespace) -> float | None:
     from ds_encdec.launch.run_folder import RunFolder
     from ds_encdec.monitor.metrics_file import measured_tokens_per_second
 
-    rate: float | None = options.tokens_per_second
-    if options.measured is not None and not options.measured.is_dir():
-        raise ConfigError(f"--measured {options.measured}: no such folder; give a run's, such as output")
     if options.measured is None:
-        return rate
+        return options.tokens_per_second
+    if not options.measured.is_dir():
+        raise ConfigError(f"--measured {options.measured}: no such folder; give a run's, such as output")
     rate = measured_tokens_per_second(options.measured)
     run = RunFolder(str(options.measured)).read_status()
     place = f"ranks: {run.get('world_size', 'unknown')}; device: {run.get('device', 'unknown')}"

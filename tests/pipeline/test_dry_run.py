@@ -47,6 +47,9 @@ def test_a_measured_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     finish_run(phase, [8.0, 7.0, 6.0])  # at 100, 200 and 300 tokens/s: the first line does not count
     two_intervals_of_equal_tokens = 2 / (1 / 200 + 1 / 300)
     assert dry_run(capsys, "--measured", str(phase.folder))["tokens_per_second"] == two_intervals_of_equal_tokens
+    (phase.folder / "run.json").write_text('{"world_size": 2, "device": "cpu"}')
+    assert main(["phases", "--dry-run", "--measured", str(phase.folder)]) == 0
+    assert f"240 tokens/s were measured in {phase.folder} (ranks: 2; device: cpu)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("rate", ['"fast"', "NaN", "null", "0", "true"])
