@@ -266,13 +266,13 @@ def _environment(run: Run) -> Html:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """The values of nested mappings by readable names."""
+    """The values of nested mappings by readable names, times as one reads them."""
     for name, value in values.items():
         label = f"{prefix}{name}".replace("_", " ")
         if isinstance(value, Mapping):
             yield from flat(value, f"{label} ")
         elif value not in (None, ""):
-            yield label, str(value)
+            yield label, _when(value) or str(value)
 
 
 def _checkpoints(run: Run) -> Html:

@@ -139,6 +139,12 @@ def test_a_run_that_failed_is_not_said_to_be_without_trouble(tmp_path: Path) -> 
     assert quiet not in header(read_run(run))
 
 
+def test_the_environment_is_shown_with_readable_times(page: Page) -> None:
+    environment = page.text.split("Environment")[-1]
+    assert "started at" in environment
+    assert "2026-01-02 03:04:05 +0000" in environment.split("Checkpoints")[0]
+
+
 def test_events_are_listed_newest_first_with_what_was_done(page: Page) -> None:
     head, *rows = page.tables["Alerts and rollbacks"]
     assert head == ["step", "event", "what", "done about it", "time"]
