@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -194,9 +194,11 @@ def test_loading_is_fast_and_imports_nothing_heavy(tmp_path: Path) -> None:
         "except Exception as error: print(type(error).__name__)\n"
         "print({'torch', 'deepspeed', 'transformers', 'datasets', 'numpy'} & set(sys.modules))"
     )
-    start = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-c", code, str(tmp_path / "run.yaml")]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.stdout.split("\n")[:2] == ["ConfigError", "set()"], result.stderr
-    assert time.monotonic() - start < 3.0
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert cpu_seconds < 3.0  # on however busy a machine
     assert ConfigError.exit_code == 2

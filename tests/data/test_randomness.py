@@ -25,7 +25,7 @@ def test_another_process_draws_the_same() -> None:
         "from ds_encdec.data.randomness import keyed_generator, unit_hash\n"
         "print(keyed_generator(7, 'x', 'ä', 1).integers(2**62), unit_hash('k', 'p'))"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     assert result.stdout.split() == [str(keyed_generator(7, "x", "ä", 1).integers(2**62)), str(unit_hash("k", "p"))]
 
 

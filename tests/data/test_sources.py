@@ -48,7 +48,7 @@ def test_builtin_corpus_is_read_once_and_the_same_in_every_process(
     )
     command = [sys.executable, "-OO", "-c", code]  # docstrings are read from source, not from compiled code
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    elsewhere = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    elsewhere = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     assert elsewhere.stdout.strip() == hashlib.sha256(repr(documents).encode()).hexdigest()
     monkeypatch.setattr(builtin_corpus, "_read_documents", lambda *_: pytest.fail("read although cached"))
     builtin_documents.cache_clear()
@@ -252,7 +252,7 @@ def test_workers_do_not_import_torch() -> None:
         "import sys, ds_encdec.data.workers; "
         "print(sorted({'torch', 'transformers', 'datasets', 'pyarrow'} & set(sys.modules)))"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     assert result.stdout.strip() == "[]"
 
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from engine_steps import Case, run_all
 from fsdp_memory_run import TOKENS, config_of, model_of
 from packed_batches import boundaries
 
 from ds_encdec.engine.fsdp2 import FSDP2Engine
 from ds_encdec.launch.world import discover
+from ds_encdec.memory.storage_log import StorageLog
 from ds_encdec.memory.tracked import tracking
 from ds_encdec.model import precision
 from ds_encdec.types import Batch
@@ -30,6 +34,41 @@ def run_cases(cases: Sequence[Case]) -> dict[str, Any]:
     return run_all(cases, globals())
 
 
+@contextmanager
+def ended_collectives(log: StorageLog[Any]) -> Iterator[None]:
+    """Let no collective return before gloo's thread has let go of its tensors, and of copies of its own, seen by `log`.
+
+    The thread first wakes who waits for it, so that on a busy machine a buffer that is done with outlives its use, and
+    adds to a peak, by as long as the thread does not come to run.
+    """
+
+    def ended(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> None:
+            given = [value.untyped_storage() for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+            holders, alive = [_holders(storage) for storage in given], set(log._alive)
+            assert collective(*args, **kwargs) is None  # it was no asynchronous one
+            deadline = time.monotonic() + 60
+            while set(log._alive) - alive or [_holders(storage) for storage in given] > holders:
+                assert time.monotonic() < deadline
+                time.sleep(0)
+
+        return call
+
+    names = ("all_gather_single", "reduce_scatter_single", "all_reduce")  # those that FSDP2 calls
+    originals = {name: getattr(dist, name) for name in names}
+    for name, original in originals.items():
+        setattr(dist, name, ended(original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def _holders(storage: torch.UntypedStorage) -> int:
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
 def measured(case: str) -> dict[str, int]:
     """Bytes at the moments of an engine's second step, and of a save."""
     config = config_of(case)
@@ -39,7 +78,7 @@ def measured(case: str) -> dict[str, int]:
         torch.nn.init.constant_(parameter, 1 / 16)
     _micro_batches(engine, micro_batches)
     engine.step()
-    with tracking(engine.model, engine.optimizer, CPU) as tracked:
+    with tracking(engine.model, engine.optimizer, CPU) as tracked, ended_collectives(tracked.log):
         _micro_batches(engine, micro_batches - 1)
         tracked.end_phase("earlier")
         gc.collect()

@@ -26,13 +26,9 @@ def measured() -> Measured:
 
 
 def _of_ranks(ranks: list[dict[str, int]]) -> dict[str, int]:
-    """What is held: of the rank with the most. Peaks: the lowest, which differ by less than 0.1 %.
-
-    On a busy machine gloo's threads may let go of a layer's buffer late, which adds to a rank's peak.
-    """
+    """Each figure of the rank with the most."""
     assert all(isinstance(figures, dict) for figures in ranks), ranks
-    peaks = ("backward", "step")
-    return {moment: (min if moment in peaks else max)(figures[moment] for figures in ranks) for moment in ranks[0]}
+    return {moment: max(figures[moment] for figures in ranks) for moment in ranks[0]}
 
 
 def job_of(case: str) -> Job:

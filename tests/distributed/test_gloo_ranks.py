@@ -13,7 +13,7 @@ from gloo_ranks import RankFailure, run_ranks
 
 pytestmark = pytest.mark.distributed
 
-SLEEP_SECONDS = 100.0
+SLEEP_SECONDS = 900.0
 
 
 def signal_and_sleep(folder: Path, test: int, victim: str) -> None:

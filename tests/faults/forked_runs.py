@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -26,17 +26,19 @@ from tiny_run import REPOSITORY, environment, free_port
 
 @dataclass(frozen=True)
 class Finished:
-    """The exit codes of a run's ranks, and what they printed together."""
+    """The exit codes of a run's ranks, what they printed together, and the most that any had mapped when it ended."""
 
     codes: list[int]
     output: str
+    data_bytes: int
 
 
 class ForkedRuns:
     """Starts the server and asks it for runs. `wrapper`: words in front of its command line."""
 
-    def __init__(self, wrapper: tuple[str, ...] = ()) -> None:
+    def __init__(self, wrapper: tuple[str, ...] = (), **variables: str) -> None:
         self._command = [*wrapper, sys.executable, __file__]
+        self._variables = variables
 
     def __enter__(self) -> ForkedRuns:
         python_path = os.pathsep.join([str(REPOSITORY), str(Path(__file__).parents[1] / "launch")])
@@ -45,7 +47,7 @@ class ForkedRuns:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment() | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": python_path},
+            env=environment() | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": python_path} | self._variables,
         )
         return self
 
@@ -61,16 +63,17 @@ class ForkedRuns:
         arguments: list[str],
         *,
         ranks: int = 1,
-        largest_file: int | None = None,
+        limits: Mapping[str, int] | None = None,
         faults: Sequence[dict[str, Any]] = (),
     ) -> Finished:
-        """Run train.py to its end on `ranks` ranks, none of which may write a file above `largest_file` bytes.
+        """Run train.py to its end on `ranks` ranks.
 
-        `faults`: see sabotage.py.
+        `limits`: what each rank may have in bytes, by the name of a limit of the system, as RLIMIT_FSIZE for its files
+        or RLIMIT_DATA for its memory. `faults`: see sabotage.py.
         """
         assert self._server.stdin is not None
         assert self._server.stdout is not None
-        request = {"arguments": arguments, "ranks": ranks, "largest_file": largest_file, "faults": list(faults)}
+        request = {"arguments": arguments, "ranks": ranks, "limits": dict(limits or {}), "faults": list(faults)}
         self._server.stdin.write(json.dumps(request) + "\n")
         self._server.stdin.flush()
         return Finished(**json.loads(self._server.stdout.readline()))
@@ -90,17 +93,18 @@ def serve() -> None:
         print(json.dumps(answer(**json.loads(line))), flush=True)
 
 
-def answer(arguments: list[str], ranks: int, largest_file: int | None, faults: list[dict[str, Any]]) -> dict[str, Any]:
-    with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
+def answer(arguments: list[str], ranks: int, limits: dict[str, int], faults: list[dict[str, Any]]) -> dict[str, Any]:
+    with tempfile.NamedTemporaryFile("r", suffix=".log") as log, tempfile.TemporaryDirectory() as held:
         port = free_port()
         pids = []
         for rank in range(ranks):
             pid = os.fork()
             if pid == 0:
-                be_rank(rank, ranks, port, arguments, largest_file, faults, log.name)
+                be_rank(rank, ranks, port, arguments, limits, faults, log.name, Path(held))
             pids.append(pid)
         codes = {pid: os.waitstatus_to_exitcode(status) for pid, status in (os.waitpid(pid, 0) for pid in pids)}
-        return {"codes": [codes[pid] for pid in pids], "output": log.read()}
+        data_bytes = max((int(path.read_text()) for path in Path(held).iterdir()), default=0)
+        return {"codes": [codes[pid] for pid in pids], "output": log.read(), "data_bytes": data_bytes}
 
 
 def be_rank(
@@ -108,9 +112,10 @@ def be_rank(
     ranks: int,
     port: int,
     arguments: list[str],
-    largest_file: int | None,
+    limits: dict[str, int],
     faults: list[dict[str, Any]],
     log: str,
+    held: Path,
 ) -> NoReturn:
     import sabotage
 
@@ -121,13 +126,15 @@ def be_rank(
         output = os.open(log, os.O_WRONLY | os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        if largest_file is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+        for name, most in limits.items():
+            resource.setrlimit(getattr(resource, name), (most, most))
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
         os.environ.update({name: str(value) for name, value in place.items()})
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         sabotage.apply(faults, rank)
         code = train.main(arguments)
+        status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+        (held / str(rank)).write_text(str(int(status["VmData"].split()[0]) * 1024))
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()

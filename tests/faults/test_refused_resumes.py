@@ -175,7 +175,7 @@ def test_a_disk_that_takes_no_checkpoint_ends_the_run_only_at_its_last(runs: For
     """A limit on the size of files stands for the full disk."""
     for engine in ("fsdp", "deepspeed"):
         more = {"training__num_train_steps": 10, "infra__distributed_type": engine, "training__logging_steps": 1}
-        result = runs.run(arguments(run_folder, "--resume", "auto", **more), largest_file=100_000)
+        result = runs.run(arguments(run_folder, "--resume", "auto", **more), limits={"RLIMIT_FSIZE": 100_000})
         assert_refused(
             result, 5, "step 8 was not saved", "step 10 was not saved", "[Errno 27]", "File too large", "ulimit"
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,12 +26,12 @@ from ds_encdec.launch.world import discover
 import torch
 output, kind, timeout_seconds = sys.argv[1], sys.argv[2], float(sys.argv[3])
 world = discover(os.environ)
-init_process_group(world, torch.device("cpu"), timedelta(seconds=60), "fsdp")
+init_process_group(world, torch.device("cpu"), timedelta(seconds=300), "fsdp")
 agreement = Agreement()
 
 def waits_for_a_batch_for_ever():
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])  # as a data worker that hangs would
-    time.sleep(60)
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])  # as a data worker that hangs would
+    time.sleep(600)
 
 def takes_its_time():
     with stop.busy():
@@ -44,7 +43,7 @@ def takes_its_time():
 act = {
     "hangs": waits_for_a_batch_for_ever,
     "is stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "holds the lock": lambda: ctypes.PyDLL(None).sleep(60),
+    "holds the lock": lambda: ctypes.PyDLL(None).sleep(600),
     "lives": takes_its_time,
 }[kind]
 run = RunFolder(output)
@@ -58,40 +57,36 @@ with stop, Watchdog(stop, timeout_seconds / 60, run, agreement, grace_seconds=2,
         time.sleep(0.2)
 shutdown()
 """
-TIMEOUT_SECONDS = 1.5
+TIMEOUT_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
 class Ended:
-    """Both ranks' exit codes and stderr; None for a rank that had to be killed."""
+    """Both ranks' exit codes and stderr; None for the rank that had to be killed."""
 
     codes: list[int | None]
     stderr: list[str]
-    seconds: float
 
 
 def run_ranks(folder: Path, kind: str) -> Ended:
-    """Both ranks to their ends. As a launcher would, kill what is left some seconds after the first has ended."""
+    """Both ranks to their ends. As a launcher would, kill the one that cannot end once the other has."""
     (folder / "rank.py").write_text(RANK)
     shared = environment() | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     shared |= {"MASTER_PORT": str(free_port())}
     command = [sys.executable, str(folder / "rank.py"), str(folder / "run"), kind, str(TIMEOUT_SECONDS)]
-    began = time.monotonic()
     ranks = [
         subprocess.Popen(command, env=shared | {"RANK": rank, "LOCAL_RANK": rank}, stderr=subprocess.PIPE, text=True)
         for rank in ("0", "1")
     ]
     codes: list[int | None] = []
     stderr = []
-    for rank, allowed_seconds in zip(ranks, (60, 6), strict=True):
-        try:
-            stderr.append(rank.communicate(timeout=allowed_seconds)[1])
-            codes.append(rank.returncode)
-        except subprocess.TimeoutExpired:
+    for rank in ranks:
+        is_stopped = bool(codes) and kind == "is stopped"
+        if is_stopped:
             rank.kill()
-            stderr.append(rank.communicate()[1])
-            codes.append(None)
-    return Ended(codes, stderr, time.monotonic() - began)
+        stderr.append(rank.communicate(timeout=300)[1])
+        codes.append(None if is_stopped else rank.returncode)
+    return Ended(codes, stderr)
 
 
 @pytest.fixture
@@ -122,7 +117,7 @@ def test_both_ranks_say_where_one_hangs(folder: Path) -> None:
     assert "watchdog" in stacks["rank-0.txt"]
     status = json.loads((folder / "run" / "run.json").read_text())
     assert (status["state"], status["exit_code"]) == ("failed", 8)
-    assert status["reason"].startswith("no step for more than 1.5 s; stacks in ")
+    assert status["reason"].startswith("no step for more than 3 s; stacks in ")
     assert "wrote none" not in status["reason"]
 
 

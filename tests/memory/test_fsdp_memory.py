@@ -135,4 +135,4 @@ def test_a_hybrid_that_does_not_divide_the_ranks_is_refused() -> None:
 
 def test_the_arithmetic_needs_no_torch() -> None:
     code = "import sys, ds_encdec.memory.fsdp; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0

@@ -38,7 +38,7 @@ with checkpoint_folder(parameters=1000) as folder, Library():
 def test_a_signal_takes_the_folder_along_and_ends_the_process(tmp_path: Path, number: signal.Signals) -> None:
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", CHILD, str(int(number))]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert (result.returncode, result.stderr) == (-number, "")
     (line,) = result.stdout.splitlines()
     assert Path(line).name.startswith("ds-encdec-sanity-check-")
