@@ -19,6 +19,7 @@ import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -263,17 +264,14 @@ def _options(function: Callable[..., object]) -> Collection[str]:
 
 def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
     attend = torch_varlen.varlen_attn
-    grouped = {}
+    options: dict[str, Any] = {"window_size": (-1, 0) if causal else (-1, -1)}
     if q.shape[-2] != k.shape[-2]:
         if "enable_gqa" in _options(attend):
-            grouped = {"enable_gqa": True}
+            options["enable_gqa"] = True
         else:  # before torch 2.13
             k, v = (x.repeat_interleave(q.shape[-2] // x.shape[-2], dim=-2) for x in (k, v))
-    return attend(  # type: ignore[return-value]
-        *(q, k, v, segments.query_cu_seqlens, segments.key_cu_seqlens, *_longest(segments)),
-        window_size=(-1, 0) if causal else (-1, -1),
-        **grouped,
-    )
+    lengths = (segments.query_cu_seqlens, segments.key_cu_seqlens, *_longest(segments))
+    return attend(q, k, v, *lengths, **options)  # type: ignore[return-value]
 
 
 def _flash_attn_varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
