@@ -66,7 +66,7 @@ PASSED_ON: dict[str, type] = {
     "log_level": str,
     "vocabulary_size": int,
     "optimizer.legacy_fusion": bool,
-    **_block("optimizer.params", bias_correction=bool, amsgrad=bool, foreach=bool, fused=bool),
+    **_block("optimizer.params", bias_correction=bool, foreach=bool, fused=bool),
     **_block("optimizer.params", fp32_optimizer_states=bool),
     **_block("scheduler.params", warmup_min_lr=float, warmup_min_ratio=float),
     **_block("bf16", immediate_grad_update=bool, check_grad_overflow=bool, bf16_master_weights_and_grads=bool),
@@ -92,12 +92,9 @@ PASSED_ON: dict[str, type] = {
     **_block("zero_optimization", override_module_apply=bool, log_trace_cache_warnings=bool),
     **_block("zero_optimization", enable_sanity_checks=bool, save_muon_momentum_buffer_in_memory=bool),
     **_block("zero_optimization.leaf_module", classes=list, names=list, name_suffixes=list),
-    **_block("zero_optimization.zenflow", topk_ratio=float, select_strategy=str, select_interval=int),
-    **_block("zero_optimization.zenflow", update_interval=int, overlap_step=bool, offload=bool, auto_ratio=float),
-    **_block("zero_optimization.zenflow", full_warm_up_rounds=int, pt_reserved_cores_perc=float),
     **_block("zero_optimization.offload_param", buffer_count=int, buffer_size=int, max_in_cpu=int),
     **_block("zero_optimization.offload_optimizer", buffer_count=int, pipeline_read=bool, pipeline_write=bool),
-    **_block("zero_optimization.offload_optimizer", fast_init=bool, ratio=float, super_offload=bool),
+    **_block("zero_optimization.offload_optimizer", fast_init=bool, super_offload=bool),
     **_block("zero_optimization.offload_optimizer", cpuadam_cores_perc=float),
     **_block("aio", block_size=int, queue_depth=int, intra_op_parallelism=int, single_submit=bool),
     **_block("aio", overlap_events=bool, use_gds=bool),
@@ -140,6 +137,7 @@ IGNORED = {
 
 FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "optimizer.type": (("AdamW", "Adam", "adamw", "adam"), "other optimizers are not supported"),
+    "optimizer.params.amsgrad": ((False,), "checkpoints hold two moments of each weight, and AMSGrad has three"),
     "optimizer.params.adam_w_mode": ((True,), "weight decay is decoupled"),
     "scheduler.params.last_batch_iteration": ((-1,), "a resumed run continues by its checkpoint"),
     "gradient_allreduce_op": (("mean",), "the loss is normalised for an average over ranks"),
@@ -149,6 +147,11 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "checkpoint.writer": ((None,), "checkpoints are committed by ds_encdec, with DeepSpeed's plain writer"),
     "zero_optimization.compute_grad_norm": ((True,), "the gradient norm is reported and clipped"),
     "zero_optimization.legacy_stage1": ((False,), "DeepSpeed no longer has it"),
+    "zero_optimization.offload_optimizer.ratio": (
+        (1.0,),
+        "DeepSpeed's checkpoints lack the Adam moments of what stays on the device; "
+        "infra.offload_optimizer=none leaves all there",
+    ),
     "zero_optimization.elastic_checkpoint": ((False,), "DeepSpeed no longer has it"),
 }
 """Keys that may only have certain values, with the reason."""
@@ -166,6 +169,9 @@ _REFUSED_KEYS = (
 REFUSED = {
     "bfloat16": "write `bf16`",
     "optimizer.params.max_grad_norm": "write `gradient_clipping`",
+    "zero_optimization.zenflow": (
+        "not supported by ds_encdec: ZenFlow keeps Adam states that DeepSpeed's checkpoints do not hold; remove it"
+    ),
     "zero_optimization.cpu_offload": 'write `"offload_optimizer": {"device": "cpu"}`',
     "zero_optimization.cpu_offload_param": 'write `"offload_param": {"device": "cpu"}`',
     "zero_optimization.cpu_offload_use_pin_memory": "write `pin_memory` in the offload blocks",

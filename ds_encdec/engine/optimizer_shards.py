@@ -121,7 +121,9 @@ def adam_state(optimizer: torch.optim.Optimizer, weights: Tensor) -> dict[str, A
     if not state:
         in_float32 = isinstance(optimizer, DeepSpeedCPUAdam) and optimizer.fp32_optimizer_states
         of_torch = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
-        state["step"] = torch.tensor(0.0) if of_torch else 0
+        # A GPU's fused kernel counts where the weights are, torch's other forms on the CPU.
+        counts_on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
+        state["step"] = torch.zeros((), device=weights.device if counts_on_device else "cpu") if of_torch else 0
         for kind in MOMENTS:
             state[kind] = torch.zeros_like(weights, dtype=torch.float32 if in_float32 else None, requires_grad=False)
     return state

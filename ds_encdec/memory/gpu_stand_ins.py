@@ -27,7 +27,7 @@ def as_on_device(job: Job) -> Iterator[None]:
         if job.device == "cuda":
             substitutions.enter_context(substituted(attention, "flash_kernel", varlen_kernel))
             substitutions.enter_context(substituted(nn.functional, "rms_norm", _rms_norm))
-            substitutions.enter_context(substituted(loss, "_matmul_operand", lambda x: x))
+            substitutions.enter_context(substituted(loss, "_gives_float32", lambda x: True))
         yield
 
 
@@ -44,9 +44,7 @@ def substituted(owner: Any, name: str, value: object) -> Iterator[None]:
 
 def varlen_kernel(q: Tensor) -> attention.Kernel | None:
     """As `attention.flash_kernel`, for a tensor that is on a GPU."""
-    if attention._TORCH_VARLEN_FITS and q.dtype in (torch.bfloat16, torch.float16):
-        return _varlen_attention
-    return None
+    return _varlen_attention if q.dtype in (torch.bfloat16, torch.float16) else None
 
 
 def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, segments: attention.Segments, causal: bool) -> Tensor:

@@ -2,7 +2,7 @@
 
 Every term names the place in deepspeed/runtime/ that makes the tensor. Collectives of optimizer steps need nothing:
 stages 1 and 2 gather the new weights in place (utils.py all_gather_dp_groups). Norms and overflow checks look at one
-parameter at a time, which never is the worst moment. docs/memory-deepspeed.md has the formulas in
+parameter at a time, which is the worst moment of stages 1 and 2 alone. docs/memory-deepspeed.md has the formulas in
 tables.
 """
 
@@ -158,26 +158,35 @@ def _waiting_head(s: ZeroSettings, done: int) -> int:
 
 def _last_reduction(s: ZeroSettings, bytes_each: int, kept: float) -> Breakdown:
     """At the end of the backward pass: the bucket that the embedding fills, it alone, or all if one holds it."""
-    in_work = bytes_each * s.largest if s.trainable > s.bucket else 0
-    return Breakdown(
-        gradients=kept + in_work + _summand(s, s.largest),
-        communication=_buckets(s, bytes_each) + _reduction(s, bytes_each, s.largest),
+    held = kept + (bytes_each * s.largest if s.trainable > s.bucket else 0)
+    buckets = _buckets(s, bytes_each)
+    reducing = Breakdown(
+        gradients=held + _summand(s, s.largest), communication=buckets + _reduction(s, bytes_each, s.largest)
     )
+    if not s.offloads_optimizer:
+        return reducing
+    return _larger(reducing, Breakdown(gradients=held + _in_float64(s), communication=buckets))
+
+
+def _in_float64(s: ZeroSettings) -> float:
+    """The largest gradient of a partition, to take its norm: get_norm_dtype. With offload when it is reduced."""
+    return 8.0 * min(s.largest, s.partition)
 
 
 def _partitioned_step(s: ZeroSettings) -> Breakdown:
-    """DeepSpeedZeroOptimizer.step: the partition's gradients as one flat tensor in the master weights' dtype."""
+    """DeepSpeedZeroOptimizer.step: norms, then the partition's gradients flat in the master weights' dtype."""
     held, update = _gradient_partition(s), _update(s, s.partition)
     if s.offloads_optimizer:
         return Breakdown(gradients=held) + update
+    norm = Breakdown(gradients=held + _in_float64(s))
     master = s.master * s.partition
     if _is_compact(s):
         copied = 0 if s.master == s.accumulation else master
-        return _larger(Breakdown(gradients=held + copied), Breakdown(gradients=copied or held) + update)
+        return _larger(norm, Breakdown(gradients=held + copied), Breakdown(gradients=copied or held) + update)
     flat = 0 if s.master == s.weight else s.weight * s.partition  # before .to(), which else does not copy
     # The second group's tensors keep the common grads_in_partition while the first group is updated.
     kept = held if s.bucket_buffers else 0
-    return _larger(Breakdown(gradients=held + flat + master), Breakdown(gradients=kept + master) + update)
+    return _larger(norm, Breakdown(gradients=held + flat + master), Breakdown(gradients=kept + master) + update)
 
 
 def _update(s: ZeroSettings, elements: int) -> Breakdown:
@@ -382,17 +391,29 @@ def _secondary(s: ZeroSettings) -> float:
 
 
 def _scattered(s: ZeroSettings, elements: int) -> float:
-    """So many elements of a bucket on their way, put together by rank: reduce_scatter_coalesced."""
+    """So many elements of a bucket on their way, put together by rank: reduce_scatter_coalesced.
+
+    The bucket itself holds them in the collective's dtype.
+    """
     elements = min(elements, s.trainable)
-    return s.communication * elements + _scattered_alone(s, elements)
+    converted = 0 if s.bucket_buffers else _converted(s, elements)
+    return s.communication * elements + converted + _scattering(s, elements)
 
 
 def _scattered_alone(s: ZeroSettings, elements: int) -> float:
-    """Beyond that, and all that a parameter takes which goes alone: converted where dtypes differ."""
+    """Of a parameter that goes alone, past the bucket."""
+    return _converted(s, elements) + _scattering(s, elements)
+
+
+def _converted(s: ZeroSettings, elements: int) -> float:
+    """Of gradients whose dtype the collective does not take: __avg_scatter_grads, before it."""
+    return float(s.communication * elements) if s.communication != s.weight else 0.0
+
+
+def _scattering(s: ZeroSettings, elements: int) -> float:
+    """Beyond what goes into the collective."""
     needed = 0.0
-    if s.communication != s.weight:  # __avg_scatter_grads, before
-        needed += s.communication * elements
-    if s.communication != s.accumulation:  # and after
+    if s.communication != s.accumulation:  # __avg_scatter_grads, after it
         needed += s.accumulation * elements / s.world_size
     if s.job.device == "cpu" and s.world_size > 1:  # torch's ProcessGroupGloo works on a copy
         needed += s.communication * elements

@@ -44,6 +44,8 @@ class ZeroSettings:
     communication: int
     master: int
     moment: int
+    fused: bool
+    """Whether torch's AdamW, where it is taken, updates in one operation."""
 
     @property
     def parameters(self) -> int:
@@ -177,11 +179,11 @@ class ZeroSettings:
     def adam_temporaries(self, elements: int, *, as_one: bool) -> float:
         """Bytes that one update of `elements` needs beside states and gradients, where the states are.
 
-        torch.optim.AdamW: on GPUs one more copy (_foreach_sqrt of the second moments) of all that is updated together;
-        on CPUs two (sqrt, and its quotient) of one tensor, which is everything where it is flattened (`as_one`).
-        DeepSpeed's CPUAdam and FusedAdam (ops/adam) need none.
+        torch.optim.AdamW that is not fused: on GPUs one more copy (_foreach_sqrt of the second moments) of all that is
+        updated together; on CPUs two (sqrt, and its quotient) of one tensor, which is everything where it is flattened
+        (`as_one`). The fused one, DeepSpeed's CPUAdam and FusedAdam (ops/adam) need none.
         """
-        if not self.job.config.training.torch_adam:
+        if self.fused or not self.job.config.training.torch_adam:
             return 0.0
         if self.job.device == "cuda" and not self.offloads_optimizer:
             return float(self.master * elements)
@@ -212,6 +214,7 @@ def zero_settings(job: Job) -> ZeroSettings:
         communication=_bytes(rendered, "communication_data_type", weight),
         master=master,
         moment=_moment_bytes(rendered, master),
+        fused=bool(rendered["optimizer"]["params"].get("fused", False)),
     )
 
 

@@ -16,8 +16,10 @@ Part of the exported remote code: it imports nothing of ds_encdec outside its ow
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,12 +37,17 @@ except ImportError:
     flash_attn = None
 
 
+_SEGMENTS_MULTIPLE = 8
+"""What the number of segments is rounded up to: few different ones, so that memory for them is found again."""
+
+
 @dataclass(frozen=True)
 class Segments:
     """Where each document's queries and keys lie in their flat buffers.
 
-    `query_cu_seqlens`, `key_cu_seqlens`: int32 [S + 1] on the device; they cover the whole buffers, segment S being
-    the padding tail. `query_lengths`, `key_lengths`: the documents' tokens, on the host; `query_tail`, `key_tail`:
+    `query_cu_seqlens`, `key_cu_seqlens`: int32 [S + 1] on the device; they cover the whole buffers. Behind the
+    documents stand up to `_SEGMENTS_MULTIPLE` segments, the last the padding tail, the others empty: kernels start
+    their blocks for each. `query_lengths`, `key_lengths`: the documents' tokens, on the host; `query_tail`, `key_tail`:
     tokens of padding behind the last document.
     """
 
@@ -90,9 +97,9 @@ class PackedLayout:
     ) -> PackedLayout:
         """Derive the layout of one micro-batch, without a device synchronisation.
 
-        `*_cu_seqlens`: int32 [max_documents + 1] boundaries, past the last document repeating the last one (a fixed
-        length keeps compiled kernels from specialising on each batch). `*_lengths`: the same on the host, one entry
-        per document; an encoder length may be 0. `*_positions`: int64 [Te] and [Td].
+        `*_cu_seqlens`: int32 [max_documents + 1] boundaries, past the last document repeating the last one.
+        `*_lengths`: the same on the host, one entry per document; an encoder length may be 0. `*_positions`: int64
+        [Te] and [Td].
         """
         encoder_tokens, decoder_tokens = encoder_positions.shape[0], decoder_positions.shape[0]
         encoder_tail = encoder_tokens - sum(encoder_lengths)
@@ -103,8 +110,9 @@ class PackedLayout:
                 f"{sum(encoder_lengths)} and {sum(decoder_lengths)} tokens do not fit into buffers of "
                 f"{encoder_tokens} and {decoder_tokens} tokens"
             )
-        encoder_cu = F.pad(encoder_cu_seqlens, (0, 1), value=encoder_tokens)
-        decoder_cu = F.pad(decoder_cu_seqlens, (0, 1), value=decoder_tokens)
+        segments = -(-(len(encoder_lengths) + 1) // _SEGMENTS_MULTIPLE) * _SEGMENTS_MULTIPLE
+        encoder_cu = F.pad(encoder_cu_seqlens[:segments], (0, 1), value=encoder_tokens)
+        decoder_cu = F.pad(decoder_cu_seqlens[:segments], (0, 1), value=decoder_tokens)
         merged_cu = encoder_cu + decoder_cu
         merged_lengths = tuple(e + d for e, d in zip(encoder_lengths, decoder_lengths, strict=True))
         return cls(
@@ -229,25 +237,41 @@ def attend_by_document(q: Tensor, k: Tensor, v: Tensor, segments: Segments, caus
 
 def flash_kernel(q: Tensor) -> Kernel | None:
     """The variable-length flash kernel that can run on q's device and dtype; None if there is none."""
-    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16):
-        return None
-    if _TORCH_VARLEN_FITS:
-        return _torch_varlen
-    return _flash_attn_varlen if flash_attn is not None else None
+    return choose_kernel(q.device, q.dtype)[0]
 
 
-_TORCH_VARLEN_FITS = torch_varlen is not None and (
-    inspect.signature(torch_varlen.varlen_attn).parameters.keys() >= {"window_size", "enable_gqa"}
-)
-"""Whether torch's variable-length attention has what we need: its first releases lack both options."""
+def choose_kernel(device: torch.device, dtype: torch.dtype) -> tuple[Kernel | None, str]:
+    """The variable-length flash kernel for tensors of `dtype` on `device`, and its name; or None, and why."""
+    if device.type != "cuda":
+        return None, f"there is no flash kernel for {device.type} devices"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return None, f"flash kernels compute in bfloat16 and float16, not in {str(dtype).removeprefix('torch.')}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return None, f"flash kernels need compute capability 8.0 (Ampere) or later, and this GPU has {major}.{minor}"
+    if torch_varlen is not None and "window_size" in _options(torch_varlen.varlen_attn):
+        return _torch_varlen, "torch.nn.attention.varlen"
+    if flash_attn is not None:
+        return _flash_attn_varlen, "flash_attn"
+    return None, f"torch {torch.__version__} has no fitting torch.nn.attention.varlen, and flash_attn is not installed"
+
+
+@cache
+def _options(function: Callable[..., object]) -> Collection[str]:
+    """The parameters that `function` takes: torch's variable-length attention has gained some over its releases."""
+    return inspect.signature(function).parameters.keys()
 
 
 def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
-    return torch_varlen.varlen_attn(  # type: ignore[return-value]
-        *(q, k, v, segments.query_cu_seqlens, segments.key_cu_seqlens, *_longest(segments)),
-        window_size=(-1, 0) if causal else (-1, -1),
-        enable_gqa=q.shape[-2] != k.shape[-2],
-    )
+    attend = torch_varlen.varlen_attn
+    options: dict[str, Any] = {"window_size": (-1, 0) if causal else (-1, -1)}
+    if q.shape[-2] != k.shape[-2]:
+        if "enable_gqa" in _options(attend):
+            options["enable_gqa"] = True
+        else:  # before torch 2.13
+            k, v = (x.repeat_interleave(q.shape[-2] // x.shape[-2], dim=-2) for x in (k, v))
+    lengths = (segments.query_cu_seqlens, segments.key_cu_seqlens, *_longest(segments))
+    return attend(q, k, v, *lengths, **options)  # type: ignore[return-value]
 
 
 def _flash_attn_varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:

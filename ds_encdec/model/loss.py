@@ -4,7 +4,8 @@ With a vocabulary of 152 k, float32 logits of 8,192 tokens alone are 5 GB. `line
 tokens and computes, while a chunk's logits exist, its losses *and* its gradients; the backward pass only scales them.
 So no logits are computed twice, and nothing reads the head's weight in the backward pass.
 
-Logits, softmax and the sums are float32 whatever the weights are, and the weight's gradient is accumulated in float32.
+Softmax, losses and sums are float32 whatever the weights are, and the weight's gradient is accumulated in float32. So
+are the logits, but for CPUs with instructions for 16 bits: these round each product's result to 16 bits.
 
 Part of the exported remote code: it imports nothing of ds_encdec outside its own folder.
 """
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .precision import product_dtype
+
 IGNORE_INDEX = -100
 """Label of a position without loss (`ds_encdec.types` holds the same; exported code cannot import it)."""
 
@@ -28,7 +31,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_t
     whose logits exist at one time. Returns a float32 scalar with gradient to hidden and weight, and float32 [T],
     detached, in nats, 0 at ignored positions. Under `no_grad` no gradient is computed.
     """
-    return _LinearCrossEntropy.apply(hidden, weight, labels, chunk_tokens, torch.is_grad_enabled())
+    with torch.autocast(hidden.device.type, enabled=False):  # which would round logits to 16 bits
+        return _LinearCrossEntropy.apply(hidden.to(weight.dtype), weight, labels, chunk_tokens, torch.is_grad_enabled())
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -37,21 +41,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, grad_enabled: bool
     ) -> tuple[Tensor, Tensor]:
         wants_hidden, wants_weight = (grad_enabled and wanted for wanted in ctx.needs_input_grad[:2])
-        hidden_grad = torch.empty_like(hidden) if wants_hidden else None
+        # In float16 gradients of hidden states wait in float32 for the loss scale that `backward` brings.
+        in_float16 = hidden.dtype == torch.float16
+        scale = _FLOAT16_SCALE if in_float16 else 1.0
+        hidden_grad = torch.empty_like(hidden, dtype=torch.float32 if in_float16 else None) if wants_hidden else None
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         token_losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
         matmul_weight = _matmul_operand(weight)
         for start in range(0, len(labels), chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             states = _matmul_operand(hidden[chunk])
-            token_losses[chunk], logit_grads = _loss_and_logit_grads(states, matmul_weight, labels[chunk])
+            token_losses[chunk], logit_grads = _loss_and_logit_grads(states, matmul_weight, labels[chunk], scale)
             if hidden_grad is not None:
-                hidden_grad[chunk] = logit_grads @ matmul_weight
+                hidden_grad[chunk] = _matmul(logit_grads, matmul_weight)
             if weight_grad is not None:
                 _add_matmul(weight_grad, logit_grads.T, states)
             del logit_grads  # before the next chunk's logits are made: otherwise two chunks' would be there
         ctx.save_for_backward(hidden_grad, weight_grad)
-        ctx.weight_dtype = weight.dtype
+        ctx.hidden_dtype, ctx.weight_dtype, ctx.scale = hidden.dtype, weight.dtype, scale
         ctx.mark_non_differentiable(token_losses)
         return token_losses.sum(), token_losses
 
@@ -60,19 +67,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         # Scaled where they lie. A second backward pass over a retained graph would scale again: autograd refuses it.
         hidden_grad, weight_grad = ctx.saved_tensors
+        grad = grad / ctx.scale
         if hidden_grad is not None:
-            hidden_grad.mul_(grad)
+            hidden_grad = hidden_grad.mul_(grad).to(ctx.hidden_dtype)
         if weight_grad is not None:
             weight_grad = weight_grad.mul_(grad).to(ctx.weight_dtype)
         return hidden_grad, weight_grad, None, None, None
 
 
-def _loss_and_logit_grads(states: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Token losses, float32 [C], and d(sum of losses)/d(logits), [C, V] in the weight's dtype.
+_FLOAT16_SCALE = 2.0**15
+"""What gradients of logits, between -1 and 1, are multiplied by before they are rounded to float16.
+
+Most are smaller than what float16 tells from 0 (6e-8), and none becomes larger than what it holds (65,504)."""
+
+
+def _loss_and_logit_grads(states: Tensor, weight: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Token losses, float32 [C], and `scale` times d(sum of losses)/d(logits), [C, V] in the weight's dtype.
 
     The float32 logits are overwritten by their own gradients, and gone on return.
     """
-    logits = _matmul_float32(states, weight.T)
+    logits = _matmul(states, weight.T).float()
     ignored = labels == IGNORE_INDEX
     targets = labels.masked_fill(ignored, 0)[:, None]
     target_logits = logits.gather(1, targets)
@@ -80,18 +94,25 @@ def _loss_and_logit_grads(states: Tensor, weight: Tensor, labels: Tensor) -> tup
     exponentials = logits.sub_(maximum).exp_()
     normalizer = exponentials.sum(dim=-1, keepdim=True)
     losses = (normalizer.log() + maximum - target_logits).squeeze(1).masked_fill(ignored, 0.0)
-    gradients = exponentials.div_(normalizer)
-    gradients.scatter_add_(1, targets, gradients.new_full((1, 1), -1.0).expand_as(targets))
+    gradients = exponentials.div_(normalizer / scale)
+    gradients.scatter_add_(1, targets, gradients.new_full((1, 1), -scale).expand_as(targets))
     return losses, gradients.masked_fill_(ignored[:, None], 0.0).to(weight.dtype)
 
 
 def _matmul_operand(x: Tensor) -> Tensor:
-    """CUDA multiplies low precision into float32 results; elsewhere only float32 operands give those."""
-    return x if x.is_cuda else x.float()
+    """`x` as it is multiplied: a CPU without instructions for its dtype is faster in float32."""
+    return x.to(product_dtype(x))
 
 
-def _matmul_float32(a: Tensor, b: Tensor) -> Tensor:
-    return torch.mm(a, b) if a.dtype == torch.float32 else torch.mm(a, b, out_dtype=torch.float32)
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b`: float32 where the device gives that of 16-bit operands, else rounded to 16 bits as they are."""
+    if a.dtype != torch.float32 and _gives_float32(a):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.mm(a, b)
+
+
+def _gives_float32(x: Tensor) -> bool:
+    return x.is_cuda
 
 
 def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -99,4 +120,4 @@ def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
     if a.dtype == torch.float32:
         total.addmm_(a, b)
     else:
-        total += _matmul_float32(a, b)
+        total += _matmul(a, b)

@@ -45,7 +45,7 @@ COMPLETE = {
     },
     "zero_optimization": {
         "stage": 3,
-        "offload_optimizer": {"device": "nvme", "nvme_path": "/local", "pin_memory": False, "ratio": 0.5},
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/local", "pin_memory": False, "fast_init": True},
         "offload_param": {"device": "cpu"},
         "stage3_prefetch_bucket_size": 5e7,
         "sub_group_size": 1000,
@@ -71,7 +71,7 @@ def test_every_key_reaches_its_field(tmp_path: Path) -> None:
         "communication_data_type": "fp32",
         "fp16": {"initial_scale_power": 12},
         "zero_optimization": {
-            "offload_optimizer": {"ratio": 0.5},
+            "offload_optimizer": {"fast_init": True},
             "stage3_prefetch_bucket_size": 50_000_000,
             "sub_group_size": 1000,
         },

@@ -124,6 +124,8 @@ def test_adam_takes_the_rendered_parameters() -> None:
     assert params.pop("torch_adam") is True  # taken out by DeepSpeed, the rest goes to the class
     group = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], **params).param_groups[0]
     assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (2e-4, (0.9, 0.95), 1e-8, 0.01)
+    params = render(["training.adam_beta2=0.95"])["optimizer"]["params"]
+    del params["torch_adam"]
     for compiled in (DeepSpeedCPUAdam, FusedAdam):
         inspect.signature(compiled.__init__).bind(None, [], **params)
 
@@ -143,14 +145,92 @@ def test_a_machine_without_accelerator_pins_nothing_and_overlaps_nothing() -> No
 
 
 def test_extra_keys_replace_our_choices_and_leave_the_configuration_alone() -> None:
-    extra = {"zero_optimization": {"overlap_comm": False, "offload_optimizer": {"ratio": 0.5}}, "dump_state": True}
+    extra = {"zero_optimization": {"overlap_comm": False, "offload_optimizer": {"buffer_count": 5}}, "dump_state": True}
     config = FullConfig(infra=InfraConfig(deepspeed_extra=extra))
     rendered = render_deepspeed_json(config, world_size=8, gradient_accumulation_steps=8, device="cuda")
     zero = rendered["zero_optimization"]
     assert (zero["overlap_comm"], zero["stage"], rendered["dump_state"]) == (False, 3, True)
-    assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": True, "ratio": 0.5}
-    zero["offload_optimizer"]["ratio"] = 1.0
-    assert config.infra.deepspeed_extra["zero_optimization"]["offload_optimizer"]["ratio"] == 0.5
+    assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": True, "buffer_count": 5}
+    zero["offload_optimizer"]["buffer_count"] = 4
+    assert config.infra.deepspeed_extra["zero_optimization"]["offload_optimizer"]["buffer_count"] == 5
+
+
+def extra(block: str) -> str:
+    return f"infra.deepspeed_extra={block}"
+
+
+def test_the_throughput_timer_runs_for_who_asks_for_it() -> None:
+    assert render([])["timers"] == {"throughput": {"enabled": False}}
+    asked = render([extra("{timers: {throughput: {enabled: true, synchronized: false}}}")])
+    assert asked["timers"] == {"throughput": {"enabled": True, "synchronized": False}}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], {}),
+        (["training.torch_adam=true"], {"fused": True}),
+        (["training.torch_adam=true", extra("{optimizer: {params: {fused: false}}}")], {"fused": False}),
+        (["training.torch_adam=true", extra("{optimizer: {params: {foreach: true}}}")], {"foreach": True}),
+    ],
+)
+def test_torch_adam_is_fused_unless_told_otherwise(overrides: list[str], expected: dict[str, bool]) -> None:
+    params = render(overrides)["optimizer"]["params"]
+    assert {key: params[key] for key in ("fused", "foreach") if key in params} == expected
+
+
+FLOAT32_SUMS = "{data_types: {grad_accum_dtype: fp32}}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "expected"),
+    [
+        ([], 8, "fp32"),
+        (["infra.sharding_stage=zero2"], 8, "fp32"),
+        ([], 1, None),  # nothing is summed
+        (["infra.sharding_stage=zero1"], 8, None),  # accumulates in bfloat16
+        (["infra.sharding_stage=zero1", extra(FLOAT32_SUMS)], 1, "fp32"),
+        (["infra.sharding_stage=zero0", "infra.offload_optimizer=none"], 8, None),
+        (["training.bf16=false"], 8, None),
+        (["training.bf16=false", "training.fp16=true"], 8, None),
+        ([extra("{communication_data_type: bf16}")], 8, "bf16"),
+        ([extra("{data_types: {grad_accum_dtype: bf16}}")], 8, None),
+        ([extra("{zero_optimization: {zero_quantized_gradients: true}}")], 8, None),
+    ],
+)
+def test_gradients_are_summed_over_ranks_as_over_micro_batches(
+    overrides: list[str], world_size: int, expected: str | None
+) -> None:
+    assert render(overrides, world_size=world_size).get("communication_data_type") == expected
+
+
+@pytest.mark.parametrize(
+    ("block", "reason"),
+    [
+        (
+            '{"optimizer": {"params": {"amsgrad": true}}}',
+            r"amsgrad.*only false works here: checkpoints hold two moments",
+        ),
+        (
+            '{"zero_optimization": {"offload_optimizer": {"ratio": 0.5}}}',
+            r"ratio.*only 1\.0 works here: DeepSpeed's check",
+        ),
+        ('{"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}', r"zenflow.*checkpoints do not hold"),
+        ('{"zero_optimization": {"zenflow": {}}}', r"zenflow.*checkpoints do not hold"),
+    ],
+)
+def test_what_no_checkpoint_would_hold_is_refused_by_name(tmp_path: Path, block: str, reason: str) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(block)
+    with pytest.raises(ConfigError, match=r"(?s)" + reason):
+        load_config(None, (), path)
+    with pytest.raises(ConfigError, match=r"(?s)" + reason):
+        load_config(None, [extra(block)])
+
+
+def test_what_switches_them_off_is_accepted() -> None:
+    load_config(None, [extra("{optimizer: {params: {amsgrad: false}}, zero_optimization: {zenflow: null}}")])
+    load_config(None, [extra("{zero_optimization: {offload_optimizer: {ratio: 1}}}")])
 
 
 def test_the_hybrid_partition_is_a_node() -> None:

@@ -56,6 +56,14 @@ def test_a_state_made_for_torch_is_what_its_own_first_step_makes() -> None:
         assert (made[key].dtype, made[key].requires_grad) == (value.dtype, False)
 
 
+@pytest.mark.parametrize(("options", "device"), [({"fused": True}, "meta"), ({"foreach": True}, "cpu"), ({}, "cpu")])
+def test_a_fused_kernel_counts_where_the_weights_are(options: dict[str, bool], device: str) -> None:
+    """As its own first step would. A device without data stands in for a GPU."""
+    weights = torch.ones(4, device="meta", requires_grad=True)
+    state = adam_state(torch.optim.AdamW([weights], **options), weights)  # type: ignore[arg-type]
+    assert (state["step"].device.type, state["exp_avg"].device.type) == (device, "meta")
+
+
 def test_deepspeeds_optimizers_count_in_integers() -> None:
     class Counting(torch.optim.Optimizer):
         def step(self, closure: Any = None) -> None: ...

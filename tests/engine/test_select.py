@@ -261,7 +261,6 @@ def test_hybrids_that_do_not_divide_the_ranks_are_refused_before_the_ranks_meet(
     [
         ({"offload_optimizer": "nvme", "nvme_path": "/tmp"}, "infra.offload_optimizer=nvme"),
         ({"offload_params": "nvme", "nvme_path": "/tmp"}, "infra.offload_params=nvme"),
-        ({"deepspeed_extra": {"zero_optimization": {"offload_optimizer": {"ratio": 0.5}}}}, "ratio=0.5"),
     ],
 )
 def test_states_that_no_checkpoint_would_hold_are_refused_before_the_ranks_meet(

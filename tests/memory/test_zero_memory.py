@@ -108,13 +108,13 @@ def test_zero3_by_hand() -> None:
     assert memory.resting.master_weights == pytest.approx(4 * shard, rel=1e-5)
     assert memory.resting.gradients == pytest.approx(4 * shard, rel=1e-5)
     assert memory.resting.optimizer == pytest.approx(8 * shard, rel=1e-5)
-    assert memory.resting.communication == 2 * BUCKET + 2 * NORMS
+    assert memory.resting.communication == 4 * BUCKET + 2 * NORMS  # gradients are reduced in float32
     assert memory.forward == Breakdown(communication=2 * (PARAMETERS - NORMS))  # all is gathered: 1 B may be
     assert memory.step == Breakdown(gradients=memory.resting.gradients)  # one flat copy; FusedAdam needs nothing
     assert memory.host.total == 0
-    # A full bucket is put together and its part converted to float32, while the embedding and its gradient are there.
-    on_its_way = 2 * BUCKET + 4 * BUCKET / 8
-    assert memory.last_reduction == Breakdown(gradients=2 * EMBEDDING, communication=2 * EMBEDDING + on_its_way)
+    # The embedding, larger than a bucket, goes alone, converted to float32 while it and its gradient are there.
+    assert memory.last_reduction == Breakdown(gradients=2 * EMBEDDING, communication=(2 + 4) * EMBEDDING)
+    on_its_way = 4 * BUCKET  # a full bucket, put together
     layer = job_of("zero3").layer_parameters
     empty, full = (memory.backward(done, 1024).communication + 2 * done for done in (0, 4 * layer))
     assert full - empty == on_its_way
@@ -157,15 +157,21 @@ def test_stage_2_adds_gradients_up_in_one_float32_partition() -> None:
     accumulating, single = (zero_memory(job_of("zero2", accumulation=steps)) for steps in (2, 1))
     assert accumulating.forward.gradients == pytest.approx(4 * PARAMETERS / 8)
     assert single.forward.total == 0
-    assert accumulating.step.gradients == accumulating.forward.gradients  # the optimizer takes it as it is
+    # The optimizer takes it as it is, after norms in float64, of one parameter's part at a time.
+    assert accumulating.step.gradients == accumulating.forward.gradients + 8 * PARAMETERS / 8
     assert accumulating.backward(0, 1024).communication == 2 * 2 * BUCKET  # two of them, for overlap
-    assert accumulating.backward(BUCKET, 1024).communication == 3 * 2 * BUCKET  # and what a full one is put together in
-    # The partition comes with the first reduction, which adds each gradient in float32, and stays.
+    # What a full one is put together in, and its float32 copy.
+    assert accumulating.backward(BUCKET, 1024).communication == (2 * 2 + 2 + 4) * BUCKET
+    # The partition comes with the first reduction, and stays.
     partition = accumulating.forward.gradients
-    assert [single.backward(done, 1024).gradients - 2 * 1024 for done in (0, BUCKET)] == [0, partition + 4 * 1024]
+    assert [single.backward(done, 1024).gradients - 2 * 1024 for done in (0, BUCKET)] == [0, partition]
     assert accumulating.backward(0, 1024).gradients == partition + 2 * 1024
-    # An embedding larger than a bucket, in the dtype of the model, is reduced alone; the partition's are float32.
+    # An embedding larger than a bucket is reduced alone.
     last = accumulating.last_reduction
+    assert last.communication == 2 * 2 * BUCKET + (2 + 4) * EMBEDDING
+    assert last.gradients == partition + 2 * EMBEDDING
+    # Reduced in bfloat16 it is added to the partition in float32.
+    last = zero_memory(job_of("zero2", deepspeed_extra={"communication_data_type": "bf16"})).last_reduction
     assert last.communication == 2 * (2 * BUCKET + EMBEDDING)
     assert last.gradients == partition + 2 * EMBEDDING + 4 * PARAMETERS / 8
 
@@ -221,11 +227,13 @@ def test_pinned_buffers_are_rounded_up_to_powers_of_two() -> None:
     assert pinned - pageable == pytest.approx(2 * (2**29 - PARAMETERS / 2), rel=1e-3)
 
 
-def test_torch_adam_needs_a_copy_of_its_second_moments() -> None:
-    fused, foreach = (zero_memory(job_of("zero2", training={"torch_adam": own})) for own in (False, True))
+def test_torch_adam_that_is_not_fused_needs_a_copy_of_its_second_moments() -> None:
+    looping: dict[str, Any] = {"deepspeed_extra": {"optimizer": {"params": {"foreach": True}}}}
+    given: dict[str, Any] = {"training": {"torch_adam": True}, "sizes": LARGE}  # no gradient's norm needs more
+    fused, foreach = (zero_memory(job_of("zero2", **given, **extra)) for extra in ({}, looping))
     assert fused.step.optimizer == 0
-    assert foreach.step.optimizer == pytest.approx(4 * PARAMETERS / 8)
-    offloaded = job_of("zero2", training={"torch_adam": True}, offload_optimizer="cpu", pin_memory=False)
+    assert foreach.step.optimizer == pytest.approx(4 * LARGE.parameters / 8)
+    offloaded = job_of("zero2", training={"torch_adam": True}, offload_optimizer="cpu", pin_memory=False, **looping)
     assert zero_memory(offloaded).step.optimizer == 0
     assert zero_memory(offloaded).host.states == pytest.approx((4 * 4 + 2 + 8) * PARAMETERS / 8 + 2 * EMBEDDING)
 

@@ -1,0 +1,171 @@
+"""Which attention kernel is taken and what it is handed; kernels of GPUs and of older torch are stand-ins here."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import pack
+from torch import Tensor
+
+from ds_encdec.config.schema import DataConfig
+from ds_encdec.data.budgets import token_budgets
+from ds_encdec.data.chunks import Chunker
+from ds_encdec.data.packing import Packer, Waiting
+from ds_encdec.data.survey import documents_ratio
+from ds_encdec.model import attention
+from ds_encdec.model.attention import PackedLayout, Segments, attend_by_document
+from ds_encdec.tokenizer.sentinels import Vocabulary
+
+VOCABULARY = Vocabulary(tuple(range(1000, 1100)), eos_id=998, pad_id=999, mode_token_ids=(), vocab_size=1100)
+BATCHES = 40
+
+
+def web_like_lengths(count: int, seed: int) -> list[int]:
+    """Tokens of documents, as scripts/bench/packing.py has them: log-normal with a median of 620."""
+    return np.maximum(2, 620 * np.exp(np.random.default_rng(seed).normal(size=count))).astype(int).tolist()
+
+
+def web_like_layouts(data: DataConfig) -> list[PackedLayout]:
+    """Layouts of micro-batches that the run's own packer makes of such documents."""
+    chunker = Chunker.from_config(data, seed=1, vocabulary=VOCABULARY)
+    budgets = token_budgets(data, 4, documents_ratio(web_like_lengths(256, seed=1), chunker))
+    packer: Packer[tuple[int, int]] = Packer(
+        budgets, pool_examples=data.packing_pool_examples, max_wait_batches=data.packing_max_wait_batches
+    )
+    arrivals = (
+        Waiting(pair, *pair)
+        for number, length in enumerate(web_like_lengths(4_000, seed=2))
+        for chunk in chunker.chunks(length, str(number), epoch=0)
+        for pair in [
+            chunker.example_lengths(chunk.length, chunk.denoiser, document_ends=chunk.start + chunk.length == length)
+        ]
+    )
+    layouts = []
+    for _ in range(BATCHES):
+        lengths = tuple(zip(*packer.pack(arrivals), strict=True))
+        boundaries = []
+        for side in lengths:
+            edges = torch.full((data.max_examples_per_micro_batch + 1,), sum(side), dtype=torch.int32)
+            edges[: len(side) + 1] = torch.tensor([0, *side]).cumsum(0)
+            boundaries.append(edges)
+        positions = (
+            torch.zeros(tokens, dtype=torch.int64) for tokens in (budgets.encoder_tokens, budgets.decoder_tokens)
+        )
+        layouts.append(PackedLayout.build(*boundaries, *lengths, *positions))
+    return layouts
+
+
+def test_kernels_are_handed_the_segments_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in records what a kernel would get: its grid is ceil(longest query / 128) x segments x heads blocks."""
+    handed: list[tuple[Segments, int]] = []
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
+        assert len(segments.query_cu_seqlens) == len(segments.key_cu_seqlens)
+        assert (int(segments.query_cu_seqlens[-1]), int(segments.key_cu_seqlens[-1])) == (len(q), len(k))
+        handed.append((segments, len(segments.query_cu_seqlens) - 1))
+        return q
+
+    monkeypatch.setattr(attention, "flash_kernel", lambda q: kernel)
+    data = DataConfig()
+    blocks = blocks_of_all = 0
+    for layout in web_like_layouts(data):
+        encoder, decoder = (torch.zeros(len(valid), 1, 1) for valid in (layout.encoder_valid, layout.decoder_valid))
+        layout.attend_encoder(encoder, encoder, encoder)
+        layout.attend_merged(decoder, decoder, decoder, encoder, encoder)
+    for segments, count in handed:
+        existing = len(segments.query_lengths) + bool(segments.key_tail)
+        assert existing <= count <= existing + 32
+        rows = -(-max(*segments.query_lengths, segments.query_tail) // 128)
+        blocks += rows * count
+        blocks_of_all += rows * (data.max_examples_per_micro_batch + 1)
+    assert len(handed) == 2 * BATCHES
+    assert blocks <= 0.07 * blocks_of_all
+
+
+def by_document(cu_q: Tensor, cu_k: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """What variable-length attention computes of these boundaries."""
+    lengths = [tuple(cu.diff().tolist()) for cu in (cu_q, cu_k)]
+    return attend_by_document(q, k, v, Segments(cu_q, cu_k, *lengths, 0, 0), causal)
+
+
+def varlen_2_11(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Tensor:
+    """Torch 2.11's and 2.12's signature: keys and values must have as many heads as queries."""
+    assert query.shape[1] == key.shape[1] == value.shape[1]
+    return by_document(cu_seq_q, cu_seq_k, query, key, value, window_size == (-1, 0))
+
+
+def varlen_2_13(*tensors: Any, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False) -> Tensor:
+    """Torch 2.13's, as far as it is used."""
+    q, k, v, cu_q, cu_k, *_ = tensors
+    assert enable_gqa == (q.shape[1] != k.shape[1])
+    return by_document(cu_q, cu_k, q, k, v, window_size == (-1, 0))
+
+
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, varlen: Any, capability: tuple[int, int] = (9, 0)) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(attention, "torch_varlen", None if varlen is None else SimpleNamespace(varlen_attn=varlen))
+    monkeypatch.setattr(attention, "flash_attn", None)
+
+
+@pytest.mark.parametrize("varlen", [varlen_2_11, varlen_2_13])
+def test_grouped_queries_run_in_the_kernel_of_every_torch(monkeypatch: pytest.MonkeyPatch, varlen: Any) -> None:
+    on_a_gpu(monkeypatch, varlen)
+    kernel, name = attention.choose_kernel(torch.device("cuda", 0), torch.bfloat16)
+    assert name == "torch.nn.attention.varlen"
+    assert kernel is not None
+    layout = pack((5, 0, 7), (4, 6, 3), 16, 17).inputs["packing"]
+    torch.manual_seed(0)
+    results = []
+    for attend in (kernel, attend_by_document):
+        torch.manual_seed(0)
+        q = torch.randn(17, 4, 8, requires_grad=True)
+        k, v = (torch.randn(33, 2, 8, requires_grad=True) for _ in range(2))
+        out = attend(q, k, v, layout.merged, True)[:13]
+        out.square().sum().backward()
+        results.append((out, q.grad, k.grad, v.grad))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "capability", "varlen", "reason"),
+    [
+        ("cpu", torch.bfloat16, (9, 0), varlen_2_13, "no flash kernel for cpu devices"),
+        ("cuda", torch.float32, (9, 0), varlen_2_13, "bfloat16 and float16, not in float32"),
+        ("cuda", torch.float16, (7, 0), varlen_2_13, r"compute capability 8\.0 .* this GPU has 7\.0"),
+        ("cuda", torch.float16, (7, 5), varlen_2_13, r"this GPU has 7\.5"),
+        ("cuda", torch.bfloat16, (8, 0), None, "no fitting torch.nn.attention.varlen, and flash_attn is not installed"),
+        ("cuda", torch.float16, (8, 0), varlen_2_13, None),
+    ],
+)
+def test_what_no_flash_kernel_runs_is_told_why(
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    varlen: Any,
+    reason: str | None,
+) -> None:
+    """The GPU's capability is a stand-in."""
+    on_a_gpu(monkeypatch, varlen, capability)
+    kernel, why = attention.choose_kernel(torch.device(device), dtype)
+    assert (kernel is None) == (reason is not None)
+    if reason is not None:
+        assert re.search(reason, why)
