@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), deepspeed_conf
 
 def find_shipped(path: Path | None) -> Path | None:
     """`path`, or where it is not there, the file of that name beside the package: ds_configs/… from any folder."""
-    if path is None or path.is_absolute() or path.exists():
+    if path is None or path.is_absolute() or os.path.exists(path):
         return path
     shipped = Path(__file__).resolve().parents[2] / path
-    return shipped if shipped.exists() else path
+    return shipped if os.path.exists(shipped) else path

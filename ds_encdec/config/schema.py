@@ -65,7 +65,7 @@ class Section(BaseModel):
         """YAML has lists, not tuples, and writes large integers as 1e5."""
         if isinstance(value, list):
             return tuple(value)
-        return int(value) if isinstance(value, float) and value.is_integer() else value
+        return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**63 else value
 
 
 class ArchitectureConfig(Section):

@@ -205,7 +205,7 @@ def test_what_only_follows_gives_way_to_what_is_written(tmp_path: Path) -> None:
         ("[]", "a DeepSpeed configuration is one { ... } block"),
         (
             '{\n\t"fp16": {"enabled": true,\n\t"enabled": false}}',
-            "ds.json:3:2\n      `enabled` is set twice in one block",
+            "ds.json:3:2: fp16.enabled\n      `enabled` is set twice in one block",
         ),
     ],
 )
@@ -278,8 +278,8 @@ def test_a_wrong_type_is_no_disagreement(
     assert [line.strip() for line in found.splitlines()[1:]] == expected
 
 
-def test_json_that_is_no_yaml_is_reported_without_lines(tmp_path: Path) -> None:
-    assert "ds.json: log_level = 1\n" in report(tmp_path, '{"log_level": 1, "communication_data_type": "\x7f"}')
+def test_json_that_is_no_yaml_is_reported_with_its_lines(tmp_path: Path) -> None:
+    assert "ds.json:1:2: log_level = 1\n" in report(tmp_path, '{"log_level": 1, "communication_data_type": "\x7f"}')
 
 
 def test_which_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
