@@ -11,6 +11,7 @@ import json
 import os
 import re
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -56,11 +57,11 @@ def open_plain(path: str | Path) -> BinaryIO:
         raise
 
 
-def read_plain(path: str | Path, max_bytes: int) -> str:
+def read_plain(path: str | Path, max_bytes: int | None) -> str:
     """The text of a plain UTF-8 file. Raises OSError, and ValueError where it is larger or no such text."""
     with open_plain(path) as file:
-        content = file.read(max_bytes + 1)
-    if len(content) > max_bytes:
+        content = file.read(-1 if max_bytes is None else max_bytes + 1)
+    if max_bytes is not None and len(content) > max_bytes:
         raise ValueError(f"larger than {max_bytes / 1e6:g} MB, the most that is read of such a file")
     try:
         return content.decode("utf-8-sig")
@@ -68,11 +69,18 @@ def read_plain(path: str | Path, max_bytes: int) -> str:
         raise ValueError("not a text file in UTF-8") from error
 
 
-def read_json(path: str | Path, max_bytes: int = MAX_RECORD_BYTES) -> Any:
-    """What a plain JSON file holds. Raises OSError; ValueError for what is none, too large or nested too deep."""
+def read_json(
+    path: str | Path,
+    max_bytes: int | None = MAX_RECORD_BYTES,
+    object_hook: Callable[[dict[str, Any]], Any] | None = None,
+) -> Any:
+    """What a JSON file that a program wrote holds. Raises OSError; ValueError for no JSON, too large, nested too deep.
+
+    `max_bytes`: None where its size is known to be right. `object_hook`: as of `json.loads`.
+    """
     text = read_plain(path, max_bytes)
     bound_json(text)
-    return json.loads(text)
+    return json.loads(text, object_hook=object_hook)
 
 
 def bound_json(text: str, max_nodes: int | None = None) -> None:
