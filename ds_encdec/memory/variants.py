@@ -160,7 +160,7 @@ def as_overrides(overrides: Mapping[str, Value]) -> str:
 
 
 def refuse_what_runs_refuse(job: Job) -> None:
-    """Raise ConfigError for what `infra.deepspeed_extra` or `nvme` make a run refuse before it starts."""
+    """Raise ConfigError for what `infra.deepspeed_extra` makes a run refuse before it starts."""
     if job.engine == "deepspeed":
         rendered = render_deepspeed_json(
             job.config,

@@ -45,7 +45,7 @@ COMPLETE = {
     },
     "zero_optimization": {
         "stage": 3,
-        "offload_optimizer": {"device": "nvme", "nvme_path": "/local", "pin_memory": False, "ratio": 0.5},
+        "offload_optimizer": {"device": "cpu", "nvme_path": "/local", "pin_memory": False, "ratio": 0.5},
         "offload_param": {"device": "cpu"},
         "stage3_prefetch_bucket_size": 5e7,
         "sub_group_size": 1000,
@@ -65,7 +65,7 @@ def test_every_key_reaches_its_field(tmp_path: Path) -> None:
     assert (training.adam_epsilon, training.weight_decay, training.torch_adam) == (1e-6, 0.1, True)
     assert (training.lr_scheduler_type, training.warmup_type) == ("WarmupCosineLR", "log")
     assert (training.warmup_steps, training.num_train_steps, training.min_lr_ratio) == (20, 500, 0.05)
-    assert (infra.sharding_stage, infra.offload_optimizer, infra.offload_params) == ("zero3", "nvme", "cpu")
+    assert (infra.sharding_stage, infra.offload_optimizer, infra.offload_params) == ("zero3", "cpu", "cpu")
     assert (infra.nvme_path, infra.pin_memory, training.activation_offload) == ("/local", False, True)
     assert infra.deepspeed_extra == {
         "communication_data_type": "fp32",
