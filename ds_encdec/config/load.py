@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from ds_encdec.config.local_paths import check_hostfile, find_absent
+from ds_encdec.config.report import Problem
 from ds_encdec.config.resolve import resolve
+from ds_encdec.config.rules import Conflict
 from ds_encdec.config.schema import FullConfig
 
 
@@ -24,6 +27,24 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), deepspeed_conf
     Raises ConfigError that lists every problem found in all of them.
     """
     return resolve(FullConfig, path, overrides, deepspeed_config)
+
+
+def check_config(
+    path: Path | None,
+    overrides: Sequence[str] = (),
+    deepspeed_config: Path | None = None,
+    *,
+    hostfile: Path | None = None,
+    elsewhere: bool = False,
+) -> FullConfig:
+    """`load_config`, and a look at what it names on this machine, which `elsewhere` leaves out, and at a `hostfile`."""
+
+    def look(config: FullConfig, problems: list[Problem]) -> Iterable[Conflict]:
+        if hostfile is not None:
+            check_hostfile(hostfile, config, problems)
+        return () if elsewhere else find_absent(config)
+
+    return resolve(FullConfig, path, overrides, deepspeed_config, look)
 
 
 def find_shipped(path: Path | None) -> Path | None:

@@ -7,15 +7,16 @@ schema can offer `from_yaml` without importing in a circle.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_encdec.config.deepspeed_json import merge_deepspeed_json, read_deepspeed_json
 from ds_encdec.config.overrides import apply_overrides, parse_overrides
 from ds_encdec.config.report import COMMAND_LINE, Mention, Problem, raise_if_any, show
+from ds_encdec.config.rules import Conflict
 from ds_encdec.config.settings import Settings, unusable
-from ds_encdec.config.validation import mention, validate
+from ds_encdec.config.validation import mention, mention_all, validate
 from ds_encdec.config.yaml_text import read_yaml
 
 if TYPE_CHECKING:
@@ -29,8 +30,9 @@ def resolve(
     path: Path | None,
     overrides: Sequence[str] = (),
     deepspeed_config: Path | None = None,
+    look: Callable[[FullConfig, list[Problem]], Iterable[Conflict]] = lambda *_: (),
 ) -> FullConfig:
-    """See `load.load_config`."""
+    """See `load.load_config`. `look` finds more that is wrong, once the configuration is sound by itself."""
     problems: list[Problem] = []
     settings = read_yaml(path, problems) if path is not None else Settings()
     settings = apply_overrides(settings, parse_overrides(overrides, problems), problems)
@@ -40,6 +42,8 @@ def resolve(
         settings = merge_deepspeed_json(schema, settings, document, problems)
         settings.put(_JSON_FIELD, None, "")
     config = validate(schema, settings, problems)
+    if config is not None:
+        problems.extend(mention_all(schema, settings, conflict) for conflict in look(config, problems))
     raise_if_any(problems)
     assert config is not None  # validate gives None only with problems
     return config

@@ -72,6 +72,9 @@ def _model_source(config: FullConfig) -> Iterator[Conflict]:
     if model.architecture is not None and model.tokenizer_name_or_path is None:
         message = "a model from scratch brings no tokenizer: name one, or `builtin`"
         yield Conflict(("model.tokenizer_name_or_path",), message)
+    if model.architecture is None and model.tokenizer_name_or_path == "builtin":
+        message = "builtin goes with an architecture: a pretrained model needs the tokenizer it was trained with"
+        yield Conflict(("model.tokenizer_name_or_path", "model.model_name_or_path"), message)
 
 
 def _architecture(config: FullConfig) -> Iterator[Conflict]:

@@ -60,7 +60,7 @@ def validate(schema: type[FullConfig], settings: Settings, problems: list[Proble
         broken |= _mend(schema, values, invalid)
         if not invalid:
             found = [conflict for detail in details for conflict in _conflicts_of(detail)]
-            problems.extend(_mention_all(schema, settings, c) for c in found if not _touches(c, broken))
+            problems.extend(mention_all(schema, settings, c) for c in found if not _touches(c, broken))
             return None
 
 
@@ -97,7 +97,8 @@ def _conflicts_of(detail: ErrorDetails) -> list[Conflict]:
     return raised.conflicts if isinstance(raised, ConflictingFields) else []
 
 
-def _mention_all(schema: type[BaseModel], settings: Settings, conflict: Conflict) -> Problem:
+def mention_all(schema: type[BaseModel], settings: Settings, conflict: Conflict) -> Problem:
+    """`conflict` with where each of its fields was set, and to what."""
     return Problem(tuple(mention(schema, settings, path) for path in conflict.fields), conflict.message)
 
 

@@ -93,6 +93,7 @@ def load(settings: dict[str, Any]) -> FullConfig:
             "parameters and optimizer together",
         ),
         ({"infra.hybrid_shard_size": 4}, "infra.hybrid_shard_size = 4", "only zero2_hybrid and zero3_hybrid"),
+        ({"model.tokenizer_name_or_path": "builtin"}, '= "Qwen/Qwen3-0.6B"', "builtin goes with an architecture"),
         ({"infra.offload_optimizer": "nvme"}, 'infra.offload_optimizer = "nvme"', "nvme does not work yet"),
         ({"infra.offload_params": "nvme"}, 'infra.offload_params = "nvme"', "nvme does not work yet"),
         ({"infra.fsdp_sharding_strategy": "SHARD_GRAD_OP"}, "sharding_stage", "SHARD_GRAD_OP is sharding_stage=zero2"),
