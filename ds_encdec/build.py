@@ -224,11 +224,12 @@ def _wire(config: FullConfig, site: Site, stop: StopRequest, resume: str | None,
 
     def accept(checkpoint: Checkpoint) -> None:
         plan_lanes(config, world.world_size, checkpoint.read_json("trainer.json")["num_lanes"])
+        checkpoint.training_state()
         refuse_other_model(checkpoint, config)
 
     found = find_checkpoint(site.folder.checkpoints, agreement, resume, accept)
     saved = found.read_json("trainer.json") if found else {}
-    state = TrainingState(**saved.get("state", {}))
+    state = found.training_state() if found else TrainingState()
     model = agreement.rank_zero_first(lambda: saved_model(config, found.path) if found else new_model(config))
     # One rank asks the hub, so that all read the same commit of a data set.
     saved_commits = saved["data"]["dataset_commits"] if found else None

@@ -62,6 +62,10 @@ def _parser() -> argparse.ArgumentParser:
     validate.add_argument("config", type=Path, nargs="?", help="YAML file")
     validate.add_argument("--config", type=Path, dest="config_option", help="YAML file")
     validate.add_argument("--deepspeed_config", "--deepspeed-config", type=Path, help="raw DeepSpeed JSON")
+    validate.add_argument("--hostfile", type=Path, help="hosts and slots, as the deepspeed launcher reads them")
+    validate.add_argument(
+        "--elsewhere", action="store_true", help="for another machine: do not look for the files and folders it names"
+    )
 
     estimate_memory.add_arguments(
         verb(
@@ -203,14 +207,21 @@ def _weight_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    from ds_encdec.config.load import find_shipped, load_config
+    from ds_encdec.config.load import check_config, find_shipped
+    from ds_encdec.config.report import show
 
     path, overrides = options.config, list(overrides)
     if path is not None and "=" in str(path):  # an override in the place of the file
         path, overrides = None, [str(path), *overrides]
     path = path or options.config_option
-    load_config(find_shipped(path), overrides, find_shipped(options.deepspeed_config))
-    print(f"{path or 'the default configuration'}: no problems found")
+    check_config(
+        find_shipped(path),
+        overrides,
+        find_shipped(options.deepspeed_config),
+        hostfile=find_shipped(options.hostfile),
+        elsewhere=options.elsewhere,
+    )
+    print(f"{show(str(path))[1:-1] if path else 'the default configuration'}: no problems found")
     return 0
 
 

@@ -53,7 +53,7 @@ def roll_back(
             logger.error(refusal)
         return None
     saved = found.read_json("trainer.json")
-    then = TrainingState(**saved["state"])
+    then = found.training_state()
     load_engine(engine, found, agreement)
     now = checkpoints.adopt(found, _gone_back(state, then))
     recorder.go_back(saved["recorder"], now)

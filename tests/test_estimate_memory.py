@@ -288,7 +288,7 @@ def test_the_verb_is_the_module(capsys: pytest.CaptureFixture[str]) -> None:
         (["--host-memory", "64"], ["--host-memory 64: not a size of a machine"]),
         (["--gpus", "8", "infra.num_gpus=4"], ["--gpus 8 stands for infra.num_gpus, which is set, too"]),
         (["--model", "Qwen/Qwen3-4B", "model.model_name_or_path=Qwen/Qwen3-8B"], ["give one of the two"]),
-        (["infra.offload_optimizer=nvme", "infra.nvme_path=/tmp"], ["infra.offload_optimizer=nvme", "Use cpu"]),
+        (["infra.offload_optimizer=nvme", "infra.nvme_path=/tmp"], ['infra.offload_optimizer = "nvme"', "use cpu"]),
         (
             ["training.per_device_train_batch_size=auto", "training.global_batch_size=100"],
             ["a multiple of 8, such as 104"],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,8 +16,9 @@ from ds_encdec.checkpoint.manifest import (
     verify_files,
     verify_listing,
 )
+from ds_encdec.config.plain_files import read_json
 from ds_encdec.launch.agreement import Agreement
-from ds_encdec.types import CheckpointError
+from ds_encdec.types import CheckpointError, TrainingState
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +31,35 @@ class Checkpoint:
     manifest: Manifest
 
     def read_json(self, name: str) -> Any:
-        """The content of one of its JSON files."""
-        return json.loads((self.path / name).read_text())
+        """See `read_saved`."""
+        return read_saved(self.path / name)
+
+    def training_state(self) -> TrainingState:
+        """See `read_training_state`."""
+        return read_training_state(self.path)
+
+
+def read_saved(path: Path) -> Any:
+    """What a JSON file of a checkpoint holds. Its mappings raise DamagedCheckpointError for a key that they lack."""
+
+    class Saved(dict[str, Any]):
+        def __missing__(self, key: str) -> Any:
+            raise DamagedCheckpointError(f"{path} has no {key!r}: it is not what ds_encdec writes.")
+
+    try:
+        return read_json(path, None, Saved)
+    except (OSError, ValueError) as error:
+        raise DamagedCheckpointError(f"{path} cannot be read: {error}.") from error
+
+
+def read_training_state(checkpoint: Path) -> TrainingState:
+    """The counters that a checkpoint was saved with. Raises DamagedCheckpointError."""
+    path = checkpoint / "trainer.json"
+    saved = read_saved(path)
+    try:
+        return TrainingState(**saved["state"])
+    except TypeError as error:
+        raise DamagedCheckpointError(f"{path}: `state` is not what ds_encdec writes: {error}.") from error
 
 
 Accept = Callable[[Checkpoint], None]
@@ -98,6 +125,8 @@ def _verified(path: Path, agreement: Agreement, accept: Accept) -> Checkpoint:
         verify_listing(path, manifest)
         verify_files(path, manifest.descriptions())
         checkpoint = Checkpoint(path, manifest)
+        if manifest.doubt and agreement.rank == 0:
+            logger.warning("%s: %s; an earlier version of ds_encdec saved it.", path, manifest.doubt)
         accept(checkpoint)
         return checkpoint
 

@@ -163,7 +163,7 @@ def committed_steps(folder: Path) -> dict[int, Path]:
     found = {}
     for path in folder.glob("step-*"):
         match = _STEP_FOLDER.fullmatch(path.name)
-        if match and (path / MANIFEST).is_file():
+        if match and os.path.lexists(path / MANIFEST):
             found[int(match[1])] = path
     return found
 

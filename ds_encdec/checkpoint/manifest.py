@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: every file with its size and SHA-256.
+"""The manifest of a checkpoint: every file with its size and SHA-256, and a SHA-256 of all that the manifest says.
 
 It is the last file written before a checkpoint becomes visible, so a folder without one is not a
 checkpoint; and it is checked before anything in the folder is unpickled.
@@ -10,16 +10,20 @@ import hashlib
 import json
 import os
 import re
+import stat
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ds_encdec.config.plain_files import kind_of, open_plain, read_json
 from ds_encdec.launch.run_folder import flush_folder, write_atomically
 from ds_encdec.types import CheckpointError
 
 MANIFEST = "manifest.json"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
+_UNHASHED_VERSION = 3
+"""The last format in which a manifest has no hash of itself. It is read, and what reads it says so."""
 _BLOCK_BYTES = 1 << 22
 _DESCRIPTION = re.compile(r"[^/]+\.(json|yaml)")
 
@@ -49,7 +53,13 @@ class Manifest:
 
     def to_json(self) -> str:
         """The text of `manifest.json`."""
-        return json.dumps(asdict(self), indent=1) + "\n"
+        content = asdict(self)
+        return json.dumps(content | {"sha256": _content_hash(content)}, indent=1) + "\n"
+
+    @property
+    def doubt(self) -> str:
+        """Why step, engine and number of ranks may have been changed unnoticed; empty where they cannot have been."""
+        return "" if self.format_version > _UNHASHED_VERSION else "its manifest is of a format without a hash of itself"
 
     @property
     def num_bytes(self) -> int:
@@ -63,7 +73,7 @@ class Manifest:
 
 def record_file(path: Path, root: Path) -> FileRecord:
     """Flush `path` to disk and describe it."""
-    with open(path, "rb") as file:
+    with open_plain(path) as file:
         os.fsync(file.fileno())
         digest, size = _hash(file)
     return FileRecord(path.relative_to(root).as_posix(), size, digest)
@@ -88,18 +98,13 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """The manifest of a committed checkpoint. Raises DamagedCheckpointError naming what is wrong."""
     path = checkpoint / MANIFEST
     try:
-        content: dict[str, Any] = json.loads(path.read_text())
-        records = tuple(FileRecord(**record) for record in content.pop("files"))
-        manifest = Manifest(**content, files=records)
+        return _manifest(read_json(path))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise DamagedCheckpointError(_no_checkpoint(checkpoint)) from error
-    except (ValueError, TypeError, KeyError) as error:
-        raise DamagedCheckpointError(f"{path} is not a readable manifest: {error}") from error
-    if manifest.format_version != FORMAT_VERSION:
-        raise DamagedCheckpointError(
-            f"{path} has format version {manifest.format_version}; this version of ds_encdec reads {FORMAT_VERSION}."
-        )
-    return manifest
+    except OSError as error:
+        raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise DamagedCheckpointError(f"{path} is not a manifest: {error}.") from error
 
 
 def verify_checkpoint(checkpoint: Path) -> Manifest:
@@ -119,14 +124,18 @@ def verify_listing(checkpoint: Path, manifest: Manifest) -> None:
     Raises DamagedCheckpointError naming a file that is missing, foreign, or no plain file of this folder.
     """
     listed = {record.path for record in manifest.files}
-    present = {path.relative_to(checkpoint).as_posix(): path for path in checkpoint.rglob("*") if not _is_folder(path)}
-    foreign = sorted(set(present) - listed - {MANIFEST})
-    if foreign:
+    try:
+        modes = {path.relative_to(checkpoint).as_posix(): path.lstat().st_mode for path in checkpoint.rglob("*")}
+    except OSError as error:
+        raise DamagedCheckpointError(f"{error.filename or checkpoint}: {error.strerror}.") from error
+    present = {path for path, mode in modes.items() if not stat.S_ISDIR(mode)}
+    if foreign := sorted(present - listed - {MANIFEST}):
         raise DamagedCheckpointError(f"{checkpoint / foreign[0]}: not in the manifest; the checkpoint was changed.")
-    if missing := sorted(listed - set(present)):
+    if missing := sorted(listed - present):
         raise DamagedCheckpointError(f"{checkpoint / missing[0]}: missing, but the manifest lists it.")
-    if links := [path for path in present.values() if path.is_symlink()]:
-        raise DamagedCheckpointError(f"{links[0]}: a symbolic link; a checkpoint holds plain files.")
+    for path in sorted(present):
+        if kind := kind_of(modes[path]):
+            raise DamagedCheckpointError(f"{checkpoint / path}: {kind}; a checkpoint holds plain files.")
 
 
 def verify_files(checkpoint: Path, records: tuple[FileRecord, ...]) -> None:
@@ -137,12 +146,42 @@ def verify_files(checkpoint: Path, records: tuple[FileRecord, ...]) -> None:
             size = path.stat().st_size
             if size != record.num_bytes:
                 raise DamagedCheckpointError(f"{path}: {size} bytes, but the manifest says {record.num_bytes}.")
-            with open(path, "rb") as file:
+            with open_plain(path) as file:
                 digest, _ = _hash(file)
         except OSError as error:
             raise DamagedCheckpointError(f"{path}: {error.strerror}, but the manifest lists it.") from error
         if digest != record.sha256:
             raise DamagedCheckpointError(f"{path}: its SHA-256 is not the manifest's; the file was changed or damaged.")
+
+
+def _manifest(content: Any) -> Manifest:
+    """What a manifest says. Raises ValueError for anything else."""
+    if not isinstance(content, dict):
+        raise ValueError(f"it holds a {type(content).__name__}")
+    version = content.get("format_version")
+    if version not in (_UNHASHED_VERSION, FORMAT_VERSION):
+        raise ValueError(
+            f"its format version is {version!r:.40}; this version of ds_encdec reads {_UNHASHED_VERSION} and "
+            f"{FORMAT_VERSION}"
+        )
+    if version == FORMAT_VERSION and content.pop("sha256", None) != _content_hash(content):
+        raise ValueError("its SHA-256 of itself is another, so it was changed or damaged")
+    for name, kind in {"step": int, "world_size": int, "engine": str, "files": list}.items():
+        if type(content.get(name)) is not kind or (kind is int and content[name] < 0):
+            raise ValueError(f"{name} is {content.get(name)!r:.40}")
+    for record in content["files"]:
+        kinds = {key: type(value) for key, value in record.items()} if isinstance(record, dict) else {}
+        if kinds != {"path": str, "num_bytes": int, "sha256": str}:
+            raise ValueError(f"{record!r:.80} describes no file")
+    try:
+        return Manifest(**{**content, "files": tuple(FileRecord(**record) for record in content["files"])})
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+
+
+def _content_hash(content: dict[str, Any]) -> str:
+    """SHA-256 in hex of what a manifest says, however it is laid out."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _no_checkpoint(path: Path) -> str:
@@ -152,10 +191,6 @@ def _no_checkpoint(path: Path) -> str:
         if final.exists():
             return f"{path} is not a checkpoint, but holds some: give {final} or one beside it."
     return f"{path} is not a complete checkpoint: it has no {MANIFEST}."
-
-
-def _is_folder(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()
 
 
 def _hash(file: Any) -> tuple[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ class VerifiedCheckpoint:
         return (
             f"{self.path}: whole; step {self.manifest.step:,}, {self.manifest.engine} {self.record.sharding_stage} on "
             f"{ranks}, {len(self.manifest.files)} files, {self.manifest.num_bytes / 1e9:.3f} GB"
+            + (f" ({self.manifest.doubt})" if self.manifest.doubt else "")
         )
 
 
@@ -46,7 +48,7 @@ def verify_checkpoints(path: Path) -> Iterator[VerifiedCheckpoint]:
 
 def _checkpoints_at(path: Path) -> list[Path]:
     """`path` itself unless it is a run or a folder of checkpoints: what it should be is for its manifest to say."""
-    if not (path / MANIFEST).exists():
+    if not os.path.lexists(path / MANIFEST):
         for folder in (path / "checkpoints", path):
             if found := committed_steps(folder):
                 return [found[step] for step in sorted(found)]

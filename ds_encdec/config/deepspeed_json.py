@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_encdec.config.deepspeed_keys import IGNORED, PASSED_ON, SCHEMA_FIELDS, check_keys
+from ds_encdec.config.plain_files import JSON_TOKEN, MAX_NODES, TooMuchError, bound_json
 from ds_encdec.config.report import Mention, Problem, show
-from ds_encdec.config.settings import Settings
+from ds_encdec.config.settings import LONGEST_NAME, Settings, join, whole_number
 from ds_encdec.config.validation import default_of, mention, wrong_value
-from ds_encdec.config.yaml_text import file_problem, key_positions, read_text
+from ds_encdec.config.yaml_text import file_problem, read_text
 
 if TYPE_CHECKING:
     from ds_encdec.config.schema import FullConfig
@@ -29,36 +32,80 @@ logger = logging.getLogger(__name__)
 _HPZ = "zero_optimization.zero_hpz_partition_size"
 
 
-def read_deepspeed_json(path: Path, problems: list[Problem]) -> Settings:
+def read_deepspeed_json(path: Path, problems: list[Problem], named_by: Mention | None = None) -> Settings:
     """The entries of a DeepSpeed JSON under DeepSpeed's own names. What is wrong with the file goes to `problems`.
 
-    Their places are `file:line:column`, since such files are often written on one line.
+    Their places are `file:line:column`, since such files are often written on one line. `named_by`: the setting that
+    names the file, where one does.
     """
-    text = read_text(path, problems)
+    text = read_text(path, problems, named_by)
     if text is None:
         return Settings()
-    repeated: list[str] = []
+    line_starts = [0, *(match.end() for match in re.finditer("\n", text))]
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        repeated.extend(key for key in dict.fromkeys(keys) if keys.count(key) > 1)
-        return dict(pairs)
+    def place(offset: int) -> tuple[int, int]:
+        line = bisect_right(line_starts, offset)
+        return line, offset - line_starts[line - 1] + 1
 
+    keys: list[tuple[int, str]] = []
     try:
-        values = json.loads(text, object_pairs_hook=unique)
-    except json.JSONDecodeError as error:
-        problems.append(file_problem(path, f"not valid JSON: {error.msg}", error.lineno, error.colno))
+        bound_json(text, MAX_NODES)
+        keys = _keys(text)
+        values = json.loads(text, parse_int=whole_number)
+    except (json.JSONDecodeError, TooMuchError) as error:
+        offset, message = (error.pos, error.msg) if isinstance(error, json.JSONDecodeError) else (error.offset, error)
+        field = next((key for start, key in reversed(keys or _keys(text[:offset])) if start < offset), "")
+        problems.append(file_problem(path, f"not valid JSON: {message}", *place(offset), field=field))
         return Settings()
     if not isinstance(values, dict):
-        problems.append(file_problem(path, "a DeepSpeed configuration is one { ... } block"))
+        problems.append(file_problem(path, "a DeepSpeed configuration is one { ... } block", 1))
         return Settings()
-    positions = key_positions(text)
-    for key in repeated:
-        last = max((at for name, at in positions.items() if name.rpartition(".")[2] == key), default=())
-        problems.append(file_problem(path, f"`{key}` is set twice in one block", *last))
-    places = {name: f"{path}:{line}:{column}" for name, (line, column) in positions.items()}
-    places = dict.fromkeys(values, str(path)) | places
-    return Settings(values, places)
+    places = {"": f"{path}:1"}
+    for offset, key in keys:
+        here = ":".join(map(str, (path, *place(offset))))
+        if key in places:
+            problems.append(Problem((Mention(here, key),), f"`{key.rpartition('.')[2]}` is set twice in one block"))
+        places[key] = here
+    document = Settings(values, places)
+    for key, message in dict(document.unusable()).items():
+        problems.append(Problem((Mention(document.place_of(key), key, show(document.get(key))),), message))
+        document.put(key, None, document.place_of(key))
+    return document
+
+
+def _keys(text: str) -> list[tuple[int, str]]:
+    """The offset and the dotted path of every key in a JSON text, also in one that is not valid."""
+    found: list[tuple[int, str]] = []
+    blocks: list[tuple[str, int | None]] = []  # the open ones: path, and in a list the number of the item
+    item, is_key = "", False  # the path of the value that comes next
+    for token in JSON_TOKEN.finditer(text):
+        path, index = blocks[-1] if blocks else ("", None)
+        match token[0][0]:
+            case "{":
+                blocks.append((item, None))
+                is_key = True
+            case "[":
+                blocks.append((item, 0))
+                item = join(item, 0)
+            case "," if index is not None:
+                item = join(path, index + 1)
+                blocks[-1] = (path, index + 1)
+            case ",":
+                is_key = True
+            case '"' if index is None and is_key:
+                item, is_key = join(path, _decoded(token[0])), False
+                found.append((token.start(), item))
+            case "}" | "]":
+                del blocks[-1:]
+    return found
+
+
+def _decoded(string: str) -> str:
+    """A key from a JSON text, cut to what can be one: its path is repeated by every key below it."""
+    try:
+        return str(json.loads(string))[: LONGEST_NAME + 1]
+    except ValueError:
+        return string[1 : LONGEST_NAME + 1]
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from ds_encdec.config.local_paths import check_hostfile, find_absent
+from ds_encdec.config.report import Problem
 from ds_encdec.config.resolve import resolve
+from ds_encdec.config.rules import Conflict
 from ds_encdec.config.schema import FullConfig
 
 
@@ -25,9 +29,27 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), deepspeed_conf
     return resolve(FullConfig, path, overrides, deepspeed_config)
 
 
+def check_config(
+    path: Path | None,
+    overrides: Sequence[str] = (),
+    deepspeed_config: Path | None = None,
+    *,
+    hostfile: Path | None = None,
+    elsewhere: bool = False,
+) -> FullConfig:
+    """`load_config`, and a look at what it names on this machine, which `elsewhere` leaves out, and at a `hostfile`."""
+
+    def look(config: FullConfig, problems: list[Problem]) -> Iterable[Conflict]:
+        if hostfile is not None:
+            check_hostfile(hostfile, config, problems)
+        return () if elsewhere else find_absent(config)
+
+    return resolve(FullConfig, path, overrides, deepspeed_config, look)
+
+
 def find_shipped(path: Path | None) -> Path | None:
     """`path`, or where it is not there, the file of that name beside the package: ds_configs/… from any folder."""
-    if path is None or path.is_absolute() or path.exists():
+    if path is None or path.is_absolute() or os.path.exists(path):
         return path
     shipped = Path(__file__).resolve().parents[2] / path
-    return shipped if shipped.exists() else path
+    return shipped if os.path.exists(shipped) else path

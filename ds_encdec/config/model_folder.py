@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,15 +15,20 @@ TOKENIZER_FILES = ("tokenizer*.json", "special_tokens_map.json", "added_tokens.j
 """What is fetched of a tokenizer."""
 
 
+def is_hub_name(name_or_path: str) -> bool:
+    """Whether this may be a repository on the hub: `OWNER/NAME`."""
+    return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name_or_path, re.ASCII) is not None
+
+
 def model_folder(name_or_path: str, files: Sequence[str], *, field: str) -> Path:
     """The folder itself, or a hub repository's snapshot holding `files` (patterns), downloaded unless it is cached.
 
     Raises CheckpointError naming `field` if there is no such folder, or the repository is neither cached nor reachable.
     """
-    path = Path(name_or_path).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(name_or_path))
+    if os.path.isdir(path):
         return path
-    if name_or_path.count("/") != 1 or name_or_path.startswith((".", "/", "~")):
+    if not is_hub_name(name_or_path):
         raise CheckpointError(f"{field}: the folder {name_or_path} does not exist")
     # Imported here: folders need nothing of the hub, and `--help` and `validate` start without it.
     from huggingface_hub import snapshot_download

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
+from ds_encdec.config.plain_files import MAX_DEPTH
 from ds_encdec.config.report import COMMAND_LINE, Mention, Problem, show
-from ds_encdec.config.settings import Settings
-from ds_encdec.config.yaml_text import parse_value
+from ds_encdec.config.settings import Settings, is_name
+from ds_encdec.config.yaml_text import UnreadableError, parse_value
 
 
 @dataclass(frozen=True)
@@ -30,13 +29,15 @@ def parse_overrides(arguments: Sequence[str], problems: list[Problem]) -> list[O
         name, equals, text = argument.removeprefix("--").partition("=")
         if not equals and argument.startswith("--") and remaining and not remaining[0].startswith("--"):
             equals, text = "=", remaining.pop(0)
-        if not equals or not all(part.isidentifier() for part in name.split(".")):
+        parts = name.split(".")
+        if not equals or len(parts) > MAX_DEPTH or not all(part.isidentifier() and is_name(part) for part in parts):
             problems.append(_problem(argument, "not a setting; write `section.field=value`"))
             continue
         try:
-            found.append(Override(name, parse_value(text)))
-        except (yaml.YAMLError, ValueError):
-            problems.append(_problem(name, f"{show(text)} is not a YAML value; quote it, as in {name}='\"...\"'"))
+            found.append(Override(name, parse_value(text, COMMAND_LINE, name, problems)))
+        except UnreadableError as error:
+            message = f"{show(text)} is not a YAML value; quote it, as in {name}='\"...\"' ({error})"
+            problems.append(_problem(name, message))
     return found
 
 

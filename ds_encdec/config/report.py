@@ -15,6 +15,8 @@ COMMAND_LINE = "command line"
 """Place of what was given as an override."""
 DEFAULT = "default"
 """Place of what nobody set."""
+MOST_SHOWN = 100
+"""Problems that a report lists."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,9 @@ class Mention:
     shown: str = ""
 
     def __str__(self) -> str:
-        named = f"{self.field} = {self.shown}" if self.shown else self.field
-        return ": ".join(part for part in (self.place, named) if part)
+        field = _printable(self.field)
+        named = f"{field} = {self.shown}" if self.shown else field
+        return ": ".join(part for part in (_printable(self.place), named) if part)
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,13 @@ class Problem:
 
 def show(value: Any) -> str:
     """`value` in the notation of JSON and YAML, cut to one readable line."""
-    text = json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return _printable(json.dumps(value, default=str, ensure_ascii=False), 80)
+
+
+def _printable(text: str, length: int = 200) -> str:
+    """`text` on one line that every terminal can be sent."""
+    text = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text[: length + 1])
+    return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def closest(word: str, candidates: Iterable[str]) -> str | None:
@@ -73,7 +81,9 @@ def raise_if_any(problems: Sequence[Problem]) -> None:
         return
     listed = sorted(dict.fromkeys(problems), key=lambda problem: _order(problem.mentions[0].place))
     count = "1 problem" if len(listed) == 1 else f"{len(listed)} problems"
-    raise ConfigError("\n".join([f"The configuration has {count}:", *map(str, listed)]))
+    if len(listed) > MOST_SHOWN:
+        count += f", of which these are the first {MOST_SHOWN}"
+    raise ConfigError("\n".join([f"The configuration has {count}:", *map(str, listed[:MOST_SHOWN])]))
 
 
 def _order(place: str) -> tuple[bool, str, int, int]:

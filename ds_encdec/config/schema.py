@@ -65,7 +65,7 @@ class Section(BaseModel):
         """YAML has lists, not tuples, and writes large integers as 1e5."""
         if isinstance(value, list):
             return tuple(value)
-        return int(value) if isinstance(value, float) and value.is_integer() else value
+        return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**63 else value
 
 
 class ArchitectureConfig(Section):
@@ -322,11 +322,11 @@ class InfraConfig(Section):
     """Ranks that hold one sharded copy together, with a `_hybrid` stage; must divide the ranks. None: the ranks of a
     node."""
     offload_optimizer: Literal["none", "cpu", "nvme"] = "cpu"
-    """Where optimizer states and master weights live. Not with zero0."""
+    """Where optimizer states and master weights live. Not with zero0. `nvme` does not work yet and is refused."""
     offload_params: Literal["none", "cpu", "nvme"] = "none"
-    """Where parameters live between uses. zero3 only."""
+    """Where parameters live between uses. zero3 only. `nvme` does not work yet and is refused."""
     nvme_path: str | None = None
-    """Folder on a fast local disk, for `nvme` offload."""
+    """Folder on a fast local disk, for `nvme` offload, which does not work yet."""
     pin_memory: bool = True
     """Pin host buffers of offloaded states and of saves (ignored without an accelerator)."""
     deepspeed_config: str | None = None

@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+LONGEST_NAME = 100
+"""Characters of a key in a file."""
+_NOT_TEXT = re.compile("[\0\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """In the place of a value that could not be read: how it is written, and what is wrong with it."""
+
+    text: str
+    message: str
+
+    def __str__(self) -> str:
+        return self.text
 
 
 @dataclass
@@ -36,7 +53,7 @@ class Settings:
                 return False
         target[last] = value
         self.places = {known: at for known, at in self.places.items() if not known.startswith(path + ".")}
-        self.places.update(dict.fromkeys([path, *_paths_in(value, path)], place))
+        self.places.update(dict.fromkeys([path, *(inner for inner, _ in _paths_in(value, path))], place))
         return True
 
     def place_of(self, path: str) -> str:
@@ -44,6 +61,12 @@ class Settings:
         while path and path not in self.places:
             path = path.rpartition(".")[0]
         return self.places.get(path, "")
+
+    def unusable(self) -> Iterator[tuple[str, str]]:
+        """The dotted paths of values that no field can hold, and why."""
+        for path, value in _paths_in(self.values, ""):
+            if message := unusable(value):
+                yield path, message
 
     def copy(self) -> Settings:
         """Settings that can be changed without changing these."""
@@ -69,11 +92,36 @@ def join(path: str, key: str | int) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
-def _paths_in(value: Any, path: str) -> Iterator[str]:
+def is_name(key: str) -> bool:
+    """Whether a key of a file can be a field's name, or a part of a dotted one."""
+    return 0 < len(key) <= LONGEST_NAME and key.isprintable() and "." not in key
+
+
+def whole_number(digits: str) -> int | float:
+    """What decimal `digits` stand for; infinity where Python would refuse to read so many."""
+    return int(digits) if len(digits) < 400 else float(digits)
+
+
+def unusable(value: Any) -> str | None:
+    """Why no field can hold this plain value; None for one that some may."""
+    if isinstance(value, Unreadable):
+        return value.message
+    if isinstance(value, str) and _NOT_TEXT.search(value):
+        return "holds a NUL character or half of a surrogate pair, which no name or path can"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "must be a finite number"
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return "must be a number of at most 64 bits"
+    return None
+
+
+def _paths_in(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Everything inside `value`, which stands at `path`, with its own path."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, child in items:
-        yield join(path, key)
-        yield from _paths_in(child, join(path, key))
+        here = join(path, key)
+        yield here, child
+        yield from _paths_in(child, here)
 
 
 def _copy(value: Any) -> Any:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from copy import deepcopy
+from functools import cache
 from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -42,6 +43,9 @@ def validate(schema: type[FullConfig], settings: Settings, problems: list[Proble
     """
     values = deepcopy(settings.values)
     broken: set[str] = set()
+    unusable = dict(settings.unusable())
+    problems.extend(Problem((mention(schema, settings, path),), message) for path, message in unusable.items())
+    broken |= _take_out(values, unusable)
     while True:
         try:
             config = schema.model_validate(values)
@@ -56,7 +60,7 @@ def validate(schema: type[FullConfig], settings: Settings, problems: list[Proble
         broken |= _mend(schema, values, invalid)
         if not invalid:
             found = [conflict for detail in details for conflict in _conflicts_of(detail)]
-            problems.extend(_mention_all(schema, settings, c) for c in found if not _touches(c, broken))
+            problems.extend(mention_all(schema, settings, c) for c in found if not _touches(c, broken))
             return None
 
 
@@ -93,7 +97,8 @@ def _conflicts_of(detail: ErrorDetails) -> list[Conflict]:
     return raised.conflicts if isinstance(raised, ConflictingFields) else []
 
 
-def _mention_all(schema: type[BaseModel], settings: Settings, conflict: Conflict) -> Problem:
+def mention_all(schema: type[BaseModel], settings: Settings, conflict: Conflict) -> Problem:
+    """`conflict` with where each of its fields was set, and to what."""
     return Problem(tuple(mention(schema, settings, path) for path in conflict.fields), conflict.message)
 
 
@@ -160,18 +165,24 @@ def _mend(schema: type[BaseModel], values: dict[str, Any], details: Iterable[Err
         for detail in details
         if detail["type"] == "missing" and isinstance(_container(values, _path(detail)), dict)
     }
-    taken_out = {_set_part(values, path) for path in map(_path, details) if path not in lacking}
+    taken_out = _take_out(values, (path for path in map(_path, details) if path not in lacking))
     assert all(taken_out), "every section has defaults, so no error is about the whole"
-    for path in taken_out:
-        container = _container(values, path)
-        if isinstance(container, dict):
-            container.pop(path.rpartition(".")[2], None)
     for path in lacking:
         container = _container(values, path)
         if isinstance(container, dict):
             parent, _, field = path.rpartition(".")
             container[field] = stand_in(_section_at(schema, parent), field)
     return taken_out | lacking
+
+
+def _take_out(values: dict[str, Any], paths: Iterable[str]) -> set[str]:
+    """Remove what stands at `paths`, a list for one of its items; the paths of what was removed."""
+    parts = {_set_part(values, path) for path in paths}
+    for part in parts:
+        container = _container(values, part)
+        if isinstance(container, dict):
+            container.pop(part.rpartition(".")[2], None)
+    return parts
 
 
 def stand_in(section: type[BaseModel], field: str) -> Any:
@@ -218,8 +229,11 @@ def _fields_at(schema: type[BaseModel], path: str) -> list[str]:
     return list(_section_at(schema, path).model_fields)
 
 
-def _all_fields(schema: type[BaseModel], path: str = "") -> Iterator[str]:
-    for name, info in schema.model_fields.items():
-        yield join(path, name)
-        if inner := _section_type(info.annotation):
-            yield from _all_fields(inner, join(path, name))
+@cache
+def _all_fields(schema: type[BaseModel], path: str = "") -> tuple[str, ...]:
+    return tuple(
+        name
+        for field, info in schema.model_fields.items()
+        for inner in [_section_type(info.annotation)]
+        for name in (join(path, field), *(_all_fields(inner, join(path, field)) if inner else ()))
+    )

@@ -7,13 +7,15 @@ reads a string), `no`, `on` and dates are strings, and a key that occurs twice i
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
+from ds_encdec.config.plain_files import MAX_CONFIG_BYTES, MAX_DEPTH, MAX_NODES, read_plain
 from ds_encdec.config.report import Mention, Problem
-from ds_encdec.config.settings import Settings, join
+from ds_encdec.config.settings import Settings, Unreadable, is_name, join, whole_number
 
 _IMPLICIT_TYPES = (
     ("tag:yaml.org,2002:bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
@@ -29,8 +31,71 @@ _IMPLICIT_TYPES = (
 )
 
 
+_PREFIX = "tag:yaml.org,2002:"
+_MERGE = _PREFIX + "merge"
+_SCALARS = {tag: re.compile(pattern) for tag, pattern, _ in _IMPLICIT_TYPES if tag != _MERGE} | {
+    _PREFIX + "str": re.compile(".*", re.DOTALL)
+}
+
+
 class _Loader(yaml.SafeLoader):
-    """PyYAML's loader with nothing but the types above."""
+    """PyYAML's loader with nothing but the types above, which stops where a document becomes too much.
+
+    Nodes are counted with what their aliases stand for, as they will be read: nine lines of nine aliases each, every
+    one of the line before, are 387 million values.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._path: list[str] = []
+        self._nodes = 0
+        self._extents: dict[yaml.Node, tuple[int, int]] = {}  # nodes and levels of each finished node
+        super().__init__(text)
+
+    @property
+    def field(self) -> str:
+        """The dotted path of what is being composed."""
+        return ".".join(name for name in self._path if name)
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """As PyYAML's, within the limits. Raises yaml.MarkedYAMLError."""
+        event, before = self.peek_event(), self._nodes
+        self._path.append(_name(index))
+        self._count(1, 1, event)
+        node = super().compose_node(parent, index)
+        assert node is not None  # there was an event
+        if isinstance(event, yaml.AliasEvent):
+            if node not in self._extents:
+                self._refuse(f"*{event.anchor} stands inside of what it stands for", event)
+            nodes, levels = self._extents[node]
+            self._count(nodes - 1, levels, event)
+        else:
+            levels = max((self._extents[child][1] for child in _children(node)), default=0)
+            self._extents[node] = (self._nodes - before, levels + 1)
+        self._path.pop()
+        return node
+
+    def _count(self, nodes: int, levels: int, event: yaml.Event) -> None:
+        self._nodes += nodes
+        if self._nodes > MAX_NODES:
+            self._refuse(f"more than {MAX_NODES} keys and values, those behind aliases counted each time", event)
+        if len(self._path) + levels - 1 > MAX_DEPTH:
+            self._refuse(f"nested more than {MAX_DEPTH} deep", event)
+
+    def _refuse(self, message: str, event: yaml.Event) -> NoReturn:
+        raise yaml.MarkedYAMLError(problem=message, problem_mark=event.start_mark)  # type: ignore[arg-type]
+
+
+def _name(index: Any) -> str:
+    """A part of a dotted path, from what PyYAML's composer knows: the key's node, or an item's number, or nothing."""
+    if isinstance(index, yaml.Node):
+        return index.value if isinstance(index, yaml.ScalarNode) else "?"
+    return "" if index is None else str(index)
+
+
+def _children(node: yaml.Node) -> Iterable[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return (child for pair in node.value for child in pair)
+    return node.value if isinstance(node, yaml.SequenceNode) else ()
 
 
 _RARE_BREAKS = re.compile("[\x85\u2028\u2029]")
@@ -64,49 +129,54 @@ def read_yaml(path: Path, problems: list[Problem]) -> Settings:
     if text is None:
         return Settings()
     try:
-        loader = _Loader(text)
-        root = loader.get_single_node()
-        if root is None:
-            problems.append(file_problem(path, "the file is empty"))
-            return Settings()
-        if not isinstance(root, yaml.MappingNode):
-            kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
-            message = f"the file holds {kind}; sections with `field: value` lines are needed"
-            problems.append(file_problem(path, message, _line(root)))
-            return Settings()
-        reader = _NodeReader(loader, path, problems)
-        return Settings(reader.read(root, ""), reader.places)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        message = f"not valid YAML: {error.problem or error.context}"
-        problems.append(file_problem(path, message, mark.line + 1 if mark else None))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        problems.append(file_problem(path, f"not valid YAML: {' '.join(str(error).split())}"))
-    return Settings()
+        root = _compose(text)
+    except UnreadableError as error:
+        problems.append(file_problem(path, f"not valid YAML: {error}", error.line, field=error.field))
+        return Settings()
+    if root is None:
+        problems.append(file_problem(path, "the file is empty"))
+        return Settings()
+    if not isinstance(root, yaml.MappingNode):
+        kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
+        message = f"the file holds {kind}; sections with `field: value` lines are needed"
+        problems.append(file_problem(path, message, _line(root)))
+        return Settings()
+    reader = _NodeReader(lambda line: f"{path}:{line}", problems)
+    values = reader.read(root, "")
+    return Settings(values if isinstance(values, dict) else {}, reader.places)
 
 
-def read_text(path: Path, problems: list[Problem]) -> str | None:
-    """The text of `path`, or None and a problem."""
+def read_text(path: Path, problems: list[Problem], named_by: Mention | None = None) -> str | None:
+    """The text of a configuration, or None and a problem. `named_by`: the setting that names the file."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return read_plain(path, MAX_CONFIG_BYTES)
     except FileNotFoundError:
-        problems.append(file_problem(path, "no such file"))
-    except UnicodeDecodeError:
-        problems.append(file_problem(path, "not a text file in UTF-8"))
-    except OSError as error:
-        problems.append(file_problem(path, f"cannot be read: {error.strerror}"))
+        message = "no such file"
+    except (OSError, ValueError) as error:
+        message = f"cannot be read: {(isinstance(error, OSError) and error.strerror) or error}"
+    problem = file_problem(path, message)
+    problems.append(Problem((named_by, *problem.mentions), message) if named_by else problem)
     return None
 
 
-def file_problem(path: Path, message: str, line: int | None = None, column: int | None = None) -> Problem:
-    """A problem with a file as such; `line` and `column` count from 1."""
+def file_problem(
+    path: Path, message: str, line: int | None = None, column: int | None = None, *, field: str = ""
+) -> Problem:
+    """A problem with a file as such; `line` and `column` count from 1, `field` is the last one that was read."""
     place = ":".join(str(part) for part in (path, line, column) if part is not None)
-    return Problem((Mention("", place),), message)
+    return Problem((Mention(place, field),), message)
 
 
-def parse_value(text: str) -> Any:
-    """`text` read as one YAML value. Raises yaml.YAMLError."""
-    return _Loader(text).get_single_data()
+def parse_value(text: str, place: str = "", field: str = "", problems: list[Problem] | None = None) -> Any:
+    """`text` read as one YAML value.
+
+    Mistakes inside it are appended to `problems` as ones of `field` at `place`. Raises UnreadableError (ValueError)
+    for what is no YAML.
+    """
+    root = _compose(text)
+    return (
+        None if root is None else _NodeReader(lambda _: place, [] if problems is None else problems).read(root, field)
+    )
 
 
 def write_yaml(values: dict[str, Any]) -> str:
@@ -114,23 +184,28 @@ def write_yaml(values: dict[str, Any]) -> str:
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
-def key_positions(text: str) -> dict[str, tuple[int, int]]:
-    """Line and column, from 1, of the keys in a JSON text by dotted path; nothing for the rare JSON that is no YAML."""
-    # Tabs between tokens are what YAML does not take; inside its strings JSON has no raw ones.
-    positions: dict[str, tuple[int, int]] = {}
+class UnreadableError(ValueError):
+    """A text is no YAML, or more of it than is read. `line` counts from 1; `field`: the dotted path read last."""
+
+    def __init__(self, message: str, line: int, field: str) -> None:
+        super().__init__(message)
+        self.line, self.field = line, field
+
+
+def _compose(text: str) -> yaml.Node | None:
+    """The nodes of one YAML document. Raises UnreadableError."""
     try:
-        _collect_positions(_Loader(text.replace("\t", " ")).get_single_node(), "", positions)
-    except yaml.YAMLError:
-        return {}
-    return positions
-
-
-def _collect_positions(node: yaml.Node | None, path: str, positions: dict[str, tuple[int, int]]) -> None:
-    if isinstance(node, yaml.MappingNode):
-        for key_node, value_node in node.value:
-            child = join(path, key_node.value)
-            positions[child] = (_line(key_node), int(key_node.start_mark.column) + 1)
-            _collect_positions(value_node, child, positions)
+        loader = _Loader(text)
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise UnreadableError(f"the character U+{error.character:04X} is not allowed", line, "") from error
+    try:
+        return loader.get_single_node()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark or loader.get_mark()
+        raise UnreadableError(error.problem or error.context or "", mark.line + 1, loader.field) from error
+    except Exception as error:  # PyYAML's scanner raises anything for what it has not foreseen, such as "\\UFFFFFFFF"
+        raise UnreadableError(" ".join(str(error).split()), loader.line + 1, loader.field) from error
 
 
 def _line(node: yaml.Node) -> int:
@@ -140,40 +215,82 @@ def _line(node: yaml.Node) -> int:
 class _NodeReader:
     """Turns YAML nodes into values while it notes the place of every key and finds repeated ones."""
 
-    def __init__(self, loader: _Loader, path: Path, problems: list[Problem]) -> None:
-        self.loader, self.path, self.problems = loader, path, problems
+    def __init__(self, place: Callable[[int], str], problems: list[Problem]) -> None:
+        self.place, self.problems = place, problems
         self.places: dict[str, str] = {}
 
     def read(self, node: yaml.Node, path: str) -> Any:
         """The value of `node`, which stands at the dotted `path`."""
-        if isinstance(node, yaml.MappingNode):
-            self._find_repeated_keys(node, path)
-            self.loader.flatten_mapping(node)
-            pairs = [(key, value) for key, value in node.value if self._is_name(key, path)]
-            return {str(key.value): self._read_item(key, value, join(path, key.value)) for key, value in pairs}
+        if isinstance(node, yaml.ScalarNode):
+            return _scalar(node)
+        if node.tag != (_PREFIX + "map" if isinstance(node, yaml.MappingNode) else _PREFIX + "seq"):
+            return Unreadable(_written(node.tag), "unknown tag: write plain values")
         if isinstance(node, yaml.SequenceNode):
             return [self._read_item(item, item, join(path, index)) for index, item in enumerate(node.value)]
-        return self.loader.construct_object(node)
+        assert isinstance(node, yaml.MappingNode)
+        self._find_repeated_keys(node, path)
+        pairs = [(key, value) for key, value in self._merged(node, path) if self._is_name(key, path)]
+        return {key.value: self._read_item(key, value, join(path, key.value)) for key, value in pairs}
 
     def _read_item(self, place: yaml.Node, value: yaml.Node, path: str) -> Any:
-        self.places[path] = f"{self.path}:{_line(place)}"
+        self.places[path] = self.place(_line(place))
         return self.read(value, path)
+
+    def _merged(self, node: yaml.MappingNode, path: str) -> list[tuple[yaml.Node, yaml.Node]]:
+        """The pairs of a mapping after those that its `<<` keys bring, of which earlier ones go before later ones."""
+        own, brought = [], []
+        for key, value in node.value:
+            if key.tag != _MERGE:
+                own.append((key, value))
+                continue
+            sources = value.value if isinstance(value, yaml.SequenceNode) else [value]
+            if all(isinstance(source, yaml.MappingNode) for source in sources):
+                brought += [pair for source in reversed(sources) for pair in self._merged(source, path)]
+            else:
+                self._report(key, join(path, "<<"), "needs a mapping, or a list of mappings")
+        return brought + own
 
     def _is_name(self, key: yaml.Node, path: str) -> bool:
         """Whether `key` can name a field. Dotted names are for the command line."""
-        if isinstance(key, yaml.ScalarNode) and "." not in key.value:
+        if isinstance(key, yaml.ScalarNode) and is_name(key.value) and key.tag in _SCALARS:
             return True
         name = key.value if isinstance(key, yaml.ScalarNode) else "a list or a mapping"
-        message = "not a key: sections are nested, with one `field: value` line each"
-        self.problems.append(Problem((Mention(f"{self.path}:{_line(key)}", join(path, name)),), message))
+        self._report(key, join(path, name), "not a key: sections are nested, with one `field: value` line each")
         return False
 
     def _find_repeated_keys(self, node: yaml.MappingNode, path: str) -> None:
         first: dict[str, int] = {}
         for key, _ in node.value:
-            if key.tag == "tag:yaml.org,2002:merge" or not isinstance(key, yaml.ScalarNode):
+            if key.tag == _MERGE or not isinstance(key, yaml.ScalarNode):
                 continue
             if key.value in first:
-                mention = Mention(f"{self.path}:{_line(key)}", join(path, key.value))
-                self.problems.append(Problem((mention,), f"the key is already set in line {first[key.value]}"))
+                self._report(key, join(path, key.value), f"the key is already set in line {first[key.value]}")
             first.setdefault(key.value, _line(key))
+
+    def _report(self, node: yaml.Node, path: str, message: str) -> None:
+        self.problems.append(Problem((Mention(self.place(_line(node)), path),), message))
+
+
+def _scalar(node: yaml.ScalarNode) -> Any:
+    """The value of a node, whose tag may be written (`!!float 3`) or follow from how it looks."""
+    text, kind = node.value, node.tag.removeprefix(_PREFIX)
+    if kind == "str":
+        return text
+    pattern = _SCALARS.get(node.tag)
+    if pattern is None:
+        return Unreadable(f"{_written(node.tag)} {text}", "unknown tag: write a plain value")
+    if not (pattern.fullmatch(text) or (kind == "float" and _SCALARS[_PREFIX + "int"].fullmatch(text))):
+        return Unreadable(f"{_written(node.tag)} {text}", f"this is no {kind}")
+    if kind == "null":
+        return None
+    if kind == "bool":
+        return text.lower() == "true"
+    digits = text.replace("_", "")
+    return (
+        whole_number(digits) if kind == "int" else float(digits.lower().replace(".inf", "inf").replace(".nan", "nan"))
+    )
+
+
+def _written(tag: str) -> str:
+    """A tag as it is written."""
+    return "!!" + tag.removeprefix(_PREFIX) if tag.startswith(_PREFIX) else tag

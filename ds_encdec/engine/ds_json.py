@@ -6,7 +6,6 @@ that matters here, no "auto" remains, and every key is checked against `config.d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -17,8 +16,6 @@ from ds_encdec.types import ConfigError
 # Elements of the buffers that gradients and parameters are collected in. DeepSpeed's default of 5e8 takes
 # 1 GB of each rank in bf16 (twice with overlap); beyond 5e7 the collectives gain nothing.
 _BUCKET_ELEMENTS = {"cuda": 50_000_000, "cpu": 5_000_000}
-# A swap buffer must hold the largest tensor: DeepSpeed's default of 1e8 is less than Qwen3-0.6B's embedding (1.56e8).
-_NVME_BUFFER_ELEMENTS = 200_000_000
 # Parameters smaller than this stay whole on every rank: norms, whose gathering costs more than it saves.
 _PERSISTENCE_THRESHOLD_ELEMENTS = 100_000
 # Elements that stay gathered after use, and the distance to the next use below which they do: DeepSpeed's own 1e9, 2 GB
@@ -82,15 +79,6 @@ def render_deepspeed_json(
         rendered.setdefault("communication_data_type", "fp32")
     _check_partition(rendered["zero_optimization"], world_size)
     return rendered
-
-
-def refuse_unsaved_states(rendered: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a DeepSpeed configuration whose checkpoints would not hold all states: those on NVMe."""
-    zero = rendered["zero_optimization"]
-    for block in ("offload_optimizer", "offload_param"):
-        if zero.get(block, {}).get("device") == "nvme":
-            field = "infra.offload_params" if block == "offload_param" else "infra.offload_optimizer"
-            raise ConfigError(f"{field}=nvme: checkpoints of such a run are not supported yet. Use cpu.")
 
 
 def zero_stage(infra: InfraConfig) -> int:
@@ -184,17 +172,10 @@ def _zero(infra: InfraConfig, device: str, *, hybrid_shard_size: int) -> dict[st
         zero["zero_hpz_partition_size"] = hybrid_shard_size
     pin_memory = infra.pin_memory and device != "cpu"
     if infra.offload_optimizer != "none":
-        zero["offload_optimizer"] = _offload(infra, infra.offload_optimizer, pin_memory)
+        zero["offload_optimizer"] = {"device": infra.offload_optimizer, "pin_memory": pin_memory}
     if infra.offload_params != "none":
-        zero["offload_param"] = _offload(infra, infra.offload_params, pin_memory)
-        if infra.offload_params == "nvme":
-            zero["offload_param"]["buffer_size"] = _NVME_BUFFER_ELEMENTS
+        zero["offload_param"] = {"device": infra.offload_params, "pin_memory": pin_memory}
     return zero
-
-
-def _offload(infra: InfraConfig, target: str, pin_memory: bool) -> dict[str, Any]:
-    block: dict[str, Any] = {"device": target, "pin_memory": pin_memory}
-    return block | {"nvme_path": infra.nvme_path} if target == "nvme" else block
 
 
 def _merge(rendered: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:

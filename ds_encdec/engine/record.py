@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ds_encdec.config.plain_files import read_json
 from ds_encdec.types import CheckpointError
 
 ENGINE_RECORD = "engine.json"
@@ -46,8 +47,8 @@ def read_record(directory: Path) -> EngineRecord:
     """The record of the checkpoint `directory`. Raises CheckpointError."""
     path = directory / ENGINE_RECORD
     try:
-        fields = json.loads(path.read_text())
+        fields = read_json(path)
         groups = tuple(tuple(names) for names in fields.pop("groups"))
         return EngineRecord(**fields, groups=groups)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path}: no readable record of an engine ({error})") from None

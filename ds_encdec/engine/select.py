@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ds_encdec.config.batch_size import with_micro_batch_size
 from ds_encdec.config.rules import engine_conflicts
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.engine.ds_json import accumulates_in_bf16, refuse_unsaved_states, render_deepspeed_json
+from ds_encdec.engine.ds_json import accumulates_in_bf16, render_deepspeed_json
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.launch.agreement import Agreement
 from ds_encdec.launch.world import World
@@ -65,7 +65,7 @@ def check_engine(engine: EngineName, config: FullConfig, world: World) -> None:
     else:
         # Neither the device nor the batch decides what is refused.
         sized = with_micro_batch_size(config, 1, world.world_size)
-        refuse_unsaved_states(_deepspeed_json(sized, world, config.infra.device, 1))
+        _deepspeed_json(sized, world, config.infra.device, 1)
 
 
 def create_engine(

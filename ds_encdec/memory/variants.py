@@ -15,7 +15,7 @@ from typing import Literal
 
 from ds_encdec.config.rules import engine_conflicts, find_conflicts
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.engine.ds_json import refuse_unsaved_states, render_deepspeed_json
+from ds_encdec.engine.ds_json import render_deepspeed_json
 from ds_encdec.memory.breakdown import Estimate
 from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.job import Job, make_job
@@ -160,16 +160,15 @@ def as_overrides(overrides: Mapping[str, Value]) -> str:
 
 
 def refuse_what_runs_refuse(job: Job) -> None:
-    """Raise ConfigError for what `infra.deepspeed_extra` or `nvme` make a run refuse before it starts."""
+    """Raise ConfigError for what `infra.deepspeed_extra` makes a run refuse before it starts."""
     if job.engine == "deepspeed":
-        rendered = render_deepspeed_json(
+        render_deepspeed_json(
             job.config,
             world_size=job.world_size,
             gradient_accumulation_steps=job.gradient_accumulation_steps,
             device=job.device,
             ranks_per_node=job.ranks_per_node,
         )
-        refuse_unsaved_states(rendered)
 
 
 def variant(job: Job, overrides: dict[str, Value]) -> Variant:

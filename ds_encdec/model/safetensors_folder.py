@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ds_encdec.config.plain_files import read_json
 from ds_encdec.types import CheckpointError, WeightSource
 
 SINGLE_FILE = "model.safetensors"
@@ -64,8 +65,10 @@ class SafetensorsFolder:
     def _read_index(self) -> dict[str, str]:
         if (index := self._folder / INDEX_FILE).is_file():
             try:
-                file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            except (ValueError, KeyError, TypeError) as error:
+                file_of: dict[str, str] = read_json(index)["weight_map"]
+                if not all(isinstance(shard, str) and Path(shard).name == shard for shard in file_of.values()):
+                    raise ValueError("weight_map: a shard is no file name")
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise CheckpointError(f"{index} is damaged: {error!r}. Copy it there again") from error
             for shard in sorted(set(file_of.values())):
                 if not (self._folder / shard).is_file():

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ds_encdec.config.plain_files import read_json
 from ds_encdec.monitor.metrics import encode_float
 from ds_encdec.monitor.metrics_file import is_number, read_step_lines
 from ds_encdec.monitor.monitor import TrainingMonitor
@@ -52,10 +52,9 @@ def judge(planned: PlannedPhase, pipeline_initial_loss: float | None) -> Verdict
     the first phase. Raises CheckpointError where there is no final checkpoint.
     """
     final = planned.folder / "checkpoints" / "final"
-    saved = _read_trainer_json(final)
-    state = TrainingState(**saved["state"])
+    state, monitor_state = _read_trainer_json(final)
     monitor = TrainingMonitor(window_size=planned.config.monitor.window_size)
-    monitor.load_state_dict(saved["recorder"]["monitor"])
+    monitor.load_state_dict(monitor_state)
     if pipeline_initial_loss is not None:
         monitor.initial_loss = pipeline_initial_loss
     metrics_check, evaluation = _look_at_metrics(planned.folder / "metrics.jsonl")
@@ -73,10 +72,12 @@ def judge(planned: PlannedPhase, pipeline_initial_loss: float | None) -> Verdict
     )
 
 
-def _read_trainer_json(final: Path) -> dict[str, Any]:
+def _read_trainer_json(final: Path) -> tuple[TrainingState, dict[str, Any]]:
+    """The counters and the monitor's state that the run ended with."""
     try:
-        return json.loads((final / "trainer.json").read_text())
-    except (OSError, ValueError) as error:
+        saved = read_json(final / "trainer.json", None)
+        return TrainingState(**saved["state"]), saved["recorder"]["monitor"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{final}: the phase is complete, but its final checkpoint cannot be read to judge it: {error}. "
             "Restore it, or delete the phase's folder to train it anew."

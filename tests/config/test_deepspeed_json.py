@@ -45,7 +45,7 @@ COMPLETE = {
     },
     "zero_optimization": {
         "stage": 3,
-        "offload_optimizer": {"device": "nvme", "nvme_path": "/local", "pin_memory": False, "fast_init": True},
+        "offload_optimizer": {"device": "cpu", "nvme_path": "/local", "pin_memory": False, "fast_init": True},
         "offload_param": {"device": "cpu"},
         "stage3_prefetch_bucket_size": 5e7,
         "sub_group_size": 1000,
@@ -65,7 +65,7 @@ def test_every_key_reaches_its_field(tmp_path: Path) -> None:
     assert (training.adam_epsilon, training.weight_decay, training.torch_adam) == (1e-6, 0.1, True)
     assert (training.lr_scheduler_type, training.warmup_type) == ("WarmupCosineLR", "log")
     assert (training.warmup_steps, training.num_train_steps, training.min_lr_ratio) == (20, 500, 0.05)
-    assert (infra.sharding_stage, infra.offload_optimizer, infra.offload_params) == ("zero3", "nvme", "cpu")
+    assert (infra.sharding_stage, infra.offload_optimizer, infra.offload_params) == ("zero3", "cpu", "cpu")
     assert (infra.nvme_path, infra.pin_memory, training.activation_offload) == ("/local", False, True)
     assert infra.deepspeed_extra == {
         "communication_data_type": "fp32",
@@ -205,7 +205,7 @@ def test_what_only_follows_gives_way_to_what_is_written(tmp_path: Path) -> None:
         ("[]", "a DeepSpeed configuration is one { ... } block"),
         (
             '{\n\t"fp16": {"enabled": true,\n\t"enabled": false}}',
-            "ds.json:3:2\n      `enabled` is set twice in one block",
+            "ds.json:3:2: fp16.enabled\n      `enabled` is set twice in one block",
         ),
     ],
 )
@@ -278,8 +278,8 @@ def test_a_wrong_type_is_no_disagreement(
     assert [line.strip() for line in found.splitlines()[1:]] == expected
 
 
-def test_json_that_is_no_yaml_is_reported_without_lines(tmp_path: Path) -> None:
-    assert "ds.json: log_level = 1\n" in report(tmp_path, '{"log_level": 1, "communication_data_type": "\x7f"}')
+def test_json_that_is_no_yaml_is_reported_with_its_lines(tmp_path: Path) -> None:
+    assert "ds.json:1:2: log_level = 1\n" in report(tmp_path, '{"log_level": 1, "communication_data_type": "\x7f"}')
 
 
 def test_which_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

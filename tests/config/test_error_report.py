@@ -136,10 +136,10 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
         ("- model\n- data\n", "run.yaml:1\n      the file holds a list;"),
         ("just words", "run.yaml:1\n      the file holds a single value;"),
         ("model:\n\tseed: 1\n", "run.yaml:2\n      not valid YAML: found character '\\t'"),
-        ("model: {a: 1\n", "run.yaml:2\n      not valid YAML: expected ',' or '}'"),
-        ("a: \x00\n", "run.yaml\n      not valid YAML: unacceptable character #x0000"),
-        ("a: *nowhere\n", "run.yaml:1\n      not valid YAML: found undefined alias 'nowhere'"),
-        ("a: !!python/object:os.system {}\n", "run.yaml: a = {}\n"),
+        ("model: {a: 1\n", "run.yaml:2: model\n      not valid YAML: expected ',' or '}'"),
+        ("a: \x00\n", "run.yaml:1\n      not valid YAML: the character U+0000 is not allowed"),
+        ("a: *nowhere\n", "run.yaml:1: a\n      not valid YAML: found undefined alias 'nowhere'"),
+        ("a: !!python/object:os.system {}\n", 'run.yaml:1: a = "!!python/object:os.system"\n      unknown tag'),
         ("training.seed: 3\n", "run.yaml:1: training.seed\n      not a key: sections are nested"),
         ("training: {? [a] : 3}\n", "run.yaml:1: training.a list or a mapping\n      not a key"),
         ("training: 5\n", "run.yaml:1: training = 5\n      must be a mapping"),
@@ -148,12 +148,12 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
 )
 def test_files_that_are_no_configuration(tmp_path: Path, text: str, message: str) -> None:
     found = report(written(tmp_path, text))
-    assert message.replace("run.yaml: a", "run.yaml:1: a") in found
+    assert message in found
 
 
 def test_missing_unreadable_and_binary_files(tmp_path: Path) -> None:
     assert "nowhere.yaml\n      no such file" in report(tmp_path / "nowhere.yaml")
-    assert "cannot be read: Is a directory" in report(tmp_path)
+    assert "cannot be read: a folder, not a plain file" in report(tmp_path)
     binary = tmp_path / "model.safetensors"
     binary.write_bytes(b"\xff\xfe\x00\x80")
     assert "not a text file in UTF-8" in report(binary)

@@ -1,0 +1,110 @@
+"""Files that may come from anybody: only plain ones are opened, and text and JSON are bounded before they are read on.
+
+Configurations, manifests and indexes are all read by these functions. A FIFO would wait for ever, a device never end,
+and a JSON nested deep enough exhausts the interpreter's stack.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+MAX_CONFIG_BYTES = 1_000_000
+"""Of a YAML or JSON file that people write."""
+MAX_RECORD_BYTES = 32_000_000
+"""Of a manifest or an index, which programs write: room for about 100,000 files or tensors."""
+MAX_DEPTH = 100
+"""Mappings and lists inside each other."""
+MAX_NODES = 10_000
+"""Keys, values and list items of a configuration; what an alias stands for is counted each time."""
+
+JSON_TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*\\?(?:"|\Z)|[\[\]{},:]', re.DOTALL)
+"""Strings (also one that never ends) and punctuation; what stands between them are numbers and words."""
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+class TooMuchError(ValueError):
+    """A text that is not read on. `offset`: where in it."""
+
+    def __init__(self, message: str, offset: int) -> None:
+        super().__init__(message)
+        self.offset = offset
+
+
+def open_plain(path: str | Path) -> BinaryIO:
+    """`path` opened for reading bytes. Raises OSError, also for what is no plain file."""
+    _refuse_other_kinds(os.stat(path), path)  # to open some devices is to do something
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        _refuse_other_kinds(os.fstat(descriptor), path)  # it may have been exchanged
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_plain(path: str | Path, max_bytes: int | None) -> str:
+    """The text of a plain UTF-8 file. Raises OSError, and ValueError where it is larger or no such text."""
+    with open_plain(path) as file:
+        content = file.read(-1 if max_bytes is None else max_bytes + 1)
+    if max_bytes is not None and len(content) > max_bytes:
+        raise ValueError(f"larger than {max_bytes / 1e6:g} MB, the most that is read of such a file")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError("not a text file in UTF-8") from error
+
+
+def read_json(
+    path: str | Path,
+    max_bytes: int | None = MAX_RECORD_BYTES,
+    object_hook: Callable[[dict[str, Any]], Any] | None = None,
+) -> Any:
+    """What a JSON file that a program wrote holds. Raises OSError; ValueError for no JSON, too large, nested too deep.
+
+    `max_bytes`: None where its size is known to be right. `object_hook`: as of `json.loads`.
+    """
+    text = read_plain(path, max_bytes)
+    bound_json(text)
+    return json.loads(text, object_hook=object_hook)
+
+
+def bound_json(text: str, max_nodes: int | None = None) -> None:
+    """Raise TooMuchError where a JSON text is nested too deep, or holds more values than `max_nodes`."""
+    depth = nodes = 0
+    for token in JSON_TOKEN.finditer(text):
+        match token[0][0]:
+            case "[" | "{":
+                depth, nodes = depth + 1, nodes + 1
+            case "]" | "}":
+                depth -= 1
+            case ",":
+                nodes += 1
+        if depth > MAX_DEPTH:
+            raise TooMuchError(f"nested more than {MAX_DEPTH} deep", token.start())
+        if max_nodes is not None and nodes > max_nodes:
+            raise TooMuchError(f"more than {max_nodes} values", token.start())
+
+
+def kind_of(mode: int) -> str | None:
+    """What a file of this `st_mode` is; None for a plain file."""
+    return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "no plain file")
+
+
+def _refuse_other_kinds(status: os.stat_result, path: str | Path) -> None:
+    if kind := kind_of(status.st_mode):
+        raise OSError(errno.EINVAL, f"{kind}, not a plain file", str(path))

@@ -1,0 +1,210 @@
+"""Manifests and records that are none: `auto` passes over them, every tool says so with exit code 5, nothing hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from saved_checkpoints import config, random_state, save_checkpoint
+
+from ds_encdec import cli
+from ds_encdec.checkpoint.find import find_checkpoint
+from ds_encdec.checkpoint.manifest import MANIFEST, DamagedCheckpointError, read_manifest, record_file
+from ds_encdec.config.plain_files import MAX_RECORD_BYTES
+from ds_encdec.launch.agreement import Agreement
+from ds_encdec.model.safetensors_folder import INDEX_FILE, SafetensorsFolder
+from ds_encdec.types import CheckpointError
+
+Output = pytest.CaptureFixture[str]
+NEWEST = "step-00000200"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("saved") / "run"
+    for step in (100, 200):
+        save_checkpoint(run / "checkpoints", step, random_state(config(), 0), config())
+    return run
+
+
+@pytest.fixture
+def run(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "run"))
+
+
+def edit(manifest: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    content = json.loads(manifest.read_text())
+    change(content)
+    manifest.write_text(json.dumps(content))
+
+
+def put(name: str, value: Any) -> Callable[[Path], None]:
+    return lambda manifest: edit(manifest, lambda content: content.update({name: value}))
+
+
+def unhashed(name: str, value: Any) -> Callable[[Path], None]:
+    """As a manifest of the format before, which has no hash that could notice the change."""
+
+    def change(content: dict[str, Any]) -> None:
+        del content["sha256"]
+        content.update({"format_version": 3, name: value})
+
+    return lambda manifest: edit(manifest, change)
+
+
+def text(content: str) -> Callable[[Path], None]:
+    return lambda manifest: (manifest.write_text(content), None)[1]
+
+
+def instead(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    def damage(manifest: Path) -> None:
+        manifest.unlink()
+        make(manifest)
+
+    return damage
+
+
+def listed_fifo(manifest: Path) -> None:
+    """A FIFO in the place of a file of tensors, which the manifest lists."""
+    victim = next(manifest.parent.glob("dcp/*.distcp"))
+    victim.unlink()
+    os.mkfifo(victim)
+
+
+def empty_fifo(manifest: Path) -> None:
+    """One that even its size would not betray."""
+    fifo = manifest.parent / "dcp" / "x"
+    fifo.touch()
+    sealed = read_manifest(manifest.parent)
+    manifest.write_text(replace(sealed, files=(*sealed.files, record_file(fifo, manifest.parent))).to_json())
+    fifo.unlink()
+    os.mkfifo(fifo)
+
+
+def first_path(path: Any) -> Callable[[Path], None]:
+    def change(content: dict[str, Any]) -> None:
+        content["files"][0]["path"] = path
+
+    return lambda manifest: edit(manifest, change)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "text": (text('"abc"'), "it holds a str"),
+    "number": (text("1"), "it holds a int"),
+    "nothing": (text(""), "is not a manifest"),
+    "bytes": (lambda manifest: (manifest.write_bytes(b"\xff"), None)[1], "UTF-8"),
+    "nested": (text('{"step": ' + "[" * 100_000), "nested more than 100 deep"),
+    "digits": (text('{"step": ' + "7" * 5000 + "}"), "is not a manifest"),
+    "large": (lambda manifest: os.truncate(manifest, MAX_RECORD_BYTES + 1), "larger than 32 MB"),
+    "folder": (instead(Path.mkdir), "a folder"),
+    "fifo": (instead(os.mkfifo), "a FIFO"),
+    "device": (instead(lambda manifest: manifest.symlink_to("/dev/zero")), "a device"),
+    "input/output error": (instead(lambda manifest: manifest.symlink_to("/proc/self/mem")), "Input/output error"),
+    "broken link": (instead(lambda manifest: manifest.symlink_to("nowhere")), "no manifest.json"),
+    "list as path": (first_path(["a"]), "SHA-256 of itself"),
+    "another step": (put("step", 999_999), "SHA-256 of itself"),
+    "another engine": (put("engine", "fsdp"), "SHA-256 of itself"),
+    "another world size": (put("world_size", 64), "SHA-256 of itself"),
+    "another key": (put("more", 1), "SHA-256 of itself"),
+    "no hash": (put("sha256", None), "SHA-256 of itself"),
+    "unknown format": (put("format_version", 5), "format version is 5"),
+    "format as text": (put("format_version", [4]), "format version is [4]"),
+    "step as text": (unhashed("step", "7"), "step is '7'"),
+    "negative step": (unhashed("step", -5), "step is -5"),
+    "step as bool": (unhashed("step", True), "step is True"),
+    "files as text": (unhashed("files", "abc"), "files is 'abc'"),
+    "files of numbers": (unhashed("files", [1]), "1 describes no file"),
+    "unhashed, list as path": (unhashed("files", [{"path": ["a"], "num_bytes": 1, "sha256": ""}]), "describes no file"),
+    "unhashed, another key": (unhashed("more", 1), "unexpected keyword"),
+    "listed fifo": (listed_fifo, "a FIFO; a checkpoint holds plain files"),
+    "empty listed fifo": (empty_fifo, "a FIFO; a checkpoint holds plain files"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_manifest_that_is_none(run: Path, capsys: Output, damage: str) -> None:
+    newest = run / "checkpoints" / NEWEST
+    spoil, message = DAMAGE[damage]
+    spoil(newest / MANIFEST)
+    found = find_checkpoint(run / "checkpoints", Agreement(), "auto")
+    assert found is not None
+    assert found.manifest.step == 100
+    with pytest.raises(DamagedCheckpointError) as caught:
+        find_checkpoint(run / "checkpoints", Agreement(), str(newest))
+    assert message in str(caught.value)
+    out = run.parent / "out"
+    for words in (["verify", run], ["verify", newest], ["export", newest, out], ["average", run, out]):
+        assert cli.main([str(word) for word in words]) == 5, words
+        assert message in capsys.readouterr().err
+
+
+def test_the_only_checkpoint_is_not_written_over_because_its_manifest_is_a_folder(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints" / "step-00000100")
+    instead(Path.mkdir)(run / "checkpoints" / NEWEST / MANIFEST)
+    with pytest.raises(CheckpointError, match="none of its 1 checkpoints is whole"):
+        find_checkpoint(run / "checkpoints", Agreement(), "auto")
+
+
+def test_a_manifest_of_the_format_before_is_read_and_said_to_be_one(
+    run: Path, capsys: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Formats differ in the hash alone."""
+    newest = run / "checkpoints" / NEWEST
+    unhashed("engine", "fsdp")(newest / MANIFEST)
+    found = find_checkpoint(run / "checkpoints", Agreement(), "auto")
+    assert found is not None
+    assert (found.manifest.step, found.manifest.engine) == (200, "fsdp")
+    assert "a format without a hash of itself" in caplog.text
+    assert cli.main(["verify", str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert ["without a hash of itself" in line for line in lines] == [False, True]
+
+
+def reseal(checkpoint: Path, name: str, content: str) -> None:
+    """Replace a file, and its record in the manifest with it, as someone would who can write to the whole folder."""
+    (checkpoint / name).write_text(content)
+    sealed = read_manifest(checkpoint)
+    files = tuple(record_file(checkpoint / record.path, checkpoint) for record in sealed.files)
+    (checkpoint / MANIFEST).write_text(replace(sealed, files=files).to_json())
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("trainer.json", "{}", "has no 'state'"),
+        ("trainer.json", '{"state": 5}', "`state` is not what"),
+        ("trainer.json", '{"state": {"steps": 5}}', "`state` is not what"),
+        ("trainer.json", "[" * 100_000, "nested more than 100 deep"),
+        ("trainer.json", "[]", "`state` is not what"),
+        ("engine.json", "[]", "no readable record of an engine"),
+        ("engine.json", '{"groups": ' + "[" * 100_000, "no readable record of an engine"),
+        ("engine.json", '{"groups": [1]}', "no readable record of an engine"),
+    ],
+)
+def test_records_that_are_none(run: Path, capsys: Output, name: str, content: str, message: str) -> None:
+    newest = run / "checkpoints" / NEWEST
+    reseal(newest, name, content)
+    assert cli.main(["export", str(newest), str(run.parent / "out")]) == 5
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[1]", "1", '{"weight_map": [1]}', '{"weight_map": {"a": 1}}', '{"weight_map": {"a": "../x"}}', "[" * 10**5],
+)
+def test_an_index_of_shards_that_is_none(tmp_path: Path, content: str) -> None:
+    (tmp_path / INDEX_FILE).write_text(content)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        SafetensorsFolder(tmp_path)
+
+
+def test_an_index_that_is_a_fifo(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / INDEX_FILE)
+    with pytest.raises(CheckpointError, match="has neither"):
+        SafetensorsFolder(tmp_path)

@@ -1,0 +1,92 @@
+"""`ds-encdec validate` looks for what a configuration names on this machine; loading one does not."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ds_encdec import cli
+from ds_encdec.config.load import load_config
+
+Output = pytest.CaptureFixture[str]
+
+QUICKSTART = str(Path(__file__).resolve().parents[2] / "ds_configs" / "quickstart.yaml")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "message"),
+    [
+        (
+            ["data.dataset_name=text", "data.data_files=[here.txt, absent/**/*.txt]"],
+            "data.data_files",
+            "no file matches absent/**/*.txt",
+        ),
+        (["data.dataset_name=json", "data.data_files=folder"], "data.data_files", "no file matches folder"),
+        (["data.dataset_name=parquet", "data.data_files=~nobody-here/x"], "data.data_files", "no file matches"),
+        (
+            ["data.mixture=[{weight: 1, dataset_name: builtin}, {weight: 1, dataset_name: text, data_files: x}]"],
+            "data.mixture.1.data_files",
+            "no file matches x",
+        ),
+        (["model.model_name_or_path=./absent"], "model.model_name_or_path", "there is no such folder"),
+        (["model.model_name_or_path=~nobody-here/x"], "model.model_name_or_path", "there is no such folder"),
+        (["model.model_name_or_path=Qwen3"], "model.model_name_or_path", "`OWNER/NAME`"),
+        (["model.model_name_or_path=folder"], "model.model_name_or_path", "has no config.json"),
+        (["model.tokenizer_name_or_path=folder"], "model.tokenizer_name_or_path", "has no tokenizer.json"),
+        (["infra.output_dir=here.txt/run"], "infra.output_dir", "here.txt is no folder"),
+        (["infra.output_dir=~nobody-here/run"], "infra.output_dir", "there is no such user"),
+        (["infra.output_dir=" + "x" * 300], "infra.output_dir", "the name is too long"),
+        (["infra.logging_dir=/proc/self/status/logs"], "infra.logging_dir", "is no folder"),
+    ],
+)
+def test_what_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output, overrides: list[str], field: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.txt").touch()
+    (tmp_path / "folder").mkdir()
+    assert cli.main(["validate", *overrides]) == 2
+    shown = capsys.readouterr().err
+    assert f"  command line: {field} = " in shown
+    assert message in shown
+    assert cli.main(["validate", "--elsewhere", *overrides]) == 0
+    load_config(None, overrides)
+
+
+def test_what_is_there_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("data/a/x.txt", "model/config.json", "model/tokenizer.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    found = ["data.dataset_name=text", "data.data_files=[data/**/*.txt]", "model.model_name_or_path=model"]
+    assert cli.main(["validate", *found, "infra.output_dir=new/run"]) == 0
+    assert sorted(os.listdir(tmp_path)) == ["data", "model"]  # nothing was made
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("# none\n", "no host has a slot"),
+        ("a slots=2\nb\n", ":2: b\n      not `HOST slots=N`"),
+        ("a slots=2\na slots=2\n", ":2: a\n      the host is listed twice"),
+        (f"a slots={'9' * 5000}", ":1: a slots="),
+        ("a slots=8\n", "8 slots do not divide the 4 micro-batches"),
+        ("a slots=2\nb slots=2 # two hosts\n", ""),
+    ],
+)
+def test_a_hostfile(tmp_path: Path, capsys: Output, text: str, message: str) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    code = cli.main(["validate", QUICKSTART, "--hostfile", str(path), f"infra.output_dir={tmp_path}"])
+    assert code == (2 if message else 0)
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert str(path) in shown or not message
+
+
+def test_a_hostfile_that_is_not_there(tmp_path: Path, capsys: Output) -> None:
+    """DeepSpeed's launcher would go on without a word, on this machine alone."""
+    assert cli.main(["validate", QUICKSTART, "--hostfile", str(tmp_path / "absent")]) == 2
+    assert "no such file" in capsys.readouterr().err
