@@ -129,7 +129,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def flush_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
+    """Make the names in a folder, or the content of a file, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -137,12 +137,7 @@ def flush_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def disk_error(error: BaseException | None) -> OSError | None:
-    """The OSError of a file system that `error` is or was raised from; None for others, also those of a network.
-
-    An error that only happened while an OSError was handled is not one, but for RuntimeError: torch.save raises that
-    where it cannot close its file after an OSError.
-    """
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__ or (error.__context__ if type(error) is RuntimeError else None)
-    return None if isinstance(error, ConnectionError | TimeoutError) else error
+def flush_tree(folder: Path) -> None:
+    """Make `folder` and all files in it durable."""
+    for path in (folder, *folder.rglob("*")):
+        flush_folder(path)

@@ -7,13 +7,13 @@ import logging
 import os
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
 
 import pytest
 from saves import NUM_BYTES, begin, collect, engine, find, make_manager, save
+from small_disk import with_small_disk
 
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.checkpoint.manifest import verify_checkpoint
@@ -255,26 +255,13 @@ verify_checkpoint(save(manager, 3))
 
 
 def test_a_file_system_that_is_really_full(tmp_path: Path) -> None:
-    mount = tmp_path / "small"
-    mount.mkdir()
-    inside = textwrap.dedent(
-        f"""
-        mount -t tmpfs -o size=64k none {mount} || exit 77
-        exec {sys.executable} -c "$PROGRAM" {mount}/checkpoints
-        """
+    folder = tmp_path / "small"
+    result = subprocess.run(
+        [*with_small_disk(folder, 64), sys.executable, "-c", FULL_FILE_SYSTEM, str(folder / "checkpoints")],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
-    environ = {**os.environ, "PROGRAM": FULL_FILE_SYSTEM, "PYTHONPATH": str(Path(__file__).parent)}
-    try:
-        result = subprocess.run(
-            ["unshare", "--user", "--map-root-user", "--mount", "bash", "-c", inside],
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-    except FileNotFoundError:
-        pytest.skip("no unshare(1) here")
-    if result.returncode == 77 or "unshare" in result.stderr:
-        pytest.skip(f"no file system may be mounted here: {result.stderr.strip()}")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "No space left on device" in result.stdout

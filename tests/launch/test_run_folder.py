@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_encdec.launch.run_folder import RunFolder, disk_error
+from ds_encdec.launch.disk import disk_error
+from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.types import ConfigError, OutputLockedError
 
 
