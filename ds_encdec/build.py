@@ -35,6 +35,7 @@ from ds_encdec.data.inspect import inspect_data
 from ds_encdec.engine.ds_json import render_deepspeed_json
 from ds_encdec.engine.select import check_engine, create_engine, fallback_engine, resolve_engine
 from ds_encdec.launch.agreement import Agreement
+from ds_encdec.launch.peers import Peers
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
 from ds_encdec.launch.run_folder import RunFolder, write_atomically
@@ -89,12 +90,13 @@ def run_training(config: FullConfig, *, resume: str | None = None, allow_data_ch
     site.agreement.on_rank_zero(lambda: site.folder.claim(resume=resume is not None))
     with (
         StopRequest(world) as stop,
-        ending_recorded(site.folder, world, spare=resume is not None) as begin,
+        Peers(site.folder, site.agreement) as peers,
+        ending_recorded(site.folder, world, peers, spare=resume is not None) as begin,
         Watchdog(stop, _hang_timeout_minutes(config.infra), site.folder, site.agreement),
     ):
         trainer = _wire(config, site, stop, resume, allow_data_change)
         begin()
-        state = _train_and_close(trainer)
+        state = _train_and_close(trainer, peers)
     del trainer
     shutdown()
     if world.is_main:
@@ -103,7 +105,7 @@ def run_training(config: FullConfig, *, resume: str | None = None, allow_data_ch
     return state
 
 
-def _train_and_close(trainer: Trainer) -> TrainingState:
+def _train_and_close(trainer: Trainer, peers: Peers | None = None) -> TrainingState:
     exit_code, reason = 0, ""
     try:
         with out_of_memory_explained(trainer.expected_memory, trainer.engine.device, trainer.agreement.rank):
@@ -111,9 +113,11 @@ def _train_and_close(trainer: Trainer) -> TrainingState:
         if state is not trainer.state and state.global_step < trainer.config.training.num_train_steps:
             _say_stopped_early(trainer, state)
     except BaseException as error:
-        named = named_error(error, trainer.agreement.rank)
+        named = named_error(error, trainer.agreement.rank, peers)
         exit_code, reason = named.exit_code, str(named)
-        raise
+        if named is error:
+            raise
+        raise named from error
     finally:
         with trainer.stop.busy():
             trainer.checkpoints.close()
@@ -297,6 +301,7 @@ def _wire(config: FullConfig, site: Site, stop: StopRequest, resume: str | None,
         stop=stop,
         run_files=partial(_run_files, config=config, model=model, data=data, plan=plan),
         state=state,
+        require_folder=site.folder.require_present,
         expected_memory=expected,
     )
 

@@ -1,0 +1,147 @@
+"""How a run ends is told, whatever became of its disk, its folder or its ranks: the exit code, and run.json."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked_runs import ForkedRuns
+from small_disk import with_small_disk
+from tiny_run import QUICKSTART, overrides
+
+from ds_encdec.checkpoint.folder import committed_steps
+from ds_encdec.checkpoint.verify import verify_checkpoints
+
+pytestmark = [pytest.mark.distributed]
+
+ENGINES = {
+    "deepspeed": {"infra__distributed_type": "deepspeed"},  # ZeRO-3 with offload, as the quickstart
+    "fsdp": {"infra__distributed_type": "fsdp", "infra__offload_optimizer": "none"},
+}
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[ForkedRuns]:
+    with ForkedRuns() as started:
+        yield started
+
+
+def arguments(folder: Path, engine: str = "fsdp", **changes: Any) -> list[str]:
+    settings = {
+        "training__num_train_steps": 8,
+        "training__save_steps": 4,
+        "training__eval_samples": 0,
+        "training__logging_steps": 2,
+        "training__average_checkpoints": 0,
+        "training__report_to": "none",
+    }
+    return ["--config", QUICKSTART, *overrides(folder, **settings | ENGINES[engine] | changes)]
+
+
+def status(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "run.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize(
+    ("engine", "faults"),
+    [
+        ("deepspeed", [{"kind": "killed_rank", "at": 6}]),
+        ("fsdp", [{"kind": "killed_in_save"}]),
+        ("fsdp", [{"kind": "killed_rank", "at": 6}, {"kind": "own_machine"}]),
+    ],
+    ids=["deepspeed, in a step", "fsdp, in a save", "fsdp, of two machines"],
+)
+def test_a_killed_rank_is_named_and_the_other_does_not_take_the_blame(
+    runs: ForkedRuns, tmp_path: Path, engine: str, faults: list[dict[str, Any]], lost: int
+) -> None:
+    """Of two machines: each rank is told that the other's process is on another one, so it cannot see that one go."""
+    orders = [fault | ({"on_rank": lost} if "killed" in fault["kind"] else {}) for fault in faults]
+    result = runs.run(arguments(tmp_path, engine, training__async_save="false"), ranks=2, faults=orders)
+    assert result.codes[lost] == -signal.SIGKILL
+    assert result.codes[1 - lost] == 9, result.output
+    ended = status(tmp_path)
+    assert (ended["state"], ended["exit_code"]) == ("failed", 9), ended
+    host = f"machine {lost}" if len(faults) == 2 else ended["host"]
+    assert ended["reason"].startswith(f"rank {lost} (process ")
+    assert f"on {host}) is gone without a word" in ended["reason"]
+    assert "Traceback" not in result.output
+    assert "Connection closed" not in result.output
+    assert sorted(committed_steps(tmp_path / "checkpoints")) == [4]
+    assert len(list(verify_checkpoints(tmp_path))) == 1
+
+
+def test_a_rank_that_waits_for_a_killed_one_in_native_code_ends_by_itself(runs: ForkedRuns, tmp_path: Path) -> None:
+    """As in a GPU's collective, which gloo's connections tell nothing: a stand-in that sleeps."""
+    faults = [{"kind": "killed_rank", "at": 6, "on_rank": 1}, {"kind": "deaf", "at": 6, "on_rank": 0}]
+    result = runs.run(arguments(tmp_path), ranks=2, faults=faults)
+    assert result.codes == [9, -signal.SIGKILL], result.output
+    assert status(tmp_path)["exit_code"] == 9
+    assert "rank 1 (process " in status(tmp_path)["reason"]
+
+
+def test_the_error_of_a_rank_is_no_loss_of_it(runs: ForkedRuns, tmp_path: Path) -> None:
+    result = runs.run(arguments(tmp_path), ranks=2, faults=[{"kind": "bug", "at": 6, "on_rank": 1}])
+    assert "KeyError: 'a bug'" in status(tmp_path)["reason"]
+    assert result.codes == [1, 1], result.output
+
+
+def test_a_run_that_was_killed_whole_does_not_stay_running(runs: ForkedRuns, tmp_path: Path) -> None:
+    """Whether its next start gets anywhere or is refused."""
+    killed = [{"kind": "killed_rank", "at": 6, "on_rank": 0}]
+    assert runs.run(arguments(tmp_path), faults=killed).codes == [-signal.SIGKILL]
+    assert status(tmp_path)["state"] == "running"
+    refused = runs.run([*arguments(tmp_path, model__num_sentinel_tokens=7), "--resume", "auto"])
+    assert refused.codes == [5], refused.output
+    assert (status(tmp_path)["state"], status(tmp_path)["exit_code"]) == ("failed", 9)
+    assert "ended without a word" in status(tmp_path)["reason"]
+
+
+@pytest.mark.parametrize("at", [5, 8], ids=["between saves", "before the last save"])
+def test_a_folder_that_is_deleted_ends_the_run(runs: ForkedRuns, tmp_path: Path, at: int) -> None:
+    folder = tmp_path / "run"
+    result = runs.run(arguments(folder), ranks=2, faults=[{"kind": "deleted_folder", "at": at, "path": str(folder)}])
+    assert result.codes == [5, 5], result.output
+    assert f"infra.output_dir: {folder} was deleted or replaced" in result.output
+    assert not (folder / "run.json").exists()
+    assert not (folder / "checkpoints").exists()
+
+
+@pytest.fixture(scope="module")
+def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ForkedRuns, Path, Path]]:
+    """Runs on a disk of 24 MB, where it is for them, and where this process sees it."""
+    mount = tmp_path_factory.mktemp("disk") / "small"
+    with ForkedRuns(with_small_disk(mount, 24 << 10)) as started:
+        yield started, mount, Path(f"/proc/{started.pid}/root{mount}")
+
+
+@pytest.mark.one_process
+@pytest.mark.parametrize(
+    ("full_after", "stopped_at", "state", "code"),
+    [(2, None, "completed", 0), (1, 5, "preempted", 75), (1, None, "failed", 5)],
+    ids=["completed", "preempted", "the last save fails"],
+)
+def test_on_a_full_disk_the_ending_is_the_true_one(
+    small_disk: tuple[ForkedRuns, Path, Path], full_after: int, stopped_at: int | None, state: str, code: int
+) -> None:
+    runs, mount, seen = small_disk
+    faults: list[dict[str, Any]] = [{"kind": "full_disk", "after_commits": full_after, "path": str(mount / "ballast")}]
+    save_steps = 4
+    if stopped_at:
+        faults.append({"kind": "asked_to_stop", "at": stopped_at})
+        save_steps = 100
+    result = runs.run(arguments(mount / "run", training__save_steps=save_steps), faults=faults)
+    try:
+        assert result.codes == [code], result.output
+        ended = status(seen / "run")
+        assert (ended["state"], ended["exit_code"], ended["world_size"]) == (state, code, 1)
+        assert "Traceback" not in result.output
+    finally:
+        for path in seen.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
