@@ -22,6 +22,7 @@ from ds_encdec.auto_batch.settle import Place, settle_batch
 from ds_encdec.checkpoint.average import average_last_checkpoints, clear_leftovers
 from ds_encdec.checkpoint.find import Checkpoint, find_checkpoint
 from ds_encdec.checkpoint.manager import CheckpointManager
+from ds_encdec.checkpoint.room import check_room
 from ds_encdec.config.batch_size import (
     is_auto,
     micro_batch_candidates,
@@ -60,6 +61,7 @@ from ds_encdec.trainer import CheckpointContent, Trainer, train
 from ds_encdec.types import (
     ConfigError,
     EngineName,
+    LostRankError,
     TrainingState,
 )
 
@@ -115,9 +117,9 @@ def _train_and_close(trainer: Trainer, peers: Peers | None = None) -> TrainingSt
     except BaseException as error:
         named = named_error(error, trainer.agreement.rank, peers)
         exit_code, reason = named.exit_code, str(named)
-        if named is error:
-            raise
-        raise named from error
+        if isinstance(named, LostRankError):  # looked for once
+            raise named from error
+        raise
     finally:
         with trainer.stop.busy():
             trainer.checkpoints.close()
@@ -257,7 +259,9 @@ def _wire(config: FullConfig, site: Site, stop: StopRequest, resume: str | None,
     )
     if found:
         state = take_up_data(found, data, state, is_main=world.is_main)
-    expected = expect(_memory_job(config, site, model.config, data.ratio, plan))
+    job = _memory_job(config, site, model.config, data.ratio, plan)
+    agreement.on_rank_zero(lambda: check_room(site.folder.checkpoints, config, job))
+    expected = expect(job)
     if expected is not None:
         logger.info("%s", expected)
     with out_of_memory_explained(expected, device, world.rank):

@@ -79,6 +79,30 @@ def test_a_full_disk_fails_the_save_and_nothing_else(tmp_path: Path, in_backgrou
     verify_checkpoint(save(manager, 3))
 
 
+def test_a_commit_is_durable_in_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All files and folders are flushed before the checkpoint gets its name, and the name then: for a power cut."""
+    manager, done = make_manager(tmp_path), []
+    fsync, rename = os.fsync, os.rename
+
+    def flush(descriptor: int) -> None:
+        done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def name(source: Path, target: Path) -> None:
+        done.append(Path(target))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(os, "rename", name)
+    final, temporary = save(manager, 1), tmp_path / "step-00000001.tmp"
+    named = done.index(final)
+    written = {temporary / path.relative_to(final) for path in (final, *final.rglob("*"))}
+    manifest = temporary / f".manifest.json.{os.getpid()}.tmp"  # which is named when it is whole
+    assert (written - {temporary / "manifest.json"}) | {manifest} <= set(done[:named])
+    assert temporary in done[done.index(manifest) : named]
+    assert tmp_path in done[named:]
+
+
 def test_the_same_step_again_that_fails_leaves_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = make_manager(tmp_path)
     first = verify_checkpoint(save(manager, 1))

@@ -6,6 +6,7 @@ A fault is a dict with `kind`, the name of a function here, and that function's 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import resource
 import shutil
@@ -116,42 +117,24 @@ def full_memory(rank: int, *, at: int, on_rank: int) -> None:
     _changes_of_loss.append(fill)
 
 
-def die_after_commits(rank: int, *, commits: int) -> None:
-    """This process is killed as soon as its run has committed this many checkpoints (rank 0 commits)."""
-    _after_commits(commits, lambda: os.kill(os.getpid(), signal.SIGKILL))
-
-
-def _after_commits(commits: int, act: Callable[[], object]) -> None:
-    commit, done = CheckpointFolder.commit, []
-
-    def count(folder: CheckpointFolder, step: int, pointers: Any) -> None:
-        commit(folder, step, pointers)
-        done.append(step)
-        if len(done) == commits:
-            act()
-
-    CheckpointFolder.commit = count  # type: ignore[method-assign]
-
-
 def killed_rank(rank: int, *, at: int, on_rank: int) -> None:
     """One rank is killed in data step `at`, after its forward pass."""
     _on_loss(rank, at, on_rank, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def killed_in_save(rank: int, *, on_rank: int) -> None:
-    """One rank is killed where it writes its part of its second checkpoint."""
-    stage, staged = fsdp2.FSDP2Engine.stage, []
+    """One rank is killed where it would write its part of its second checkpoint. FSDP2 alone."""
 
-    def kill() -> list[Path]:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return []
+    def kill(number: int) -> None:
+        if rank == on_rank and number == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    def count(engine: Any, folder: Path, *, copy: bool) -> StagedSave:
-        save = stage(engine, folder, copy=copy)
-        staged.append(save)
-        return save if rank != on_rank or len(staged) < 2 else dataclasses.replace(save, write=kill)
+    _before_writing(kill)
 
-    fsdp2.FSDP2Engine.stage = count  # type: ignore[method-assign]
+
+def slow_saves(rank: int, *, seconds: float) -> None:
+    """Every save takes so long in addition. FSDP2 alone."""
+    _before_writing(lambda number: time.sleep(seconds))
 
 
 def own_machine(rank: int) -> None:
@@ -160,7 +143,8 @@ def own_machine(rank: int) -> None:
 
 
 def deaf(rank: int, *, at: int, on_rank: int) -> None:
-    """One rank does not come back from data step `at`, not for a broken connection either."""
+    """One rank does not come back from data step `at`, not for a broken connection either; nobody waits long for it."""
+    peers.Peers.__init__.__kwdefaults__["leave_seconds"] = 1.0
     _on_loss(rank, at, on_rank, lambda: time.sleep(600))
 
 
@@ -184,10 +168,38 @@ def full_disk(rank: int, *, after_commits: int, path: str) -> None:
     _after_commits(after_commits, lambda: _fill(path))
 
 
+def _after_commits(commits: int, act: Callable[[], object]) -> None:
+    commit, done = CheckpointFolder.commit, []
+
+    def count(folder: CheckpointFolder, step: int, pointers: Any) -> None:
+        commit(folder, step, pointers)
+        done.append(step)
+        if len(done) == commits:
+            act()
+
+    CheckpointFolder.commit = count  # type: ignore[method-assign]
+
+
 def _fill(path: str) -> None:
     with suppress(OSError), open(path, "ab", buffering=0) as file:
         while True:
             file.write(bytes(4096))
+
+
+def _before_writing(act: Callable[[int], None]) -> None:
+    """Call `act` with the number of the save, from 1, before this rank writes its files."""
+    stage, numbers = fsdp2.FSDP2Engine.stage, itertools.count(1)
+
+    def staged(engine: Any, folder: Path, *, copy: bool) -> StagedSave:
+        save, number = stage(engine, folder, copy=copy), next(numbers)
+
+        def write() -> list[Path]:
+            act(number)
+            return save.write()
+
+        return dataclasses.replace(save, write=write)
+
+    fsdp2.FSDP2Engine.stage = staged  # type: ignore[method-assign]
 
 
 def _on_loss(rank: int, at: int, on_rank: int, act: Callable[[], object]) -> None:

@@ -35,6 +35,7 @@ def arguments(folder: Path, engine: str = "fsdp", **changes: Any) -> list[str]:
     settings = {
         "training__num_train_steps": 8,
         "training__save_steps": 4,
+        "training__async_save": "false",
         "training__eval_samples": 0,
         "training__logging_steps": 2,
         "training__average_checkpoints": 0,
@@ -48,24 +49,21 @@ def status(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize(
-    ("engine", "faults"),
+    ("engine", "ranks", "lost", "faults"),
     [
-        ("deepspeed", [{"kind": "killed_rank", "at": 6}]),
-        ("fsdp", [{"kind": "killed_in_save"}]),
-        ("fsdp", [{"kind": "killed_rank", "at": 6}, {"kind": "own_machine"}]),
+        ("deepspeed", 2, 1, [{"kind": "killed_rank", "at": 6, "on_rank": 1}]),
+        ("fsdp", 2, 0, [{"kind": "killed_in_save", "on_rank": 0}]),
+        ("fsdp", 3, 1, [{"kind": "killed_rank", "at": 6, "on_rank": 1}, {"kind": "own_machine"}]),
     ],
-    ids=["deepspeed, in a step", "fsdp, in a save", "fsdp, of two machines"],
+    ids=["deepspeed, in a step", "fsdp, in a save", "fsdp, of three machines"],
 )
-def test_a_killed_rank_is_named_and_the_other_does_not_take_the_blame(
-    runs: ForkedRuns, tmp_path: Path, engine: str, faults: list[dict[str, Any]], lost: int
+def test_a_killed_rank_is_named_and_the_others_do_not_take_the_blame(
+    runs: ForkedRuns, tmp_path: Path, engine: str, ranks: int, lost: int, faults: list[dict[str, Any]]
 ) -> None:
-    """Of two machines: each rank is told that the other's process is on another one, so it cannot see that one go."""
-    orders = [fault | ({"on_rank": lost} if "killed" in fault["kind"] else {}) for fault in faults]
-    result = runs.run(arguments(tmp_path, engine, training__async_save="false"), ranks=2, faults=orders)
-    assert result.codes[lost] == -signal.SIGKILL
-    assert result.codes[1 - lost] == 9, result.output
+    """Of three machines: stand-ins, each rank takes the others' processes to be elsewhere, and sees none of them go."""
+    result = runs.run(arguments(tmp_path, engine, data__num_lanes=ranks), ranks=ranks, faults=faults)
+    assert result.codes == [-signal.SIGKILL if rank == lost else 9 for rank in range(ranks)], result.output
     ended = status(tmp_path)
     assert (ended["state"], ended["exit_code"]) == ("failed", 9), ended
     host = f"machine {lost}" if len(faults) == 2 else ended["host"]
@@ -111,6 +109,20 @@ def test_a_folder_that_is_deleted_ends_the_run(runs: ForkedRuns, tmp_path: Path,
     assert f"infra.output_dir: {folder} was deleted or replaced" in result.output
     assert not (folder / "run.json").exists()
     assert not (folder / "checkpoints").exists()
+
+
+def test_a_disk_that_cannot_hold_the_checkpoints_is_told_at_the_start(runs: ForkedRuns, tmp_path: Path) -> None:
+    """A billion of them. With the answer that the run refuses, and without."""
+    endless = {"training__num_train_steps": 10**9, "training__save_steps": 1, "training__save_total_limit": "null"}
+    told = "has up to 1000000000 checkpoints of 617,472 bytes at a time (training.save_total_limit=None"
+    refused = runs.run(arguments(tmp_path / "refused", **endless, infra__require_disk_space="true"), ranks=2)
+    assert refused.codes == [5, 5], refused.output
+    assert told in refused.output
+    assert status(tmp_path / "refused")["exit_code"] == 5
+    stopped = [{"kind": "asked_to_stop", "at": 2}]
+    warned = runs.run(arguments(tmp_path / "warned", **endless), faults=stopped)
+    assert warned.codes == [75], warned.output
+    assert told in warned.output
 
 
 @pytest.fixture(scope="module")
