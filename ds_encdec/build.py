@@ -21,7 +21,7 @@ import torch
 from ds_encdec.auto_batch.settle import Place, settle_batch
 from ds_encdec.checkpoint.average import average_last_checkpoints, clear_leftovers
 from ds_encdec.checkpoint.find import Checkpoint, find_checkpoint
-from ds_encdec.checkpoint.manager import CheckpointManager
+from ds_encdec.checkpoint.manager import MAKE_ROOM, CheckpointManager
 from ds_encdec.checkpoint.room import check_room
 from ds_encdec.config.batch_size import (
     is_auto,
@@ -36,6 +36,7 @@ from ds_encdec.data.inspect import inspect_data
 from ds_encdec.engine.ds_json import render_deepspeed_json
 from ds_encdec.engine.select import check_engine, create_engine, fallback_engine, resolve_engine
 from ds_encdec.launch.agreement import Agreement
+from ds_encdec.launch.disk import Writing
 from ds_encdec.launch.peers import Peers
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
@@ -282,8 +283,14 @@ def _wire(config: FullConfig, site: Site, stop: StopRequest, resume: str | None,
         config.training.num_train_steps,
         site.folder.root,
     )
-    agreement.on_rank_zero(lambda: _write_run_configuration(config, site, plan))
-    recorder = agreement.on_every_rank(lambda: _open_recorder(config, site, model.config, state, expected))
+
+    def open_files() -> Recorder:
+        with Writing(site.folder.root, "The run", MAKE_ROOM).refusals_told():
+            if world.is_main:
+                _write_run_configuration(config, site, plan)
+            return _open_recorder(config, site, model.config, state, expected)
+
+    recorder = agreement.on_every_rank(open_files)
     if found:
         recorder.load_state_dict(saved["recorder"])
     recorder.ledger.write(

@@ -83,9 +83,9 @@ class RunFolder:
                 f"infra.output_dir: {self.root} already holds a run ({self._describe_previous()}). "
                 "Continue it with `--resume auto`, or choose another infra.output_dir; nothing was changed."
             )
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}")
-        lock.flush()
+        with suppress(OSError):  # full; it is held without these words as well
+            lock.truncate(0)
+            os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
         self._lock = lock
         self._prepare_status(resume=resume)
 

@@ -149,11 +149,40 @@ def test_on_a_full_disk_the_ending_is_the_true_one(
         faults.append({"kind": "asked_to_stop", "at": stopped_at})
         save_steps = 100
     result = runs.run(arguments(mount / "run", training__save_steps=save_steps), faults=faults)
-    try:
-        assert result.codes == [code], result.output
-        ended = status(seen / "run")
-        assert (ended["state"], ended["exit_code"], ended["world_size"]) == (state, code, 1)
-        assert "Traceback" not in result.output
-    finally:
-        for path in seen.iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    ended = status(seen / "run")
+    clear(seen)
+    assert result.codes == [code], result.output
+    assert (ended["state"], ended["exit_code"], ended["world_size"]) == (state, code, 1)
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.one_process
+def test_a_resume_on_a_full_disk_says_what_is_wrong(small_disk: tuple[ForkedRuns, Path, Path]) -> None:
+    """First the damaged checkpoint that it is given, then, with the other one, the disk."""
+    runs, mount, seen = small_disk
+    command = arguments(mount / "run")
+    full = [{"kind": "full_disk", "after_commits": 2, "path": str(mount / "ballast")}]
+    assert runs.run(command, faults=full).codes == [0]
+    flip_byte(next((seen / "run" / "checkpoints" / "step-00000008" / "dcp").glob("*.distcp")))
+    damaged, auto = (
+        runs.run([*command, "--resume", resume])
+        for resume in (str(mount / "run" / "checkpoints" / "step-00000008"), "auto")
+    )
+    clear(seen)
+    assert damaged.codes == [5], damaged.output
+    assert ".distcp: its SHA-256 is not the manifest's" in damaged.output
+    assert auto.codes == [5], auto.output
+    assert "No space left on device" in auto.output
+    assert "Free space there" in auto.output
+    assert "Traceback" not in damaged.output + auto.output
+
+
+def flip_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    path.write_bytes(content)
+
+
+def clear(folder: Path) -> None:
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
