@@ -21,7 +21,8 @@ import torch
 from ds_encdec.auto_batch.settle import Place, settle_batch
 from ds_encdec.checkpoint.average import average_last_checkpoints, clear_leftovers
 from ds_encdec.checkpoint.find import Checkpoint, find_checkpoint
-from ds_encdec.checkpoint.manager import CheckpointManager
+from ds_encdec.checkpoint.manager import MAKE_ROOM, CheckpointManager
+from ds_encdec.checkpoint.room import check_room
 from ds_encdec.config.batch_size import (
     is_auto,
     micro_batch_candidates,
@@ -35,6 +36,8 @@ from ds_encdec.data.inspect import inspect_data
 from ds_encdec.engine.ds_json import render_deepspeed_json
 from ds_encdec.engine.select import check_engine, create_engine, fallback_engine, resolve_engine
 from ds_encdec.launch.agreement import Agreement
+from ds_encdec.launch.disk import Writing
+from ds_encdec.launch.peers import Peers
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
 from ds_encdec.launch.run_folder import RunFolder, write_atomically
@@ -59,6 +62,7 @@ from ds_encdec.trainer import CheckpointContent, Trainer, train
 from ds_encdec.types import (
     ConfigError,
     EngineName,
+    LostRankError,
     TrainingState,
 )
 
@@ -89,12 +93,13 @@ def run_training(config: FullConfig, *, resume: str | None = None, allow_data_ch
     site.agreement.on_rank_zero(lambda: site.folder.claim(resume=resume is not None))
     with (
         StopRequest(world) as stop,
-        ending_recorded(site.folder, world, spare=resume is not None) as begin,
+        Peers(site.folder, site.agreement) as peers,
+        ending_recorded(site.folder, world, peers, spare=resume is not None) as begin,
         Watchdog(stop, _hang_timeout_minutes(config.infra), site.folder, site.agreement),
     ):
         trainer = _wire(config, site, stop, resume, allow_data_change)
         begin()
-        state = _train_and_close(trainer)
+        state = _train_and_close(trainer, peers)
     del trainer
     shutdown()
     if world.is_main:
@@ -103,7 +108,7 @@ def run_training(config: FullConfig, *, resume: str | None = None, allow_data_ch
     return state
 
 
-def _train_and_close(trainer: Trainer) -> TrainingState:
+def _train_and_close(trainer: Trainer, peers: Peers | None = None) -> TrainingState:
     exit_code, reason = 0, ""
     try:
         with out_of_memory_explained(trainer.expected_memory, trainer.engine.device, trainer.agreement.rank):
@@ -111,8 +116,10 @@ def _train_and_close(trainer: Trainer) -> TrainingState:
         if state is not trainer.state and state.global_step < trainer.config.training.num_train_steps:
             _say_stopped_early(trainer, state)
     except BaseException as error:
-        named = named_error(error, trainer.agreement.rank)
+        named = named_error(error, trainer.agreement.rank, peers)
         exit_code, reason = named.exit_code, str(named)
+        if isinstance(named, LostRankError):  # looked for once
+            raise named from error
         raise
     finally:
         with trainer.stop.busy():
@@ -254,7 +261,9 @@ def _wire(config: FullConfig, site: Site, stop: StopRequest, resume: str | None,
     )
     if found:
         state = take_up_data(found, data, state, is_main=world.is_main)
-    expected = expect(_memory_job(config, site, model.config, data.ratio, plan))
+    job = _memory_job(config, site, model.config, data.ratio, plan)
+    agreement.on_rank_zero(lambda: check_room(site.folder.checkpoints, config, job))
+    expected = expect(job)
     if expected is not None:
         logger.info("%s", expected)
     with out_of_memory_explained(expected, device, world.rank):
@@ -275,8 +284,14 @@ def _wire(config: FullConfig, site: Site, stop: StopRequest, resume: str | None,
         config.training.num_train_steps,
         site.folder.root,
     )
-    agreement.on_rank_zero(lambda: _write_run_configuration(config, site, plan))
-    recorder = agreement.on_every_rank(lambda: _open_recorder(config, site, model.config, state, expected))
+
+    def open_files() -> Recorder:
+        with Writing(site.folder.root, "The run", MAKE_ROOM).refusals_told():
+            if world.is_main:
+                _write_run_configuration(config, site, plan)
+            return _open_recorder(config, site, model.config, state, expected)
+
+    recorder = agreement.on_every_rank(open_files)
     if found:
         recorder.load_state_dict(saved["recorder"])
     recorder.ledger.write(
@@ -298,6 +313,7 @@ def _wire(config: FullConfig, site: Site, stop: StopRequest, resume: str | None,
         stop=stop,
         run_files=partial(_run_files, config=config, model=model, data=data, plan=plan),
         state=state,
+        require_folder=site.folder.require_present,
         expected_memory=expected,
     )
 

@@ -10,6 +10,7 @@ from ds_encdec.config.batch_size import global_batch_size, with_assumed_batch_si
 from ds_encdec.config.rules import ROLLBACK_FIELDS
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.memory.breakdown import in_gib
+from ds_encdec.memory.checkpoint_size import checkpoint_bytes, checkpoint_bytes_per_parameter, checkpoints_at_once
 from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.job import Job
 from ds_encdec.memory.model_sizes import run_sizes
@@ -75,29 +76,15 @@ def plan_run(
     }
 
 
-def checkpoint_bytes_per_parameter(job: Job) -> int:
-    """What the tensors of a checkpoint take: float32 weights and both moments of AdamW; what else DeepSpeed writes.
-
-    Its ZeRO-0 to 2 write the weights that layers compute with, too (in float32 under ZeRO-0 these are the same).
-    """
-    states = 3 * 4
-    stage = job.config.infra.sharding_stage
-    if job.engine == "fsdp" or stage.startswith("zero3") or (stage == "zero0" and job.compute_bytes == 4):
-        return states
-    return states + job.compute_bytes
-
-
 def _disk(job: Job, steps: int) -> dict[str, Any]:
     """Bytes in the run's folder at its fullest; logs and the tokenizer, some megabytes, are not counted."""
     training, monitor = job.config.training, job.config.monitor
-    checkpoint = job.parameters * checkpoint_bytes_per_parameter(job)
+    checkpoint = checkpoint_bytes(job)
     saves = math.ceil(steps / training.save_steps)  # the last one saves whatever the interval
     if training.save_interval_hours is not None or training.save_on_best:
         saves = steps  # as many as one likes
     keep = saves if training.save_total_limit is None else training.save_total_limit
-    best = 1 if training.eval_samples else 0  # the best may be none of the newest
-    # A new one is whole before an old one goes.
-    checkpoints = min(saves, keep + best + 1)
+    checkpoints = checkpoints_at_once(training, saves)
     averaged = EXPORT_BYTES["float32"] * job.parameters
     averages = training.average_checkpoints and min(saves, keep) >= FEWEST_TO_AVERAGE
     rolls_back = any(getattr(monitor, field) == "rollback" for field in ROLLBACK_FIELDS)

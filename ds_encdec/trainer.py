@@ -59,7 +59,8 @@ class Trainer:
     """A run, wired.
 
     `run_files` turns a `CheckpointContent`, as it is now, into what writes it into a checkpoint's folder later, from
-    any thread (rank 0 only). `expected_memory`: what is said when it runs out; None where nothing was expected.
+    any thread (rank 0 only). `require_folder` raises where the run's folder is gone. `expected_memory`: what is said
+    when it runs out; None where nothing was expected.
     """
 
     config: FullConfig
@@ -72,6 +73,7 @@ class Trainer:
     stop: StopRequest
     run_files: Callable[[CheckpointContent], Callable[[Path], None]]
     state: TrainingState
+    require_folder: Callable[[], None] = lambda: None
     expected_memory: ExpectedMemory | None = None
 
 
@@ -87,7 +89,7 @@ def train(run: Trainer) -> TrainingState:
     skipped_in_a_row = 0
     last_save = time.monotonic()
     while not is_over(state, training):
-        micro_batches, totals = _next_step(run, last_save)
+        micro_batches, totals = _next_step(run, state, last_save)
         if totals.stop:
             run.stop.acknowledge()
         if totals.save_over:
@@ -131,7 +133,7 @@ def train(run: Trainer) -> TrainingState:
         if done and not logs:  # early, between two lines
             run.recorder.log(state)
         if saves or leaves or done:
-            state = _save(run, state, eval_loss, done=done, stopping=leaves)
+            state = _save(run, state, eval_loss, done=done, stopping=leaves, at_once=earlier is not None)
             last_save = time.monotonic()
         if leaves and not done:
             reason = orders.leave["message"] if orders.leave is not None else run.stop.reason or "another rank"
@@ -195,13 +197,19 @@ def mark_last(items: Sequence[T]) -> Iterator[tuple[bool, T]]:
         yield index == len(items), item
 
 
-def _next_step(run: Trainer, last_save: float) -> tuple[list[Batch], StepTotals]:
+def _next_step(run: Trainer, state: TrainingState, last_save: float) -> tuple[list[Batch], StepTotals]:
     """This rank's micro-batches, and what all ranks bring to the step: they take the same branches by it.
 
-    Raises on every rank the error of one that has no data, so that the others do not wait for it.
+    Raises on every rank the error of one that has no data, or no folder, so that the others do not wait for it.
     """
+
+    def read() -> list[Batch]:
+        if state.data_step % run.config.training.logging_steps == 0:
+            run.require_folder()
+        return next(run.loader)
+
     with run.recorder.waiting_for_data():
-        micro_batches, error = attempt(lambda: next(run.loader))
+        micro_batches, error = attempt(read)
     hours = run.config.training.save_interval_hours
     mine = [
         error is not None,
@@ -245,14 +253,18 @@ def _with_signs_of_life(run: Trainer, batches: Iterable[Batch]) -> Iterator[Batc
         yield batch
 
 
-def _save(run: Trainer, state: TrainingState, eval_loss: float | None, *, done: bool, stopping: bool) -> TrainingState:
+def _save(
+    run: Trainer, state: TrainingState, eval_loss: float | None, *, done: bool, stopping: bool, at_once: bool
+) -> TrainingState:
     """Save a checkpoint. It becomes `best` when it was evaluated just now, to the lowest loss of all saved ones.
 
     The last one of this process is written at once, and the run fails with it. Of any other the run learns later
-    whether it was written, and goes on if not. Returns the state, with what is known of the best checkpoint.
+    (unless `at_once`) whether it was written, and goes on if not. Returns the state, with what is known of the best
+    checkpoint.
     """
     last = done or stopping
     with run.recorder.paused(), run.stop.busy():
+        run.agreement.on_rank_zero(run.require_folder)
         state = _collect_save(run, state)  # at most one under way
         best = is_best(state, eval_loss)
         saved = state
@@ -260,7 +272,7 @@ def _save(run: Trainer, state: TrainingState, eval_loss: float | None, *, done: 
             saved = dataclasses.replace(state, best_eval_loss=eval_loss, best_step=state.global_step)
         records = run.recorder.state_dict()
         lanes = [record for rank_records in run.agreement.gather(run.loader.state()) for record in rank_records]
-        in_background = run.config.training.async_save and not last
+        in_background = run.config.training.async_save and not (last or at_once)
         run.checkpoints.save(
             saved,
             run.engine.stage,

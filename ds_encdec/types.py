@@ -69,9 +69,15 @@ class DivergedError(DsEncDecError):
 
 
 class HangError(DsEncDecError):
-    """A rank, or the launcher, is gone or stands still."""
+    """A rank stands still, or the launcher is gone."""
 
     exit_code = 8
+
+
+class LostRankError(DsEncDecError):
+    """A rank, or the connection to it, is gone; those left are not at fault, and a new start may go on."""
+
+    exit_code = 9
 
 
 class GateError(DsEncDecError):

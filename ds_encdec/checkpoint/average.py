@@ -13,11 +13,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ds_encdec.checkpoint.export import export_hf, refuse_existing
+from ds_encdec.checkpoint.export import export_hf
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.checkpoint.manifest import MANIFEST, read_manifest
 from ds_encdec.checkpoint.model_card import RunFacts, model_card
 from ds_encdec.checkpoint.saved_state import open_saved_state, saved_weights
+from ds_encdec.checkpoint.whole_folder import refuse_existing
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig

@@ -13,15 +13,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
-from ds_encdec.checkpoint.export import refuse_existing
 from ds_encdec.checkpoint.manifest import FileRecord, read_manifest, record_file, seal, verify_checkpoint
 from ds_encdec.checkpoint.saved_state import open_saved_state
+from ds_encdec.checkpoint.whole_folder import refuse_existing, written_whole
 from ds_encdec.config.load import load_config
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.select import create_engine, resolve_engine
 from ds_encdec.launch.agreement import Agreement
+from ds_encdec.launch.disk import Writing
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
-from ds_encdec.launch.run_folder import flush_folder
 from ds_encdec.launch.world import World, discover
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.types import ConfigError, EngineName, SavedState
@@ -46,13 +46,19 @@ def convert_checkpoint(checkpoint: Path, out: Path, *, to: Format, overrides: Se
     config = _target_config(source, _ENGINES[to], overrides)
     init_process_group(world, choose_device("cpu", world), _TIMEOUT, _ENGINES[to])
     agreement = Agreement(_TIMEOUT)
-    unfinished = out.with_name(f"{out.name}.tmp")
-    agreement.on_rank_zero(lambda: _begin(source, unfinished))
-    saved = agreement.on_every_rank(lambda: open_saved_state(source, verified=True))
-    own = _write_engine_files(saved, source, unfinished, config, world, agreement)
-    records = [record for rank_records in agreement.gather(own) for record in rank_records]
-    agreement.on_rank_zero(lambda: _write_rest(source, unfinished, config))
-    agreement.on_rank_zero(lambda: _commit(source, unfinished, out, records, world.world_size, _ENGINES[to]))
+    agreement.on_rank_zero(lambda: verify_checkpoint(source))
+    with written_whole(out, agreement) as (unfinished, writing):
+        saved = agreement.on_every_rank(lambda: open_saved_state(source, verified=True))
+        own = _write_engine_files(saved, source, unfinished, config, world, agreement, writing)
+        records = [record for rank_records in agreement.gather(own) for record in rank_records]
+
+        def write_rest() -> None:
+            with writing.refusals_told():
+                _write_rest(source, unfinished, config)
+                step = read_manifest(source).step
+                seal(unfinished, step=step, world_size=world.world_size, engine=_ENGINES[to], engine_files=records)
+
+        agreement.on_rank_zero(write_rest)
     shutdown()
 
 
@@ -94,15 +100,14 @@ def _writing_config(config: FullConfig, world: World) -> FullConfig:
     )
 
 
-def _begin(source: Path, unfinished: Path) -> None:
-    """Check what is read, and make the folder to write into."""
-    verify_checkpoint(source)
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-
-
 def _write_engine_files(
-    saved: SavedState, source: Path, unfinished: Path, config: FullConfig, world: World, agreement: Agreement
+    saved: SavedState,
+    source: Path,
+    unfinished: Path,
+    config: FullConfig,
+    world: World,
+    agreement: Agreement,
+    writing: Writing,
 ) -> list[FileRecord]:
     """Load `saved` into the engine and write that; returns this rank's files. Collective."""
     model_config = Qwen3Seq2SeqConfig.from_pretrained(source / "model")
@@ -110,9 +115,16 @@ def _write_engine_files(
     engine = create_engine(resolve_engine(config), written_as, world, device, model_config, None, 1)
     engine.load(saved)
     staged = engine.stage(unfinished, copy=False)
-    files = agreement.on_every_rank(staged.write)
+    needed = sum(agreement.gather(staged.num_bytes))
+
+    def write() -> list[FileRecord]:
+        with writing.refusals_told():
+            return [record_file(path, unfinished) for path in staged.write()]
+
+    agreement.on_every_rank(lambda: writing.require_space(needed))
+    files = agreement.on_every_rank(write)
     engine.close()
-    return agreement.on_every_rank(lambda: [record_file(path, unfinished) for path in files])
+    return files
 
 
 def _write_rest(source: Path, unfinished: Path, config: FullConfig) -> None:
@@ -120,13 +132,3 @@ def _write_rest(source: Path, unfinished: Path, config: FullConfig) -> None:
         shutil.copyfile(source / name, unfinished / name)
     shutil.copytree(source / "model", unfinished / "model")
     config.to_yaml(unfinished / "config.yaml")
-
-
-def _commit(
-    source: Path, unfinished: Path, out: Path, engine_files: list[FileRecord], world_size: int, engine: EngineName
-) -> None:
-    """Seal the folder and give it its name."""
-    step = read_manifest(source).step
-    seal(unfinished, step=step, world_size=world_size, engine=engine, engine_files=engine_files)
-    unfinished.replace(out)
-    flush_folder(out.parent)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,12 +17,13 @@ from transformers import GenerationConfig
 
 from ds_encdec.checkpoint.model_card import RunFacts, encoder_card, model_card
 from ds_encdec.checkpoint.saved_state import open_saved_state, saved_weights
+from ds_encdec.checkpoint.whole_folder import refuse_existing, written_whole
 from ds_encdec.model import attention, configuration, loss, modeling, precision
 from ds_encdec.model.configuration import Qwen3EncoderConfig, Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.model.safetensors_folder import write_safetensors_folder
 from ds_encdec.tokenizer.load import pretrained_tokenizer
-from ds_encdec.types import CheckpointError, WeightSource
+from ds_encdec.types import WeightSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -49,22 +51,19 @@ def export_hf(
     """Write the folder `out`: weights (safetensors, tied ones once), configuration, code, tokenizer and model card.
 
     Under a `Qwen3EncoderConfig` it is a `Qwen3EncoderModel`, otherwise a `Qwen3ForSeq2SeqLM`. Weights are fetched,
-    converted to `dtype` and written one by one. The folder appears at `out` only when it is complete; an unfinished one
-    stays behind as `out` + `.tmp` and is replaced by the next attempt. Raises CheckpointError if `out` exists and is
-    not empty.
+    converted to `dtype` and written one by one. The folder appears at `out` when it is complete, or not at all, and
+    raises what `written_whole` does.
     """
-    refuse_existing(out)
-    unfinished = out.with_name(f"{out.name}.tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    write_safetensors_folder(unfinished, _model_shapes(config), weights, dtype=dtype, max_shard_bytes=max_shard_bytes)
-    _write_configuration(config, dtype, unfinished)
-    for module in REMOTE_CODE:
-        shutil.copyfile(str(module.__file__), unfinished / Path(str(module.__file__)).name)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(unfinished)
-    (unfinished / "README.md").write_text(card)
-    unfinished.replace(out)
+    shapes = _model_shapes(config)
+    with written_whole(out) as (unfinished, writing):
+        writing.require_space(dtype.itemsize * sum(map(prod, shapes.values())))
+        write_safetensors_folder(unfinished, shapes, weights, dtype=dtype, max_shard_bytes=max_shard_bytes)
+        _write_configuration(config, dtype, unfinished)
+        for module in REMOTE_CODE:
+            shutil.copyfile(str(module.__file__), unfinished / Path(str(module.__file__)).name)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(unfinished)
+        (unfinished / "README.md").write_text(card)
 
 
 def export_checkpoint(
@@ -88,12 +87,6 @@ def export_checkpoint(
         max_shard_bytes=max_shard_bytes,
         card=encoder_card(facts) if encoder_only else model_card(facts),
     )
-
-
-def refuse_existing(out: Path) -> None:
-    """Raise CheckpointError where `out` is there and not an empty folder."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out} exists and is not empty: nothing was written. Name another folder")
 
 
 def _model_shapes(config: Qwen3Seq2SeqConfig) -> dict[str, tuple[int, ...]]:

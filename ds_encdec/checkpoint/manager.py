@@ -12,10 +12,8 @@ removed, and earlier checkpoints are what they were.
 from __future__ import annotations
 
 import dataclasses
-import errno
 import logging
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -28,7 +26,7 @@ from ds_encdec.checkpoint.folder import CheckpointFolder, committed_steps
 from ds_encdec.checkpoint.manifest import FileRecord, record_file, seal
 from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.launch.agreement import Agreement
-from ds_encdec.launch.run_folder import disk_error
+from ds_encdec.launch.disk import DiskRefusedError, Writing
 from ds_encdec.types import CheckpointError, TrainingState
 
 logger = logging.getLogger(__name__)
@@ -38,14 +36,8 @@ T = TypeVar("T")
 WriteRest = Callable[[Path], None]
 """Writes what a checkpoint holds beside the engine's files under a folder; called on rank 0, in any thread."""
 
-_FREE_SPACE = "Free space there, or lower training.save_total_limit."
-_ADVICE = {
-    errno.ENOSPC: _FREE_SPACE,
-    errno.EDQUOT: _FREE_SPACE,
-    errno.EFBIG: "Raise the limit on the size of files (ulimit -f).",
-    errno.EROFS: "Make its file system writable again.",
-}
-_LOOK = "Look at that file system: is it mounted, healthy, and writable for this user?"
+MAKE_ROOM = "Free space there, or lower training.save_total_limit."
+"""What is to be done where a disk is too small for checkpoints."""
 
 
 class Stage(Protocol):
@@ -73,10 +65,6 @@ class SaveOutcome:
     problem: str | None
     failures: int
     newest_step: int | None
-
-
-class _DiskRefusedError(CheckpointError):
-    """A file system does not take a checkpoint. A save fails by it, a run does not."""
 
 
 @dataclass
@@ -147,7 +135,7 @@ class CheckpointManager:
         try:
             folder = self._agreement.on_rank_zero(lambda: self._on_disk(lambda: self._files.begin(step), 0))
             staged = self._staged(stage, folder, in_background=in_background)
-        except _DiskRefusedError as error:
+        except DiskRefusedError as error:
             save.error, save.ended = error, time.monotonic()
             self._save = save
             return
@@ -180,7 +168,7 @@ class CheckpointManager:
             self._save.thread.join()
             self._save.blocked_seconds += time.monotonic() - began
         save, self._save = self._save, None
-        if save.error is not None and not isinstance(save.error, _DiskRefusedError):
+        if save.error is not None and not isinstance(save.error, DiskRefusedError):
             raise save.error
         if save.error is None:
             self._failures, self._newest_step = 0, save.state.global_step
@@ -238,7 +226,7 @@ class CheckpointManager:
     def _write_and_commit(self, step: int, staged: StagedSave, write_rest: WriteRest, pointers: tuple[str, ...]) -> int:
         """The part of a save that may run in the background; returns the bytes of the checkpoint.
 
-        Raises the same error on all ranks, _DiskRefusedError where a disk did not take the files.
+        Raises the same error on all ranks, DiskRefusedError where a disk did not take the files.
         """
         talk, folder = self._background, self._files.temporary(step)
 
@@ -254,47 +242,21 @@ class CheckpointManager:
 
         needed = sum(talk.gather(staged.num_bytes))
         try:
-            talk.on_rank_zero(lambda: self._require_space(needed))
+            talk.on_rank_zero(lambda: self._writing().require_space(needed))
             own = talk.on_every_rank(lambda: self._on_disk(write_own, needed))
             records = [record for rank_records in talk.gather(own) for record in rank_records]
             return talk.on_rank_zero(lambda: self._on_disk(lambda: commit(records), needed))
-        except _DiskRefusedError:
+        except DiskRefusedError:
             talk.on_rank_zero(lambda: self._files.discard(step))
             raise
 
-    def _require_space(self, needed_bytes: int) -> None:
-        free_bytes = _free_bytes(self.folder)
-        if free_bytes is not None and free_bytes < needed_bytes:
-            raise self._refused("too little space is free", _FREE_SPACE, needed_bytes)
-
     def _on_disk(self, action: Callable[[], T], needed_bytes: int) -> T:
-        """What `action` returns. Raises _DiskRefusedError where the file system refuses it."""
-        try:
+        """What `action` returns. Raises DiskRefusedError where the file system refuses it."""
+        with self._writing(needed_bytes).refusals_told():
             return action()
-        except Exception as error:
-            refusal = disk_error(error)
-            if refusal is None:
-                raise
-            # Ranks that write together all raise the error of one, which says whose it is.
-            named = (refusal.strerror or "").startswith("rank ")
-            cause = str(refusal) if named else f"rank {self._agreement.rank}: {refusal}"
-            raise self._refused(cause, _ADVICE.get(refusal.errno or 0, _LOOK), needed_bytes) from error
 
-    def _refused(self, cause: str, advice: str, needed_bytes: int) -> _DiskRefusedError:
-        """The error, with the space that is free now: some more will be when what was written is removed."""
-        free_bytes = _free_bytes(self.folder)
-        takes = f"takes about {needed_bytes:,} bytes and " if needed_bytes else ""
-        free = "an unknown amount" if free_bytes is None else f"{free_bytes:,}"
-        return _DiskRefusedError(f"{cause}. The checkpoint {takes}has {free} free in {self.folder}. {advice}")
-
-
-def _free_bytes(folder: Path) -> int | None:
-    """Space on the file system of `folder`; None where that does not say (some network ones report 0 in all)."""
-    try:
-        usage = shutil.disk_usage(folder)
-    except OSError:
-        return None
-    return usage.free if usage.total else None
+    def _writing(self, num_bytes: int = 0) -> Writing:
+        return Writing(self.folder, "The checkpoint", MAKE_ROOM, self._agreement.rank, num_bytes)
 
 
 def _touch(path: Path) -> str:

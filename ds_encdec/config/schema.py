@@ -306,6 +306,9 @@ class InfraConfig(Section):
 
     output_dir: str = "./output"
     """Folder of the run."""
+    require_disk_space: bool = False
+    """Refuse to start (exit code 5) where the disk of `output_dir` cannot hold the checkpoints that
+    `training.save_total_limit` lets stand at a time, one being written; False: warn."""
     logging_dir: str = "./logs"
     """Folder of TensorBoard and W&B files; a relative path is inside `output_dir`."""
     distributed_type: Literal["deepspeed", "fsdp", "ddp", "auto"] = "deepspeed"

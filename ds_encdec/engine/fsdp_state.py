@@ -34,8 +34,8 @@ from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.engine.record import DCP_FOLDER, EngineRecord, write_record
 from ds_encdec.engine.same_model import check_same_model
 from ds_encdec.launch.agreement import Agreement
+from ds_encdec.launch.disk import disk_error
 from ds_encdec.launch.memory_errors import is_out_of_memory, out_of_memory
-from ds_encdec.launch.run_folder import disk_error
 from ds_encdec.types import MOMENTS, CheckpointError, SavedState, StateKind
 
 

@@ -155,8 +155,8 @@ class StopRequest:
         end_hanging_process()
 
 
-def end_hanging_process() -> NoReturn:
-    """End this process, whose main thread may never return, with HangError's exit code; and its children.
+def end_hanging_process(exit_code: int = HangError.exit_code) -> NoReturn:
+    """End this process, whose main thread may never return, with `exit_code`; and its children.
 
     A data worker ends at its next write after its parent's death, which one that hangs itself never makes.
     """
@@ -167,7 +167,7 @@ def end_hanging_process() -> NoReturn:
     for child in children:
         with suppress(psutil.Error):  # gone meanwhile
             child.kill()
-    os._exit(HangError.exit_code)
+    os._exit(exit_code)
 
 
 def launchers_above(pid: int) -> list[psutil.Process]:

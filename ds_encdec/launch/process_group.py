@@ -149,7 +149,7 @@ def _join(world: World, device: torch.device, timeout: timedelta, engine: Engine
 
 
 def shutdown() -> None:
-    """Leave the process group at the end of a run that went well.
+    """Leave the process group at the end of a run that went well; a rank that is gone by now changes nothing of that.
 
     First close the engine and drop every reference to it: on gloo, groups destroyed while a model still
     held on to them aborted 5 of 8 processes at exit. A rank that failed must not call this (the
@@ -157,7 +157,10 @@ def shutdown() -> None:
     """
     if not dist.is_initialized():
         return
-    dist.barrier()
+    try:
+        dist.barrier()
+    except RuntimeError as error:
+        logger.warning("Another rank has left before the others could, killed perhaps; all was done by then: %s", error)
     gc.collect()  # engines are cyclic: drop their groups now, not at interpreter exit
     dist.destroy_process_group()
 

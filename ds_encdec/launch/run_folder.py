@@ -10,20 +10,32 @@ OUTPUT_DIR/
   ledger.jsonl                 what happened to the run, and what it did about it (monitor/ledger.py)
   stacks/                      what every rank was doing when the run stood still (launch/watchdog.py)
   run.json                     running | completed | preempted | failed, with reason and exit code
+  .run.json.spare              room on the disk for the ending, which is to be told on a full one, too
   .lock                        held by rank 0 as long as it lives
+  .signs/                      of ranks that look for lost ones (launch/peers.py)
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from ds_encdec.types import ConfigError, OutputLockedError
+from ds_encdec.launch.disk import NO_SPACE
+from ds_encdec.types import CheckpointError, ConfigError, LostRankError, OutputLockedError
+
+SPARE_BYTES = 16384
+"""Kept for `run.json`. An ending whose reason is longer than that is cut where the disk is full."""
+
+
+class RunFolderGoneError(CheckpointError):
+    """The folder of a run was deleted, or is another's by now."""
 
 
 class RunFolder:
@@ -40,6 +52,8 @@ class RunFolder:
         self.config_yaml = self.root / "config.yaml"
         self.ds_config_json = self.root / "ds_config.json"
         self.run_json = self.root / "run.json"
+        self.signs = self.root / ".signs"
+        self._spare = self.root / ".run.json.spare"
         self._lock: IO[str] | None = None
 
     def claim(self, *, resume: bool) -> None:
@@ -55,26 +69,42 @@ class RunFolder:
             raise ConfigError(
                 f"infra.output_dir: cannot write to {self.root} ({error.strerror}); choose another folder."
             ) from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        if not lock_file(lock):
             lock.seek(0)
             holder = lock.read().strip() or "unknown process"
             lock.close()
             raise OutputLockedError(
                 f"infra.output_dir: {self.root} is in use by {holder}. "
                 "Wait for that run to end, or choose another infra.output_dir; nothing was changed."
-            ) from error
+            )
         if not resume and self.is_used():
             lock.close()
             raise OutputLockedError(
                 f"infra.output_dir: {self.root} already holds a run ({self._describe_previous()}). "
                 "Continue it with `--resume auto`, or choose another infra.output_dir; nothing was changed."
             )
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}")
-        lock.flush()
+        with suppress(OSError):  # full; it is held without these words as well
+            lock.truncate(0)
+            os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
         self._lock = lock
+        self._prepare_status(resume=resume)
+
+    def require_present(self) -> None:
+        """Raise RunFolderGoneError where the folder that this process has claimed was deleted, or replaced, since."""
+        if self._lock is None:
+            return
+        try:
+            present = os.path.samestat(os.fstat(self._lock.fileno()), os.stat(self.root / ".lock"))
+        except FileNotFoundError:
+            present = False
+        except OSError:
+            return  # the file system does not answer now: the next save will say so
+        if not present:
+            raise RunFolderGoneError(
+                f"infra.output_dir: {self.root} was deleted or replaced while this run was writing into it. Its "
+                "checkpoints are gone, and no others can be saved, so the run ends. Put a copy of the folder there and "
+                "go on with `--resume auto`, or start again."
+            )
 
     def release(self) -> None:
         """Give the folder back (also happens by itself when the process ends, however it ends)."""
@@ -83,19 +113,54 @@ class RunFolder:
             self._lock = None
 
     def write_status(self, state: str, *, reason: str = "", exit_code: int | None = None, **facts: Any) -> None:
-        """Replace `run.json`; facts given earlier are kept.
+        """Replace `run.json`; facts given earlier are kept. Raises OSError.
 
         Any rank may call it. Once a run has failed, what other ranks say of it (mostly that a peer is
-        gone) is not taken: the first reason is the one that explains.
+        gone) is not taken: the first reason is the one that explains. Where the disk is full, an ending is written
+        into the room that was kept for it.
         """
         with open(self.root / ".run.json.lock", "a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            with suppress(ConfigError):  # a host that cannot lock: better told without
+                lock_file(lock, wait=True)
             previous = self.read_status()
             if state == "failed" and previous.get("state") == "failed":
                 return
             record = {**previous, **facts, "state": state, "reason": reason, "exit_code": exit_code}
             record["updated_at"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-            write_atomically(self.run_json, json.dumps(record, indent=2) + "\n")
+            try:
+                write_atomically(self.run_json, json.dumps(record, indent=2) + "\n")
+            except OSError as error:
+                if error.errno not in NO_SPACE or state == "running":
+                    raise
+                self._write_into_spare(record)
+
+    def _prepare_status(self, *, resume: bool) -> None:
+        """Keep room for the ending, and let `run.json` say nothing that is not true.
+
+        A run that is said to be running, in a folder that nobody held, was killed.
+        """
+        with suppress(OSError):  # a disk that is full already may have the last word
+            (self.root / ".run.json.lock").touch()
+            with open(self._spare, "wb") as file:
+                file.write(b" " * SPARE_BYTES)
+                file.flush()
+                os.fsync(file.fileno())
+        with suppress(OSError):
+            if not resume:
+                self.run_json.unlink(missing_ok=True)
+            elif self.read_status().get("state") == "running":
+                reason = "ended without a word: killed, or its machine went down"
+                self.write_status("failed", reason=reason, exit_code=LostRankError.exit_code)
+
+    def _write_into_spare(self, record: dict[str, Any]) -> None:
+        """Write over the spare file, which takes no more room, and give it the name of `run.json`."""
+        while len(text := json.dumps(record, indent=2).encode()) > SPARE_BYTES and record["reason"]:
+            record["reason"] = record["reason"][: len(record["reason"]) // 2]
+        with open(self._spare, "r+b") as file:
+            file.write(text.ljust(SPARE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(self._spare, self.run_json)
 
     def read_status(self) -> dict[str, Any]:
         """The content of `run.json`, or {} where there is none."""
@@ -111,6 +176,24 @@ class RunFolder:
     def _describe_previous(self) -> str:
         status = self.read_status()
         return f"state {status['state']}" if "state" in status else "no run.json"
+
+
+def lock_file(file: IO[str], *, wait: bool = False) -> bool:
+    """Lock `file` until it is closed; False where another process holds it, unless this is to `wait` for that.
+
+    Raises ConfigError where the file system has no locks.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return False
+        raise ConfigError(
+            f"infra.output_dir: {file.name} cannot be locked ({error.strerror}): the file system of that folder has no "
+            "locks, which keep a second run out of it. Mount it with them (Lustre: `-o flock`; NFS: with its lock "
+            "daemon, or `-o local_lock=flock`), or choose an infra.output_dir on another file system."
+        ) from error
+    return True
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -129,7 +212,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def flush_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
+    """Make the names in a folder, or the content of a file, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -137,12 +220,7 @@ def flush_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def disk_error(error: BaseException | None) -> OSError | None:
-    """The OSError of a file system that `error` is or was raised from; None for others, also those of a network.
-
-    An error that only happened while an OSError was handled is not one, but for RuntimeError: torch.save raises that
-    where it cannot close its file after an OSError.
-    """
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__ or (error.__context__ if type(error) is RuntimeError else None)
-    return None if isinstance(error, ConnectionError | TimeoutError) else error
+def flush_tree(folder: Path) -> None:
+    """Make `folder` and all files in it durable."""
+    for path in (folder, *folder.rglob("*")):
+        flush_folder(path)

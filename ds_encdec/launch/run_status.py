@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 import socket
 import time
@@ -13,18 +14,21 @@ from typing import Any
 import torch
 
 from ds_encdec.launch.memory_errors import is_out_of_memory, out_of_memory
-from ds_encdec.launch.run_folder import RunFolder
+from ds_encdec.launch.peers import Peers
+from ds_encdec.launch.run_folder import RunFolder, RunFolderGoneError
 from ds_encdec.launch.world import World
 from ds_encdec.types import DsEncDecError, OutOfMemoryError, Preempted
 
+logger = logging.getLogger(__name__)
+
 
 @contextmanager
-def ending_recorded(folder: RunFolder, world: World, *, spare: bool) -> Iterator[Callable[[], None]]:
+def ending_recorded(folder: RunFolder, world: World, peers: Peers, *, spare: bool) -> Iterator[Callable[[], None]]:
     """Keep `run.json` true: running once the function it yields is called, then completed, preempted or failed.
 
     What goes wrong before that is recorded too, unless `spare`: a resume that is refused leaves the earlier
     run's status alone. Any rank may be the one that fails; the folder keeps the first reason. Every error leaves
-    as a DsEncDecError.
+    as a DsEncDecError, and none is replaced by one of the recording.
     """
     began = False
 
@@ -33,7 +37,8 @@ def ending_recorded(folder: RunFolder, world: World, *, spare: bool) -> Iterator
         began = True
         if world.is_main:
             started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-            folder.write_status(
+            _record(
+                folder,
                 "running",
                 started_at=started,
                 world_size=world.world_size,
@@ -44,15 +49,25 @@ def ending_recorded(folder: RunFolder, world: World, *, spare: bool) -> Iterator
     try:
         yield begin
     except BaseException as error:
-        named = named_error(error, world.rank)
-        if began or not spare:
+        named = named_error(error, world.rank, peers)
+        if (began or not spare) and not isinstance(named, RunFolderGoneError):
             state = "preempted" if isinstance(named, Preempted) else "failed"
-            folder.write_status(state, reason=str(named), exit_code=named.exit_code)
+            _record(folder, state, reason=str(named), exit_code=named.exit_code)
         if named is error:
             raise
         raise named from error
     if world.is_main:
-        folder.write_status("completed", exit_code=0)
+        _record(folder, "completed", exit_code=0)
+
+
+def _record(folder: RunFolder, state: str, **facts: Any) -> None:
+    """Write `run.json`, or log why that cannot be: it is no reason for a run to end otherwise than it does."""
+    try:
+        folder.write_status(state, **facts)
+    except Exception as error:
+        logger.error(
+            "%s could not be written, so it does not say that the run is %s: %s", folder.run_json, state, error
+        )
 
 
 def environment_facts() -> dict[str, Any]:
@@ -65,9 +80,9 @@ def environment_facts() -> dict[str, Any]:
     return {"host": socket.gethostname(), "device": device, "python": platform.python_version(), **versions}
 
 
-def named_error(error: BaseException, rank: int) -> DsEncDecError:
-    """The error as one of ours, with an exit code."""
-    if isinstance(error, DsEncDecError):
+def named_error(error: BaseException, rank: int, peers: Peers | None = None) -> DsEncDecError:
+    """The error as one of ours, with an exit code. Where there are `peers`, one of theirs that is gone is named."""
+    if isinstance(error, DsEncDecError) and type(error) is not DsEncDecError:
         return error
     if is_out_of_memory(error):
         return OutOfMemoryError(
@@ -76,4 +91,8 @@ def named_error(error: BaseException, rank: int) -> DsEncDecError:
             "training.per_device_train_batch_size; the host with infra.pin_memory=false, training.async_save=false "
             "or infra.offload_optimizer=none."
         )
+    if peers is not None and (lost := peers.explain(error)) is not None:
+        return lost
+    if isinstance(error, DsEncDecError):
+        return error
     return DsEncDecError(f"rank {rank}: {type(error).__name__}: {error}")

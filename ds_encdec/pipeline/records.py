@@ -14,7 +14,6 @@ OUTPUT/phases/
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from typing import Any
 
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.launch.run_folder import RunFolder, write_atomically
+from ds_encdec.launch.run_folder import RunFolder, lock_file, write_atomically
 from ds_encdec.phases import PhaseConfig, exported_weights, phase_before
 from ds_encdec.types import ConfigError, OutputLockedError
 
@@ -181,10 +180,8 @@ def only_one_pipeline(output: Path) -> Iterator[None]:
     except OSError as error:
         raise ConfigError(f"infra.output_dir: cannot write to {folder} ({error.strerror}); choose another") from error
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise OutputLockedError(f"infra.output_dir: another process runs the phases in {folder}") from error
+        if not lock_file(lock):
+            raise OutputLockedError(f"infra.output_dir: another process runs the phases in {folder}")
         yield
 
 

@@ -7,13 +7,13 @@ import logging
 import os
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
 
 import pytest
 from saves import NUM_BYTES, begin, collect, engine, find, make_manager, save
+from small_disk import with_small_disk
 
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.checkpoint.manifest import verify_checkpoint
@@ -77,6 +77,30 @@ def test_a_full_disk_fails_the_save_and_nothing_else(tmp_path: Path, in_backgrou
     assert (tmp_path / "best").resolve() == (tmp_path / "latest").resolve() == earlier
     verify_checkpoint(earlier)
     verify_checkpoint(save(manager, 3))
+
+
+def test_a_commit_is_durable_in_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All files and folders are flushed before the checkpoint gets its name, and the name then: for a power cut."""
+    manager, done = make_manager(tmp_path), []
+    fsync, rename = os.fsync, os.rename
+
+    def flush(descriptor: int) -> None:
+        done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def name(source: Path, target: Path) -> None:
+        done.append(Path(target))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(os, "rename", name)
+    final, temporary = save(manager, 1), tmp_path / "step-00000001.tmp"
+    named = done.index(final)
+    written = {temporary / path.relative_to(final) for path in (final, *final.rglob("*"))}
+    manifest = temporary / f".manifest.json.{os.getpid()}.tmp"  # which is named when it is whole
+    assert (written - {temporary / "manifest.json"}) | {manifest} <= set(done[:named])
+    assert temporary in done[done.index(manifest) : named]
+    assert tmp_path in done[named:]
 
 
 def test_the_same_step_again_that_fails_leaves_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,26 +279,13 @@ verify_checkpoint(save(manager, 3))
 
 
 def test_a_file_system_that_is_really_full(tmp_path: Path) -> None:
-    mount = tmp_path / "small"
-    mount.mkdir()
-    inside = textwrap.dedent(
-        f"""
-        mount -t tmpfs -o size=64k none {mount} || exit 77
-        exec {sys.executable} -c "$PROGRAM" {mount}/checkpoints
-        """
+    folder = tmp_path / "small"
+    result = subprocess.run(
+        [*with_small_disk(folder, 64), sys.executable, "-c", FULL_FILE_SYSTEM, str(folder / "checkpoints")],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
-    environ = {**os.environ, "PROGRAM": FULL_FILE_SYSTEM, "PYTHONPATH": str(Path(__file__).parent)}
-    try:
-        result = subprocess.run(
-            ["unshare", "--user", "--map-root-user", "--mount", "bash", "-c", inside],
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-    except FileNotFoundError:
-        pytest.skip("no unshare(1) here")
-    if result.returncode == 77 or "unshare" in result.stderr:
-        pytest.skip(f"no file system may be mounted here: {result.stderr.strip()}")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "No space left on device" in result.stdout

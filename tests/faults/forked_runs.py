@@ -58,6 +58,11 @@ class ForkedRuns:
         self._server.stdin.close()  # the server ends with its input
         self._server.wait(timeout=60)
 
+    @property
+    def pid(self) -> int:
+        """Of the server."""
+        return self._server.pid
+
     def run(
         self,
         arguments: list[str],

@@ -6,11 +6,15 @@ A fault is a dict with `kind`, the name of a function here, and that function's 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import resource
+import shutil
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -19,6 +23,8 @@ import torch
 from ds_encdec.checkpoint.folder import CheckpointFolder
 from ds_encdec.data.loader import LaneLoader
 from ds_encdec.engine import deepspeed_zero, fsdp2
+from ds_encdec.engine.protocol import StagedSave
+from ds_encdec.launch import peers
 from ds_encdec.types import Batch, LossSum
 
 _next_step = LaneLoader.__next__
@@ -111,17 +117,98 @@ def full_memory(rank: int, *, at: int, on_rank: int) -> None:
     _changes_of_loss.append(fill)
 
 
-def die_after_commits(rank: int, *, commits: int) -> None:
-    """This process is killed as soon as its run has committed this many checkpoints (rank 0 commits)."""
+def killed_rank(rank: int, *, at: int, on_rank: int) -> None:
+    """One rank is killed in data step `at`, after its forward pass."""
+    _on_loss(rank, at, on_rank, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def killed_in_save(rank: int, *, on_rank: int) -> None:
+    """One rank is killed where it would write its part of its second checkpoint. FSDP2 alone."""
+
+    def kill(number: int) -> None:
+        if rank == on_rank and number == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    _before_writing(kill)
+
+
+def slow_saves(rank: int, *, seconds: float) -> None:
+    """Every save takes so long in addition. FSDP2 alone."""
+    _before_writing(lambda number: time.sleep(seconds))
+
+
+def own_machine(rank: int) -> None:
+    """Each rank is on a machine of its own, as far as it knows."""
+    peers.machine = peers.socket.gethostname = lambda: f"machine {rank}"
+
+
+def deaf(rank: int, *, at: int, on_rank: int) -> None:
+    """One rank does not come back from data step `at`, not for a broken connection either; nobody waits long for it."""
+    peers.Peers.__init__.__kwdefaults__["leave_seconds"] = 1.0
+    _on_loss(rank, at, on_rank, lambda: time.sleep(600))
+
+
+def bug(rank: int, *, at: int, on_rank: int) -> None:
+    """One rank raises what nobody has foreseen."""
+    _on_loss(rank, at, on_rank, lambda: {}["a bug"])
+
+
+def asked_to_stop(rank: int, *, at: int) -> None:
+    """SIGTERM comes in data step `at`."""
+    _on_loss(rank, at, rank, lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+
+def deleted_folder(rank: int, *, at: int, path: str) -> None:
+    """Somebody deletes the run's folder in data step `at`."""
+    _on_loss(rank, at, 0, lambda: shutil.rmtree(path))
+
+
+def full_disk(rank: int, *, after_commits: int, path: str) -> None:
+    """Once the run has committed so many checkpoints its disk is full: `path` takes the rest."""
+    _after_commits(after_commits, lambda: _fill(path))
+
+
+def _after_commits(commits: int, act: Callable[[], object]) -> None:
     commit, done = CheckpointFolder.commit, []
 
     def count(folder: CheckpointFolder, step: int, pointers: Any) -> None:
         commit(folder, step, pointers)
         done.append(step)
         if len(done) == commits:
-            os.kill(os.getpid(), signal.SIGKILL)
+            act()
 
     CheckpointFolder.commit = count  # type: ignore[method-assign]
+
+
+def _fill(path: str) -> None:
+    with suppress(OSError), open(path, "ab", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
+def _before_writing(act: Callable[[int], None]) -> None:
+    """Call `act` with the number of the save, from 1, before this rank writes its files."""
+    stage, numbers = fsdp2.FSDP2Engine.stage, itertools.count(1)
+
+    def staged(engine: Any, folder: Path, *, copy: bool) -> StagedSave:
+        save, number = stage(engine, folder, copy=copy), next(numbers)
+
+        def write() -> list[Path]:
+            act(number)
+            return save.write()
+
+        return dataclasses.replace(save, write=write)
+
+    fsdp2.FSDP2Engine.stage = staged  # type: ignore[method-assign]
+
+
+def _on_loss(rank: int, at: int, on_rank: int, act: Callable[[], object]) -> None:
+    def change(loss: LossSum) -> LossSum:
+        if rank == on_rank and _steps_read == at:
+            act()
+        return loss
+
+    _changes_of_loss.append(change)
 
 
 def _read(loader: LaneLoader) -> list[Batch]:

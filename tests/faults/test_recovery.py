@@ -6,6 +6,7 @@ A run that left steps out, or went back, is compared with one whose data never h
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -140,11 +141,16 @@ def test_after_a_rollback_the_run_is_one_that_never_saw_that_data(
 def test_a_run_killed_behind_its_rollback_does_not_meet_that_data_again(
     runs: ForkedRuns, never_seen: list[tuple[int, float, float, float]], tmp_path: Path
 ) -> None:
-    """With worker processes, which are ahead of the run."""
-    faults = [{"kind": "bad_data", "at": 15, "until": 15}, {"kind": "die_after_commits", "commits": 4}]
+    """In the step after it, where saves take long. With worker processes, which are ahead of the run."""
+    faults = [
+        {"kind": "bad_data", "at": 15, "until": 15},
+        {"kind": "slow_saves", "seconds": 0.5},
+        {"kind": "killed_rank", "at": 16, "on_rank": 0},
+        {"kind": "killed_rank", "at": 16, "on_rank": 1},
+    ]
     settings = ROLLBACK | {"training__bf16": "false", "data__preprocessing_num_workers": 1}
-    command = arguments(tmp_path, "fsdp", **settings, training__async_save="false")
-    assert 0 not in runs.run(command, ranks=2, faults=faults).codes  # 4, 8, 12, and 12 again
+    command = arguments(tmp_path, "fsdp", **settings)
+    assert runs.run(command, ranks=2, faults=faults).codes == [-signal.SIGKILL] * 2
     assert sorted(committed_steps(tmp_path / "checkpoints"))[-1] == 12
     assert_ended(runs.run([*command, "--resume", "auto"], ranks=2), 0)
     assert len(ledger(tmp_path, "rollback")) == 1

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import multiprocessing
+import os
 from pathlib import Path
 
 import pytest
 
-from ds_encdec.launch.run_folder import RunFolder, disk_error
+from ds_encdec.launch import run_folder
+from ds_encdec.launch.disk import disk_error
+from ds_encdec.launch.run_folder import RunFolder
+from ds_encdec.pipeline.records import only_one_pipeline
 from ds_encdec.types import ConfigError, OutputLockedError
 
 
@@ -62,6 +67,50 @@ def test_ranks_that_fail_together_keep_the_first_reason(tmp_path: Path) -> None:
 
 def fail(root: str, rank: int) -> None:
     RunFolder(root).write_status("failed", reason=f"rank {rank}", exit_code=4)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_not_taken_for_a_held_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """What such a file system answers is put in its place: none can be mounted here."""
+
+    def no_locks(file: object, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    folder = RunFolder(str(tmp_path / "run"))
+    with pytest.raises(ConfigError, match=r"infra\.output_dir: .*cannot be locked .*-o flock.*another file system"):
+        folder.claim(resume=False)
+    with pytest.raises(ConfigError, match="-o flock"), only_one_pipeline(tmp_path):
+        pass
+    folder.write_status("failed", reason="told by a host that cannot lock", exit_code=5)
+    assert folder.read_status()["exit_code"] == 5
+
+
+def test_an_ending_takes_no_room_that_was_not_kept_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long its reason; who is killed while writing it leaves run.json as it was. See tests/faults, too."""
+    folder = RunFolder(str(tmp_path))
+    folder.claim(resume=False)
+    folder.write_status("running", world_size=2)
+
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def killed(source: Path, target: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_folder, "write_atomically", full)
+    used = sum(path.stat().st_size for path in tmp_path.iterdir() if path != folder.run_json)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            folder.write_status("failed", reason="x", exit_code=5)
+    assert folder.read_status()["state"] == "running"
+    folder.write_status("failed", reason="\N{BUG}" * 100_000, exit_code=5)
+    assert (folder.read_status()["exit_code"], folder.read_status()["world_size"]) == (5, 2)
+    assert folder.read_status()["reason"].startswith("\N{BUG}" * 100)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= used
 
 
 def test_an_unwritable_folder_is_a_config_error(tmp_path: Path) -> None:

@@ -1,0 +1,200 @@
+"""The ranks of a run, and which of them are gone: one that was killed is named, and its survivors not blamed.
+
+One that a signal or the system has killed says nothing; the others meet a broken connection, or wait in a collective
+for ever. On its own machine every rank sees whether the others' processes live, and writes down one that went without a
+word. Ranks on other machines look for that when a connection breaks; where nobody saw a rank go, they ask through the
+run's folder, and name those on machines that do not answer.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+import torch.distributed as dist
+
+from ds_encdec.launch.agreement import Agreement
+from ds_encdec.launch.preemption import end_hanging_process, is_alive
+from ds_encdec.launch.run_folder import RunFolder
+from ds_encdec.types import DsEncDecError, LostRankError
+
+logger = logging.getLogger(__name__)
+
+_BROKEN = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe")
+_BROKEN_NCCL = ("ncclRemoteError", "remote process exited", "NCCL communicator was aborted")
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A rank. `machine`: equal for those who see each other's processes, and for no others."""
+
+    rank: int
+    pid: int
+    host: str
+    machine: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (process {self.pid} on {self.host})"
+
+
+class Peers:
+    """The ranks of a run. Use as a context manager around all that they do together.
+
+    `search_seconds`: how long a rank that has lost a connection looks for the one to blame. `leave_seconds`: how long,
+    after one of its machine has gone without a word, a rank may need to notice and end by itself; one that sits in a
+    GPU's collective never would. Launchers kill all 30 seconds after the first has gone.
+    """
+
+    def __init__(
+        self,
+        run: RunFolder,
+        agreement: Agreement,
+        *,
+        search_seconds: float = 10.0,
+        leave_seconds: float = 20.0,
+        poll_seconds: float = 1.0,
+    ) -> None:
+        """Collective."""
+        self._run = run
+        self._search_seconds = search_seconds
+        self._leave_seconds = leave_seconds
+        self._poll_seconds = poll_seconds
+        agreement.on_rank_zero(lambda: shutil.rmtree(run.signs, ignore_errors=True))
+        own = Peer(agreement.rank, os.getpid(), socket.gethostname(), machine())
+        self._all: list[Peer] = agreement.gather(own)
+        self._rank = own.rank
+        self._here = {peer: _process(peer.pid) for peer in self._all if peer.machine == own.machine}
+        self._elsewhere = [peer for peer in self._all if peer not in self._here]
+        self._status_before = run.read_status()
+        self._left = threading.Event()
+
+    def __enter__(self) -> Peers:
+        if len(self._all) > 1:
+            threading.Thread(target=self._watch, name="peers", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._left.set()
+
+    def explain(self, error: BaseException) -> DsEncDecError | None:
+        """The error to end with where `error`, unforeseen, comes of a rank that is gone; None where it does not.
+
+        Where a connection broke this takes as long as it takes to find the rank, `search_seconds` at most.
+        """
+        broken = is_broken_connection(error)
+        if len(self._all) == 1 or not (broken or self._gone_here()):
+            return None
+        if self._elsewhere:
+            self._touch("search")
+        deadline = time.monotonic() + self._search_seconds
+        while True:
+            gone = self._gone_here()
+            if (told := self._told()) is not None:  # looked at last: a rank tells, then goes
+                return told
+            if gone or time.monotonic() > deadline:
+                return LostRankError(_words(gone or self._silent(), error))
+            time.sleep(0.05)
+
+    def _told(self) -> DsEncDecError | None:
+        """What another rank has written down as the end of this start, as an error with its exit code."""
+        status = self._run.read_status()
+        if status.get("state") != "failed" or status == self._status_before:
+            return None
+        told = LostRankError(str(status.get("reason")))
+        told.exit_code = status.get("exit_code") or LostRankError.exit_code
+        return told
+
+    def _watch(self) -> None:
+        """Write down who goes without a word, and do not wait for ever in a collective with it."""
+        while not self._left.wait(self._poll_seconds):
+            if self._elsewhere:
+                self._answer()
+            gone = self._gone_here()
+            if not gone or self._run.read_status().get("state") != "running":
+                continue  # one that failed, or has saved itself, has said so before it went
+            reason = _words(gone)
+            logger.error("rank %d: %s", self._rank, reason)
+            with suppress(OSError):
+                self._run.write_status("failed", reason=reason, exit_code=LostRankError.exit_code)
+            if not self._left.wait(self._leave_seconds):
+                end_hanging_process(LostRankError.exit_code)
+
+    def _gone_here(self) -> list[Peer]:
+        """The ranks of this machine whose processes have ended."""
+        return [peer for peer, process in self._here.items() if process is None or not is_alive(process)]
+
+    def _answer(self) -> None:
+        """Where somebody looks for lost ranks: those of this machine that live. One of them says it for all."""
+        gone = self._gone_here()
+        living = [peer.rank for peer in self._here if peer not in gone]
+        if self._rank == min(living, default=-1) and (self._run.signs / "search").exists():
+            self._touch(json.dumps(living))
+
+    def _silent(self) -> list[Peer]:
+        """The ranks of other machines of which nobody has said that they live."""
+        with suppress(OSError):
+            answers = [name for name in os.listdir(self._run.signs) if name.startswith("[")]
+            living = {rank for name in answers for rank in json.loads(name)}
+            return [peer for peer in self._elsewhere if peer.rank not in living]
+        return []
+
+    def _touch(self, name: str) -> None:
+        with suppress(OSError):
+            self._run.signs.mkdir(exist_ok=True)
+            (self._run.signs / name).touch()
+
+
+def is_broken_connection(error: BaseException | None) -> bool:
+    """Whether `error` is, or comes of, a connection between ranks that broke. One that timed out did not."""
+    while error is not None:
+        text = str(error)
+        if isinstance(error, dist.DistNetworkError) or any(words in text for words in _BROKEN_NCCL):
+            return True
+        if "gloo" in text and any(words in text for words in _BROKEN):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def machine() -> str:
+    """What ranks have in common that see each other's processes: the system's start, and the container."""
+    facts = [socket.gethostname()]
+    for read in (
+        lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        lambda: os.readlink("/proc/self/ns/pid"),
+    ):
+        with suppress(OSError):
+            facts.append(read())
+    return " ".join(facts)
+
+
+def _process(pid: int) -> psutil.Process | None:
+    try:
+        return psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _words(lost: Sequence[Peer], error: BaseException | None = None) -> str:
+    """`error`: what was met, where nobody is known to be gone."""
+    if not lost:
+        return f"the connection between the ranks broke, but none is known to be gone: look at the network ({error})"
+    names = ", ".join(map(str, lost))
+    are = "is" if len(lost) == 1 else "are"
+    return (
+        f"{names} {are} gone without a word: killed (by a signal, or for lack of memory: see `dmesg`), crashed, or cut "
+        "off. The other ranks are not at fault; `--resume auto` goes on from the newest checkpoint."
+    )

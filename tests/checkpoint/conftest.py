@@ -1,0 +1,8 @@
+"""Small disks are made by a helper of tests/launch."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "launch"))
