@@ -14,6 +14,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,10 +27,11 @@ from tiny_run import REPOSITORY, environment, free_port
 
 @dataclass(frozen=True)
 class Finished:
-    """The exit codes of a run's ranks, and what they printed together."""
+    """The exit codes of a run's ranks, and what they printed together. `left`: some process of their group lives on."""
 
     codes: list[int]
     output: str
+    left: bool
 
 
 class ForkedRuns:
@@ -66,7 +68,7 @@ class ForkedRuns:
     ) -> Finished:
         """Run train.py to its end on `ranks` ranks, none of which may write a file above `largest_file` bytes.
 
-        `faults`: see sabotage.py.
+        The ranks are a process group of their own, with all they start. `faults`: see sabotage.py.
         """
         assert self._server.stdin is not None
         assert self._server.stdout is not None
@@ -99,8 +101,22 @@ def answer(arguments: list[str], ranks: int, largest_file: int | None, faults: l
             if pid == 0:
                 be_rank(rank, ranks, port, arguments, largest_file, faults, log.name)
             pids.append(pid)
-        codes = {pid: os.waitstatus_to_exitcode(status) for pid, status in (os.waitpid(pid, 0) for pid in pids)}
-        return {"codes": [codes[pid] for pid in pids], "output": log.read()}
+            os.setpgid(pid, pids[0])
+        # The first is reaped last: until then nobody else has the group's number.
+        codes = {pid: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in reversed(pids)}
+        return {"codes": [codes[pid] for pid in pids], "output": log.read(), "left": lives_on(pids[0])}
+
+
+def lives_on(group: int, seconds: float = 20.0) -> bool:
+    """Whether a process group is still there after `seconds`, in which its last processes may end."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def be_rank(
@@ -128,6 +144,7 @@ def be_rank(
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         sabotage.apply(faults, rank)
         code = train.main(arguments)
+        sabotage.at_the_end()
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()
