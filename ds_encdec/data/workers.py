@@ -26,6 +26,7 @@ from typing import IO, Any, NamedTuple
 
 from ds_encdec.data.lane import Lane, Pipeline
 from ds_encdec.launch.preemption import stop_signals_left_to_this_process
+from ds_encdec.launch.standard_output import outlive_readers
 from ds_encdec.types import DataError, DsEncDecError, Example
 
 READY_BATCHES_PER_LANE = 2
@@ -128,6 +129,7 @@ def _death(process: subprocess.Popen[bytes]) -> DataError:
 
 def serve(task_stream: IO[bytes]) -> None:
     """The life of a worker: read the task, then write micro-batches until the parent is gone."""
+    outlive_readers()
     # The pipe moves away from stdout, so that a library that prints cannot break the stream.
     out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
