@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -67,13 +68,13 @@ logger = logging.getLogger(__name__)
 def run_training(
     config: FullConfig, stop: StopRequest, *, resume: str | None = None, allow_data_change: bool = False
 ) -> TrainingState:
-    """Train as configured, as the rank that `stop.world` says this process is.
+    """Train as configured, on whatever ranks the environment says this process is one of.
 
     `stop` has been entered. `resume`: None, `auto`, or the path of a checkpoint, of whatever engine and number of
     ranks. `allow_data_change`: go on from it although this run reads other data. Raises DsEncDecError subclasses, whose
     exit codes are also in the run's `run.json`.
     """
-    world = stop.world
+    world = discover(os.environ)  # now: a port that is free, where none is given
     logging.basicConfig(level=logging.INFO if world.is_main else logging.WARNING, format="%(message)s", force=True)
     engine = resolve_engine(config)
     check_engine(engine, config, world)

@@ -47,7 +47,7 @@ SAME_CTRL_C_SECONDS = 2.0
 
 
 class StopRequest:
-    """Notices that this run should end. Use as a context manager around the loop, in the main thread.
+    """Notices that this run should end. Use as a context manager around the run, in the main thread.
 
     The loop asks `requested` once per step: that is also its sign of `life`. `grace_seconds`: how long the process may
     live on, to save itself, after its launcher is gone. `stuck_seconds`: how long after its last sign of life SIGTERM
@@ -64,7 +64,7 @@ class StopRequest:
         stuck_seconds: float = 60.0,
         whole_process: bool = False,
     ) -> None:
-        self.world = world
+        self._world = world
         self._whole_process = whole_process
         self._met = not whole_process
         self._launchers = [] if world.launcher == SINGLE_PROCESS else launchers_above(os.getpid())
@@ -164,7 +164,7 @@ class StopRequest:
         gone = [launcher for launcher in self._launchers if not is_alive(launcher)]
         if gone:
             return f"launcher {gone[0].pid} gone"
-        return "launcher gone" if not self._launchers and is_orphan(self.world) else None
+        return "launcher gone" if not self._launchers and is_orphan(self._world) else None
 
     def _arrived(self) -> list[signal.Signals]:
         """The stop signals that have come since the last call.
@@ -226,7 +226,7 @@ def is_orphan(world: World) -> bool:
 
     A launcher may be a container's first process itself, but it would be a python program.
     """
-    if world.launcher not in ("torchrun", "deepspeed") or os.getppid() != 1:
+    if world.launcher not in LAUNCHER_PROGRAMS or os.getppid() != 1:
         return False
     try:
         interpreter = (psutil.Process(1).cmdline() or [""])[0]
