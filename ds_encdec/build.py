@@ -69,14 +69,16 @@ from ds_encdec.types import (
 logger = logging.getLogger(__name__)
 
 
-def run_training(config: FullConfig, *, resume: str | None = None, allow_data_change: bool = False) -> TrainingState:
+def run_training(
+    config: FullConfig, stop: StopRequest, *, resume: str | None = None, allow_data_change: bool = False
+) -> TrainingState:
     """Train as configured, on whatever ranks the environment says this process is one of.
 
-    `resume`: None, `auto`, or the path of a checkpoint, of whatever engine and number of ranks. `allow_data_change`: go
-    on from it although this run reads other data. Raises DsEncDecError subclasses, whose exit
-    codes are also in the run's `run.json`.
+    `stop` has been entered. `resume`: None, `auto`, or the path of a checkpoint, of whatever engine and number of
+    ranks. `allow_data_change`: go on from it although this run reads other data. Raises DsEncDecError subclasses, whose
+    exit codes are also in the run's `run.json`.
     """
-    world = discover(os.environ)
+    world = discover(os.environ)  # now: a port that is free, where none is given
     logging.basicConfig(level=logging.INFO if world.is_main else logging.WARNING, format="%(message)s", force=True)
     engine = resolve_engine(config)
     check_engine(engine, config, world)
@@ -89,10 +91,10 @@ def run_training(config: FullConfig, *, resume: str | None = None, allow_data_ch
         logger.info("ranks: %d (the configuration was planned for %d)", world.world_size, config.infra.num_gpus)
     timeout = timedelta(minutes=config.infra.distributed_timeout_minutes)
     engine = init_process_group(world, device, timeout, engine, otherwise=fallback_engine(config))
+    stop.ranks_have_met()
     site = Site(world, device, engine, Agreement(timeout), RunFolder(config.infra.output_dir))
     site.agreement.on_rank_zero(lambda: site.folder.claim(resume=resume is not None))
     with (
-        StopRequest(world) as stop,
         Peers(site.folder, site.agreement) as peers,
         ending_recorded(site.folder, world, peers, spare=resume is not None) as begin,
         Watchdog(stop, _hang_timeout_minutes(config.infra), site.folder, site.agreement),
@@ -101,9 +103,10 @@ def run_training(config: FullConfig, *, resume: str | None = None, allow_data_ch
         begin()
         state = _train_and_close(trainer, peers)
     del trainer
-    shutdown()
-    if world.is_main:
-        average_last_checkpoints(site.folder, last=config.training.average_checkpoints)
+    with stop.busy():  # no step follows, and nobody is stuck
+        shutdown()
+        if world.is_main:
+            average_last_checkpoints(site.folder, last=config.training.average_checkpoints)
     site.folder.release()
     return state
 
@@ -124,8 +127,8 @@ def _train_and_close(trainer: Trainer, peers: Peers | None = None) -> TrainingSt
     finally:
         with trainer.stop.busy():
             trainer.checkpoints.close()
-        trainer.loader.close()
-        trainer.recorder.close(exit_code, reason)
+            trainer.loader.close()
+            trainer.recorder.close(exit_code, reason)
     logger.info("finished at step %d; checkpoints are in %s", state.global_step, trainer.checkpoints.folder)
     trainer.engine.close()
     return state

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_encdec import estimate_memory, train
-from ds_encdec.launch.standard_output import reader_may_leave
+from ds_encdec.launch.standard_output import outlive_readers, reader_may_leave
 from ds_encdec.types import ConfigError, DsEncDecError, Preempted
 
 Verb = Callable[[argparse.Namespace, Sequence[str]], int]
@@ -247,6 +247,7 @@ def _phases(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     config = load_config(find_shipped(options.config), overrides, find_shipped(options.deepspeed_config))
     plans = plan_phases(config, phases, options.steps_per_phase)
     if not options.dry_run:
+        outlive_readers()  # the phases are for what they leave, and not for these lines
         run_phases(config, plans, launcher=options.launcher)
         return 0
     estimate = estimate_phases(plans, tokens_per_second=_rate(options), price_per_gpu_hour=options.price_per_gpu_hour)

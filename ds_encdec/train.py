@@ -25,10 +25,15 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from ds_encdec.config.load import find_shipped, load_config
+from ds_encdec.launch.preemption import StopRequest
+from ds_encdec.launch.standard_output import outlive_readers
+from ds_encdec.launch.world import discover
 from ds_encdec.types import ConfigError, DsEncDecError, Preempted
+
+if TYPE_CHECKING:
+    from ds_encdec.config.schema import FullConfig
 
 RANK_ZERO_SPEAKS_SECONDS = 10.0
 """How long other ranks stay after a configuration error. Launchers end all ranks as soon as one has left: were rank 0,
@@ -79,18 +84,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Load the configuration, then print it or train with it. Raises DsEncDecError."""
-    config = load_config(find_shipped(options.config), overrides, find_shipped(options.deepspeed_config))
+    outlive_readers()
+    if options.print_config or options.print_deepspeed_config:
+        return _print(options, overrides)
+    with StopRequest(discover(os.environ), whole_process=True) as stop:
+        # Imported under watch: this takes a moment, torch and deepspeed take seconds.
+        config = _load(options, overrides)
+        from ds_encdec.build import run_training  # only once the configuration is sound
+
+        run_training(config, stop, resume=options.resume, allow_data_change=options.allow_data_change)
+    return 0
+
+
+def _load(options: argparse.Namespace, overrides: Sequence[str]) -> FullConfig:
+    from ds_encdec.config.load import find_shipped, load_config
+
+    return load_config(find_shipped(options.config), overrides, find_shipped(options.deepspeed_config))
+
+
+def _print(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    config = _load(options, overrides)
     if options.print_config:
         print(config.dump_yaml(), end="")
         return 0
-    if options.print_deepspeed_config:
-        from ds_encdec.build import planned_deepspeed_json
+    from ds_encdec.build import planned_deepspeed_json
 
-        print(json.dumps(planned_deepspeed_json(config, os.environ), indent=2))
-        return 0
-    from ds_encdec.build import run_training  # torch and deepspeed are imported only once the configuration is sound
-
-    run_training(config, resume=options.resume, allow_data_change=options.allow_data_change)
+    print(json.dumps(planned_deepspeed_json(config, os.environ), indent=2))
     return 0
 
 

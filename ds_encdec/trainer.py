@@ -14,11 +14,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from ds_encdec.checkpoint.manager import CheckpointManager
 from ds_encdec.config.schema import FullConfig, TrainingConfig
 from ds_encdec.data.loader import LaneLoader
+from ds_encdec.data.workers import WorkerKilledError
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.evaluate import evaluate
 from ds_encdec.launch.agreement import Agreement, attempt
@@ -35,7 +36,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """What all ranks know of a step before its backward pass; one small host-side exchange per step."""
+    """What all ranks know of a step before its backward pass; one small host-side exchange per step.
+
+    `lacks_data`: some rank has none, because the run is being ended.
+    """
 
     target_tokens: int
     encoder_tokens: int
@@ -43,6 +47,7 @@ class StepTotals:
     stop: bool
     save_due: bool
     save_over: bool
+    lacks_data: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +97,8 @@ def train(run: Trainer) -> TrainingState:
         micro_batches, totals = _next_step(run, state, last_save)
         if totals.stop:
             run.stop.acknowledge()
+        if totals.lacks_data:
+            _stop_without_data(run, state)
         if totals.save_over:
             state = _collect_save(run, state)
         for last, batch in mark_last(micro_batches):
@@ -136,8 +143,7 @@ def train(run: Trainer) -> TrainingState:
             state = _save(run, state, eval_loss, done=done, stopping=leaves, at_once=earlier is not None)
             last_save = time.monotonic()
         if leaves and not done:
-            reason = orders.leave["message"] if orders.leave is not None else run.stop.reason or "another rank"
-            raise Preempted(f"stopped at step {state.global_step} by {reason}; state saved")
+            raise _preempted(run, state, orders)
     return state
 
 
@@ -200,7 +206,8 @@ def mark_last(items: Sequence[T]) -> Iterator[tuple[bool, T]]:
 def _next_step(run: Trainer, state: TrainingState, last_save: float) -> tuple[list[Batch], StepTotals]:
     """This rank's micro-batches, and what all ranks bring to the step: they take the same branches by it.
 
-    Raises on every rank the error of one that has no data, or no folder, so that the others do not wait for it.
+    Raises on every rank the error of one that has no data, or no folder, so that the others do not wait for it. Only a
+    killed worker is no error where the run is to stop: whoever ends a run may kill its processes in any order.
     """
 
     def read() -> list[Batch]:
@@ -212,7 +219,7 @@ def _next_step(run: Trainer, state: TrainingState, last_save: float) -> tuple[li
         micro_batches, error = attempt(read)
     hours = run.config.training.save_interval_hours
     mine = [
-        error is not None,
+        0 if error is None else 1 if isinstance(error, WorkerKilledError) else 2,
         sum(batch.target_tokens for batch in micro_batches or ()),
         sum(batch.encoder_tokens for batch in micro_batches or ()),
         run.loader.epoch,
@@ -223,7 +230,7 @@ def _next_step(run: Trainer, state: TrainingState, last_save: float) -> tuple[li
     with run.recorder.waiting_for_ranks():
         rows = run.agreement.exchange(mine)
     failures, target_tokens, encoder_tokens, epochs, stops, saves_due, saves_over = zip(*rows, strict=True)
-    if any(failures):
+    if 2 in failures or (any(failures) and not any(stops)):
         run.agreement.raise_first(error)
     totals = StepTotals(
         target_tokens=sum(target_tokens),
@@ -232,8 +239,27 @@ def _next_step(run: Trainer, state: TrainingState, last_save: float) -> tuple[li
         stop=any(stops),
         save_due=bool(saves_due[0]),  # rank 0's clock decides
         save_over=all(saves_over),
+        lacks_data=any(failures),
     )
     return micro_batches or [], totals
+
+
+def _stop_without_data(run: Trainer, state: TrainingState) -> NoReturn:
+    """Save the steps that were taken, if any, and raise Preempted: for the next one some rank has no data."""
+    run.loader.take_back()
+    orders = run.recorder.judge()  # no state is saved unjudged
+    if orders.stop is not None:
+        raise DivergedError(_stopped_by(orders.stop))
+    if orders.rollback is not None:
+        state = _roll_back(run, state, orders.rollback) or state
+    if state.data_step > run.state.data_step:
+        _save(run, state, None, done=False, stopping=True, at_once=True)
+    raise _preempted(run, state, orders)
+
+
+def _preempted(run: Trainer, state: TrainingState, orders: Orders) -> Preempted:
+    reason = orders.leave["message"] if orders.leave is not None else run.stop.reason or "another rank"
+    return Preempted(f"stopped at step {state.global_step} by {reason}; state saved")
 
 
 def _evaluate(run: Trainer, state: TrainingState) -> float | None:

@@ -23,6 +23,7 @@ from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.checkpoint.manager import CheckpointManager
 from ds_encdec.checkpoint.manifest import verify_checkpoint
 from ds_encdec.config.schema import FullConfig, TrainingConfig
+from ds_encdec.data.workers import WorkerKilledError
 from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.launch.agreement import Agreement
 from ds_encdec.launch.preemption import StopRequest
@@ -32,7 +33,7 @@ from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.recorder import Recorder
 from ds_encdec.monitor.sinks import JsonlSink
 from ds_encdec.trainer import CheckpointContent, Trainer, train
-from ds_encdec.types import Batch, CheckpointError, Preempted, StepResult, TrainingState
+from ds_encdec.types import Batch, CheckpointError, DataError, Preempted, StepResult, TrainingState
 
 
 class ScriptedEngine:
@@ -64,12 +65,21 @@ class ScriptedEngine:
 
 
 class EmptyLoader:
-    """Steps without a micro-batch."""
+    """Steps without a micro-batch. `ending[step]` is called when that step's are asked for."""
 
     epoch = 0
 
+    def __init__(self) -> None:
+        self.asked = 0
+        self.ending: dict[int, Callable[[], object]] = {}
+
     def __next__(self) -> list[Batch]:
+        self.asked += 1
+        self.ending.get(self.asked, lambda: None)()
         return []
+
+    def take_back(self) -> None:
+        self.asked -= 1
 
     def state(self) -> list[dict[str, Any]]:
         return [{"lane": 0}]
@@ -277,3 +287,28 @@ def test_what_goes_wrong_in_the_background_ends_the_run_at_a_later_step(
         train(run)
     assert engine.step_number <= 4
     assert not committed_steps(run.checkpoints.folder)
+
+
+@pytest.mark.parametrize(("killed_at", "saved"), [(1, []), (3, [2]), (4, [2, 3])])
+def test_a_worker_killed_in_a_stop_costs_no_step_and_otherwise_is_an_error(
+    tmp_path: Path, eval_losses: list[float], killed_at: int, saved: list[int]
+) -> None:
+    """Where nothing was trained there is nothing to save."""
+
+    def be_killed() -> None:
+        raise WorkerKilledError("a data worker (process 1) was killed by SIGKILL. SIGKILL usually means memory")
+
+    def be_killed_in_a_stop() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        be_killed()
+
+    run = make_run(tmp_path / "stopped", ScriptedEngine({}), async_save=False)
+    run.loader.ending = {killed_at: be_killed_in_a_stop}  # type: ignore[attr-defined]
+    with run.stop, pytest.raises(Preempted, match=rf"stopped at step {killed_at - 1} by SIGTERM"):
+        train(run)
+    assert sorted(committed_steps(tmp_path / "stopped")) == saved
+
+    run = make_run(tmp_path / "alone", ScriptedEngine({}), async_save=False)
+    run.loader.ending = {killed_at: be_killed}  # type: ignore[attr-defined]
+    with run.stop, pytest.raises(DataError, match="killed by SIGKILL"):
+        train(run)

@@ -16,7 +16,7 @@ from pathlib import Path
 from ds_encdec.auto_batch.probe import ProbeTask
 from ds_encdec.auto_batch.search import Outcome
 from ds_encdec.launch.memory_errors import is_of_device, says_out_of_memory
-from ds_encdec.launch.preemption import STOP_SIGNALS
+from ds_encdec.launch.preemption import stop_signals_left_to_this_process
 
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 PROBE = (sys.executable, "-m", "ds_encdec.auto_batch.probe")
@@ -46,9 +46,7 @@ class ProbeProcess:
         self._on_cpu = task.device == "cpu"
         # In a file, since nobody reads it while the process runs: a full pipe would hold it up.
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115  closed with the process
-        # A child begins with the mask of its parent. Who asks a run to stop may ask all of its processes, in any order.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGUSR2})
-        try:
+        with stop_signals_left_to_this_process():
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -58,8 +56,6 @@ class ProbeProcess:
                 env=_environment(),
                 start_new_session=True,  # and so a process group, with which compilers and the like are ended
             )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended already, and `poll` says how
             self._process.stdin.write(task.dump() + "\n")

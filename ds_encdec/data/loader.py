@@ -46,6 +46,7 @@ class LaneLoader:
         self._num_workers = max(n for n in range(num_workers + 1) if n == 0 or len(self.lanes) % n == 0)
         self._pin_memory = pin_memory
         self._records: dict[int, dict[str, Any]] = {}
+        self._records_before = self._records
         self._running: LocalLanes | WorkerLanes | None = None
 
     def __iter__(self) -> LaneLoader:
@@ -55,6 +56,7 @@ class LaneLoader:
         """The micro-batches of the next step. Raises DataError, also for what went wrong in a worker."""
         if self._running is None:
             self._running = self._start()
+        self._records_before = self._records
         batches = []
         records = {}
         for lane in self.lanes:
@@ -69,6 +71,10 @@ class LaneLoader:
             batches.append(pinned(batch) if self._pin_memory else batch)
         self._records = records
         return batches
+
+    def take_back(self) -> None:
+        """The step asked for last, whether it was handed out or not, is not trained: the state is that before it."""
+        self._records = self._records_before
 
     @property
     def epoch(self) -> int:
@@ -94,7 +100,7 @@ class LaneLoader:
                 f"{self._pipeline.num_lanes - 1}"
             )
         self.close()
-        self._records = {lane: by_lane[lane] for lane in self.lanes if by_lane}
+        self._records = self._records_before = {lane: by_lane[lane] for lane in self.lanes if by_lane}
 
     def close(self) -> None:
         """End the workers. The next step would start them again behind the last one handed out."""

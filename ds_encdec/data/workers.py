@@ -6,8 +6,9 @@ several hundred), does not run the program's `__main__` again, uses no shared me
 small), and is safe to start after threads and process groups exist. Arrays travel as int32 examples, some 100
 kB a micro-batch; the training process collates them.
 
-A worker dies with its parent: its next write fails. It leaves signals to the parent, because launchers
-and schedulers signal every process of a job, and the parent may still want to finish its step and save.
+A worker dies with its parent: its next write fails. From its first moment on it leaves signals to the parent, because
+launchers, schedulers and terminals signal every process of a job, and the parent may still want to finish its step and
+save.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Any, NamedTuple
 
 from ds_encdec.data.lane import Lane, Pipeline
+from ds_encdec.launch.preemption import stop_signals_left_to_this_process
+from ds_encdec.launch.standard_output import outlive_readers
 from ds_encdec.types import DataError, DsEncDecError, Example
 
 READY_BATCHES_PER_LANE = 2
@@ -96,7 +99,8 @@ class WorkerLanes:
 def _start() -> subprocess.Popen[bytes]:
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", _BOOTSTRAP]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+    with stop_signals_left_to_this_process():
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
 
 
 def _send(process: subprocess.Popen[bytes], task: Any) -> None:
@@ -109,10 +113,14 @@ def _send(process: subprocess.Popen[bytes], task: Any) -> None:
         raise _death(process) from error
 
 
+class WorkerKilledError(DataError):
+    """A signal has ended a data worker: the kernel's, for want of memory, or that of whoever ends the run."""
+
+
 def _death(process: subprocess.Popen[bytes]) -> DataError:
     code = process.wait()
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-    return DataError(
+    return (WorkerKilledError if code < 0 else DataError)(
         f"a data worker (process {process.pid}) {how}. SIGKILL usually means that the machine ran out of memory: lower "
         "data.preprocessing_num_workers or data.shuffle_buffer_size, or work without workers "
         "(data.preprocessing_num_workers=0)"
@@ -121,8 +129,7 @@ def _death(process: subprocess.Popen[bytes]) -> DataError:
 
 def serve(task_stream: IO[bytes]) -> None:
     """The life of a worker: read the task, then write micro-batches until the parent is gone."""
-    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(name, signal.SIG_IGN)
+    outlive_readers()
     # The pipe moves away from stdout, so that a library that prints cannot break the stream.
     out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

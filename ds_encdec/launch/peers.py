@@ -25,7 +25,7 @@ import psutil
 import torch.distributed as dist
 
 from ds_encdec.launch.agreement import Agreement
-from ds_encdec.launch.preemption import end_hanging_process, is_alive
+from ds_encdec.launch.preemption import end_process, is_alive
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.types import DsEncDecError, LostRankError
 
@@ -130,7 +130,7 @@ class Peers:
             with suppress(OSError):
                 self._run.write_status("failed", reason=reason, exit_code=LostRankError.exit_code)
             if not self._left.wait(self._leave_seconds):
-                end_hanging_process(LostRankError.exit_code)
+                end_process(LostRankError.exit_code)
 
     def _gone_here(self) -> list[Peer]:
         """The ranks of this machine whose processes have ended."""

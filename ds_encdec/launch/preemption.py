@@ -8,17 +8,22 @@ SIGTERM ends the launcher and leaves the ranks running, so every rank watches fo
 A rank whose peer has died may sit in a collective for ever. DeepSpeed's launcher then sends SIGTERM to one rank after
 the other and gives each 30 seconds; a rank that has not taken a step for a while ends at its SIGTERM instead, unless
 it is saving.
+
+A program watches from its first line on. Until its ranks have met there is nothing to save, and a rank that waits for
+the others answers no signal: there the watch ends the process.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import socket
 import threading
 import time
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn
@@ -27,7 +32,7 @@ import psutil
 
 from ds_encdec.launch.signs_of_life import SignsOfLife
 from ds_encdec.launch.world import SINGLE_PROCESS, World
-from ds_encdec.types import HangError
+from ds_encdec.types import HangError, Preempted
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +47,7 @@ SAME_CTRL_C_SECONDS = 2.0
 
 
 class StopRequest:
-    """Notices that this run should end. Use as a context manager around the loop, in the main thread.
+    """Notices that this run should end. Use as a context manager around the run, in the main thread.
 
     The loop asks `requested` once per step: that is also its sign of `life`. `grace_seconds`: how long the process may
     live on, to save itself, after its launcher is gone. `stuck_seconds`: how long after its last sign of life SIGTERM
@@ -57,7 +62,11 @@ class StopRequest:
         grace_seconds: float = 300.0,
         poll_seconds: float = 2.0,
         stuck_seconds: float = 60.0,
+        whole_process: bool = False,
     ) -> None:
+        self._world = world
+        self._whole_process = whole_process
+        self._met = not whole_process
         self._launchers = [] if world.launcher == SINGLE_PROCESS else launchers_above(os.getpid())
         self._grace_seconds = grace_seconds
         self._poll_seconds = poll_seconds
@@ -89,17 +98,23 @@ class StopRequest:
         """The ranks have agreed to stop, whoever was asked first: this one may take its time to save."""
         self._seen = True
 
+    def ranks_have_met(self) -> None:
+        """From now on this rank must not leave alone: the run stops as one, with what it has."""
+        self.life = SignsOfLife()  # waiting for the others was no silence
+        self._met = True
+
     @property
     def reason(self) -> str | None:
         """What asked this rank to stop, for the log and `run.json`."""
         return self._reason
 
     def __enter__(self) -> StopRequest:
+        # First, so that every signal with a handler is written down.
+        self._previous_wakeup_fd = signal.set_wakeup_fd(self._noted.fileno(), warn_on_full_buffer=False)
         for number in STOP_SIGNALS:
             if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
                 continue  # nohup: the run is meant to outlive its terminal
             self._previous_handlers[number] = signal.signal(number, self._on_signal)
-        self._previous_wakeup_fd = signal.set_wakeup_fd(self._noted.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._watch, name="stop-watch", daemon=True).start()
         return self
 
@@ -107,8 +122,12 @@ class StopRequest:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._left.set()
+        with suppress(BlockingIOError):
+            self._noted.send(b"\0")  # the watch need not wait for its next turn
+        ended_well = kind is None or issubclass(kind, Preempted)
         for number, handler in self._previous_handlers.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned
+            after = signal.SIG_IGN if self._whole_process and ended_well else handler
+            signal.signal(number, after)  # type: ignore[arg-type]  # what signal.signal returned
         signal.set_wakeup_fd(self._previous_wakeup_fd)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -121,41 +140,53 @@ class StopRequest:
 
     def _watch(self) -> None:
         """Look after launchers and signs of life, in a thread: the main one may sit in a collective for ever."""
-        while not self._left.wait(self._poll_seconds):
-            gone = [launcher for launcher in self._launchers if not is_alive(launcher)]
+        while not self._left.is_set():
+            arrived = self._arrived()
+            gone = self._gone_launcher()
+            if not self._met and (gone or arrived):
+                why = gone or arrived[0].name
+                logger.error("Stopped before the ranks had met (%s): there was nothing to save.", why)
+                end_process(Preempted.exit_code)
             if gone:
-                self._reason = self._reason or f"launcher {gone[0].pid} gone"
-                logger.error("The launcher (process %d) is gone: saving and stopping.", gone[0].pid)
+                self._reason = self._reason or gone
+                logger.error("%s: saving and stopping.", gone.capitalize())
                 if not self._left.wait(self._grace_seconds):
                     self._end(f"Still running {self._grace_seconds:.0f} s after the launcher went")
                 return
-            self._terminated = self._terminated or signal.SIGTERM in self._arrived()
-            if self._seen or not self._terminated:
-                continue
+            self._terminated = self._terminated or signal.SIGTERM in arrived
             silent_seconds = self.life.silent_seconds
-            if silent_seconds > self._patience_seconds():
+            if self._terminated and not self._seen and silent_seconds > self._patience_seconds():
                 self._end(f"Asked to stop, and no step for {silent_seconds:.0f} s: another rank is probably gone")
+            select.select([self._arrivals], [], [], self._poll_seconds)
 
-    def _arrived(self) -> bytes:
-        """The numbers of the signals that have come since the last call.
+    def _gone_launcher(self) -> str | None:
+        """Which of the launchers above this process is no more, in words."""
+        gone = [launcher for launcher in self._launchers if not is_alive(launcher)]
+        if gone:
+            return f"launcher {gone[0].pid} gone"
+        return "launcher gone" if not self._launchers and is_orphan(self._world) else None
+
+    def _arrived(self) -> list[signal.Signals]:
+        """The stop signals that have come since the last call.
 
         Python calls a handler only once the main thread is back from native code. One that waits in a collective does
         not come back; the interpreter's own handler has written the number down nevertheless.
         """
         try:
-            return self._arrivals.recv(4096)
+            numbers = self._arrivals.recv(4096)
         except BlockingIOError:
-            return b""
+            return []
+        return [number for number in STOP_SIGNALS if number in numbers]
 
     def _patience_seconds(self) -> float:
         return max(self._stuck_seconds, 2 * self.life.longest_pause_seconds)
 
     def _end(self, why: str) -> None:
         logger.error("%s: ending.", why)
-        end_hanging_process()
+        end_process(HangError.exit_code)
 
 
-def end_hanging_process(exit_code: int = HangError.exit_code) -> NoReturn:
+def end_process(exit_code: int) -> NoReturn:
     """End this process, whose main thread may never return, with `exit_code`; and its children.
 
     A data worker ends at its next write after its parent's death, which one that hangs itself never makes.
@@ -188,6 +219,34 @@ def launchers_above(pid: int) -> list[psutil.Process]:
             break
         found.append(ancestor)
     return found
+
+
+def is_orphan(world: World) -> bool:
+    """Whether a launcher started this process and was gone before anybody could look for it: init has adopted it.
+
+    A launcher may be a container's first process itself, but it would be a python program.
+    """
+    if world.launcher not in LAUNCHER_PROGRAMS or os.getppid() != 1:
+        return False
+    try:
+        interpreter = (psutil.Process(1).cmdline() or [""])[0]
+    except psutil.Error:
+        interpreter = ""
+    return not Path(interpreter).name.startswith("python")
+
+
+@contextmanager
+def stop_signals_left_to_this_process() -> Iterator[None]:
+    """Processes that start inside never see a signal that asks to stop: they begin with the mask of their parent.
+
+    Launchers and schedulers signal every process of a job, while this one may still want to finish its step and save.
+    What comes for it meanwhile is delivered at the end.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGUSR2})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def is_alive(process: psutil.Process) -> bool:

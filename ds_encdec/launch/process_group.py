@@ -68,7 +68,7 @@ def init_process_group(
     _prepare_environment(world, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store, *_ = next(rendezvous("env://", world.rank, world.world_size, timeout=timeout))
+    store = _meet(world, timeout)
     store.set_timeout(timeout)
     store = dist.PrefixStore(meeting, store)
     if engine == "deepspeed":
@@ -77,6 +77,20 @@ def init_process_group(
             engine = _instead_of_deepspeed(problem, otherwise, world)
     _join(world, device, timeout, engine, dist.PrefixStore("group", store))
     return engine
+
+
+def _meet(world: World, timeout: timedelta) -> dist.Store:
+    try:
+        store, *_ = next(rendezvous("env://", world.rank, world.world_size, timeout=timeout))
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise ConfigError(
+            f"MASTER_PORT={world.master_port}: another program on {socket.gethostname()} listens there already, maybe "
+            "another run. Give all ranks a free one: --master_port N (deepspeed), --master-port N (torchrun), or "
+            "MASTER_PORT where you set it yourself."
+        ) from error
+    return store
 
 
 def _import_deepspeed(world: World) -> str | None:

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from ds_encdec.launch.agreement import Agreement
-from ds_encdec.launch.preemption import StopRequest, end_hanging_process
+from ds_encdec.launch.preemption import StopRequest, end_process
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.types import HangError
 
@@ -100,7 +100,7 @@ class Watchdog:
         except OSError:
             logger.exception("rank %d: %s, and its stacks cannot be written: ending.", self._rank, why)
         finally:
-            end_hanging_process()
+            end_process(HangError.exit_code)
 
     def _write_stacks(self) -> None:
         self.stacks.mkdir(parents=True, exist_ok=True)

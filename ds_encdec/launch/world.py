@@ -6,6 +6,7 @@ choose a port, and changes nothing. A launcher is one row of `LAUNCHERS`; adding
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -89,6 +90,26 @@ LAUNCHERS = (
 """Tried in this order: the most particular marker first."""
 
 
+@dataclass(frozen=True, slots=True)
+class TaskStarter:
+    """What starts several tasks of a job and tells them so in `variable`, but not in words that are read here.
+
+    Each task would take itself for a run of its own. `count` reads the number of tasks from the variable's value.
+    """
+
+    name: str
+    variable: str
+    count: Callable[[str], int] = int
+
+
+TASK_STARTERS = (
+    TaskStarter("srun", "SLURM_STEP_NUM_TASKS"),
+    TaskStarter("Open MPI", "OMPI_COMM_WORLD_SIZE"),
+    TaskStarter("MPICH, or another MPI", "PMI_SIZE"),
+    TaskStarter("SageMaker", "SM_HOSTS", count=lambda hosts: len(json.loads(hosts))),
+)
+
+
 def free_port() -> int:
     """A TCP port on the loopback interface that was free a moment ago."""
     with socket.socket() as probe:
@@ -101,7 +122,7 @@ def discover(environ: Mapping[str, str], choose_port: Callable[[], int] = free_p
 
     `environ` is `os.environ` or any mapping like it; `choose_port` is asked only for a single process
     that names no MASTER_PORT. Raises ConfigError, naming the variables, when they are incomplete, not
-    numbers, or contradict each other.
+    numbers, or contradict each other, and where this is one of several tasks that no launcher explains.
     """
     for launcher in LAUNCHERS:
         if launcher.marker in environ:
@@ -112,6 +133,7 @@ def discover(environ: Mapping[str, str], choose_port: Callable[[], int] = free_p
             f"{' and '.join(stray)} set without RANK: this looks like part of a launcher's environment. "
             f"Unset {', '.join(stray)} to run one process, or start with deepspeed or torchrun."
         )
+    _refuse_unexplained_tasks(environ)
     return World(
         rank=0,
         local_rank=0,
@@ -123,6 +145,24 @@ def discover(environ: Mapping[str, str], choose_port: Callable[[], int] = free_p
         master_port=choose_port(),
         launcher=SINGLE_PROCESS,
     )
+
+
+def _refuse_unexplained_tasks(environ: Mapping[str, str]) -> None:
+    """Raise ConfigError where this is one task of several: each would train alone, on the whole data."""
+    for starter in TASK_STARTERS:
+        value = environ.get(starter.variable, "")
+        try:
+            tasks = starter.count(value)
+        except (ValueError, TypeError):  # absent, or not what that starter writes
+            continue
+        if tasks > 1:
+            raise ConfigError(
+                f"{starter.variable}={value} says that {starter.name} has started {tasks} tasks, but RANK, by which "
+                "each would know its place, is not set: every task would train alone. Start one task per machine, and "
+                "there torchrun --nnodes N --nproc-per-node M --rdzv-backend c10d --rdzv-endpoint HOST:PORT "
+                "ds_encdec/train.py …, or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each. "
+                f"To train with this process alone: unset {starter.variable}."
+            )
 
 
 def _read(launcher: Launcher, environ: Mapping[str, str]) -> World:

@@ -94,8 +94,10 @@ class GuardedSink:
     def _guard(self, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception as error:  # whatever a tracker raises
-            logger.warning("%s has failed and is dropped, training goes on: %s", self._name, error)
+        except KeyboardInterrupt:  # the second Ctrl-C
+            raise
+        except BaseException as error:  # whatever a tracker raises; rich and wandb know SystemExit, too
+            logger.warning("%s has failed and is dropped, training goes on: %r", self._name, error)
             self._sink = None
 
 

@@ -18,7 +18,9 @@ import torch
 from data_parts import make_config, make_data, texts, write_json_lines
 
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.data import workers
 from ds_encdec.data.loader import LaneLoader
+from ds_encdec.launch.preemption import STOP_SIGNALS
 from ds_encdec.types import Batch, CheckpointError, ConfigError, DataError
 
 NUM_LANES = 12
@@ -149,15 +151,26 @@ def test_a_dead_worker_is_noticed(path: str) -> None:
             steps_of(loader, 10)  # what it had prepared may still arrive
 
 
-def test_workers_leave_signals_to_their_parent(path: str) -> None:
-    """A scheduler signals every process of a job; the parent may still have a step to finish."""
+def test_workers_leave_signals_to_their_parent(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launchers and terminals signal every process of a job, as it starts or later; the parent may have work to end."""
+    start = workers._start
+
+    def start_and_signal() -> subprocess.Popen[bytes]:
+        process = start()
+        signal_all(process)
+        return process
+
+    def signal_all(process: subprocess.Popen[bytes]) -> None:
+        for number in (*STOP_SIGNALS, signal.SIGUSR2):
+            process.send_signal(number)
+
     with loaders(path, 1, 0) as alone:
         expected = steps(alone, 6)
+    monkeypatch.setattr(workers, "_start", start_and_signal)
     with loaders(path, 1, 2) as ranks:
         first = steps(ranks, 1)
         for process in worker_processes(ranks[0]):
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-                process.send_signal(number)
+            signal_all(process)
         assert first + steps(ranks, 5) == expected
 
 

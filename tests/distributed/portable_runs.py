@@ -21,6 +21,8 @@ import torch.distributed as dist
 from ds_encdec import build
 from ds_encdec.config.load import load_config
 from ds_encdec.data.loader import LaneLoader
+from ds_encdec.launch.preemption import StopRequest
+from ds_encdec.launch.world import discover
 from ds_encdec.trainer import Trainer
 from ds_encdec.types import Batch, Preempted, TrainingState
 
@@ -105,7 +107,8 @@ def train_run(
     build.train, build.shutdown = train, dist.barrier
     build.init_process_group = lambda world, device, timeout, engine, **_: engine
     try:
-        build.run_training(config, resume=resume)
+        with StopRequest(discover(os.environ)) as stop:
+            build.run_training(config, stop, resume=resume)
     except Preempted:
         assert stop_after is not None
     finally:

@@ -14,6 +14,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,11 +27,15 @@ from tiny_run import REPOSITORY, environment, free_port
 
 @dataclass(frozen=True)
 class Finished:
-    """The exit codes of a run's ranks, what they printed together, and the most that any had mapped when it ended."""
+    """The exit codes of a run's ranks, what they printed together, and the most that any had mapped when it ended.
+
+    `left`: some process of their group lives on.
+    """
 
     codes: list[int]
     output: str
     data_bytes: int
+    left: bool
 
 
 class ForkedRuns:
@@ -73,8 +78,9 @@ class ForkedRuns:
     ) -> Finished:
         """Run train.py to its end on `ranks` ranks.
 
-        `limits`: what each rank may have in bytes, by the name of a limit of the system, as RLIMIT_FSIZE for its files
-        or RLIMIT_DATA for its memory. `faults`: see sabotage.py.
+        The ranks are a process group of their own, with all they start. `limits`: what each rank may have in bytes, by
+        the name of a limit of the system, as RLIMIT_FSIZE for its files or RLIMIT_DATA for its memory. `faults`: see
+        sabotage.py.
         """
         assert self._server.stdin is not None
         assert self._server.stdout is not None
@@ -107,9 +113,28 @@ def answer(arguments: list[str], ranks: int, limits: dict[str, int], faults: lis
             if pid == 0:
                 be_rank(rank, ranks, port, arguments, limits, faults, log.name, Path(held))
             pids.append(pid)
-        codes = {pid: os.waitstatus_to_exitcode(status) for pid, status in (os.waitpid(pid, 0) for pid in pids)}
+            os.setpgid(pid, pids[0])
+        # The first is reaped last: until then nobody else has the group's number.
+        codes = {pid: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in reversed(pids)}
         data_bytes = max((int(path.read_text()) for path in Path(held).iterdir()), default=0)
-        return {"codes": [codes[pid] for pid in pids], "output": log.read(), "data_bytes": data_bytes}
+        return {
+            "codes": [codes[pid] for pid in pids],
+            "output": log.read(),
+            "data_bytes": data_bytes,
+            "left": lives_on(pids[0]),
+        }
+
+
+def lives_on(group: int, seconds: float = 20.0) -> bool:
+    """Whether a process group is still there after `seconds`, in which its last processes may end."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def be_rank(
@@ -138,6 +163,7 @@ def be_rank(
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         sabotage.apply(faults, rank)
         code = train.main(arguments)
+        sabotage.at_the_end()
         status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
         (held / str(rank)).write_text(str(int(status["VmData"].split()[0]) * 1024))
     except BaseException:

@@ -11,6 +11,8 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,7 +22,9 @@ from typing import Any
 import psutil
 import torch
 
+from ds_encdec import build
 from ds_encdec.checkpoint.folder import CheckpointFolder
+from ds_encdec.data import workers
 from ds_encdec.data.loader import LaneLoader
 from ds_encdec.engine import deepspeed_zero, fsdp2
 from ds_encdec.engine.protocol import StagedSave
@@ -30,6 +34,8 @@ from ds_encdec.types import Batch, LossSum
 _next_step = LaneLoader.__next__
 _forward = fsdp2.packed_forward
 _steps_read = 0
+_before_reading: list[Callable[[LaneLoader, int], None]] = []
+_at_the_end: list[Callable[[], None]] = []
 _changes_of_data: list[Callable[[list[Batch], int], list[Batch]]] = []
 _changes_of_loss: list[Callable[[LossSum], LossSum]] = []
 _ballast: list[torch.Tensor] = []
@@ -211,9 +217,90 @@ def _on_loss(rank: int, at: int, on_rank: int, act: Callable[[], object]) -> Non
     _changes_of_loss.append(change)
 
 
+def signal_all(rank: int, *, signals: list[str], at: int) -> None:
+    """Every process of the run gets these signals when rank 0 asks for data step `at`."""
+    if rank == 0:
+        _before_reading.append(lambda loader, step: _signal_group(signals) if step == at else None)
+
+
+def signal_all_at_start(rank: int, *, signals: list[str], seconds: float) -> None:
+    """Every process of the run gets these signals so long after rank 0 has started its first data worker."""
+    start = workers._start
+
+    def start_and_signal() -> subprocess.Popen[bytes]:
+        process = start()
+        workers._start = start
+        if seconds:
+            threading.Timer(seconds, _signal_group, [signals]).start()
+        else:
+            _signal_group(signals)
+        return process
+
+    if rank == 0:
+        workers._start = start_and_signal
+
+
+def signal_after_training(rank: int, *, signals: list[str]) -> None:
+    """Every rank gets these signals after its last step, and once more when the program is over."""
+    shutdown = build.shutdown
+
+    def send() -> None:
+        for name in signals:
+            os.kill(os.getpid(), signal.Signals[name])
+
+    def send_and_shut_down() -> None:
+        send()
+        shutdown()
+
+    build.shutdown = send_and_shut_down
+    _at_the_end.append(send)
+
+
+def kill_workers(rank: int, *, at: int, on_rank: int, signals: list[str]) -> None:
+    """Before data step `at` one rank's workers are killed, with what they had ready, and the rank gets `signals`."""
+
+    def kill(loader: LaneLoader, step: int) -> None:
+        if rank != on_rank or step != at:
+            return
+        for process in set(loader._running._processes.values()):  # type: ignore[union-attr]
+            process.kill()
+            assert process.stdout is not None
+            process.stdout.read()
+        for name in signals:
+            os.kill(os.getpid(), signal.Signals[name])
+
+    _before_reading.append(kill)
+
+
+def lose_readers(rank: int, *, at: int) -> None:
+    """From data step `at` on nobody reads what the ranks print."""
+
+    def lose(loader: LaneLoader, step: int) -> None:
+        if step == at:
+            unread, pipe = os.pipe()
+            os.close(unread)
+            os.dup2(pipe, 1)
+            os.dup2(pipe, 2)
+
+    _before_reading.append(lose)
+
+
+def at_the_end() -> None:
+    """The program is over; its process is not yet."""
+    for action in _at_the_end:
+        action()
+
+
+def _signal_group(signals: list[str]) -> None:
+    for name in signals:
+        os.killpg(0, signal.Signals[name])
+
+
 def _read(loader: LaneLoader) -> list[Batch]:
     global _steps_read
     _steps_read += 1
+    for act in _before_reading:
+        act(loader, _steps_read)
     batches = _next_step(loader)
     for change in _changes_of_data:
         batches = change(batches, _steps_read)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tiny_run import QUICKSTART, TRAIN, overrides
 
 from ds_encdec.launch.world import free_port
 
@@ -111,6 +113,43 @@ def test_ranks_stop_when_deepspeed_itself_is_ended(tmp_path: Path, number: signa
         process.wait()
     for rank in (0, 1):
         assert (tmp_path / f"reason{rank}").read_text() == f"launcher {process.pid} gone"
+
+
+# A stand-in for torchrun on the first of two machines, where the second has not come.
+LAUNCHER = """
+import subprocess, sys
+subprocess.Popen([sys.executable, *sys.argv[1:]], start_new_session=True).wait()
+"""
+
+
+def test_a_rank_does_not_wait_for_the_others_without_its_launcher(tmp_path: Path) -> None:
+    """kill -9 of the launcher while its rank sits in the rendezvous: it would stay for the timeout, half an hour."""
+    (tmp_path / "torchrun").write_text(LAUNCHER)
+    port = free_port()
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"}
+    meeting = {"GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    settings = [*overrides(tmp_path / "run", infra__distributed_type="fsdp", infra__offload_optimizer="none")]
+    launcher = subprocess.Popen(
+        [sys.executable, str(tmp_path / "torchrun"), TRAIN, "--config", QUICKSTART, *settings],
+        env=environment() | {"TORCHELASTIC_RUN_ID": "none"} | place | meeting,
+        start_new_session=True,
+    )
+    ranks: list[psutil.Process] = []
+    try:
+        wait_until(lambda: listens(port), 120, "the rank to wait for the other")
+        ranks = psutil.Process(launcher.pid).children()
+        os.killpg(launcher.pid, signal.SIGKILL)
+        wait_until(lambda: not any(is_running(rank) for rank in ranks), 30, "the rank to end")
+    finally:
+        for process in (launcher, *ranks):
+            process.kill()
+        launcher.wait()
+    assert not (tmp_path / "run").exists()
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as visitor:
+        return visitor.connect_ex(("127.0.0.1", port)) == 0
 
 
 def is_running(process: psutil.Process) -> bool:

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ds_encdec.launch import preemption
@@ -60,6 +61,67 @@ def test_first_reason_is_kept() -> None:
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.reason == "SIGUSR1"
+
+
+# A program from its first line on: it waits for other ranks as in a rendezvous, in native code that no signal
+# interrupts, or it is over, with its process still there.
+PROGRAM = """
+import ctypes, os, signal, sys, time
+from pathlib import Path
+from ds_encdec.launch.preemption import STOP_SIGNALS, StopRequest
+from ds_encdec.launch.world import discover
+folder, kind = Path(sys.argv[1]), sys.argv[2]
+(folder / "started").touch()
+while kind == "late" and not (folder / "launcher gone").exists():
+    time.sleep(0.02)
+with StopRequest(discover(os.environ), whole_process=True) as stop:
+    (folder / "ready").touch()
+    if kind != "over":
+        libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+        libc.pthread_mutex_lock(mutex)
+        libc.pthread_mutex_lock(mutex)
+    stop.ranks_have_met()
+for number in STOP_SIGNALS:
+    os.kill(os.getpid(), number)
+"""
+
+
+def start_program(folder: Path, kind: str, *, under: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
+    (folder / "program.py").write_text(PROGRAM)
+    command = [sys.executable, *under, str(folder / "program.py"), str(folder), kind]
+    place = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    environ = os.environ | place | address if under else os.environ
+    return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE)
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_before_the_ranks_have_met_ends_the_program(tmp_path: Path, number: signal.Signals) -> None:
+    program = start_program(tmp_path, "waits")
+    wait_for(tmp_path / "ready")
+    program.send_signal(number)
+    assert program.wait(timeout=30) == 75
+
+
+def test_signals_after_a_good_end_change_nothing(tmp_path: Path) -> None:
+    assert start_program(tmp_path, "over").wait(timeout=30) == 0
+
+
+@pytest.mark.parametrize("kind", ["waits", "late"])
+def test_a_program_without_its_launcher_ends(tmp_path: Path, kind: str) -> None:
+    """Also one whose launcher was gone before it could look for it."""
+    (tmp_path / "torchrun").write_text(LAUNCHER)
+    launcher = start_program(tmp_path, kind, under=(str(tmp_path / "torchrun"),))
+    assert launcher.stdout is not None
+    program = int(launcher.stdout.readline())
+    wait_for(tmp_path / ("started" if kind == "late" else "ready"))
+    launcher.kill()
+    launcher.wait()
+    if kind == "late" and psutil.Process(program).ppid() != 1:
+        os.kill(program, signal.SIGKILL)
+        pytest.skip("here another process than the first adopts orphans: who is one is not known")
+    (tmp_path / "launcher gone").touch()
+    wait_until_gone(program)
 
 
 # A rank: it writes what it sees, and hangs where a real one would sit in a collective.

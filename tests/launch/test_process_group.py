@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import socket
+from datetime import timedelta
 
 import pytest
 import torch
 
-from ds_encdec.launch.process_group import choose_device, openmp_threads, shutdown
+from ds_encdec.launch.process_group import choose_device, init_process_group, openmp_threads, shutdown
 from ds_encdec.launch.world import discover
 from ds_encdec.types import ConfigError
 
@@ -51,6 +54,17 @@ def test_ranks_share_the_cores_unless_the_user_says_otherwise(environ: dict[str,
     world = dataclasses.replace(SINGLE, world_size=4, local_world_size=4)
     assert openmp_threads(environ, world, usable_cores=14) == threads
     assert openmp_threads(environ, world, usable_cores=2) == (threads and 1)
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.environ", dict(os.environ))  # what joining a group exports
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        first = dataclasses.replace(SINGLE, world_size=2, local_world_size=2, master_port=port)
+        with pytest.raises(ConfigError, match=f"MASTER_PORT={port}: .* --master_port"):
+            init_process_group(first, torch.device("cpu"), timedelta(seconds=5), "fsdp")
 
 
 def test_shutdown_without_a_group_does_nothing() -> None:

@@ -90,3 +90,41 @@ def test_broken_environments_name_the_variables(environ: dict[str, str], named: 
         discover(environ, never)
     assert all(name in str(caught.value) for name in named)
     assert caught.value.exit_code == 2
+
+
+SLURM_STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "8"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "named"),
+    [
+        (SLURM_STEP, "SLURM_STEP_NUM_TASKS=8 says that srun has started 8 tasks"),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE=2 says that Open MPI"),
+        ({"PMI_SIZE": "4", "PMI_RANK": "3"}, "PMI_SIZE=4 says that MPICH"),
+        ({"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2"}, "SageMaker has started 2 tasks"),
+    ],
+)
+def test_tasks_that_no_launcher_explains_are_refused(environ: dict[str, str], named: str) -> None:
+    """Each would train alone, on all of the data. Under a launcher that is read here they are nobody's business."""
+    with pytest.raises(ConfigError) as caught:
+        discover(environ, never)
+    assert named in str(caught.value)
+    assert "torchrun --nnodes" in str(caught.value)
+    assert caught.value.exit_code == 2
+    for launched in (TORCHRUN, DEEPSPEED, BY_HAND):
+        assert discover({**environ, **launched}, never).world_size > 1
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1"},
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"},  # a batch script, of which there is one
+        {"OMPI_COMM_WORLD_SIZE": "1"},
+        {"PMI_SIZE": ""},
+        {"SM_HOSTS": '["algo-1"]'},
+        {"SM_HOSTS": "algo-1,algo-2"},  # nobody's but its user's
+    ],
+)
+def test_one_task_trains(environ: dict[str, str]) -> None:
+    assert discover(environ).world_size == 1

@@ -211,25 +211,41 @@ class TestWandb:
         assert not [path for path in tmp_path.rglob("*") if path.is_file() and key.encode() in path.read_bytes()]
 
 
+class Failing:
+    """A sink that raises `error` whatever it is asked."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+        self.calls = 0
+
+    def log(self, step: int, metrics: object) -> None:
+        self.calls += 1
+        raise self.error
+
+    go_back = log
+
+    def close(self, exit_code: int = 0) -> None:
+        self.calls += 1
+
+
 class TestGuard:
-    def test_failing_sink_is_dropped_with_one_warning(self, caplog: pytest.LogCaptureFixture) -> None:
-        class Failing:
-            calls = 0
-
-            def log(self, step: int, metrics: object) -> None:
-                self.calls += 1
-                raise RuntimeError("the tracker is gone")
-
-            def close(self, exit_code: int = 0) -> None:
-                self.calls += 1
-
-        failing = Failing()
+    @pytest.mark.parametrize("error", [RuntimeError("the tracker is gone"), SystemExit(1), GeneratorExit()])
+    def test_failing_sink_is_dropped_with_one_warning(
+        self, caplog: pytest.LogCaptureFixture, error: BaseException
+    ) -> None:
+        failing = Failing(error)
         sink = GuardedSink("tracker", lambda: failing)
         for step in range(3):
             sink.log(step, METRICS)
         sink.close()
         assert failing.calls == 1
         assert caplog.text.count("tracker has failed and is dropped") == 1
+        assert type(error).__name__ in caplog.text
+
+    def test_a_second_ctrl_c_is_no_failure(self) -> None:
+        sink = GuardedSink("tracker", lambda: Failing(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            sink.log(1, METRICS)
 
     def test_sink_that_cannot_open_is_dropped(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         (tmp_path / "file").write_text("in the way")

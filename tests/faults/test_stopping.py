@@ -1,0 +1,105 @@
+"""Two real ranks, with their data workers, that are asked to stop: one checkpoint, exit code 75, nothing lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked_runs import Finished, ForkedRuns
+from tiny_run import QUICKSTART, losses, overrides
+
+from ds_encdec.checkpoint.folder import committed_steps
+
+pytestmark = [pytest.mark.distributed]
+
+STOPS = ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"]
+LARGE = {"training__per_device_train_batch_size": 160}
+"""A micro-batch of more than the 64 KB that a pipe holds: 160 x 128 tokens of 4 bytes."""
+ENGINES = {
+    "deepspeed": {"infra__distributed_type": "deepspeed"},
+    "fsdp": {"infra__distributed_type": "fsdp", "infra__offload_optimizer": "none"},
+}
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[ForkedRuns]:
+    with ForkedRuns() as started:
+        yield started
+
+
+def arguments(folder: Path, engine: str, *options: str, **changes: Any) -> list[str]:
+    settings = {
+        "data__num_lanes": 2,
+        "data__preprocessing_num_workers": 1,
+        "training__num_train_steps": 1000,
+        "training__save_steps": 1000,
+        "training__eval_samples": 0,
+        "training__logging_steps": 1,
+        "training__average_checkpoints": 0,
+        "training__report_to": "none",
+    }
+    return ["--config", QUICKSTART, *overrides(folder, **settings | ENGINES[engine] | changes), *options]
+
+
+def assert_preempted(result: Finished, folder: Path) -> int:
+    """With one checkpoint, of the last step; returns that."""
+    assert result.codes == [75, 75], result.output
+    assert not result.left
+    status = json.loads((folder / "run.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("preempted", 75)
+    trained = [step for step, *_ in losses(folder)]
+    (saved,) = committed_steps(folder / "checkpoints")
+    assert max(trained) == saved
+    return saved
+
+
+@pytest.mark.parametrize(
+    ("engine", "workers", "changes", "fault"),
+    [
+        ("deepspeed", 1, LARGE, {"kind": "signal_all_at_start", "signals": ["SIGTERM"], "seconds": 0.0}),
+        ("fsdp", 4, {"data__num_lanes": 8}, {"kind": "signal_all_at_start", "signals": ["SIGINT"], "seconds": 0.2}),
+        ("fsdp", 1, LARGE, {"kind": "signal_all", "signals": ["SIGHUP"], "at": 4}),
+        ("deepspeed", 0, {}, {"kind": "signal_all", "signals": STOPS, "at": 4}),
+    ],
+    ids=["TERM at the start", "INT at the start", "HUP at step 4", "all, without workers"],
+)
+def test_a_signal_to_every_process_saves(
+    runs: ForkedRuns, tmp_path: Path, engine: str, workers: int, changes: dict[str, Any], fault: dict[str, Any]
+) -> None:
+    folder = tmp_path / "run"
+    settings = {"data__preprocessing_num_workers": workers} | changes
+    result = runs.run(arguments(folder, engine, **settings), ranks=2, faults=[fault])
+    assert_preempted(result, folder)
+
+
+def test_a_worker_that_is_killed_while_a_stop_is_asked_for_is_a_stop(runs: ForkedRuns, tmp_path: Path) -> None:
+    """One rank has the data of step 4, the other does not: step 3 is saved, and step 4 is not left out afterwards."""
+    short = {"training__num_train_steps": 6}
+    whole = runs.run(arguments(tmp_path / "whole", "fsdp", **short), ranks=2)
+    assert whole.codes == [0, 0], whole.output
+    fault = {"kind": "kill_workers", "at": 4, "on_rank": 1, "signals": ["SIGTERM"]}
+    folder = tmp_path / "run"
+    result = runs.run(arguments(folder, "fsdp", **short), ranks=2, faults=[fault])
+    assert assert_preempted(result, folder) == 3
+    resumed = runs.run(arguments(folder, "fsdp", "--resume", "auto", **short), ranks=2)
+    assert resumed.codes == [0, 0], resumed.output
+    assert losses(folder) == losses(tmp_path / "whole")
+
+
+def test_signals_after_the_last_step_change_nothing(runs: ForkedRuns, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    fault = {"kind": "signal_after_training", "signals": STOPS}
+    result = runs.run(arguments(folder, "fsdp", training__num_train_steps=3), ranks=2, faults=[fault])
+    assert result.codes == [0, 0], result.output
+    assert json.loads((folder / "run.json").read_text())["state"] == "completed"
+
+
+def test_a_run_outlives_the_readers_of_its_output(runs: ForkedRuns, tmp_path: Path) -> None:
+    """As after Ctrl-C on `deepspeed` with several hosts: the pipe is gone, then the signal comes."""
+    folder = tmp_path / "run"
+    faults = [{"kind": "lose_readers", "at": 2}, {"kind": "signal_all", "signals": ["SIGINT"], "at": 5}]
+    result = runs.run(arguments(folder, "deepspeed"), ranks=2, faults=faults)
+    assert assert_preempted(result, folder) >= 4
