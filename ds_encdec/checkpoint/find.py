@@ -30,32 +30,34 @@ class Checkpoint:
     path: Path
     manifest: Manifest
 
-    def read_json(self, name: str) -> Any:
-        """See `read_saved`."""
-        return read_saved(self.path / name)
+    def read_json(self, name: str) -> Saved:
+        """See `Saved`."""
+        return Saved(self.path / name)
 
     def training_state(self) -> TrainingState:
         """See `read_training_state`."""
         return read_training_state(self.path)
 
 
-def read_saved(path: Path) -> Any:
-    """What a JSON file of a checkpoint holds. Its mappings raise DamagedCheckpointError for a key that they lack."""
+class Saved(dict[str, Any]):
+    """What a JSON file of a checkpoint holds. Raises DamagedCheckpointError for a key that it lacks."""
 
-    class Saved(dict[str, Any]):
-        def __missing__(self, key: str) -> Any:
-            raise DamagedCheckpointError(f"{path} has no {key!r}: it is not what ds_encdec writes.")
+    def __init__(self, path: Path) -> None:
+        """Raises DamagedCheckpointError where the file at `path` cannot be read, or holds no mapping."""
+        self._path = path
+        try:
+            super().__init__(read_json(path, None))
+        except (OSError, ValueError, TypeError) as error:
+            raise DamagedCheckpointError(f"{path} cannot be read: {error}.") from error
 
-    try:
-        return read_json(path, None, Saved)
-    except (OSError, ValueError) as error:
-        raise DamagedCheckpointError(f"{path} cannot be read: {error}.") from error
+    def __missing__(self, key: str) -> Any:
+        raise DamagedCheckpointError(f"{self._path} has no {key!r}: it is not what ds_encdec writes.")
 
 
 def read_training_state(checkpoint: Path) -> TrainingState:
     """The counters that a checkpoint was saved with. Raises DamagedCheckpointError."""
     path = checkpoint / "trainer.json"
-    saved = read_saved(path)
+    saved = Saved(path)
     try:
         return TrainingState(**saved["state"])
     except TypeError as error:

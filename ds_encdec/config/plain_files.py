@@ -11,7 +11,6 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -69,18 +68,14 @@ def read_plain(path: str | Path, max_bytes: int | None) -> str:
         raise ValueError("not a text file in UTF-8") from error
 
 
-def read_json(
-    path: str | Path,
-    max_bytes: int | None = MAX_RECORD_BYTES,
-    object_hook: Callable[[dict[str, Any]], Any] | None = None,
-) -> Any:
+def read_json(path: str | Path, max_bytes: int | None = MAX_RECORD_BYTES) -> Any:
     """What a JSON file that a program wrote holds. Raises OSError; ValueError for no JSON, too large, nested too deep.
 
-    `max_bytes`: None where its size is known to be right. `object_hook`: as of `json.loads`.
+    `max_bytes`: None where its size is known to be right.
     """
     text = read_plain(path, max_bytes)
     bound_json(text)
-    return json.loads(text, object_hook=object_hook)
+    return json.loads(text)
 
 
 def bound_json(text: str, max_nodes: int | None = None) -> None:
