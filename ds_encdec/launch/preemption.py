@@ -146,9 +146,9 @@ class StopRequest:
         first_at = math.inf
         while not self._left.is_set():
             arrived = self._arrived()
-            if signal.SIGINT in arrived and time.monotonic() - first_at > SAME_CTRL_C_SECONDS:
-                if not self._left.wait(self._poll_seconds) and not self._interrupted:
-                    self._end("A second Ctrl-C, which the rank does not answer")
+            again = signal.SIGINT in arrived and time.monotonic() - first_at > SAME_CTRL_C_SECONDS
+            if again and not self._left.wait(self._poll_seconds) and not self._interrupted:
+                self._end("A second Ctrl-C, which the rank does not answer")
             if arrived:
                 first_at = min(first_at, time.monotonic())
             gone = self._gone_launcher()
