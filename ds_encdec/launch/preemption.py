@@ -16,6 +16,7 @@ the others answers no signal: there the watch ends the process.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import select
 import signal
@@ -74,6 +75,7 @@ class StopRequest:
         self._reason: str | None = None
         self._signalled_at = 0.0
         self._terminated = False
+        self._interrupted = False
         self._arrivals, self._noted = socket.socketpair()
         self._arrivals.setblocking(False)
         self._noted.setblocking(False)  # as set_wakeup_fd demands
@@ -133,6 +135,7 @@ class StopRequest:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self._reason is not None and number == signal.SIGINT and now - self._signalled_at > SAME_CTRL_C_SECONDS:
+            self._interrupted = True
             raise KeyboardInterrupt  # the second Ctrl-C: now, without a checkpoint
         self._signalled_at = now
         self._reason = self._reason or signal.Signals(number).name
@@ -140,8 +143,14 @@ class StopRequest:
 
     def _watch(self) -> None:
         """Look after launchers and signs of life, in a thread: the main one may sit in a collective for ever."""
+        first_at = math.inf
         while not self._left.is_set():
             arrived = self._arrived()
+            again = signal.SIGINT in arrived and time.monotonic() - first_at > SAME_CTRL_C_SECONDS
+            if again and not self._left.wait(self._poll_seconds) and not self._interrupted:
+                self._end("A second Ctrl-C, which the rank does not answer")
+            if arrived:
+                first_at = min(first_at, time.monotonic())
             gone = self._gone_launcher()
             if not self._met and (gone or arrived):
                 why = gone or arrived[0].name

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from ds_encdec.launch import preemption
-from ds_encdec.launch.preemption import STOP_SIGNALS, StopRequest, launchers_above
+from ds_encdec.launch.preemption import SAME_CTRL_C_SECONDS, STOP_SIGNALS, StopRequest, launchers_above
 from ds_encdec.launch.world import discover
 
 SINGLE = discover({})
@@ -235,6 +235,21 @@ def test_sigterm_ends_a_rank_that_takes_no_steps(tmp_path: Path, kind: str, exit
         rank.kill()
         rank.wait()
     assert (tmp_path / "saved").exists() == (exit_code == 0)
+
+
+def test_second_ctrl_c_ends_a_rank_that_waits_for_others(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(LOOP)
+    rank = subprocess.Popen([sys.executable, str(tmp_path / "loop.py"), str(tmp_path), "stuck"])
+    try:
+        wait_for(tmp_path / "ready")
+        rank.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            rank.wait(timeout=SAME_CTRL_C_SECONDS + 1)
+        rank.send_signal(signal.SIGINT)
+        assert rank.wait(timeout=20) == 8
+    finally:
+        rank.kill()
+        rank.wait()
 
 
 def test_only_launchers_are_watched() -> None:
