@@ -8,7 +8,9 @@ division off. Micro-batch boundaries are told to DeepSpeed explicitly; its own c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -71,7 +73,8 @@ class DeepSpeedEngine:
         self._config = config
         self._agreement = Agreement(timedelta(minutes=config.infra.distributed_timeout_minutes))
         self._buffers = HostBuffers(pin_memory=config.infra.pin_memory and device.type == "cuda")
-        model = build_model(model_config, ds_json, dtype=compute_dtype(training), device=device)
+        with _device_as_local_rank(device):
+            model = build_model(model_config, ds_json, dtype=compute_dtype(training), device=device)
         rounded = load_weights(model, weights) if weights else []
         apply_activation_checkpointing(
             model,
@@ -82,13 +85,14 @@ class DeepSpeedEngine:
         groups = parameter_groups(model, training.weight_decay)
         names = {parameter: name for name, parameter in model.named_parameters()}
         self._groups = tuple(tuple(names[parameter] for parameter in group["params"]) for group in groups)
-        self._engine, *_ = deepspeed.initialize(
-            model=model,
-            model_parameters=groups,
-            config=ds_json,
-            lr_scheduler=_scheduler_hook(training),
-            dist_init_required=False,
-        )
+        with _device_as_local_rank(device):
+            self._engine, *_ = deepspeed.initialize(
+                model=model,
+                model_parameters=groups,
+                config=ds_json,
+                lr_scheduler=_scheduler_hook(training),
+                dist_init_required=False,
+            )
         assert_ties(model)
         undo_first_step(self._engine)
         if weights:
@@ -179,6 +183,18 @@ class DeepSpeedEngine:
     def close(self) -> None:
         """See protocol.Engine. Afterwards drop the last reference to the engine."""
         self._engine.destroy()
+
+
+@contextmanager
+def _device_as_local_rank(device: torch.device) -> Iterator[None]:
+    """Inside, LOCAL_RANK is the device's number: DeepSpeed takes it for that, and a rank may see one device alone."""
+    before = {name: os.environ[name] for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK") if name in os.environ}
+    if device.type == "cuda":
+        os.environ.update(dict.fromkeys(before, str(device.index)))
+    try:
+        yield
+    finally:
+        os.environ.update(before)
 
 
 def _scheduler_hook(training: TrainingConfig) -> Callable[[torch.optim.Optimizer], LambdaLR] | None:

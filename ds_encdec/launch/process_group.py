@@ -7,13 +7,14 @@ imported, OpenMP its thread count when it first runs, and the JIT its folder whe
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
 import socket
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,8 +30,9 @@ logger = logging.getLogger(__name__)
 def choose_device(requested: Literal["cuda", "cpu", "auto"], world: World) -> torch.device:
     """The device of this rank for `infra.device`.
 
-    Raises ConfigError when the configuration needs accelerators that this machine does not have, or
-    fewer than the ranks on it.
+    Where a launcher shows each rank one device of its own, that is it; `init_process_group` checks that no two have the
+    same. Raises ConfigError when the configuration needs accelerators that this machine does not have, or fewer than
+    the ranks on it.
     """
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if requested == "cpu" or (requested == "auto" and not available):
@@ -41,6 +43,8 @@ def choose_device(requested: Literal["cuda", "cpu", "auto"], world: World) -> to
             "NVIDIA GPUs (the defaults: 8 of 80 GB). To try ds_encdec here, without any: "
             "--config ds_configs/quickstart.yaml; to run this one on the CPU: infra.device=cpu."
         )
+    if available == 1:
+        return torch.device("cuda", 0)
     if world.local_world_size > available:
         raise ConfigError(
             f"{world.local_world_size} ranks were started on a machine with {available} CUDA devices. "
@@ -71,6 +75,7 @@ def init_process_group(
     store = _meet(world, timeout)
     store.set_timeout(timeout)
     store = dist.PrefixStore(meeting, store)
+    _share_the_node(world, device, store)
     if engine == "deepspeed":
         problem = _anyones(_import_deepspeed(world), dist.PrefixStore("import", store), world)
         if problem is not None:
@@ -179,15 +184,55 @@ def shutdown() -> None:
     dist.destroy_process_group()
 
 
-def openmp_threads(environ: Mapping[str, str], world: World, usable_cores: int) -> int | None:
-    """This rank's share of the machine's cores; None where the user has set OMP_NUM_THREADS.
+def _share_the_node(world: World, device: torch.device, store: dist.Store) -> None:
+    """Divide cores among the ranks that have the same ones; raise ConfigError, on all ranks, if two have one GPU."""
+    uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+    mine = _Place(world.rank, socket.gethostname(), _usable_cores(), uuid)
+    neighbours = _neighbours(mine, world, dist.PrefixStore("node", store))
+    threads = openmp_threads(os.environ, mine.cores, [place.cores for place in neighbours])
+    if threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        torch.set_num_threads(threads)  # OpenMP may have read its variable already
+    if uuid is not None:
+        crowded = [place.rank for place in neighbours if place.uuid == uuid]
+        problem = None
+        if len(crowded) > 1:
+            problem = (
+                f"Ranks {', '.join(map(str, crowded))} were started on the same GPU ({mine.host}, {uuid}). "
+                "Start one rank for each GPU, or have the launcher show each rank a GPU of its own (Slurm: --gpus-per-task=1)."
+            )
+        if problem := _anyones(problem, dist.PrefixStore("devices", store), world):
+            raise ConfigError(problem)
 
-    torchrun sets it to 1 where it is unset (torch/distributed/run.py), and a CPU optimizer on one core takes longer
-    than the rest of the step. So its 1 is no one's wish; any other number is.
+
+class _Place(NamedTuple):
+    """A rank's host, the numbers of the cores that it may run on, and its GPU's identity."""
+
+    rank: int
+    host: str
+    cores: list[int]
+    uuid: str | None
+
+
+def _neighbours(mine: _Place, world: World, store: dist.Store) -> list[_Place]:
+    """The places of all ranks of this host, in the order of ranks."""
+    node = f"node {world.node_rank}"
+    store.set(f"{node} {store.add(node, 1)}", json.dumps(mine))
+    told = [_Place(*json.loads(store.get(f"{node} {index + 1}"))) for index in range(world.local_world_size)]
+    return sorted(place for place in told if place.host == mine.host)
+
+
+def openmp_threads(environ: Mapping[str, str], own: Collection[int], on_node: Sequence[Collection[int]]) -> int | None:
+    """This rank's share of the cores it may run on; None where the user has set OMP_NUM_THREADS.
+
+    `own`, and `on_node` of every rank of the host, this one included: numbers of cores. Launchers may have given each
+    rank cores of its own. torchrun sets the variable to 1 where it is unset (torch/distributed/run.py), and a CPU
+    optimizer on one core takes longer than the rest of the step. So its 1 is no one's wish; any other number is.
     """
     given = environ.get("OMP_NUM_THREADS")
     if given is None or (given == "1" and "TORCHELASTIC_RUN_ID" in environ):
-        return max(1, usable_cores // world.local_world_size)
+        sharing = sum(not set(own).isdisjoint(others) for others in on_node)
+        return max(1, len(own) // max(1, sharing))
     return None
 
 
@@ -208,12 +253,8 @@ def _prepare_environment(world: World, device: torch.device) -> None:
         if world.num_nodes == 1 and "lo" in (name for _, name in socket.if_nameindex()):
             # Where the host's own name does not resolve, or only to a foreign interface, gloo cannot connect.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    threads = openmp_threads(os.environ, world, _usable_cores())
-    if threads is not None:
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-        torch.set_num_threads(threads)  # OpenMP may have read its variable already
 
 
-def _usable_cores() -> int:
+def _usable_cores() -> list[int]:
     """Cores that this process may run on (containers and taskset allow fewer than there are)."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))

@@ -8,14 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from threading import Thread
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from deepspeed.utils import safe_get_full_fp32_param
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from engine_plan import LANES, LAST_STEP, SAVED_STEP
 from engine_steps import Case, run_all, train_step
 from packed_batches import random_batch
-from small_run import MODEL, SHORT_ACCUMULATION, SHORT_MODEL, run_config, weights
+from small_run import MODEL, SHORT_ACCUMULATION, SHORT_MODEL, lane_batches, run_config, weights
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_encdec.checkpoint.zero_state import ZeroState
 from ds_encdec.config.schema import FullConfig
@@ -354,6 +357,46 @@ def only_decay(**overrides: Any) -> dict[str, Any]:
     moved = full_weights(engine)
     engine.close()
     return {"learning_rate": result.learning_rate, "grad_norm": float(result.grad_norm), "weights": moved}
+
+
+def summed_gradient(**overrides: Any) -> dict[str, torch.Tensor]:
+    """Every parameter's gradient over two lanes: two micro-batches of one rank, or one of each of two."""
+    accumulation = 2 // dist.get_world_size()
+    engine = make_engine(run_config(gradient_accumulation_steps=accumulation, **overrides), model=SHORT_MODEL)
+    lanes = lane_batches(0, dist.get_world_size(), accumulation)
+    mine = lanes[dist.get_rank() :: dist.get_world_size()]
+    for batch in mine:
+        loss = engine.forward(batch)
+        engine.backward(loss, target_tokens=sum(lane.target_tokens for lane in lanes), last=batch is mine[-1])
+    parameters = engine.model.named_parameters()
+    result = {name: safe_get_full_grad(parameter).float().clone() for name, parameter in parameters}
+    engine.close()
+    return result
+
+
+class ScalarReads(TorchDispatchMode):
+    """Counts what a host reads of tensors: on a GPU it waits for each."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket is torch.ops.aten._local_scalar_dense
+        return func(*args, **kwargs or {})
+
+
+def waits(accumulation: int, **overrides: Any) -> dict[str, int]:
+    """How often a step waits for its device: the fourth one, with an evaluation behind it."""
+    engine = make_engine(run_config(gradient_accumulation_steps=accumulation, **overrides), model=SHORT_MODEL)
+    for step in range(3):  # DeepSpeed's timer starts with the third, ZeRO-3's prefetcher knows its order
+        train_step(engine, step, accumulation)
+    lanes = lane_batches(4, dist.get_world_size(), accumulation)[dist.get_rank() :: dist.get_world_size()]
+    with patch.object(get_accelerator(), "synchronize") as synchronize, ScalarReads() as reads:
+        for index, batch in enumerate(lanes):
+            engine.backward(engine.forward(batch), target_tokens=100, last=index == len(lanes) - 1)
+        engine.step()
+        engine.evaluate(lanes[0])
+    engine.close()
+    return {"synchronize": synchronize.call_count, "scalars": reads.count}
 
 
 def shard_sizes() -> dict[str, Any]:

@@ -179,12 +179,31 @@ UNREADABLE = {f"{stage}-{problem}": (stage, problem) for stage in ("zero1", "zer
 """Sources that rank 0 cannot read, by name."""
 
 
+SUMMED: dict[str, dict[str, Any]] = {
+    "zero2-bf16": {"sharding_stage": "zero2", "bf16": True},
+    "zero3-bf16": {"bf16": True},
+}
+"""Runs whose gradients are summed over one and two ranks, by name."""
+
+WAITING: dict[str, dict[str, Any]] = {
+    "zero2-bf16": {"sharding_stage": "zero2", "bf16": True},
+    "zero3-offload": {"offload_optimizer": "cpu"},
+}
+"""Runs whose waits for the device are counted, by name."""
+
+
 def cases(world_size: int, folder: Path) -> list[Case]:
     """All cases of a start with `world_size` ranks; checkpoints go under `folder`."""
     parity = PARITY if world_size == 1 else TWO_RANK_PARITY
     plan: list[Case] = [(f"parity {name}", "trajectory", given) for name, given in parity.items()]
+    plan += [(f"summed {name}", "summed_gradient", given) for name, given in SUMMED.items()]
     if world_size == 1:
         return plan
+    plan += [
+        (f"waits {name} {steps}", "waits", {"accumulation": steps, **given})
+        for name, given in WAITING.items()
+        for steps in (1, 3)
+    ]
     plan += [(f"skip {name}", "skipping", given) for name, given in SKIPS.items()]
     plan += [
         (f"resume {name}", "resuming", {"directory": str(folder / name), **given}) for name, given in RESUMES.items()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Results
-from engine_plan import CHANGED_RESUMES, LOSSLESS, RESUMES, SKIPS, STAGING, UNREADABLE, UNTRAINED
+from engine_plan import CHANGED_RESUMES, LOSSLESS, RESUMES, SKIPS, STAGING, SUMMED, UNREADABLE, UNTRAINED, WAITING
 from small_run import SHORT_ACCUMULATION, SHORT_MODEL, lane_batches, run_config, weights
 from torch_oracle import TorchOracle
 
@@ -188,6 +188,22 @@ def test_unusable_checkpoints_are_refused_by_all_ranks(engine_results: Results, 
         )
         assert messages["damaged on rank 1"].endswith("is damaged")
         assert messages["whole"] == "loaded"
+
+
+@pytest.mark.parametrize("case", SUMMED)
+def test_a_sum_over_ranks_is_as_exact_as_one_over_micro_batches(engine_results: Results, case: str) -> None:
+    """Both are float32 sums of the same bfloat16 gradients; a sum in bfloat16 would be 2e-3 off."""
+    alone, of_two = engine_results(1, f"summed {case}")[0], engine_results(2, f"summed {case}")[0]
+    for name, expected in alone.items():
+        assert (of_two[name] - expected).norm() <= 1e-6 * expected.norm(), name
+
+
+@pytest.mark.parametrize("case", WAITING)
+def test_a_step_does_not_wait_for_its_device(engine_results: Results, case: str) -> None:
+    """Nothing in DeepSpeed's timers, and no number read that more micro-batches would make more."""
+    for once, thrice in zip(*(engine_results(2, f"waits {case} {steps}") for steps in (1, 3)), strict=True):
+        assert once["synchronize"] == thrice["synchronize"] == 0
+        assert once["scalars"] == thrice["scalars"] <= 5
 
 
 @pytest.mark.parametrize("stage", ["zero0", "zero3"])

@@ -5,12 +5,20 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
+import threading
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from ds_encdec.launch.process_group import choose_device, init_process_group, openmp_threads, shutdown
+from ds_encdec.launch.process_group import (
+    _share_the_node,
+    choose_device,
+    init_process_group,
+    openmp_threads,
+    shutdown,
+)
 from ds_encdec.launch.world import discover
 from ds_encdec.types import ConfigError
 
@@ -51,9 +59,66 @@ def test_a_machine_with_accelerators() -> None:
     ],
 )
 def test_ranks_share_the_cores_unless_the_user_says_otherwise(environ: dict[str, str], threads: int | None) -> None:
-    world = dataclasses.replace(SINGLE, world_size=4, local_world_size=4)
-    assert openmp_threads(environ, world, usable_cores=14) == threads
-    assert openmp_threads(environ, world, usable_cores=2) == (threads and 1)
+    assert openmp_threads(environ, range(14), [range(14)] * 4) == threads
+    assert openmp_threads(environ, range(2), [range(2)] * 4) == (threads and 1)
+
+
+def test_ranks_that_were_given_cores_of_their_own_use_them_all() -> None:
+    own = [range(12 * rank, 12 * rank + 12) for rank in range(8)]
+    assert [openmp_threads({}, cores, own) for cores in own] == [12] * 8
+    by_socket = [range(48), range(48), range(48, 96), range(48, 96)]
+    assert [openmp_threads({}, cores, by_socket) for cores in by_socket] == [24] * 4
+
+
+def on_gpus(monkeypatch: pytest.MonkeyPatch, visible: int, uuids: dict[int, str]) -> None:
+    """A machine whose ranks each see `visible` GPUs, with identities by rank. Stand-ins for CUDA's own answers."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda device: SimpleNamespace(uuid=uuids[int(threading.current_thread().name)]),
+    )
+
+
+@pytest.mark.parametrize(("visible", "local_rank", "index"), [(1, 0, 0), (1, 7, 0), (8, 7, 7)])
+def test_a_rank_takes_the_one_device_that_it_is_shown(
+    monkeypatch: pytest.MonkeyPatch, visible: int, local_rank: int, index: int
+) -> None:
+    on_gpus(monkeypatch, visible, {})
+    world = dataclasses.replace(SINGLE, rank=local_rank, local_rank=local_rank, world_size=8, local_world_size=8)
+    assert choose_device("auto", world) == torch.device("cuda", index)
+    if visible > 1:
+        with pytest.raises(ConfigError, match="9 ranks were started on a machine with 8 CUDA devices"):
+            choose_device("cuda", dataclasses.replace(world, world_size=9, local_world_size=9))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_two_ranks_on_one_gpu_are_refused_by_all(monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
+    """Four ranks of two nodes, threads here, that each see one GPU."""
+    uuids = {0: "GPU-a", 1: "GPU-a" if shared else "GPU-b", 2: "GPU-c", 3: "GPU-d"}
+    on_gpus(monkeypatch, 1, uuids)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    store = torch.distributed.HashStore()
+    store.set_timeout(timedelta(seconds=60))
+    problems: dict[int, str] = {}
+
+    def be(rank: int) -> None:
+        world = dataclasses.replace(
+            SINGLE, rank=rank, local_rank=rank % 2, world_size=4, local_world_size=2, node_rank=rank // 2, num_nodes=2
+        )
+        try:
+            _share_the_node(world, choose_device("cuda", world), store)
+        except ConfigError as error:
+            problems[rank] = str(error)
+
+    ranks = [threading.Thread(target=be, args=(rank,), name=str(rank)) for rank in range(4)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join()
+    assert sorted(problems) == ([0, 1, 2, 3] if shared else [])
+    assert all(problem.startswith("Ranks 0, 1 were started on the same GPU") for problem in problems.values())
 
 
 def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
