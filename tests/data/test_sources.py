@@ -19,8 +19,11 @@ from ds_encdec.config.schema import DataConfig, MixtureSource
 from ds_encdec.data import builtin_corpus
 from ds_encdec.data.builtin_corpus import builtin_documents
 from ds_encdec.data.hub import HubStream, HubTable, open_hub_data
-from ds_encdec.data.local_files import TEXT_PIECE_BYTES, JsonLines, ParquetFiles, TextFiles, expand_files
+from ds_encdec.data.json_lines import JsonLines
+from ds_encdec.data.local_files import expand_files
+from ds_encdec.data.parquet_files import ParquetFiles
 from ds_encdec.data.sources import RandomIds, StreamSource, open_sources
+from ds_encdec.data.text_files import TEXT_PIECE_BYTES, TextFiles
 from ds_encdec.data.text_tokens import TextTokenizer
 from ds_encdec.types import DataError
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ds_encdec.data.budgets import Budgets
-from ds_encdec.data.local_files import TextFiles
 from ds_encdec.data.survey import Survey, require_one_step
+from ds_encdec.data.text_files import TextFiles
 from ds_encdec.types import DataError
 
 BUDGETS = Budgets(encoder_tokens=400, decoder_tokens=600, max_examples=8)
