@@ -30,6 +30,8 @@ def open_hub_data(entry: MixtureSource, num_lanes: int, *, streaming: bool) -> H
     with _readable_errors(entry):
         builder = datasets.load_dataset_builder(**_arguments(entry))
         identity = _identity(entry, builder)
+        if os.path.isfile(os.path.join(entry.dataset_name, "state.json")):  # written by Dataset.save_to_disk
+            return HubTable(entry, datasets.load_from_disk(entry.dataset_name), identity)
         if not streaming:
             builder.download_and_prepare()
             return HubTable(entry, builder.as_dataset(split=entry.dataset_split), identity)

@@ -31,7 +31,7 @@ class JsonLines:
         lines = [lines_of_csv(path) if kind == "csv" else lines_of_json(path) for path in plain_files(files)]
         self._spans = Spans(lines, [_line_index(path) for path in lines])
         self._text_column = text_column
-        self._row_word = "row" if kind == "csv" else "line"
+        self._row_word, self._failure = ("row", "not UTF-8 text") if kind == "csv" else ("line", "not a JSON line")
         self.identity = {"kind": kind, "files": file_digests(files, self._names), "text_column": text_column}
 
     def __len__(self) -> int:
@@ -52,7 +52,7 @@ class JsonLines:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            return BadRow(key, f"{where}: not a JSON line ({error}); data.dataset_name=json reads JSON lines")
+            return BadRow(key, f"{where}: {self._failure} ({error})")
         if not isinstance(record, dict):
             return BadRow(key, f"{where}: expected one JSON object a line, found {type(record).__name__}")
         if self._text_column not in record:
@@ -66,7 +66,8 @@ def _line_index(path: str) -> np.ndarray:
         if file.seek(0, 2) < INDEXED_BYTES:
             return _line_edges(path)
     try:
-        return np.load(kept_file(path, "lines", partial(_write_index, path)), mmap_mode="r")
+        index = kept_file(path, "lines", partial(_write_index, path), checked_bytes=1 << 26)
+        return np.load(index, mmap_mode="r")
     except (OSError, RuntimeError):  # no folder to keep it in
         return _line_edges(path)
 

@@ -14,16 +14,14 @@ from typing import IO
 from ds_encdec.data.local_files import file_digest
 from ds_encdec.launch.user_cache import cache_folder
 
-_CHECKED_BYTES = 1 << 26
-"""Of either end of a kept file, at every start."""
 
-
-def kept_file(source: str, kind: str, make: Callable[[IO[bytes]], None]) -> Path:
+def kept_file(source: str, kind: str, make: Callable[[IO[bytes]], None], *, checked_bytes: int) -> Path:
     """The file that `make` writes from the file `source`, in the cache folder as `KIND-DIGEST`.
 
-    It is made again when `source` has another path, size or modification time, or when it is damaged itself (by its
-    size and ends). One process of a machine makes it while the others wait, and it appears whole or not at all.
-    Raises what `make` raises, and OSError (RuntimeError without a home) where it cannot be kept.
+    It is made again when `source` has another path, size or modification time, or when it is damaged itself: its size
+    and `checked_bytes` at either end are compared at every call. One process of a machine makes it while the others
+    wait, and it appears whole or not at all. Raises what `make` raises, and OSError (RuntimeError without a home) where
+    it cannot be kept.
     """
     status = os.stat(source)
     made_from = f"{os.path.realpath(source)} {status.st_size} {status.st_mtime_ns}"
@@ -33,10 +31,10 @@ def kept_file(source: str, kind: str, make: Callable[[IO[bytes]], None]) -> Path
         with suppress(OSError):  # without locks several may make it, each a file of its own
             fcntl.flock(record, fcntl.LOCK_EX)
         record.seek(0)
-        if not path.is_file() or record.read() != file_digest(str(path), _CHECKED_BYTES):
+        if not path.is_file() or record.read() != file_digest(str(path), checked_bytes):
             _write(path, make)
             record.truncate(0)
-            record.write(file_digest(str(path), _CHECKED_BYTES))
+            record.write(file_digest(str(path), checked_bytes))
     return path
 
 

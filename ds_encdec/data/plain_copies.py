@@ -77,7 +77,7 @@ def _kept(path: str, kind: str, make: Callable[[IO[bytes]], None]) -> str:
         make(file)
 
     try:
-        return str(kept_file(path, kind, make_and_tell))
+        return str(kept_file(path, kind, make_and_tell, checked_bytes=1 << 16))
     except (OSError, RuntimeError) as error:
         raise DataError(
             f"{path}: a plain copy is needed to read it, and cannot be kept in the cache folder ({error}). Set "

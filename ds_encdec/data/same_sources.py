@@ -116,7 +116,8 @@ def _names(facts: Facts) -> Facts:
 def _words(facts: Facts) -> str:
     files = list(facts.get("files", ()))
     more = f" and {len(files) - 1} more" if len(files) > 1 else ""
-    return f"source {facts['number']} ({' '.join([facts['kind'], facts.get('name', ''), *files[:1]]).strip()}{more})"
+    words = " ".join(filter(None, [facts["kind"], facts.get("name"), *files[:1]]))
+    return f"source {facts['number']} ({words}{more})"
 
 
 def _size(opened: OpenSource) -> int:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from ds_encdec.data.budgets import Budgets
 from ds_encdec.data.survey import Survey, require_one_step
-from ds_encdec.data.text_files import TextFiles
 from ds_encdec.types import DataError
 
 BUDGETS = Budgets(encoder_tokens=400, decoder_tokens=600, max_examples=8)
@@ -23,10 +20,3 @@ def test_too_few_tokens_names_both_numbers() -> None:
     with pytest.raises(DataError, match=r"3,999 tokens in 9 documents.*needs 4,000 tokens"):
         require_one_step(Survey(ratio=1.0, documents=9, tokens=3_999), 4, BUDGETS)
     require_one_step(Survey(ratio=1.0, documents=4, tokens=4_000), 4, BUDGETS)
-
-
-def test_text_that_is_not_utf8_is_not_trained_on(tmp_path: Path) -> None:
-    path = tmp_path / "latin.txt"
-    path.write_bytes("déjà vu".encode("latin-1"))
-    with pytest.raises(DataError, match=r"latin\.txt: not UTF-8"):
-        TextFiles([str(path)]).document(0)
