@@ -22,6 +22,10 @@ SAMPLE_DOCUMENTS = 256
 _REPETITIONS = 32
 """Times each sampled length is cut up, so that the ratio carries hardly any noise of the denoisers' draw."""
 
+_MAX_CUT_TOKENS = 1 << 24
+"""Tokens cut up in all, where that is less: so many carry little noise, and a document of 10 MB must not take a minute.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Survey:
@@ -108,7 +112,8 @@ def documents_ratio(lengths: Sequence[int], chunker: Chunker) -> float:
     """Encoder tokens per decoder token that documents of these `lengths` (in tokens) yield after denoising."""
     draw = keyed_generator(chunker.seed, "survey").random
     encoder_tokens = decoder_tokens = 0
-    for remaining in np.tile(lengths, _REPETITIONS).tolist():
+    repetitions = min(_REPETITIONS, max(1, _MAX_CUT_TOKENS // sum(lengths)))
+    for remaining in np.tile(lengths, repetitions).tolist():
         while remaining >= MIN_RAW_TOKENS:
             denoiser, length = chunker.draw_chunk(remaining, draw())
             remaining -= length
