@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import partial
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from ds_encdec.types import Document
 _SCAN_BYTES = 1 << 24
 INDEXED_BYTES = 1 << 20
 """From this size on the index of a file's lines is kept; that of a smaller one is made anew in a millisecond."""
+
+MAX_NESTING = 200
+"""Of objects and lists in a line. How deep Python can read depends on who calls it, which must not decide anything."""
 
 
 class JsonLines:
@@ -53,11 +56,21 @@ class JsonLines:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
             return BadRow(key, f"{where}: {self._failure} ({error})")
+        if line.count(b"[") + line.count(b"{") > MAX_NESTING and _is_deep(record):
+            return BadRow(key, f"{where}: {self._failure} (nested more than {MAX_NESTING} deep)")
         if not isinstance(record, dict):
             return BadRow(key, f"{where}: expected one JSON object a line, found {type(record).__name__}")
         if self._text_column not in record:
             return BadRow(key, missing_column(self._text_column, where, list(record)))
         return text_document(key, record[self._text_column], where)
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_NESTING):
+        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [child for children in inner for child in children]
+    return any(isinstance(one, dict | list) for one in level)
 
 
 def _line_index(path: str) -> np.ndarray:

@@ -88,9 +88,11 @@ class ParquetFiles:
 
     def _read(self, parquet: Any, file: int, group: int) -> Any:
         """The texts of a row group, an Arrow array; for a damaged one of a local file, what is wrong with it."""
+        from pyarrow import ArrowException
+
         try:
             return parquet.read_row_group(group, columns=[self._text_column]).column(0)
-        except (OSError, ValueError) as error:
+        except (OSError, ArrowException) as error:
             path = self._files[file]
             if _is_remote(path):
                 raise  # remote.py tries again: it may have arrived damaged

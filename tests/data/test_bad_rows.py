@@ -16,11 +16,14 @@ from data_parts import make_config, make_data, texts, write_json_lines, write_pa
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.build import TrainingData
 from ds_encdec.data.evaluation import held_out_examples
-from ds_encdec.types import DataError
+from ds_encdec.data.json_lines import JsonLines
+from ds_encdec.types import DataError, Document
 
 COUNT = 80
 BAD = 31
 """The row that is spoiled; the files' second, where several are."""
+
+RATHER_NESTED = b'{"text": "x", "more": ' + b"[" * 200 + b"]" * 200 + b"}"
 
 LINE = f"data, line {BAD + 1}"
 
@@ -82,6 +85,9 @@ CASES = {
     "column": Case("json", spoiled_line(b'{"body": "x"}'), LINE, {f"data:{BAD}"}),
     "cut": Case("json", spoiled_line(b'{"text": "x'), LINE, {f"data:{BAD}"}),
     "nested": Case("json", spoiled_line(b'{"text": ' + b"[" * 100_000), LINE, {f"data:{BAD}"}),
+    "rather nested": Case(
+        "json", spoiled_line(b'{"text": "x", "more": ' + b"[" * 200 + b"]" * 200 + b"}"), LINE, {f"data:{BAD}"}
+    ),
     "parquet UTF-8": Case("parquet", parquet_with_a_latin_text, "data, row group 1, row 11", {"data:1:11"}),
     "row group": Case("parquet", parquet_with_a_damaged_group, "data, row group 1", {f"data:1:{i}" for i in range(20)}),
     "csv": Case("csv", csv_with_a_latin_row, f"data, row {BAD + 1}", {f"data:{BAD}"}),
@@ -135,6 +141,13 @@ def test_or_passed_over_and_counted(tmp_path: Path, name: str, caplog: pytest.Lo
     assert not (seen | held_out) & case.bad
     assert len(seen | held_out) == COUNT - len(case.bad)
     assert data.loader.bad_rows == len(case.bad)  # a row counts once, however often its source is read
+
+
+def test_many_brackets_are_not_deep(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(
+        json.dumps({"more": "[" * 199 + "]" * 199, "text": "[{" * 999, "list": [[]] * 999})
+    )
+    assert JsonLines([str(tmp_path / "a.jsonl")], "text").document(0) == Document("a.jsonl:0", "[{" * 999)
 
 
 def plain(batches: list[Any]) -> list[Any]:
