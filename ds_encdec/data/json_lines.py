@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from functools import partial
 from typing import IO, Any
@@ -13,7 +14,7 @@ from ds_encdec.data.bad_rows import BadRow, missing_column, text_document
 from ds_encdec.data.kept_files import kept_file
 from ds_encdec.data.local_files import Spans, file_digests, local_errors, short_names
 from ds_encdec.data.plain_copies import lines_of_csv, lines_of_json, plain_files
-from ds_encdec.types import Document
+from ds_encdec.types import DataError, Document
 
 _SCAN_BYTES = 1 << 24
 INDEXED_BYTES = 1 << 20
@@ -31,6 +32,8 @@ class JsonLines:
 
     def __init__(self, files: Sequence[str], text_column: str, *, kind: str = "json") -> None:
         self._names = short_names(files)
+        if kind == "json" and (tables := [path for path in files if ".csv" in os.path.basename(path).lower()]):
+            raise DataError(f"{tables[0]}: a CSV file: set data.dataset_name=csv, or leave it out of data.data_files")
         lines = [lines_of_csv(path) if kind == "csv" else lines_of_json(path) for path in plain_files(files)]
         self._spans = Spans(lines, [_line_index(path) for path in lines])
         self._text_column = text_column

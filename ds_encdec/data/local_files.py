@@ -32,7 +32,9 @@ def expand_files(patterns: Sequence[str]) -> tuple[str, ...]:
     }
     missing = [pattern for pattern, paths in matches.items() if not paths]
     if missing:
-        raise DataError(f"data.data_files: no file matches {', '.join(missing)} (looked from {os.getcwd()})")
+        folders = ", ".join(pattern for pattern in missing if os.path.isdir(os.path.expanduser(pattern)))
+        advice = f". {folders}: a folder; add /** for its files, or name it in data.dataset_name" if folders else ""
+        raise DataError(f"data.data_files: no file matches {', '.join(missing)} (looked from {os.getcwd()}){advice}")
     return tuple(sorted({os.path.abspath(path) for paths in matches.values() for path in paths}))
 
 

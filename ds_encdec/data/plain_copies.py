@@ -43,11 +43,17 @@ _COMPRESSIONS: tuple[tuple[bytes, Callable[[str], Any]], ...] = (
 
 _BZIP2_BLOCK = b"1AY&SY"
 
+_OTHERS = (
+    (b"PAR1", "a parquet file: set data.dataset_name=parquet"),
+    (b"PK\x03\x04", "a zip archive: unpack it"),
+)
+"""First bytes of files that are neither, and what to do with one."""
+
 
 def plain_files(files: Sequence[str]) -> list[str]:
     """`files`, each compressed one (gzip, bzip2, xz, zstd: by its first bytes) replaced by a plain copy.
 
-    Raises DataError for one that is damaged or cut short, and where a copy cannot be kept.
+    Raises DataError for one that is damaged, cut short or of another kind, and where a copy cannot be kept.
     """
     return [
         _kept(path, "plain", partial(_unpack, path, opener)) if (opener := _opener(path)) else path for path in files
@@ -88,6 +94,9 @@ def _kept(path: str, kind: str, make: Callable[[IO[bytes]], None]) -> str:
 def _opener(path: str) -> Callable[[str], Any] | None:
     with local_errors(path, "cannot be read"), open(path, "rb") as file:
         start = file.read(10)
+    for magic, what in _OTHERS:
+        if start.startswith(magic):
+            raise DataError(f"{path}: {what}, or leave it out of data.data_files")
     for magic, opener in _COMPRESSIONS:
         if start.startswith(magic) and (magic != b"BZh" or start.endswith(_BZIP2_BLOCK)):
             return opener

@@ -149,6 +149,25 @@ def test_a_binary_text_file_is_refused_when_it_is_opened(tmp_path: Path, content
         opened("text", tmp_path / "a.txt")
 
 
+@pytest.mark.parametrize(
+    ("name", "file", "content", "message"),
+    [
+        ("json", "a.csv", b"text\nx", "a.csv: a CSV file: set data.dataset_name=csv"),
+        ("text", "a.parquet", b"PAR1 and more", "a.parquet: a parquet file: set data.dataset_name=parquet"),
+        ("csv", "a.zip", b"PK\x03\x04 and more", "a.zip: a zip archive: unpack it"),
+        ("json", "folder/file", b"{}", "folder: a folder; add /.. for its files, or name it in data.dataset_name"),
+    ],
+)
+def test_other_files_are_named_as_what_they_are(
+    tmp_path: Path, name: str, file: str, content: bytes, message: str
+) -> None:
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        opened(name, tmp_path / file.split("/")[0])
+
+
 def test_a_nul_further_on_is_a_bad_row(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"line\n" * 30_000 + b"\0\n")
     source = TextFiles([str(tmp_path / "a.txt")])
