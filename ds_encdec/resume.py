@@ -11,7 +11,8 @@ from ds_encdec.checkpoint.find import Checkpoint
 from ds_encdec.checkpoint.saved_state import open_saved_state
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.build import TrainingData
-from ds_encdec.data.fingerprint import usable_records
+from ds_encdec.data.fingerprint import told, usable_records
+from ds_encdec.data.same_sources import in_todays_form
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.launch.agreement import Agreement
 from ds_encdec.model.source import architecture
@@ -50,13 +51,14 @@ def take_up_data(found: Checkpoint, data: TrainingData, state: TrainingState, *,
     fingerprint = found.read_json("trainer.json")["data"]["fingerprint"]
     lanes = usable_records(found.read_json("data.json")["lanes"], fingerprint, data.fingerprint)
     data.loader.load_state(lanes)
-    if data.fingerprint == fingerprint:
+    if data.fingerprint == in_todays_form(fingerprint, data.fingerprint["sources"]):
         return state
     logger.log(
         logging.WARNING if is_main else logging.DEBUG,
-        "Going on with other data than %s was made on: %s. The best checkpoint is chosen anew.",
+        "Going on with other data than %s was made on: %s (%s). The best checkpoint is chosen anew.",
         found.path,
         "the lanes keep their places among the documents" if lanes else "the lanes begin anew",
+        told(fingerprint, data.fingerprint),
     )
     return dataclasses.replace(state, best_eval_loss=None, best_step=None)
 

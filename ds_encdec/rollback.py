@@ -88,4 +88,5 @@ def _gone_back(state: TrainingState, then: TrainingState) -> TrainingState:
         encoder_tokens_seen=state.encoder_tokens_seen,
         target_tokens_seen=state.target_tokens_seen,
         rollbacks=state.rollbacks + 1,
+        bad_rows=state.bad_rows,
     )

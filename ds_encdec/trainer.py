@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypeVar
 
 from ds_encdec.checkpoint.manager import CheckpointManager
 from ds_encdec.config.schema import FullConfig, TrainingConfig
+from ds_encdec.data.bad_rows import check_bad_rows
 from ds_encdec.data.loader import LaneLoader
 from ds_encdec.data.workers import WorkerKilledError
 from ds_encdec.engine.protocol import Engine
@@ -48,6 +49,7 @@ class StepTotals:
     save_due: bool
     save_over: bool
     lacks_data: bool = False
+    bad_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +196,7 @@ def advance(state: TrainingState, result: StepResult, totals: StepTotals) -> Tra
         epoch=totals.epoch,
         encoder_tokens_seen=state.encoder_tokens_seen + totals.encoder_tokens,
         target_tokens_seen=state.target_tokens_seen + totals.target_tokens,
+        bad_rows=totals.bad_rows,
     )
 
 
@@ -226,12 +229,16 @@ def _next_step(run: Trainer, state: TrainingState, last_save: float) -> tuple[li
         run.stop.requested,
         hours is not None and time.monotonic() - last_save > hours * 3600,
         run.checkpoints.save_is_over,
+        run.loader.bad_rows,
     ]
     with run.recorder.waiting_for_ranks():
         rows = run.agreement.exchange(mine)
-    failures, target_tokens, encoder_tokens, epochs, stops, saves_due, saves_over = zip(*rows, strict=True)
+    failures, target_tokens, encoder_tokens, epochs, stops, saves_due, saves_over, bad_rows = zip(*rows, strict=True)
     if 2 in failures or (any(failures) and not any(stops)):
         run.agreement.raise_first(error)
+    if sum(bad_rows) > run.config.data.max_bad_rows:
+        newest = max(row for row in run.agreement.gather(run.loader.last_bad_row) if row)
+        check_bad_rows(sum(bad_rows), run.config.data.max_bad_rows, newest[-1])
     totals = StepTotals(
         target_tokens=sum(target_tokens),
         encoder_tokens=sum(encoder_tokens),
@@ -240,6 +247,7 @@ def _next_step(run: Trainer, state: TrainingState, last_save: float) -> tuple[li
         save_due=bool(saves_due[0]),  # rank 0's clock decides
         save_over=all(saves_over),
         lacks_data=any(failures),
+        bad_rows=sum(bad_rows),
     )
     return micro_batches or [], totals
 

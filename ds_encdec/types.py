@@ -201,7 +201,8 @@ class TrainingState:
     `skipped_steps` their difference. Token counts are global, over all ranks. `epoch` is the number
     of the pass over the data that the slowest lane is in. `best_eval_loss` (nats per target token) is the
     lowest of all saved checkpoints, that of `best_step`. `lowest_eval_loss` is the lowest that counted for early
-    stopping, `evaluations_since_lowest` how many have come after it. `rollbacks` counts those of the whole run.
+    stopping, `evaluations_since_lowest` how many have come after it. `rollbacks` counts those of the whole run,
+    `bad_rows` the rows that could not be read and were passed over.
 
     A rollback takes `global_step` and what belongs to the weights back to the checkpoint's; what counts the data
     consumed (`data_step`, tokens, epoch) goes on.
@@ -218,6 +219,7 @@ class TrainingState:
     lowest_eval_loss: float | None = None
     evaluations_since_lowest: int = 0
     rollbacks: int = 0
+    bad_rows: int = 0
 
     @property
     def total_tokens_seen(self) -> int:

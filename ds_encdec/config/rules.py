@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 NATIVE_SCHEDULES = ("WarmupDecayLR", "WarmupLR", "WarmupCosineLR")
 """Schedules that are DeepSpeed's own classes."""
-LOCAL_FORMATS = ("text", "json", "parquet")
+LOCAL_FORMATS = ("text", "json", "csv", "parquet")
 """Data set names that stand for local files."""
 SMALLEST_VOCABULARY = 258
 """Ids of a byte-level tokenizer before the first merge: 256 bytes, padding, end of sequence."""
@@ -237,7 +237,7 @@ def _data_sources(config: FullConfig) -> Iterator[Conflict]:
         return
     if not data.mixture:
         yield Conflict(("data.mixture",), "a mixture needs at least one source")
-    for field in ("dataset_name", "dataset_config", "data_files"):
+    for field in ("dataset_name", "dataset_config", "dataset_split", "dataset_revision", "data_files", "text_column"):
         if getattr(data, field) != type(data).model_fields[field].default:
             message = f"a mixture replaces {field}: remove it, or make it one of the mixture's sources"
             yield Conflict(("data.mixture", "data." + field), message)

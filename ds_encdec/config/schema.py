@@ -148,7 +148,7 @@ class DataConfig(Section):
 
     dataset_name: str = "HuggingFaceFW/fineweb-edu"
     """Hub id of a data set; or `builtin` (text that every CPython installation has), `random` (random ids,
-    to try a cluster without data), or `text`, `json`, `parquet` (local files, see `data_files`)."""
+    to try a cluster without data), or `text`, `json`, `csv`, `parquet` (local files, see `data_files`)."""
     dataset_config: str | None = None
     """Configuration (subset) of a Hugging Face data set."""
     dataset_split: str = "train"
@@ -158,11 +158,18 @@ class DataConfig(Section):
     at its first start, so later pushes change nothing."""
     data_files: DataFiles | None = None
     """Paths or glob patterns of local files, for `text` (one document per file; files above 64 KiB are cut at
-    blank lines into documents of at most that size), `json` (JSON lines) and `parquet`."""
+    blank lines into documents of at most that size), `json` (JSON lines, or one array), `csv` and `parquet`. `.gz`,
+    `.bz2`, `.xz` and `.zst` are unpacked once into the cache folder."""
     mixture: tuple[MixtureSource, ...] | None = None
     """Weighted mixture of sources; replaces `dataset_name`."""
     text_column: str = "text"
     """Column that holds the text."""
+    on_bad_row: Literal["stop", "skip"] = "stop"
+    """A row that cannot be read (not UTF-8, no JSON, cut short, without the column, of a damaged row group): end the
+    run, or pass over it."""
+    max_bad_rows: int = Field(default=1000, ge=1)
+    """Most rows that `on_bad_row: skip` passes over, of all lanes together; with more the run ends. A row counts once,
+    in the first pass over its source; a damaged row group counts with all its rows."""
     streaming: bool = True
     """Read a Hugging Face data set from the hub as it is needed instead of downloading it first."""
     max_seq_length: int = Field(default=8192, ge=8)

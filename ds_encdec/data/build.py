@@ -13,10 +13,11 @@ from ds_encdec.data.budgets import token_budgets
 from ds_encdec.data.chunks import Chunker
 from ds_encdec.data.collate import pinned
 from ds_encdec.data.evaluation import cached_examples, find_examples, pack_examples
-from ds_encdec.data.fingerprint import digest, fingerprint, require_same
+from ds_encdec.data.fingerprint import fingerprint, require_same
 from ds_encdec.data.hub_commits import resolve_commits
 from ds_encdec.data.lane import Pipeline
 from ds_encdec.data.loader import LaneLoader
+from ds_encdec.data.same_sources import digest, in_todays_form, numbered, source_facts
 from ds_encdec.data.sources import open_sources
 from ds_encdec.data.survey import require_one_step, survey
 from ds_encdec.data.text_tokens import TextTokenizer
@@ -82,12 +83,15 @@ def build_data(
     tokenize = TextTokenizer.of(tokenizer)
     chunker = Chunker.from_config(data, training.seed, vocabulary)
     sources = open_sources(data, training.seed, vocabulary, num_lanes, commits)
+    bad_row_limit = data.max_bad_rows if data.on_bad_row == "skip" else 0
     if saved is None:
-        found = survey(sources, tokenize, chunker)
+        found = survey(sources, tokenize, chunker, bad_row_limit)
         ratio = found.ratio
         require_one_step(found, num_lanes, token_budgets(data, training.micro_batch_size, ratio))
     else:
         ratio = saved["encoder_decoder_ratio"]
+        earlier = in_todays_form(saved["fingerprint"], source_facts(sources))
+        sources = numbered(sources, earlier["sources"])
     pipeline = Pipeline(
         sources=sources,
         tokenize=tokenize,
@@ -98,6 +102,7 @@ def build_data(
         shuffle_buffer_size=data.shuffle_buffer_size,
         pool_examples=data.packing_pool_examples,
         max_wait_batches=data.packing_max_wait_batches,
+        bad_row_limit=bad_row_limit,
     )
     facts = fingerprint(config, pipeline)
     if saved is not None and not accept_other_data:

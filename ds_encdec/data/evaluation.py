@@ -22,7 +22,7 @@ from ds_encdec.data.held_out import held_out_hash
 from ds_encdec.data.lane import Pipeline
 from ds_encdec.data.packing import Waiting
 from ds_encdec.data.randomness import Permutation
-from ds_encdec.data.sources import AnyDocument, OpenSource, StreamSource
+from ds_encdec.data.sources import AnyRow, OpenSource, StreamSource, readable
 from ds_encdec.types import DENOISERS, Batch, DataError, Example
 
 _SEED = 0
@@ -73,16 +73,19 @@ def pack_examples(
 
 
 def held_out_examples(pipeline: Pipeline) -> Iterator[Example]:
-    """Every held-out example once, denoised alike in all runs; documents come from the sources by weight."""
+    """Every held-out example once, denoised alike in all runs; documents come from the sources by weight.
+
+    Raises DataError where more of the rows read than the run's limit cannot be read.
+    """
     chunker = dataclasses.replace(pipeline.chunker, seed=_SEED)
-    for document in _by_weight(pipeline.sources):
+    for document in readable(_by_weight(pipeline.sources), pipeline.bad_row_limit):
         tokens = pipeline.tokens(document)
         for chunk in chunker.chunks(len(tokens), document.key, 0):
             yield chunker.example(chunk, tokens, document.key)
 
 
-def _by_weight(sources: Sequence[OpenSource]) -> Iterator[AnyDocument]:
-    """Held-out documents in turns that keep every prefix in proportion to the weights.
+def _by_weight(sources: Sequence[OpenSource]) -> Iterator[AnyRow]:
+    """Held-out rows in turns that keep every prefix in proportion to the weights.
 
     The next one is of the source that is furthest behind its share. A source that has no more drops out.
     """
@@ -98,7 +101,7 @@ def _by_weight(sources: Sequence[OpenSource]) -> Iterator[AnyDocument]:
             yield document
 
 
-def _held_out_documents(opened: OpenSource) -> Iterator[AnyDocument]:
+def _held_out_documents(opened: OpenSource) -> Iterator[AnyRow]:
     """The held-out documents of a source. Keys come first: others are not read where the source can avoid it."""
     source = opened.source
 

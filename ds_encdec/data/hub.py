@@ -18,7 +18,9 @@ import datasets
 import httpx
 
 from ds_encdec.config.schema import MixtureSource
-from ds_encdec.data.local_files import ParquetFiles, file_digests, missing_column, short_names, text_of
+from ds_encdec.data.bad_rows import BadRow, missing_column, text_document
+from ds_encdec.data.local_files import file_digests, short_names
+from ds_encdec.data.parquet_files import ParquetFiles
 from ds_encdec.data.remote import retry_rows
 from ds_encdec.types import DataError, Document
 
@@ -28,6 +30,8 @@ def open_hub_data(entry: MixtureSource, num_lanes: int, *, streaming: bool) -> H
     with _readable_errors(entry):
         builder = datasets.load_dataset_builder(**_arguments(entry))
         identity = _identity(entry, builder)
+        if os.path.isfile(os.path.join(entry.dataset_name, "state.json")):  # written by Dataset.save_to_disk
+            return HubTable(entry, datasets.load_from_disk(entry.dataset_name), identity)
         if not streaming:
             builder.download_and_prepare()
             return HubTable(entry, builder.as_dataset(split=entry.dataset_split), identity)
@@ -43,7 +47,7 @@ class HubTable:
 
     def __init__(self, entry: MixtureSource, table: datasets.Dataset, identity: dict[str, Any]) -> None:
         if entry.text_column not in table.column_names:
-            raise missing_column(entry.text_column, _name(entry), table.column_names)
+            raise DataError(missing_column(entry.text_column, _name(entry), table.column_names))
         self._table = table.select_columns([entry.text_column])
         self._column = entry.text_column
         self._name = _name(entry)
@@ -56,9 +60,13 @@ class HubTable:
         """`DATASET/CONFIG/SPLIT:ROW`."""
         return f"{self._name}:{index}"
 
-    def document(self, index: int) -> Document:
+    def document(self, index: int) -> Document | BadRow:
         """Row `index`."""
-        return Document(self.key(index), text_of(self._table[index][self._column], self.key(index)))
+        key = self.key(index)
+        try:
+            return text_document(key, self._table[index][self._column], key)
+        except UnicodeDecodeError as error:
+            return BadRow(key, f"{key}: not UTF-8 text ({error.reason})")
 
 
 class HubStream:
@@ -67,21 +75,26 @@ class HubStream:
     def __init__(self, entry: MixtureSource, stream: datasets.IterableDataset, identity: dict[str, Any]) -> None:
         first = next(iter(stream.take(1)), None)
         if first is not None and entry.text_column not in first:
-            raise missing_column(entry.text_column, _name(entry), list(first))
+            raise DataError(missing_column(entry.text_column, _name(entry), list(first)))
         self._stream = stream
         self._column = entry.text_column
         self._name = _name(entry)
         self.num_units = stream.num_shards
         self.identity = identity
 
-    def documents(self, unit: int, first_row: int, wanted: Callable[[str], bool] | None = None) -> Iterator[Document]:
+    def documents(
+        self, unit: int, first_row: int, wanted: Callable[[str], bool] | None = None
+    ) -> Iterator[Document | BadRow]:
         """The documents of a shard from row `first_row` on (those before are read and dropped) that are `wanted`."""
         shard = self._stream.shard(num_shards=self.num_units, index=unit)
         records = retry_rows(lambda row: islice(shard, row, None), first_row, f"{self._name}, shard {unit}")
         for row, record in enumerate(records, start=first_row):
             key = f"{self._name}:{unit}:{row}"
             if wanted is None or wanted(key):
-                yield Document(key, text_of(record[self._column], key))
+                if self._column in record:
+                    yield text_document(key, record[self._column], key)
+                else:
+                    yield BadRow(key, missing_column(self._column, key, list(record)))
 
 
 def _arguments(entry: MixtureSource) -> dict[str, Any]:

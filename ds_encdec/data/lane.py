@@ -6,13 +6,16 @@ Restoring it reads the documents it refers to once more, and nothing else that w
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ds_encdec.data.bad_rows import BadRow, check_bad_rows
 from ds_encdec.data.budgets import Budgets
 from ds_encdec.data.chunks import Chunk, Chunker
 from ds_encdec.data.held_out import held_out_hash
@@ -26,10 +29,15 @@ from ds_encdec.types import DataError, Example
 BARREN_DOCUMENTS = 10_000
 """Documents in a row without a usable one (empty, or held out) after which the data is called empty."""
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Everything that the lanes of a run have in common. It is pickled into worker processes."""
+    """Everything that the lanes of a run have in common. It is pickled into worker processes.
+
+    `bad_row_limit`: rows that cannot be read and are passed over, over all lanes; 0: the first one is an error.
+    """
 
     sources: tuple[OpenSource, ...]
     tokenize: Tokenize
@@ -40,6 +48,7 @@ class Pipeline:
     shuffle_buffer_size: int
     pool_examples: int
     max_wait_batches: int
+    bad_row_limit: int = 0
 
     def tokens(self, document: AnyDocument) -> np.ndarray:
         """The token ids of a document, int32 [n]."""
@@ -47,7 +56,11 @@ class Pipeline:
 
     def holds_out(self, located: Located) -> bool:
         """Whether a document is kept for evaluation."""
-        return held_out_hash(located.document.key) < self.sources[located.reference[0]].held_out_below
+        return held_out_hash(located.document.key) < self._held_out_below[located.reference[0]]
+
+    @cached_property
+    def _held_out_below(self) -> dict[int, float]:
+        return {opened.number: opened.held_out_below for opened in self.sources}
 
     def packer(self) -> Packer[Any]:
         """An empty packer with the run's budgets."""
@@ -79,6 +92,8 @@ class Lane:
         self._next_chunk: _Origin | None = None
         self._batches = 0
         self._skipped_documents = 0
+        self._bad_rows = 0
+        self._last_bad_row: tuple[int, str] | None = None
         if record:
             self._restore(record)
         self._arrivals = self._read_examples()
@@ -97,6 +112,8 @@ class Lane:
             "epoch": self._reader.epoch,
             "batches": self._batches,
             "skipped_documents": self._skipped_documents,
+            "bad_rows": self._bad_rows,
+            "last_bad_row": self._last_bad_row and list(self._last_bad_row),
             "reader": self._reader.position,
             "next_chunk": self._next_chunk and list(self._next_chunk),
             "waiting": [[*entry.item.origin, entry.waited_batches] for entry in self._packer.waiting],
@@ -105,6 +122,8 @@ class Lane:
     def _restore(self, record: dict[str, Any]) -> None:
         self._batches = record["batches"]
         self._skipped_documents = record["skipped_documents"]
+        self._bad_rows = record.get("bad_rows", 0)
+        self._last_bad_row = tuple(record["last_bad_row"]) if record.get("last_bad_row") else None
         if record["next_chunk"]:
             reference, epoch, chunk = record["next_chunk"]
             self._next_chunk = _Origin(tuple(reference), epoch, chunk)
@@ -147,6 +166,9 @@ class Lane:
         """The next document that is not held out and has text. Raises DataError when there seems to be none."""
         for _ in range(BARREN_DOCUMENTS):
             located = next(self._reader)
+            if isinstance(located.document, BadRow):
+                self._pass_over(located.document, located.epoch)
+                continue
             if self._pipeline.holds_out(located):
                 continue
             document = _OpenDocument(located, self._pipeline.tokens(located.document), self._pipeline.chunker)
@@ -155,11 +177,23 @@ class Lane:
             self._skipped_documents += 1
         raise DataError(
             f"lane {self._number} read {BARREN_DOCUMENTS} documents in a row without finding text to train on: all "
-            "were empty or held out. Check data.text_column and data.eval_fraction"
+            "were empty, held out or not readable. Check data.text_column and data.eval_fraction"
         )
+
+    def _pass_over(self, row: BadRow, epoch: int) -> None:
+        """Count and tell a row once: in later passes over the source it is the same one. Raises DataError."""
+        if epoch and self._pipeline.bad_row_limit:
+            return
+        self._bad_rows += 1
+        check_bad_rows(self._bad_rows, self._pipeline.bad_row_limit, row.problem)
+        if self._last_bad_row is None or row.problem != self._last_bad_row[1]:  # a damaged row group's have one
+            logger.warning("passed over: %s", row.problem)
+        self._last_bad_row = (self._batches, row.problem)
 
     def _open_again(self, reference: Reference, epoch: int) -> _OpenDocument:
         document = self._reader.fetch(reference)
+        if isinstance(document, BadRow):
+            raise DataError(f"{document.problem}. It could be read when the checkpoint was made")
         return _OpenDocument(
             Located(document, reference, epoch), self._pipeline.tokens(document), self._pipeline.chunker
         )

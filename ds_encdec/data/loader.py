@@ -81,6 +81,17 @@ class LaneLoader:
         """Complete passes over the data of this rank's slowest lane."""
         return min((record["epoch"] for record in self._records.values()), default=0)
 
+    @property
+    def bad_rows(self) -> int:
+        """Rows that could not be read and were passed over, in this rank's lanes."""
+        return sum(record.get("bad_rows", 0) for record in self._records.values())
+
+    @property
+    def last_bad_row(self) -> tuple[int, int, str] | None:
+        """The newest of them: its step, its lane, and what is wrong with it."""
+        found = [(record.get("last_bad_row"), record["lane"]) for record in self._records.values()]
+        return max(((row[0], lane, row[1]) for row, lane in found if row), default=None)
+
     def state(self) -> list[dict[str, Any]]:
         """One small JSON-able record for each lane of this rank, behind the last step handed out.
 

@@ -6,12 +6,12 @@ position is a small dict of integers. A reference is a tuple of integers with wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ds_encdec.data.randomness import Permutation, keyed_generator
-from ds_encdec.data.sources import AnyDocument, MapSource, OpenSource, StreamSource
+from ds_encdec.data.sources import AnyRow, MapSource, OpenSource, StreamSource
 from ds_encdec.types import DataError
 
 Reference = tuple[int, ...]
@@ -28,9 +28,9 @@ class LaneShare:
 
 
 class Located(NamedTuple):
-    """A document, where it can be found again, and the pass over its source in which it was read."""
+    """A document (or a bad row), where it can be found again, and the pass over its source in which it was read."""
 
-    document: AnyDocument
+    document: AnyRow
     reference: Reference
     epoch: int
 
@@ -66,7 +66,7 @@ class MapReader:
         self._index += self._share.num_lanes
         return Located(self.fetch(reference), reference, self.epoch)
 
-    def fetch(self, reference: Reference) -> AnyDocument:
+    def fetch(self, reference: Reference) -> AnyRow:
         """Document number `reference[0]`."""
         return self._source.document(reference[0])
 
@@ -95,8 +95,8 @@ class StreamReader:
         self._window_number: int = start["window"]
         self._window_start = self._next_start = (start["unit"], start["row"])
         self._taken: int = start["taken"]
-        self._rows: Iterator[tuple[int, int, AnyDocument]] | None = None
-        self._window: list[tuple[Reference, AnyDocument]] | None = None
+        self._rows: Iterator[tuple[int, int, AnyRow]] | None = None
+        self._window: list[tuple[Reference, AnyRow]] | None = None
 
     @property
     def position(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class StreamReader:
         self._taken += 1
         return Located(document, reference, self.epoch)
 
-    def fetch(self, reference: Reference) -> AnyDocument:
+    def fetch(self, reference: Reference) -> AnyRow:
         """Row `reference[1]` of unit `reference[0]`."""
         if self._window is None:
             self._window = self._read_window()
@@ -141,11 +141,11 @@ class StreamReader:
             self._rows = None
         self._taken = 0
 
-    def _read_window(self) -> list[tuple[Reference, AnyDocument]]:
+    def _read_window(self) -> list[tuple[Reference, AnyRow]]:
         if self._rows is None:
             self._rows = self._read_rows(*self._window_start)
         units = self._units()
-        window: list[tuple[Reference, AnyDocument]] = []
+        window: list[tuple[Reference, AnyRow]] = []
         for place, row, document in self._rows:
             window.append(((units[place], row), document))
             self._next_start = (place, row + 1)
@@ -156,7 +156,7 @@ class StreamReader:
         )
         return [window[index] for index in rng.permutation(len(window))]
 
-    def _read_rows(self, first_place: int, first_row: int) -> Iterator[tuple[int, int, AnyDocument]]:
+    def _read_rows(self, first_place: int, first_row: int) -> Iterator[tuple[int, int, AnyRow]]:
         """(place of the unit in the lane's order, row in the unit, document), from a position to the epoch's end."""
         units = self._units()
         for place in range(first_place, len(units)):
@@ -177,14 +177,17 @@ class StreamReader:
 class MixtureReader:
     """Draws each document from one of several sources, by weight. References start with the source's number.
 
-    The choice is keyed by the lane and the number of the draw, so lanes do not draw a rare source in step.
+    The choice is keyed by the lane and the number of the draw, so lanes do not draw a rare source in step. A position
+    holds that of each source by its number; a source that is not in it begins at its beginning.
     """
 
     def __init__(self, sources: Sequence[OpenSource], share: LaneShare, position: dict[str, Any] | None) -> None:
-        positions = position["sources"] if position else [None] * len(sources)
-        self._readers = [
-            _reader(opened.source, number, share, positions[number]) for number, opened in enumerate(sources)
-        ]
+        positions = source_positions(position) if position else {}
+        self._readers = {
+            opened.number: _reader(opened.source, opened.number, share, positions.get(opened.number))
+            for opened in sources
+        }
+        self._numbers = [opened.number for opened in sources]
         total = sum(opened.weight for opened in sources)
         self._shares = [opened.weight / total for opened in sources]
         self._share = share
@@ -193,25 +196,35 @@ class MixtureReader:
     @property
     def epoch(self) -> int:
         """Complete passes over the source that is furthest behind."""
-        return min(reader.epoch for reader in self._readers)
+        return min(reader.epoch for reader in self._readers.values())
 
     @property
     def position(self) -> dict[str, Any]:
-        """The position in each source, and the draws made."""
-        return {"draws": self._draws, "sources": [reader.position for reader in self._readers]}
+        """The position in each source, and the draws made. JSON-able."""
+        return {
+            "draws": self._draws,
+            "sources": {str(number): reader.position for number, reader in self._readers.items()},
+        }
 
     def __next__(self) -> Located:
-        number = 0
-        if len(self._readers) > 1:
+        drawn = 0
+        if len(self._numbers) > 1:
             rng = keyed_generator(self._share.seed, "mixture", self._share.lane, self._draws)
-            number = int(rng.choice(len(self._readers), p=self._shares))
+            drawn = int(rng.choice(len(self._numbers), p=self._shares))
         self._draws += 1
+        number = self._numbers[drawn]
         located = next(self._readers[number])
         return located._replace(reference=(number, *located.reference))
 
-    def fetch(self, reference: Reference) -> AnyDocument:
-        """The document of source `reference[0]`."""
+    def fetch(self, reference: Reference) -> AnyRow:
+        """The document of the source with number `reference[0]`."""
         return self._readers[reference[0]].fetch(reference[1:])
+
+
+def source_positions(position: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    """The position in each source, by its number, of a `MixtureReader.position`; earlier ones hold a list of them."""
+    saved = position["sources"]
+    return dict(enumerate(saved)) if isinstance(saved, list) else {int(number): one for number, one in saved.items()}
 
 
 def _reader(

@@ -8,18 +8,23 @@ Both are pickled into worker processes, and neither keeps a position: that is `r
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
+from ds_encdec.config.rules import LOCAL_FORMATS
 from ds_encdec.config.schema import DataConfig, MixtureSource
+from ds_encdec.data.bad_rows import BadRow, check_bad_rows
 from ds_encdec.data.builtin_corpus import builtin_documents
 from ds_encdec.data.held_out import held_out_below
-from ds_encdec.data.local_files import JsonLines, ParquetFiles, TextFiles, expand_files
+from ds_encdec.data.json_lines import JsonLines
+from ds_encdec.data.local_files import expand_files
+from ds_encdec.data.parquet_files import ParquetFiles
 from ds_encdec.data.randomness import Permutation, keyed_generator
+from ds_encdec.data.text_files import TextFiles
 from ds_encdec.types import DataError, Document
 
 if TYPE_CHECKING:
@@ -35,6 +40,7 @@ class TokenDocument:
 
 
 AnyDocument: TypeAlias = Document | TokenDocument
+AnyRow: TypeAlias = AnyDocument | BadRow
 
 
 class MapSource(Protocol):
@@ -48,8 +54,8 @@ class MapSource(Protocol):
         """The key of document `index`, without reading the document."""
         ...
 
-    def document(self, index: int) -> AnyDocument:
-        """Document `index`. Raises DataError."""
+    def document(self, index: int) -> AnyRow:
+        """Document `index`. Raises DataError where the source itself fails, not a row."""
         ...
 
 
@@ -60,10 +66,8 @@ class StreamSource(Protocol):
     identity: dict[str, Any]
     num_units: int
 
-    def documents(
-        self, unit: int, first_row: int, wanted: Callable[[str], bool] | None = None
-    ) -> Iterator[AnyDocument]:
-        """The documents of `unit` from row `first_row` on; those whose key is `wanted`, if given. Raises DataError."""
+    def documents(self, unit: int, first_row: int, wanted: Callable[[str], bool] | None = None) -> Iterator[AnyRow]:
+        """The documents of `unit` from row `first_row` on; those whose key is `wanted`, if given. Errors as there."""
         ...
 
 
@@ -71,12 +75,14 @@ class StreamSource(Protocol):
 class OpenSource:
     """A source as a run uses it: its share of the documents, and the rule that holds documents out.
 
-    Documents whose key hashes below `held_out_below` (see `held_out.py`) are kept for evaluation.
+    Documents whose key hashes below `held_out_below` (see `held_out.py`) are kept for evaluation. `number`: its own
+    among the run's sources, whatever was added, taken out or put in another order; its documents' order depends on it.
     """
 
     source: MapSource | StreamSource
     weight: float
     held_out_below: float
+    number: int
 
 
 class RandomIds:
@@ -126,7 +132,7 @@ class BuiltinCorpus:
         return self._documents[index]
 
 
-LOCAL_DATASETS = ("builtin", "random", "text", "json", "parquet")
+LOCAL_DATASETS = ("builtin", "random", *LOCAL_FORMATS)
 """Values of `data.dataset_name` that do not name a data set of the hub."""
 
 
@@ -150,10 +156,10 @@ def open_sources(
 ) -> tuple[OpenSource, ...]:
     """Open what `data` names, data sets of the hub at `commits` (see `hub_commits.py`). Raises DataError."""
     opened = []
-    for entry in source_entries(data):
+    for number, entry in enumerate(source_entries(data)):
         pinned = entry.model_copy(update={"dataset_revision": commits.get(hub_name(entry), entry.dataset_revision)})
         source = _open(pinned, seed, vocabulary, num_lanes, streaming=data.streaming)
-        opened.append(OpenSource(source, entry.weight, held_out_below(_keys(source), data.eval_fraction)))
+        opened.append(OpenSource(source, entry.weight, held_out_below(_keys(source), data.eval_fraction), number))
     return tuple(opened)
 
 
@@ -162,12 +168,23 @@ def hub_name(entry: MixtureSource) -> str:
     return f"{entry.dataset_name}@{entry.dataset_revision or 'main'}"
 
 
-def sample_documents(source: MapSource | StreamSource, count: int) -> Iterator[AnyDocument]:
-    """Up to `count` documents, the same on every machine: spread over a map, the first rows of a stream."""
-    return islice(_documents(source), count)
+def readable(rows: Iterable[AnyRow], bad_row_limit: int) -> Iterator[AnyDocument]:
+    """The documents among `rows`. Raises DataError for more than `bad_row_limit` others."""
+    count = 0
+    for row in rows:
+        if isinstance(row, BadRow):
+            count += 1
+            check_bad_rows(count, bad_row_limit, row.problem)
+        else:
+            yield row
 
 
-def _documents(source: MapSource | StreamSource) -> Iterator[AnyDocument]:
+def sample_documents(source: MapSource | StreamSource, count: int, bad_row_limit: int) -> Iterator[AnyDocument]:
+    """Up to `count` `readable` documents, the same on every machine: spread over a map, the first of a stream."""
+    return islice(readable(_documents(source), bad_row_limit), count)
+
+
+def _documents(source: MapSource | StreamSource) -> Iterator[AnyRow]:
     if isinstance(source, StreamSource):
         for unit in range(source.num_units):
             yield from source.documents(unit, 0)
@@ -192,8 +209,8 @@ def _open(
             return RandomIds(seed, vocabulary)
         case "text":
             return TextFiles(_files(entry))
-        case "json":
-            return JsonLines(_files(entry), entry.text_column)
+        case "json" | "csv":
+            return JsonLines(_files(entry), entry.text_column, kind=entry.dataset_name)
         case "parquet":
             return ParquetFiles(_files(entry), entry.text_column, num_lanes=num_lanes)
     # Imported here because `datasets` takes a second to import, and local runs do not need it.

@@ -22,6 +22,10 @@ SAMPLE_DOCUMENTS = 256
 _REPETITIONS = 32
 """Times each sampled length is cut up, so that the ratio carries hardly any noise of the denoisers' draw."""
 
+_MAX_CUT_TOKENS = 1 << 24
+"""Tokens cut up in all, where that is less: so many carry little noise, and a document of 10 MB must not take a minute.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Survey:
@@ -36,11 +40,15 @@ class Survey:
     tokens: int | None
 
 
-def survey(sources: Sequence[OpenSource], tokenize: Tokenize, chunker: Chunker) -> Survey:
-    """Sample the sources in proportion to their weights. Raises DataError when there is no text at all."""
+def survey(sources: Sequence[OpenSource], tokenize: Tokenize, chunker: Chunker, bad_row_limit: int = 0) -> Survey:
+    """Sample the sources in proportion to their weights. Raises DataError when there is no text at all.
+
+    Of each source up to `bad_row_limit` rows that cannot be read are passed over.
+    """
     total_weight = sum(opened.weight for opened in sources)
     samples = [
-        _sample(opened, max(16, round(SAMPLE_DOCUMENTS * opened.weight / total_weight)), tokenize) for opened in sources
+        _sample(opened, max(16, round(SAMPLE_DOCUMENTS * opened.weight / total_weight)), tokenize, bad_row_limit)
+        for opened in sources
     ]
     lengths = [length for sample in samples for length in sample.lengths if length >= MIN_RAW_TOKENS]
     if not lengths:
@@ -85,8 +93,8 @@ class _Sample:
     tokens: int | None
 
 
-def _sample(opened: OpenSource, count: int, tokenize: Tokenize) -> _Sample:
-    read = list(sample_documents(opened.source, count + 1))
+def _sample(opened: OpenSource, count: int, tokenize: Tokenize, bad_row_limit: int) -> _Sample:
+    read = list(sample_documents(opened.source, count + 1, bad_row_limit))
     documents = [document for document in read[:count] if held_out_hash(document.key) >= opened.held_out_below]
     lengths = [
         len(document.token_ids) if isinstance(document, TokenDocument) else len(tokenize([document.text])[0])
@@ -104,7 +112,8 @@ def documents_ratio(lengths: Sequence[int], chunker: Chunker) -> float:
     """Encoder tokens per decoder token that documents of these `lengths` (in tokens) yield after denoising."""
     draw = keyed_generator(chunker.seed, "survey").random
     encoder_tokens = decoder_tokens = 0
-    for remaining in np.tile(lengths, _REPETITIONS).tolist():
+    repetitions = min(_REPETITIONS, max(1, _MAX_CUT_TOKENS // sum(lengths)))
+    for remaining in np.tile(lengths, repetitions).tolist():
         while remaining >= MIN_RAW_TOKENS:
             denoiser, length = chunker.draw_chunk(remaining, draw())
             remaining -= length

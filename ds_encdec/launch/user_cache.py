@@ -12,6 +12,11 @@ from pathlib import Path
 from ds_encdec.launch.run_folder import write_atomically
 
 
+def cache_folder() -> Path:
+    """`$XDG_CACHE_HOME/ds_encdec`, which need not exist. Raises RuntimeError without that variable and a home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "ds_encdec")
+
+
 def cached(name: str, made_from: Iterable[bytes], make: Callable[[], str]) -> str:
     """The text that `make` returns, or returned to an earlier call with this `name` and `made_from`.
 
@@ -21,8 +26,7 @@ def cached(name: str, made_from: Iterable[bytes], make: Callable[[], str]) -> st
     """
     path = None
     with suppress(OSError, RuntimeError, ValueError):  # of these the last two: no home; no text, or not two lines
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "ds_encdec")
-        path = folder / f"{name}-{_digest(made_from)}.json"
+        path = cache_folder() / f"{name}-{_digest(made_from)}.json"
         digest, line = path.read_text().split("\n")
         if digest == _digest([line.encode()]):
             return json.loads(line)

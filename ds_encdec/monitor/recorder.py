@@ -181,6 +181,7 @@ class Recorder:
                 "train/encoder_tokens_seen": state.encoder_tokens_seen,
                 "train/target_tokens_seen": state.target_tokens_seen,
                 "train/epoch": state.epoch,
+                "data/bad_rows": state.bad_rows,
                 **performance,
                 **self._machine.metrics(vitals),
                 **self._constant,

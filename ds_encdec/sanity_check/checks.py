@@ -198,7 +198,7 @@ def _data_reconstructs(subject: Subject) -> Finding:
 
 def _texts_of(opened: OpenSource, pipeline: Pipeline) -> list[tuple[str, np.ndarray]]:
     """Keys and tokens (int32 [n]) of documents that are long enough to be denoised."""
-    documents = sample_documents(opened.source, DOCUMENTS_SEARCHED)
+    documents = sample_documents(opened.source, DOCUMENTS_SEARCHED, pipeline.bad_row_limit)
     texts = ((document.key, pipeline.tokens(document)) for document in documents)
     return list(islice((text for text in texts if len(text[1]) >= MIN_RAW_TOKENS), DOCUMENTS_PER_SOURCE))
 

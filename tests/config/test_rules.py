@@ -120,6 +120,14 @@ def load(settings: dict[str, Any]) -> FullConfig:
             'data.dataset_name = "c4"',
             "a mixture replaces dataset_name",
         ),
+        *[
+            (
+                {"data.mixture": "[{weight: 1, dataset_name: builtin}]", f"data.{field}": "other"},
+                f'data.{field} = "other"',
+                f"a mixture replaces {field}",
+            )
+            for field in ("dataset_config", "dataset_split", "dataset_revision", "text_column")
+        ],
         ({"data.ul2_task_weights": "[0, 0, 0, 0, 0]"}, "data.ul2_task_weights = [0, 0, 0, 0, 0]", "at least one"),
         ({"data.ul2_task_weights": "[1, 0, -1, 0, 0]"}, "data.ul2_task_weights", "must be >= 0"),
         ({"data.eval_fraction": 0}, "data.eval_fraction = 0", "eval_samples=0"),

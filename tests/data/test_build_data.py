@@ -16,7 +16,7 @@ from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.evaluation import held_out_examples
 from ds_encdec.data.held_out import held_out_hash
 from ds_encdec.data.inspect import inspect_data
-from ds_encdec.data.local_files import ParquetFiles
+from ds_encdec.data.parquet_files import ParquetFiles
 from ds_encdec.data.ul2 import reconstruct
 from ds_encdec.types import Batch, CheckpointError, DataError
 

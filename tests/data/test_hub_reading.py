@@ -19,7 +19,7 @@ from ds_encdec.config.schema import FullConfig, MixtureSource
 from ds_encdec.data import remote
 from ds_encdec.data.hub import open_hub_data
 from ds_encdec.data.hub_commits import resolve_commits
-from ds_encdec.data.local_files import ParquetFiles
+from ds_encdec.data.parquet_files import ParquetFiles
 from ds_encdec.types import CheckpointError, DataError
 
 NAME = "someone/texts"

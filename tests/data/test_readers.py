@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from data_parts import texts, write_json_lines, write_parquet
 
-from ds_encdec.data.local_files import JsonLines, ParquetFiles
+from ds_encdec.data.json_lines import JsonLines
+from ds_encdec.data.parquet_files import ParquetFiles
 from ds_encdec.data.readers import LaneShare, Located, MapReader, MixtureReader, StreamReader
 from ds_encdec.data.sources import MapSource, OpenSource, StreamSource
 from ds_encdec.types import DataError
@@ -134,7 +135,7 @@ def test_too_many_lanes_for_the_data(tmp_path: Path, map_source: JsonLines) -> N
 
 
 def test_a_mixture_draws_by_weight_and_resumes(tmp_path: Path, map_source: JsonLines) -> None:
-    sources = (OpenSource(map_source, 3.0, 0.0), OpenSource(parquet(tmp_path, 2), 1.0, 0.0))
+    sources = (OpenSource(map_source, 3.0, 0.0, 0), OpenSource(parquet(tmp_path, 2), 1.0, 0.0, 1))
     reader = MixtureReader(sources, share(0, 2), None)
     drawn = [next(reader) for _ in range(2000)]
     shares = np.bincount([located.reference[0] for located in drawn]) / len(drawn)

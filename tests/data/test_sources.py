@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import json
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -17,10 +18,14 @@ from data_parts import byte_tokenizer, make_config, texts, write_json_lines, wri
 
 from ds_encdec.config.schema import DataConfig, MixtureSource
 from ds_encdec.data import builtin_corpus
+from ds_encdec.data.bad_rows import BadRow
 from ds_encdec.data.builtin_corpus import builtin_documents
 from ds_encdec.data.hub import HubStream, HubTable, open_hub_data
-from ds_encdec.data.local_files import TEXT_PIECE_BYTES, JsonLines, ParquetFiles, TextFiles, expand_files
+from ds_encdec.data.json_lines import JsonLines
+from ds_encdec.data.local_files import expand_files
+from ds_encdec.data.parquet_files import ParquetFiles
 from ds_encdec.data.sources import RandomIds, StreamSource, open_sources
+from ds_encdec.data.text_files import TEXT_PIECE_BYTES, TextFiles
 from ds_encdec.data.text_tokens import TextTokenizer
 from ds_encdec.types import DataError
 
@@ -101,15 +106,16 @@ def test_json_lines_are_read_by_number(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ('{"title": "x", "id": 1}\n', r"data.text_column=text: a.jsonl, line 1 has no such column; it has title, id"),
-        ('[{"text": "x"}]\n', r"a.jsonl, line 1: expected one JSON object a line, found list"),
+        ('[{"text": "x"}]\n{}\n', r"a.jsonl, line 1: expected one JSON object a line, found list"),
         ('{"text": \n', r"a.jsonl, line 1: not a JSON line"),
         ('{"text": 5}\n', r"a.jsonl, line 1: expected text, found int 5"),
     ],
 )
 def test_wrong_json_lines_are_named(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "a.jsonl").write_text(content)
-    with pytest.raises(DataError, match=message):
-        JsonLines([str(tmp_path / "a.jsonl")], "text")
+    row = JsonLines([str(tmp_path / "a.jsonl")], "text").document(0)
+    assert isinstance(row, BadRow)
+    assert re.match(message, row.problem)
 
 
 def read_all(source: StreamSource) -> list[tuple[str, str]]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
+from data_parts import byte_tokenizer
 
+from ds_encdec.config.schema import DataConfig
 from ds_encdec.data.budgets import Budgets
-from ds_encdec.data.local_files import TextFiles
-from ds_encdec.data.survey import Survey, require_one_step
+from ds_encdec.data.chunks import Chunker
+from ds_encdec.data.survey import Survey, documents_ratio, require_one_step
 from ds_encdec.types import DataError
 
 BUDGETS = Budgets(encoder_tokens=400, decoder_tokens=600, max_examples=8)
@@ -25,8 +25,18 @@ def test_too_few_tokens_names_both_numbers() -> None:
     require_one_step(Survey(ratio=1.0, documents=4, tokens=4_000), 4, BUDGETS)
 
 
-def test_text_that_is_not_utf8_is_not_trained_on(tmp_path: Path) -> None:
-    path = tmp_path / "latin.txt"
-    path.write_bytes("déjà vu".encode("latin-1"))
-    with pytest.raises(DataError, match=r"latin\.txt: not UTF-8"):
-        TextFiles([str(path)]).document(0)
+def test_the_look_at_a_huge_document_is_short() -> None:
+    """A line of 10 MB has millions of tokens: what is cut up for the ratio is bounded."""
+    _, vocabulary = byte_tokenizer()
+    drawn = 0
+
+    class Counting(Chunker):
+        def draw_chunk(self, remaining: int, draw: float) -> tuple[str, int]:
+            nonlocal drawn
+            drawn += 1
+            return super().draw_chunk(remaining, draw)
+
+    chunker = Counting.from_config(DataConfig(), 0, vocabulary)
+    ratio = documents_ratio([6_000_000], chunker)
+    assert drawn < 40_000  # 2 times 6,000,000 tokens, not 32 times
+    assert ratio == pytest.approx(documents_ratio([500_000], chunker), rel=0.03)

@@ -15,10 +15,12 @@ from tiny_run import QUICKSTART, losses, metrics, overrides
 
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.checkpoint.manifest import read_manifest, verify_checkpoint
+from ds_encdec.data.randomness import Permutation
 
 pytestmark = [pytest.mark.distributed, pytest.mark.one_process]
 
 STEPS = 6
+BAD_PLACES = (90, 91, 93, 94, 96)
 
 
 @pytest.fixture(scope="module")
@@ -208,3 +210,36 @@ def test_a_read_only_folder_is_refused_before_anything_starts(finished: Path) ->
     with ForkedRuns(wrapper) as runs:
         result = runs.run(arguments(finished, "--resume", "auto"))
     assert_refused(result, 2, f"infra.output_dir: cannot write to {finished} (Read-only file system)")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """2,000 JSON lines; of those that the lanes come to between steps 3 and 6, five are cut short."""
+    path = tmp_path_factory.mktemp("corpus") / "data.jsonl"
+    order = Permutation(2000, 42, "documents", 0, 0)
+    bad = {order[place] for place in BAD_PLACES}
+    lines = [json.dumps({"text": f"line {i}: " + "some words of a document, " * 8}) for i in range(2000)]
+    path.write_text("".join((line[:40] if i in bad else line) + "\n" for i, line in enumerate(lines)))
+    return path
+
+
+def test_bad_rows(runs: ForkedRuns, corpus: Path, tmp_path: Path) -> None:
+    """A run that ended at one goes on past it with `skip`; on two ranks the count and the data are the same."""
+    data = {"data__dataset_name": "json", "data__data_files": corpus, "data__num_lanes": 2}
+    data |= {"training__logging_steps": 1, "training__eval_samples": 0, "training__average_checkpoints": 0}
+    skipping = {**data, "data__on_bad_row": "skip"}
+    stopped = runs.run(arguments(tmp_path / "run", **data))
+    assert_refused(stopped, 4, "data.jsonl, line ", "not a JSON line", "data.on_bad_row=skip")
+    assert list(committed_steps(tmp_path / "run" / "checkpoints")) == [2]
+    resumed = runs.run(arguments(tmp_path / "run", "--resume", "auto", **skipping))
+    assert resumed.codes == [0], resumed.output
+    assert resumed.output.count("passed over: data.jsonl, line ") == 5
+    ranks = runs.run(arguments(tmp_path / "ranks", **skipping), ranks=2)
+    assert ranks.codes == [0, 0], ranks.output
+    assert [line["data/bad_rows"] for line in metrics(tmp_path / "run")] == [0, 0, 0, 5, 5, 5]
+    for name in ("data/bad_rows", "train/tokens_seen"):
+        assert [line[name] for line in metrics(tmp_path / "run")] == [
+            line[name] for line in metrics(tmp_path / "ranks")
+        ]
+    limited = runs.run(arguments(tmp_path / "limited", **skipping, data__max_bad_rows=4), ranks=2)
+    assert_refused(limited, 4, "more than data.max_bad_rows=4 rows cannot be read, the last one data.jsonl, line ")

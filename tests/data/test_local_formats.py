@@ -1,0 +1,243 @@
+"""Local files as people have them: compressed, a JSON array, CSV, saved by `datasets`; and what is no text at all."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import multiprocessing
+import os
+import pickle
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow
+import pytest
+from data_parts import texts, write_json_lines
+
+from ds_encdec.config.schema import DataConfig, MixtureSource
+from ds_encdec.data import json_lines
+from ds_encdec.data.bad_rows import BadRow
+from ds_encdec.data.hub import open_hub_data
+from ds_encdec.data.json_lines import INDEXED_BYTES, JsonLines
+from ds_encdec.data.sources import open_sources
+from ds_encdec.data.text_files import TextFiles
+from ds_encdec.types import DataError
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "ds_encdec"
+
+
+def opened(name: str, path: Path) -> Any:
+    config = DataConfig(dataset_name=name, data_files=str(path))
+    return open_sources(config, 0, None, 1, {})[0].source  # type: ignore[arg-type]  # `random` asks for a vocabulary
+
+
+def all_texts(source: Any) -> list[str]:
+    return [source.document(i).text for i in range(len(source))]
+
+
+def zstd(content: bytes) -> bytes:
+    """Two frames, as parallel compressors write."""
+    half = len(content) // 2
+    return b"".join(frame(part) for part in (content[:half], content[half:]))
+
+
+def frame(content: bytes) -> bytes:
+    out = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(out, "zstd") as stream:
+        stream.write(content)
+    return out.getvalue().to_pybytes()
+
+
+COMPRESSED: dict[str, Callable[[bytes], bytes]] = {
+    "gz": gzip.compress,
+    "bz2": bz2.compress,
+    "xz": lzma.compress,
+    "zst": zstd,
+}
+
+
+@pytest.mark.parametrize("suffix", COMPRESSED)
+def test_compressed_files_are_read(tmp_path: Path, cache: Path, suffix: str) -> None:
+    documents = texts(3000, seed=ord(suffix[0]))
+    plain = Path(write_json_lines(tmp_path / "a.jsonl", documents)).read_bytes()
+    packed = tmp_path / f"a.jsonl.{suffix}"
+    packed.write_bytes(COMPRESSED[suffix](plain))
+    source = opened("json", packed)
+    assert all_texts(source) == documents
+    assert source.key(7) == f"a.jsonl.{suffix}:7"
+    assert pickle.loads(pickle.dumps(source)).document(2999) == source.document(2999)
+
+    kept = {path.name: path.stat().st_mtime_ns for path in cache.iterdir()}
+    assert opened("json", packed).identity == source.identity  # it is that of the compressed file
+    assert {path.name: path.stat().st_mtime_ns for path in cache.iterdir()} == kept  # unpacked once
+    (copy,) = (path for path in cache.iterdir() if path.name.startswith("plain") and path.suffix != ".sum")
+    copy.write_bytes(copy.read_bytes()[:-100])
+    assert all_texts(opened("json", packed)) == documents  # a damaged copy is made again
+
+    text = tmp_path / f"b.txt.{suffix}"
+    text.write_bytes(COMPRESSED[suffix](b"\n\n".join(line.encode() for line in documents)))
+    assert "".join(all_texts(opened("text", text))) == "\n\n".join(documents)
+
+
+@pytest.mark.parametrize("suffix", COMPRESSED)
+def test_a_compressed_file_that_is_cut_short_is_named(tmp_path: Path, cache: Path, suffix: str) -> None:
+    packed = tmp_path / f"a.jsonl.{suffix}"
+    content = COMPRESSED[suffix](json.dumps({"text": os.urandom(50_000).hex()}).encode())
+    packed.write_bytes(content[: len(content) - 1000])
+    with pytest.raises(DataError, match=rf"a\.jsonl\.{suffix}: cannot be unpacked: damaged, or cut short"):
+        opened("json", packed)
+    assert [path.name for path in cache.iterdir() if path.suffix != ".sum"] == []
+
+
+def test_a_copy_that_cannot_be_kept_names_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"text"))
+    with pytest.raises(DataError, match=r"a\.txt\.gz: a plain copy is needed .* Set XDG_CACHE_HOME"):
+        opened("text", tmp_path / "a.txt.gz")
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_json_array_is_read(tmp_path: Path, indent: int | None) -> None:
+    documents = [*texts(40), "two\nlines é"]
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"text": text} for text in documents] + [5], indent=indent, ensure_ascii=False))
+    source = opened("json", path)
+    assert [source.document(i).text for i in range(41)] == documents
+    assert source.document(41) == BadRow("a.json:41", "a.json, line 42: expected one JSON object a line, found int")
+
+
+def test_csv_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes('\ufeffid,text\r\n1,"two\nlines, ""é"""\r\n2,plain\r\n3\r\n4,more,than,that\r\n'.encode())
+    source = opened("csv", path)
+    assert [source.document(i).text for i in (0, 1, 3)] == ['two\nlines, "é"', "plain", "more"]
+    assert source.document(2).problem == "data.text_column=text: a.csv, row 3 has no such column; it has id"
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_what_datasets_saved_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub")
+    datasets.Dataset.from_dict({"text": texts(20)}).save_to_disk(tmp_path / "saved")
+    source: Any = open_hub_data(MixtureSource(weight=1, dataset_name=str(tmp_path / "saved")), 2, streaming=streaming)
+    assert all_texts(source) == texts(20)
+    assert all_texts(pickle.loads(pickle.dumps(source))) == texts(20)
+
+
+@pytest.mark.parametrize(
+    ("content", "sign"),
+    [
+        (b"\0" * 300_000, "NUL characters"),
+        ("utf-16".encode("utf-16") * 100, "NUL characters"),
+        (bytes(range(0x80, 0xC0)) * 5000, "neither lines nor UTF-8 characters near byte 0"),
+        (b"text " * 20_000 + bytes(range(0x80, 0xC0)) * 5000, "neither lines nor UTF-8 characters near byte"),
+    ],
+)
+def test_a_binary_text_file_is_refused_when_it_is_opened(tmp_path: Path, content: bytes, sign: str) -> None:
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(DataError, match=rf"a\.txt: a binary file, or text in another encoding than UTF-8 \({sign}"):
+        opened("text", tmp_path / "a.txt")
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "content", "message"),
+    [
+        ("json", "a.csv", b"text\nx", "a.csv: a CSV file: set data.dataset_name=csv"),
+        ("text", "a.parquet", b"PAR1 and more", "a.parquet: a parquet file: set data.dataset_name=parquet"),
+        ("csv", "a.zip", b"PK\x03\x04 and more", "a.zip: a zip archive: unpack it"),
+        ("json", "folder/file", b"{}", "folder: a folder; add /.. for its files, or name it in data.dataset_name"),
+    ],
+)
+def test_other_files_are_named_as_what_they_are(
+    tmp_path: Path, name: str, file: str, content: bytes, message: str
+) -> None:
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        opened(name, tmp_path / file.split("/")[0])
+
+
+def test_a_nul_further_on_is_a_bad_row(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"line\n" * 30_000 + b"\0\n")
+    source = TextFiles([str(tmp_path / "a.txt")])
+    assert isinstance(source.document(len(source) - 1), BadRow)
+    assert not isinstance(source.document(0), BadRow)
+
+
+def large_json_lines(folder: Path) -> tuple[str, list[str]]:
+    documents = texts(5000, median_characters=400)
+    path = write_json_lines(folder / "a.jsonl", documents)
+    assert os.path.getsize(path) > INDEXED_BYTES
+    return path, documents
+
+
+def count_scans(path: str, start: Any, counts: Any) -> None:
+    """Open `path` in a process of its own, at the same time as others, and say how often it was scanned."""
+    scan = json_lines._line_edges
+    scans = []
+
+    def counted(path: str) -> np.ndarray:
+        scans.append(path)
+        return scan(path)
+
+    json_lines._line_edges = counted
+    start.wait()
+    source = JsonLines([path], "text")
+    counts.put((len(scans), [source.document(i).key for i in (0, len(source) - 1)]))
+
+
+def test_the_index_of_lines_is_made_by_one_process_and_kept(tmp_path: Path) -> None:
+    path, documents = large_json_lines(tmp_path)
+    context = multiprocessing.get_context("fork")
+    start, counts = context.Barrier(4), context.Queue()
+    ranks = [context.Process(target=partial(count_scans, path, start, counts)) for _ in range(4)]
+    for rank in ranks:
+        rank.start()
+    answers = [counts.get(timeout=120) for _ in ranks]
+    for rank in ranks:
+        rank.join()
+    assert sorted(scans for scans, _ in answers) == [0, 0, 0, 1]
+    assert {tuple(keys) for _, keys in answers} == {("a.jsonl:0", f"a.jsonl:{len(documents) - 1}")}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda index, _: index.write_bytes(index.read_bytes()[:-8]),
+        lambda index, _: index.write_bytes(index.read_bytes().replace(b"\1\0", b"\2\0", 1)),
+        lambda index, _: index.unlink(),
+        lambda index, _: index.with_name(index.name + ".sum").write_text("other"),
+        lambda _, path: path.write_text('{"text": "new"}\n' + path.read_text()),
+    ],
+)
+def test_the_index_is_made_again_when_it_or_the_file_has_changed(
+    tmp_path: Path, cache: Path, change: Callable[[Path, Path], None]
+) -> None:
+    path, documents = large_json_lines(tmp_path)
+    source = JsonLines([path], "text")
+    assert len(pickle.dumps(source)) < 2000  # a worker opens the index, it is not sent one
+    assert pickle.loads(pickle.dumps(source)).document(4321).text == documents[4321]
+    (index,) = (kept for kept in cache.iterdir() if kept.suffix != ".sum")
+    change(index, Path(path))
+    again = JsonLines([path], "text")
+    assert all_texts(again)[-5000:] == documents
+    assert len(again) in (5000, 5001)
+
+
+def test_without_a_cache_folder_every_process_has_its_own_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    path, documents = large_json_lines(tmp_path)
+    assert all_texts(pickle.loads(pickle.dumps(JsonLines([path], "text")))) == documents
