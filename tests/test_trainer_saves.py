@@ -68,6 +68,7 @@ class EmptyLoader:
     """Steps without a micro-batch. `ending[step]` is called when that step's are asked for."""
 
     epoch = 0
+    bad_rows = 0
 
     def __init__(self) -> None:
         self.asked = 0

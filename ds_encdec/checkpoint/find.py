@@ -46,9 +46,12 @@ class Saved(dict[str, Any]):
         """Raises DamagedCheckpointError where the file at `path` cannot be read, or holds no mapping."""
         self._path = path
         try:
-            super().__init__(read_json(path, None))
-        except (OSError, ValueError, TypeError) as error:
+            content = read_json(path, None)
+        except (OSError, ValueError) as error:
             raise DamagedCheckpointError(f"{path} cannot be read: {error}.") from error
+        if not isinstance(content, dict):
+            raise DamagedCheckpointError(f"{path} holds no mapping: it is not what ds_encdec writes.")
+        super().__init__(content)
 
     def __missing__(self, key: str) -> Any:
         raise DamagedCheckpointError(f"{self._path} has no {key!r}: it is not what ds_encdec writes.")

@@ -181,7 +181,7 @@ def reseal(checkpoint: Path, name: str, content: str) -> None:
         ("trainer.json", '{"state": 5}', "`state` is not what"),
         ("trainer.json", '{"state": {"steps": 5}}', "`state` is not what"),
         ("trainer.json", "[" * 100_000, "nested more than 100 deep"),
-        ("trainer.json", "[]", "`state` is not what"),
+        ("trainer.json", "[]", "holds no mapping"),
         ("engine.json", "[]", "no readable record of an engine"),
         ("engine.json", '{"groups": ' + "[" * 100_000, "no readable record of an engine"),
         ("engine.json", '{"groups": [1]}', "no readable record of an engine"),
