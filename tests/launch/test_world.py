@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from ds_encdec.launch.world import SINGLE_PROCESS, World, discover
@@ -113,6 +117,14 @@ def test_tasks_that_no_launcher_explains_are_refused(environ: dict[str, str], na
     assert caught.value.exit_code == 2
     for launched in (TORCHRUN, DEEPSPEED, BY_HAND):
         assert discover({**environ, **launched}, never).world_size > 1
+
+
+def test_the_program_refuses_them_before_it_imports_torch() -> None:
+    code = "import sys; from ds_encdec.train import main; print(main([]), 'torch' in sys.modules)"
+    environ = {name: value for name, value in os.environ.items() if name not in BY_HAND} | SLURM_STEP
+    result = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60)
+    assert result.stdout == "2 False\n", result.stderr
+    assert result.stderr.startswith("error: SLURM_STEP_NUM_TASKS=8")
 
 
 @pytest.mark.parametrize(
