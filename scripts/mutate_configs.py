@@ -350,6 +350,7 @@ def run_some(passed: list[int], count: int, folder: Path) -> list[str]:
             log = Path(place) / "log"
             code = train(arguments, log)
             ends[code] += 1
+            print(f"run of mutation {number}: {code}", file=sys.stderr, flush=True)
             text = log.read_text(errors="replace")
             if code < 0 or code == 1 or "Traceback" in text:
                 failures.append(f"run of mutation {number}: {code}\n{text[-3000:]}")
