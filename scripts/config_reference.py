@@ -25,11 +25,17 @@ out has the default below; `ds_configs/` holds complete examples. On the command
 (`model.architecture.hidden_size=64`); values are read as YAML, and of two for one field the later counts.
 
 - `ds-encdec validate --config FILE` checks a configuration without starting anything. All problems are reported at
-  once, each with its place, and the exit code is 2.
+  once, each with its place, and the exit code is 2. It also looks for what the configuration names on this machine:
+  local data files, folders of model and tokenizer, folders to write into; with `--hostfile FILE` at the hosts and slots
+  that `deepspeed` would read. `--elsewhere` leaves the files out, for a configuration of another machine.
 - `train.py --print-config` prints the resolved configuration. The same is saved as `config.yaml` in the run's folder,
   and loads back to an equal configuration.
 - `ds-encdec schema` prints a JSON schema for editors.
-- YAML is read as version 1.2: `1e-4` is a number, `no` and `on` are strings, a repeated key is an error.
+- YAML is read as version 1.2: `1e-4` is a number, `no` and `on` are strings, a repeated key or an unknown tag is an
+  error.
+- Files are plain files (no pipe, no device) of at most 1 MB, nested at most 100 deep, with at most 10,000 keys and
+  values, those behind aliases counted each time; whole numbers fit into 64 bits. `scripts/mutate_configs.py` changes
+  configurations at random and looks that each is accepted or refused with its place, and that what is accepted starts.
 """
 
 DEEPSPEED = """\

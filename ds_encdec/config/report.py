@@ -45,7 +45,7 @@ class Problem:
     message: str
 
     def __str__(self) -> str:
-        return "\n".join([*(f"  {mention}" for mention in self.mentions), f"      {self.message}"])
+        return "\n".join([*(f"  {mention}" for mention in self.mentions), f"      {_printable(self.message, 4000)}"])
 
 
 def show(value: Any) -> str:

@@ -254,7 +254,7 @@ class _NodeReader:
         """Whether `key` can name a field. Dotted names are for the command line."""
         if isinstance(key, yaml.ScalarNode) and is_name(key.value) and key.tag in _SCALARS:
             return True
-        name = key.value if isinstance(key, yaml.ScalarNode) else "a list or a mapping"
+        name = (key.value or '""') if isinstance(key, yaml.ScalarNode) else "a list or a mapping"
         self._report(key, join(path, name), "not a key: sections are nested, with one `field: value` line each")
         return False
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from ds_encdec.config.model_folder import MODEL_FILES, model_folder
+from ds_encdec.config.plain_files import read_json
 from ds_encdec.config.schema import ArchitectureConfig, ModelConfig
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.init_from_qwen3 import qwen3_weights, seq2seq_weights, with_added_rows
@@ -81,10 +81,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The `config.json` of a model folder. Raises CheckpointError if it is missing, unreadable, or of another model."""
     file = folder / "config.json"
     try:
-        stored: dict[str, Any] = json.loads(file.read_text())
+        stored: dict[str, Any] = read_json(file)
+        if not isinstance(stored, dict):
+            raise ValueError("it is no { ... } block")
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no config.json: it is not a Hugging Face model folder") from None
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} is not readable as JSON: {error}") from error
     if (found := stored.get("model_type")) not in ("qwen3", Qwen3Seq2SeqConfig.model_type):
         raise CheckpointError(

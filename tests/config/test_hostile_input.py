@@ -52,7 +52,7 @@ def refused(capsys: Output, *arguments: str) -> str:
         ('infra: {output_dir: "\\ud800"}', "1: infra.output_dir", "surrogate"),
         ('infra: {output_dir: "\\UFFFFFFFF"}', "1: infra", "not valid YAML"),
         ("training:\n  seed: 1\x00", "2", "the character U+0000"),
-        ('"": 1', "1", "not a key"),
+        ('"": 1', '1: ""', "not a key"),
         ('training: {"se\\ned": 1}', "1: training.se\\ned", "not a key"),
         (f"training: {{{'x' * 1000}: 1}}", "1: training.xxx", "not a key"),
         ("training: &t {seed: *t}", "1: training.seed", "*t stands inside of what it stands for"),

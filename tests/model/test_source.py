@@ -17,7 +17,7 @@ from ds_encdec.config.schema import ArchitectureConfig, ModelConfig
 from ds_encdec.model.initialization import random_weights
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.model.safetensors_folder import SafetensorsFolder, write_safetensors_folder
-from ds_encdec.model.source import ModelSource, resolve_model
+from ds_encdec.model.source import ModelSource, read_config, resolve_model
 from ds_encdec.tokenizer.sentinels import Vocabulary
 from ds_encdec.types import CheckpointError, ConfigError
 
@@ -171,6 +171,13 @@ def test_impossible_architectures_are_configuration_errors() -> None:
     uneven = ARCHITECTURE.model_copy(update={"num_key_value_heads": 3})
     with pytest.raises(ConfigError, match=r"num_attention_heads \(4\) is not a multiple"):
         resolve_model(section.model_copy(update={"architecture": uneven}), vocabulary(), seed=0)
+
+
+@pytest.mark.parametrize("content", ["[1]", "1", "[" * 100_000, '{"model_type": ["qwen3"]}'])
+def test_a_configuration_that_is_none(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        read_config(tmp_path)
 
 
 def test_unusable_folders_say_what_is_wrong(tmp_path: Path) -> None:

@@ -1,0 +1,25 @@
+"""Changed configurations, by the script that makes thousands of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "mutate_configs.py"
+
+
+def test_mutated_configurations_are_accepted_or_refused_with_their_places() -> None:
+    command = [sys.executable, str(SCRIPT), "--count", "500", "--run", "0"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stdout + result.stderr
+    accepted = int(result.stdout.partition("{0: ")[2].partition(",")[0])
+    assert 50 <= accepted <= 250, "mutations must reach both ends"
+
+
+def test_validating_imports_nothing_heavy() -> None:
+    """The script validates in its own process, and only its runs import torch."""
+    code = f"import sys; sys.argv = ['x', '--count', '3', '--run', '0']; sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
+    code += "import mutate_configs; mutate_configs.main(); print({'torch', 'deepspeed'} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.stdout.rstrip().endswith("set()"), result.stdout + result.stderr
