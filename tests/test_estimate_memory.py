@@ -236,9 +236,14 @@ def test_a_gpu_without_bfloat16_is_judged_by_what_it_can_run() -> None:
     assert (answer["configured"]["fits"], answer["configured"]["short_of"]) == (False, "does not run")
     assert any("has neither bfloat16 nor a flash kernel" in remark for remark in answer["remarks"])
     best = answer["engines"]["deepspeed"]["recommendation"]["overrides"]
-    assert (best["training.bf16"], best["training.fp16"], best["model.use_flash_attention"]) == (False, True, False)
+    assert (best["training.bf16"], best["training.fp16"]) == (False, True)
     assert "does not run on a v100-32gb" in ask("--gpu", "v100-32gb")
     assert ask_json("--gpu", "v100-32gb", "training.bf16=false")["configured"]["short_of"] != "does not run"
+    # It trains without a flash kernel, whatever model.use_flash_attention says, and is estimated so.
+    half = ("--gpu", "v100-32gb", "training.bf16=false", "training.fp16=true")
+    found = [ask_json(*half, f"model.use_flash_attention={flash}")["configured"] for flash in ("true", "false")]
+    assert found[0] == found[1]
+    assert found[0]["short_of"] != "does not run"
 
 
 @pytest.mark.parametrize("command", [["ds_encdec.estimate_memory"], ["ds_encdec.cli", "plan"]])

@@ -82,11 +82,28 @@ def create_engine(
     `weights` is None for a run that loads a checkpoint at once, and so needs none. Raises ConfigError for a number of
     ranks that does not fit the sharding, and CheckpointError, on every rank, for weights that cannot be read.
     """
+    if world.is_main:
+        _say_attention(config, device)
     if config.infra.sharding_stage.endswith("_hybrid"):
         _warn_of_shards_across_nodes(config, world)
     if engine == "fsdp":
         return _fsdp2(config, world, device, model_config, weights)
     return _deepspeed(config, world, device, model_config, weights, gradient_accumulation_steps)
+
+
+def _say_attention(config: FullConfig, device: torch.device) -> None:
+    """What attention runs in. On a GPU one call per document is many times slower, and nobody would know why."""
+    from ds_encdec.engine.forward import compute_dtype  # both need torch
+    from ds_encdec.model.attention import choose_kernel
+
+    kernel, name = choose_kernel(device, compute_dtype(config.training))
+    if not config.model.use_flash_attention:
+        logger.info("attention: one call per document (model.use_flash_attention=false)")
+    elif kernel is not None:
+        logger.info("attention: %s", name)
+    else:
+        level = logging.INFO if device.type == "cpu" else logging.WARNING
+        logger.log(level, "attention: one call per document (%s)", name)
 
 
 def _warn_of_shards_across_nodes(config: FullConfig, world: World) -> None:

@@ -199,8 +199,7 @@ def _share_the_node(world: World, device: torch.device, store: dist.Store) -> No
         if len(crowded) > 1:
             problem = (
                 f"Ranks {', '.join(map(str, crowded))} were started on the same GPU ({mine.host}, {uuid}). "
-                "Start one rank for each GPU, or have the launcher show each rank a GPU of its own (Slurm: "
-                "--gpus-per-task=1)."
+                "Start one rank for each GPU, or have the launcher give each rank its own (Slurm: --gpus-per-task=1)."
             )
         if problem := _anyones(problem, dist.PrefixStore("devices", store), world):
             raise ConfigError(problem)

@@ -32,12 +32,8 @@ ENGINES: dict[EngineName, str] = {"deepspeed": "DeepSpeed", "fsdp": "FSDP2"}
 """What people call them."""
 LARGEST_WORLD = 4096
 """GPUs up to which a number that would fit is looked for."""
-_WITHOUT_BF16: dict[str, Value] = {
-    "training.bf16": False,
-    "training.fp16": True,
-    "model.use_flash_attention": False,
-}
-"""What a GPU without bfloat16 can train with: it has no flash kernel either. FSDP2 and zero0 refuse fp16."""
+_WITHOUT_BF16: dict[str, Value] = {"training.bf16": False, "training.fp16": True}
+"""What a GPU without bfloat16 can train with. FSDP2 and zero0 refuse fp16."""
 _FSDP_ONLY: dict[str, Value] = {
     "infra.fsdp_reduce_every_micro_batch": False,
     "training.torch_compile": False,
@@ -95,8 +91,8 @@ class Answer:
 
 
 def runs_on(gpu: Gpu, job: Job) -> bool:
-    """Whether `gpu` computes in the dtypes of `job`; torch's flash kernels need as much as bfloat16 does."""
-    return gpu.has_bf16 or not (job.config.training.bf16 or job.uses_flash)
+    """Whether `gpu` computes in the dtypes of `job`."""
+    return gpu.has_bf16 or not job.config.training.bf16
 
 
 def _share(job: Job, host_bytes: int | None) -> float | None:

@@ -50,6 +50,9 @@ def read_question(options: argparse.Namespace, overrides: Sequence[str]) -> Ques
         sizes = _attempt(partial(run_sizes, config), problems)
         if not wrong:
             problems += indivisible(config, options.nodes)
+    if config is not None and gpu is not None and not gpu.has_bf16:
+        # Flash kernels need as much as bfloat16 does: attention then runs without (model/attention.py).
+        config = config.model_copy(update={"model": config.model.model_copy(update={"use_flash_attention": False})})
     if config is not None and sizes is not None and gpu is not None and not problems:
         job = _attempt(lambda: _job(config, sizes, options, gpu, host_bytes), problems)
     if job is None or gpu is None or config is None:
@@ -109,7 +112,7 @@ def _remarks(options: argparse.Namespace, config: FullConfig, job: Job, gpu: Gpu
     if not runs_on(gpu, job):
         yield (
             f"A {gpu.name} has neither bfloat16 nor a flash kernel. The tables are of what it can train with: "
-            "training.bf16=false training.fp16=true model.use_flash_attention=false."
+            "training.bf16=false training.fp16=true."
         )
     if job.config.training.torch_compile:
         yield "torch_compile: estimated like layers that are not compiled, whose activations may differ."

@@ -139,7 +139,7 @@ def _configured(found: Answer) -> str:
     estimated = row.estimate
     verdict = "fits" if found.fits(row) else f"does not fit (short of: {found.short_of(row)})"
     if not runs_on(found.gpu, job):
-        verdict = f"does not run on a {found.gpu.name}, which has neither bfloat16 nor a flash kernel"
+        verdict = f"does not run on a {found.gpu.name}, which has no bfloat16"
     return (
         f"The configured run ({ENGINES[job.engine]}, {_setting(job)}) {verdict}:\n"
         f"  {in_gib(estimated.peak.total)} of {in_gib(found.gpu.usable_bytes)} GiB per GPU at its worst moment, the "

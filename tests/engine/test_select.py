@@ -187,6 +187,37 @@ def test_cyclic_ranks_of_a_hybrid_are_warned_of(
 
 
 @pytest.mark.parametrize(
+    ("device", "capability", "flash", "level", "said"),
+    [
+        ("cuda", (9, 0), True, logging.INFO, "attention: torch.nn.attention.varlen"),
+        ("cuda", (7, 0), True, logging.WARNING, "one call per document (flash kernels need compute capability 8.0"),
+        ("cuda", (7, 0), False, logging.INFO, "one call per document (model.use_flash_attention=false)"),
+        ("cpu", (0, 0), True, logging.INFO, "one call per document (there is no flash kernel for cpu devices)"),
+    ],
+)
+def test_what_attention_runs_in_is_said_once(
+    device: str,
+    capability: tuple[int, int],
+    flash: bool,
+    level: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The GPU's capability is a stand-in. A fallback on a GPU is a warning."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(select, "_fsdp2", lambda *_: None)
+    given = {"infra": {"distributed_type": "fsdp"}, "model": {"use_flash_attention": flash}}
+    config = FullConfig.model_validate(given)
+    place = {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    with caplog.at_level(logging.INFO):
+        for rank in (0, 1):
+            world = discover({**place, "RANK": str(rank)})
+            create_engine("fsdp", config, world, torch.device(device), MODEL, None, 1)
+    assert [(record.levelno, said in record.message) for record in caplog.records] == [(level, True)]
+
+
+@pytest.mark.parametrize(
     ("infra", "fallback"),
     [
         ({"distributed_type": "auto"}, "fsdp"),
