@@ -324,6 +324,9 @@ def _phase_gates(config: FullConfig) -> Iterator[Conflict]:
 
 def _hang(config: FullConfig) -> Iterator[Conflict]:
     infra = config.infra
+    if 0 < (infra.hang_timeout_minutes or 0) < 0.1:
+        message = "no run makes a step so soon after its start: give 0.1 (6 seconds) or more, or 0 for never"
+        yield Conflict(("infra.hang_timeout_minutes",), message)
     if infra.hang_timeout_minutes is not None and infra.hang_timeout_minutes >= infra.distributed_timeout_minutes:
         message = "a collective that stands still would end the run before anybody saw where: lower the former"
         yield Conflict(("infra.hang_timeout_minutes", "infra.distributed_timeout_minutes"), message)

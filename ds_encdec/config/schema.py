@@ -214,9 +214,9 @@ class TrainingConfig(Section):
     gradient_accumulation_steps: int = Field(default=8, ge=1)
     """Micro-batches per rank and optimizer step at the first start (see `data.num_lanes`); where
     `global_batch_size` is given, it decides instead."""
-    learning_rate: float = Field(default=2e-4, gt=0)
+    learning_rate: float = Field(default=2e-4, gt=0, le=10_000)
     """Peak learning rate."""
-    weight_decay: float = Field(default=0.01, ge=0)
+    weight_decay: float = Field(default=0.01, ge=0, le=10_000)
     """Decoupled weight decay of matrices; norms and biases have none."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     """Adam's first-moment decay."""
@@ -229,7 +229,7 @@ class TrainingConfig(Section):
     and a resume is exact to the bit."""
     max_grad_norm: float = Field(default=1.0, ge=0)
     """Global gradient norm above which gradients are scaled down; 0 turns clipping off."""
-    num_train_steps: int = Field(default=100_000, ge=1)
+    num_train_steps: int = Field(default=100_000, ge=1, le=1_000_000_000)
     """Optimizer steps of the run."""
     warmup_steps: int = Field(default=1000, ge=0)
     """Optimizer steps over which the learning rate rises."""
@@ -343,7 +343,7 @@ class InfraConfig(Section):
     """Path of a raw DeepSpeed JSON. What it and this file both set must agree."""
     deepspeed_extra: dict[str, Any] = Field(default_factory=dict)
     """DeepSpeed keys that no field here stands for; handed on unchanged. Filled from `deepspeed_config`."""
-    distributed_timeout_minutes: float = Field(default=30.0, gt=0)
+    distributed_timeout_minutes: float = Field(default=30.0, ge=0.1, le=100_000)
     """Time after which a collective that does not complete ends the run."""
     hang_timeout_minutes: float | None = Field(default=None, ge=0)
     """Time without a step after which every rank writes its stacks into the run's folder and ends (exit code 8);

@@ -10,6 +10,7 @@ from typing import Any
 
 LONGEST_NAME = 100
 """Characters of a key in a file."""
+LARGEST_FLOAT32 = 3.4e38
 _NOT_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
@@ -110,6 +111,8 @@ def unusable(value: Any) -> str | None:
         return "holds a NUL character or half of a surrogate pair, which no name or path can"
     if isinstance(value, float) and not math.isfinite(value):
         return "must be a finite number"
+    if isinstance(value, float) and abs(value) > LARGEST_FLOAT32:
+        return "must fit into a 32-bit float"
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         return "must be a number of at most 64 bits"
     return None

@@ -41,7 +41,8 @@ def refused(capsys: Output, *arguments: str) -> str:
         ("training: {!!python/name:os.system seed: 1}", "1: training.seed", "not a key"),
         (f"training: {{num_train_steps: 1{'0' * 400}}}", "1: training.num_train_steps", "finite number"),
         (f"training: {{num_train_steps: 1{'0' * 300}}}", "1: training.num_train_steps", "64 bits"),
-        ("training: {num_train_steps: 1e300}", "1: training.num_train_steps", "must be a whole number"),
+        ("training: {num_train_steps: 1e30}", "1: training.num_train_steps", "must be a whole number"),
+        ("training: {learning_rate: 1e300}", "1: training.learning_rate", "must fit into a 32-bit float"),
         (f"training: {{seed: {'7' * 5000}}}", "1: training.seed", "finite number"),
         (
             f"infra:\n  deepspeed_extra: {{log_level: [1{'0' * 300}]}}",
