@@ -340,6 +340,21 @@ def _deepspeed_extra(config: FullConfig) -> Iterator[Conflict]:
         yield Conflict(("infra.deepspeed_extra.scheduler", "training.lr_scheduler_type"), message)
 
 
+def _adam_options(config: FullConfig) -> Iterator[Conflict]:
+    """Options that one class of AdamW has and the other, which runs, would stop at."""
+    optimizer = config.infra.deepspeed_extra.get("optimizer", {})
+    given = optimizer.get("params", {}) if isinstance(optimizer, dict) else {}
+    torch_adam = config.training.torch_adam
+    theirs, other = ("DeepSpeed", "false") if torch_adam else ("torch", "true")
+    for name in ("bias_correction",) if torch_adam else ("fused", "foreach"):
+        if name in given:
+            message = f"only {theirs}'s AdamW has this: set training.torch_adam={other}"
+            yield Conflict((f"infra.deepspeed_extra.optimizer.params.{name}", "training.torch_adam"), message)
+    if given.get("fused") and given.get("foreach"):
+        fields = tuple(f"infra.deepspeed_extra.optimizer.params.{name}" for name in ("fused", "foreach"))
+        yield Conflict(fields, "torch's AdamW takes one of them")
+
+
 _RULES: tuple[Callable[[FullConfig], Iterator[Conflict]], ...] = (
     _model_source,
     _architecture,
@@ -360,4 +375,5 @@ _RULES: tuple[Callable[[FullConfig], Iterator[Conflict]], ...] = (
     _phase_gates,
     _hang,
     _deepspeed_extra,
+    _adam_options,
 )

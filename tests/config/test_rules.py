@@ -139,6 +139,27 @@ def load(settings: dict[str, Any]) -> FullConfig:
         ({"infra.deepspeed_extra": "{overlap_comm: true}"}, "overlap_comm", "did you mean `zero_optimization.overlap"),
         ({"infra.deepspeed_extra": "{wandb: {enabled: true}}"}, "wandb.enabled", "does nothing here: trackers"),
         (
+            {"infra.deepspeed_extra": "{optimizer: {params: {fused: true}}}"},
+            "infra.deepspeed_extra.optimizer.params.fused",
+            "only torch's AdamW has this: set training.torch_adam=true",
+        ),
+        (
+            {
+                "infra.deepspeed_extra": "{optimizer: {params: {fused: true, foreach: true}}}",
+                "training.torch_adam": "true",
+            },
+            "infra.deepspeed_extra.optimizer.params.fused",
+            "torch's AdamW takes one of them",
+        ),
+        (
+            {
+                "infra.deepspeed_extra": "{optimizer: {params: {bias_correction: false}}}",
+                "training.torch_adam": "true",
+            },
+            "infra.deepspeed_extra.optimizer.params.bias_correction",
+            "only DeepSpeed's AdamW has this: set training.torch_adam=false",
+        ),
+        (
             {"infra.deepspeed_extra": "{scheduler: {params: {warmup_min_lr: 1e-6}}}"}
             | {"training.lr_scheduler_type": "wsd"},
             "infra.deepspeed_extra.scheduler",
