@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from ds_encdec.launch.jit_cache import build_folder, clear_stale_locks
+from ds_encdec.launch.peers import machine
 from ds_encdec.launch.world import World
 from ds_encdec.types import ConfigError, EngineName
 
@@ -187,7 +188,7 @@ def shutdown() -> None:
 def _share_the_node(world: World, device: torch.device, store: dist.Store) -> None:
     """Divide cores among the ranks that have the same ones; raise ConfigError, on all ranks, if two have one GPU."""
     uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-    mine = _Place(world.rank, socket.gethostname(), _usable_cores(), uuid)
+    mine = _Place(world.rank, machine(), _usable_cores(), uuid)
     neighbours = _neighbours(mine, world, dist.PrefixStore("node", store))
     threads = openmp_threads(os.environ, mine.cores, [place.cores for place in neighbours])
     if threads is not None:
@@ -198,7 +199,7 @@ def _share_the_node(world: World, device: torch.device, store: dist.Store) -> No
         problem = None
         if len(crowded) > 1:
             problem = (
-                f"Ranks {', '.join(map(str, crowded))} were started on the same GPU ({mine.host}, {uuid}). "
+                f"Ranks {', '.join(map(str, crowded))} were started on the same GPU ({socket.gethostname()}, {uuid}). "
                 "Start one rank for each GPU, or have the launcher give each rank its own (Slurm: --gpus-per-task=1)."
             )
         if problem := _anyones(problem, dist.PrefixStore("devices", store), world):
@@ -206,20 +207,20 @@ def _share_the_node(world: World, device: torch.device, store: dist.Store) -> No
 
 
 class _Place(NamedTuple):
-    """A rank's host, the numbers of the cores that it may run on, and its GPU's identity."""
+    """A rank's machine, the numbers of the cores that it may run on, and its GPU's identity."""
 
     rank: int
-    host: str
+    machine: str
     cores: list[int]
     uuid: str | None
 
 
 def _neighbours(mine: _Place, world: World, store: dist.Store) -> list[_Place]:
-    """The places of all ranks of this host, in the order of ranks."""
-    node = f"node {world.node_rank}"
-    store.set(f"{node} {store.add(node, 1)}", json.dumps(mine))
-    told = [_Place(*json.loads(store.get(f"{node} {index + 1}"))) for index in range(world.local_world_size)]
-    return sorted(place for place in told if place.host == mine.host)
+    """The places of all ranks of this machine, in the order of ranks. Not every launcher says how many these are."""
+    store.set(f"{mine.machine} {store.add(mine.machine, 1)}", json.dumps(mine))
+    store.wait([_count_in(store, "placed", world)])
+    numbers = range(1, store.add(mine.machine, 0) + 1)
+    return sorted(_Place(*json.loads(store.get(f"{mine.machine} {number}"))) for number in numbers)
 
 
 def openmp_threads(environ: Mapping[str, str], own: Collection[int], on_node: Sequence[Collection[int]]) -> int | None:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ds_encdec.launch import process_group
 from ds_encdec.launch.process_group import (
     _share_the_node,
     choose_device,
@@ -95,18 +96,22 @@ def test_a_rank_takes_the_one_device_that_it_is_shown(
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_two_ranks_on_one_gpu_are_refused_by_all(monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
-    """Four ranks of two nodes, threads here, that each see one GPU."""
+    """Four ranks of two machines, threads here, that each see one GPU. Their launcher does not number the machines."""
     uuids = {0: "GPU-a", 1: "GPU-a" if shared else "GPU-b", 2: "GPU-c", 3: "GPU-d"}
     on_gpus(monkeypatch, 1, uuids)
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setattr(process_group, "machine", lambda: f"machine {int(threading.current_thread().name) // 2}")
+    neighbours: dict[int, int] = {}
+    monkeypatch.setattr(
+        process_group,
+        "openmp_threads",
+        lambda _, own, on_node: neighbours.update({int(threading.current_thread().name): len(on_node)}),
+    )
     store = torch.distributed.HashStore()
     store.set_timeout(timedelta(seconds=60))
     problems: dict[int, str] = {}
 
     def be(rank: int) -> None:
-        world = dataclasses.replace(
-            SINGLE, rank=rank, local_rank=rank % 2, world_size=4, local_world_size=2, node_rank=rank // 2, num_nodes=2
-        )
+        world = dataclasses.replace(SINGLE, rank=rank, local_rank=rank % 2, world_size=4, local_world_size=2)
         try:
             _share_the_node(world, choose_device("cuda", world), store)
         except ConfigError as error:
@@ -117,6 +122,7 @@ def test_two_ranks_on_one_gpu_are_refused_by_all(monkeypatch: pytest.MonkeyPatch
         thread.start()
     for thread in ranks:
         thread.join()
+    assert neighbours == dict.fromkeys(range(4), 2)
     assert sorted(problems) == ([0, 1, 2, 3] if shared else [])
     assert all(problem.startswith("Ranks 0, 1 were started on the same GPU") for problem in problems.values())
 
