@@ -9,6 +9,7 @@ from typing import Any
 
 from ds_encdec.checkpoint.find import Checkpoint
 from ds_encdec.checkpoint.saved_state import open_saved_state
+from ds_encdec.config.load import load_saved
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.build import TrainingData
 from ds_encdec.data.fingerprint import told, usable_records
@@ -30,7 +31,7 @@ def refuse_other_model(found: Checkpoint, config: FullConfig) -> None:
 
     The same model under another name, such as a folder that was moved, is none: the weights come from the checkpoint.
     """
-    theirs, ours = _model_settings(FullConfig.from_yaml(found.path / "config.yaml")), _model_settings(config)
+    theirs, ours = _model_settings(load_saved(found.path / "config.yaml")), _model_settings(config)
     differing = _differences(theirs, ours)
     if not differing:
         return

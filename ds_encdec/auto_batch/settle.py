@@ -24,6 +24,7 @@ from ds_encdec.auto_batch.probe_process import ProbeProcess, ProbeState
 from ds_encdec.auto_batch.search import Outcome, largest_that_fits
 from ds_encdec.checkpoint.find import Checkpoint
 from ds_encdec.config.batch_size import is_auto, micro_batch_candidates, with_micro_batch_size
+from ds_encdec.config.load import load_saved
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.compiled_optimizer import compile_optimizer
 from ds_encdec.launch.agreement import Agreement, attempt
@@ -82,7 +83,7 @@ def _as_saved(config: FullConfig, saved: Checkpoint, world_size: int) -> FullCon
     given = config.training.global_batch_size
     if not is_auto(config) and given is None:
         return config
-    size = FullConfig.from_yaml(saved.path / "config.yaml").training.micro_batch_size
+    size = load_saved(saved.path / "config.yaml").training.micro_batch_size
     if not is_auto(config):
         size = config.training.micro_batch_size  # whether it may differ is not decided here
     sequences = size * saved.read_json("trainer.json")["num_lanes"]

@@ -19,7 +19,7 @@ from ds_encdec.checkpoint.manifest import MANIFEST, read_manifest
 from ds_encdec.checkpoint.model_card import RunFacts, model_card
 from ds_encdec.checkpoint.saved_state import open_saved_state, saved_weights
 from ds_encdec.checkpoint.whole_folder import refuse_existing
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.load import load_saved
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.source import architecture
@@ -139,7 +139,7 @@ def last_checkpoints(folder: Path, last: int) -> dict[int, Path]:
 
 
 def _save_steps(checkpoint: Path) -> int:
-    return FullConfig.from_yaml(checkpoint / "config.yaml").training.save_steps
+    return load_saved(checkpoint / "config.yaml").training.save_steps
 
 
 def mean_weights(sources: Sequence[WeightSource]) -> WeightSource:

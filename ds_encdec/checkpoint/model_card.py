@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ds_encdec.checkpoint.find import read_training_state
+from ds_encdec.config.load import load_saved
 from ds_encdec.config.schema import DataConfig, FullConfig, ModelConfig
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import count_parameters
@@ -23,7 +24,7 @@ class RunFacts:
     @classmethod
     def of(cls, checkpoint: Path, weights: str) -> RunFacts:
         """The facts in a committed checkpoint."""
-        return cls(FullConfig.from_yaml(checkpoint / "config.yaml"), read_training_state(checkpoint), weights)
+        return cls(load_saved(checkpoint / "config.yaml"), read_training_state(checkpoint), weights)
 
 
 def model_card(facts: RunFacts) -> str:

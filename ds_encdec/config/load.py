@@ -6,11 +6,15 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from ds_encdec.config.local_paths import check_hostfile, find_absent
-from ds_encdec.config.report import Problem
+from ds_encdec.config.report import Problem, raise_if_any
 from ds_encdec.config.resolve import resolve
 from ds_encdec.config.rules import Conflict
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.yaml_text import read_yaml
+from ds_encdec.types import ConfigError
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = (), deepspeed_config: Path | None = None) -> FullConfig:
@@ -27,6 +31,20 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), deepspeed_conf
     Raises ConfigError that lists every problem found in all of them.
     """
     return resolve(FullConfig, path, overrides, deepspeed_config)
+
+
+def load_saved(path: Path) -> FullConfig:
+    """The configuration that a run has written beside what it saved: it is not judged again.
+
+    Rules that have come since are no reason to lose a run. Raises ConfigError for what is no configuration.
+    """
+    problems: list[Problem] = []
+    settings = read_yaml(path, problems)
+    raise_if_any(problems)
+    try:
+        return FullConfig.model_validate(settings.values, context={"was_judged": True})
+    except ValidationError as error:
+        raise ConfigError(f"{path} is no configuration that a run has saved: {error}") from error
 
 
 def check_config(

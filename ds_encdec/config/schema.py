@@ -17,6 +17,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
     ValidatorFunctionWrapHandler,
     field_validator,
     model_validator,
@@ -480,8 +481,9 @@ class FullConfig(Section):
         return {} if value is None else value
 
     @model_validator(mode="after")
-    def _reject_contradictions(self) -> FullConfig:
-        if conflicts := find_conflicts(self):
+    def _reject_contradictions(self, info: ValidationInfo) -> FullConfig:
+        was_judged = (info.context or {}).get("was_judged", False)  # load.load_saved
+        if not was_judged and (conflicts := find_conflicts(self)):
             raise ConflictingFields(conflicts)
         return self
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_encdec.checkpoint.folder import committed_steps
+from ds_encdec.config.load import load_saved
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.launch.run_folder import RunFolder, lock_file, write_atomically
 from ds_encdec.phases import PhaseConfig, exported_weights, phase_before
@@ -104,7 +105,7 @@ class PhaseRecords:
         """
         if not self.is_completed and not committed_steps(self.run.checkpoints):
             return []
-        began = FullConfig.from_yaml(self.phase_yaml)
+        began = load_saved(self.phase_yaml)
         changed = _changed_settings(began, config, starts_from_export=phase_before(self._settings.phase) is not None)
         accepted = set() if self.is_completed else OPTIMISATION_FIELDS
         refused = [words for name, words in changed.items() if name not in accepted]

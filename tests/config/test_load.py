@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ds_encdec.config.load import load_config
+from ds_encdec.config.load import load_config, load_saved
 from ds_encdec.config.schema import DataConfig, FullConfig, InfraConfig, MixtureSource, ModelConfig
 from ds_encdec.config.yaml_text import parse_value, write_yaml
 from ds_encdec.types import ConfigError
@@ -202,3 +202,18 @@ def test_loading_is_fast_and_imports_nothing_heavy(tmp_path: Path) -> None:
     cpu_seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert cpu_seconds < 3.0  # on however busy a machine
     assert ConfigError.exit_code == 2
+
+
+def test_what_a_run_has_saved_is_not_judged_by_later_rules(tmp_path: Path) -> None:
+    """A mixture beside a text column was accepted once. Checkpoints of such runs go on."""
+    path = tmp_path / "config.yaml"
+    saved = FullConfig(data=DataConfig(mixture=(MixtureSource(dataset_name="builtin", weight=1.0),)))
+    values = saved.model_dump(mode="json")
+    values["data"]["text_column"] = "content"
+    path.write_text(write_yaml(values))
+    with pytest.raises(ConfigError, match="text_column"):
+        load_config(path)
+    assert load_saved(path).data.text_column == "content"
+    path.write_text("training: {save_steps: often}")
+    with pytest.raises(ConfigError, match=r"config\.yaml is no configuration that a run has saved"):
+        load_saved(path)
