@@ -11,6 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ds_encdec.config.plain_files import MAX_RECORD_BYTES, read_json, read_plain
 from ds_encdec.config.report import closest
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.model.parameter_count import ModelSizes, count_layer_parameters, num_encoder_layers, parameter_shapes
@@ -159,7 +160,7 @@ def _stored_sizes(folder: Path) -> Sizes:
     """The sizes in the `config.json` of a decoder-only Qwen3 or of an encoder-decoder made here."""
     file = folder / "config.json"
     try:
-        stored = json.loads(file.read_text())
+        stored = read_json(file)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.model_name_or_path: {file} cannot be read: {error}") from error
     kind = stored.get("model_type") if isinstance(stored, dict) else None
@@ -201,9 +202,9 @@ def _tokenizer_ids(name: str) -> Mapping[str, int] | None:
     """The id of every token in the `tokenizer.json` of a local folder or the cache; None if there is none to read."""
     folder = _find_folder(name)
     try:
-        stored: Any = json.loads((folder / "tokenizer.json").read_text()) if folder else None
+        stored: Any = json.loads(read_plain(folder / "tokenizer.json", MAX_RECORD_BYTES)) if folder else None
         return {**stored["model"]["vocab"], **{token["content"]: token["id"] for token in stored["added_tokens"]}}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None  # a run says what is wrong with it; for the size of the model it hardly matters
 
 

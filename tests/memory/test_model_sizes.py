@@ -147,6 +147,7 @@ def test_an_unknown_model_is_named_with_the_closest() -> None:
     ("text", "message"),
     [
         ("{", "cannot be read"),
+        ("[" * 100_000, "nested more than 100 deep"),
         ("[]", "model_type is None"),
         (json.dumps(SMALL | {"model_type": "llama"}), "model_type is 'llama'"),
         (json.dumps({key: value for key, value in SMALL.items() if key != "hidden_size"}), "lacks hidden_size"),
