@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeVar
 
 from ds_encdec.checkpoint.manager import CheckpointManager
 from ds_encdec.config.schema import FullConfig, TrainingConfig
-from ds_encdec.data.bad_rows import check_bad_rows
+from ds_encdec.data.bad_rows import check_bad_rows, sum_by_pass
 from ds_encdec.data.loader import LaneLoader
 from ds_encdec.data.workers import WorkerKilledError
 from ds_encdec.engine.protocol import Engine
@@ -229,16 +229,15 @@ def _next_step(run: Trainer, state: TrainingState, last_save: float) -> tuple[li
         run.stop.requested,
         hours is not None and time.monotonic() - last_save > hours * 3600,
         run.checkpoints.save_is_over,
-        run.loader.bad_rows,
+        run.loader.found_bad_rows,
     ]
     with run.recorder.waiting_for_ranks():
         rows = run.agreement.exchange(mine)
-    failures, target_tokens, encoder_tokens, epochs, stops, saves_due, saves_over, bad_rows = zip(*rows, strict=True)
+    failures, target_tokens, encoder_tokens, epochs, stops, saves_due, saves_over, found_bad_rows = zip(
+        *rows, strict=True
+    )
     if 2 in failures or (any(failures) and not any(stops)):
         run.agreement.raise_first(error)
-    if sum(bad_rows) > run.config.data.max_bad_rows:
-        newest = max(row for row in run.agreement.gather(run.loader.last_bad_row) if row)
-        check_bad_rows(sum(bad_rows), run.config.data.max_bad_rows, newest[-1])
     totals = StepTotals(
         target_tokens=sum(target_tokens),
         encoder_tokens=sum(encoder_tokens),
@@ -247,9 +246,17 @@ def _next_step(run: Trainer, state: TrainingState, last_save: float) -> tuple[li
         save_due=bool(saves_due[0]),  # rank 0's clock decides
         save_over=all(saves_over),
         lacks_data=any(failures),
-        bad_rows=sum(bad_rows),
+        bad_rows=_count_bad_rows(run) if any(found_bad_rows) else state.bad_rows,
     )
     return micro_batches or [], totals
+
+
+def _count_bad_rows(run: Trainer) -> int:
+    """The rows passed over by all ranks in the pass that has most of them. Raises DataError for too many."""
+    rows = run.agreement.gather((run.loader.bad_rows, run.loader.last_bad_row))
+    most = max(sum_by_pass(passes for passes, _ in rows))
+    check_bad_rows(most, run.config.data.max_bad_rows, max(newest for _, newest in rows if newest)[-1])
+    return most
 
 
 def _stop_without_data(run: Trainer, state: TrainingState) -> NoReturn:

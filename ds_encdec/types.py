@@ -202,7 +202,7 @@ class TrainingState:
     of the pass over the data that the slowest lane is in. `best_eval_loss` (nats per target token) is the
     lowest of all saved checkpoints, that of `best_step`. `lowest_eval_loss` is the lowest that counted for early
     stopping, `evaluations_since_lowest` how many have come after it. `rollbacks` counts those of the whole run,
-    `bad_rows` the rows that could not be read and were passed over.
+    `bad_rows` the rows that could not be read and were passed over, in the pass over the data that had most of them.
 
     A rollback takes `global_step` and what belongs to the weights back to the checkpoint's; what counts the data
     consumed (`data_step`, tokens, epoch) goes on.

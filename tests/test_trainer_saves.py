@@ -9,7 +9,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from ds_encdec.build import _train_and_close
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.checkpoint.manager import CheckpointManager
 from ds_encdec.checkpoint.manifest import verify_checkpoint
-from ds_encdec.config.schema import FullConfig, TrainingConfig
+from ds_encdec.config.schema import DataConfig, FullConfig, TrainingConfig
 from ds_encdec.data.workers import WorkerKilledError
 from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.launch.agreement import Agreement
@@ -68,7 +68,9 @@ class EmptyLoader:
     """Steps without a micro-batch. `ending[step]` is called when that step's are asked for."""
 
     epoch = 0
-    bad_rows = 0
+    bad_rows: Sequence[int] = ()
+    found_bad_rows = False
+    last_bad_row = (1, 0, "the row")
 
     def __init__(self) -> None:
         self.asked = 0
@@ -313,3 +315,25 @@ def test_a_worker_killed_in_a_stop_costs_no_step_and_otherwise_is_an_error(
     run.loader.ending = {killed_at: be_killed}  # type: ignore[attr-defined]
     with run.stop, pytest.raises(DataError, match="killed by SIGKILL"):
         train(run)
+
+
+@pytest.mark.parametrize(
+    ("word", "new", "passes", "counted"),
+    [
+        ("stop", False, [1500], 1500),  # passed over by `skip` before, under a higher limit
+        ("skip", True, [600, 0, 700], 700),  # the limit is one of each pass
+        ("skip", True, [600, 1001], None),
+    ],
+)
+def test_the_limit_of_bad_rows_is_held_against_each_pass_where_they_are_skipped(
+    tmp_path: Path, word: Any, new: bool, passes: list[int], counted: int | None
+) -> None:
+    run = make_run(tmp_path / "checkpoints", ScriptedEngine({}), num_train_steps=2, warmup_steps=1, eval_samples=0)
+    run.config = run.config.model_copy(update={"data": DataConfig(on_bad_row=word)})
+    run.loader.bad_rows, run.loader.found_bad_rows = passes, new  # type: ignore[misc]
+    run.state = TrainingState(bad_rows=max(passes))
+    if counted is None:
+        with pytest.raises(DataError, match=r"more than data\.max_bad_rows=1000 .* the row"):
+            train(run)
+    else:
+        assert train(run).bad_rows == counted

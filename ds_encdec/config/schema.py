@@ -169,8 +169,8 @@ class DataConfig(Section):
     """A row that cannot be read (not UTF-8, no JSON, cut short, without the column, of a damaged row group): end the
     run, or pass over it."""
     max_bad_rows: int = Field(default=1000, ge=1)
-    """Most rows that `on_bad_row: skip` passes over, of all lanes together; with more the run ends. A row counts once,
-    in the first pass over its source; a damaged row group counts with all its rows."""
+    """Most rows that `on_bad_row: skip` passes over in one pass over the data, of all lanes together; with more the run
+    ends. A damaged row group counts with all its rows."""
     streaming: bool = True
     """Read a Hugging Face data set from the hub as it is needed instead of downloading it first."""
     max_seq_length: int = Field(default=8192, ge=8)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from ds_encdec.types import DataError, Document
@@ -28,6 +29,17 @@ def text_document(key: str, value: Any, where: str) -> Document | BadRow:
 def missing_column(column: str, where: str, existing: Sequence[str]) -> str:
     """The message for a column that is not there, listing those that are."""
     return f"data.text_column={column}: {where} has no such column; it has {(', '.join(existing) or 'none'):.300}"
+
+
+def bad_rows_of(record: Mapping[str, Any]) -> list[int]:
+    """The bad rows in a lane's record, by pass over their source; earlier records count the first pass alone."""
+    rows = record.get("bad_rows", [])
+    return list(rows) if isinstance(rows, list) else [rows]
+
+
+def sum_by_pass(counts: Iterable[Sequence[int]]) -> list[int]:
+    """The sum of counts by pass, of which some may be of fewer passes."""
+    return [sum(one_pass) for one_pass in zip_longest(*counts, fillvalue=0)]
 
 
 def check_bad_rows(count: int, limit: int, last: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ds_encdec.data.bad_rows import BadRow, check_bad_rows
+from ds_encdec.data.bad_rows import BadRow, bad_rows_of, check_bad_rows
 from ds_encdec.data.budgets import Budgets
 from ds_encdec.data.chunks import Chunk, Chunker
 from ds_encdec.data.held_out import held_out_hash
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 class Pipeline:
     """Everything that the lanes of a run have in common. It is pickled into worker processes.
 
-    `bad_row_limit`: rows that cannot be read and are passed over, over all lanes; 0: the first one is an error.
+    `bad_row_limit`: rows that cannot be read and are passed over, in one pass and over all lanes; 0: none may be.
     """
 
     sources: tuple[OpenSource, ...]
@@ -92,7 +92,7 @@ class Lane:
         self._next_chunk: _Origin | None = None
         self._batches = 0
         self._skipped_documents = 0
-        self._bad_rows = 0
+        self._bad_rows: list[int] = []
         self._last_bad_row: tuple[int, str] | None = None
         if record:
             self._restore(record)
@@ -112,7 +112,7 @@ class Lane:
             "epoch": self._reader.epoch,
             "batches": self._batches,
             "skipped_documents": self._skipped_documents,
-            "bad_rows": self._bad_rows,
+            "bad_rows": list(self._bad_rows),
             "last_bad_row": self._last_bad_row and list(self._last_bad_row),
             "reader": self._reader.position,
             "next_chunk": self._next_chunk and list(self._next_chunk),
@@ -122,7 +122,7 @@ class Lane:
     def _restore(self, record: dict[str, Any]) -> None:
         self._batches = record["batches"]
         self._skipped_documents = record["skipped_documents"]
-        self._bad_rows = record.get("bad_rows", 0)
+        self._bad_rows = bad_rows_of(record)
         self._last_bad_row = tuple(record["last_bad_row"]) if record.get("last_bad_row") else None
         if record["next_chunk"]:
             reference, epoch, chunk = record["next_chunk"]
@@ -164,7 +164,9 @@ class Lane:
 
     def _next_document(self) -> _OpenDocument:
         """The next document that is not held out and has text. Raises DataError when there seems to be none."""
-        for _ in range(BARREN_DOCUMENTS):
+        # A look that meets more bad rows than two passes may have has gone over all documents.
+        most = BARREN_DOCUMENTS + 2 * self._pipeline.bad_row_limit
+        for _ in range(most):
             located = next(self._reader)
             if isinstance(located.document, BadRow):
                 self._pass_over(located.document, located.epoch)
@@ -176,17 +178,18 @@ class Lane:
                 return document
             self._skipped_documents += 1
         raise DataError(
-            f"lane {self._number} read {BARREN_DOCUMENTS} documents in a row without finding text to train on: all "
+            f"lane {self._number} read {most} documents in a row without finding text to train on: all "
             "were empty, held out or not readable. Check data.text_column and data.eval_fraction"
         )
 
     def _pass_over(self, row: BadRow, epoch: int) -> None:
-        """Count and tell a row once: in later passes over the source it is the same one. Raises DataError."""
-        if epoch and self._pipeline.bad_row_limit:
-            return
-        self._bad_rows += 1
-        check_bad_rows(self._bad_rows, self._pipeline.bad_row_limit, row.problem)
-        if self._last_bad_row is None or row.problem != self._last_bad_row[1]:  # a damaged row group's have one
+        """Count a row in its pass, and tell it where earlier ones had no more: it was told then. Raises DataError."""
+        self._bad_rows += [0] * (epoch + 1 - len(self._bad_rows))
+        is_new = self._bad_rows[epoch] >= max(self._bad_rows[:epoch], default=0)
+        self._bad_rows[epoch] += 1
+        check_bad_rows(self._bad_rows[epoch], self._pipeline.bad_row_limit, row.problem)
+        same = self._last_bad_row is not None and row.problem == self._last_bad_row[1]  # as a damaged row group's are
+        if is_new and not same:
             logger.warning("passed over: %s", row.problem)
         self._last_bad_row = (self._batches, row.problem)
 

@@ -19,6 +19,7 @@ import atexit
 from collections.abc import Sequence
 from typing import Any
 
+from ds_encdec.data.bad_rows import bad_rows_of, sum_by_pass
 from ds_encdec.data.collate import collate, pinned
 from ds_encdec.data.lane import Pipeline
 from ds_encdec.data.workers import LocalLanes, WorkerLanes
@@ -82,9 +83,14 @@ class LaneLoader:
         return min((record["epoch"] for record in self._records.values()), default=0)
 
     @property
-    def bad_rows(self) -> int:
-        """Rows that could not be read and were passed over, in this rank's lanes."""
-        return sum(record.get("bad_rows", 0) for record in self._records.values())
+    def bad_rows(self) -> list[int]:
+        """Rows that could not be read and were passed over, in this rank's lanes, by pass over their source."""
+        return sum_by_pass(map(bad_rows_of, self._records.values()))
+
+    @property
+    def found_bad_rows(self) -> bool:
+        """Whether the last step passed over some."""
+        return self.bad_rows != sum_by_pass(map(bad_rows_of, self._records_before.values()))
 
     @property
     def last_bad_row(self) -> tuple[int, int, str] | None:

@@ -63,7 +63,10 @@ def _text_edges(path: str) -> np.ndarray:
             raise DataError(_binary(path, "NUL characters"))
         while size - edges[-1] > TEXT_PIECE_BYTES:
             file.seek(edges[-1])
-            length = _piece_length(file.read(TEXT_PIECE_BYTES))
+            block = file.read(TEXT_PIECE_BYTES)
+            if len(block) < TEXT_PIECE_BYTES:
+                raise DataError(f"{path}: became shorter while it was read. Start again when nobody writes to it")
+            length = _piece_length(block)
             if not length:
                 raise DataError(_binary(path, f"neither lines nor UTF-8 characters near byte {edges[-1]}"))
             edges.append(edges[-1] + length)

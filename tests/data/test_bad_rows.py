@@ -14,6 +14,8 @@ import pytest
 from data_parts import make_config, make_data, texts, write_json_lines, write_parquet
 
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.data import lane
+from ds_encdec.data.bad_rows import sum_by_pass
 from ds_encdec.data.build import TrainingData
 from ds_encdec.data.evaluation import held_out_examples
 from ds_encdec.data.json_lines import JsonLines
@@ -132,7 +134,7 @@ def test_or_passed_over_and_counted(tmp_path: Path, name: str, caplog: pytest.Lo
     data = make_data(config)
     with caplog.at_level(logging.WARNING):
         seen, records = first_pass(data)
-    assert sum(record["bad_rows"] for record in records) == data.loader.bad_rows == len(case.bad)
+    assert [sum_by_pass(record["bad_rows"] for record in records)[0], data.loader.bad_rows[0]] == [len(case.bad)] * 2
     told = [record.getMessage() for record in caplog.records if case.where in record.getMessage()]
     assert len(told) == (1 if len(case.bad) == 1 else len({*told})) > 0
     held_out = {example.document for example in held_out_examples(data.pipeline)}
@@ -140,7 +142,7 @@ def test_or_passed_over_and_counted(tmp_path: Path, name: str, caplog: pytest.Lo
         seen |= {key for batch in next(data.loader) for key in batch.documents}
     assert not (seen | held_out) & case.bad
     assert len(seen | held_out) == COUNT - len(case.bad)
-    assert data.loader.bad_rows == len(case.bad)  # a row counts once, however often its source is read
+    assert max(data.loader.bad_rows) == len(case.bad)  # a row counts once, however often its source is read
 
 
 def test_many_brackets_are_not_deep(tmp_path: Path) -> None:
@@ -175,7 +177,7 @@ def test_passing_over_is_the_same_for_every_rank_worker_and_resume(tmp_path: Pat
     config = config_of(case, tmp_path, on_bad_row="skip")
     made, states = steps(config)
     assert states[-1] != states[0]
-    assert sum(one["bad_rows"] for one in states[-1]) >= len(case.bad) / 2
+    assert sum(sum(one["bad_rows"]) for one in states[-1]) >= len(case.bad) / 2
     assert steps(config, world_size=2) == (made, states)
     workers = config_of(case, tmp_path, on_bad_row="skip", preprocessing_num_workers=2)
     assert steps(workers) == (made, states)
@@ -204,3 +206,50 @@ def test_more_than_allowed_names_the_last_row_and_the_limit(tmp_path: Path) -> N
     data = make_data(config, saved=saved, accept_other_data=True)
     with pytest.raises(DataError, match=r"more than data\.max_bad_rows=3 rows"):
         list(held_out_examples(data.pipeline))
+
+
+def spoil(path: Path, count: int) -> None:
+    """The first `count` lines are no JSON from now on; all lines stay where they are."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(b"#" + line[1:] if i < count else line for i, line in enumerate(lines)))
+
+
+@pytest.mark.parametrize("limit", [5, 40])
+def test_damage_that_appears_after_the_first_pass_is_counted_told_and_limited(
+    tmp_path: Path, limit: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_json_lines(tmp_path / "data", texts(COUNT))
+    data = make_data(make_config(dataset_name="json", data_files=path, on_bad_row="skip", max_bad_rows=limit))
+    _, records = first_pass(data)
+    assert data.loader.bad_rows == []
+    data.loader.load_state([{**record, "bad_rows": 1} for record in records])  # as earlier versions counted
+    next(data.loader)
+    spoil(Path(path), 40)
+    if limit == 5:
+        with pytest.raises(DataError, match=r"more than data\.max_bad_rows=5 rows"):
+            read_until(data, 3)
+        return
+    read_until(data, 3)
+    first, second, third = data.loader.bad_rows[:3]
+    assert (first, third) == (4, 40)
+    assert 20 <= second < 40  # some were read in this pass when they were whole
+    assert 40 <= sum("not a JSON line" in record.getMessage() for record in caplog.records) < 60
+
+
+def read_until(data: TrainingData, epoch: int) -> None:
+    """Read on until every lane is in that pass."""
+    while data.loader.epoch < epoch:
+        next(data.loader)
+
+
+def test_bad_rows_in_a_row_have_their_own_limit_and_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane, "BARREN_DOCUMENTS", 10)
+    more = {"on_bad_row": "skip", "eval_fraction": 0.0, "shuffle_buffer_size": 1}
+    data = make_data(config_of(CASES["row group"], tmp_path, **more), num_lanes=1)
+    read_until(data, 2)
+    assert data.loader.bad_rows == [20, 20]
+    path = write_json_lines(tmp_path / "lines", texts(COUNT))
+    data = make_data(make_config(dataset_name="json", data_files=path, **more))
+    spoil(Path(path), COUNT)
+    with pytest.raises(DataError, match="documents in a row without finding text"):  # no pass reaches the limit
+        next(data.loader)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import bz2
+import errno
 import gzip
 import json
 import lzma
 import multiprocessing
 import os
 import pickle
+import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,7 +23,7 @@ import pytest
 from data_parts import texts, write_json_lines
 
 from ds_encdec.config.schema import DataConfig, MixtureSource
-from ds_encdec.data import json_lines
+from ds_encdec.data import json_lines, text_files
 from ds_encdec.data.bad_rows import BadRow
 from ds_encdec.data.hub import open_hub_data
 from ds_encdec.data.json_lines import INDEXED_BYTES, JsonLines
@@ -97,6 +99,45 @@ def test_a_compressed_file_that_is_cut_short_is_named(tmp_path: Path, cache: Pat
     with pytest.raises(DataError, match=rf"a\.jsonl\.{suffix}: cannot be unpacked: damaged, or cut short"):
         opened("json", packed)
     assert [path.name for path in cache.iterdir() if path.suffix != ".sum"] == []
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_a_copy_is_as_private_as_its_source_and_takes_the_place_of_unfinished_ones(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, locks: bool
+) -> None:
+    """Without locks (a stand-in for such a file system) an unfinished one may be another process's work."""
+    packed = tmp_path / "a.txt.gz"
+    packed.write_bytes(gzip.compress(b"text"))
+    packed.chmod(0o600)
+    if not locks:
+        monkeypatch.setattr("fcntl.flock", partial(fail, OSError(errno.ENOLCK, "No locks available")))
+    assert all_texts(opened("text", packed)) == ["text"]
+    (copy,) = (path for path in cache.iterdir() if path.suffix != ".sum")
+    assert copy.stat().st_mode & 0o777 == 0o600
+    copy.unlink()
+    mine, other, old = (copy.with_name(f"{copy.name}.{host}.1.tmp") for host in (socket.gethostname(), "other", "old"))
+    for left in (mine, other, old):
+        left.touch()
+    os.utime(old, (0, 0))
+    assert all_texts(opened("text", packed)) == ["text"]
+    assert {path for path in cache.iterdir() if path.suffix == ".tmp"} == ({other} if locks else {mine, other, old})
+
+
+def fail(error: Exception, *_: Any) -> None:
+    raise error
+
+
+def test_a_text_file_that_shrinks_while_it_is_opened_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("a line\n" * 30_000)
+    cut = text_files._piece_length
+
+    def shrink(block: bytes) -> int:
+        os.truncate(tmp_path / "a.txt", 1000)
+        return cut(block)
+
+    monkeypatch.setattr(text_files, "_piece_length", shrink)
+    with pytest.raises(DataError, match=r"a\.txt: became shorter while it was read"):
+        opened("text", tmp_path / "a.txt")
 
 
 def test_a_copy_that_cannot_be_kept_names_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
