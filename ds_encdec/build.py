@@ -37,11 +37,11 @@ from ds_encdec.engine.ds_json import render_deepspeed_json
 from ds_encdec.engine.select import check_engine, create_engine, fallback_engine, resolve_engine
 from ds_encdec.launch.agreement import Agreement
 from ds_encdec.launch.disk import Writing
-from ds_encdec.launch.peers import Peers
+from ds_encdec.launch.peers import Peers, is_broken_connection
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
 from ds_encdec.launch.run_folder import RunFolder, write_atomically
-from ds_encdec.launch.run_status import ending_recorded, named_error
+from ds_encdec.launch.run_status import ending_recorded, named_error, record
 from ds_encdec.launch.watchdog import Watchdog
 from ds_encdec.launch.world import World, discover
 from ds_encdec.memory.expected import ExpectedMemory, expect
@@ -62,7 +62,9 @@ from ds_encdec.trainer import CheckpointContent, Trainer, train
 from ds_encdec.types import (
     ConfigError,
     EngineName,
+    HangError,
     LostRankError,
+    Preempted,
     TrainingState,
 )
 
@@ -90,10 +92,20 @@ def run_training(
     if world.world_size != config.infra.num_gpus and world.is_main:
         logger.info("ranks: %d (the configuration was planned for %d)", world.world_size, config.infra.num_gpus)
     timeout = timedelta(minutes=config.infra.distributed_timeout_minutes)
-    engine = init_process_group(world, device, timeout, engine, otherwise=fallback_engine(config))
-    stop.ranks_have_met()
-    site = Site(world, device, engine, Agreement(timeout), RunFolder(config.infra.output_dir))
-    site.agreement.on_rank_zero(lambda: site.folder.claim(resume=resume is not None))
+    try:
+        engine = init_process_group(world, device, timeout, engine, otherwise=fallback_engine(config))
+        stop.ranks_have_met()
+        agreement = Agreement(timeout)
+        agreement.exchange([0])  # whoever is past this knows that none may leave alone any more
+    except RuntimeError as error:  # torch's; a launcher stops those whom one has left
+        if is_broken_connection(error) and stop.comes_within(seconds=10):
+            raise Preempted(f"stopped by {stop.reason} while the ranks met: there was nothing to save") from error
+        raise
+    site = Site(world, device, engine, agreement, RunFolder(config.infra.output_dir))
+    site.folder.earlier = agreement.on_rank_zero(lambda: site.folder.claim(resume=resume is not None))
+    stop.before_end = lambda why: record(
+        site.folder, "failed", reason=f"rank {world.rank}: {why}", exit_code=HangError.exit_code
+    )
     with (
         Peers(site.folder, site.agreement) as peers,
         ending_recorded(site.folder, world, peers, spare=resume is not None) as begin,

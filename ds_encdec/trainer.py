@@ -267,14 +267,16 @@ def _stop_without_data(run: Trainer, state: TrainingState) -> NoReturn:
         raise DivergedError(_stopped_by(orders.stop))
     if orders.rollback is not None:
         state = _roll_back(run, state, orders.rollback) or state
-    if state.data_step > run.state.data_step:
+    trained = state.data_step > run.state.data_step
+    if trained:
         _save(run, state, None, done=False, stopping=True, at_once=True)
-    raise _preempted(run, state, orders)
+    raise _preempted(run, state, orders, saved=trained)
 
 
-def _preempted(run: Trainer, state: TrainingState, orders: Orders) -> Preempted:
+def _preempted(run: Trainer, state: TrainingState, orders: Orders, *, saved: bool = True) -> Preempted:
     reason = orders.leave["message"] if orders.leave is not None else run.stop.reason or "another rank"
-    return Preempted(f"stopped at step {state.global_step} by {reason}; state saved")
+    what = "state saved" if saved else "no step was taken, so there was nothing to save"
+    return Preempted(f"stopped at step {state.global_step} by {reason}; {what}")
 
 
 def _evaluate(run: Trainer, state: TrainingState) -> float | None:

@@ -76,7 +76,6 @@ class Peers:
         self._rank = own.rank
         self._here = {peer: _process(peer.pid) for peer in self._all if peer.machine == own.machine}
         self._elsewhere = [peer for peer in self._all if peer not in self._here]
-        self._status_before = run.read_status()
         self._left = threading.Event()
 
     def __enter__(self) -> Peers:
@@ -111,26 +110,35 @@ class Peers:
     def _told(self) -> DsEncDecError | None:
         """What another rank has written down as the end of this start, as an error with its exit code."""
         status = self._run.read_status()
-        if status.get("state") != "failed" or status == self._status_before:
+        if status.get("state") != "failed" or status == self._run.earlier:
             return None
         told = LostRankError(str(status.get("reason")))
         told.exit_code = status.get("exit_code") or LostRankError.exit_code
         return told
 
     def _watch(self) -> None:
-        """Write down who goes without a word, and do not wait for ever in a collective with it."""
+        """Write down who goes without a word, and do not wait for ever in a collective with it.
+
+        Before the run runs a rank that leaves may have been refused, as this one then is in a moment.
+        """
         while not self._left.wait(self._poll_seconds):
             if self._elsewhere:
                 self._answer()
             gone = self._gone_here()
-            if not gone or self._run.read_status().get("state") != "running":
-                continue  # one that failed, or has saved itself, has said so before it went
-            reason = _words(gone)
+            status = self._run.read_status()
+            if not gone or (status.get("state") in ("completed", "preempted") and status != self._run.earlier):
+                continue  # it has saved itself, and has said so before it went
+            if status.get("state") == "running":
+                self._tell(_words(gone))
+            if not self._left.wait(self._leave_seconds):
+                self._tell(_words(gone))
+                end_process((self._told() or LostRankError()).exit_code)
+
+    def _tell(self, reason: str) -> None:
+        if self._told() is None:  # one that failed has said so before it went
             logger.error("rank %d: %s", self._rank, reason)
             with suppress(OSError):
                 self._run.write_status("failed", reason=reason, exit_code=LostRankError.exit_code)
-            if not self._left.wait(self._leave_seconds):
-                end_process(LostRankError.exit_code)
 
     def _gone_here(self) -> list[Peer]:
         """The ranks of this machine whose processes have ended."""

@@ -23,7 +23,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -46,6 +46,9 @@ LAUNCHER_PROGRAMS = ("deepspeed", "deepspeed.launcher.launch", "torchrun", "torc
 SAME_CTRL_C_SECONDS = 2.0
 """One Ctrl-C reaches a rank from the terminal, and again from a launcher that passes it on."""
 
+TELL_SECONDS = 10.0
+"""How long writing down why a stuck process is ended may take."""
+
 
 class StopRequest:
     """Notices that this run should end. Use as a context manager around the run, in the main thread.
@@ -54,7 +57,7 @@ class StopRequest:
     live on, to save itself, after its launcher is gone. `stuck_seconds`: how long after its last sign of life SIGTERM
     finds a rank stuck (never less than twice its longest pause so far, which may be an evaluation); a rank that is
     `busy`, or has seen the request and is on its way out, has all the time it needs. Either way the process is ended
-    with HangError's exit code, since nothing else would end it.
+    with HangError's exit code, since nothing else would end it, and `before_end` is told why.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class StopRequest:
         self._previous_wakeup_fd = -1
         self._seen = False
         self.life = SignsOfLife()
+        self.before_end: Callable[[str], None] = lambda why: None
         self._left = threading.Event()
         self._previous_handlers: dict[int, object] = {}
 
@@ -104,6 +108,13 @@ class StopRequest:
         """From now on this rank must not leave alone: the run stops as one, with what it has."""
         self.life = SignsOfLife()  # waiting for the others was no silence
         self._met = True
+
+    def comes_within(self, seconds: float) -> bool:
+        """Whether this rank has been asked to stop, or is within so long."""
+        deadline = time.monotonic() + seconds
+        while self._reason is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self._reason is not None
 
     @property
     def reason(self) -> str | None:
@@ -192,6 +203,10 @@ class StopRequest:
 
     def _end(self, why: str) -> None:
         logger.error("%s: ending.", why)
+        # In a thread, for a file system may be what hangs.
+        teller = threading.Thread(target=self.before_end, args=(why,), name="before-end", daemon=True)
+        teller.start()
+        teller.join(TELL_SECONDS)
         end_process(HangError.exit_code)
 
 

@@ -39,7 +39,10 @@ class RunFolderGoneError(CheckpointError):
 
 
 class RunFolder:
-    """Paths of a run, and on rank 0 its exclusive ownership."""
+    """Paths of a run, and on rank 0 its exclusive ownership.
+
+    `earlier`: what `run.json` said when this start claimed the folder; rank 0 hands it to the others.
+    """
 
     def __init__(self, output_dir: str) -> None:
         self.root = Path(output_dir).expanduser().absolute()
@@ -53,12 +56,14 @@ class RunFolder:
         self.ds_config_json = self.root / "ds_config.json"
         self.run_json = self.root / "run.json"
         self.signs = self.root / ".signs"
+        self.earlier: dict[str, Any] = {}
         self._spare = self.root / ".run.json.spare"
         self._lock: IO[str] | None = None
 
-    def claim(self, *, resume: bool) -> None:
+    def claim(self, *, resume: bool) -> dict[str, Any]:
         """Take the folder for this process (rank 0 only); nothing in it is touched when this fails.
 
+        Returns `earlier`, in which a run that is said to be running is one that was killed.
         Raises OutputLockedError where another live process holds it, or where an earlier run is in it
         and `resume` is False; ConfigError where the folder cannot be written.
         """
@@ -88,6 +93,8 @@ class RunFolder:
             os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
         self._lock = lock
         self._prepare_status(resume=resume)
+        self.earlier = self.read_status()
+        return self.earlier
 
     def require_present(self) -> None:
         """Raise RunFolderGoneError where the folder that this process has claimed was deleted, or replaced, since."""
@@ -115,15 +122,15 @@ class RunFolder:
     def write_status(self, state: str, *, reason: str = "", exit_code: int | None = None, **facts: Any) -> None:
         """Replace `run.json`; facts given earlier are kept. Raises OSError.
 
-        Any rank may call it. Once a run has failed, what other ranks say of it (mostly that a peer is
-        gone) is not taken: the first reason is the one that explains. Where the disk is full, an ending is written
-        into the room that was kept for it.
+        Any rank may call it. Once this start of the run has ended, no `failed` is taken: of several reasons the first
+        is the one that explains, and who is gone after a good end has not failed. Where the disk is full, an ending is
+        written into the room that was kept for it.
         """
         with open(self.root / ".run.json.lock", "a") as lock:
             with suppress(ConfigError):  # a host that cannot lock: better told without
                 lock_file(lock, wait=True)
             previous = self.read_status()
-            if state == "failed" and previous.get("state") == "failed":
+            if state == "failed" and previous != self.earlier and previous.get("state") not in (None, "running"):
                 return
             record = {**previous, **facts, "state": state, "reason": reason, "exit_code": exit_code}
             record["updated_at"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")

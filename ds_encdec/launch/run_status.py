@@ -17,7 +17,7 @@ from ds_encdec.launch.memory_errors import is_out_of_memory, out_of_memory
 from ds_encdec.launch.peers import Peers
 from ds_encdec.launch.run_folder import RunFolder, RunFolderGoneError
 from ds_encdec.launch.world import World
-from ds_encdec.types import DsEncDecError, OutOfMemoryError, Preempted
+from ds_encdec.types import DsEncDecError, LostRankError, OutOfMemoryError, Preempted
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +26,10 @@ logger = logging.getLogger(__name__)
 def ending_recorded(folder: RunFolder, world: World, peers: Peers, *, spare: bool) -> Iterator[Callable[[], None]]:
     """Keep `run.json` true: running once the function it yields is called, then completed, preempted or failed.
 
-    What goes wrong before that is recorded too, unless `spare`: a resume that is refused leaves the earlier
-    run's status alone. Any rank may be the one that fails; the folder keeps the first reason. Every error leaves
-    as a DsEncDecError, and none is replaced by one of the recording.
+    What goes wrong before that is recorded too, unless `spare`: a resume that is refused leaves the good end of the
+    earlier start alone, but no failure, which a supervisor would act on once more. Any rank may be the one that
+    fails; the folder keeps the first reason. Every error leaves as a DsEncDecError, and none is replaced by one of the
+    recording.
     """
     began = False
 
@@ -37,7 +38,7 @@ def ending_recorded(folder: RunFolder, world: World, peers: Peers, *, spare: boo
         began = True
         if world.is_main:
             started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-            _record(
+            record(
                 folder,
                 "running",
                 started_at=started,
@@ -50,17 +51,19 @@ def ending_recorded(folder: RunFolder, world: World, peers: Peers, *, spare: boo
         yield begin
     except BaseException as error:
         named = named_error(error, world.rank, peers)
-        if (began or not spare) and not isinstance(named, RunFolderGoneError):
+        refused = spare and not began and not isinstance(named, LostRankError)
+        spared = refused and folder.earlier.get("state") in ("completed", "preempted")
+        if not spared and not isinstance(named, RunFolderGoneError):
             state = "preempted" if isinstance(named, Preempted) else "failed"
-            _record(folder, state, reason=str(named), exit_code=named.exit_code)
+            record(folder, state, reason=str(named), exit_code=named.exit_code)
         if named is error:
             raise
         raise named from error
     if world.is_main:
-        _record(folder, "completed", exit_code=0)
+        record(folder, "completed", exit_code=0)
 
 
-def _record(folder: RunFolder, state: str, **facts: Any) -> None:
+def record(folder: RunFolder, state: str, **facts: Any) -> None:
     """Write `run.json`, or log why that cannot be: it is no reason for a run to end otherwise than it does."""
     try:
         folder.write_status(state, **facts)

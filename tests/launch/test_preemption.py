@@ -205,6 +205,7 @@ with StopRequest(discover({}), poll_seconds=0.05, stuck_seconds=2) as stop:
     for step in range(3):
         assert not stop.requested
         time.sleep(2.0 if kind == "slow" else 0.01)
+    stop.before_end = (folder / "told").write_text
     (folder / "ready").touch()
     if kind == "stuck":
         libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
@@ -235,6 +236,7 @@ def test_sigterm_ends_a_rank_that_takes_no_steps(tmp_path: Path, kind: str, exit
         rank.kill()
         rank.wait()
     assert (tmp_path / "saved").exists() == (exit_code == 0)
+    assert (tmp_path / "told").exists() == (exit_code == 8)
 
 
 def test_second_ctrl_c_ends_a_rank_that_waits_for_others(tmp_path: Path) -> None:

@@ -65,6 +65,24 @@ def test_ranks_that_fail_together_keep_the_first_reason(tmp_path: Path) -> None:
     assert folder.read_status()["state"] == "running"
 
 
+@pytest.mark.parametrize("state", ["completed", "preempted"])
+def test_a_good_end_is_kept_until_the_next_start(tmp_path: Path, state: str) -> None:
+    folder = RunFolder(str(tmp_path))
+    folder.claim(resume=False)
+    folder.write_status(state)
+    folder.write_status("failed", reason="a peer is gone", exit_code=9)
+    assert folder.read_status()["state"] == state
+    folder.release()
+    folder = RunFolder(str(tmp_path))
+    assert folder.claim(resume=True)["state"] == state
+    for reason in ("refused", "a peer is gone"):
+        folder.write_status("failed", reason=reason, exit_code=5)
+    assert (folder.read_status()["state"], folder.read_status()["reason"]) == ("failed", "refused")
+    folder.run_json.unlink()
+    folder.write_status("failed", reason="after somebody deleted it", exit_code=5)
+    assert folder.read_status()["exit_code"] == 5
+
+
 def fail(root: str, rank: int) -> None:
     RunFolder(root).write_status("failed", reason=f"rank {rank}", exit_code=4)
 

@@ -1,0 +1,129 @@
+"""Endings between a run's first meeting of its ranks and its first step: what is told, and with which exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import QUICKSTART, overrides
+
+from ds_encdec import build
+from ds_encdec.config.load import load_config
+from ds_encdec.launch import peers
+from ds_encdec.launch.agreement import Agreement
+from ds_encdec.launch.peers import Peer, Peers
+from ds_encdec.launch.preemption import StopRequest
+from ds_encdec.launch.run_folder import RunFolder
+from ds_encdec.launch.run_status import ending_recorded
+from ds_encdec.launch.world import discover
+from ds_encdec.types import CheckpointError, DsEncDecError, LostRankError, Preempted
+
+SINGLE = discover({})
+
+
+def raiser(error: Exception) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[StopRequest], object]:
+    """Starts a run whose ranks meet without a process group."""
+    monkeypatch.setattr(build, "init_process_group", lambda *_, **__: "fsdp")
+    settings = overrides(tmp_path, infra__distributed_type="fsdp", infra__offload_optimizer="none")
+    config = load_config(QUICKSTART, settings)
+    return lambda stop: build.run_training(config, stop)
+
+
+def test_a_rank_whose_peer_stopped_in_the_meeting_is_stopped_too(
+    start: Callable[[StopRequest], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for the exchange that breaks, with gloo's words."""
+    broken = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer")
+    monkeypatch.setattr(Agreement, "exchange", raiser(broken))
+    with StopRequest(SINGLE) as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(Preempted, match="SIGINT while the ranks met: there was nothing"):
+            start(stop)
+    assert not (tmp_path / "run.json").exists()
+
+
+def test_a_rank_that_ends_itself_is_in_run_json(
+    start: Callable[[StopRequest], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "Peers", raiser(DsEncDecError("far enough")))
+    with StopRequest(SINGLE) as stop:
+        with pytest.raises(DsEncDecError, match="far enough"):
+            start(stop)
+        stop.before_end("no step for 60 s")
+    ended = RunFolder(str(tmp_path)).read_status()
+    assert (ended["state"], ended["exit_code"], ended["reason"]) == ("failed", 8, "rank 0: no step for 60 s")
+
+
+class TwoRanks(Agreement):
+    """What rank 0 of two is told, the other of which is this process."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__()
+        self.pid = pid
+
+    def gather(self, record: Any) -> list[Any]:
+        return [record, Peer(1, self.pid, record.host, record.machine)] if isinstance(record, Peer) else [record]
+
+
+@pytest.mark.parametrize("earlier", [None, "completed"])
+def test_a_rank_that_is_killed_before_the_run_runs_ends_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: str | None
+) -> None:
+    """The other waits for it, as in a GPU's collective."""
+    folder = RunFolder(str(tmp_path))
+    folder.claim(resume=False)
+    if earlier is not None:
+        folder.write_status(earlier, exit_code=0)
+        folder.release()
+        folder.claim(resume=True)
+    ended: list[int] = []
+    monkeypatch.setattr(peers, "end_process", ended.append)
+    rank = subprocess.Popen(["sleep", "600"])
+    with Peers(folder, TwoRanks(rank.pid), leave_seconds=0.1, poll_seconds=0.02):
+        rank.kill()
+        deadline = time.monotonic() + 20
+        while not ended and time.monotonic() < deadline:
+            time.sleep(0.02)
+    rank.wait()
+    assert ended
+    assert set(ended) == {9}
+    assert folder.read_status()["reason"].startswith(f"rank 1 (process {rank.pid} on ")
+
+
+@pytest.mark.parametrize(
+    ("earlier", "error", "state"),
+    [
+        ("completed", CheckpointError("refused"), "completed"),
+        ("completed", LostRankError("rank 1 is gone"), "failed"),
+        ("running", CheckpointError("refused"), "failed"),
+        ("failed", CheckpointError("refused"), "failed"),
+    ],
+)
+def test_what_a_resume_that_does_not_begin_leaves(
+    tmp_path: Path, earlier: str, error: DsEncDecError, state: str
+) -> None:
+    folder = RunFolder(str(tmp_path))
+    folder.write_status(earlier, exit_code=0)
+    folder.claim(resume=True)
+    with (
+        pytest.raises(type(error)),
+        Peers(folder, Agreement()) as alone,
+        ending_recorded(folder, SINGLE, alone, spare=True),
+    ):
+        raise error
+    ended = folder.read_status()
+    assert (ended["state"], ended["exit_code"]) == (state, 0 if state == "completed" else error.exit_code)
