@@ -22,6 +22,8 @@ NATIVE_SCHEDULES = ("WarmupDecayLR", "WarmupLR", "WarmupCosineLR")
 """Schedules that are DeepSpeed's own classes."""
 LOCAL_FORMATS = ("text", "json", "csv", "parquet")
 """Data set names that stand for local files."""
+_FORMAT_OF = {"jsonl": "json", "ndjson": "json", "txt": "text"}
+"""Endings of such files, which are no names of data sets."""
 SMALLEST_VOCABULARY = 258
 """Ids of a byte-level tokenizer before the first merge: 256 bytes, padding, end of sequence."""
 
@@ -247,6 +249,8 @@ def _data_sources(config: FullConfig) -> Iterator[Conflict]:
 
 def _source(source: DataConfig | MixtureSource, at: str) -> Iterator[Conflict]:
     fields = (at + "dataset_name", at + "data_files")
+    if meant := _FORMAT_OF.get(source.dataset_name):
+        yield Conflict(fields[:1], f"no data set; for local files of this kind write `{meant}`")
     if source.dataset_name in LOCAL_FORMATS and not source.data_files:
         yield Conflict(fields, f"{source.dataset_name} needs data_files: paths or patterns of local files")
     if source.dataset_name in ("builtin", "random") and source.data_files is not None:

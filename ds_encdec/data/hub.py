@@ -15,13 +15,12 @@ from itertools import islice
 from typing import Any
 
 import datasets
-import httpx
 
 from ds_encdec.config.schema import MixtureSource
 from ds_encdec.data.bad_rows import BadRow, missing_column, text_document
 from ds_encdec.data.local_files import file_digests, short_names
 from ds_encdec.data.parquet_files import ParquetFiles
-from ds_encdec.data.remote import retry_rows
+from ds_encdec.data.remote import is_of_network, retry_rows
 from ds_encdec.types import DataError, Document
 
 
@@ -135,7 +134,9 @@ def _readable_errors(entry: MixtureSource) -> Iterator[None]:
             f"data.dataset_name={entry.dataset_name}: no such data set on the hub, or no access to it ({error}). "
             "Check the name; for a gated one log in with `hf auth login`. Local files: text, json or parquet"
         ) from error
-    except (OSError, httpx.HTTPError) as error:
+    except Exception as error:
+        if not is_of_network(error):
+            raise
         raise DataError(
             f"data.dataset_name={entry.dataset_name}: the hub cannot be reached and the data set is not in the local "
             f"cache ({error}). Without a network use local files (text, json, parquet), `builtin` or `random`"

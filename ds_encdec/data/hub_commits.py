@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 
 from ds_encdec.config.schema import DataConfig
+from ds_encdec.data.remote import is_of_network
 from ds_encdec.data.sources import LOCAL_DATASETS, hub_name, source_entries
 
 logger = logging.getLogger(__name__)
@@ -30,12 +31,13 @@ def resolve_commits(data: DataConfig, saved: Mapping[str, str] | None = None) ->
 
 
 def _ask_hub(dataset_name: str, revision: str | None) -> str | None:
-    # Imported here because runs on local data do not need them.
-    import httpx
+    # Imported here because runs on local data do not need it.
     from huggingface_hub import HfApi
 
     try:
         return HfApi().dataset_info(dataset_name, revision=revision).sha
-    except (OSError, ValueError, httpx.HTTPError) as error:
+    except Exception as error:
+        if not (isinstance(error, ValueError) or is_of_network(error)):
+            raise
         logger.warning("%s: its commit is not known (%s: %s)", dataset_name, type(error).__name__, error)
         return None

@@ -20,6 +20,12 @@ _REFUSED = {401, 403, 404, 410}
 logger = logging.getLogger(__name__)
 
 
+def is_of_network(error: BaseException) -> bool:
+    """Whether `error` is one of the system's or of an HTTP client's: huggingface_hub's changes with its releases."""
+    clients = ("httpx", "httpcore", "requests", "aiohttp")
+    return isinstance(error, OSError) or any(one.__module__.startswith(clients) for one in type(error).__mro__)
+
+
 def retry(action: Callable[[], T], what: str) -> T:
     """`action()`, again after each transient failure. Raises DataError naming `what` once patience is over."""
     patience = _Patience(what)

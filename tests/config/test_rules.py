@@ -138,6 +138,7 @@ def load(settings: dict[str, Any]) -> FullConfig:
         ({"infra.deepspeed_extra": "{gradient_clipping: 1.0}"}, "deepspeed_extra.gradient_clipping", "max_grad_norm"),
         ({"infra.deepspeed_extra": "{overlap_comm: true}"}, "overlap_comm", "did you mean `zero_optimization.overlap"),
         ({"infra.deepspeed_extra": "{wandb: {enabled: true}}"}, "wandb.enabled", "does nothing here: trackers"),
+        ({"data.dataset_name": "jsonl", "data.data_files": "a.jsonl"}, "data.dataset_name", "write `json`"),
         (
             {"infra.deepspeed_extra": "{optimizer: {params: {fused: true}}}"},
             "infra.deepspeed_extra.optimizer.params.fused",

@@ -153,3 +153,19 @@ def test_rows_go_on_behind_the_last_one_read(monkeypatch: pytest.MonkeyPatch) ->
 
     assert list(remote.retry_rows(rows, 1, "numbers")) == list(range(1, 10))
     assert starts == [1, 3, 7]  # patience is restored by every row that arrives
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_hub_that_does_not_answer_is_named(
+    hub: LocalHub, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, streaming: bool
+) -> None:
+    """No network, by a server that is gone. Its library's own error is of whatever HTTP client that has."""
+    hub.shutdown()
+    hub.server_close()  # connections are refused from now on
+    monkeypatch.setattr(remote, "RETRY_DELAYS_SECONDS", ())
+    config = config_of(streaming=streaming)
+    with caplog.at_level(logging.WARNING):
+        assert resolve_commits(config.data) == {}
+    assert f"{NAME}: its commit is not known" in caplog.text
+    with pytest.raises(DataError, match=f"data.dataset_name={NAME}: the hub cannot be reached and the data set is not"):
+        make_data(config)
