@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ds_encdec.auto_batch.settle import Place, settle_batch
+from ds_encdec.auto_batch.resolve import Place, resolve_batch_size
 from ds_encdec.checkpoint.average import average_last_checkpoints, clear_leftovers
 from ds_encdec.checkpoint.find import Checkpoint, find_checkpoint
 from ds_encdec.checkpoint.manager import MAKE_ROOM, CheckpointManager
@@ -35,8 +35,9 @@ from ds_encdec.data.hub_commits import resolve_commits
 from ds_encdec.data.inspect import inspect_data
 from ds_encdec.engine.ds_json import render_deepspeed_json
 from ds_encdec.engine.select import check_engine, create_engine, fallback_engine, resolve_engine
-from ds_encdec.launch.agreement import Agreement
+from ds_encdec.engines import EngineName
 from ds_encdec.launch.disk import Writing
+from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.peers import Peers, is_broken_connection
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
@@ -51,22 +52,15 @@ from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.flops import training_flops
 from ds_encdec.model.parameter_count import count_parameters
 from ds_encdec.model.precision import product_dtype
-from ds_encdec.monitor.ledger import Ledger
+from ds_encdec.monitor.events import EventLog
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.peak_flops import peak_flops
 from ds_encdec.monitor.recorder import Recorder
 from ds_encdec.monitor.sinks import open_sinks
-from ds_encdec.resume import load_engine, refuse_other_model, take_up_data
+from ds_encdec.resume import load_engine, refuse_other_model, restore_data
 from ds_encdec.run_model import RunModel, new_model, run_tokenizer, saved_model
 from ds_encdec.trainer import CheckpointContent, Trainer, train
-from ds_encdec.types import (
-    ConfigError,
-    EngineName,
-    HangError,
-    LostRankError,
-    Preempted,
-    TrainingState,
-)
+from ds_encdec.types import ConfigError, HangError, LostRankError, Preempted, TrainingState
 
 logger = logging.getLogger(__name__)
 
@@ -95,21 +89,21 @@ def run_training(
     try:
         engine = init_process_group(world, device, timeout, engine, otherwise=fallback_engine(config))
         stop.ranks_have_met()
-        agreement = Agreement(timeout)
-        agreement.exchange([0])  # whoever is past this knows that none may leave alone any more
+        collectives = HostCollectives(timeout)
+        collectives.all_gather_ints([0])  # whoever is past this knows that none may leave alone any more
     except RuntimeError as error:  # torch's; a launcher stops those whom one has left
         if is_broken_connection(error) and stop.comes_within(seconds=10):
             raise Preempted(f"stopped by {stop.reason} while the ranks met: there was nothing to save") from error
         raise
-    site = Site(world, device, engine, agreement, RunFolder(config.infra.output_dir))
-    site.folder.earlier = agreement.on_rank_zero(lambda: site.folder.claim(resume=resume is not None))
+    site = Site(world, device, engine, collectives, RunFolder(config.infra.output_dir))
+    site.folder.earlier = collectives.on_rank_zero(lambda: site.folder.claim(resume=resume is not None))
     stop.before_end = lambda why: record(
         site.folder, "failed", reason=f"rank {world.rank}: {why}", exit_code=HangError.exit_code
     )
     with (
-        Peers(site.folder, site.agreement) as peers,
+        Peers(site.folder, site.collectives) as peers,
         ending_recorded(site.folder, world, peers, spare=resume is not None) as begin,
-        Watchdog(stop, _hang_timeout_minutes(config.infra), site.folder, site.agreement),
+        Watchdog(stop, _hang_timeout_minutes(config.infra), site.folder, site.collectives),
     ):
         trainer = _wire(config, site, stop, resume, allow_data_change)
         begin()
@@ -126,12 +120,12 @@ def run_training(
 def _train_and_close(trainer: Trainer, peers: Peers | None = None) -> TrainingState:
     exit_code, reason = 0, ""
     try:
-        with out_of_memory_explained(trainer.expected_memory, trainer.engine.device, trainer.agreement.rank):
+        with out_of_memory_explained(trainer.expected_memory, trainer.engine.device, trainer.collectives.rank):
             state = train(trainer)
         if state is not trainer.state and state.global_step < trainer.config.training.num_train_steps:
             _say_stopped_early(trainer, state)
     except BaseException as error:
-        named = named_error(error, trainer.agreement.rank, peers)
+        named = named_error(error, trainer.collectives.rank, peers)
         exit_code, reason = named.exit_code, str(named)
         if isinstance(named, LostRankError):  # looked for once
             raise named from error
@@ -160,7 +154,7 @@ def _say_stopped_early(trainer: Trainer, state: TrainingState) -> None:
         f"{state.lowest_eval_loss:.4f} in {state.evaluations_since_lowest} evaluations"
     )
     logger.info("early stopping at step %d: %s", state.global_step, message)
-    trainer.recorder.ledger.write("early_stop", step=state.global_step, data_step=state.data_step, message=message)
+    trainer.recorder.events.write("early_stop", step=state.global_step, data_step=state.data_step, message=message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +164,7 @@ class Site:
     world: World
     device: torch.device
     engine: EngineName
-    agreement: Agreement
+    collectives: HostCollectives
     folder: RunFolder
 
 
@@ -234,32 +228,32 @@ def inspect_run_data(config: FullConfig, *, num_examples: int, as_json: bool) ->
 
 def _wire(config: FullConfig, site: Site, stop: StopRequest, resume: str | None, allow_data_change: bool) -> Trainer:
     """Everything a run needs, in the order in which it may fail cheaply; the run's own files are touched last."""
-    world, device, agreement = site.world, site.device, site.agreement
+    world, device, collectives = site.world, site.device, site.collectives
     checkpoints = CheckpointManager(
         site.folder.checkpoints,
-        agreement,
+        collectives,
         engine_name=site.engine,
         keep=config.training.save_total_limit,
     )
     checkpoints.prepare()
-    agreement.on_rank_zero(lambda: clear_leftovers(site.folder))
+    collectives.on_rank_zero(lambda: clear_leftovers(site.folder))
 
     def accept(checkpoint: Checkpoint) -> None:
         plan_lanes(config, world.world_size, checkpoint.read_json("trainer.json")["num_lanes"])
         checkpoint.training_state()
         refuse_other_model(checkpoint, config)
 
-    found = find_checkpoint(site.folder.checkpoints, agreement, resume, accept)
+    found = find_checkpoint(site.folder.checkpoints, collectives, resume, accept)
     saved = found.read_json("trainer.json") if found else {}
     state = found.training_state() if found else TrainingState()
-    model = agreement.rank_zero_first(lambda: saved_model(config, found.path) if found else new_model(config))
+    model = collectives.rank_zero_first(lambda: saved_model(config, found.path) if found else new_model(config))
     # One rank asks the hub, so that all read the same commit of a data set.
     saved_commits = saved["data"]["dataset_commits"] if found else None
-    commits = agreement.on_rank_zero(lambda: resolve_commits(config.data, saved_commits))
-    place = Place(world, device, site.engine, agreement, stop)
-    config = settle_batch(config, place, model.config, found)
+    commits = collectives.on_rank_zero(lambda: resolve_commits(config.data, saved_commits))
+    place = Place(world, device, site.engine, collectives, stop)
+    config = resolve_batch_size(config, place, model.config, found)
     plan = plan_lanes(config, world.world_size, saved.get("num_lanes"))
-    data = agreement.rank_zero_first(
+    data = collectives.rank_zero_first(
         lambda: build_data(
             config,
             model.tokenizer,
@@ -275,9 +269,9 @@ def _wire(config: FullConfig, site: Site, stop: StopRequest, resume: str | None,
         )
     )
     if found:
-        state = take_up_data(found, data, state, is_main=world.is_main)
+        state = restore_data(found, data, state, is_main=world.is_main)
     job = _memory_job(config, site, model.config, data.ratio, plan)
-    agreement.on_rank_zero(lambda: check_room(site.folder.checkpoints, config, job))
+    collectives.on_rank_zero(lambda: check_room(site.folder.checkpoints, config, job))
     expected = expect(job)
     if expected is not None:
         logger.info("%s", expected)
@@ -286,7 +280,7 @@ def _wire(config: FullConfig, site: Site, stop: StopRequest, resume: str | None,
             site.engine, config, world, device, model.config, model.weights, plan.gradient_accumulation_steps
         )
         if found:
-            load_engine(engine, found, agreement)
+            load_engine(engine, found, collectives)
     if found:
         state = checkpoints.adopt(found, state)
         logger.info("resumed from %s (step %d)", found.path, state.global_step)
@@ -306,10 +300,10 @@ def _wire(config: FullConfig, site: Site, stop: StopRequest, resume: str | None,
                 _write_run_configuration(config, site, plan)
             return _open_recorder(config, site, model.config, state, expected)
 
-    recorder = agreement.on_every_rank(open_files)
+    recorder = collectives.on_every_rank(open_files)
     if found:
         recorder.load_state_dict(saved["recorder"])
-    recorder.ledger.write(
+    recorder.events.write(
         "start",
         step=state.global_step,
         data_step=state.data_step,
@@ -322,7 +316,7 @@ def _wire(config: FullConfig, site: Site, stop: StopRequest, resume: str | None,
         engine=engine,
         loader=data.loader,
         eval_batches=data.eval_batches,
-        agreement=agreement,
+        collectives=collectives,
         recorder=recorder,
         checkpoints=checkpoints,
         stop=stop,
@@ -359,12 +353,12 @@ def _open_recorder(
     device, folder = site.device, site.folder
     return Recorder(
         device=device,
-        agreement=site.agreement,
+        collectives=site.collectives,
         state=state,
         warmup_steps=config.training.warmup_steps,
         settings=config.monitor,
         monitor=TrainingMonitor.from_config(config),
-        ledger=Ledger(folder.ledger if site.world.is_main else None),
+        events=EventLog(folder.events if site.world.is_main else None),
         sinks=open_sinks(config, folder.root, rank=site.world.rank, start_step=state.global_step),
         batch_flops=lambda batch: training_flops(model_config, batch.encoder_lengths, batch.decoder_lengths),
         peak_flops=peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,

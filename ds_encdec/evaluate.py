@@ -7,12 +7,12 @@ from collections.abc import Iterable
 import torch
 
 from ds_encdec.engine.protocol import Engine
-from ds_encdec.launch.agreement import Agreement
+from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.monitor.metrics import eval_metrics
 from ds_encdec.types import DENOISERS, Batch
 
 
-def evaluate(engine: Engine, batches: Iterable[Batch], agreement: Agreement) -> dict[str, float]:
+def evaluate(engine: Engine, batches: Iterable[Batch], collectives: HostCollectives) -> dict[str, float]:
     """Mean loss (nats per target token) and perplexity, in all and for each denoiser that occurs.
 
     Every rank must bring equally many batches (empty ones where it has no data): the engine's
@@ -23,5 +23,5 @@ def evaluate(engine: Engine, batches: Iterable[Batch], agreement: Agreement) -> 
     for batch in batches:
         loss = engine.evaluate(batch)
         sums += torch.stack((loss.by_denoiser, loss.tokens_by_denoiser)).double()
-    losses, tokens = torch.stack(agreement.gather(sums.cpu())).sum(dim=0).tolist()
+    losses, tokens = torch.stack(collectives.gather(sums.cpu())).sum(dim=0).tolist()
     return eval_metrics(losses, tokens) if sum(tokens) else {}

@@ -15,7 +15,7 @@ from ds_encdec.data.build import TrainingData
 from ds_encdec.data.fingerprint import told, usable_records
 from ds_encdec.data.same_sources import in_todays_form
 from ds_encdec.engine.protocol import Engine
-from ds_encdec.launch.agreement import Agreement
+from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.model.source import architecture
 from ds_encdec.run_model import new_model, saved_model
 from ds_encdec.types import CheckpointError, DsEncDecError, TrainingState
@@ -47,7 +47,7 @@ def refuse_other_model(found: Checkpoint, config: FullConfig) -> None:
     )
 
 
-def take_up_data(found: Checkpoint, data: TrainingData, state: TrainingState, *, is_main: bool) -> TrainingState:
+def restore_data(found: Checkpoint, data: TrainingData, state: TrainingState, *, is_main: bool) -> TrainingState:
     """Put the loader of `data` where the checkpoint was; returns `state`, without a best loss if the data is other."""
     fingerprint = found.read_json("trainer.json")["data"]["fingerprint"]
     lanes = usable_records(found.read_json("data.json")["lanes"], fingerprint, data.fingerprint)
@@ -64,9 +64,9 @@ def take_up_data(found: Checkpoint, data: TrainingData, state: TrainingState, *,
     return dataclasses.replace(state, best_eval_loss=None, best_step=None)
 
 
-def load_engine(engine: Engine, found: Checkpoint, agreement: Agreement) -> None:
+def load_engine(engine: Engine, found: Checkpoint, collectives: HostCollectives) -> None:
     """Fill the engine of every rank from the files of `found`. Where one rank cannot open them, all raise its error."""
-    engine.load(agreement.on_every_rank(lambda: open_saved_state(found.path, verified=True)))
+    engine.load(collectives.on_every_rank(lambda: open_saved_state(found.path, verified=True)))
 
 
 def _different_contents(found: Checkpoint, config: FullConfig) -> list[str]:

@@ -13,7 +13,7 @@ from ds_encdec.checkpoint.find import find_checkpoint
 from ds_encdec.checkpoint.manager import CheckpointManager
 from ds_encdec.config.schema import MonitorConfig
 from ds_encdec.engine.protocol import Engine
-from ds_encdec.launch.agreement import Agreement
+from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.monitor.recorder import Alert, Recorder
 from ds_encdec.resume import load_engine
 from ds_encdec.types import DivergedError, TrainingState
@@ -29,7 +29,7 @@ def roll_back(
     engine: Engine,
     checkpoints: CheckpointManager,
     recorder: Recorder,
-    agreement: Agreement,
+    collectives: HostCollectives,
 ) -> TrainingState | None:
     """The state to go on from; None where there is no checkpoint old enough, and the run goes on as it is.
 
@@ -44,20 +44,20 @@ def roll_back(
         )
     where = {"step": state.global_step, "data_step": state.data_step}
     oldest = alert["step"] - settings.rollback_min_steps
-    found = find_checkpoint(checkpoints.folder, agreement, "auto", at_most=oldest)
+    found = find_checkpoint(checkpoints.folder, collectives, "auto", at_most=oldest)
     if found is None:
         needed = f"of step {oldest} or before" if oldest > 0 else f"{settings.rollback_min_steps} steps old"
         refusal = f"No rollback: there is no checkpoint {needed} (monitor.rollback_min_steps). Training goes on."
-        recorder.ledger.write("no_rollback", **where, message=refusal)
-        if agreement.rank == 0:
+        recorder.events.write("no_rollback", **where, message=refusal)
+        if collectives.rank == 0:
             logger.error(refusal)
         return None
     saved = found.read_json("trainer.json")
     then = found.training_state()
-    load_engine(engine, found, agreement)
+    load_engine(engine, found, collectives)
     now = checkpoints.adopt(found, _gone_back(state, then))
     recorder.go_back(saved["recorder"], now)
-    recorder.ledger.write(
+    recorder.events.write(
         "rollback",
         **where,
         type=alert["type"],
@@ -66,7 +66,7 @@ def roll_back(
         to_data_step=then.data_step,
         number=now.rollbacks,
     )
-    if agreement.rank == 0:
+    if collectives.rank == 0:
         logger.warning(
             "Rollback %d of at most %d: back to step %d; data steps %d to %d are not trained on again.",
             now.rollbacks,

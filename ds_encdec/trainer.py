@@ -23,10 +23,10 @@ from ds_encdec.data.loader import LaneLoader
 from ds_encdec.data.workers import WorkerKilledError
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.evaluate import evaluate
-from ds_encdec.launch.agreement import Agreement, attempt
+from ds_encdec.launch.host_collectives import HostCollectives, attempt
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.memory.expected import ExpectedMemory
-from ds_encdec.monitor.recorder import Alert, Orders, Recorder
+from ds_encdec.monitor.recorder import Actions, Alert, Recorder
 from ds_encdec.rollback import roll_back
 from ds_encdec.types import Batch, CheckpointError, DivergedError, Preempted, StepResult, TrainingState
 
@@ -74,7 +74,7 @@ class Trainer:
     engine: Engine
     loader: LaneLoader
     eval_batches: Callable[[], Sequence[Batch]]
-    agreement: Agreement
+    collectives: HostCollectives
     recorder: Recorder
     checkpoints: CheckpointManager
     stop: StopRequest
@@ -120,17 +120,17 @@ def train(run: Trainer) -> TrainingState:
         logs, saves = due.every(training.logging_steps), totals.save_due or due.every(training.save_steps)
         # A checkpoint is evaluated, or it could not be the best; one that is asked for in a hurry is not.
         evaluates = bool(training.eval_samples) and (due.every(training.eval_steps) or due.every(training.save_steps))
-        orders = Orders()
+        actions = Actions()
         if logs:
-            orders = run.recorder.log(state)
+            actions = run.recorder.log(state)
         elif evaluates or saves or totals.stop or not result.applied or run.recorder.judges_every_step:
-            orders = run.recorder.judge()  # no state is saved, and no step follows a skipped one, unjudged
-        if orders.stop is not None:
-            raise DivergedError(_stopped_by(orders.stop))
-        leaves = totals.stop or orders.leave is not None
+            actions = run.recorder.judge()  # no state is saved, and no step follows a skipped one, unjudged
+        if actions.stop is not None:
+            raise DivergedError(_stopped_by(actions.stop))
+        leaves = totals.stop or actions.leave is not None
 
         eval_loss = None
-        earlier = _roll_back(run, state, orders.rollback) if orders.rollback is not None else None
+        earlier = _roll_back(run, state, actions.rollback) if actions.rollback is not None else None
         if earlier is not None:
             # Saved at once in its checkpoint's place: a run that is killed now must not meet the same data again.
             state, skipped_in_a_row, saves = earlier, 0, True
@@ -145,7 +145,7 @@ def train(run: Trainer) -> TrainingState:
             state = _save(run, state, eval_loss, done=done, stopping=leaves, at_once=earlier is not None)
             last_save = time.monotonic()
         if leaves and not done:
-            raise _preempted(run, state, orders)
+            raise _preempted(run, state, actions)
     return state
 
 
@@ -232,12 +232,12 @@ def _next_step(run: Trainer, state: TrainingState, last_save: float) -> tuple[li
         run.loader.found_bad_rows,
     ]
     with run.recorder.waiting_for_ranks():
-        rows = run.agreement.exchange(mine)
+        rows = run.collectives.all_gather_ints(mine)
     failures, target_tokens, encoder_tokens, epochs, stops, saves_due, saves_over, found_bad_rows = zip(
         *rows, strict=True
     )
     if 2 in failures or (any(failures) and not any(stops)):
-        run.agreement.raise_first(error)
+        run.collectives.raise_first(error)
     totals = StepTotals(
         target_tokens=sum(target_tokens),
         encoder_tokens=sum(encoder_tokens),
@@ -253,7 +253,7 @@ def _next_step(run: Trainer, state: TrainingState, last_save: float) -> tuple[li
 
 def _count_bad_rows(run: Trainer) -> int:
     """The rows passed over by all ranks in the pass that has most of them. Raises DataError for too many."""
-    rows = run.agreement.gather((run.loader.bad_rows, run.loader.last_bad_row))
+    rows = run.collectives.gather((run.loader.bad_rows, run.loader.last_bad_row))
     most = max(sum_by_pass(passes for passes, _ in rows))
     check_bad_rows(most, run.config.data.max_bad_rows, max(newest for _, newest in rows if newest)[-1])
     return most
@@ -262,19 +262,19 @@ def _count_bad_rows(run: Trainer) -> int:
 def _stop_without_data(run: Trainer, state: TrainingState) -> NoReturn:
     """Save the steps that were taken, if any, and raise Preempted: for the next one some rank has no data."""
     run.loader.take_back()
-    orders = run.recorder.judge()  # no state is saved unjudged
-    if orders.stop is not None:
-        raise DivergedError(_stopped_by(orders.stop))
-    if orders.rollback is not None:
-        state = _roll_back(run, state, orders.rollback) or state
+    actions = run.recorder.judge()  # no state is saved unjudged
+    if actions.stop is not None:
+        raise DivergedError(_stopped_by(actions.stop))
+    if actions.rollback is not None:
+        state = _roll_back(run, state, actions.rollback) or state
     trained = state.data_step > run.state.data_step
     if trained:
         _save(run, state, None, done=False, stopping=True, at_once=True)
-    raise _preempted(run, state, orders, saved=trained)
+    raise _preempted(run, state, actions, saved=trained)
 
 
-def _preempted(run: Trainer, state: TrainingState, orders: Orders, *, saved: bool = True) -> Preempted:
-    reason = orders.leave["message"] if orders.leave is not None else run.stop.reason or "another rank"
+def _preempted(run: Trainer, state: TrainingState, actions: Actions, *, saved: bool = True) -> Preempted:
+    reason = actions.leave["message"] if actions.leave is not None else run.stop.reason or "another rank"
     what = "state saved" if saved else "no step was taken, so there was nothing to save"
     return Preempted(f"stopped at step {state.global_step} by {reason}; {what}")
 
@@ -282,17 +282,17 @@ def _preempted(run: Trainer, state: TrainingState, orders: Orders, *, saved: boo
 def _evaluate(run: Trainer, state: TrainingState) -> float | None:
     """The loss on the held-out split; None where it has no target token."""
     with run.recorder.paused():
-        metrics = evaluate(run.engine, _with_signs_of_life(run, run.eval_batches()), run.agreement)
+        metrics = evaluate(run.engine, _with_heartbeat(run, run.eval_batches()), run.collectives)
     if not metrics:
         return None
     run.recorder.log_eval(state, metrics)
     return metrics["eval/loss"]
 
 
-def _with_signs_of_life(run: Trainer, batches: Iterable[Batch]) -> Iterator[Batch]:
+def _with_heartbeat(run: Trainer, batches: Iterable[Batch]) -> Iterator[Batch]:
     """The batches; each that is asked for shows that this rank lives."""
     for batch in batches:
-        run.stop.life.give()
+        run.stop.heartbeat.beat()
         yield batch
 
 
@@ -307,14 +307,14 @@ def _save(
     """
     last = done or stopping
     with run.recorder.paused(), run.stop.busy():
-        run.agreement.on_rank_zero(run.require_folder)
+        run.collectives.on_rank_zero(run.require_folder)
         state = _collect_save(run, state)  # at most one under way
         best = is_best(state, eval_loss)
         saved = state
         if best:
             saved = dataclasses.replace(state, best_eval_loss=eval_loss, best_step=state.global_step)
         records = run.recorder.state_dict()
-        lanes = [record for rank_records in run.agreement.gather(run.loader.state()) for record in rank_records]
+        lanes = [record for rank_records in run.collectives.gather(run.loader.state()) for record in rank_records]
         in_background = run.config.training.async_save and not (last or at_once)
         run.checkpoints.save(
             saved,
@@ -337,7 +337,7 @@ def _roll_back(run: Trainer, state: TrainingState, alert: Alert) -> TrainingStat
             engine=run.engine,
             checkpoints=run.checkpoints,
             recorder=run.recorder,
-            agreement=run.agreement,
+            collectives=run.collectives,
         )
 
 
@@ -359,7 +359,7 @@ def _collect_save(run: Trainer, state: TrainingState, *, must_succeed: bool = Fa
         )
         if must_succeed:
             raise CheckpointError(f"{problem} {newest}. Then go on with `--resume auto`.")
-        if run.agreement.rank == 0:
+        if run.collectives.rank == 0:
             again = f"{outcome.failures} saves in a row have failed now. " if outcome.failures > 1 else ""
             logger.error("%s %s%s. Training goes on; the next save is at its usual time.", problem, again, newest)
         return state

@@ -232,15 +232,12 @@ class TrainingState:
 
 
 class WeightSource(Protocol):
-    """Looks up a parameter, on the CPU, by its neutral name: the name in `named_parameters()`, a tied one's first."""
+    """Looks up a parameter, on the CPU, by its canonical name: the name in `named_parameters()`, a tied one's first."""
 
     def __call__(self, name: str, rows: slice = slice(None), /) -> Tensor:
         """The parameter, or `rows` (start and stop, no step) of its first dimension. Any floating dtype."""
         ...
 
-
-EngineName = Literal["deepspeed", "fsdp"]
-"""The engines there are; `infra.distributed_type` names them, `ddp` (FSDP2 without sharding) and `auto`."""
 
 StateKind = Literal["weight", "exp_avg", "exp_avg_sq"]
 """What there is of each trained parameter: its float32 weight, and AdamW's first and second moments."""

@@ -29,7 +29,7 @@ LAYERS = (
     ("data", "engine", "monitor"),
     ("model", "tokenizer", "optim"),
     ("launch", "config"),
-    ("types",),
+    ("engines", "types"),
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 

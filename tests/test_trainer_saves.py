@@ -25,10 +25,10 @@ from ds_encdec.checkpoint.manifest import verify_checkpoint
 from ds_encdec.config.schema import DataConfig, FullConfig, TrainingConfig
 from ds_encdec.data.workers import WorkerKilledError
 from ds_encdec.engine.protocol import StagedSave
-from ds_encdec.launch.agreement import Agreement
+from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.world import discover
-from ds_encdec.monitor.ledger import Ledger
+from ds_encdec.monitor.events import EventLog
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.recorder import Recorder
 from ds_encdec.monitor.sinks import JsonlSink
@@ -101,9 +101,9 @@ def make_run(folder: Path, engine: ScriptedEngine, **training: Any) -> Trainer:
             **{"num_train_steps": 8, "save_steps": 2, "logging_steps": 1, "eval_steps": 2, "warmup_steps": 1} | training
         )
     )
-    agreement = Agreement()
+    collectives = HostCollectives()
     folder.mkdir(exist_ok=True)
-    checkpoints = CheckpointManager(folder, agreement, engine_name="test", keep=None)
+    checkpoints = CheckpointManager(folder, collectives, engine_name="test", keep=None)
     checkpoints.prepare()
 
     def run_files(content: CheckpointContent) -> Callable[[Path], None]:
@@ -112,12 +112,12 @@ def make_run(folder: Path, engine: ScriptedEngine, **training: Any) -> Trainer:
 
     recorder = Recorder(
         device=torch.device("cpu"),
-        agreement=agreement,
+        collectives=collectives,
         state=TrainingState(),
         warmup_steps=0,
         settings=config.monitor,
         monitor=TrainingMonitor(),
-        ledger=Ledger(None),
+        events=EventLog(None),
         sinks=[JsonlSink(folder.with_suffix(".jsonl"))],
         batch_flops=lambda batch: 0.0,
         peak_flops=None,
@@ -127,7 +127,7 @@ def make_run(folder: Path, engine: ScriptedEngine, **training: Any) -> Trainer:
         engine=engine,  # type: ignore[arg-type]
         loader=EmptyLoader(),  # type: ignore[arg-type]
         eval_batches=list,
-        agreement=agreement,
+        collectives=collectives,
         recorder=recorder,
         checkpoints=checkpoints,
         stop=StopRequest(discover({}), poll_seconds=0.02, stuck_seconds=0.3),

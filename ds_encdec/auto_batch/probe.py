@@ -38,6 +38,7 @@ from ds_encdec.data.budgets import token_budgets
 from ds_encdec.data.collate import collate
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine
+from ds_encdec.engines import EngineName
 from ds_encdec.launch.memory_errors import in_one_line, is_of_device, is_out_of_memory
 from ds_encdec.launch.process_group import init_process_group
 from ds_encdec.launch.world import World
@@ -45,7 +46,7 @@ from ds_encdec.memory.device_stats import device_capacity
 from ds_encdec.memory.job import expected_ratio
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import ModelSizes, parameter_shapes
-from ds_encdec.types import DENOISERS, Batch, DsEncDecError, EngineName, Example, WeightSource
+from ds_encdec.types import DENOISERS, Batch, DsEncDecError, Example, WeightSource
 
 STEPS = 2
 """Optimizer steps: from the second one on, the optimizer has its states."""

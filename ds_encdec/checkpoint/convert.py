@@ -19,12 +19,13 @@ from ds_encdec.checkpoint.whole_folder import refuse_existing, written_whole
 from ds_encdec.config.load import load_config
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.select import create_engine, resolve_engine
-from ds_encdec.launch.agreement import Agreement
+from ds_encdec.engines import EngineName
 from ds_encdec.launch.disk import Writing
+from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
 from ds_encdec.launch.world import World, discover
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.types import ConfigError, EngineName, SavedState
+from ds_encdec.types import ConfigError, SavedState
 
 Format = Literal["deepspeed", "dcp"]
 
@@ -45,12 +46,12 @@ def convert_checkpoint(checkpoint: Path, out: Path, *, to: Format, overrides: Se
     refuse_existing(out)
     config = _target_config(source, _ENGINES[to], overrides)
     init_process_group(world, choose_device("cpu", world), _TIMEOUT, _ENGINES[to])
-    agreement = Agreement(_TIMEOUT)
-    agreement.on_rank_zero(lambda: verify_checkpoint(source))
-    with written_whole(out, agreement) as (unfinished, writing):
-        saved = agreement.on_every_rank(lambda: open_saved_state(source, verified=True))
-        own = _write_engine_files(saved, source, unfinished, config, world, agreement, writing)
-        records = [record for rank_records in agreement.gather(own) for record in rank_records]
+    collectives = HostCollectives(_TIMEOUT)
+    collectives.on_rank_zero(lambda: verify_checkpoint(source))
+    with written_whole(out, collectives) as (unfinished, writing):
+        saved = collectives.on_every_rank(lambda: open_saved_state(source, verified=True))
+        own = _write_engine_files(saved, source, unfinished, config, world, collectives, writing)
+        records = [record for rank_records in collectives.gather(own) for record in rank_records]
 
         def write_rest() -> None:
             with writing.refusals_told():
@@ -58,7 +59,7 @@ def convert_checkpoint(checkpoint: Path, out: Path, *, to: Format, overrides: Se
                 step = read_manifest(source).step
                 seal(unfinished, step=step, world_size=world.world_size, engine=_ENGINES[to], engine_files=records)
 
-        agreement.on_rank_zero(write_rest)
+        collectives.on_rank_zero(write_rest)
     shutdown()
 
 
@@ -106,7 +107,7 @@ def _write_engine_files(
     unfinished: Path,
     config: FullConfig,
     world: World,
-    agreement: Agreement,
+    collectives: HostCollectives,
     writing: Writing,
 ) -> list[FileRecord]:
     """Load `saved` into the engine and write that; returns this rank's files. Collective."""
@@ -115,14 +116,14 @@ def _write_engine_files(
     engine = create_engine(resolve_engine(config), written_as, world, device, model_config, None, 1)
     engine.load(saved)
     staged = engine.stage(unfinished, copy=False)
-    needed = sum(agreement.gather(staged.num_bytes))
+    needed = sum(collectives.gather(staged.num_bytes))
 
     def write() -> list[FileRecord]:
         with writing.refusals_told():
             return [record_file(path, unfinished) for path in staged.write()]
 
-    agreement.on_every_rank(lambda: writing.require_space(needed))
-    files = agreement.on_every_rank(write)
+    collectives.on_every_rank(lambda: writing.require_space(needed))
+    files = collectives.on_every_rank(write)
     engine.close()
     return files
 

@@ -17,7 +17,7 @@ from ds_encdec.checkpoint.manifest import (
     verify_listing,
 )
 from ds_encdec.config.plain_files import read_json
-from ds_encdec.launch.agreement import Agreement
+from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.types import CheckpointError, TrainingState
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ Accept = Callable[[Checkpoint], None]
 
 def find_checkpoint(
     folder: Path,
-    agreement: Agreement,
+    collectives: HostCollectives,
     resume: str | None,
     accept: Accept = lambda _: None,
     *,
@@ -91,22 +91,22 @@ def find_checkpoint(
     """
     if resume is None:
         return None
-    candidates = agreement.on_rank_zero(lambda: _candidates(folder, at_most))
+    candidates = collectives.on_rank_zero(lambda: _candidates(folder, at_most))
     if resume != "auto":
         path = Path(resume).expanduser().resolve()
-        agreement.on_every_rank(lambda: read_manifest(path))  # what is no checkpoint is called that
+        collectives.on_every_rank(lambda: read_manifest(path))  # what is no checkpoint is called that
         if candidates and path not in candidates:
             raise CheckpointError(
                 f"{path} is not one of this run's checkpoints, of which {folder} holds {len(candidates)} "
                 f"(newest: {candidates[0].name}). Two runs in one folder would be mixed up: choose another "
                 "infra.output_dir to go on from it, or resume one of this folder's own."
             )
-        return _verified(path, agreement, accept)
+        return _verified(path, collectives, accept)
     for path in candidates:
         try:
-            return _verified(path, agreement, accept)
+            return _verified(path, collectives, accept)
         except DamagedCheckpointError as error:
-            if agreement.rank == 0:
+            if collectives.rank == 0:
                 logger.warning("Passing over a damaged checkpoint: %s", error)
     if candidates:
         raise CheckpointError(
@@ -122,7 +122,7 @@ def _candidates(folder: Path, at_most: int | None) -> list[Path]:
     return [path.resolve() for step, path in steps if at_most is None or step <= at_most]
 
 
-def _verified(path: Path, agreement: Agreement, accept: Accept) -> Checkpoint:
+def _verified(path: Path, collectives: HostCollectives, accept: Accept) -> Checkpoint:
     """Each rank checks its share of the large files; all agree."""
 
     def described() -> Checkpoint:
@@ -130,12 +130,12 @@ def _verified(path: Path, agreement: Agreement, accept: Accept) -> Checkpoint:
         verify_listing(path, manifest)
         verify_files(path, manifest.descriptions())
         checkpoint = Checkpoint(path, manifest)
-        if manifest.doubt and agreement.rank == 0:
+        if manifest.doubt and collectives.rank == 0:
             logger.warning("%s: %s; an earlier version of ds_encdec saved it.", path, manifest.doubt)
         accept(checkpoint)
         return checkpoint
 
-    checkpoint = agreement.on_every_rank(described)
-    share = checkpoint.manifest.files[agreement.rank :: agreement.world_size]
-    agreement.on_every_rank(lambda: verify_files(path, share))
+    checkpoint = collectives.on_every_rank(described)
+    share = checkpoint.manifest.files[collectives.rank :: collectives.world_size]
+    collectives.on_every_rank(lambda: verify_files(path, share))
     return checkpoint

@@ -25,8 +25,8 @@ from ds_encdec.checkpoint.find import Checkpoint
 from ds_encdec.checkpoint.folder import CheckpointFolder, committed_steps
 from ds_encdec.checkpoint.manifest import FileRecord, record_file, seal
 from ds_encdec.engine.protocol import StagedSave
-from ds_encdec.launch.agreement import Agreement
 from ds_encdec.launch.disk import DiskRefusedError, Writing
+from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.types import CheckpointError, TrainingState
 
 logger = logging.getLogger(__name__)
@@ -91,12 +91,12 @@ class _SaveUnderWay:
 class CheckpointManager:
     """Saves the checkpoints of one run. Every method is called by every rank."""
 
-    def __init__(self, folder: Path, agreement: Agreement, *, engine_name: str, keep: int | None) -> None:
+    def __init__(self, folder: Path, collectives: HostCollectives, *, engine_name: str, keep: int | None) -> None:
         """A collective: makes a group of its own. `keep`: `training.save_total_limit`."""
         self.folder = folder
         self._files = CheckpointFolder(folder, keep=keep)
-        self._agreement = agreement
-        self._background = agreement.twin()
+        self._collectives = collectives
+        self._background = collectives.new_group()
         self._engine_name = engine_name
         self._save: _SaveUnderWay | None = None
         self._copied_before = False
@@ -105,16 +105,16 @@ class CheckpointManager:
 
     def prepare(self) -> None:
         """Check that all ranks see one folder that can be written, and clear what a killed save left behind."""
-        name = self._agreement.on_rank_zero(lambda: _touch(self.folder / f".probe-{os.getpid()}"))
-        seen = self._agreement.gather((self.folder / name).exists())
+        name = self._collectives.on_rank_zero(lambda: _touch(self.folder / f".probe-{os.getpid()}"))
+        seen = self._collectives.gather((self.folder / name).exists())
         if not all(seen):
             blind = [rank for rank, sees in enumerate(seen) if not sees]
             raise CheckpointError(
                 f"infra.output_dir: {self.folder} is not shared: ranks {blind} do not see what rank 0 writes there. "
                 "Use a folder on a file system that all nodes mount."
             )
-        self._agreement.on_every_rank(lambda: _touch(self.folder / f"{name}-{self._agreement.rank}"))
-        self._agreement.on_rank_zero(self._files.clear_leftovers)
+        self._collectives.on_every_rank(lambda: _touch(self.folder / f"{name}-{self._collectives.rank}"))
+        self._collectives.on_rank_zero(self._files.clear_leftovers)
 
     def save(
         self,
@@ -133,7 +133,7 @@ class CheckpointManager:
         save = _SaveUnderWay(state, began=time.monotonic())
         step = state.global_step
         try:
-            folder = self._agreement.on_rank_zero(lambda: self._on_disk(lambda: self._files.begin(step), 0))
+            folder = self._collectives.on_rank_zero(lambda: self._on_disk(lambda: self._files.begin(step), 0))
             staged = self._staged(stage, folder, in_background=in_background)
         except DiskRefusedError as error:
             save.error, save.ended = error, time.monotonic()
@@ -191,7 +191,7 @@ class CheckpointManager:
         except Exception:
             logger.exception("The save under way failed.")
             return
-        if outcome is None or self._agreement.rank != 0:
+        if outcome is None or self._collectives.rank != 0:
             return
         if outcome.problem:
             logger.error("step %d was not saved: %s", outcome.state.global_step, outcome.problem)
@@ -212,7 +212,7 @@ class CheckpointManager:
                 self._files.go_back_to(checkpoint.manifest.step, state.best_step)
             return (self.folder / "best").exists()
 
-        has_best = self._agreement.on_rank_zero(go_back)
+        has_best = self._collectives.on_rank_zero(go_back)
         return state if has_best else dataclasses.replace(state, best_eval_loss=None, best_step=None)
 
     def _staged(self, stage: Stage, folder: Path, *, in_background: bool) -> StagedSave:
@@ -235,7 +235,7 @@ class CheckpointManager:
 
         def commit(records: list[FileRecord]) -> int:
             write_rest(folder)
-            world_size = self._agreement.world_size
+            world_size = self._collectives.world_size
             manifest = seal(folder, step=step, world_size=world_size, engine=self._engine_name, engine_files=records)
             self._files.commit(step, pointers)
             return manifest.num_bytes
@@ -256,7 +256,7 @@ class CheckpointManager:
             return action()
 
     def _writing(self, num_bytes: int = 0) -> Writing:
-        return Writing(self.folder, "The checkpoint", MAKE_ROOM, self._agreement.rank, num_bytes)
+        return Writing(self.folder, "The checkpoint", MAKE_ROOM, self._collectives.rank, num_bytes)
 
 
 def _touch(path: Path) -> str:

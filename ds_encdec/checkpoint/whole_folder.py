@@ -7,32 +7,32 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ds_encdec.launch.agreement import Agreement
 from ds_encdec.launch.disk import Writing
+from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.run_folder import flush_folder, flush_tree
 from ds_encdec.types import CheckpointError
 
 
 @contextmanager
-def written_whole(out: Path, agreement: Agreement | None = None) -> Iterator[tuple[Path, Writing]]:
+def written_whole(out: Path, collectives: HostCollectives | None = None) -> Iterator[tuple[Path, Writing]]:
     """Wraps the writing of a folder: where to write it, which is named `out` at the end, or removed by what goes wrong.
 
-    By one process, or with `agreement` by all its ranks, which leave this together. The Writing is to be told how many
-    bytes it will be (`require_space`). Only a kill leaves `out` + `.tmp` behind; the next attempt replaces it. Raises
-    CheckpointError where `out` exists and is not empty, DiskRefusedError where the file system takes no more.
+    One process writes it, or with `collectives` all ranks do, which leave this together. The Writing is to be told how
+    many bytes it will be (`require_space`). Only a kill leaves `out` + `.tmp` behind; the next attempt replaces it.
+    Raises CheckpointError where `out` exists and is not empty, DiskRefusedError where the file system takes no more.
     """
     refuse_existing(out)
     unfinished = out.with_name(f"{out.name}.tmp")
-    several = agreement is not None and agreement.world_size > 1
+    several = collectives is not None and collectives.world_size > 1
     advice = "Free space there, or name a folder on another file system."
-    writing = Writing(out.absolute().parent, str(out), advice, agreement.rank if agreement and several else None)
+    writing = Writing(out.absolute().parent, str(out), advice, collectives.rank if collectives and several else None)
 
     def on_rank_zero(action: Callable[[], object]) -> None:
         def told() -> None:
             with writing.refusals_told():
                 action()
 
-        agreement.on_rank_zero(told) if agreement is not None else told()
+        collectives.on_rank_zero(told) if collectives is not None else told()
 
     def commit() -> None:
         flush_tree(unfinished)  # a network's file system may refuse only now

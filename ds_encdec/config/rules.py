@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ds_encdec.config.deepspeed_keys import check_extra
-from ds_encdec.types import DENOISERS, EngineName
+from ds_encdec.engines import EngineName
+from ds_encdec.types import DENOISERS
 
 if TYPE_CHECKING:
     from ds_encdec.config.schema import DataConfig, FullConfig, MixtureSource

@@ -18,8 +18,8 @@ from ds_encdec.data.hub_commits import resolve_commits
 from ds_encdec.data.lane import Pipeline
 from ds_encdec.data.loader import LaneLoader
 from ds_encdec.data.same_sources import digest, in_todays_form, numbered, source_facts
+from ds_encdec.data.sample_statistics import require_one_step, sample_statistics
 from ds_encdec.data.sources import open_sources
-from ds_encdec.data.survey import require_one_step, survey
 from ds_encdec.data.text_tokens import TextTokenizer
 from ds_encdec.types import Batch, Example
 
@@ -85,7 +85,7 @@ def build_data(
     sources = open_sources(data, training.seed, vocabulary, num_lanes, commits)
     bad_row_limit = data.max_bad_rows if data.on_bad_row == "skip" else 0
     if saved is None:
-        found = survey(sources, tokenize, chunker, bad_row_limit)
+        found = sample_statistics(sources, tokenize, chunker, bad_row_limit)
         ratio = found.ratio
         require_one_step(found, num_lanes, token_budgets(data, training.micro_batch_size, ratio))
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.types import EngineName
+from ds_encdec.engines import EngineName
 
 
 def compile_optimizer(engine: EngineName, config: FullConfig) -> None:

@@ -42,11 +42,11 @@ from ds_encdec.engine.step_gate import step_gate
 from ds_encdec.engine.ties import assert_ties
 from ds_encdec.engine.zero_files import HostBuffers, StagingArea, collect, staged_save
 from ds_encdec.engine.zero_tensors import computing_parameters, gradients
-from ds_encdec.launch.agreement import Agreement
+from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.optim.param_groups import parameter_groups
-from ds_encdec.optim.schedules import rate_factor
+from ds_encdec.optim.schedules import lr_lambda
 from ds_encdec.types import MOMENTS, Batch, LossSum, SavedState, StepResult, WeightSource
 
 
@@ -71,7 +71,7 @@ class DeepSpeedEngine:
         assert checkpointing != "selective"  # the schema leaves that to FSDP2
         self.device = device
         self._config = config
-        self._agreement = Agreement(timedelta(minutes=config.infra.distributed_timeout_minutes))
+        self._collectives = HostCollectives(timedelta(minutes=config.infra.distributed_timeout_minutes))
         self._buffers = HostBuffers(pin_memory=config.infra.pin_memory and device.type == "cuda")
         with _device_as_local_rank(device):
             model = build_model(model_config, ds_json, dtype=compute_dtype(training), device=device)
@@ -142,11 +142,11 @@ class DeepSpeedEngine:
             loss_scaler=loss_scaler_state(self._engine) or self._loaded_loss_scaler,
         )
         # Host memory may run out on one rank alone.
-        return self._agreement.on_every_rank(lambda: staged_save(self._engine, directory, files, area, record))
+        return self._collectives.on_every_rank(lambda: staged_save(self._engine, directory, files, area, record))
 
     def load(self, saved: SavedState) -> None:
         """See protocol.Engine. Between two steps, before the first one, or after any."""
-        self._agreement.on_every_rank(lambda: self._fill_optimizer(saved))
+        self._collectives.on_every_rank(lambda: self._fill_optimizer(saved))
         engine = self._engine
         refresh_parameters(engine)
         set_loss_scaler_state(engine, saved.loss_scaler)
@@ -201,7 +201,7 @@ def _scheduler_hook(training: TrainingConfig) -> Callable[[torch.optim.Optimizer
     """Our schedules as DeepSpeed wants them; None for its own, which it builds from the JSON."""
     if training.lr_scheduler_type in NATIVE_SCHEDULES:
         return None
-    return lambda optimizer: LambdaLR(optimizer, lambda update_index: rate_factor(update_index, training))
+    return lambda optimizer: LambdaLR(optimizer, lambda update_index: lr_lambda(update_index, training))
 
 
 def set_applied_steps(scheduler: Any, applied: int) -> None:

@@ -34,7 +34,7 @@ from ds_encdec.engine.fsdp_state import HostCopies, StateWriter, keys_to_write, 
 from ds_encdec.engine.held_bytes import held_bytes
 from ds_encdec.engine.protocol import StagedSave, Veto
 from ds_encdec.engine.record import EngineRecord
-from ds_encdec.launch.agreement import Agreement
+from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.world import World
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.optim.param_groups import parameter_groups
@@ -62,7 +62,7 @@ class FSDP2Engine:
         self._training, self._infra = config.training, config.infra
         mesh = make_mesh(config.infra, world, device)
         timeout = timedelta(minutes=config.infra.distributed_timeout_minutes)
-        self._agreement = Agreement(timeout)
+        self._collectives = HostCollectives(timeout)
         self._writer = StateWriter(timeout)
         model = build_sharded_model(config, model_config, mesh, device)
         assert isinstance(model, FSDPModule)
@@ -70,7 +70,7 @@ class FSDP2Engine:
         self._sharded: FSDPModule = model
         self._parameters = sharded_parameters(model)
         if weights is not None:
-            fill(self._parameters, weights, self._agreement)
+            fill(self._parameters, weights, self._collectives)
         self.optimizer = _adamw(model, config.training)
         self._host_copies = HostCopies(pin_memory=config.infra.pin_memory and device.type == "cuda")
         self._loss_scaler: Mapping[str, float | int] | None = None
@@ -121,12 +121,12 @@ class FSDP2Engine:
         if copy or self._host_copies.exist:
             copied = {key: tensors[key] for key in keys}
             # Host memory may run out on one rank alone.
-            tensors |= self._agreement.on_every_rank(lambda: self._host_copies.take(copied))
+            tensors |= self._collectives.on_every_rank(lambda: self._host_copies.take(copied))
         return self._writer.staged(tensors, keys, self._record(), directory)
 
     def load(self, saved: SavedState) -> None:
         """See protocol.Engine."""
-        load_state(saved, self._parameters, self.optimizer, self._agreement)
+        load_state(saved, self._parameters, self.optimizer, self._collectives)
         reshard(self.model)  # what an evaluation has left gathered is the old state
         self._applied_steps = saved.applied_steps
         self._loss_scaler = saved.loss_scaler

@@ -25,7 +25,7 @@ from transformers.initialization import no_init_weights
 from ds_encdec.config.schema import FullConfig, InfraConfig
 from ds_encdec.engine.forward import compute_dtype
 from ds_encdec.engine.ties import assert_ties
-from ds_encdec.launch.agreement import Agreement
+from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.world import World
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
@@ -119,12 +119,12 @@ def local_rows(parameter: DTensor) -> slice:
     return held
 
 
-def fill(parameters: dict[str, DTensor], weights: WeightSource, agreement: Agreement) -> None:
+def fill(parameters: dict[str, DTensor], weights: WeightSource, collectives: HostCollectives) -> None:
     """Copy `weights` into this rank's shards; each rank reads its own rows.
 
     Collective. What one rank fails to read, or CheckpointError for another shape, is raised by all.
     """
-    agreement.on_every_rank(lambda: _fill_local(parameters, weights))
+    collectives.on_every_rank(lambda: _fill_local(parameters, weights))
 
 
 @torch.no_grad()

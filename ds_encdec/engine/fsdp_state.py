@@ -33,8 +33,8 @@ from ds_encdec.engine.fsdp_sharding import local_rows
 from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.engine.record import DCP_FOLDER, EngineRecord, write_record
 from ds_encdec.engine.same_model import check_same_model
-from ds_encdec.launch.agreement import Agreement
 from ds_encdec.launch.disk import disk_error
+from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.memory_errors import is_out_of_memory, out_of_memory
 from ds_encdec.types import MOMENTS, CheckpointError, SavedState, StateKind
 
@@ -159,14 +159,14 @@ class _PlanOf(DefaultSavePlanner):
 
 
 def load_state(
-    saved: SavedState, parameters: Mapping[str, DTensor], optimizer: torch.optim.Optimizer, agreement: Agreement
+    saved: SavedState, parameters: Mapping[str, DTensor], optimizer: torch.optim.Optimizer, collectives: HostCollectives
 ) -> None:
     """Fill this rank's shards of weights and moments, and AdamW's step counters, from `saved`.
 
     Collective. CheckpointError of another model, or what any rank failed to read, is raised by all.
     """
     check_same_model(saved, {name: tuple(parameter.shape) for name, parameter in parameters.items()})
-    agreement.on_every_rank(lambda: _read_local(saved, parameters, optimizer))
+    collectives.on_every_rank(lambda: _read_local(saved, parameters, optimizer))
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ DCP_FOLDER = "dcp"
 class EngineRecord:
     """What the reader of a checkpoint's tensors must know.
 
-    `sharding_stage`: zero0 to zero3, or a hybrid. `applied_steps`: AdamW's counter. `groups`: neutral names in each
+    `sharding_stage`: zero0 to zero3, or a hybrid. `applied_steps`: AdamW's counter. `groups`: canonical names in each
     optimizer group, in the optimizer's order. `loss_scaler`: where the dynamic loss scale of a float16 run is; a run in
     another dtype hands on the one that it loaded, so that float16 can be returned to. Else None.
     """

@@ -14,9 +14,10 @@ from ds_encdec.config.rules import engine_conflicts
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.ds_json import accumulates_in_bf16, render_deepspeed_json
 from ds_encdec.engine.protocol import Engine
-from ds_encdec.launch.agreement import Agreement
+from ds_encdec.engines import EngineName
+from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.world import World
-from ds_encdec.types import ConfigError, EngineName, WeightSource
+from ds_encdec.types import ConfigError, WeightSource
 
 if TYPE_CHECKING:
     import torch
@@ -109,8 +110,8 @@ def _say_attention(config: FullConfig, device: torch.device) -> None:
 def _warn_of_shards_across_nodes(config: FullConfig, world: World) -> None:
     """Hybrids shard over consecutive ranks, taken to be neighbours. Collective."""
     size = config.infra.hybrid_shard_size or world.local_world_size
-    agreement = Agreement(timedelta(minutes=config.infra.distributed_timeout_minutes))
-    hosts = agreement.gather(socket.gethostname())
+    collectives = HostCollectives(timedelta(minutes=config.infra.distributed_timeout_minutes))
+    hosts = collectives.gather(socket.gethostname())
     if world.is_main and (ranks := first_scattered(hosts, size)):
         logger.warning(
             "infra.sharding_stage=%s shards over ranks %d to %d, which are on different nodes (%s), although %d ranks "

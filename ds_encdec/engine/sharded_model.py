@@ -15,7 +15,7 @@ from transformers.initialization import no_init_weights
 
 from ds_encdec.engine.optimizer_shards import Shard
 from ds_encdec.engine.ties import assert_ties
-from ds_encdec.launch.agreement import attempt
+from ds_encdec.launch.host_collectives import attempt
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.types import CheckpointError, WeightSource

@@ -24,7 +24,7 @@ from types import TracebackType
 import psutil
 import torch.distributed as dist
 
-from ds_encdec.launch.agreement import Agreement
+from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.preemption import end_process, is_alive
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.types import DsEncDecError, LostRankError
@@ -59,7 +59,7 @@ class Peers:
     def __init__(
         self,
         run: RunFolder,
-        agreement: Agreement,
+        collectives: HostCollectives,
         *,
         search_seconds: float = 10.0,
         leave_seconds: float = 20.0,
@@ -70,9 +70,9 @@ class Peers:
         self._search_seconds = search_seconds
         self._leave_seconds = leave_seconds
         self._poll_seconds = poll_seconds
-        agreement.on_rank_zero(lambda: shutil.rmtree(run.signs, ignore_errors=True))
-        own = Peer(agreement.rank, os.getpid(), socket.gethostname(), machine())
-        self._all: list[Peer] = agreement.gather(own)
+        collectives.on_rank_zero(lambda: shutil.rmtree(run.signs, ignore_errors=True))
+        own = Peer(collectives.rank, os.getpid(), socket.gethostname(), machine())
+        self._all: list[Peer] = collectives.gather(own)
         self._rank = own.rank
         self._here = {peer: _process(peer.pid) for peer in self._all if peer.machine == own.machine}
         self._elsewhere = [peer for peer in self._all if peer not in self._here]

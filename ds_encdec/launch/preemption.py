@@ -31,7 +31,7 @@ from typing import NoReturn
 
 import psutil
 
-from ds_encdec.launch.signs_of_life import SignsOfLife
+from ds_encdec.launch.heartbeat import Heartbeat
 from ds_encdec.launch.world import SINGLE_PROCESS, World
 from ds_encdec.types import HangError, Preempted
 
@@ -84,7 +84,7 @@ class StopRequest:
         self._noted.setblocking(False)  # as set_wakeup_fd demands
         self._previous_wakeup_fd = -1
         self._seen = False
-        self.life = SignsOfLife()
+        self.heartbeat = Heartbeat()
         self.before_end: Callable[[str], None] = lambda why: None
         self._left = threading.Event()
         self._previous_handlers: dict[int, object] = {}
@@ -92,13 +92,13 @@ class StopRequest:
     @property
     def requested(self) -> bool:
         """True from the first signal, or from the launcher's end, on. Of this rank: exchange it."""
-        self.life.give()
+        self.heartbeat.beat()
         self._seen = self._reason is not None
         return self._seen
 
     def busy(self) -> AbstractContextManager[None]:
         """Wraps a save, or waiting for one: however long it takes, the rank is not stuck."""
-        return self.life.busy()
+        return self.heartbeat.busy()
 
     def acknowledge(self) -> None:
         """The ranks have agreed to stop, whoever was asked first: this one may take its time to save."""
@@ -106,7 +106,7 @@ class StopRequest:
 
     def ranks_have_met(self) -> None:
         """From now on this rank must not leave alone: the run stops as one, with what it has."""
-        self.life = SignsOfLife()  # waiting for the others was no silence
+        self.heartbeat = Heartbeat()  # waiting for the others was no silence
         self._met = True
 
     def comes_within(self, seconds: float) -> bool:
@@ -174,7 +174,7 @@ class StopRequest:
                     self._end(f"Still running {self._grace_seconds:.0f} s after the launcher went")
                 return
             self._terminated = self._terminated or signal.SIGTERM in arrived
-            silent_seconds = self.life.silent_seconds
+            silent_seconds = self.heartbeat.silent_seconds
             if self._terminated and not self._seen and silent_seconds > self._patience_seconds():
                 self._end(f"Asked to stop, and no step for {silent_seconds:.0f} s: another rank is probably gone")
             select.select([self._arrivals], [], [], self._poll_seconds)
@@ -199,7 +199,7 @@ class StopRequest:
         return [number for number in STOP_SIGNALS if number in numbers]
 
     def _patience_seconds(self) -> float:
-        return max(self._stuck_seconds, 2 * self.life.longest_pause_seconds)
+        return max(self._stuck_seconds, 2 * self.heartbeat.longest_pause_seconds)
 
     def _end(self, why: str) -> None:
         logger.error("%s: ending.", why)

@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from ds_encdec.engines import EngineName
 from ds_encdec.launch.jit_cache import build_folder, clear_stale_locks
 from ds_encdec.launch.peers import machine
 from ds_encdec.launch.world import World
-from ds_encdec.types import ConfigError, EngineName
+from ds_encdec.types import ConfigError
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ OUTPUT_DIR/
   config.yaml  ds_config.json  what the run was started with; the latter where DeepSpeed runs
   metrics.jsonl                one JSON object per logging interval
   metrics.abandoned.jsonl      the lines that rollbacks took back
-  ledger.jsonl                 what happened to the run, and what it did about it (monitor/ledger.py)
+  ledger.jsonl                 what happened to the run, and what it did about it (monitor/events.py)
   stacks/                      what every rank was doing when the run stood still (launch/watchdog.py)
   run.json                     running | completed | preempted | failed, with reason and exit code
   .run.json.spare              room on the disk for the ending, which is to be told on a full one, too
@@ -50,7 +50,7 @@ class RunFolder:
         self.averaged = self.root / "export" / "averaged"
         self.metrics = self.root / "metrics.jsonl"
         self.abandoned_metrics = self.root / "metrics.abandoned.jsonl"
-        self.ledger = self.root / "ledger.jsonl"
+        self.events = self.root / "ledger.jsonl"
         self.stacks = self.root / "stacks"
         self.config_yaml = self.root / "config.yaml"
         self.ds_config_json = self.root / "ds_config.json"

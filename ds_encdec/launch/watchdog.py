@@ -1,6 +1,6 @@
 """The watchdog: where a run stands still, every rank says what it was doing, and the run ends.
 
-A thread of each rank looks at the main thread's signs of life (signs_of_life.py). Where they stop for
+A thread of each rank looks at the main thread's heartbeats (heartbeat.py). Where they stop for
 `infra.hang_timeout_minutes`, the rank writes the Python stacks of all its threads into a folder that all ranks see;
 the others find that file, whether they stand still themselves or not, and write theirs. The launcher kills all ranks
 as soon as one has ended, so each waits until all have written, for some seconds at most, and all end with exit code 8.
@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from ds_encdec.launch.agreement import Agreement
+from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.preemption import StopRequest, end_process
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.types import HangError
@@ -46,17 +46,17 @@ class Watchdog:
         stop: StopRequest,
         timeout_minutes: float | None,
         run: RunFolder,
-        agreement: Agreement,
+        collectives: HostCollectives,
         grace_seconds: float = 15.0,
         poll_seconds: float = 1.0,
     ) -> None:
         """Collective. `timeout_minutes`: None for no watch. `grace_seconds`: how long to wait for others' stacks."""
-        self._life = stop.life
+        self._heartbeat = stop.heartbeat
         self._timeout_seconds = None if timeout_minutes is None else timeout_minutes * 60
         self._run = run
-        self._rank, self._world_size = agreement.rank, agreement.world_size
+        self._rank, self._world_size = collectives.rank, collectives.world_size
         # One folder per start: what an earlier start of the run left behind is no news, and is kept.
-        self.stacks = agreement.on_rank_zero(lambda: _unused(run.stacks / time.strftime("%Y%m%d-%H%M%S")))
+        self.stacks = collectives.on_rank_zero(lambda: _unused(run.stacks / time.strftime("%Y%m%d-%H%M%S")))
         self._grace_seconds = grace_seconds
         self._poll_seconds = poll_seconds
         self._left = threading.Event()
@@ -81,7 +81,7 @@ class Watchdog:
 
     def _watch(self, timeout_seconds: float) -> None:
         while not self._left.wait(self._poll_seconds):
-            silent_seconds = self._life.silent_seconds if self._life.given else 0.0
+            silent_seconds = self._heartbeat.silent_seconds if self._heartbeat.beats else 0.0
             remaining_seconds = max(0.0, timeout_seconds - silent_seconds)
             # Started anew at every turn, so that it runs out only where this thread no longer turns.
             faulthandler.dump_traceback_later(remaining_seconds + 2 * self._grace_seconds, exit=True, file=STDERR)
@@ -110,7 +110,8 @@ class Watchdog:
             file.write(
                 f"rank {self._rank} of {self._world_size}, process {os.getpid()} on {socket.gethostname()}, "
                 f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n"
-                f"sign of life {self._life.given} was {self._life.silent_seconds:.1f} s ago (0: busy with a save)\n"
+                f"heartbeat {self._heartbeat.beats} was {self._heartbeat.silent_seconds:.1f} s ago "
+                "(0: busy with a save)\n"
                 f"threads:\n{names}\n"
             )
             file.flush()

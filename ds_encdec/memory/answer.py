@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ds_encdec.engines import EngineName
 from ds_encdec.memory.breakdown import CATEGORIES, Breakdown
 from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.gpus import Gpu
@@ -26,7 +27,6 @@ from ds_encdec.memory.variants import (
     value_of,
     variants,
 )
-from ds_encdec.types import EngineName
 
 ENGINES: dict[EngineName, str] = {"deepspeed": "DeepSpeed", "fsdp": "FSDP2"}
 """What people call them."""

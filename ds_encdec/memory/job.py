@@ -9,9 +9,9 @@ from typing import Literal
 from ds_encdec.config.batch_size import micro_batches_per_step
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.budgets import token_budgets
+from ds_encdec.engines import EngineName
 from ds_encdec.memory.model_sizes import Sizes
 from ds_encdec.model.parameter_count import ModelSizes
-from ds_encdec.types import EngineName
 
 # Encoder and decoder tokens that a denoiser makes of one token of a long text, in the order of
 # `data.ul2_task_weights` (see data/ul2.py): noise moves to the decoder, and a sentinel stands for it on either side.
@@ -141,8 +141,8 @@ def with_micro_batch(job: Job, micro_batch_size: int) -> Job:
 def expected_ratio(task_weights: tuple[float, ...]) -> float:
     """Encoder tokens per decoder token of long texts under these weights of the denoisers.
 
-    A run measures its own (data/survey.py); on web text the two differ by a percent or two, which moves tokens from
-    one side to the other and leaves their sum.
+    A run measures its own (data/sample_statistics.py); on web text the two differ by a percent or two, which moves
+    tokens from one side to the other and leaves their sum.
     """
     encoder, decoder = (
         sum(weight * tokens[side] for weight, tokens in zip(task_weights, _TOKENS_PER_RAW_TOKEN, strict=True))

@@ -57,7 +57,7 @@ class Sizes:
 
     @property
     def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every parameter by its neutral name, in the model's order."""
+        """Shape of every parameter by its canonical name, in the model's order."""
         return _parameter_shapes(self)
 
     @property

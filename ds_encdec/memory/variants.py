@@ -16,10 +16,11 @@ from typing import Literal
 from ds_encdec.config.rules import engine_conflicts, find_conflicts
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.ds_json import render_deepspeed_json
+from ds_encdec.engines import EngineName
 from ds_encdec.memory.breakdown import Estimate
 from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.job import Job, make_job
-from ds_encdec.types import ConfigError, EngineName
+from ds_encdec.types import ConfigError
 
 Value = str | int | bool | None
 """Of a field that a change sets."""

@@ -1,6 +1,6 @@
 """Names, shapes and number of the model's parameters, from its sizes alone and without torch.
 
-The names are the *neutral names* that checkpoints, conversions and weight sources use: those of
+The names are the *canonical names* that checkpoints, conversions and weight sources use: those of
 `Qwen3ForSeq2SeqLM.named_parameters()`.
 """
 
@@ -41,7 +41,7 @@ def num_encoder_layers(sizes: ModelSizes) -> int:
 
 
 def parameter_shapes(sizes: ModelSizes) -> dict[str, tuple[int, ...]]:
-    """Shape of every parameter by neutral name, in the order of `named_parameters()`. A tied head is not repeated."""
+    """Shape of every parameter by canonical name, in the order of `named_parameters()`. A tied head is not repeated."""
     embedding = (sizes.vocab_size, sizes.hidden_size)
     layer_shapes = list(_layer_shapes(sizes))
     shapes: dict[str, tuple[int, ...]] = {"shared.weight": embedding}

@@ -10,7 +10,7 @@ from typing import Any
 from ds_encdec.config.schema import MonitorConfig
 from ds_encdec.monitor.alerts import make_alert
 from ds_encdec.monitor.metrics import MetricWindow
-from ds_encdec.monitor.vitals import RankVitals
+from ds_encdec.monitor.rank_stats import RankStats
 
 PERSISTENT_INTERVALS = 3
 """Logging intervals in a row in which anything but memory must be seen to be an alert: one is noise."""
@@ -22,7 +22,7 @@ late belongs to it."""
 
 
 class MachineWatch:
-    """Looks at the vitals of all ranks once per logging interval; its alerts are those of `MACHINE_ALERTS`.
+    """Looks at the rank_stats of all ranks once per logging interval; its alerts are those of `MACHINE_ALERTS`.
 
     An alert is raised once, and again when what it says has ended and come back (memory: when it has grown further).
     The first interval of a process pays for compiling and for starting workers, and is left out of throughput.
@@ -38,17 +38,17 @@ class MachineWatch:
         self._memory_levels: dict[str, list[float]] = {}
         self._saved = False
 
-    def update(self, step: int, vitals: Sequence[RankVitals], *, tokens_per_second: float) -> list[dict[str, Any]]:
+    def update(self, step: int, rank_stats: Sequence[RankStats], *, tokens_per_second: float) -> list[dict[str, Any]]:
         """Take in one logging interval, and return its new alerts.
 
-        `vitals` of all ranks in their order; `tokens_per_second` of all ranks together, NaN if it was not measured.
+        `rank_stats` of all ranks in their order; `tokens_per_second` of all ranks together, NaN if it was not measured.
         """
         self._intervals += 1
         self._memory_intervals += 1
         return [
-            *self._judge_persistent(step, vitals, tokens_per_second / len(vitals)),
-            *self._judge_memory(step, "host", [rank.host_bytes for rank in vitals]),
-            *self._judge_memory(step, "device", [rank.device_bytes for rank in vitals]),
+            *self._judge_persistent(step, rank_stats, tokens_per_second / len(rank_stats)),
+            *self._judge_memory(step, "host", [rank.host_bytes for rank in rank_stats]),
+            *self._judge_memory(step, "device", [rank.device_bytes for rank in rank_stats]),
         ]
 
     def note_save(self) -> None:
@@ -59,21 +59,21 @@ class MachineWatch:
             self._memory_levels = {}
 
     @staticmethod
-    def metrics(vitals: Sequence[RankVitals]) -> dict[str, float]:
+    def metrics(rank_stats: Sequence[RankStats]) -> dict[str, float]:
         """Of an interval: memory, the largest of all ranks', and of two ranks or more who is slowest and latest."""
         metrics = {
-            "mem/host_bytes": max(rank.host_bytes for rank in vitals),
-            "mem/peak_bytes": max(rank.peak_bytes for rank in vitals),
+            "mem/host_bytes": max(rank.host_bytes for rank in rank_stats),
+            "mem/peak_bytes": max(rank.peak_bytes for rank in rank_stats),
         }
-        if device_bytes := max(rank.device_bytes for rank in vitals):
+        if device_bytes := max(rank.device_bytes for rank in rank_stats):
             metrics["mem/device_bytes"] = device_bytes
-        if reserved_bytes := max(rank.reserved_bytes for rank in vitals):
+        if reserved_bytes := max(rank.reserved_bytes for rank in rank_stats):
             metrics["mem/reserved_bytes"] = reserved_bytes
-        for category in vitals[0].held_bytes:
-            if held_bytes := max(rank.held_bytes[category] for rank in vitals):
+        for category in rank_stats[0].held_bytes:
+            if held_bytes := max(rank.held_bytes[category] for rank in rank_stats):
                 metrics[f"mem/{category}_bytes"] = held_bytes
-        if len(vitals) > 1:
-            ratios, (latest, lateness) = _slowness(vitals), _latest(vitals)
+        if len(rank_stats) > 1:
+            ratios, (latest, lateness) = _slowness(rank_stats), _latest(rank_stats)
             slowest = ratios.index(max(ratios))
             metrics |= {"health/slowest_rank": slowest, "health/slowest_rank_ratio": ratios[slowest]}
             metrics |= {"health/latest_rank": latest, "health/latest_rank_late_frac": lateness}
@@ -88,18 +88,20 @@ class MachineWatch:
         self._throughput.load_state_dict(state["throughput"])
 
     def _judge_persistent(
-        self, step: int, vitals: Sequence[RankVitals], rank_tokens_per_second: float
+        self, step: int, rank_stats: Sequence[RankStats], rank_tokens_per_second: float
     ) -> list[dict[str, Any]]:
         """Alerts of what has now been seen in `PERSISTENT_INTERVALS` intervals in a row."""
         settings = self._settings
         seen: dict[tuple[str, int], dict[str, Any]] = {}
         if alert := self._throughput_drop(step, rank_tokens_per_second):
             seen["throughput_drop", 0] = alert
-        if alert := _data_wait(step, vitals, settings.data_wait_threshold):
+        if alert := _data_wait(step, rank_stats, settings.data_wait_threshold):
             seen["data_wait", 0] = alert  # whichever rank it is: they take turns
-        if len(vitals) > 1:
-            seen |= {("slow", rank): alert for rank, alert in _slow(step, vitals, settings.straggler_threshold)}
-            seen |= {("late", rank): alert for rank, alert in _late(step, vitals, settings.straggler_late_threshold)}
+        if len(rank_stats) > 1:
+            seen |= {("slow", rank): alert for rank, alert in _slow(step, rank_stats, settings.straggler_threshold)}
+            seen |= {
+                ("late", rank): alert for rank, alert in _late(step, rank_stats, settings.straggler_late_threshold)
+            }
         self._streaks = {key: self._streaks.get(key, 0) + 1 for key in seen}
         return [alert for key, alert in seen.items() if self._streaks[key] == PERSISTENT_INTERVALS]
 
@@ -138,21 +140,21 @@ class MachineWatch:
         return [make_alert("memory_growth", step, growth[worst], threshold, message)]
 
 
-def _slowness(vitals: Sequence[RankVitals]) -> list[float]:
+def _slowness(rank_stats: Sequence[RankStats]) -> list[float]:
     """Each rank's time for the arithmetic over the median rank's: of two ranks, over the faster one's."""
-    median = median_low(rank.arithmetic_s for rank in vitals)
-    return [rank.arithmetic_s / median for rank in vitals]
+    median = median_low(rank.arithmetic_s for rank in rank_stats)
+    return [rank.arithmetic_s / median for rank in rank_stats]
 
 
-def _latest(vitals: Sequence[RankVitals]) -> tuple[int, float]:
+def _latest(rank_stats: Sequence[RankStats]) -> tuple[int, float]:
     """The rank that the others wait for most, and for which share of the interval its last one does."""
-    waits = [rank.exchange_wait_s for rank in vitals]
+    waits = [rank.exchange_wait_s for rank in rank_stats]
     latest = waits.index(min(waits))
-    return latest, (max(waits) - waits[latest]) / max(vitals[latest].training_s, 1e-9)
+    return latest, (max(waits) - waits[latest]) / max(rank_stats[latest].training_s, 1e-9)
 
 
-def _slow(step: int, vitals: Sequence[RankVitals], threshold: float) -> Iterator[tuple[int, dict[str, Any]]]:
-    for rank, ratio in enumerate(_slowness(vitals)):
+def _slow(step: int, rank_stats: Sequence[RankStats], threshold: float) -> Iterator[tuple[int, dict[str, Any]]]:
+    for rank, ratio in enumerate(_slowness(rank_stats)):
         if ratio > threshold:
             message = (
                 f"rank {rank} is slow: it takes {ratio:.2f} times as long as the median rank for the same arithmetic"
@@ -160,15 +162,15 @@ def _slow(step: int, vitals: Sequence[RankVitals], threshold: float) -> Iterator
             yield rank, make_alert("straggler", step, ratio, threshold, message)
 
 
-def _late(step: int, vitals: Sequence[RankVitals], threshold: float) -> Iterator[tuple[int, dict[str, Any]]]:
-    rank, lateness = _latest(vitals)
+def _late(step: int, rank_stats: Sequence[RankStats], threshold: float) -> Iterator[tuple[int, dict[str, Any]]]:
+    rank, lateness = _latest(rank_stats)
     if lateness > threshold:
         message = f"rank {rank} is late: others wait for it before the steps, for {lateness:.0%} of the time"
         yield rank, make_alert("straggler", step, lateness, threshold, message)
 
 
-def _data_wait(step: int, vitals: Sequence[RankVitals], threshold: float) -> dict[str, Any] | None:
-    shares = [rank.data_wait_s / max(rank.training_s, 1e-9) for rank in vitals]
+def _data_wait(step: int, rank_stats: Sequence[RankStats], threshold: float) -> dict[str, Any] | None:
+    shares = [rank.data_wait_s / max(rank.training_s, 1e-9) for rank in rank_stats]
     share = max(shares)
     if share <= threshold:
         return None

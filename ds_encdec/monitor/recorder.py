@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from ds_encdec.config.schema import MonitorConfig
-from ds_encdec.launch.agreement import Agreement
+from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.monitor.alerts import MACHINE_ALERTS, answer
-from ds_encdec.monitor.ledger import Ledger
+from ds_encdec.monitor.events import EventLog
 from ds_encdec.monitor.machine import MachineWatch
 from ds_encdec.monitor.metrics import StepAccumulator, StepRecord, mean_loss_of_ranks, train_metrics
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.performance import IntervalClock, Lap, performance_metrics
+from ds_encdec.monitor.rank_stats import RankStats, measure_arithmetic, measure_rank_stats
 from ds_encdec.monitor.sinks import Sink
-from ds_encdec.monitor.vitals import RankVitals, measure_arithmetic, take_vitals
 from ds_encdec.types import DENOISERS, Batch, LossSum, StepResult, TrainingState
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ Alert = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Orders:
+class Actions:
     """What alerts ask the run to do, each with the first alert that asks for it; equal on every rank.
 
     `stop`: end now, training is at fault and its state not worth saving. `rollback`: go back. `leave`: the machine is
@@ -54,15 +54,15 @@ class Orders:
     rollback: Alert | None = None
     leave: Alert | None = None
 
-    def __or__(self, later: Orders) -> Orders:
-        return Orders(self.stop or later.stop, self.rollback or later.rollback, self.leave or later.leave)
+    def __or__(self, later: Actions) -> Actions:
+        return Actions(self.stop or later.stop, self.rollback or later.rollback, self.leave or later.leave)
 
 
 class Recorder:
     """Collects steps on every rank; once per logging interval it reduces, judges and publishes them.
 
-    What it judges by is gathered from all ranks first, so that all come to the same orders. `state` is the run's when
-    it starts. `sinks` is empty on every rank but 0, and `ledger` writes nothing there. `peak_flops`: of one device, in
+    What it judges by is gathered from all ranks first, so that all come to the same actions. `state` is the run's when
+    it starts. `sinks` is empty on every rank but 0, and `events` writes nothing there. `peak_flops`: of one device, in
     FLOP/s; None where it is not known. `estimated_bytes`: what the largest `mem/peak_bytes` should come to.
     """
 
@@ -70,25 +70,25 @@ class Recorder:
         self,
         *,
         device: torch.device,
-        agreement: Agreement,
+        collectives: HostCollectives,
         state: TrainingState,
         warmup_steps: int,
         settings: MonitorConfig,
         monitor: TrainingMonitor,
-        ledger: Ledger,
+        events: EventLog,
         sinks: Sequence[Sink],
         batch_flops: BatchFlops,
         peak_flops: float | None,
         estimated_bytes: float | None = None,
     ) -> None:
         self.monitor = monitor
-        self.ledger = ledger
+        self.events = events
         self._machine = MachineWatch(settings)
         self._steps = StepAccumulator(device)
         self._clock = IntervalClock()
         self._sinks = sinks
         self._device = device
-        self._agreement = agreement
+        self._collectives = collectives
         self._warmup_steps = warmup_steps
         self._settings = settings
         self._batch_flops = batch_flops
@@ -146,33 +146,33 @@ class Recorder:
         self._steps.end_step(result, global_step=state.global_step, data_step=state.data_step)
         self._last_step = (state.global_step, state.data_step)
 
-    def judge(self) -> Orders:
+    def judge(self) -> Actions:
         """Judge the steps that have not been judged yet. A collective."""
         records = self._steps.reduce()
         new, self._judged_steps = records[self._judged_steps :], len(records)
-        return functools.reduce(operator.or_, map(self._judge_step, new), Orders())
+        return functools.reduce(operator.or_, map(self._judge_step, new), Actions())
 
-    def log(self, state: TrainingState) -> Orders:
+    def log(self, state: TrainingState) -> Actions:
         """Close the interval: judge the rest of it and the machine, and publish. A collective."""
-        orders = self.judge()
+        actions = self.judge()
         records = self._steps.take()
         self._judged_steps = 0
         timed = records[self._restored_steps :]
         self._restored_steps = 0
         lap = dataclasses.asdict(self._clock.lap())
-        vitals = self._agreement.gather(take_vitals(self._device, **lap, held_bytes=self._held_bytes))
+        rank_stats = self._collectives.gather(measure_rank_stats(self._device, **lap, held_bytes=self._held_bytes))
         self._held_bytes = {}
         performance = performance_metrics(
-            Lap(vitals[0].training_s, vitals[0].data_wait_s, vitals[0].exchange_wait_s),
+            Lap(rank_stats[0].training_s, rank_stats[0].data_wait_s, rank_stats[0].exchange_wait_s),
             num_steps=len(timed),
             tokens=sum(record.tokens for record in timed),
-            num_devices=len(vitals),
+            num_devices=len(rank_stats),
             # Every rank has the same budgets, so this rank's FLOPs stand for the others'.
-            flops=self._flops * len(vitals),
+            flops=self._flops * len(rank_stats),
             peak_flops_per_device=self._peak_flops,
         )
         self._flops = 0.0
-        orders |= self._judge_machine(state, vitals, performance["perf/tokens_per_sec"])
+        actions |= self._judge_machine(state, rank_stats, performance["perf/tokens_per_sec"])
         self._publish(
             state,
             {
@@ -183,7 +183,7 @@ class Recorder:
                 "train/epoch": state.epoch,
                 "data/bad_rows": state.bad_rows,
                 **performance,
-                **self._machine.metrics(vitals),
+                **self._machine.metrics(rank_stats),
                 **self._constant,
                 "health/alerts": self._alerts_in_interval.total(),
                 "health/rollbacks": state.rollbacks,
@@ -192,7 +192,7 @@ class Recorder:
         )
         self._alerts_in_interval.clear()
         self._once = {}
-        return orders
+        return actions
 
     def log_eval(self, state: TrainingState, metrics: Mapping[str, float]) -> None:
         """Publish an evaluation."""
@@ -231,10 +231,10 @@ class Recorder:
         self._machine.load_state_dict(state["machine"])
 
     def close(self, exit_code: int, reason: str = "") -> None:
-        """Write into the ledger why the run ended, if not at its end; flush and close the sinks."""
+        """Write into the events why the run ended, if not at its end; flush and close the sinks."""
         if exit_code:
             step, data_step = self._last_step
-            self.ledger.write("stop", step=step, data_step=data_step, exit_code=exit_code, message=reason)
+            self.events.write("stop", step=step, data_step=data_step, exit_code=exit_code, message=reason)
         for sink in self._sinks:
             sink.close(exit_code)
 
@@ -244,16 +244,16 @@ class Recorder:
 
     def _refuses(self, norm: Tensor) -> bool:
         """See `veto`."""
-        ranks = self._agreement.gather((self._steps.current_sums(), float(norm)))
+        ranks = self._collectives.gather((self._steps.current_sums(), float(norm)))
         loss = mean_loss_of_ranks([sums for sums, _ in ranks])
         if math.isnan(loss) and not any(map(sum, (sums[len(DENOISERS) :] for sums, _ in ranks))):
             return False  # a step without targets
         seen = self.monitor.refuses(loss, ranks[0][1])
         return any(name == "non_finite" or answer(name, self._settings) == "skip_step" for name in seen)
 
-    def _judge_step(self, record: StepRecord) -> Orders:
+    def _judge_step(self, record: StepRecord) -> Actions:
         if not any(record.target_tokens):
-            return Orders()  # a step without targets has no loss
+            return Actions()  # a step without targets has no loss
         alerts = self.monitor.update(
             record.global_step,
             record.loss,
@@ -265,29 +265,31 @@ class Recorder:
         )
         return self._answer(alerts, record.data_step)
 
-    def _judge_machine(self, state: TrainingState, vitals: Sequence[RankVitals], tokens_per_second: float) -> Orders:
+    def _judge_machine(
+        self, state: TrainingState, rank_stats: Sequence[RankStats], tokens_per_second: float
+    ) -> Actions:
         self.monitor.throughput_window.add(tokens_per_second)
-        alerts = self._machine.update(state.global_step, vitals, tokens_per_second=tokens_per_second)
+        alerts = self._machine.update(state.global_step, rank_stats, tokens_per_second=tokens_per_second)
         return self._answer(alerts, state.data_step)
 
-    def _answer(self, alerts: Sequence[dict[str, Any]], data_step: int) -> Orders:
+    def _answer(self, alerts: Sequence[dict[str, Any]], data_step: int) -> Actions:
         """Write alerts down, and say what they ask for."""
-        orders = Orders()
+        actions = Actions()
         for alert in alerts:
             action = answer(alert["type"], self._settings)
             self._alerts_in_interval[alert["type"]] += 1
             if action != "warn" or self._alerts_in_interval[alert["type"]] == 1:
                 self._tell(alert, data_step, action)
             if action == "rollback":
-                orders |= Orders(rollback=alert)
+                actions |= Actions(rollback=alert)
             elif action == "stop":
-                orders |= Orders(leave=alert) if alert["type"] in MACHINE_ALERTS else Orders(stop=alert)
-        return orders
+                actions |= Actions(leave=alert) if alert["type"] in MACHINE_ALERTS else Actions(stop=alert)
+        return actions
 
     def _tell(self, alert: Alert, data_step: int, action: str) -> None:
         facts = {name: value for name, value in alert.items() if name != "step"}
-        self.ledger.write("alert", step=alert["step"], data_step=data_step, **facts, action=action)
-        if self._agreement.rank == 0:
+        self.events.write("alert", step=alert["step"], data_step=data_step, **facts, action=action)
+        if self._collectives.rank == 0:
             logger.warning("%s: data step %d, %s (%s)", alert["type"], data_step, alert["message"], action)
 
     def _publish(self, state: TrainingState, metrics: dict[str, float]) -> None:

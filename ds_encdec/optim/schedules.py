@@ -22,10 +22,10 @@ from ds_encdec.config.schema import TrainingConfig
 
 def learning_rate(update_index: int, training: TrainingConfig) -> float:
     """The learning rate of applied update `update_index` (from 0), of the first parameter group."""
-    return training.learning_rate * rate_factor(update_index, training)
+    return training.learning_rate * lr_lambda(update_index, training)
 
 
-def rate_factor(update_index: int, training: TrainingConfig) -> float:
+def lr_lambda(update_index: int, training: TrainingConfig) -> float:
     """`learning_rate` over the peak: what a torch LambdaLR wants."""
     return _FACTORS[training.lr_scheduler_type](update_index, training)
 

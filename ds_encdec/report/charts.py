@@ -258,7 +258,7 @@ def _paint_alerts(axes: Axes, marks: Sequence[AlertMark]) -> None:
 
 
 def back_to(rollback: Entry) -> float:
-    """The step that a rollback of the ledger went back to."""
+    """The step that a rollback of the events went back to."""
     target = rollback.get("to_step")
     return float(target) if is_number(target) else float(rollback["step"])
 
@@ -270,7 +270,7 @@ def alert_marks(run: Run, plan: ChartPlan) -> list[AlertMark]:
     which are all at the applied step before.
     """
     heights: dict[tuple[float, int | None], list[float]] = defaultdict(list)
-    for index, entry in enumerate(run.ledger):
+    for index, entry in enumerate(run.events):
         kind = str(entry.get("type"))
         if entry["kind"] == "alert" and (kind in plan.alerts or (plan is LOSS_PLAN and kind not in _MARKED)):
             branch = _branch_of(run, index)
@@ -294,9 +294,9 @@ def _height(run: Run, alert: Entry, plan: ChartPlan, branch: int | None) -> floa
 
 
 def _branch_of(run: Run, index: int) -> int | None:
-    """The rollback that took back what the ledger's entry at `index` lies on; None where none did."""
-    step = run.ledger[index]["step"]
-    for later in run.ledger[index:]:
+    """The rollback that took back what the events's entry at `index` lies on; None where none did."""
+    step = run.events[index]["step"]
+    for later in run.events[index:]:
         if later["kind"] == "rollback" and back_to(later) < step:
             branch = later.get("number")
             return branch if isinstance(branch, int) else None

@@ -1,4 +1,4 @@
-"""A run as its folder tells it: metrics, ledger, configuration, checkpoints, verdicts. Only reads, without torch."""
+"""A run as its folder tells it: metrics, events, configuration, checkpoints, verdicts. Only reads, without torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ds_encdec.report.curve import Curve
 from ds_encdec.types import CheckpointError, ConfigError, DataError
 
 Entry = Mapping[str, Any]
-"""A line of `ledger.jsonl` (monitor/ledger.py) or a file of JSON: what others wrote, believed as little as possible."""
+"""A line of `ledger.jsonl` (monitor/events.py) or a file of JSON: what others wrote, believed as little as possible."""
 NO_CURVE = Curve.of(())
 
 
@@ -50,7 +50,7 @@ class Run:
     status: Entry
     curves: Mapping[str, Curve]
     abandoned: Mapping[int, Mapping[str, Curve]]
-    ledger: Sequence[Entry]
+    events: Sequence[Entry]
     config: Mapping[str, Any]
     data: Entry
     checkpoints: Sequence[SavedCheckpoint]
@@ -62,8 +62,8 @@ class Run:
         return self.curves.get(metric, NO_CURVE)
 
     def entries(self, kind: str) -> list[Entry]:
-        """The ledger's entries of one kind."""
-        return [entry for entry in self.ledger if entry["kind"] == kind]
+        """The events's entries of one kind."""
+        return [entry for entry in self.events if entry["kind"] == kind]
 
     @property
     def steps(self) -> int:
@@ -143,7 +143,7 @@ def read_run(path: Path) -> Run:
         status=status,
         curves=curves,
         abandoned=_read_abandoned(folder.abandoned_metrics, notes),
-        ledger=_read_ledger(folder.ledger, notes),
+        events=_read_events(folder.events, notes),
         config=_read_config(folder.config_yaml, notes),
         data=_read_data_facts(folder.checkpoints, checkpoints),
         checkpoints=checkpoints,
@@ -177,7 +177,7 @@ def _nothing_logged(folder: RunFolder, status: Entry) -> str:
 
 
 def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """The lines of metrics or ledger; what else is in the file becomes a note."""
+    """The lines of metrics or events; what else is in the file becomes a note."""
     lines, problem, is_torn = read_step_lines(path)
     if problem:
         notes.append(f"{problem}.")
@@ -202,7 +202,7 @@ def _read_abandoned(path: Path, notes: list[str]) -> dict[int, dict[str, Curve]]
     return {number: _curves(lines) for number, lines in sorted(branches.items())}
 
 
-def _read_ledger(path: Path, notes: list[str]) -> list[Entry]:
+def _read_events(path: Path, notes: list[str]) -> list[Entry]:
     """The entries; of an event that a resume met once more, at the same data step, what was told last."""
     entries: list[Entry] = []
     later: set[tuple[object, ...]] = set()

@@ -10,11 +10,11 @@ _ANSWERS = ("rollback", "no_rollback", "stop", "start")
 """Entries that settle what became of the rollbacks asked for before them; a start: they were never answered."""
 
 
-def refused_alerts(ledger: Sequence[Entry]) -> set[int]:
-    """The indices in `ledger` of the alerts whose rollback was refused: those since the answer before a refusal."""
+def refused_alerts(events: Sequence[Entry]) -> set[int]:
+    """The indices in `events` of the alerts whose rollback was refused: those since the answer before a refusal."""
     refused: set[int] = set()
     asking: list[int] = []
-    for index, entry in enumerate(ledger):
+    for index, entry in enumerate(events):
         if entry["kind"] == "alert" and entry.get("action") == "rollback":
             asking.append(index)
         elif entry["kind"] in _ANSWERS:

@@ -181,10 +181,10 @@ def tables(run: Run) -> Html:
 
 
 def _events(run: Run) -> Html:
-    refused = refused_alerts(run.ledger)
+    refused = refused_alerts(run.events)
     told = [
         (entry, index in refused)
-        for index, entry in enumerate(run.ledger)
+        for index, entry in enumerate(run.events)
         if entry["kind"] != "start" or entry.get("resumed_from")
     ]
     if not told:

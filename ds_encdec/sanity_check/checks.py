@@ -37,7 +37,8 @@ from ds_encdec.data.ul2 import MIN_RAW_TOKENS, max_raw_length, reconstruct
 from ds_encdec.engine.forward import packed_forward
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine
-from ds_encdec.launch.agreement import Agreement
+from ds_encdec.engines import EngineName
+from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.world import World
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
@@ -45,14 +46,7 @@ from ds_encdec.model.parameter_count import count_parameters
 from ds_encdec.run_model import RunModel, new_model
 from ds_encdec.sanity_check.checkpoint_folder import checkpoint_folder
 from ds_encdec.tokenizer.sentinels import Vocabulary
-from ds_encdec.types import (
-    DENOISERS,
-    Batch,
-    CheckpointError,
-    EngineName,
-    LossSum,
-    TrainingState,
-)
+from ds_encdec.types import DENOISERS, Batch, CheckpointError, LossSum, TrainingState
 
 FRESH_LOSS_TOLERANCE = 0.5
 """Nats per target token that the loss of fresh weights may be from its expected value."""
@@ -334,7 +328,7 @@ def _gradient_norm(module: nn.Module) -> float:
 def _save(subject: Subject, folder: Path) -> Path:
     """Save the engine as a run would; returns the checkpoint. Raises CheckpointError."""
     keep = subject.config.training.save_total_limit
-    manager = CheckpointManager(folder, Agreement(), engine_name=subject.engine_name, keep=keep)
+    manager = CheckpointManager(folder, HostCollectives(), engine_name=subject.engine_name, keep=keep)
     manager.prepare()
     state = TrainingState(global_step=OVERFIT_STEPS)
     write_rest = partial(_write_state, state)

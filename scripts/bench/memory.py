@@ -33,7 +33,7 @@ from ds_encdec.auto_batch.probe import full_batch, zero_weights
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine
-from ds_encdec.launch.agreement import Agreement
+from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
 from ds_encdec.launch.world import World, discover
 from ds_encdec.memory.estimate import estimate
@@ -109,12 +109,12 @@ def main() -> None:
     world = discover(os.environ)
     device = choose_device(options.device, world)
     init_process_group(world, device, timedelta(minutes=10), "deepspeed")
-    agreement = Agreement()
+    collectives = HostCollectives()
     gc.freeze()  # the many collections need not go through what imports have made
     found = []
     for row in rows:
         # Where ranks differ, the estimate is that of the rank with the most.
-        result = max(agreement.gather(measure(row, world, device)), key=lambda result: result["measured"])
+        result = max(collectives.gather(measure(row, world, device)), key=lambda result: result["measured"])
         found.append(result)
         if world.is_main:
             _print_row(result)

@@ -31,7 +31,7 @@ from ds_encdec.checkpoint.manager import CheckpointManager, SaveOutcome
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine
-from ds_encdec.launch.agreement import Agreement
+from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
 from ds_encdec.launch.world import discover
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
@@ -58,12 +58,12 @@ def main() -> None:
     world = discover(os.environ)
     device = choose_device("auto", world)
     init_process_group(world, device, timedelta(minutes=10), options.engine)
-    agreement = Agreement()
-    folder = Path(agreement.on_rank_zero(lambda: tempfile.mkdtemp(prefix="save-", dir=options.folder)))
+    collectives = HostCollectives()
+    folder = Path(collectives.on_rank_zero(lambda: tempfile.mkdtemp(prefix="save-", dir=options.folder)))
     config, model_config = _configuration(options)
     engine = create_engine(options.engine, config, world, device, model_config, random_weights(model_config, 0), 1)
-    manager = CheckpointManager(folder, agreement, engine_name=options.engine, keep=1)
-    bench = SaveBench(engine, manager, agreement, packed_batch(model_config.vocab_size), _LIBRARY[options.engine])
+    manager = CheckpointManager(folder, collectives, engine_name=options.engine, keep=1)
+    bench = SaveBench(engine, manager, collectives, packed_batch(model_config.vocab_size), _LIBRARY[options.engine])
     measured = [bench.repetition(number) for number in range(options.repeats + 1)][1:]
     if world.is_main:
         _report(options, model_config, world.world_size, measured)
@@ -80,13 +80,13 @@ class SaveBench:
         self,
         engine: Engine,
         manager: CheckpointManager,
-        agreement: Agreement,
+        collectives: HostCollectives,
         batch: Batch,
         native_save: Callable[[Any, Path], None],
     ) -> None:
         self.engine = engine
         self.manager = manager
-        self.agreement = agreement
+        self.collectives = collectives
         self.batch = batch
         self.native_save = native_save
 
@@ -95,7 +95,7 @@ class SaveBench:
         found = {"quiet step": self._step()}
         self._begin_save(2 * number, in_background=True)
         steps = [self._step()]
-        while not all(self.agreement.gather(self.manager.save_is_over)):
+        while not all(self.collectives.gather(self.manager.save_is_over)):
             steps.append(self._step())
         background = self._outcome()
         self._begin_save(2 * number + 1, in_background=False)

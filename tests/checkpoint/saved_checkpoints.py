@@ -26,7 +26,7 @@ from ds_encdec.types import TrainingState
 WORDS = {"<pad>": 0, "<eos>": 1, "hello": 2, "world": 3}
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 State = dict[str, dict[str, Tensor]]
-"""Kind → neutral name → full tensor."""
+"""Kind → canonical name → full tensor."""
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

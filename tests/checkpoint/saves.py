@@ -10,21 +10,21 @@ from pathlib import Path
 from ds_encdec.checkpoint.find import Checkpoint, find_checkpoint
 from ds_encdec.checkpoint.manager import CheckpointManager, SaveOutcome, Stage
 from ds_encdec.engine.protocol import StagedSave
-from ds_encdec.launch.agreement import Agreement
+from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.types import TrainingState
 
 NUM_BYTES = 1000
 
 
 def make_manager(folder: Path, keep: int | None = None) -> CheckpointManager:
-    manager = CheckpointManager(folder, Agreement(), engine_name="test", keep=keep)
+    manager = CheckpointManager(folder, HostCollectives(), engine_name="test", keep=keep)
     folder.mkdir(exist_ok=True)
     manager.prepare()
     return manager
 
 
 def find(manager: CheckpointManager, resume: str | None) -> Checkpoint | None:
-    return find_checkpoint(manager.folder, Agreement(), resume)
+    return find_checkpoint(manager.folder, HostCollectives(), resume)
 
 
 def engine(before_writing: Callable[[], object] = lambda: None, num_bytes: int = NUM_BYTES) -> Stage:

@@ -9,7 +9,7 @@ import pytest
 from saves import find, make_manager, save
 
 from ds_encdec.checkpoint.find import Checkpoint, find_checkpoint
-from ds_encdec.launch.agreement import Agreement
+from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.types import CheckpointError, ConfigError
 
 
@@ -54,7 +54,7 @@ def test_auto_looks_no_later_than_it_is_told(tmp_path: Path) -> None:
         save(manager, step)
     steps = {}
     for latest in (7, 5, 4, 1):
-        found = find_checkpoint(manager.folder, Agreement(), "auto", at_most=latest)
+        found = find_checkpoint(manager.folder, HostCollectives(), "auto", at_most=latest)
         steps[latest] = found and found.manifest.step
     assert steps == {7: 6, 5: 4, 4: 4, 1: None}
 
@@ -95,11 +95,11 @@ def test_what_other_run_and_other_ranks_cannot_use_is_refused_before_large_files
 
     for resume in ("auto", str(newest)):
         with pytest.raises(ConfigError, match="3 ranks"):
-            find_checkpoint(tmp_path, Agreement(), resume, accept=refuse)
+            find_checkpoint(tmp_path, HostCollectives(), resume, accept=refuse)
     assert seen == [{"step": 2}, {"step": 2}]  # refused, not passed over
     (newest / "trainer.json").write_text(json.dumps({"step": 9}))
     with pytest.raises(ConfigError):
-        find_checkpoint(tmp_path, Agreement(), "auto", accept=refuse)
+        find_checkpoint(tmp_path, HostCollectives(), "auto", accept=refuse)
     assert seen[2:] == [{"step": 1}]  # a damaged one is not even asked about
 
 

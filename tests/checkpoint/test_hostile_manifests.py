@@ -17,7 +17,7 @@ from ds_encdec import cli
 from ds_encdec.checkpoint.find import find_checkpoint
 from ds_encdec.checkpoint.manifest import MANIFEST, DamagedCheckpointError, read_manifest, record_file
 from ds_encdec.config.plain_files import MAX_RECORD_BYTES
-from ds_encdec.launch.agreement import Agreement
+from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.model.safetensors_folder import INDEX_FILE, SafetensorsFolder
 from ds_encdec.types import CheckpointError
 
@@ -132,11 +132,11 @@ def test_a_manifest_that_is_none(run: Path, capsys: Output, damage: str) -> None
     newest = run / "checkpoints" / NEWEST
     spoil, message = DAMAGE[damage]
     spoil(newest / MANIFEST)
-    found = find_checkpoint(run / "checkpoints", Agreement(), "auto")
+    found = find_checkpoint(run / "checkpoints", HostCollectives(), "auto")
     assert found is not None
     assert found.manifest.step == 100
     with pytest.raises(DamagedCheckpointError) as caught:
-        find_checkpoint(run / "checkpoints", Agreement(), str(newest))
+        find_checkpoint(run / "checkpoints", HostCollectives(), str(newest))
     assert message in str(caught.value)
     out = run.parent / "out"
     for words in (["verify", run], ["verify", newest], ["export", newest, out], ["average", run, out]):
@@ -148,7 +148,7 @@ def test_the_only_checkpoint_is_not_written_over_because_its_manifest_is_a_folde
     shutil.rmtree(run / "checkpoints" / "step-00000100")
     instead(Path.mkdir)(run / "checkpoints" / NEWEST / MANIFEST)
     with pytest.raises(CheckpointError, match="none of its 1 checkpoints is whole"):
-        find_checkpoint(run / "checkpoints", Agreement(), "auto")
+        find_checkpoint(run / "checkpoints", HostCollectives(), "auto")
 
 
 def test_a_manifest_of_the_format_before_is_read_and_said_to_be_one(
@@ -157,7 +157,7 @@ def test_a_manifest_of_the_format_before_is_read_and_said_to_be_one(
     """Formats differ in the hash alone."""
     newest = run / "checkpoints" / NEWEST
     unhashed("engine", "fsdp")(newest / MANIFEST)
-    found = find_checkpoint(run / "checkpoints", Agreement(), "auto")
+    found = find_checkpoint(run / "checkpoints", HostCollectives(), "auto")
     assert found is not None
     assert (found.manifest.step, found.manifest.engine) == (200, "fsdp")
     assert "a format without a hash of itself" in caplog.text

@@ -14,7 +14,7 @@ from saves import find, make_manager, save
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.checkpoint.manager import CheckpointManager
 from ds_encdec.checkpoint.manifest import MANIFEST, DamagedCheckpointError, read_manifest, verify_checkpoint
-from ds_encdec.launch.agreement import Agreement
+from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.types import CheckpointError, TrainingState
 
 
@@ -134,7 +134,7 @@ def test_verify_reads_every_file(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"infra\.output_dir: cannot write to .*Not a directory"):
-        CheckpointManager(tmp_path / "file" / "x", Agreement(), engine_name="test", keep=None).prepare()
+        CheckpointManager(tmp_path / "file" / "x", HostCollectives(), engine_name="test", keep=None).prepare()
 
 
 def test_what_cannot_be_deleted_does_not_fail_a_save(

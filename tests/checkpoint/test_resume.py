@@ -18,7 +18,7 @@ from ds_encdec.checkpoint.find import Checkpoint
 from ds_encdec.checkpoint.manifest import read_manifest
 from ds_encdec.checkpoint.saved_state import open_saved_state, saved_weights
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.launch.agreement import Agreement
+from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.run_model import new_model, saved_model
 from ds_encdec.types import CheckpointError, DsEncDecError
 
@@ -107,7 +107,7 @@ def test_other_special_tokens_are_refused(checkpoint: Checkpoint, source: Path) 
             saved_model(changed, checkpoint.path)
 
 
-class _SecondOfTwo(Agreement):
+class _SecondOfTwo(HostCollectives):
     """Rank 1 of two, whose rank 0 cannot open the checkpoint."""
 
     def gather(self, record: Any) -> list[Any]:

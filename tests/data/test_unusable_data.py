@@ -8,7 +8,7 @@ from data_parts import byte_tokenizer
 from ds_encdec.config.schema import DataConfig
 from ds_encdec.data.budgets import Budgets
 from ds_encdec.data.chunks import Chunker
-from ds_encdec.data.survey import Survey, documents_ratio, require_one_step
+from ds_encdec.data.sample_statistics import SampleStatistics, documents_ratio, require_one_step
 from ds_encdec.types import DataError
 
 BUDGETS = Budgets(encoder_tokens=400, decoder_tokens=600, max_examples=8)
@@ -16,13 +16,13 @@ BUDGETS = Budgets(encoder_tokens=400, decoder_tokens=600, max_examples=8)
 
 def test_fewer_documents_than_lanes_names_the_lanes() -> None:
     with pytest.raises(DataError, match=r"1 documents .* too few for 4 lanes.*data\.num_lanes=1"):
-        require_one_step(Survey(ratio=1.0, documents=1, tokens=21_270), 4, BUDGETS)
+        require_one_step(SampleStatistics(ratio=1.0, documents=1, tokens=21_270), 4, BUDGETS)
 
 
 def test_too_few_tokens_names_both_numbers() -> None:
     with pytest.raises(DataError, match=r"3,999 tokens in 9 documents.*needs 4,000 tokens"):
-        require_one_step(Survey(ratio=1.0, documents=9, tokens=3_999), 4, BUDGETS)
-    require_one_step(Survey(ratio=1.0, documents=4, tokens=4_000), 4, BUDGETS)
+        require_one_step(SampleStatistics(ratio=1.0, documents=9, tokens=3_999), 4, BUDGETS)
+    require_one_step(SampleStatistics(ratio=1.0, documents=4, tokens=4_000), 4, BUDGETS)
 
 
 def test_the_look_at_a_huge_document_is_short() -> None:

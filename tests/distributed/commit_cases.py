@@ -18,7 +18,7 @@ from ds_encdec.checkpoint.manager import CheckpointManager
 from ds_encdec.checkpoint.manifest import verify_checkpoint
 from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.engine.select import create_engine, resolve_engine
-from ds_encdec.launch.agreement import Agreement
+from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.world import discover
 from ds_encdec.types import DataError, DsEncDecError, TrainingState
 
@@ -33,8 +33,8 @@ def error_of(action: Any) -> tuple[str, str]:
 
 def agree() -> dict[str, Any]:
     """Every way of agreeing, with the failing rank chosen so that the other one must learn of it."""
-    agreement = Agreement()
-    rank = agreement.rank
+    collectives = HostCollectives()
+    rank = collectives.rank
 
     def fail_on(failing: int) -> None:
         if rank == failing:
@@ -47,13 +47,13 @@ def agree() -> dict[str, Any]:
         return rank
 
     return {
-        "exchange": agreement.exchange([rank, True]),
-        "zero": agreement.on_rank_zero(lambda: os.getpid()),
-        "first": agreement.rank_zero_first(note_order),
-        "fail_zero": error_of(lambda: agreement.on_rank_zero(lambda: fail_on(0))),
-        "fail_one": error_of(lambda: agreement.on_every_rank(lambda: fail_on(1))),
-        "fail_first": error_of(lambda: agreement.rank_zero_first(lambda: fail_on(0))),
-        "fail_second": error_of(lambda: agreement.rank_zero_first(lambda: fail_on(1))),
+        "exchange": collectives.all_gather_ints([rank, True]),
+        "zero": collectives.on_rank_zero(lambda: os.getpid()),
+        "first": collectives.rank_zero_first(note_order),
+        "fail_zero": error_of(lambda: collectives.on_rank_zero(lambda: fail_on(0))),
+        "fail_one": error_of(lambda: collectives.on_every_rank(lambda: fail_on(1))),
+        "fail_first": error_of(lambda: collectives.rank_zero_first(lambda: fail_on(0))),
+        "fail_second": error_of(lambda: collectives.rank_zero_first(lambda: fail_on(1))),
     }
 
 
@@ -91,12 +91,12 @@ def problem_of(manager: CheckpointManager) -> str | None:
 
 
 def find(manager: CheckpointManager, resume: str) -> Checkpoint | None:
-    return find_checkpoint(manager.folder, Agreement(), resume)
+    return find_checkpoint(manager.folder, HostCollectives(), resume)
 
 
 def save_and_find(folder: str) -> dict[str, Any]:
     """Commit two steps, damage the newer one's shard of rank 1, look for what to resume from."""
-    manager = CheckpointManager(Path(folder), Agreement(), engine_name="test", keep=None)
+    manager = CheckpointManager(Path(folder), HostCollectives(), engine_name="test", keep=None)
     manager.prepare()
     for step in (1, 2):
         save(manager, step, SlowShards())
@@ -126,13 +126,13 @@ def unshared(folder: str) -> tuple[str, str]:
     """Each rank sees a folder of its own."""
     mine = Path(folder) / f"node{dist.get_rank()}"
     mine.mkdir()
-    manager = CheckpointManager(mine, Agreement(), engine_name="test", keep=None)
+    manager = CheckpointManager(mine, HostCollectives(), engine_name="test", keep=None)
     return error_of(manager.prepare)
 
 
 def train_while_saving(folder: str) -> dict[str, Any]:
     """Collectives of the training's group go on under a save that one rank is slow to write."""
-    manager = CheckpointManager(Path(folder), Agreement(), engine_name="test", keep=None)
+    manager = CheckpointManager(Path(folder), HostCollectives(), engine_name="test", keep=None)
     manager.prepare()
     save(manager, 1, SlowShards(slow_rank=1, seconds=1.5), in_background=True)
     total = torch.zeros(1)
@@ -164,14 +164,14 @@ def fail_to_save(folder: str, engines: tuple[str, ...]) -> dict[str, Any]:
 
 
 def fail_once(folder: Path, engine_name: str, in_background: bool) -> dict[str, Any]:
-    agreement = Agreement()
+    collectives = HostCollectives()
     engine = make_engine(engine_name)
-    manager = CheckpointManager(folder, agreement, engine_name=engine_name, keep=None)
+    manager = CheckpointManager(folder, collectives, engine_name=engine_name, keep=None)
     manager.prepare()
     save(manager, 1, engine, "best")
     problems = [problem_of(manager)]
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if agreement.rank == 1:
+    if collectives.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, unlimited[1]))
     save(manager, 2, engine, "best", in_background=in_background)
     problems.append(problem_of(manager))

@@ -27,9 +27,9 @@ from pathlib import Path
 
 import torch
 
+from ds_encdec.engines import EngineName
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
 from ds_encdec.launch.world import discover, free_port
-from ds_encdec.types import EngineName
 
 GRACE_SECONDS = 10.0
 """What the other ranks get to end by themselves once one has failed."""

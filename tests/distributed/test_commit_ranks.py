@@ -1,4 +1,4 @@
-"""Agreement and the commit of a checkpoint between two real ranks."""
+"""HostCollectives and the commit of a checkpoint between two real ranks."""
 
 from __future__ import annotations
 

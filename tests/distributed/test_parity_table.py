@@ -36,6 +36,6 @@ def test_every_engine_has_a_row_within_the_bounds() -> None:
 @pytest.mark.parametrize(("bf16", "bound"), [(False, FLOAT32_BOUND), (True, BF16_BOUND)], ids=["float32", "bf16"])
 def test_fifty_steps_follow_the_oracle(bf16: bool, bound: float) -> None:
     found, *_ = run_ranks("parity_runs.py:engine_losses", 2, {"names": AGAIN, "bf16": bf16}, timeout_seconds=300)
-    assert oracle()[-1] < oracle()[0] - 0.3  # it learns, or agreement would say little
+    assert oracle()[-1] < oracle()[0] - 0.3  # it learns, or collectives would say little
     for name in AGAIN:
         assert found[name] == pytest.approx(oracle(), abs=bound), name

@@ -180,7 +180,7 @@ def test_cyclic_ranks_of_a_hybrid_are_warned_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(select, "_fsdp2", lambda *_: None)
-    monkeypatch.setattr(select.Agreement, "gather", lambda *_: ["north", "south", "north", "south"])
+    monkeypatch.setattr(select.HostCollectives, "gather", lambda *_: ["north", "south", "north", "south"])
     config = configured(distributed_type="fsdp", sharding_stage="zero3_hybrid", hybrid_shard_size=2)
     create_engine("fsdp", config, discover({}), torch.device("cpu"), MODEL, None, 1)
     assert "shards over ranks 0 to 1, which are on different nodes (north, south)" in caplog.text

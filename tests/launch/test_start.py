@@ -16,7 +16,7 @@ from tiny_run import QUICKSTART, overrides
 from ds_encdec import build
 from ds_encdec.config.load import load_config
 from ds_encdec.launch import peers
-from ds_encdec.launch.agreement import Agreement
+from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.peers import Peer, Peers
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.run_folder import RunFolder
@@ -48,7 +48,7 @@ def test_a_rank_whose_peer_stopped_in_the_meeting_is_stopped_too(
 ) -> None:
     """A stand-in for the exchange that breaks, with gloo's words."""
     broken = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer")
-    monkeypatch.setattr(Agreement, "exchange", raiser(broken))
+    monkeypatch.setattr(HostCollectives, "all_gather_ints", raiser(broken))
     with StopRequest(SINGLE) as stop:
         os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(Preempted, match="SIGINT while the ranks met: there was nothing"):
@@ -68,7 +68,7 @@ def test_a_rank_that_ends_itself_is_in_run_json(
     assert (ended["state"], ended["exit_code"], ended["reason"]) == ("failed", 8, "rank 0: no step for 60 s")
 
 
-class TwoRanks(Agreement):
+class TwoRanks(HostCollectives):
     """What rank 0 of two is told, the other of which is this process."""
 
     def __init__(self, pid: int) -> None:
@@ -121,7 +121,7 @@ def test_what_a_resume_that_does_not_begin_leaves(
     folder.claim(resume=True)
     with (
         pytest.raises(type(error)),
-        Peers(folder, Agreement()) as alone,
+        Peers(folder, HostCollectives()) as alone,
         ending_recorded(folder, SINGLE, alone, spare=True),
     ):
         raise error

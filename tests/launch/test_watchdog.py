@@ -17,7 +17,7 @@ pytestmark = pytest.mark.launch
 RANK = """
 import ctypes, os, signal, subprocess, sys, time
 from datetime import timedelta
-from ds_encdec.launch.agreement import Agreement
+from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.process_group import init_process_group, shutdown
 from ds_encdec.launch.run_folder import RunFolder
@@ -27,7 +27,7 @@ import torch
 output, kind, timeout_seconds = sys.argv[1], sys.argv[2], float(sys.argv[3])
 world = discover(os.environ)
 init_process_group(world, torch.device("cpu"), timedelta(seconds=300), "fsdp")
-agreement = Agreement()
+collectives = HostCollectives()
 
 def waits_for_a_batch_for_ever():
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])  # as a data worker that hangs would
@@ -38,7 +38,7 @@ def takes_its_time():
         time.sleep(2 * timeout_seconds)
     for _ in range(8):  # an evaluation
         time.sleep(0.3 * timeout_seconds)
-        stop.life.give()
+        stop.heartbeat.beat()
 
 act = {
     "hangs": waits_for_a_batch_for_ever,
@@ -48,12 +48,12 @@ act = {
 }[kind]
 run = RunFolder(output)
 stop = StopRequest(world)
-with stop, Watchdog(stop, timeout_seconds / 60, run, agreement, grace_seconds=2, poll_seconds=0.1):
+with stop, Watchdog(stop, timeout_seconds / 60, run, collectives, grace_seconds=2, poll_seconds=0.1):
     time.sleep(1.5 * timeout_seconds * (kind == "lives"))  # what comes before the first batch is no hang
     for step in range(5):
         if step == 2 and (world.rank == 1 or kind == "lives"):
             act()
-        agreement.exchange([stop.requested])
+        collectives.all_gather_ints([stop.requested])
         time.sleep(0.2)
 shutdown()
 """
@@ -112,8 +112,8 @@ def test_both_ranks_say_where_one_hangs(folder: Path) -> None:
     assert "waits_for_a_batch_for_ever" in stacks["rank-1.txt"]
     assert "in exchange" in stacks["rank-0.txt"]
     assert stacks["rank-0.txt"].startswith("rank 0 of 2, process ")
-    assert "sign of life 3 was" in stacks["rank-0.txt"]
-    assert "sign of life 2 was" in stacks["rank-1.txt"]  # who is behind
+    assert "heartbeat 3 was" in stacks["rank-0.txt"]
+    assert "heartbeat 2 was" in stacks["rank-1.txt"]  # who is behind
     assert "watchdog" in stacks["rank-0.txt"]
     status = json.loads((folder / "run" / "run.json").read_text())
     assert (status["state"], status["exit_code"]) == ("failed", 8)

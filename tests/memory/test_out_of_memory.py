@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ds_encdec.config.load import load_config
+from ds_encdec.engines import EngineName
 from ds_encdec.memory.breakdown import CATEGORIES
 from ds_encdec.memory.device_stats import device_capacity
 from ds_encdec.memory.expected import ExpectedMemory, expect, gib
@@ -17,7 +18,7 @@ from ds_encdec.memory.job import make_job
 from ds_encdec.memory.model_sizes import run_sizes
 from ds_encdec.memory.out_of_memory import explanation, out_of_memory_explained, settings_that_fit
 from ds_encdec.memory.variants import BATCH_FIELDS, as_overrides, value_of
-from ds_encdec.types import EngineName, OutOfMemoryError
+from ds_encdec.types import OutOfMemoryError
 
 GIB = 2**30
 QUICKSTART = Path(__file__).parents[2] / "ds_configs" / "quickstart.yaml"

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from ds_encdec.config.schema import MonitorConfig
 from ds_encdec.monitor.machine import MachineWatch
-from ds_encdec.monitor.vitals import RankVitals
+from ds_encdec.monitor.rank_stats import RankStats
 
 GIB = 2.0**30
-WELL = RankVitals(
+WELL = RankStats(
     training_s=10.0,
     data_wait_s=0.1,
     exchange_wait_s=0.5,
@@ -27,7 +27,7 @@ WELL = RankVitals(
 )
 
 
-def ranks(count: int = 4, **changed: dict[int, float]) -> list[RankVitals]:
+def ranks(count: int = 4, **changed: dict[int, float]) -> list[RankStats]:
     """Ranks that are well but for `field={rank: value}`."""
     changes = [{name: values[rank] for name, values in changed.items() if rank in values} for rank in range(count)]
     return [dataclasses.replace(WELL, **change) for change in changes]
@@ -38,14 +38,14 @@ def watch(**fields: float) -> MachineWatch:
 
 
 def feed(
-    machine: MachineWatch, intervals: list[list[RankVitals]], *, speeds: list[float] | None = None, first: int = 1
+    machine: MachineWatch, intervals: list[list[RankStats]], *, speeds: list[float] | None = None, first: int = 1
 ) -> list[dict[str, Any]]:
     """The alerts of intervals 1, 2, …; their number is the step."""
     speeds = speeds or [1000.0] * len(intervals)
     return [
         alert
-        for step, (vitals, speed) in enumerate(zip(intervals, speeds, strict=True), start=first)
-        for alert in machine.update(step, vitals, tokens_per_second=speed)
+        for step, (rank_stats, speed) in enumerate(zip(intervals, speeds, strict=True), start=first)
+        for alert in machine.update(step, rank_stats, tokens_per_second=speed)
     ]
 
 
@@ -102,11 +102,11 @@ def test_throughput_survives_a_resume_on_fewer_ranks() -> None:
 # Stragglers
 
 
-def slow(ratio: float, rank: int = 2) -> list[RankVitals]:
+def slow(ratio: float, rank: int = 2) -> list[RankStats]:
     return ranks(4, arithmetic_s={rank: ratio * WELL.arithmetic_s})
 
 
-def late(share: float, rank: int = 1) -> list[RankVitals]:
+def late(share: float, rank: int = 1) -> list[RankStats]:
     """`rank` arrives last and the others wait for `share` of the 10 s longer than it."""
     return ranks(4, exchange_wait_s={other: 0.25 + 10.0 * share * (other != rank) for other in range(4)})
 
@@ -140,7 +140,7 @@ def test_straggler_thresholds_are_exceeded_not_reached() -> None:
         [ranks()] * 8,
     ],
 )
-def test_noise_is_no_straggler(intervals: list[list[RankVitals]]) -> None:
+def test_noise_is_no_straggler(intervals: list[list[RankStats]]) -> None:
     assert feed(watch(), intervals) == []
 
 
@@ -173,7 +173,7 @@ def test_one_rank_has_nobody_to_wait_for_it() -> None:
 # Memory
 
 
-def host(*gib: float) -> list[RankVitals]:
+def host(*gib: float) -> list[RankStats]:
     return ranks(len(gib), host_bytes={rank: value * GIB for rank, value in enumerate(gib)})
 
 
@@ -240,10 +240,10 @@ def test_data_wait_ends_and_begins_again_and_may_move_between_ranks() -> None:
 
 
 def test_metrics_name_the_largest_the_slowest_and_the_latest() -> None:
-    vitals = ranks(
+    rank_stats = ranks(
         4, host_bytes={2: 9 * GIB}, peak_bytes={3: 70 * GIB}, arithmetic_s={1: 0.006}, exchange_wait_s={0: 0.25}
     )
-    assert MachineWatch.metrics(vitals) == {
+    assert MachineWatch.metrics(rank_stats) == {
         "mem/host_bytes": 9 * GIB,
         "mem/device_bytes": 40 * GIB,
         "mem/peak_bytes": 70 * GIB,
@@ -256,8 +256,10 @@ def test_metrics_name_the_largest_the_slowest_and_the_latest() -> None:
 
 def test_what_engines_hold_is_told_by_category_of_the_rank_that_holds_most() -> None:
     held = {0: {"weights": 4, "gradients": 9, "host_states": 0}, 1: {"weights": 6, "gradients": 8, "host_states": 0}}
-    vitals = [dataclasses.replace(WELL, held_bytes=held[rank], reserved_bytes=(rank + 1) * GIB) for rank in range(2)]
-    metrics = MachineWatch.metrics(vitals)
+    rank_stats = [
+        dataclasses.replace(WELL, held_bytes=held[rank], reserved_bytes=(rank + 1) * GIB) for rank in range(2)
+    ]
+    metrics = MachineWatch.metrics(rank_stats)
     assert (metrics["mem/weights_bytes"], metrics["mem/gradients_bytes"]) == (6, 9)
     assert metrics["mem/reserved_bytes"] == 2 * GIB
     assert "mem/host_states_bytes" not in metrics
@@ -267,12 +269,12 @@ positive = st.floats(1e-4, 1e4)
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.builds(RankVitals, *[positive] * 7), st.integers(1, 5), positive, st.integers(2, 9))
+@given(st.builds(RankStats, *[positive] * 7), st.integers(1, 5), positive, st.integers(2, 9))
 def test_what_stays_the_same_is_no_alert_but_a_wait_for_data(
-    vitals: RankVitals, count: int, speed: float, window_size: int
+    rank_stats: RankStats, count: int, speed: float, window_size: int
 ) -> None:
     machine = watch(window_size=window_size)
-    alerts = feed(machine, [[vitals] * count] * 20, speeds=[speed] * 20)
-    waits = vitals.data_wait_s / vitals.training_s > 0.2
+    alerts = feed(machine, [[rank_stats] * count] * 20, speeds=[speed] * 20)
+    waits = rank_stats.data_wait_s / rank_stats.training_s > 0.2
     assert kinds(alerts) == [("data_wait", 3)] * waits
     assert len(machine.state_dict()["throughput"]["values"]) == window_size

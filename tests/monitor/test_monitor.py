@@ -20,7 +20,7 @@ from ds_encdec.config.rules import NATIVE_SCHEDULES
 from ds_encdec.config.schema import FullConfig, MonitorConfig, TrainingConfig
 from ds_encdec.monitor.alerts import MACHINE_ALERTS, TRAINING_ALERTS, answer
 from ds_encdec.monitor.monitor import MAX_ALERTS_OF_A_TYPE, MAX_HISTORY, TrainingMonitor, compute_gradient_norm
-from ds_encdec.optim.schedules import rate_factor
+from ds_encdec.optim.schedules import lr_lambda
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,7 @@ def run_rates(training: TrainingConfig) -> Iterator[float]:
         native = getattr(lr_schedules, training.lr_scheduler_type)
         scheduler = native(optimizer, **arguments[training.lr_scheduler_type])
     else:
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda index: rate_factor(index, training))
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda index: lr_lambda(index, training))
     while True:
         yield optimizer.param_groups[0]["lr"]
         optimizer.step()

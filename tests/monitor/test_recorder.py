@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from ds_encdec.config.schema import FullConfig, MonitorConfig
-from ds_encdec.launch.agreement import Agreement
-from ds_encdec.monitor.ledger import Ledger
+from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.monitor.events import EventLog
 from ds_encdec.monitor.monitor import TrainingMonitor
-from ds_encdec.monitor.recorder import Orders, Recorder
+from ds_encdec.monitor.recorder import Actions, Recorder
 from ds_encdec.monitor.sinks import JsonlSink
 from ds_encdec.types import Batch, LossSum, StepResult, TrainingState
 
@@ -33,12 +33,12 @@ def make_recorder(path: Path, start_step: int, **settings: Any) -> Recorder:
     config = FullConfig(monitor=MonitorConfig(**settings))
     return Recorder(
         device=torch.device("cpu"),
-        agreement=Agreement(),
+        collectives=HostCollectives(),
         state=TrainingState(global_step=start_step, data_step=start_step),
         warmup_steps=2,
         settings=config.monitor,
         monitor=TrainingMonitor.from_config(config),
-        ledger=Ledger(path.with_name("ledger.jsonl")),
+        events=EventLog(path.with_name("ledger.jsonl")),
         sinks=[JsonlSink(path, start_step=start_step)],
         batch_flops=lambda _: 6e9,
         peak_flops=1e12,
@@ -130,8 +130,8 @@ def test_orders_follow_the_answers(tmp_path: Path) -> None:
         state = TrainingState()
         for loss in (2.0, 2.0, 5.0):
             state = step(recorder, state, loss, norm=20.0 if loss > 2 else 0.5)
-        orders = dataclasses.asdict(recorder.log(state))
-        assert {name: alert["type"] for name, alert in orders.items() if alert is not None} == expected
+        actions = dataclasses.asdict(recorder.log(state))
+        assert {name: alert["type"] for name, alert in actions.items() if alert is not None} == expected
         recorder.close(0)
 
 
@@ -143,10 +143,10 @@ def test_a_machine_that_has_to_be_left_is_not_forgotten_for_a_rollback(tmp_path:
         with recorder.waiting_for_data():
             time.sleep(0.05)
         state = step(recorder, state, loss)
-        orders = recorder.log(state)
-    assert orders.rollback is not None
-    assert orders.leave is not None
-    assert (orders.rollback["type"], orders.leave["type"]) == ("loss_spike", "data_wait")
+        actions = recorder.log(state)
+    assert actions.rollback is not None
+    assert actions.leave is not None
+    assert (actions.rollback["type"], actions.leave["type"]) == ("loss_spike", "data_wait")
 
 
 def test_a_step_without_targets_is_no_trouble(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_step_without_targets_is_no_trouble(tmp_path: Path) -> None:
     assert not recorder.veto(torch.tensor(0.0))
     state = TrainingState(global_step=1, data_step=1)
     recorder.end_step(state, StepResult(True, torch.tensor(0.0), 2e-7))
-    assert recorder.judge() == Orders()
+    assert recorder.judge() == Actions()
     assert recorder.monitor.alerts == []
 
 

@@ -13,7 +13,7 @@ import torch
 
 from ds_encdec.config.rules import NATIVE_SCHEDULES
 from ds_encdec.config.schema import TrainingConfig
-from ds_encdec.optim.schedules import learning_rate, rate_factor
+from ds_encdec.optim.schedules import learning_rate, lr_lambda
 
 OWN_SCHEDULES = ("cosine", "linear", "constant", "wsd")
 
@@ -113,4 +113,4 @@ def test_wsd_decay_may_fill_the_run() -> None:
 
 def test_factor_is_the_rate_over_its_peak() -> None:
     config = training("cosine", learning_rate=3e-4)
-    assert learning_rate(7, config) == pytest.approx(3e-4 * rate_factor(7, config))
+    assert learning_rate(7, config) == pytest.approx(3e-4 * lr_lambda(7, config))

@@ -244,7 +244,7 @@ def test_what_a_resume_tells_again_counts_once(tmp_path: Path) -> None:
     resumed = start | {"data_step": 50, "resumed_from": "checkpoints/step-00000050"}
     again = [alert("loss_spike", 60, 30.01, "warn"), alert("data_wait", 60, 0.5, "warn")]  # other sums on a GPU
     write_lines(run / "ledger.jsonl", [start, *before, resumed, *again])
-    assert list(read_run(run).ledger) == [start, before[0], resumed, *again]
+    assert list(read_run(run).events) == [start, before[0], resumed, *again]
 
 
 def test_untrusted_text_is_escaped(tmp_path: Path) -> None:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from ds_encdec.monitor import vitals
-from ds_encdec.monitor.vitals import measure_arithmetic, take_vitals
+from ds_encdec.monitor import rank_stats
+from ds_encdec.monitor.rank_stats import measure_arithmetic, measure_rank_stats
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_vitals_are_floats_in_one_row(device: str) -> None:
-    taken = take_vitals(torch.device(device), training_s=3.0, data_wait_s=2.0, exchange_wait_s=1.0)
+    taken = measure_rank_stats(torch.device(device), training_s=3.0, data_wait_s=2.0, exchange_wait_s=1.0)
     assert (taken.training_s, taken.data_wait_s, taken.exchange_wait_s) == (3.0, 2.0, 1.0)
     assert 0 < taken.arithmetic_s < 10
     assert 2**26 < taken.host_bytes < 2**36
@@ -28,14 +29,20 @@ def test_vitals_are_floats_in_one_row(device: str) -> None:
 def test_host_memory_is_that_of_now() -> None:
     def host_bytes() -> float:
         device = torch.device("cpu")
-        return take_vitals(device, training_s=0.0, data_wait_s=0.0, exchange_wait_s=0.0).host_bytes
+        return measure_rank_stats(device, training_s=0.0, data_wait_s=0.0, exchange_wait_s=0.0).host_bytes
+
+    def wait_until(reached: Callable[[float], bool]) -> None:
+        """Kernels with many CPUs add a process's pages up later, some virtual machines only now and then."""
+        deadline = time.monotonic() + 120
+        while not reached(host_bytes()):
+            assert time.monotonic() < deadline, f"still {host_bytes():,.0f} bytes; there were {before:,.0f}"
+            time.sleep(0.05)
 
     before = host_bytes()
-    ballast = torch.ones(2**24)
-    held = host_bytes()
+    ballast = torch.ones(2**27)  # far above what such a count is late by
+    wait_until(lambda now: now - before > 2**28)
     del ballast
-    assert held - before == pytest.approx(2**26, rel=0.1)
-    assert host_bytes() - before < 2**24
+    wait_until(lambda now: now - before < 2**28)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -59,7 +66,7 @@ def test_what_is_queued_on_a_gpu_is_not_measured() -> None:
 
 def test_a_rank_without_a_core_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """While it waits, here asleep, it takes no CPU time. What MachineWatch makes of it: test_machine.py."""
-    monkeypatch.setattr(vitals, "_multiply", lambda device, times: time.sleep(0.02))
+    monkeypatch.setattr(rank_stats, "_multiply", lambda device, times: time.sleep(0.02))
     used = time.thread_time()
     measured = measure_arithmetic(torch.device("cpu"))
     assert measured >= 0.02 > time.thread_time() - used

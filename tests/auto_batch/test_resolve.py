@@ -17,12 +17,12 @@ from tiny_job import MODEL, make_config
 
 from ds_encdec.auto_batch.probe import ProbeTask
 from ds_encdec.auto_batch.probe_process import ProbeProcess
+from ds_encdec.auto_batch.resolve import Place, agreed_outcome, resolve_batch_size
 from ds_encdec.auto_batch.search import Outcome
-from ds_encdec.auto_batch.settle import Place, agreed_outcome, settle_batch
 from ds_encdec.checkpoint.find import Checkpoint
 from ds_encdec.checkpoint.manifest import Manifest
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.launch.agreement import Agreement
+from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.world import World
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
@@ -34,9 +34,9 @@ def world(rank: int, size: int) -> World:
 
 
 def settled(config: FullConfig, ranks: int, saved: Path | None = None) -> tuple[int | str, int, int | None]:
-    place = Place(world(0, ranks), torch.device("cpu"), "fsdp", Agreement(), StopRequest(world(0, ranks)))
+    place = Place(world(0, ranks), torch.device("cpu"), "fsdp", HostCollectives(), StopRequest(world(0, ranks)))
     found = Checkpoint(saved, Manifest(1, 2, "fsdp", ())) if saved else None
-    training = settle_batch(config, place, Qwen3Seq2SeqConfig.from_dict(MODEL), found).training
+    training = resolve_batch_size(config, place, Qwen3Seq2SeqConfig.from_dict(MODEL), found).training
     return training.per_device_train_batch_size, training.gradient_accumulation_steps, training.global_batch_size
 
 
@@ -72,7 +72,7 @@ def test_a_run_does_not_go_on_with_another_global_batch(saved: Path, size: int |
         settled(config, 2, saved)
 
 
-class RankThread(Agreement):
+class RankThread(HostCollectives):
     """One of several ranks that are threads of this process."""
 
     def __init__(self, rank: int, records: list[Any], barrier: threading.Barrier) -> None:
@@ -86,7 +86,7 @@ class RankThread(Agreement):
         self._barrier.wait(timeout=300)
         return everyone
 
-    def exchange(self, values: Sequence[int]) -> list[list[int]]:
+    def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
         return self.gather([int(value) for value in values])
 
 
@@ -121,8 +121,8 @@ def agreed(
             stop(request)
         with ProbeProcess(task, (sys.executable, "-S", "-c", programs[rank])) as process:
             try:
-                agreement = RankThread(rank, records, barrier)
-                return agreed_outcome(process, agreement, request, timeout_seconds, grace_seconds)
+                collectives = RankThread(rank, records, barrier)
+                return agreed_outcome(process, collectives, request, timeout_seconds, grace_seconds)
             except DsEncDecError as error:
                 return error
 

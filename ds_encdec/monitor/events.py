@@ -1,4 +1,4 @@
-"""The ledger of a run: what happened to it, and what it did about it.
+"""The events of a run: what happened to it, and what it did about it.
 
 `ledger.jsonl` in the run's folder, one strict JSON object a line, in the order of time and never taken back:
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 Kind = Literal["start", "alert", "rollback", "no_rollback", "early_stop", "stop"]
 
 
-class Ledger:
+class EventLog:
     """Appends to the file; does nothing where `path` is None, as on all ranks but 0."""
 
     def __init__(self, path: Path | None) -> None:

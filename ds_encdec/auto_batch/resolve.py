@@ -27,7 +27,8 @@ from ds_encdec.config.batch_size import is_auto, micro_batch_candidates, with_mi
 from ds_encdec.config.load import load_saved
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.compiled_optimizer import compile_optimizer
-from ds_encdec.launch.agreement import Agreement, attempt
+from ds_encdec.engines import EngineName
+from ds_encdec.launch.host_collectives import HostCollectives, attempt
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.world import World
 from ds_encdec.memory.device_stats import device_capacity
@@ -38,7 +39,7 @@ from ds_encdec.memory.out_of_memory import explanation
 from ds_encdec.memory.variants import HEADROOM
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.precision import product_dtype
-from ds_encdec.types import ConfigError, DsEncDecError, EngineName, OutOfMemoryError, Preempted
+from ds_encdec.types import ConfigError, DsEncDecError, OutOfMemoryError, Preempted
 
 logger = logging.getLogger(__name__)
 
@@ -55,11 +56,11 @@ class Place:
     world: World
     device: torch.device
     engine: EngineName
-    agreement: Agreement
+    collectives: HostCollectives
     stop: StopRequest
 
 
-def settle_batch(
+def resolve_batch_size(
     config: FullConfig, place: Place, model: Qwen3Seq2SeqConfig, resumed_from: Checkpoint | None
 ) -> FullConfig:
     """`config` with a number as its micro-batch size, and with the accumulation that goes with it. Collective.
@@ -103,21 +104,21 @@ class _Search:
         """Collective."""
         self._config, self._place, self._model = config, place, model
         self._tries = 0
-        agreement = place.agreement
+        collectives = place.collectives
         free_bytes = device_capacity(place.device).free_bytes
         if place.device.type == "cpu":
             free_bytes //= place.world.local_world_size  # they share the machine
-        self._free_bytes = min(free for (free,) in agreement.exchange([free_bytes]))
+        self._free_bytes = min(free for (free,) in collectives.all_gather_ints([free_bytes]))
         candidates = micro_batch_candidates(config, place.world.world_size)
-        mine = agreement.on_every_rank(lambda: [int(self._needed_bytes(size)) for size in candidates])
+        mine = collectives.on_every_rank(lambda: [int(self._needed_bytes(size)) for size in candidates])
         # Nodes may differ in their number of ranks, and in what their processors emulate.
-        everyones = zip(*agreement.exchange(mine), strict=True)
+        everyones = zip(*collectives.all_gather_ints(mine), strict=True)
         self._needs = dict(zip(candidates, [max(needs) for needs in everyones], strict=True))
 
     def largest(self) -> FullConfig:
-        """The configuration with the largest size that fits. Raises what `settle_batch` does."""
+        """The configuration with the largest size that fits. Raises what `resolve_batch_size` does."""
         # Not in a try, whose limit on memory compilers would inherit, and whose end would leave them and a lock behind.
-        self._place.agreement.on_every_rank(lambda: compile_optimizer(self._place.engine, self._config))
+        self._place.collectives.on_every_rank(lambda: compile_optimizer(self._place.engine, self._config))
         size, outcome = largest_that_fits(self._needs, self._limit_bytes, self._try)
         if not outcome.fits:
             raise OutOfMemoryError(self._nothing_fits(size, outcome))
@@ -183,10 +184,10 @@ class _Search:
         process, error = attempt(lambda: ProbeProcess(task))
         holding: AbstractContextManager[object] = process or nullcontext()
         with place.stop.busy(), holding:  # however long it takes, this rank is not stuck
-            place.agreement.raise_first(error)
+            place.collectives.raise_first(error)
             assert process is not None
             outcome = agreed_outcome(
-                process, place.agreement, place.stop, 60 * self._config.infra.distributed_timeout_minutes
+                process, place.collectives, place.stop, 60 * self._config.infra.distributed_timeout_minutes
             )
         how = f"fit, with {gib(outcome.peak_bytes)}" if outcome.fits else f"do not fit ({outcome.message})"
         logger.info("micro-batches of %d %s; tried in %.0f s", size, how, time.monotonic() - began)
@@ -205,7 +206,11 @@ class _Search:
 
 
 def agreed_outcome(
-    process: ProbeProcess, agreement: Agreement, stop: StopRequest, timeout_seconds: float, grace_seconds: float = 30.0
+    process: ProbeProcess,
+    collectives: HostCollectives,
+    stop: StopRequest,
+    timeout_seconds: float,
+    grace_seconds: float = 30.0,
 ) -> Outcome:
     """What all ranks' probes come to, each rank waiting with its own. Collective.
 
@@ -230,13 +235,13 @@ def agreed_outcome(
             grace_is_over,
             now - began > timeout_seconds,
         ]
-        states, peaks, stops, graces, overdue = zip(*agreement.exchange(mine), strict=True)
+        states, peaks, stops, graces, overdue = zip(*collectives.all_gather_ints(mine), strict=True)
         if any(stops):
             stop.acknowledge()
             raise Preempted(f"stopped by {stop.reason or 'another rank'} before the first step: nothing to save")
         if ProbeState.OUT_OF_MEMORY in states:
             rank = states.index(ProbeState.OUT_OF_MEMORY)
-            outcome = agreement.gather(process.outcome)[rank]
+            outcome = collectives.gather(process.outcome)[rank]
             return dataclasses.replace(outcome, message=f"rank {rank}: {outcome.message}")
         if all(state == ProbeState.FITS for state in states):
             return Outcome(fits=True, peak_bytes=max(peaks))
@@ -244,11 +249,11 @@ def agreed_outcome(
             failed_at = failed_at or now
             if any(graces) or ProbeState.RUNNING not in states:
                 rank = states.index(ProbeState.FAILED)
-                message = agreement.gather(process.outcome.message)[rank]
+                message = collectives.gather(process.outcome.message)[rank]
                 raise DsEncDecError(_not_found(f"a probe failed on rank {rank}, and not for want of memory", message))
         if any(overdue):
             rank = states.index(ProbeState.RUNNING)
-            message = f"Its last words:\n{agreement.gather(process.last_words())[rank]}"
+            message = f"Its last words:\n{collectives.gather(process.last_words())[rank]}"
             minutes = f"{timeout_seconds / 60:.3g} min (infra.distributed_timeout_minutes)"
             raise DsEncDecError(_not_found(f"the probe of rank {rank} has not ended after {minutes}", message))
         if now - said > SAY_SECONDS:

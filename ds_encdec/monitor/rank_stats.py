@@ -20,7 +20,7 @@ _WARMUP_PRODUCTS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class RankVitals:
+class RankStats:
     """One rank in one logging interval; gathered from all ranks, so that all judge by the same.
 
     `training_s`: seconds of the interval without pauses. `data_wait_s`: of them, waiting for the next batch.
@@ -42,15 +42,15 @@ class RankVitals:
     held_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
-def take_vitals(
+def measure_rank_stats(
     device: torch.device,
     *,
     training_s: float,
     data_wait_s: float,
     exchange_wait_s: float,
     held_bytes: Mapping[str, int] | None = None,
-) -> RankVitals:
-    """This rank's vitals: the seconds and what is held as they are given, the rest measured now."""
+) -> RankStats:
+    """This rank's rank_stats: the seconds and what is held as they are given, the rest measured now."""
     host_bytes = float(psutil.Process().memory_info().rss)
     if device.type == "cuda":
         device_bytes, peak_bytes = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
@@ -58,7 +58,7 @@ def take_vitals(
     else:
         # The kernel brings its peak up to date a little later.
         device_bytes, peak_bytes, reserved_bytes = 0, max(peak_host_bytes(), int(host_bytes)), 0
-    return RankVitals(
+    return RankStats(
         training_s=training_s,
         data_wait_s=data_wait_s,
         exchange_wait_s=exchange_wait_s,

@@ -7,22 +7,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class SignsOfLife:
-    """The main thread gives them, once per step and per evaluation batch; other threads read how long ago that was.
+class Heartbeat:
+    """The main thread beats once per step and per evaluation batch; other threads read how long ago that was.
 
-    `given`: how many there have been. `longest_pause_seconds`: the longest time between two of them, saves left out.
+    `beats`: how many there have been. `longest_pause_seconds`: the longest time between two of them, saves left out.
     """
 
     def __init__(self) -> None:
-        self.given = 0
+        self.beats = 0
         self.longest_pause_seconds = 0.0
         self._last = time.monotonic()
         self._busy_depth = 0
 
-    def give(self) -> None:
+    def beat(self) -> None:
         """Now."""
         self._end_pause()
-        self.given += 1
+        self.beats += 1
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -42,6 +42,6 @@ class SignsOfLife:
 
     def _end_pause(self) -> None:
         now = time.monotonic()
-        if self.given:  # what comes before the first is the start of the run, and no pause to learn patience from
+        if self.beats:  # what comes before the first is the start of the run, and no pause to learn patience from
             self.longest_pause_seconds = max(self.longest_pause_seconds, now - self._last)
         self._last = now

@@ -28,7 +28,7 @@ _MAX_CUT_TOKENS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
+class SampleStatistics:
     """What a sample of the training documents shows.
 
     `ratio`: encoder tokens per decoder token after denoising. `documents` and `tokens`: in the whole training
@@ -40,7 +40,9 @@ class Survey:
     tokens: int | None
 
 
-def survey(sources: Sequence[OpenSource], tokenize: Tokenize, chunker: Chunker, bad_row_limit: int = 0) -> Survey:
+def sample_statistics(
+    sources: Sequence[OpenSource], tokenize: Tokenize, chunker: Chunker, bad_row_limit: int = 0
+) -> SampleStatistics:
     """Sample the sources in proportion to their weights. Raises DataError when there is no text at all.
 
     Of each source up to `bad_row_limit` rows that cannot be read are passed over.
@@ -59,14 +61,14 @@ def survey(sources: Sequence[OpenSource], tokenize: Tokenize, chunker: Chunker, 
         )
     documents = [sample.documents for sample in samples]
     tokens = [sample.tokens for sample in samples]
-    return Survey(
+    return SampleStatistics(
         ratio=documents_ratio(lengths, chunker),
         documents=None if None in documents else sum(n for n in documents if n is not None),
         tokens=None if None in tokens else sum(n for n in tokens if n is not None),
     )
 
 
-def require_one_step(found: Survey, num_lanes: int, budgets: Budgets) -> None:
+def require_one_step(found: SampleStatistics, num_lanes: int, budgets: Budgets) -> None:
     """Raise DataError when the training split is smaller than what one optimizer step consumes."""
     if found.documents is None or found.tokens is None:
         return

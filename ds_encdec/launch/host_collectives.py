@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Agreement:
+class HostCollectives:
     """A gloo group over all ranks for decisions and small records. Create it once, on every rank."""
 
     def __init__(self, timeout: timedelta | None = None, *, own_group: bool = False) -> None:
@@ -36,11 +36,11 @@ class Agreement:
         needs_own = self.world_size > 1 and (own_group or dist.get_backend() != "gloo")
         self._group = dist.new_group(backend="gloo", timeout=timeout) if needs_own else None
 
-    def twin(self) -> Agreement:
+    def new_group(self) -> HostCollectives:
         """Another one with a group of its own, for one other thread of every rank. A collective."""
-        return Agreement(self._timeout, own_group=True)
+        return HostCollectives(self._timeout, own_group=True)
 
-    def exchange(self, values: Sequence[int]) -> list[list[int]]:
+    def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's integers, in rank order: one small all-gather."""
         if self.world_size == 1:
             return [[int(value) for value in values]]
