@@ -7,7 +7,8 @@ name ("package.module:attribute"), which the room that uses it resolves with `lo
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 EngineName = Literal["deepspeed", "fsdp"]
@@ -19,21 +20,31 @@ class EngineSpec:
 
     `title`: what texts call it. `distributed_types`: the values of `infra.distributed_type` that ask for it; `auto`
     takes the first row that can do what is asked. `package`: what must be installed beside torch, or None.
-    `state_format`: `format` in its checkpoints' engine.json. Dotted names: `lacks` (FullConfig → conflicts), `build`
-    (engine/select.py), `state_reader` (checkpoint folder → SavedState), `memory` (Job → Breakdown), `launcher` (number
-    of ranks → the words that start them on this machine).
+    `state_format`: `format` in its checkpoints' engine.json.
+
+    Dotted names, with what they are called with: `lacks` (configuration → conflicts), `check` (configuration, World,
+    device; raises ConfigError for what these ranks cannot do, before they meet), `join` (World, device, timeout, store;
+    makes the default process group), `compile_optimizer` (configuration; compiles what takes minutes, once on a
+    machine), `build` (configuration, RunContext, the model's configuration, weights, accumulation → Engine),
+    `run_files` (name in the run's folder → configuration, RunContext, accumulation → its text), `state_reader`
+    (checkpoint folder → SavedState), `memory` (Job → Breakdown), `launcher` (number of ranks → the words that start
+    them on this machine).
     """
 
     name: EngineName
     title: str
     distributed_types: tuple[str, ...]
     package: str | None
-    state_format: str
+    state_format: Literal["deepspeed", "dcp"]
     lacks: str
+    join: str
     build: str
     state_reader: str
     memory: str
     launcher: str
+    check: str | None = None
+    compile_optimizer: str | None = None
+    run_files: Mapping[str, str] = field(default_factory=dict)
 
 
 ENGINES: dict[str, EngineSpec] = {
@@ -46,10 +57,14 @@ ENGINES: dict[str, EngineSpec] = {
             package="deepspeed",
             state_format="deepspeed",
             lacks="ds_encdec.config.rules:deepspeed_lacks",
-            build="ds_encdec.engine.select:build_deepspeed",
+            join="ds_encdec.launch.process_group:join_deepspeed",
+            build="ds_encdec.engine.deepspeed_zero:DeepSpeedEngine",
             state_reader="ds_encdec.checkpoint.zero_state:ZeroState",
             memory="ds_encdec.memory.zero:zero_memory",
             launcher="ds_encdec.pipeline.subprocess_run:deepspeed_launcher",
+            check="ds_encdec.engine.ds_json:check_deepspeed",
+            compile_optimizer="ds_encdec.engine.deepspeed_zero:compile_optimizer",
+            run_files={"ds_config.json": "ds_encdec.engine.ds_json:ds_config_json"},
         ),
         EngineSpec(
             name="fsdp",
@@ -58,7 +73,8 @@ ENGINES: dict[str, EngineSpec] = {
             package=None,
             state_format="dcp",
             lacks="ds_encdec.config.rules:fsdp_lacks",
-            build="ds_encdec.engine.select:build_fsdp2",
+            join="ds_encdec.launch.process_group:join_torch",
+            build="ds_encdec.engine.fsdp2:FSDP2Engine",
             state_reader="ds_encdec.checkpoint.dcp_state:DcpState",
             memory="ds_encdec.memory.fsdp:fsdp_memory",
             launcher="ds_encdec.pipeline.subprocess_run:torchrun_launcher",
@@ -69,6 +85,6 @@ ENGINES: dict[str, EngineSpec] = {
 
 
 def load(dotted: str) -> Any:
-    """What a row's dotted name names; imports its module."""
+    """Import the module of a row's dotted name and return what it names there."""
     module, _, attribute = dotted.partition(":")
     return getattr(importlib.import_module(module), attribute)

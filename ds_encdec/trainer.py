@@ -25,7 +25,6 @@ from ds_encdec.engine.protocol import Engine
 from ds_encdec.evaluate import evaluate
 from ds_encdec.launch.host_collectives import HostCollectives, attempt
 from ds_encdec.launch.preemption import StopRequest
-from ds_encdec.memory.expected import ExpectedMemory
 from ds_encdec.monitor.recorder import Actions, Alert, Recorder
 from ds_encdec.rollback import roll_back
 from ds_encdec.types import Batch, CheckpointError, DivergedError, Preempted, StepResult, TrainingState
@@ -66,8 +65,7 @@ class Trainer:
     """A run, wired.
 
     `run_files` turns a `CheckpointContent`, as it is now, into what writes it into a checkpoint's folder later, from
-    any thread (rank 0 only). `require_folder` raises where the run's folder is gone. `expected_memory`: what is said
-    when it runs out; None where nothing was expected.
+    any thread (rank 0 only). `require_folder` raises where the run's folder is gone.
     """
 
     config: FullConfig
@@ -81,7 +79,6 @@ class Trainer:
     run_files: Callable[[CheckpointContent], Callable[[Path], None]]
     state: TrainingState
     require_folder: Callable[[], None] = lambda: None
-    expected_memory: ExpectedMemory | None = None
 
 
 def train(run: Trainer) -> TrainingState:

@@ -54,9 +54,7 @@ def test_lanes_fall_evenly_on_the_ranks() -> None:
 
 
 def test_ranks_that_do_not_divide_the_lanes_are_told_which_do() -> None:
-    with pytest.raises(
-        ConfigError, match=r"3 ranks do not divide the run's 8 lanes \(data.num_lanes\).*: 1, 2, 4, 8\."
-    ):
+    with pytest.raises(ConfigError, match=r"data\.num_lanes=8 cannot be divided evenly among 3 ranks.*: 1, 2, 4, 8\."):
         plan_lanes(make_config(8), world_size=3)
 
 

@@ -1,4 +1,4 @@
-"""A process that makes two real optimizer steps at one micro-batch size, and says what they took.
+"""A process that makes two real optimizer steps at one micro-batch size, and says what they took; and its rank's side.
 
 `python -m ds_encdec.auto_batch.probe` runs beside every rank of a run, as a world of its own: the run's engine with its
 configuration and number of ranks, full micro-batches of random tokens, weights of zero, and no files. The second step
@@ -7,39 +7,46 @@ taken is given back with the process.
 
 stdin: one line of JSON, a `ProbeTask`; it stays open as long as the rank lives, and the process ends with it. stdout:
 one line of JSON, an `Outcome`. Everything that libraries print goes to stderr. It is started in a session of its own,
-with signals blocked: the rank is asked to stop as well, and decides.
+with signals blocked: the rank is asked to stop as well, and decides. `ProbeProcess` starts it, asks how it went, and
+ends it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
 import resource
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
-from ds_encdec.auto_batch.search import Outcome
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.budgets import token_budgets
 from ds_encdec.data.collate import collate
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine
 from ds_encdec.engines import EngineName
-from ds_encdec.launch.memory_errors import in_one_line, is_of_device, is_out_of_memory
+from ds_encdec.launch.context import RunContext
+from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.launch.memory_errors import in_one_line, is_of_device, is_out_of_memory, says_out_of_memory
+from ds_encdec.launch.preemption import stop_signals_left_to_this_process
 from ds_encdec.launch.process_group import init_process_group
 from ds_encdec.launch.world import World
 from ds_encdec.memory.device_stats import device_capacity
@@ -51,7 +58,38 @@ from ds_encdec.types import DENOISERS, Batch, DsEncDecError, Example, WeightSour
 STEPS = 2
 """Optimizer steps: from the second one on, the optimizer has its states."""
 MICRO_BATCHES = 2
-"""Of a step, at most: from the second one on, gradients are accumulated."""
+"""Micro-batches of a step, at most: from the second one on, gradients are accumulated."""
+_PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
+PROBE = (sys.executable, "-m", "ds_encdec.auto_batch.probe")
+_LAST_BYTES = 4000
+"""How much of what a probe has printed is kept."""
+_NO_STACK = "libgomp: Thread creation failed"
+"""OpenMP ends the process where no memory is left for the stack of a thread."""
+
+
+class ProbeState(IntEnum):
+    """Where a probe stands. The ranks tell each other these numbers."""
+
+    RUNNING = 0
+    FITS = 1
+    OUT_OF_MEMORY = 2
+    FAILED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a try went, on one rank or on all.
+
+    `peak_bytes`: of the device, libraries included; the highest of all ranks. Where it did not fit: `message` says what
+    ran out; `of_device` whether that is an accelerator's memory, and not the host's; `smaller_may_fit` whether smaller
+    micro-batches take less of it.
+    """
+
+    fits: bool
+    peak_bytes: int = 0
+    message: str = ""
+    of_device: bool = False
+    smaller_may_fit: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +113,12 @@ class ProbeTask:
 
     def dump(self) -> str:
         """One line of JSON."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        world, config = dataclasses.asdict(self.world), self.config.model_dump(mode="json")
-        return json.dumps({**fields, "world": world, "config": config})
+        return TypeAdapter(ProbeTask).dump_json(self).decode()
 
     @classmethod
     def parse(cls, line: str) -> ProbeTask:
         """The task of a line that `dump` made."""
-        fields = json.loads(line)
-        config, world = FullConfig.model_validate(fields.pop("config")), World(**fields.pop("world"))
-        return cls(config=config, world=world, **fields)
+        return TypeAdapter(ProbeTask).validate_json(line)
 
 
 def measure(task: ProbeTask) -> Outcome:
@@ -95,9 +129,10 @@ def measure(task: ProbeTask) -> Outcome:
     try:
         _limit(device, task)
         init_process_group(task.world, device, timeout, task.engine, meeting=f"probe {task.number}")
+        context = RunContext(task.world, device, task.engine, HostCollectives(timeout))
         model = Qwen3Seq2SeqConfig.from_dict(task.model)
         accumulation = task.gradient_accumulation_steps
-        engine = create_engine(task.engine, config, task.world, device, model, zero_weights(model), accumulation)
+        engine = create_engine(config, context, model, zero_weights(model), accumulation)
         batch = full_batch(config, config.training.micro_batch_size, model.vocab_size)
         for _ in range(STEPS):
             _step(engine, batch, min(accumulation, MICRO_BATCHES), task.world.world_size)
@@ -187,7 +222,7 @@ def _limit(device: torch.device, task: ProbeTask) -> None:
 
 
 def _limit_is_reached() -> bool:
-    """Whether this process has mapped nearly all that it may: what fails then fails for want of it, whatever it says.
+    """True if this process has mapped nearly all that it may: what fails then fails for want of it, whatever it says.
 
     A thread that cannot be started, for instance, does not mention memory.
     """
@@ -212,6 +247,83 @@ def _peak_bytes(device: torch.device, available_bytes: int) -> int:
     return _own_status("VmHWM") or psutil.Process().memory_info().rss
 
 
+class ProbeProcess:
+    """One probe. Use as a context manager: the process does not outlive it, nor this one, however that ends.
+
+    `outcome` is there once `poll` says that it has ended; of one that failed it has the `message`.
+    """
+
+    def __init__(self, task: ProbeTask, command: Sequence[str] = PROBE) -> None:
+        self.outcome = Outcome(fits=False)
+        self._on_cpu = task.device == "cpu"
+        # In a file, since nobody reads it while the process runs: a full pipe would hold it up.
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115  closed with the process
+        with stop_signals_left_to_this_process():
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._printed,
+                text=True,
+                env=_environment(),
+                start_new_session=True,  # and so a process group, with which compilers and the like are ended
+            )
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended already, and `poll` says how
+            self._process.stdin.write(task.dump() + "\n")
+            self._process.stdin.flush()
+
+    def __enter__(self) -> ProbeProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.returncode is None:  # its number is not another one's yet
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._printed):
+            assert stream is not None
+            with suppress(BrokenPipeError):  # what it has not read of its task
+                stream.close()
+
+    def poll(self) -> ProbeState:
+        """Return how far it is. Not to be asked again once it has ended."""
+        code = self._process.poll()
+        if code is None:
+            return ProbeState.RUNNING
+        assert self._process.stdout is not None
+        report = self._process.stdout.read()
+        if code == 0:
+            self.outcome = Outcome(**json.loads(report))
+            return ProbeState.FITS if self.outcome.fits else ProbeState.OUT_OF_MEMORY
+        if code == -signal.SIGKILL:
+            message = "the kernel killed it, which it does when the machine is out of memory"
+            self.outcome = Outcome(fits=False, message=message, smaller_may_fit=self._on_cpu)
+            return ProbeState.OUT_OF_MEMORY
+        printed = self.last_words()
+        if telling := [line for line in printed.splitlines() if says_out_of_memory(line) or _NO_STACK in line]:
+            of_device = not self._on_cpu and is_of_device(RuntimeError(telling[-1]), free_device_bytes=0)
+            self.outcome = Outcome(fits=False, message=telling[-1], of_device=of_device)
+            return ProbeState.OUT_OF_MEMORY
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        self.outcome = Outcome(fits=False, message=f"It {how}; its last words:\n{printed}")
+        return ProbeState.FAILED
+
+    def last_words(self) -> str:
+        """The end of what it has printed so far."""
+        length = os.fstat(self._printed.fileno()).st_size
+        start = max(0, length - _LAST_BYTES)
+        return os.pread(self._printed.fileno(), _LAST_BYTES, start).decode(errors="replace")
+
+
+def _environment() -> dict[str, str]:
+    """This process's, which knows its rank, for a child that finds the package wherever it is started."""
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [_PACKAGE_PARENT, os.environ.get("PYTHONPATH", "")]))
+    # The run's own store, wherever it is, is where probes meet: torch is told that somebody else keeps it.
+    environment["TORCHELASTIC_USE_AGENT_STORE"] = str(True)
+    return environment
+
+
 def main() -> None:
     """Read the task, report, and end at once: other probes may be waiting for this one in a collective."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # gigabytes, for nobody
@@ -222,7 +334,7 @@ def main() -> None:
     line = sys.stdin.readline()
     threading.Thread(target=_end_with_the_parent, name="parent-watch", daemon=True).start()
     try:
-        print(json.dumps(dataclasses.asdict(measure(ProbeTask.parse(line)))), file=out, flush=True)
+        print(json.dumps(asdict(measure(ProbeTask.parse(line)))), file=out, flush=True)
         code = 0
     except BaseException:
         traceback.print_exc()

@@ -5,8 +5,6 @@
 3. Real steps are tried at that size, in processes of their own (probe.py). Where memory runs out on any rank,
    all go on to the next candidate of at most half the size.
 4. Where the first try passes and leaves room for the next larger candidate, that is tried too, twice at most.
-
-The search itself is search.py; here the ranks make its tries together.
 """
 
 from __future__ import annotations
@@ -14,27 +12,24 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import torch
 
-from ds_encdec.auto_batch.probe import ProbeTask
-from ds_encdec.auto_batch.probe_process import ProbeProcess, ProbeState
-from ds_encdec.auto_batch.search import Outcome, largest_that_fits
+from ds_encdec.auto_batch.probe import Outcome, ProbeProcess, ProbeState, ProbeTask
 from ds_encdec.checkpoint.find import Checkpoint
 from ds_encdec.config.batch_size import is_auto, micro_batch_candidates, with_micro_batch_size
 from ds_encdec.config.load import load_saved
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.engine.compiled_optimizer import compile_optimizer
-from ds_encdec.engines import EngineName
+from ds_encdec.engines import load
+from ds_encdec.launch.context import RunContext
 from ds_encdec.launch.host_collectives import HostCollectives, attempt
 from ds_encdec.launch.preemption import StopRequest
-from ds_encdec.launch.world import World
 from ds_encdec.memory.device_stats import device_capacity
 from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.expected import ExpectedMemory, gib
-from ds_encdec.memory.job import make_job
+from ds_encdec.memory.job import Job, make_job
 from ds_encdec.memory.out_of_memory import explanation
 from ds_encdec.memory.variants import HEADROOM
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
@@ -43,25 +38,20 @@ from ds_encdec.types import ConfigError, DsEncDecError, OutOfMemoryError, Preemp
 
 logger = logging.getLogger(__name__)
 
+LARGER_TRIES = 2
+"""Candidates above the estimate's that are tried, where a try has left room for them."""
 POLL_SECONDS = 0.2
-"""Between two looks at the probes."""
+"""The time between two looks at the probes."""
 SAY_SECONDS = 60.0
-"""Between two lines of the log, while nothing happens."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a run is to take place: this rank among the others, its device, its engine, and who may end it."""
-
-    world: World
-    device: torch.device
-    engine: EngineName
-    collectives: HostCollectives
-    stop: StopRequest
+"""The time between two lines of the log, while nothing happens."""
 
 
 def resolve_batch_size(
-    config: FullConfig, place: Place, model: Qwen3Seq2SeqConfig, resumed_from: Checkpoint | None
+    config: FullConfig,
+    context: RunContext,
+    stop: StopRequest,
+    model: Qwen3Seq2SeqConfig,
+    resumed_from: Checkpoint | None,
 ) -> FullConfig:
     """`config` with a number as its micro-batch size, and with the accumulation that goes with it. Collective.
 
@@ -69,11 +59,11 @@ def resolve_batch_size(
     `resumed_from`, Preempted where a rank is asked to stop meanwhile, and DsEncDecError where a try fails for another
     reason than memory; all of them on every rank.
     """
-    world_size = place.world.world_size
+    world_size = context.world.world_size
     if resumed_from is not None:
         return _as_saved(config, resumed_from, world_size)
     if is_auto(config):
-        return _Search(config, place, model).largest()
+        return _Search(config, context, stop, model).largest()
     if config.training.global_batch_size is not None:
         return with_micro_batch_size(config, config.training.micro_batch_size, world_size)
     return config
@@ -100,16 +90,16 @@ def _as_saved(config: FullConfig, saved: Checkpoint, world_size: int) -> FullCon
 class _Search:
     """The search for the largest size that fits. Every rank takes the same steps: what it decides by is exchanged."""
 
-    def __init__(self, config: FullConfig, place: Place, model: Qwen3Seq2SeqConfig) -> None:
+    def __init__(self, config: FullConfig, context: RunContext, stop: StopRequest, model: Qwen3Seq2SeqConfig) -> None:
         """Collective."""
-        self._config, self._place, self._model = config, place, model
+        self._config, self._context, self._stop, self._model = config, context, stop, model
         self._tries = 0
-        collectives = place.collectives
-        free_bytes = device_capacity(place.device).free_bytes
-        if place.device.type == "cpu":
-            free_bytes //= place.world.local_world_size  # they share the machine
+        collectives = context.collectives
+        free_bytes = device_capacity(context.device).free_bytes
+        if context.device.type == "cpu":
+            free_bytes //= context.world.local_world_size  # they share the machine
         self._free_bytes = min(free for (free,) in collectives.all_gather_ints([free_bytes]))
-        candidates = micro_batch_candidates(config, place.world.world_size)
+        candidates = micro_batch_candidates(config, context.world.world_size)
         mine = collectives.on_every_rank(lambda: [int(self._needed_bytes(size)) for size in candidates])
         # Nodes may differ in their number of ranks, and in what their processors emulate.
         everyones = zip(*collectives.all_gather_ints(mine), strict=True)
@@ -118,7 +108,8 @@ class _Search:
     def largest(self) -> FullConfig:
         """The configuration with the largest size that fits. Raises what `resolve_batch_size` does."""
         # Not in a try, whose limit on memory compilers would inherit, and whose end would leave them and a lock behind.
-        self._place.collectives.on_every_rank(lambda: compile_optimizer(self._place.engine, self._config))
+        if compile_optimizer := self._context.engine_spec.compile_optimizer:
+            self._context.collectives.on_every_rank(lambda: load(compile_optimizer)(self._config))
         size, outcome = largest_that_fits(self._needs, self._limit_bytes, self._try)
         if not outcome.fits:
             raise OutOfMemoryError(self._nothing_fits(size, outcome))
@@ -140,32 +131,22 @@ class _Search:
         return int(self._free_bytes * (1 - HEADROOM))
 
     def _with(self, size: int) -> FullConfig:
-        return with_micro_batch_size(self._config, size, self._place.world.world_size)
+        return with_micro_batch_size(self._config, size, self._context.world.world_size)
 
     def _expected(self, size: int) -> ExpectedMemory:
-        world, device = self._place.world, self._place.device
-        some_bf16 = torch.empty(0, dtype=torch.bfloat16, device=device)
-        job = make_job(
-            self._with(size),
-            self._model,
-            self._place.engine,
-            world_size=world.world_size,
-            ranks_per_node=world.local_world_size,
-            device="cuda" if device.type == "cuda" else "cpu",
-            emulates_bf16=product_dtype(some_bf16) != some_bf16.dtype,
-        )
+        job = job_here(self._with(size), self._context, self._model)
         return ExpectedMemory(job, estimate(job))
 
     def _needed_bytes(self, size: int) -> float:
-        """Of a rank's device; on a CPU, where they are the same, of its share of the host too."""
+        """Bytes that a rank needs on its device; on a CPU, which is the host, with its share of the host's memory."""
         expected = self._expected(size)
-        if self._place.device.type == "cuda":
+        if self._context.device.type == "cuda":
             return expected.estimate.peak.total
         return expected.node_bytes / expected.job.ranks_per_node
 
     def _try(self, size: int) -> Outcome:
         """Probe `size` on all ranks, which wait for each other; once it has failed on one, the others' are ended."""
-        place = self._place
+        context = self._context
         self._tries += 1
         began = time.monotonic()
         logger.info("trying micro-batches of %d on all ranks", size)
@@ -173,36 +154,86 @@ class _Search:
         task = ProbeTask(
             config=config,
             model=self._model.to_dict(),
-            engine=place.engine,
-            world=place.world,
+            engine=context.engine,
+            world=context.world,
             number=self._tries,
-            device=str(place.device),
+            device=str(context.device),
             gradient_accumulation_steps=config.training.gradient_accumulation_steps,
             available_bytes=self._free_bytes,
             limit_bytes=self._limit_bytes,
         )
         process, error = attempt(lambda: ProbeProcess(task))
         holding: AbstractContextManager[object] = process or nullcontext()
-        with place.stop.busy(), holding:  # however long it takes, this rank is not stuck
-            place.collectives.raise_first(error)
+        with self._stop.busy(), holding:  # however long it takes, this rank is not stuck
+            context.collectives.raise_first(error)
             assert process is not None
             outcome = agreed_outcome(
-                process, place.collectives, place.stop, 60 * self._config.infra.distributed_timeout_minutes
+                process, context.collectives, self._stop, 60 * self._config.infra.distributed_timeout_minutes
             )
         how = f"fit, with {gib(outcome.peak_bytes)}" if outcome.fits else f"do not fit ({outcome.message})"
         logger.info("micro-batches of %d %s; tried in %.0f s", size, how, time.monotonic() - began)
         return outcome
 
     def _nothing_fits(self, size: int, outcome: Outcome) -> str:
-        place = self._place
-        explained = explanation(self._expected(size), place.device, place.world.rank, of_device=outcome.of_device)
+        device, rank = self._context.device, self._context.world.rank
+        explained = explanation(self._expected(size), device, rank, of_device=outcome.of_device)
         what = (
             f"not even a micro-batch of {size} fits into the {gib(self._free_bytes)} that are free for a rank on "
-            f"{place.device.type}"
+            f"{device.type}"
             if outcome.smaller_may_fit
             else f"a micro-batch of {size} does not fit, and smaller ones take no less of what ran out"
         )
         return f"training.per_device_train_batch_size=auto: {what} ({outcome.message}).\n{explained}"
+
+
+def job_here(
+    config: FullConfig,
+    context: RunContext,
+    model: Qwen3Seq2SeqConfig,
+    gradient_accumulation_steps: int | None = None,
+    ratio: float | None = None,
+) -> Job:
+    """This rank's share of a step, for the estimate. `gradient_accumulation_steps` and `ratio`: see `make_job`."""
+    some_bf16 = torch.empty(0, dtype=torch.bfloat16, device=context.device)
+    return make_job(
+        config,
+        model,
+        context.engine,
+        world_size=context.world.world_size,
+        ranks_per_node=context.world.local_world_size,
+        device="cuda" if context.device.type == "cuda" else "cpu",
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        ratio=ratio,
+        emulates_bf16=product_dtype(some_bf16) != some_bf16.dtype,
+    )
+
+
+def largest_that_fits(
+    needed_bytes: Mapping[int, int], limit_bytes: int, try_size: Callable[[int], Outcome]
+) -> tuple[int, Outcome]:
+    """The size to take, and how its try went; the last size tried, and what ran out, where none fits.
+
+    `needed_bytes`: each candidate's, as estimated. The first to be tried is the largest that should take no more than
+    `limit_bytes`; the smallest where none should, for the estimate may be wrong.
+    """
+    candidates = sorted(needed_bytes, reverse=True)
+    first = next((size for size in candidates if needed_bytes[size] <= limit_bytes), candidates[-1])
+    size, outcome = first, try_size(first)
+    while not outcome.fits and outcome.smaller_may_fit:
+        smaller = [candidate for candidate in candidates if candidate <= size // 2]
+        if not smaller:
+            break
+        size, outcome = smaller[0], try_size(smaller[0])
+    if not outcome.fits or size != first:
+        return size, outcome
+    for candidate in [candidate for candidate in reversed(candidates) if candidate > first][:LARGER_TRIES]:
+        if outcome.peak_bytes + needed_bytes[candidate] - needed_bytes[size] > limit_bytes:
+            break
+        larger = try_size(candidate)
+        if not larger.fits:
+            break
+        size, outcome = candidate, larger
+    return size, outcome
 
 
 def agreed_outcome(

@@ -20,6 +20,7 @@ from ds_encdec.config.load import load_config
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.select import create_engine, resolve_engine
 from ds_encdec.engines import EngineName
+from ds_encdec.launch.context import RunContext
 from ds_encdec.launch.disk import Writing
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
@@ -113,7 +114,8 @@ def _write_engine_files(
     """Load `saved` into the engine and write that; returns this rank's files. Collective."""
     model_config = Qwen3Seq2SeqConfig.from_pretrained(source / "model")
     device, written_as = choose_device("cpu", world), _writing_config(config, world)
-    engine = create_engine(resolve_engine(config), written_as, world, device, model_config, None, 1)
+    context = RunContext(world, device, resolve_engine(config), collectives)
+    engine = create_engine(written_as, context, model_config, None, 1)
     engine.load(saved)
     staged = engine.stage(unfinished, copy=False)
     needed = sum(collectives.gather(staged.num_bytes))

@@ -157,10 +157,11 @@ def _engine(config: FullConfig) -> Iterator[Conflict]:
 
 def engine_conflicts(config: FullConfig, engine: EngineName) -> list[Conflict]:
     """What `config` asks for that `engine` cannot do."""
-    return list(_deepspeed_lacks(config) if engine == "deepspeed" else _fsdp_lacks(config))
+    return list(deepspeed_lacks(config) if engine == "deepspeed" else fsdp_lacks(config))
 
 
-def _deepspeed_lacks(config: FullConfig) -> Iterator[Conflict]:
+def deepspeed_lacks(config: FullConfig) -> Iterator[Conflict]:
+    """What `config` asks for that DeepSpeed cannot do."""
     training, infra = config.training, config.infra
     if infra.sharding_stage == "zero2_hybrid":
         message = "DeepSpeed has no hybrid of ZeRO-2; FSDP2 has: set distributed_type=fsdp, or zero3_hybrid"
@@ -185,7 +186,8 @@ def _deepspeed_lacks(config: FullConfig) -> Iterator[Conflict]:
         yield Conflict(("training.warmup_steps", "training.lr_scheduler_type"), message)
 
 
-def _fsdp_lacks(config: FullConfig) -> Iterator[Conflict]:
+def fsdp_lacks(config: FullConfig) -> Iterator[Conflict]:
+    """What `config` asks for that FSDP2 cannot do."""
     training, infra = config.training, config.infra
     if training.fp16:
         message = "FSDP2 has no loss scaling: set bf16=true and fp16=false, or distributed_type=deepspeed"

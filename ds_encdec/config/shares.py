@@ -36,10 +36,12 @@ def mesh_shape(infra: InfraConfig, ranks: int, ranks_per_node: int) -> tuple[int
     if not infra.sharding_stage.endswith("_hybrid"):
         return 1, ranks
     shards = infra.hybrid_shard_size or min(ranks_per_node, ranks)
+    origin = "infra.hybrid_shard_size" if infra.hybrid_shard_size else "the ranks of a node"
+    return replicas(ranks, shards, f"infra.sharding_stage={infra.sharding_stage}: {shards} shards ({origin})"), shards
+
+
+def replicas(ranks: int, shards: int, what: str) -> int:
+    """How many groups of `shards` ranks there are; `what` names them. Raises ConfigError where some ranks are left."""
     if ranks % shards:
-        origin = "infra.hybrid_shard_size" if infra.hybrid_shard_size else "the ranks of a node"
-        raise ConfigError(
-            f"infra.sharding_stage={infra.sharding_stage}: {shards} shards ({origin}) do not divide {ranks} ranks: set "
-            f"infra.hybrid_shard_size to a divisor of {ranks}."
-        )
-    return ranks // shards, shards
+        raise ConfigError(f"{what} do not divide {ranks} ranks: set infra.hybrid_shard_size to a divisor of {ranks}.")
+    return ranks // shards

@@ -8,70 +8,86 @@ division off. Micro-batch boundaries are told to DeepSpeed explicitly; its own c
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 
 from ds_encdec.config.rules import NATIVE_SCHEDULES
 from ds_encdec.config.schema import FullConfig, TrainingConfig
-from ds_encdec.engine.forward import backward_seed, compute_dtype, packed_forward
-from ds_encdec.engine.held_bytes import held_bytes
+from ds_encdec.engine.ds_json import accumulates_in_bf16, run_json
+from ds_encdec.engine.forward import backward_seed, compute_dtype
 from ds_encdec.engine.optimizer_shards import (
     adam_state,
+    computing_parameters,
+    gradients,
     loss_scaler_state,
     refresh_parameters,
-    set_adam_step,
     set_loss_scaler_state,
     shards,
     undo_first_step,
 )
 from ds_encdec.engine.protocol import StagedSave, Veto
-from ds_encdec.engine.record import EngineRecord
-from ds_encdec.engine.same_model import check_same_model
-from ds_encdec.engine.sharded_model import build_model, full_shape, load_weights, set_master_weights
+from ds_encdec.engine.sharded_engine import Shard, ShardedEngine, assert_ties
+from ds_encdec.engine.sharded_model import build_model, load_weights, set_master_weights
 from ds_encdec.engine.step_gate import step_gate
-from ds_encdec.engine.ties import assert_ties
 from ds_encdec.engine.zero_files import HostBuffers, StagingArea, collect, staged_save
-from ds_encdec.engine.zero_tensors import computing_parameters, gradients
-from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.launch.context import RunContext
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.optim.param_groups import parameter_groups
 from ds_encdec.optim.schedules import lr_lambda
-from ds_encdec.types import MOMENTS, Batch, LossSum, SavedState, StepResult, WeightSource
+from ds_encdec.types import LossSum, SavedState, StepResult, WeightSource
+
+logger = logging.getLogger(__name__)
 
 
-class DeepSpeedEngine:
-    """`protocol.Engine` on `deepspeed.initialize`. Every method is collective: all ranks, same order."""
+def compile_optimizer(config: FullConfig) -> None:
+    """Have the optimizer that a run will load compiled, if that is needed: minutes, once on a machine.
+
+    DeepSpeed's own Adam is C++ or CUDA. The other ranks of a node wait for the one that compiles. Comes after
+    `init_process_group`, which says where to.
+    """
+    if config.training.torch_adam:
+        return
+    from deepspeed.ops.op_builder import CPUAdamBuilder, FusedAdamBuilder
+
+    builder = FusedAdamBuilder if config.infra.offload_optimizer == "none" else CPUAdamBuilder
+    builder().load()
+
+
+class DeepSpeedEngine(ShardedEngine):
+    """`protocol.Engine` on `deepspeed.initialize`."""
 
     def __init__(
         self,
         config: FullConfig,
+        context: RunContext,
         model_config: Qwen3Seq2SeqConfig,
         weights: WeightSource | None,
-        ds_json: dict[str, Any],
-        device: torch.device,
+        gradient_accumulation_steps: int,
     ) -> None:
         """Build the model from `weights` (rank 0 reads them) and give it to DeepSpeed.
 
-        Without `weights` the parameters hold anything until `load`. `ds_json`: the complete DeepSpeed configuration,
-        without "auto" values. The process group exists.
+        Without `weights` the parameters hold anything until `load`. The process group exists.
         """
-        training = config.training
+        super().__init__(config, context)
+        training, device = config.training, context.device
         checkpointing = training.activation_checkpointing
         assert checkpointing != "selective"  # the schema leaves that to FSDP2
-        self.device = device
-        self._config = config
-        self._collectives = HostCollectives(timedelta(minutes=config.infra.distributed_timeout_minutes))
+        ds_json = run_json(config, context, gradient_accumulation_steps)
+        if context.world.is_main and accumulates_in_bf16(ds_json):
+            logger.warning(
+                "%s adds the gradients of %d micro-batches up in bfloat16, which costs precision (with 8: 0.3 %%); "
+                "infra.sharding_stage=zero2 and zero3 use float32.",
+                config.infra.sharding_stage,
+                gradient_accumulation_steps,
+            )
         self._buffers = HostBuffers(pin_memory=config.infra.pin_memory and device.type == "cuda")
         with _device_as_local_rank(device):
             model = build_model(model_config, ds_json, dtype=compute_dtype(training), device=device)
@@ -82,107 +98,70 @@ class DeepSpeedEngine:
             every_n=training.activation_checkpointing_every_n,
             offload=training.activation_offload,
         )
-        groups = parameter_groups(model, training.weight_decay)
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        self._groups = tuple(tuple(names[parameter] for parameter in group["params"]) for group in groups)
         with _device_as_local_rank(device):
-            self._engine, *_ = deepspeed.initialize(
+            self._wrapper, *_ = deepspeed.initialize(
                 model=model,
-                model_parameters=groups,
+                model_parameters=self._parameter_groups(model),
                 config=ds_json,
                 lr_scheduler=_scheduler_hook(training),
                 dist_init_required=False,
             )
         assert_ties(model)
-        undo_first_step(self._engine)
+        undo_first_step(self._wrapper)
         if weights:
-            set_master_weights(model, shards(self._engine), weights, rounded, device)
-        self.model: torch.nn.Module = self._engine.module
-        self._gate = step_gate(self._engine)
-        self._loaded_loss_scaler: Mapping[str, float | int] | None = None
-        self._engine.train()
-
-    def forward(self, batch: Batch) -> LossSum:
-        """See protocol.Engine."""
-        return packed_forward(self._engine, batch.to(self.device))
+            set_master_weights(model, shards(self._wrapper), weights, rounded, device)
+        self.model = self._wrapper.module
+        self._gate = step_gate(self._wrapper)
+        self._wrapper.train()
 
     def backward(self, loss_sum: LossSum, *, target_tokens: int, last: bool) -> None:
         """See protocol.Engine. A step without any target has a zero gradient."""
-        self._engine.set_gradient_accumulation_boundary(last)
-        scale = dist.get_world_size() / max(target_tokens, 1)
-        self._engine.backward(backward_seed(loss_sum, scale), scale_wrt_gas=False)
+        self._wrapper.set_gradient_accumulation_boundary(last)
+        scale = self._context.world.world_size / max(target_tokens, 1)
+        self._wrapper.backward(backward_seed(loss_sum, scale), scale_wrt_gas=False)
 
     def step(self, veto: Veto | None = None) -> StepResult:
         """See protocol.Engine. A step with a non-finite norm is skipped, whatever the dtype and stage."""
-        learning_rate = float(self._engine.get_lr()[0])
+        learning_rate = float(self._wrapper.get_lr()[0])
         applied, grad_norm = self._gate.step(veto)
         return StepResult(applied=applied, grad_norm=grad_norm, learning_rate=learning_rate)
 
-    @torch.no_grad()
-    def evaluate(self, batch: Batch) -> LossSum:
-        """See protocol.Engine."""
-        self._engine.eval()
-        try:
-            return self.forward(batch)
-        finally:
-            self._engine.train()
-
     def stage(self, directory: Path, *, copy: bool) -> StagedSave:
         """See protocol.Engine. DeepSpeed's own files, see zero_files."""
-        files = collect(self._engine, directory)
+        engine = self._wrapper
+        files = collect(engine, directory)
         if copy:
             self._buffers.rewind()
         area = StagingArea(self._buffers if copy else None)
-        record = EngineRecord(
-            format="deepspeed",
-            sharding_stage=self._config.infra.sharding_stage,
-            world_size=dist.get_world_size(),
-            applied_steps=self._engine.global_steps - self._engine.skipped_steps,
-            groups=self._groups,
-            loss_scaler=loss_scaler_state(self._engine) or self._loaded_loss_scaler,
-        )
+        record = self._record(engine.global_steps - engine.skipped_steps, loss_scaler_state(engine))
         # Host memory may run out on one rank alone.
-        return self._collectives.on_every_rank(lambda: staged_save(self._engine, directory, files, area, record))
+        return self._collectives.on_every_rank(lambda: staged_save(engine, directory, files, area, record))
 
-    def load(self, saved: SavedState) -> None:
-        """See protocol.Engine. Between two steps, before the first one, or after any."""
-        self._collectives.on_every_rank(lambda: self._fill_optimizer(saved))
-        engine = self._engine
+    def close(self) -> None:
+        """See protocol.Engine. Afterwards drop the last reference to the engine."""
+        self._wrapper.destroy()
+
+    def _states(self) -> Iterator[tuple[Shard, dict[str, Any]]]:
+        for shard in shards(self._wrapper):
+            yield shard, adam_state(self._wrapper.basic_optimizer, shard.weights)
+
+    def _continue_from(self, saved: SavedState) -> None:
+        engine = self._wrapper
         refresh_parameters(engine)
         set_loss_scaler_state(engine, saved.loss_scaler)
-        self._loaded_loss_scaler = saved.loss_scaler
         engine.global_steps, engine.skipped_steps = saved.applied_steps, 0
         engine.micro_steps = saved.applied_steps * engine.gradient_accumulation_steps()
         engine.global_samples = saved.applied_steps * engine.train_batch_size()
         set_applied_steps(engine.lr_scheduler, saved.applied_steps)
 
-    def _fill_optimizer(self, saved: SavedState) -> None:
-        """Read what this rank's optimizer holds. Not collective. Raises CheckpointError."""
-        shapes = {name: tuple(full_shape(parameter)) for name, parameter in self.model.named_parameters()}
-        check_same_model(saved, {name: shapes[name] for group in self._groups for name in group})
-        for shard in shards(self._engine):
-            shard.fill(shard.weights, partial(saved.read, "weight"))
-            state = adam_state(self._engine.basic_optimizer, shard.weights)
-            set_adam_step(state, saved.applied_steps)
-            for kind in MOMENTS:
-                shard.fill(state[kind], partial(saved.read, kind))
-
-    def held_bytes(self) -> dict[str, int]:
-        """See protocol.Engine. DeepSpeed's buckets for communication and offloading are not among them."""
-        held = shards(self._engine)
-        return held_bytes(
-            self.device,
-            {
-                "weights": computing_parameters(self._engine),
-                "master_weights": [shard.weights for shard in held],
-                "gradients": gradients(self._engine, held),
-                "optimizer": self._engine.basic_optimizer.state,
-            },
-        )
-
-    def close(self) -> None:
-        """See protocol.Engine. Afterwards drop the last reference to the engine."""
-        self._engine.destroy()
+    def _held(self) -> Mapping[str, Iterable[Any]]:
+        held = shards(self._wrapper)
+        return {
+            "weights": computing_parameters(self._wrapper),
+            "master_weights": [shard.weights for shard in held],
+            "gradients": gradients(self._wrapper, held),
+            "optimizer": self._wrapper.basic_optimizer.state,
+        }
 
 
 @contextmanager

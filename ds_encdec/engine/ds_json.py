@@ -6,12 +6,21 @@ that matters here, no "auto" remains, and every key is checked against `config.d
 
 from __future__ import annotations
 
+import json
 from copy import deepcopy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ds_encdec.config.batch_size import with_micro_batch_size
 from ds_encdec.config.rules import NATIVE_SCHEDULES
 from ds_encdec.config.schema import FullConfig, InfraConfig, TrainingConfig
+from ds_encdec.config.shares import mesh_shape, replicas
+from ds_encdec.launch.world import World
 from ds_encdec.types import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from ds_encdec.launch.context import RunContext
 
 # Elements of the buffers that gradients and parameters are collected in. DeepSpeed's default of 5e8 takes
 # 1 GB of each rank in bf16 (twice with overlap); beyond 5e7 the collectives gain nothing.
@@ -60,7 +69,7 @@ def render_deepspeed_json(
         "fp16": {"enabled": training.fp16},
         "optimizer": _optimizer(training),
         "zero_optimization": _zero(
-            config.infra, device, hybrid_shard_size=config.infra.hybrid_shard_size or ranks_per_node or world_size
+            config.infra, device, mesh_shape(config.infra, world_size, ranks_per_node or world_size)[1]
         ),
         # On by default, and waits for the device in every forward pass; nobody reads it.
         "timers": {"throughput": {"enabled": False}},
@@ -77,8 +86,39 @@ def render_deepspeed_json(
         adam["fused"] = True  # torch's own choice is a loop over single operations
     if _reduces_in_float32(rendered, world_size):
         rendered.setdefault("communication_data_type", "fp32")
-    _check_partition(rendered["zero_optimization"], world_size)
+    partition = rendered["zero_optimization"].get("zero_hpz_partition_size", 1)
+    replicas(world_size, partition, f"zero_hpz_partition_size: partitions of {partition} ranks")
     return rendered
+
+
+def run_json(config: FullConfig, context: RunContext, gradient_accumulation_steps: int) -> dict[str, Any]:
+    """The complete DeepSpeed configuration of a run that takes place in `context`."""
+    return render_deepspeed_json(
+        config,
+        world_size=context.world.world_size,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        device=context.device.type,
+        ranks_per_node=context.world.local_world_size,
+    )
+
+
+def ds_config_json(config: FullConfig, context: RunContext, gradient_accumulation_steps: int) -> str:
+    """The text of a run's ds_config.json."""
+    return json.dumps(run_json(config, context, gradient_accumulation_steps), indent=2) + "\n"
+
+
+def check_deepspeed(config: FullConfig, world: World, device: torch.device) -> None:
+    """Raise ConfigError for what DeepSpeed would refuse on these ranks, whatever the batch."""
+    if config.training.fp16 and device.type == "cpu":  # infra.device=auto; rules.py sees the other cases
+        raise ConfigError("training.fp16=true needs an accelerator: DeepSpeed trains no float16 on CPUs. Use bf16.")
+    sized = with_micro_batch_size(config, 1, world.world_size)
+    render_deepspeed_json(
+        sized,
+        world_size=world.world_size,
+        gradient_accumulation_steps=1,
+        device=device.type,
+        ranks_per_node=world.local_world_size,
+    )
 
 
 def zero_stage(infra: InfraConfig) -> int:
@@ -111,15 +151,6 @@ def _reduces_in_float32(rendered: dict[str, Any], world_size: int) -> bool:
     )
 
 
-def _check_partition(zero: dict[str, Any], world_size: int) -> None:
-    size = zero.get("zero_hpz_partition_size", 1)
-    if world_size % size:
-        raise ConfigError(
-            f"zero3_hybrid: partitions of {size} ranks (infra.hybrid_shard_size or zero_hpz_partition_size) do not "
-            f"divide the {world_size} ranks"
-        )
-
-
 def _optimizer(training: TrainingConfig) -> dict[str, Any]:
     """AdamW. Parameter groups bring their own weight decay, see `optim.param_groups`."""
     params = {
@@ -147,7 +178,7 @@ def _scheduler(training: TrainingConfig) -> dict[str, Any]:
     return {"type": training.lr_scheduler_type, "params": params}
 
 
-def _zero(infra: InfraConfig, device: str, *, hybrid_shard_size: int) -> dict[str, Any]:
+def _zero(infra: InfraConfig, device: str, shards: int) -> dict[str, Any]:
     stage = zero_stage(infra)
     if stage == 0:
         return {"stage": 0}
@@ -169,7 +200,7 @@ def _zero(infra: InfraConfig, device: str, *, hybrid_shard_size: int) -> dict[st
     else:
         zero["allgather_bucket_size"] = bucket
     if infra.sharding_stage == "zero3_hybrid":
-        zero["zero_hpz_partition_size"] = hybrid_shard_size
+        zero["zero_hpz_partition_size"] = shards
     pin_memory = infra.pin_memory and device != "cpu"
     if infra.offload_optimizer != "none":
         zero["offload_optimizer"] = {"device": infra.offload_optimizer, "pin_memory": pin_memory}

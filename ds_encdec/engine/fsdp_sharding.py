@@ -23,42 +23,26 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers.initialization import no_init_weights
 
 from ds_encdec.config.schema import FullConfig, InfraConfig
+from ds_encdec.config.shares import mesh_shape
 from ds_encdec.engine.forward import compute_dtype
-from ds_encdec.engine.ties import assert_ties
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.world import World
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
-from ds_encdec.types import CheckpointError, ConfigError, WeightSource
-
-
-def mesh_shape(infra: InfraConfig, world: World) -> tuple[int, int]:
-    """Ranks that replicate, and ranks that shard. Raises ConfigError for a hybrid that does not divide the ranks."""
-    if infra.sharding_stage == "zero0":
-        return world.world_size, 1
-    if not infra.sharding_stage.endswith("_hybrid"):
-        return 1, world.world_size
-    size = infra.hybrid_shard_size or world.local_world_size
-    if world.world_size % size:
-        origin = "infra.hybrid_shard_size" if infra.hybrid_shard_size else "the ranks of this node"
-        raise ConfigError(
-            f"infra.sharding_stage={infra.sharding_stage}: shards over {size} ranks ({origin}) do not divide the "
-            f"{world.world_size} ranks. Set infra.hybrid_shard_size to a divisor of {world.world_size}."
-        )
-    return world.world_size // size, size
+from ds_encdec.types import CheckpointError, WeightSource
 
 
 def make_mesh(infra: InfraConfig, world: World, device: torch.device) -> DeviceMesh:
     """The mesh of `mesh_shape`, without the replicating dimension where parameters are sharded over all ranks."""
-    replicas, shards = mesh_shape(infra, world)
+    replicas, shards = mesh_shape(infra, world.world_size, world.local_world_size)
     if replicas == 1 and infra.sharding_stage != "zero0":
         return init_device_mesh(device.type, (shards,), mesh_dim_names=("shard",))
     return init_device_mesh(device.type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
 def reshards_after_forward(infra: InfraConfig) -> bool:
-    """Whether layers let go of their gathered parameters between the forward and the backward pass."""
+    """Return whether layers let go of their gathered parameters between the forward and the backward pass."""
     return infra.sharding_stage.startswith("zero3")
 
 
@@ -95,12 +79,11 @@ def build_sharded_model(
     # Of the root, backward needs the embedding first of all: not worth letting go.
     shard(model, reshard_after_forward=False)
     model.to_empty(device="cpu" if offloaded else device)
-    assert_ties(model)
     return model
 
 
 def sharded_parameters(model: nn.Module) -> dict[str, DTensor]:
-    """Neutral name → parameter, tied ones once. While a module is gathered it shows others; these stay the shards."""
+    """FQN → parameter, tied ones once. While a module is gathered it shows others; these stay the shards."""
     found: dict[str, DTensor] = {}
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor), f"{name} is not sharded"

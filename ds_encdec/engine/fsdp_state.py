@@ -1,10 +1,10 @@
-"""The state of the FSDP2 engine: out into torch.distributed.checkpoint's files, and in from any checkpoint.
+"""The state of the FSDP2 engine, written out into torch.distributed.checkpoint's files.
 
 CHECKPOINT/
   engine.json                      what wrote it (record.py)
   dcp/.metadata, __RANK_0.distcp   float32 tensors weight.NAME, exp_avg.NAME, exp_avg_sq.NAME
 
-Names are neutral: those of `named_parameters()`, a tied one's first. Where parameters are replicated, each tensor is
+Names are FQNs: those of `named_parameters()`, a tied one's first. Where parameters are replicated, each tensor is
 written by one replica alone, so all replicas share the work, and the host memory of the copies.
 """
 
@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import cast
 
@@ -29,14 +28,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from ds_encdec.engine.fsdp_sharding import local_rows
 from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.engine.record import DCP_FOLDER, EngineRecord, write_record
-from ds_encdec.engine.same_model import check_same_model
 from ds_encdec.launch.disk import disk_error
-from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.memory_errors import is_out_of_memory, out_of_memory
-from ds_encdec.types import MOMENTS, CheckpointError, SavedState, StateKind
+from ds_encdec.types import MOMENTS, CheckpointError
 
 
 def state_tensors(parameters: Mapping[str, DTensor], optimizer: torch.optim.Optimizer) -> dict[str, DTensor]:
@@ -110,8 +106,8 @@ class _DiskWriter(dcp.FileSystemWriter):
 class StateWriter:
     """Writes states, possibly from a background thread: over a gloo group that nothing else uses."""
 
-    def __init__(self, timeout: timedelta) -> None:
-        """Collective. `timeout`: of each exchange between the writing ranks."""
+    def __init__(self, timeout: timedelta | None) -> None:
+        """Collective. `timeout`: of each exchange between the writing ranks; None is torch's default."""
         self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     def staged(
@@ -156,31 +152,6 @@ class _PlanOf(DefaultSavePlanner):
         plan = super().create_local_plan()
         self.plan = replace(plan, items=[item for item in plan.items if item.index.fqn in self._keys])
         return self.plan
-
-
-def load_state(
-    saved: SavedState, parameters: Mapping[str, DTensor], optimizer: torch.optim.Optimizer, collectives: HostCollectives
-) -> None:
-    """Fill this rank's shards of weights and moments, and AdamW's step counters, from `saved`.
-
-    Collective. CheckpointError of another model, or what any rank failed to read, is raised by all.
-    """
-    check_same_model(saved, {name: tuple(parameter.shape) for name, parameter in parameters.items()})
-    collectives.on_every_rank(lambda: _read_local(saved, parameters, optimizer))
-
-
-@torch.no_grad()
-def _read_local(saved: SavedState, parameters: Mapping[str, DTensor], optimizer: torch.optim.Optimizer) -> None:
-    for name, parameter in parameters.items():
-        state = optimizer.state[parameter]
-        rows, row_elements = local_rows(parameter), prod(parameter.shape[1:])
-        kinds: dict[StateKind, DTensor] = {"weight": parameter, **{kind: state[kind] for kind in MOMENTS}}
-        for kind, tensor in kinds.items():
-            local: Tensor = tensor.to_local()
-            if local.numel():
-                values = saved.read(kind, name, rows.start * row_elements, rows.stop * row_elements)
-                local.copy_(values.view(local.shape))
-        state["step"].fill_(saved.applied_steps)
 
 
 def _plain_error(failure: CheckpointException, folder: Path) -> Exception:

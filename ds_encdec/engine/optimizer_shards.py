@@ -1,14 +1,13 @@
-"""The float32 weights and Adam states that this rank's optimizer holds, and filling them by ranges of parameters.
+"""The tensors in which DeepSpeed holds a rank's parameters, gradients, float32 weights and Adam states, at every stage.
 
 DeepSpeed gives its optimizer a few flat tensors instead of the model's parameters. Which elements of which parameter
 stand where in them depends on the ZeRO stage; here all stages look alike: shards, each with the pieces it is made of.
-These are private places of DeepSpeed 0.19.8; the tests of resumed runs hold them down.
+These are private places of DeepSpeed 0.19.8; the tests of resumed runs hold them down, and one counts what they hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,42 +21,18 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
+from ds_encdec.engine.sharded_engine import Piece, Shard
 from ds_encdec.types import MOMENTS
 
-Read = Callable[[str, int, int], Tensor]
-"""Elements [start, stop) of the flattened parameter of this name."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Elements [start, start + length) of the flattened parameter `name`; they begin at `offset` in a shard."""
-
-    name: str
-    start: int
-    length: int
-    offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """One of the tensors that the optimizer steps: float32 weights. What is not in `pieces` is padding."""
-
-    weights: Tensor
-    pieces: tuple[Piece, ...]
-
-    def fill(self, target: Tensor, read: Read) -> None:
-        """Fill `target`, the weights or one of their moments, with what `read` gives; padding with zeros."""
-        flat = target.detach().view(-1)
-        flat.zero_()
-        for piece in self.pieces:
-            flat[piece.offset : piece.offset + piece.length] = read(piece.name, piece.start, piece.start + piece.length)
-
-    def fill_parameter(self, name: str, full: Tensor) -> None:
-        """Fill this shard's weights of one parameter, given in full and flattened."""
-        flat = self.weights.detach().view(-1)
-        for piece in self.pieces:
-            if piece.name == name:
-                flat[piece.offset : piece.offset + piece.length] = full[piece.start : piece.start + piece.length]
+_GRADIENTS_OF_PARAMETER = ("grad", "grad_accum")
+_GRADIENTS_OF_OPTIMIZER = (
+    "averaged_gradients",  # stages 1 to 3, by group, from the backward pass to the step
+    "all_grad_tensors",  # stage 1, while it accumulates
+    "grads_in_partition",  # stage 2, in the backward pass
+    "accumulated_grads_in_cpu",  # stages 1 and 2 with offload, from several micro-batches on
+    "grad_partitions_flat_buffer",  # stage 3
+    "fp32_groups_gradients_flat",  # BF16_Optimizer
+)
 
 
 def shards(engine: DeepSpeedEngine) -> list[Shard]:
@@ -129,12 +104,20 @@ def adam_state(optimizer: torch.optim.Optimizer, weights: Tensor) -> dict[str, A
     return state
 
 
-def set_adam_step(state: dict[str, Any], applied_steps: int) -> None:
-    """Put a shard's own counter to `applied_steps`; it is a tensor in torch's AdamW and an integer in DeepSpeed's."""
-    if isinstance(state["step"], Tensor):
-        state["step"].fill_(applied_steps)
-    else:
-        state["step"] = applied_steps
+def computing_parameters(engine: DeepSpeedEngine) -> Iterator[Any]:
+    """What layers compute with: under stage 3 this rank's part, with hpZ its node's too, and what is whole now."""
+    for parameter in engine.module.parameters():
+        yield parameter
+        yield getattr(parameter, "ds_tensor", None)
+        yield getattr(parameter, "ds_secondary_tensor", None)
+
+
+def gradients(engine: DeepSpeedEngine, shards: Sequence[Shard]) -> Iterator[Any]:
+    """The gradients that there are now, as tensors, containers of them, or None: of parameters, and of `shards`."""
+    for parameter in engine.module.parameters():
+        yield from (getattr(parameter, name, None) for name in _GRADIENTS_OF_PARAMETER)
+    yield from (shard.weights.grad for shard in shards)
+    yield from (getattr(engine.optimizer, name, None) for name in _GRADIENTS_OF_OPTIMIZER)
 
 
 def undo_first_step(engine: DeepSpeedEngine) -> None:

@@ -1,21 +1,23 @@
-"""Which engine runs: the one place that knows there is more than one."""
+"""Which engine runs, and how the ranks of a run come together for it."""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ds_encdec.config.batch_size import with_micro_batch_size
+from ds_encdec.config.engine_choice import engine_candidates
 from ds_encdec.config.rules import engine_conflicts
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.engine.ds_json import accumulates_in_bf16, render_deepspeed_json
+from ds_encdec.config.shares import mesh_shape
 from ds_encdec.engine.protocol import Engine
-from ds_encdec.engines import EngineName
+from ds_encdec.engines import ENGINES, EngineName, EngineSpec, load
+from ds_encdec.launch.context import RunContext
 from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.launch.process_group import choose_device, init_process_group
 from ds_encdec.launch.world import World
 from ds_encdec.types import ConfigError, WeightSource
 
@@ -33,67 +35,72 @@ def resolve_engine(config: FullConfig) -> EngineName:
     `auto` is DeepSpeed where it is installed and can do what is asked, else FSDP2. Raises ConfigError where DeepSpeed
     is needed and not installed.
     """
-    kind = config.infra.distributed_type
-    if kind in ("fsdp", "ddp") or (kind == "auto" and engine_conflicts(config, "deepspeed")):
-        return "fsdp"
-    if importlib.util.find_spec("deepspeed") is not None:
-        return "deepspeed"
-    if kind == "deepspeed":
+    candidates = engine_candidates(config)
+    if installed := [row for row in candidates if _is_installed(row)]:
+        return installed[0].name
+    package = candidates[0].package
+    if config.infra.distributed_type != "auto":
         raise ConfigError(
-            "infra.distributed_type=deepspeed, but deepspeed is not installed: pip install deepspeed, or set "
-            "infra.distributed_type=fsdp (or auto), which trains the same with torch alone"
+            f"infra.distributed_type={config.infra.distributed_type}, but {package} is not installed: pip install "
+            f"{package}, or set infra.distributed_type=fsdp (or auto), which trains the same with torch alone"
         )
-    if conflicts := engine_conflicts(config, "fsdp"):
-        fields = "; ".join(f"{', '.join(conflict.fields)}: {conflict.message}" for conflict in conflicts)
-        raise ConfigError(
-            f"infra.distributed_type=auto: deepspeed is not installed, and FSDP2 cannot do this ({fields})"
-        )
-    return "fsdp"
+    conflicts = engine_conflicts(config, "fsdp")
+    fields = "; ".join(f"{', '.join(conflict.fields)}: {conflict.message}" for conflict in conflicts)
+    raise ConfigError(f"infra.distributed_type=auto: {package} is not installed, and FSDP2 cannot do this ({fields})")
 
 
 def fallback_engine(config: FullConfig) -> EngineName | None:
-    """What takes the place of a DeepSpeed that turns out not to work here: FSDP2, if `auto` leaves the choice to us."""
-    replaceable = config.infra.distributed_type == "auto" and not engine_conflicts(config, "fsdp")
-    return "fsdp" if replaceable else None
+    """What takes the place of an engine that turns out not to work here, if `auto` leaves the choice: torch's own."""
+    return next((row.name for row in engine_candidates(config)[1:] if row.package is None), None)
 
 
-def check_engine(engine: EngineName, config: FullConfig, world: World) -> None:
+def check_engine(engine: EngineName, config: FullConfig, world: World, device: torch.device) -> None:
     """Raise ConfigError for what `engine` cannot do on these ranks: before any time is spent on data."""
-    if engine == "fsdp":
-        from ds_encdec.engine.fsdp_sharding import mesh_shape  # half a second, and only this engine needs it
+    mesh_shape(config.infra, world.world_size, world.local_world_size)
+    if check := ENGINES[engine].check:
+        load(check)(config, world, device)
 
-        mesh_shape(config.infra, world)
-    else:
-        # Neither the device nor the batch decides what is refused.
-        sized = with_micro_batch_size(config, 1, world.world_size)
-        _deepspeed_json(sized, world, config.infra.device, 1)
+
+def join_ranks(config: FullConfig, world: World, *, met: Callable[[], None] = lambda: None) -> RunContext:
+    """Choose engine and device, and make the process group; `met` is called once it is there. Collective.
+
+    Raises ConfigError for what this machine or these ranks cannot do at all, before the ranks meet.
+    """
+    engine, device = resolve_engine(config), choose_device(config.infra.device, world)
+    check_engine(engine, config, world, device)
+    timeout = timedelta(minutes=config.infra.distributed_timeout_minutes)
+    engine = init_process_group(world, device, timeout, engine, otherwise=fallback_engine(config))
+    met()
+    return RunContext(world, device, engine, HostCollectives(timeout))
 
 
 def create_engine(
-    engine: EngineName,
     config: FullConfig,
-    world: World,
-    device: torch.device,
+    context: RunContext,
     model_config: Qwen3Seq2SeqConfig,
     weights: WeightSource | None,
     gradient_accumulation_steps: int,
 ) -> Engine:
-    """Build the model and `engine` for it. Collective; the process group exists (launch/process_group.py).
+    """Build the model and the context's engine for it. Collective.
 
     `weights` is None for a run that loads a checkpoint at once, and so needs none. Raises ConfigError for a number of
     ranks that does not fit the sharding, and CheckpointError, on every rank, for weights that cannot be read.
     """
-    if world.is_main:
-        _say_attention(config, device)
+    if context.world.is_main:
+        _say_attention(config, context.device)
+        _warn_of_another_engine(config, context.engine_spec)
     if config.infra.sharding_stage.endswith("_hybrid"):
-        _warn_of_shards_across_nodes(config, world)
-    if engine == "fsdp":
-        return _fsdp2(config, world, device, model_config, weights)
-    return _deepspeed(config, world, device, model_config, weights, gradient_accumulation_steps)
+        _warn_of_shards_across_nodes(config, context)
+    build: Callable[..., Engine] = load(context.engine_spec.build)
+    return build(config, context, model_config, weights, gradient_accumulation_steps)
+
+
+def _is_installed(engine: EngineSpec) -> bool:
+    return engine.package is None or importlib.util.find_spec(engine.package) is not None
 
 
 def _say_attention(config: FullConfig, device: torch.device) -> None:
-    """What attention runs in. On a GPU one call per document is many times slower, and nobody would know why."""
+    """Log what attention runs in. On a GPU one call per document is many times slower, and nobody would know why."""
     from ds_encdec.engine.forward import compute_dtype  # both need torch
     from ds_encdec.model.attention import choose_kernel
 
@@ -107,12 +114,26 @@ def _say_attention(config: FullConfig, device: torch.device) -> None:
         logger.log(level, "attention: one call per document (%s)", name)
 
 
-def _warn_of_shards_across_nodes(config: FullConfig, world: World) -> None:
+def _warn_of_another_engine(config: FullConfig, engine: EngineSpec) -> None:
+    """Say why `auto` does not take the engine it prefers, and what has no effect under the one that runs."""
+    preferred = next(iter(ENGINES.values()))
+    if engine is preferred:
+        return
+    if config.infra.distributed_type == "auto":
+        if lacks := [conflict.fields[0] for conflict in engine_conflicts(config, preferred.name)]:
+            why = f"{preferred.title} does not do what {', '.join(lacks)} asks for"
+        else:
+            why = f"{preferred.package} {'cannot be imported' if _is_installed(preferred) else 'is not installed'}"
+        logger.warning("infra.distributed_type=auto: %s; training with %s.", why, engine.title)
+    if extra := config.infra.deepspeed_extra:
+        logger.warning("infra.deepspeed_extra does nothing under %s: %s", engine.title, ", ".join(extra))
+
+
+def _warn_of_shards_across_nodes(config: FullConfig, context: RunContext) -> None:
     """Hybrids shard over consecutive ranks, taken to be neighbours. Collective."""
-    size = config.infra.hybrid_shard_size or world.local_world_size
-    collectives = HostCollectives(timedelta(minutes=config.infra.distributed_timeout_minutes))
-    hosts = collectives.gather(socket.gethostname())
-    if world.is_main and (ranks := first_scattered(hosts, size)):
+    size = config.infra.hybrid_shard_size or context.world.local_world_size
+    hosts = context.collectives.gather(socket.gethostname())
+    if context.world.is_main and (ranks := first_scattered(hosts, size)):
         logger.warning(
             "infra.sharding_stage=%s shards over ranks %d to %d, which are on different nodes (%s), although %d ranks "
             "of one node could: place ranks node by node (Slurm: --distribution=block).",
@@ -133,57 +154,3 @@ def first_scattered(hosts: Sequence[str], size: int) -> range | None:
         return None
     groups = (range(start, start + size) for start in range(0, len(hosts), size))
     return next((ranks for ranks in groups if len({hosts[rank] for rank in ranks}) > 1), None)
-
-
-def _fsdp2(
-    config: FullConfig,
-    world: World,
-    device: torch.device,
-    model_config: Qwen3Seq2SeqConfig,
-    weights: WeightSource | None,
-) -> Engine:
-    from ds_encdec.engine.fsdp2 import FSDP2Engine
-
-    if world.is_main and config.infra.distributed_type == "auto":
-        logger.warning("infra.distributed_type=auto: %s; training with FSDP2.", _why_not_deepspeed(config))
-    if world.is_main and config.infra.deepspeed_extra:
-        logger.warning("infra.deepspeed_extra does nothing under FSDP2: %s", ", ".join(config.infra.deepspeed_extra))
-    return FSDP2Engine(config, world, device, model_config, weights)
-
-
-def _why_not_deepspeed(config: FullConfig) -> str:
-    if lacks := [conflict.fields[0] for conflict in engine_conflicts(config, "deepspeed")]:
-        return f"DeepSpeed does not do what {', '.join(lacks)} asks for"
-    is_installed = importlib.util.find_spec("deepspeed") is not None
-    return "deepspeed cannot be imported" if is_installed else "deepspeed is not installed"
-
-
-def _deepspeed(
-    config: FullConfig,
-    world: World,
-    device: torch.device,
-    model_config: Qwen3Seq2SeqConfig,
-    weights: WeightSource | None,
-    gradient_accumulation_steps: int,
-) -> Engine:
-    from ds_encdec.engine.deepspeed_zero import DeepSpeedEngine  # takes seconds, and only this engine needs it
-
-    ds_json = _deepspeed_json(config, world, device.type, gradient_accumulation_steps)
-    if world.is_main and accumulates_in_bf16(ds_json):
-        logger.warning(
-            "%s adds the gradients of %d micro-batches up in bfloat16, which costs precision (with 8: 0.3 %%); "
-            "infra.sharding_stage=zero2 and zero3 use float32.",
-            config.infra.sharding_stage,
-            gradient_accumulation_steps,
-        )
-    return DeepSpeedEngine(config, model_config, weights, ds_json, device)
-
-
-def _deepspeed_json(config: FullConfig, world: World, device: str, gradient_accumulation_steps: int) -> dict[str, Any]:
-    return render_deepspeed_json(
-        config,
-        world_size=world.world_size,
-        gradient_accumulation_steps=gradient_accumulation_steps,
-        device=device,
-        ranks_per_node=world.local_world_size,
-    )

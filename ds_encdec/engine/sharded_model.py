@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
-from ds_encdec.engine.optimizer_shards import Shard
-from ds_encdec.engine.ties import assert_ties
+from ds_encdec.engine.sharded_engine import Shard, full_shape
 from ds_encdec.launch.host_collectives import attempt
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
@@ -38,9 +37,7 @@ def build_model(
         else:
             making.enter_context(torch.device(device))
             making.enter_context(_default_dtype(dtype))
-        model = Qwen3ForSeq2SeqLM(model_config)
-    assert_ties(model)
-    return model
+        return Qwen3ForSeq2SeqLM(model_config)
 
 
 def load_weights(model: nn.Module, weights: WeightSource) -> list[str]:
@@ -101,11 +98,6 @@ def _read(weights: WeightSource, name: str, parameter: nn.Parameter) -> Tensor:
             f"{name}: the source has shape {list(source.shape)}, the model {list(full_shape(parameter))}"
         )
     return source
-
-
-def full_shape(parameter: nn.Parameter) -> torch.Size:
-    """The shape of a parameter, also where ZeRO-3 has taken it apart and left [0]."""
-    return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def _gathered(parameter: nn.Parameter) -> AbstractContextManager[object]:

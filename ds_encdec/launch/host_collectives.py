@@ -31,14 +31,14 @@ class HostCollectives:
         """
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
-        self._timeout = timeout
+        self.timeout = timeout
         # NCCL cannot move host objects without a device synchronisation; a second, gloo, group can.
         needs_own = self.world_size > 1 and (own_group or dist.get_backend() != "gloo")
         self._group = dist.new_group(backend="gloo", timeout=timeout) if needs_own else None
 
     def new_group(self) -> HostCollectives:
         """Another one with a group of its own, for one other thread of every rank. A collective."""
-        return HostCollectives(self._timeout, own_group=True)
+        return HostCollectives(self.timeout, own_group=True)
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's integers, in rank order: one small all-gather."""

@@ -7,6 +7,7 @@ imported, OpenMP its thread count when it first runs, and the JIT its folder whe
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import logging
 import os
@@ -14,13 +15,13 @@ import socket
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from ds_encdec.engines import EngineName
+from ds_encdec.engines import ENGINES, EngineName, load
 from ds_encdec.launch.jit_cache import build_folder, clear_stale_locks
 from ds_encdec.launch.peers import machine
 from ds_encdec.launch.world import World
@@ -66,10 +67,10 @@ def init_process_group(
 ) -> EngineName:
     """Prepare this process's environment and join the default process group (nccl on cuda, gloo on cpu).
 
-    Returns `engine`, or on all ranks `otherwise` where that is deepspeed and some rank cannot import it; without
-    `otherwise` all raise ConfigError. `timeout` bounds the meeting of the ranks and every collective. Only for
-    `deepspeed` is that imported; this must come before it is anywhere else in the process. `meeting` tells apart those
-    who meet at one address: a run's ranks, and the probes beside them.
+    Returns `engine`, or on all ranks `otherwise` where some rank cannot import the package of `engine`; without
+    `otherwise` all raise ConfigError. `timeout` bounds the meeting of the ranks and every collective. An engine's
+    package must not have been imported before. `meeting` tells apart those who meet at one address: a run's ranks, and
+    the probes beside them.
     """
     _prepare_environment(world, device)
     if device.type == "cuda":
@@ -78,11 +79,11 @@ def init_process_group(
     store.set_timeout(timeout)
     store = dist.PrefixStore(meeting, store)
     _share_the_node(world, device, store)
-    if engine == "deepspeed":
-        problem = _anyones(_import_deepspeed(world), dist.PrefixStore("import", store), world)
+    if package := ENGINES[engine].package:
+        problem = _anyones(_import(package, world), dist.PrefixStore("import", store), world)
         if problem is not None:
-            engine = _instead_of_deepspeed(problem, otherwise, world)
-    _join(world, device, timeout, engine, dist.PrefixStore("group", store))
+            engine = _instead_of(package, problem, otherwise, world)
+    load(ENGINES[engine].join)(world, device, timeout, dist.PrefixStore("group", store))
     return engine
 
 
@@ -100,15 +101,15 @@ def _meet(world: World, timeout: timedelta) -> dist.Store:
     return store
 
 
-def _import_deepspeed(world: World) -> str | None:
-    """Import deepspeed; why that is impossible, or None. Raises nothing: the other ranks must hear of it."""
+def _import(package: str, world: World) -> str | None:
+    """Import an engine's package; returns why that failed, or None. Raises nothing: all ranks must hear of it."""
     if world.local_rank == 0:
         clear_stale_locks(build_folder(os.environ))
     # DeepSpeed 0.19.8 still calls collectives by names that torch 2.13 renames; nothing a user could mend.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     try:
         # Not earlier: what _prepare_environment sets is read at import.
-        import deepspeed  # noqa: F401
+        importlib.import_module(package)
     except Exception as error:  # no CUDA_HOME, another torch's binary interface, a library that is not there
         return f"rank {world.rank}: {type(error).__name__}: {error}"
     return None
@@ -134,30 +135,37 @@ def _count_in(store: dist.Store, what: str, world: World) -> str:
     return by_all
 
 
-def _instead_of_deepspeed(problem: str, otherwise: EngineName | None, world: World) -> EngineName:
+def _instead_of(package: str, problem: str, otherwise: EngineName | None, world: World) -> EngineName:
     if otherwise is None:
         raise ConfigError(
-            f"deepspeed is installed, but cannot be imported ({problem}). Mend that (often CUDA_HOME is not set, or it "
+            f"{package} is installed, but cannot be imported ({problem}). Mend that (often CUDA_HOME is not set, or it "
             "was built for another torch), or set infra.distributed_type=fsdp, which trains the same with torch alone."
         )
     if world.is_main:
-        logger.warning("deepspeed is installed, but cannot be imported (%s).", problem)
+        logger.warning("%s is installed, but cannot be imported (%s).", package, problem)
     return otherwise
 
 
-def _join(world: World, device: torch.device, timeout: timedelta, engine: EngineName, store: dist.Store) -> None:
-    """The default process group, and DeepSpeed's view of it."""
-    given: dict[str, Any] = {"timeout": timeout, "store": store, "world_size": world.world_size, "rank": world.rank}
-    if engine == "fsdp":
-        # With shards offloaded to the CPU their gradients' norm is reduced there.
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", **given)
-        return
+def join_torch(world: World, device: torch.device, timeout: timedelta, store: dist.Store) -> None:
+    """Make the default process group for FSDP2. Offloaded shards' gradients have their norm reduced on the CPU."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timeout, store=store, world_size=world.world_size, rank=world.rank)
+
+
+def join_deepspeed(world: World, device: torch.device, timeout: timedelta, store: dist.Store) -> None:
+    """Make the default process group, and DeepSpeed's view of it."""
     import deepspeed
 
     backend = "nccl" if device.type == "cuda" else "gloo"
-    # As DeepSpeed itself makes it (comm/torch.py): one rank has nobody to connect to.
-    bound = device if device.type == "cuda" and world.world_size > 1 else None
-    dist.init_process_group(backend, device_id=bound, **given)
+    dist.init_process_group(
+        backend,
+        timeout=timeout,
+        store=store,
+        world_size=world.world_size,
+        rank=world.rank,
+        # As DeepSpeed itself makes it (comm/torch.py): one rank has nobody to connect to.
+        device_id=device if device.type == "cuda" and world.world_size > 1 else None,
+    )
     if device.type == "cpu":
         # An optional all-reduce over shared memory that is compiled on first use: minutes, to save microseconds.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -34,6 +34,8 @@ from transformers.initialization import no_init_weights
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine import fsdp2
 from ds_encdec.engine.forward import compute_dtype, packed_forward
+from ds_encdec.launch.context import RunContext
+from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.world import World
 from ds_encdec.memory.breakdown import Breakdown
 from ds_encdec.memory.gpu_stand_ins import as_on_device, substituted, varlen_kernel
@@ -127,7 +129,8 @@ def _traced_fsdp(job: Job) -> tuple[dict[Category, int], str]:
             traced.enter_context(as_on_device(job))
             traced.enter_context(substituted(fsdp2, "make_mesh", lambda *_: mesh))
             traced.enter_context(substituted(dist, "new_group", lambda *_, **__: dist.group.WORLD))
-            engine = fsdp2.FSDP2Engine(config, world, _DEVICE, _model_config(job), None)
+            context = RunContext(world, _DEVICE, job.engine, HostCollectives())
+            engine = fsdp2.FSDP2Engine(config, context, _model_config(job), None)
             return _traced_step(engine, _batch(job), job)
     finally:
         gc.collect()  # engines are cyclic, and hold on to the group

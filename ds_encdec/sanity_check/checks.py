@@ -11,13 +11,18 @@ import gc
 import json
 import math
 import resource
+import shutil
+import signal
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, product
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
 import torch
@@ -37,14 +42,11 @@ from ds_encdec.data.ul2 import MIN_RAW_TOKENS, max_raw_length, reconstruct
 from ds_encdec.engine.forward import packed_forward
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine
-from ds_encdec.engines import EngineName
-from ds_encdec.launch.host_collectives import HostCollectives
-from ds_encdec.launch.world import World
+from ds_encdec.launch.context import RunContext
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.parameter_count import count_parameters
 from ds_encdec.run_model import RunModel, new_model
-from ds_encdec.sanity_check.checkpoint_folder import checkpoint_folder
 from ds_encdec.tokenizer.sentinels import Vocabulary
 from ds_encdec.types import DENOISERS, Batch, CheckpointError, LossSum, TrainingState
 
@@ -73,6 +75,10 @@ DOCUMENTS_SEARCHED = 256
 """Documents of a source among which those are looked for: some texts are empty, or one token."""
 PROMPT = "The quick brown fox jumps over the lazy dog"
 NEW_TOKENS = 8
+BYTES_PER_PARAMETER = 14
+"""Float32 weights and two moments, and the bfloat16 weights that DeepSpeed keeps beside them."""
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""From schedulers, keyboards and terminals that are closed; those that are ignored (nohup) stay so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +102,8 @@ class Subject:
     engine: Engine
     step_seconds: list[float]
 
-    def __init__(self, config: FullConfig, engine_name: EngineName, world: World, device: torch.device) -> None:
-        self.config = config
-        self.engine_name = engine_name
-        self.world = world
-        self.device = device
+    def __init__(self, config: FullConfig, context: RunContext) -> None:
+        self.config, self.context, self.device = config, context, context.device
 
     def forget_plain_model(self) -> None:
         """Make room for the engine's."""
@@ -279,16 +282,14 @@ def _overfits_one_batch(subject: Subject) -> Finding:
     rate = OVERFIT_RATE_TIMES_HIDDEN_SIZE / run_model.config.hidden_size
     training = subject.config.training.model_copy(update={"learning_rate": rate})
     config = subject.config.model_copy(update={"training": training})
-    subject.engine = create_engine(
-        subject.engine_name, config, subject.world, subject.device, run_model.config, run_model.weights, 1
-    )
+    subject.engine = create_engine(config, subject.context, run_model.config, run_model.weights, 1)
     losses, subject.step_seconds = [], []
     for _ in range(OVERFIT_STEPS):
         began = time.monotonic()
         losses.append(subject.train_step())
         subject.step_seconds.append(time.monotonic() - began)
     first, last = losses[0], losses[-1]
-    message = f"{first:.4f} to {last:.4f} in {OVERFIT_STEPS} steps of {subject.engine_name} at rate {rate:.1e}, "
+    message = f"{first:.4f} to {last:.4f} in {OVERFIT_STEPS} steps of {subject.context.engine} at rate {rate:.1e}, "
     message += f"to be at most {OVERFIT_FACTOR:g} times the first"
     return Finding(last <= OVERFIT_FACTOR * first, message, {"first_loss": first, "last_loss": last})
 
@@ -306,6 +307,42 @@ def _checkpoint_resumes(subject: Subject) -> Finding:
     message += f"{RESUME_TOLERANCE:g} ({num_bytes / 1e9:.3g} GB)"
     values = {"largest_relative_difference": difference, "checkpoint_bytes": num_bytes}
     return Finding(difference <= RESUME_TOLERANCE, message, values)
+
+
+@contextmanager
+def checkpoint_folder(parameters: int) -> Iterator[Path]:
+    """A temporary folder with room for a checkpoint of so many parameters. Raises CheckpointError where there is none.
+
+    It is removed in the end, or, where a signal comes before that, by it; then it ends the process.
+    An exception raised by the signal's handler would not do: the library that it comes up in may turn it into another.
+    """
+    _require_space(parameters)
+    folder = Path(tempfile.mkdtemp(prefix="ds-encdec-sanity-check-"))
+
+    def end(number: int, _: FrameType | None) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
+    heeded = [number for number in ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, end) for number in heeded}
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _require_space(parameters: int) -> None:
+    folder = tempfile.gettempdir()
+    usage = shutil.disk_usage(folder)
+    needed = BYTES_PER_PARAMETER * parameters
+    if usage.total and usage.free < needed:  # some network file systems report 0 in all
+        raise CheckpointError(
+            f"a checkpoint takes about {needed:,} bytes and {folder} has {usage.free:,} free: free space there, or set "
+            "TMPDIR to a folder that has it"
+        )
 
 
 def _throughput(subject: Subject) -> Finding:
@@ -327,8 +364,8 @@ def _gradient_norm(module: nn.Module) -> float:
 
 def _save(subject: Subject, folder: Path) -> Path:
     """Save the engine as a run would; returns the checkpoint. Raises CheckpointError."""
-    keep = subject.config.training.save_total_limit
-    manager = CheckpointManager(folder, HostCollectives(), engine_name=subject.engine_name, keep=keep)
+    context = subject.context
+    manager = CheckpointManager(folder, context.collectives, engine_name=context.engine, keep=None)
     manager.prepare()
     state = TrainingState(global_step=OVERFIT_STEPS)
     write_rest = partial(_write_state, state)

@@ -10,16 +10,15 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from ds_encdec.config.batch_size import with_assumed_batch_size
 from ds_encdec.config.load import load_config
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.engine.select import check_engine, fallback_engine, resolve_engine
+from ds_encdec.engine.select import join_ranks
 from ds_encdec.launch.memory_errors import is_out_of_memory
-from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
+from ds_encdec.launch.process_group import shutdown
 from ds_encdec.launch.world import discover
 from ds_encdec.model.source import read_config
 from ds_encdec.monitor.metrics import encode_float
@@ -80,14 +79,7 @@ def check_config(
     if world.world_size > 1:
         raise ConfigError("ds-encdec sanity-check is one process: start it without deepspeed or torchrun")
     config = on_one_rank(config)
-    engine_name = resolve_engine(config)
-    check_engine(engine_name, config, world)
-    device = choose_device(config.infra.device, world)
-    if config.training.fp16 and device.type == "cpu":
-        raise ConfigError("training.fp16=true needs an accelerator: DeepSpeed trains no float16 on CPUs. Use bf16.")
-    timeout = timedelta(minutes=config.infra.distributed_timeout_minutes)
-    engine_name = init_process_group(world, device, timeout, engine_name, otherwise=fallback_engine(config))
-    subject = Subject(config, engine_name, world, device)
+    subject = Subject(config, join_ranks(config, world))
     try:
         return _report(subject, checks, tell)
     finally:

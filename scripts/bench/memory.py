@@ -33,6 +33,7 @@ from ds_encdec.auto_batch.probe import full_batch, zero_weights
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine
+from ds_encdec.launch.context import RunContext
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
 from ds_encdec.launch.world import World, discover
@@ -175,8 +176,8 @@ def measure(row: Row, world: World, device: torch.device) -> dict[str, Any]:
     if device.type == "cpu":
         estimated += expected.host.states + expected.host.parameters + expected.host.activations
     before = held_bytes(device)
-    weights = zero_weights(model_config)
-    engine = create_engine(row.engine, config, world, device, model_config, weights, row.accumulation)
+    context = RunContext(world, device, row.engine, HostCollectives())
+    engine = create_engine(config, context, model_config, zero_weights(model_config), row.accumulation)
     batch = full_batch(config, row.micro_batch, model_config.vocab_size)
     _step(engine, batch, row.accumulation, world, None)
     steps = [_tracked_step(engine, batch, row.accumulation, world, device) for _ in range(2)]

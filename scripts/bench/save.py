@@ -31,6 +31,7 @@ from ds_encdec.checkpoint.manager import CheckpointManager, SaveOutcome
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine
+from ds_encdec.launch.context import RunContext
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
 from ds_encdec.launch.world import discover
@@ -61,7 +62,8 @@ def main() -> None:
     collectives = HostCollectives()
     folder = Path(collectives.on_rank_zero(lambda: tempfile.mkdtemp(prefix="save-", dir=options.folder)))
     config, model_config = _configuration(options)
-    engine = create_engine(options.engine, config, world, device, model_config, random_weights(model_config, 0), 1)
+    context = RunContext(world, device, options.engine, collectives)
+    engine = create_engine(config, context, model_config, random_weights(model_config, 0), 1)
     manager = CheckpointManager(folder, collectives, engine_name=options.engine, keep=1)
     bench = SaveBench(engine, manager, collectives, packed_batch(model_config.vocab_size), _LIBRARY[options.engine])
     measured = [bench.repetition(number) for number in range(options.repeats + 1)][1:]

@@ -13,8 +13,7 @@ import pytest
 import torch.distributed as dist
 from tiny_job import MODEL, make_config
 
-from ds_encdec.auto_batch.probe import ProbeTask, full_batch
-from ds_encdec.auto_batch.probe_process import ProbeProcess, ProbeState
+from ds_encdec.auto_batch.probe import ProbeProcess, ProbeState, ProbeTask, full_batch
 from ds_encdec.config.batch_size import with_micro_batch_size
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.budgets import token_budgets

@@ -15,13 +15,12 @@ import pytest
 import torch
 from tiny_job import MODEL, make_config
 
-from ds_encdec.auto_batch.probe import ProbeTask
-from ds_encdec.auto_batch.probe_process import ProbeProcess
-from ds_encdec.auto_batch.resolve import Place, agreed_outcome, resolve_batch_size
-from ds_encdec.auto_batch.search import Outcome
+from ds_encdec.auto_batch.probe import Outcome, ProbeProcess, ProbeTask
+from ds_encdec.auto_batch.resolve import agreed_outcome, resolve_batch_size
 from ds_encdec.checkpoint.find import Checkpoint
 from ds_encdec.checkpoint.manifest import Manifest
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.launch.context import RunContext
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.world import World
@@ -34,9 +33,10 @@ def world(rank: int, size: int) -> World:
 
 
 def settled(config: FullConfig, ranks: int, saved: Path | None = None) -> tuple[int | str, int, int | None]:
-    place = Place(world(0, ranks), torch.device("cpu"), "fsdp", HostCollectives(), StopRequest(world(0, ranks)))
+    context = RunContext(world(0, ranks), torch.device("cpu"), "fsdp", HostCollectives())
+    stop, model = StopRequest(world(0, ranks)), Qwen3Seq2SeqConfig.from_dict(MODEL)
     found = Checkpoint(saved, Manifest(1, 2, "fsdp", ())) if saved else None
-    training = resolve_batch_size(config, place, Qwen3Seq2SeqConfig.from_dict(MODEL), found).training
+    training = resolve_batch_size(config, context, stop, model, found).training
     return training.per_device_train_batch_size, training.gradient_accumulation_steps, training.global_batch_size
 
 

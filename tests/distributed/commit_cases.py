@@ -18,6 +18,7 @@ from ds_encdec.checkpoint.manager import CheckpointManager
 from ds_encdec.checkpoint.manifest import verify_checkpoint
 from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.engine.select import create_engine, resolve_engine
+from ds_encdec.launch.context import RunContext
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.world import discover
 from ds_encdec.types import DataError, DsEncDecError, TrainingState
@@ -193,6 +194,5 @@ def make_engine(name: str) -> Any:
     if name == "shards":
         return SlowShards(num_bytes=100_000)
     config = run_config(distributed_type=name, gradient_accumulation_steps=SHORT_ACCUMULATION)
-    return create_engine(
-        resolve_engine(config), config, discover(os.environ), torch.device("cpu"), MODEL, weights, SHORT_ACCUMULATION
-    )
+    context = RunContext(discover(os.environ), torch.device("cpu"), resolve_engine(config), HostCollectives())
+    return create_engine(config, context, MODEL, weights, SHORT_ACCUMULATION)

@@ -26,6 +26,8 @@ from ds_encdec.engine.deepspeed_zero import DeepSpeedEngine
 from ds_encdec.engine.optimizer_shards import shards
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine, resolve_engine
+from ds_encdec.launch.context import RunContext
+from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.world import discover
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import parameter_shapes
@@ -40,16 +42,8 @@ def run_cases(cases: Sequence[Case]) -> dict[str, Any]:
 def make_engine(
     config: FullConfig, source: WeightSource | None = weights, model: Qwen3Seq2SeqConfig = MODEL
 ) -> DeepSpeedEngine:
-    world = discover(os.environ)
-    engine = create_engine(
-        resolve_engine(config),
-        config,
-        world,
-        torch.device("cpu"),
-        model,
-        source,
-        config.training.gradient_accumulation_steps,
-    )
+    context = RunContext(discover(os.environ), torch.device("cpu"), resolve_engine(config), HostCollectives())
+    engine = create_engine(config, context, model, source, config.training.gradient_accumulation_steps)
     assert isinstance(engine, DeepSpeedEngine)
     return engine
 

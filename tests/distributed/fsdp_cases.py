@@ -27,6 +27,8 @@ from ds_encdec.engine.fsdp2 import FSDP2Engine
 from ds_encdec.engine.fsdp_state import HostCopies
 from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.engine.select import create_engine, resolve_engine
+from ds_encdec.launch.context import RunContext
+from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.world import discover
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.types import CheckpointError, ConfigError, DsEncDecError, StateKind, WeightSource
@@ -44,7 +46,8 @@ def fsdp_config(**overrides: Any) -> FullConfig:
 
 
 def make_engine(config: FullConfig, source: WeightSource | None = weights) -> FSDP2Engine:
-    engine = create_engine(resolve_engine(config), config, discover(os.environ), torch.device("cpu"), MODEL, source, 1)
+    context = RunContext(discover(os.environ), torch.device("cpu"), resolve_engine(config), HostCollectives())
+    engine = create_engine(config, context, MODEL, source, 1)
     assert isinstance(engine, FSDP2Engine)
     return engine
 

@@ -17,6 +17,8 @@ from fsdp_memory_run import TOKENS, config_of, model_of
 from packed_batches import boundaries
 
 from ds_encdec.engine.fsdp2 import FSDP2Engine
+from ds_encdec.launch.context import RunContext
+from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.world import discover
 from ds_encdec.memory.storage_log import StorageLog
 from ds_encdec.memory.tracked import tracking
@@ -73,7 +75,8 @@ def measured(case: str) -> dict[str, int]:
     """Bytes at the moments of an engine's second step, and of a save."""
     config = config_of(case)
     micro_batches = config.training.gradient_accumulation_steps
-    engine = FSDP2Engine(config, discover(os.environ), CPU, model_of(case), None)
+    context = RunContext(discover(os.environ), CPU, "fsdp", HostCollectives())
+    engine = FSDP2Engine(config, context, model_of(case), None)
     for parameter in engine.model.parameters():
         torch.nn.init.constant_(parameter, 1 / 16)
     _micro_batches(engine, micro_batches)

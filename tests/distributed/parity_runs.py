@@ -16,6 +16,8 @@ from torch_oracle import TorchOracle
 
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine, resolve_engine
+from ds_encdec.launch.context import RunContext
+from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.world import discover
 from ds_encdec.types import Batch
 
@@ -70,9 +72,8 @@ def engine_losses(names: list[str], *, bf16: bool) -> dict[str, list[float]]:
     for name in names:
         config = run_config(**settings(name, world_size, bf16=bf16))
         accumulation = config.training.gradient_accumulation_steps
-        engine = create_engine(
-            resolve_engine(config), config, discover(os.environ), torch.device("cpu"), MODEL, weights, accumulation
-        )
+        context = RunContext(discover(os.environ), torch.device("cpu"), resolve_engine(config), HostCollectives())
+        engine = create_engine(config, context, MODEL, weights, accumulation)
         found[name] = _train(engine, rank, world_size, sum_over_ranks=_sum_over_ranks)
         engine.close()
     return found

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from ds_encdec import build
 from ds_encdec.config.load import load_config
 from ds_encdec.data.loader import LaneLoader
+from ds_encdec.engine import select
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.world import discover
 from ds_encdec.trainer import Trainer
@@ -103,16 +104,16 @@ def train_run(
             raise
 
     # The ranks are a group already, and go on with other runs afterwards.
-    real_train, real_join, real_shutdown = build.train, build.init_process_group, build.shutdown
+    real_train, real_join, real_shutdown = build.train, select.init_process_group, build.shutdown
     build.train, build.shutdown = train, dist.barrier
-    build.init_process_group = lambda world, device, timeout, engine, **_: engine
+    select.init_process_group = lambda world, device, timeout, engine, **_: engine
     try:
         with StopRequest(discover(os.environ)) as stop:
             build.run_training(config, stop, resume=resume)
     except Preempted:
         assert stop_after is not None
     finally:
-        build.train, build.init_process_group, build.shutdown = real_train, real_join, real_shutdown
+        build.train, select.init_process_group, build.shutdown = real_train, real_join, real_shutdown
     gc.collect()
     dist.barrier()
     return {"losses": _losses(Path(output_dir)), "samples": _samples(listening[0])}

@@ -176,4 +176,4 @@ def test_a_source_that_one_rank_cannot_read_fails_on_all_ranks(problem: str, wan
 
 def test_hybrids_must_divide_the_ranks() -> None:
     for message in result(2, "indivisible"):
-        assert "3 ranks (infra.hybrid_shard_size) do not divide the 2 ranks" in message
+        assert "3 shards (infra.hybrid_shard_size) do not divide 2 ranks" in message

@@ -16,6 +16,8 @@ from zero_memory_run import ACCUMULATION, MODEL, TOKENS, memory_config
 
 from ds_encdec.engine.deepspeed_zero import DeepSpeedEngine
 from ds_encdec.engine.select import create_engine
+from ds_encdec.launch.context import RunContext
+from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.world import discover
 from ds_encdec.memory.tracked import tracking
 from ds_encdec.model import precision
@@ -77,8 +79,8 @@ def _micro_batch(engine: DeepSpeedEngine, *, last: bool) -> None:
 
 
 def _engine(**overrides: Any) -> DeepSpeedEngine:
-    world = discover(os.environ)
-    engine = create_engine("deepspeed", memory_config(**overrides), world, CPU, MODEL, _weights, ACCUMULATION)
+    context = RunContext(discover(os.environ), CPU, "deepspeed", HostCollectives())
+    engine = create_engine(memory_config(**overrides), context, MODEL, _weights, ACCUMULATION)
     assert isinstance(engine, DeepSpeedEngine)
     return engine
 

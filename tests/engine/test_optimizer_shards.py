@@ -19,9 +19,9 @@ from ds_encdec.engine.optimizer_shards import (
     Shard,
     adam_state,
     loss_scaler_state,
-    set_adam_step,
     set_loss_scaler_state,
 )
+from ds_encdec.engine.sharded_engine import set_adam_step
 
 
 def engine_with(scaler: Any) -> DeepSpeedEngine:

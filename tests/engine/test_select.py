@@ -17,10 +17,13 @@ import pytest
 import torch
 
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.engine import select
+from ds_encdec.engine import fsdp2, select
 from ds_encdec.engine.forward import compute_dtype
 from ds_encdec.engine.select import check_engine, create_engine, fallback_engine, first_scattered, resolve_engine
-from ds_encdec.launch.world import discover, free_port
+from ds_encdec.engines import EngineName
+from ds_encdec.launch.context import RunContext
+from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.launch.world import World, discover, free_port
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.types import ConfigError
 
@@ -30,6 +33,10 @@ ZERO0 = {"sharding_stage": "zero0", "offload_optimizer": "none"}
 
 def configured(training: dict[str, Any] | None = None, **infra: Any) -> FullConfig:
     return FullConfig.model_validate({"training": training or {}, "infra": infra})
+
+
+def context(engine: EngineName, world: World | None = None, device: str = "cpu") -> RunContext:
+    return RunContext(world or discover({}), torch.device(device), engine, HostCollectives())
 
 
 @pytest.fixture
@@ -179,10 +186,10 @@ def test_shards_that_lie_on_several_nodes(hosts: str, size: int, ranks: range | 
 def test_cyclic_ranks_of_a_hybrid_are_warned_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(select, "_fsdp2", lambda *_: None)
+    monkeypatch.setattr(fsdp2, "FSDP2Engine", lambda *_: None)
     monkeypatch.setattr(select.HostCollectives, "gather", lambda *_: ["north", "south", "north", "south"])
     config = configured(distributed_type="fsdp", sharding_stage="zero3_hybrid", hybrid_shard_size=2)
-    create_engine("fsdp", config, discover({}), torch.device("cpu"), MODEL, None, 1)
+    create_engine(config, context("fsdp"), MODEL, None, 1)
     assert "shards over ranks 0 to 1, which are on different nodes (north, south)" in caplog.text
 
 
@@ -206,14 +213,14 @@ def test_what_attention_runs_in_is_said_once(
 ) -> None:
     """The GPU's capability is a stand-in. A fallback on a GPU is a warning."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    monkeypatch.setattr(select, "_fsdp2", lambda *_: None)
+    monkeypatch.setattr(fsdp2, "FSDP2Engine", lambda *_: None)
     given = {"infra": {"distributed_type": "fsdp"}, "model": {"use_flash_attention": flash}}
     config = FullConfig.model_validate(given)
     place = {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     with caplog.at_level(logging.INFO):
         for rank in (0, 1):
             world = discover({**place, "RANK": str(rank)})
-            create_engine("fsdp", config, world, torch.device(device), MODEL, None, 1)
+            create_engine(config, context("fsdp", world, device), MODEL, None, 1)
     assert [(record.levelno, said in record.message) for record in caplog.records] == [(level, True)]
 
 
@@ -254,13 +261,11 @@ def test_what_is_not_as_asked_is_said_once(
     caplog: pytest.LogCaptureFixture,
     request: pytest.FixtureRequest,
 ) -> None:
-    import ds_encdec.engine.fsdp2
-
     if missing:
         request.getfixturevalue("without_deepspeed")
-    monkeypatch.setattr(ds_encdec.engine.fsdp2, "FSDP2Engine", lambda *_: None)
+    monkeypatch.setattr(fsdp2, "FSDP2Engine", lambda *_: None)
     with caplog.at_level(logging.WARNING):
-        create_engine(resolve_engine(config), config, discover({}), torch.device("cpu"), MODEL, None, 1)
+        create_engine(config, context(resolve_engine(config)), MODEL, None, 1)
     assert len(caplog.messages) == len(warnings)
     for message, wanted in zip(caplog.messages, warnings, strict=True):
         assert wanted in message
@@ -283,5 +288,5 @@ def test_hybrids_that_do_not_divide_the_ranks_are_refused_before_the_ranks_meet(
     infra = {"distributed_type": kind, "sharding_stage": "zero3_hybrid", "hybrid_shard_size": 3, "device": "cpu"}
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     config = FullConfig.model_validate({"infra": infra})
-    with pytest.raises(ConfigError, match=r"hybrid_shard_size.* do not divide the 4 ranks"):
-        check_engine(resolve_engine(config), config, discover(place))
+    with pytest.raises(ConfigError, match=r"hybrid_shard_size.* do not divide 4 ranks"):
+        check_engine(resolve_engine(config), config, discover(place), torch.device("cpu"))

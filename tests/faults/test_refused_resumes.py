@@ -86,7 +86,7 @@ def test_a_finished_run_may_be_resumed_again(runs: ForkedRuns, run_folder: Path)
 def test_ranks_that_do_not_divide_the_lanes_are_told_which_do(runs: ForkedRuns, finished: Path) -> None:
     before = (finished / "run.json").read_text()
     result = runs.run(arguments(finished, "--resume", "auto", infra__distributed_type="deepspeed"), ranks=2)
-    assert_refused(result, 2, "2 ranks do not divide the run's 3 lanes", "numbers of ranks: 1, 3.")
+    assert_refused(result, 2, "(fixed when this run first started)=3 cannot be divided", "numbers of ranks: 1, 3.")
     assert (finished / "run.json").read_text() == before
 
 

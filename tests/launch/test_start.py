@@ -15,6 +15,7 @@ from tiny_run import QUICKSTART, overrides
 
 from ds_encdec import build
 from ds_encdec.config.load import load_config
+from ds_encdec.engine import select
 from ds_encdec.launch import peers
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.peers import Peer, Peers
@@ -37,7 +38,7 @@ def raiser(error: Exception) -> Callable[..., Any]:
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[StopRequest], object]:
     """Starts a run whose ranks meet without a process group."""
-    monkeypatch.setattr(build, "init_process_group", lambda *_, **__: "fsdp")
+    monkeypatch.setattr(select, "init_process_group", lambda *_, **__: "fsdp")
     settings = overrides(tmp_path, infra__distributed_type="fsdp", infra__offload_optimizer="none")
     config = load_config(QUICKSTART, settings)
     return lambda stop: build.run_training(config, stop)

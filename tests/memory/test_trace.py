@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.fsdp2 import FSDP2Engine
+from ds_encdec.launch.context import RunContext
+from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.world import World
 from ds_encdec.memory.breakdown import Breakdown
 from ds_encdec.memory.estimate import engine_memory, moments
@@ -65,7 +67,7 @@ def measured_bytes(job: Job, world: World) -> int:
     """The peak of an engine that really trains, beyond what earlier tests left in this process."""
     with tracking(torch.nn.Module(), None, CPU) as before:
         pass
-    engine = FSDP2Engine(job.config, world, CPU, _model_config(job), None)
+    engine = FSDP2Engine(job.config, RunContext(world, CPU, "fsdp", HostCollectives()), _model_config(job), None)
     for parameter in engine.model.parameters():
         torch.nn.init.constant_(parameter, 1 / 16)
     batch, micro_batches = _batch(job), job.gradient_accumulation_steps

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from ds_encdec.sanity_check.checkpoint_folder import checkpoint_folder
+from ds_encdec.sanity_check.checks import checkpoint_folder
 from ds_encdec.types import CheckpointError
 
 CHILD = """
 import os, signal, sys
 from pathlib import Path
-from ds_encdec.sanity_check.checkpoint_folder import checkpoint_folder
+from ds_encdec.sanity_check.checks import checkpoint_folder
 
 class Library:
     def __enter__(self):

@@ -23,6 +23,8 @@ from ds_encdec.config.load import load_config
 from ds_encdec.config.schema import DataConfig, FullConfig
 from ds_encdec.data import chunks
 from ds_encdec.engine.fsdp2 import FSDP2Engine
+from ds_encdec.launch.context import RunContext
+from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.world import discover
 from ds_encdec.run_model import RunModel, new_model
 from ds_encdec.sanity_check import checks
@@ -236,7 +238,7 @@ def test_an_unforeseen_error_fails_its_check_and_memory_has_its_exit_code(monkey
 
 
 def test_untied_embeddings_and_frozen_parameters_are_found() -> None:
-    subject = Subject(tiny(), "fsdp", discover({}), torch.device("cpu"))
+    subject = Subject(tiny(), RunContext(discover({}), torch.device("cpu"), "fsdp", HostCollectives()))
     looks = {check.name: check.look for check in CHECKS}
     for name in ("model_loads", "data_reconstructs", "forward", "backward", "embeddings_tied"):
         assert looks[name](subject).passed

@@ -1,0 +1,210 @@
+"""What every sharding engine does alike: run the model, fill its state from any checkpoint, and count its bytes.
+
+The state is filled by shards: whatever a rank's optimizer steps, each with the ranges of parameters that it is made of.
+So one loop reads a checkpoint for all engines and stages, and an engine only says what it holds (`_states`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.engine.forward import packed_forward
+from ds_encdec.engine.record import EngineRecord
+from ds_encdec.launch.context import RunContext
+from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
+from ds_encdec.optim.param_groups import parameter_groups
+from ds_encdec.types import MOMENTS, Batch, CheckpointError, LossSum, SavedState
+
+Read = Callable[[str, int, int], Tensor]
+"""Elements [start, stop) of the flattened parameter of this name."""
+
+HOST_STATES = "host_states"
+"""The category of what is held for a device but is not on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements [start, start + length) of the flattened parameter `name`; they begin at `offset` in a shard."""
+
+    name: str
+    start: int
+    length: int
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One of the tensors that the optimizer steps: float32 weights. What is not in `pieces` is padding."""
+
+    weights: Tensor
+    pieces: tuple[Piece, ...]
+
+    def fill(self, target: Tensor, read: Read) -> None:
+        """Fill `target`, the weights or one of their moments, with what `read` gives; padding with zeros."""
+        flat = target.detach().view(-1)
+        flat.zero_()
+        for piece in self.pieces:
+            flat[piece.offset : piece.offset + piece.length] = read(piece.name, piece.start, piece.start + piece.length)
+
+    def fill_parameter(self, name: str, full: Tensor) -> None:
+        """Fill this shard's weights of one parameter, given in full and flattened."""
+        flat = self.weights.detach().view(-1)
+        for piece in self.pieces:
+            if piece.name == name:
+                flat[piece.offset : piece.offset + piece.length] = full[piece.start : piece.start + piece.length]
+
+
+class ShardedEngine(ABC):
+    """The common half of the engines behind `protocol.Engine`; see there. Every method is collective, but for the last.
+
+    A subclass builds `model` and, where forward passes go through a wrapper of it, sets `_wrapper`.
+    """
+
+    model: nn.Module
+    _wrapper: Any
+
+    def __init__(self, config: FullConfig, context: RunContext) -> None:
+        self.device = context.device
+        self._context, self._training, self._infra = context, config.training, config.infra
+        self._collectives = context.collectives
+        self._loss_scaler: Mapping[str, float | int] | None = None
+        self._names: tuple[tuple[str, ...], ...] = ()
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    def forward(self, batch: Batch) -> LossSum:
+        """See protocol.Engine."""
+        return packed_forward(self._wrapper, batch.to(self.device))
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> LossSum:
+        """See protocol.Engine."""
+        self._wrapper.eval()
+        try:
+            return self.forward(batch)
+        finally:
+            self._wrapper.train()
+
+    def load(self, saved: SavedState) -> None:
+        """See protocol.Engine. Between two steps, before the first one, or after any."""
+        self._collectives.on_every_rank(lambda: self._fill(saved))
+        self._loss_scaler = saved.loss_scaler
+        self._continue_from(saved)
+
+    def held_bytes(self) -> dict[str, int]:
+        """See protocol.Engine. Storages are counted, not views, each once: in the first category that it is found in.
+
+        What an engine's library holds besides, such as buckets for communication and offloading, is not among them.
+        """
+        categories = self._held()
+        held = dict.fromkeys((*categories, HOST_STATES), 0)
+        counted: set[tuple[torch.device, int]] = set()
+        for category, items in categories.items():
+            for tensor in _local_tensors(items):
+                storage = tensor.untyped_storage()
+                key = (tensor.device, storage.data_ptr())
+                if storage.nbytes() and key not in counted:
+                    counted.add(key)
+                    held[category if tensor.device.type == self.device.type else HOST_STATES] += storage.nbytes()
+        return held
+
+    @abstractmethod
+    def _states(self) -> Iterator[tuple[Shard, dict[str, Any]]]:
+        """Every shard of this rank with its Adam state: `step`, and the moments, shaped as the shard's weights."""
+
+    @abstractmethod
+    def _continue_from(self, saved: SavedState) -> None:
+        """Take over the counters of `saved`, whose weights and moments have been filled in. Collective."""
+
+    @abstractmethod
+    def _held(self) -> Mapping[str, Iterable[Any]]:
+        """The engine's own tensors by category, in containers of any depth; what is neither is passed over."""
+
+    def _parameter_groups(self, model: Qwen3ForSeq2SeqLM) -> list[dict[str, Any]]:
+        """The optimizer's groups of parameters. Keeps their names, by which checkpoints know them, and full shapes."""
+        assert_ties(model)
+        groups = parameter_groups(model, self._training.weight_decay)
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        self._names = tuple(tuple(names[parameter] for parameter in group["params"]) for group in groups)
+        self._shapes = {names[p]: tuple(full_shape(p)) for group in groups for p in group["params"]}
+        return groups
+
+    def _record(self, applied_steps: int, loss_scaler: Mapping[str, float | int] | None = None) -> EngineRecord:
+        return EngineRecord(
+            format=self._context.engine_spec.state_format,
+            sharding_stage=self._infra.sharding_stage,
+            world_size=self._context.world.world_size,
+            applied_steps=applied_steps,
+            groups=self._names,
+            loss_scaler=loss_scaler or self._loss_scaler,
+        )
+
+    def _fill(self, saved: SavedState) -> None:
+        """Read what this rank's optimizer holds. Not collective. Raises CheckpointError."""
+        check_same_model(saved, self._shapes)
+        for shard, state in self._states():
+            shard.fill(shard.weights, partial(saved.read, "weight"))
+            for kind in MOMENTS:
+                shard.fill(state[kind], partial(saved.read, kind))
+            set_adam_step(state, saved.applied_steps)
+
+
+def set_adam_step(state: dict[str, Any], applied_steps: int) -> None:
+    """Put a shard's own counter to `applied_steps`; it is a tensor in torch's AdamW and an integer in DeepSpeed's."""
+    if isinstance(state["step"], Tensor):
+        state["step"].fill_(applied_steps)
+    else:
+        state["step"] = applied_steps
+
+
+def full_shape(parameter: nn.Parameter) -> torch.Size:
+    """The shape of a parameter, also where ZeRO-3 has taken it apart and left [0]."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def assert_ties(model: Qwen3ForSeq2SeqLM) -> None:
+    """Assert that the output layer shares the embedding's parameter exactly when the configuration says so.
+
+    Sharding can break the tie in silence.
+    """
+    shared = model.lm_head.weight is model.shared.weight
+    if shared != bool(model.config.tie_word_embeddings):
+        raise AssertionError(
+            f"tie_word_embeddings={model.config.tie_word_embeddings}, but lm_head and embedding share: {shared}"
+        )
+
+
+def check_same_model(saved: SavedState, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise CheckpointError, naming a difference, unless `saved` has the parameters `shapes` and no others."""
+    differing = sorted(
+        name for name in saved.shapes.keys() | shapes.keys() if saved.shapes.get(name) != shapes.get(name)
+    )
+    if differing:
+        there, here = (
+            "no counterpart" if (shape := found.get(differing[0])) is None else f"shape {list(shape)}"
+            for found in (saved.shapes, shapes)
+        )
+        raise CheckpointError(
+            f"the checkpoint is of another model: {differing[0]} has {there} there and {here} in this run's model "
+            f"(parameters that differ: {len(differing)})"
+        )
+
+
+def _local_tensors(item: Any) -> Iterator[Tensor]:
+    if isinstance(item, DTensor):
+        yield item.to_local()
+    elif isinstance(item, Tensor):
+        yield item.detach()
+    elif isinstance(item, Mapping):
+        yield from _local_tensors(item.values())
+    elif isinstance(item, Iterable) and not isinstance(item, str):
+        for inner in item:
+            yield from _local_tensors(inner)
