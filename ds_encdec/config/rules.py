@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ds_encdec.config.deepspeed_keys import check_extra
-from ds_encdec.engines import EngineName
+from ds_encdec.engines import ENGINES, EngineName, EngineSpec, load
 from ds_encdec.types import DENOISERS
 
 if TYPE_CHECKING:
@@ -145,22 +145,32 @@ def _compilation(config: FullConfig) -> Iterator[Conflict]:
 
 def _engine(config: FullConfig) -> Iterator[Conflict]:
     kind = config.infra.distributed_type
-    if kind == "deepspeed":
-        yield from engine_conflicts(config, "deepspeed")
-    elif kind in ("fsdp", "ddp"):
-        yield from engine_conflicts(config, "fsdp")
-    else:
-        lacks = [engine_conflicts(config, "deepspeed"), engine_conflicts(config, "fsdp")]
-        if all(lacks):  # `auto` takes the one that can
-            yield from itertools.chain(*lacks)
+    lacks = [engine_conflicts(config, row.name) for row in ENGINES.values() if kind in (*row.distributed_types, "auto")]
+    if all(lacks):  # `auto` takes one that can
+        yield from itertools.chain(*lacks)
 
 
 def engine_conflicts(config: FullConfig, engine: EngineName) -> list[Conflict]:
     """What `config` asks for that `engine` cannot do."""
-    return list(_deepspeed_lacks(config) if engine == "deepspeed" else _fsdp_lacks(config))
+    return list(load(ENGINES[engine].lacks)(config))
 
 
-def _deepspeed_lacks(config: FullConfig) -> Iterator[Conflict]:
+def preferred_engine(config: FullConfig, installed: Callable[[str], bool] = lambda package: True) -> EngineSpec | None:
+    """The engine that `infra.distributed_type` means where of the engines' packages those that are `installed` are.
+
+    One that is named is meant whatever it lacks; `auto` is the first that lacks nothing of what `config` asks for.
+    None where the package of what is meant is missing, or no engine that is installed can do it.
+    """
+    kind = config.infra.distributed_type
+    for row in ENGINES.values():
+        is_meant = kind in row.distributed_types or (kind == "auto" and not engine_conflicts(config, row.name))
+        if is_meant and (row.package is None or installed(row.package)):
+            return row
+    return None
+
+
+def deepspeed_lacks(config: FullConfig) -> Iterator[Conflict]:
+    """What `config` asks for that DeepSpeed cannot do."""
     training, infra = config.training, config.infra
     if infra.sharding_stage == "zero2_hybrid":
         message = "DeepSpeed has no hybrid of ZeRO-2; FSDP2 has: set distributed_type=fsdp, or zero3_hybrid"
@@ -185,7 +195,8 @@ def _deepspeed_lacks(config: FullConfig) -> Iterator[Conflict]:
         yield Conflict(("training.warmup_steps", "training.lr_scheduler_type"), message)
 
 
-def _fsdp_lacks(config: FullConfig) -> Iterator[Conflict]:
+def fsdp_lacks(config: FullConfig) -> Iterator[Conflict]:
+    """What `config` asks for that FSDP2 cannot do."""
     training, infra = config.training, config.infra
     if training.fp16:
         message = "FSDP2 has no loss scaling: set bf16=true and fp16=false, or distributed_type=deepspeed"

@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from ds_encdec.config.load import load_config
+from ds_encdec.config.rules import preferred_engine
 from ds_encdec.config.schema import FullConfig, TrainingConfig
 from ds_encdec.types import ConfigError
 
@@ -19,6 +20,7 @@ SCRATCH = {
 
 FSDP = {"infra.distributed_type": "fsdp"}
 AUTO = {"infra.distributed_type": "auto"}
+DDP = {"infra.distributed_type": "ddp", "infra.sharding_stage": "zero0", "infra.offload_optimizer": "none"}
 
 
 def load(settings: dict[str, Any]) -> FullConfig:
@@ -242,3 +244,23 @@ def test_a_single_sound_field_never_contradicts_a_default_of_the_monitor() -> No
     assert (short.infra.hang_timeout_minutes, short.monitor.grad_norm_threshold) == (None, 10.0)
     never = load({"infra.distributed_timeout_minutes": 15, "infra.hang_timeout_minutes": 0})
     assert never.infra.hang_timeout_minutes == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "with_deepspeed", "without"),
+    [
+        ({}, "deepspeed", None),
+        (FSDP, "fsdp", "fsdp"),
+        (DDP, "fsdp", "fsdp"),
+        (AUTO, "deepspeed", "fsdp"),
+        (AUTO | {"training.torch_compile": "true"}, "fsdp", "fsdp"),
+        (AUTO | {"training.fp16": "true", "training.bf16": "false"}, "deepspeed", None),
+    ],
+)
+def test_the_engine_that_a_configuration_means(
+    settings: dict[str, Any], with_deepspeed: str, without: str | None
+) -> None:
+    config = load(settings)
+    for installed, name in ((lambda package: True, with_deepspeed), (lambda package: False, without)):
+        engine = preferred_engine(config, installed)
+        assert (engine and engine.name) == name
