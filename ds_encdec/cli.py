@@ -207,8 +207,8 @@ def _weight_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from ds_encdec.config.errors import show
     from ds_encdec.config.load import check_config, find_shipped
-    from ds_encdec.config.report import show
 
     path, overrides = options.config, list(overrides)
     if path is not None and "=" in str(path):  # an override in the place of the file

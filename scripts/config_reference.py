@@ -142,8 +142,7 @@ def _type(field: dict[str, Any]) -> str:
     if "$ref" in field:
         return "block"
     if field["type"] == "array":
-        count = f"{field['maxItems']} numbers" if "prefixItems" in field else f"list of {_type(field['items'])}"
-        return count
+        return f"{field['maxItems']} numbers" if "maxItems" in field else f"list of {_type(field['items'])}"
     names = {"object": "block", "null": "null", "string": "text", "integer": "integer", "number": "number"}
     bounds = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
     limits = [f"{sign} {field[key]:g}" for key, sign in bounds.items() if key in field]

@@ -11,18 +11,18 @@ import logging
 from typing import Literal
 
 from ds_encdec.config.schema import FullConfig, TrainingConfig
-from ds_encdec.types import ConfigError
+from ds_encdec.config.shares import per_rank
 
 logger = logging.getLogger(__name__)
 
 AUTO: Literal["auto"] = "auto"
-"""What `training.per_device_train_batch_size` says where the run is to find the size that fits."""
+"""The value of `training.per_device_train_batch_size` with which the run finds the size that fits."""
 DEFAULT_MICRO_BATCH_SIZE: int = TrainingConfig.model_fields["per_device_train_batch_size"].default
 """The size that stands in for `auto` where the global batch follows from one."""
 
 
 def is_auto(config: FullConfig) -> bool:
-    """Whether the micro-batch size is still to be found."""
+    """Return whether the micro-batch size is still to be found."""
     return config.training.per_device_train_batch_size == AUTO
 
 
@@ -52,13 +52,8 @@ def micro_batch_candidates(config: FullConfig, world_size: int) -> list[int]:
     Raises ConfigError where the ranks do not divide the global batch.
     """
     sequences = global_batch_size(config, world_size)
-    if sequences % world_size:
-        raise ConfigError(
-            f"training.global_batch_size={sequences} sequences cannot be shared out evenly among {world_size} ranks: "
-            f"make it a multiple of {world_size}, such as {-(-sequences // world_size) * world_size}."
-        )
-    per_rank = sequences // world_size
-    return [size for size in range(per_rank, 0, -1) if per_rank % size == 0]
+    share = per_rank(sequences, world_size, "training.global_batch_size", multiple=True)
+    return [size for size in range(share, 0, -1) if share % size == 0]
 
 
 def with_micro_batch_size(config: FullConfig, micro_batch_size: int, world_size: int) -> FullConfig:

@@ -13,19 +13,16 @@ import logging
 import re
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ds_encdec.config.deepspeed_keys import IGNORED, PASSED_ON, SCHEMA_FIELDS, check_keys
+from ds_encdec.config.errors import Mention, Problem, show
 from ds_encdec.config.plain_files import JSON_TOKEN, MAX_NODES, TooMuchError, bound_json
-from ds_encdec.config.report import Mention, Problem, show
 from ds_encdec.config.settings import LONGEST_NAME, Settings, join, whole_number
 from ds_encdec.config.validation import default_of, mention, wrong_value
 from ds_encdec.config.yaml_text import file_problem, read_text
-
-if TYPE_CHECKING:
-    from ds_encdec.config.schema import FullConfig
 
 logger = logging.getLogger(__name__)
 
@@ -118,29 +115,27 @@ class _Claim:
     shown: Any
 
 
-def merge_deepspeed_json(
-    schema: type[FullConfig], settings: Settings, document: Settings, problems: list[Problem]
-) -> Settings:
+def merge_deepspeed_json(settings: Settings, document: Settings, problems: list[Problem]) -> Settings:
     """`settings` with what `document` (see `read_deepspeed_json`) adds to them.
 
     Unknown keys, and values that disagree with `settings` or with each other, are appended to `problems`.
     """
-    merger = _Merger(schema, settings, document, problems)
+    merger = _Merger(settings, document, problems)
     merger.read_keys()
     merger.claim_hybrid()
     merger.claim_lanes()
     return merger.merged()
 
 
+@dataclass
 class _Merger:
     """What a JSON says about the schema's fields (`claims`) and beyond them (`extra`), while it is collected."""
 
-    def __init__(
-        self, schema: type[FullConfig], settings: Settings, document: Settings, problems: list[Problem]
-    ) -> None:
-        self.schema, self.settings, self.document, self.problems = schema, settings, document, problems
-        self.claims: dict[str, _Claim] = {}
-        self.extra: dict[str, Any] = {}
+    settings: Settings
+    document: Settings
+    problems: list[Problem]
+    claims: dict[str, _Claim] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
 
     def read_keys(self) -> None:
         for path, value, message in check_keys(self.document.values):
@@ -173,14 +168,14 @@ class _Merger:
             return
         field = "training.per_device_train_batch_size"
         claim = self.claims.get(field)
-        micro = claim.value if claim else self.settings.get(field, default_of(self.schema, field))
+        micro = claim.value if claim else self.settings.get(field, default_of(field))
         total_mention = self._mention("train_batch_size", total)
         if not _is_count(total):
             self._report('must be a whole number >= 1, or "auto"', total_mention)
         elif micro == "auto":  # the YAML file's: into how many micro-batches these sequences go is not known yet
             self._accept(_Claim("training.global_batch_size", total, "train_batch_size", total))
         elif _is_count(micro) and total % micro:
-            set_by = self._mention(claim.key, micro) if claim else mention(self.schema, self.settings, field)
+            set_by = self._mention(claim.key, micro) if claim else mention(self.settings, field)
             self._report("train_batch_size must be a multiple of the micro-batch size", total_mention, set_by)
         elif _is_count(micro):
             self._accept(_Claim("data.num_lanes", total // micro, "train_batch_size", total))
@@ -193,7 +188,7 @@ class _Merger:
             present = self.settings.get(claim.field)
             if present is not None and not self._agree(present, claim):
                 message = 'the two disagree: make them equal, or leave it to one (in the JSON with "auto")'
-                here = mention(self.schema, self.settings, claim.field)
+                here = mention(self.settings, claim.field)
                 self._report(message, here, self._mention(claim.key, claim.shown))
         for claim in [*self.claims.values(), *extra, *self._implied()]:
             if result.get(claim.field) is None:
@@ -231,10 +226,10 @@ class _Merger:
         """
         if _same(earlier, claim.value):
             return True
-        wrong = wrong_value(self.schema, claim.field, claim.value)
+        wrong = wrong_value(claim.field, claim.value)
         if wrong is not None:
             self._report(wrong, self._mention(claim.key, claim.shown))
-        return wrong is not None or wrong_value(self.schema, claim.field, earlier) is not None
+        return wrong is not None or wrong_value(claim.field, earlier) is not None
 
     def _implied(self) -> Iterator[_Claim]:
         """What DeepSpeed would read into the JSON though it is not written there."""

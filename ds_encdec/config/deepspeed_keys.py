@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ds_encdec.config.report import show, unknown_key
+from ds_encdec.config.errors import show, unknown_key
 
 
 def _block(name: str, **types: type) -> dict[str, type]:

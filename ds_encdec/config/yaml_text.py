@@ -1,4 +1,4 @@
-"""YAML in and out: values together with the line each key stands on.
+"""YAML in and out: values together with the line each key stands on; on the command line, each setting is a value.
 
 The dialect is YAML 1.2's core where it matters for configurations: `1e-4` is a number (PyYAML's YAML 1.1
 reads a string), `no`, `on` and dates are strings, and a key that occurs twice is an error.
@@ -7,14 +7,14 @@ reads a string), `no`, `on` and dates are strings, and a key that occurs twice i
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 
+from ds_encdec.config.errors import COMMAND_LINE, Mention, Problem, show
 from ds_encdec.config.plain_files import MAX_CONFIG_BYTES, MAX_DEPTH, MAX_NODES, read_plain
-from ds_encdec.config.report import Mention, Problem
 from ds_encdec.config.settings import Settings, Unreadable, is_name, join, whole_number
 
 _IMPLICIT_TYPES = (
@@ -144,6 +144,30 @@ def read_yaml(path: Path, problems: list[Problem]) -> Settings:
     reader = _NodeReader(lambda line: f"{path}:{line}", problems)
     values = reader.read(root, "")
     return Settings(values if isinstance(values, dict) else {}, reader.places)
+
+
+def apply_overrides(settings: Settings, arguments: Sequence[str], problems: list[Problem]) -> None:
+    """Put the `arguments` of the command line into `settings`, in their order; append to `problems` what is wrong.
+
+    Each is `section.field=value` or `--section.field=value`, or two are `--section.field` and `value`. A mapping given
+    as a value replaces what stood there as a whole.
+    """
+    remaining = list(arguments)
+    while remaining:
+        argument = field = remaining.pop(0)
+        name, equals, text = argument.removeprefix("--").partition("=")
+        if not equals and argument.startswith("--") and remaining and not remaining[0].startswith("--"):
+            equals, text = "=", remaining.pop(0)
+        parts = name.split(".")
+        message = "not a setting; write `section.field=value`"
+        if equals and len(parts) <= MAX_DEPTH and all(part.isidentifier() and is_name(part) for part in parts):
+            field, message = name, "no such field: what stands above it is set to a single value"
+            try:
+                if settings.put(name, parse_value(text, COMMAND_LINE, name, problems), COMMAND_LINE):
+                    continue
+            except UnreadableError as error:
+                message = f"{show(text)} is not a YAML value; quote it, as in {name}='\"...\"' ({error})"
+        problems.append(Problem((Mention(COMMAND_LINE, field),), message))
 
 
 def read_text(path: Path, problems: list[Problem], named_by: Mention | None = None) -> str | None:

@@ -5,27 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.schema import FullConfig, Mark, marked
 from ds_encdec.data.lane import Pipeline
 from ds_encdec.data.readers import source_positions
 from ds_encdec.data.same_sources import Facts, Fate, digest, fates, in_todays_form, source_facts
 from ds_encdec.types import CheckpointError
 
 _PROBE = "The quick brown fox, 1234567890 — jumps\n\tover: naïve {dogs}; 日本語 <extra_id_0>."
-
-_ORDER_FIELDS = (
-    "max_seq_length",
-    "max_encoder_length",
-    "max_decoder_length",
-    "ul2_task_weights",
-    "use_mode_tokens",
-    "shuffle_buffer_size",
-    "max_examples_per_micro_batch",
-    "packing_pool_examples",
-    "packing_max_wait_batches",
-    "eval_fraction",
-)
-
 
 _POSITION_FACTS = ("data.num_lanes", "data.shuffle_buffer_size", "training.seed")
 """What decides, beside a source itself, which of its documents comes when."""
@@ -41,7 +27,7 @@ def fingerprint(config: FullConfig, pipeline: Pipeline) -> Facts:
     commit (hub), content (built-in corpus), or names, sizes, beginnings and ends of their files (local).
     """
     vocabulary = pipeline.chunker.vocabulary
-    facts = {f"data.{name}": getattr(config.data, name) for name in _ORDER_FIELDS}
+    facts = {path: getattr(config.data, path.removeprefix("data.")) for path in marked(Mark.ORDER)}
     facts |= {
         "data.num_lanes": pipeline.num_lanes,
         "training.seed": pipeline.seed,

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
-from ds_encdec.config.rules import LOCAL_FORMATS
-from ds_encdec.config.schema import DataConfig, MixtureSource
+from ds_encdec.config.schema import LOCAL_FORMATS, DataConfig, MixtureSource, Source
 from ds_encdec.data.bad_rows import BadRow, check_bad_rows
 from ds_encdec.data.builtin_corpus import builtin_documents
 from ds_encdec.data.held_out import held_out_below
@@ -138,17 +137,7 @@ LOCAL_DATASETS = ("builtin", "random", *LOCAL_FORMATS)
 
 def source_entries(data: DataConfig) -> Sequence[MixtureSource]:
     """The sources that `data` names: those of `data.mixture`, else the only one."""
-    return data.mixture or (
-        MixtureSource(
-            weight=1.0,
-            dataset_name=data.dataset_name,
-            dataset_config=data.dataset_config,
-            dataset_split=data.dataset_split,
-            dataset_revision=data.dataset_revision,
-            data_files=data.data_files,
-            text_column=data.text_column,
-        ),
-    )
+    return data.mixture or (MixtureSource(weight=1.0, **{name: getattr(data, name) for name in Source.model_fields}),)
 
 
 def open_sources(

@@ -11,8 +11,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ds_encdec.config.errors import closest
 from ds_encdec.config.plain_files import MAX_RECORD_BYTES, read_json, read_plain
-from ds_encdec.config.report import closest
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.model.parameter_count import ModelSizes, count_layer_parameters, num_encoder_layers, parameter_shapes
 from ds_encdec.tokenizer.sentinels import MODE_TOKENS, sentinel

@@ -23,50 +23,10 @@ from typing import Any
 
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.config.load import load_saved
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.schema import FullConfig, Mark, marked
 from ds_encdec.launch.run_folder import RunFolder, lock_file, write_atomically
 from ds_encdec.phases import PhaseConfig, exported_weights, phase_before
 from ds_encdec.types import ConfigError, OutputLockedError
-
-UNTRAINED_FIELDS = {
-    "data.preprocessing_num_workers",
-    "training.gradient_accumulation_steps",  # of a planned phase data.num_lanes are fixed, and compared
-    "training.per_device_eval_batch_size",
-    "training.eval_steps",
-    "training.eval_samples",
-    "training.save_steps",
-    "training.save_interval_hours",
-    "training.save_total_limit",
-    "training.save_on_best",
-    "training.async_save",
-    "training.average_checkpoints",
-    "training.logging_steps",
-    "training.report_to",
-    "training.activation_checkpointing",
-    "training.activation_checkpointing_every_n",
-    "training.activation_offload",
-    "training.torch_compile",
-    "model.loss_chunk_tokens",
-    "model.use_flash_attention",
-}
-"""Fields of `model`, `data` and `training` that may change in the middle of a phase: they do not decide what it
-learns."""
-
-OPTIMISATION_FIELDS = {
-    "training.learning_rate",
-    "training.weight_decay",
-    "training.max_grad_norm",
-    "training.lr_scheduler_type",
-    "training.warmup_steps",
-    "training.warmup_type",
-    "training.min_lr_ratio",
-    "training.wsd_decay_fraction",
-    "training.max_consecutive_skipped_steps",
-    "training.early_stopping_patience",
-    "training.early_stopping_threshold",
-}
-"""Fields that may change in the middle of a phase although they decide what it learns: what one turns when a run of
-days has diverged."""
 
 
 class PhaseRecords:
@@ -100,14 +60,14 @@ class PhaseRecords:
     def accepted_changes(self, config: FullConfig, weights_sha256: str | None) -> list[str]:
         """The settings with which this phase goes on other than it began, in words.
 
-        All may change as long as nothing was saved, and `OPTIMISATION_FIELDS` until it is complete. Raises ConfigError
-        where others have, or the weights that it started from.
+        All may change as long as nothing was saved, and the fields with `Mark.TUNABLE` until it is complete. Raises
+        ConfigError where others have, or the weights that it started from.
         """
         if not self.is_completed and not committed_steps(self.run.checkpoints):
             return []
         began = load_saved(self.phase_yaml)
         changed = _changed_settings(began, config, starts_from_export=phase_before(self._settings.phase) is not None)
-        accepted = set() if self.is_completed else OPTIMISATION_FIELDS
+        accepted = [] if self.is_completed else marked(Mark.TUNABLE)
         refused = [words for name, words in changed.items() if name not in accepted]
         if self._read(self._started).get("weights_sha256") != weights_sha256:
             refused.append("the phase before it has been trained anew since")
@@ -155,7 +115,7 @@ def _changed_settings(before: FullConfig, after: FullConfig, *, starts_from_expo
     Of a phase that starts from the export of another the path of it is none: it moves with the output folder.
     """
     first, second = _trained_settings(before), _trained_settings(after)
-    names = first.keys() - UNTRAINED_FIELDS - ({"model.model_name_or_path"} if starts_from_export else set())
+    names = first.keys() - set(marked(Mark.UNTRAINED)) - ({"model.model_name_or_path"} if starts_from_export else set())
     return {
         name: f"{name} was {first[name]!r} and is {second[name]!r}"
         for name in sorted(names)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from matplotlib.axes import Axes
 
+from ds_encdec.config.schema import Mark, marked
 from ds_encdec.report.charts import (
     EVAL_PLAN,
     GRAD_NORM_PLAN,
@@ -36,30 +37,14 @@ _TOKENS = "losses per token of different tokenizers or vocabularies cannot be co
 _TEXTS = "evaluation losses are of different texts"
 _EXAMPLES = "evaluation losses are over different examples"
 _MIXTURE = "losses are of different mixtures of denoisers"
-_EXAMPLE_FIELDS = {
-    "data.eval_fraction": _EXAMPLES,
-    "data.max_seq_length": _EXAMPLES,
-    "data.max_encoder_length": _EXAMPLES,
-    "data.max_decoder_length": _EXAMPLES,
-    "data.use_mode_tokens": _EXAMPLES,
-    "training.eval_samples": _EXAMPLES,
-    "data.ul2_task_weights": _MIXTURE,
+_MEANINGS = {Mark.TOKENS: _TOKENS, Mark.TEXTS: _TEXTS, Mark.EXAMPLES: _EXAMPLES, Mark.MIXTURE: _MIXTURE}
+_FIELDS = {path: meaning for mark, meaning in _MEANINGS.items() for path in marked(mark)}
+"""What it means where runs without checkpoints differ in these fields of the configuration."""
+_DATA_FACTS = {
+    **{"tokenizer": _TOKENS, "special tokens": _TOKENS, "sources": _TEXTS},
+    **{path: _FIELDS[path] for path in marked(Mark.EXAMPLES, Mark.MIXTURE)},
 }
-"""Fields that choose the held-out documents, cut them into examples, denoise them, or end their number."""
-_DATA_FACTS = {"tokenizer": _TOKENS, "special tokens": _TOKENS, "sources": _TEXTS, **_EXAMPLE_FIELDS}
-"""Facts that the checkpoints of comparable runs agree in (data/fingerprint.py), and what it means where not."""
-_FIELDS = {
-    "model.tokenizer_name_or_path": _TOKENS,
-    "model.num_sentinel_tokens": _TOKENS,
-    "model.architecture.vocab_size": _TOKENS,
-    "data.dataset_name": _TEXTS,
-    "data.dataset_config": _TEXTS,
-    "data.dataset_split": _TEXTS,
-    "data.data_files": _TEXTS,
-    "data.mixture": _TEXTS,
-    **_EXAMPLE_FIELDS,
-}
-"""The same by fields of the configuration, for runs without checkpoints."""
+"""The same by the facts that the checkpoints of comparable runs agree in (data/fingerprint.py)."""
 
 
 def compare_section(runs: Sequence[Run]) -> tuple[Html, list[Chart], list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ds_encdec.config.report import show
+from ds_encdec.config.errors import show
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.settings import join
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.checkpoint.manifest import Manifest, read_manifest, verify_listing
-from ds_encdec.config.report import Problem
+from ds_encdec.config.errors import Problem
 from ds_encdec.config.yaml_text import read_yaml
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.monitor.metrics_file import is_number, read_step_lines

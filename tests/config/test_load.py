@@ -99,6 +99,14 @@ def test_a_single_name_stands_for_a_list_of_one(tmp_path: Path) -> None:
     assert config.data.data_files == ("a.jsonl",)
 
 
+def test_denoisers_may_be_weighted_by_name(tmp_path: Path) -> None:
+    config = load(tmp_path, "data: {ul2_task_weights: {S: 3, R1: 0.5}}")
+    assert config.data.ul2_task_weights == (0.5, 0, 0, 0, 3)
+    config.to_yaml(tmp_path / "saved.yaml")
+    assert "ul2_task_weights: [0.5, 0.0, 0.0, 0.0, 3.0]" in (tmp_path / "saved.yaml").read_text()
+    assert load_config(None, ["data.ul2_task_weights.X2=2"]).data.ul2_task_weights == (0, 0, 0, 2, 0)
+
+
 def test_an_architecture_displaces_the_default_checkpoint(tmp_path: Path) -> None:
     assert load(tmp_path, ARCHITECTURE).model.model_name_or_path is None
 

@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from ds_encdec.config.load import load_config
+from ds_encdec.config.rules import preferred_engine
 from ds_encdec.config.schema import FullConfig, TrainingConfig
 from ds_encdec.types import ConfigError
 
@@ -19,6 +20,7 @@ SCRATCH = {
 
 FSDP = {"infra.distributed_type": "fsdp"}
 AUTO = {"infra.distributed_type": "auto"}
+DDP = {"infra.distributed_type": "ddp", "infra.sharding_stage": "zero0", "infra.offload_optimizer": "none"}
 
 
 def load(settings: dict[str, Any]) -> FullConfig:
@@ -28,13 +30,21 @@ def load(settings: dict[str, Any]) -> FullConfig:
 @pytest.mark.parametrize(
     ("settings", "fields", "message"),
     [
-        ({"monitor.window_size": 5}, "monitor.window_size = 5", "no spike would ever be seen"),
+        ({"monitor.window_size": 5}, "monitor.window_size = 5", "<= window_size, or spikes are never detected"),
         ({"training.per_device_train_batch_size": 0}, "per_device_train_batch_size = 0", ">= 1, or `auto`"),
         ({"training.per_device_train_batch_size": "atuo"}, '"atuo"', ">= 1, or `auto`"),
-        ({"training.global_batch_size": 6}, "training.global_batch_size = 6", "a whole number of micro-batches"),
+        (
+            {"training.global_batch_size": 6},
+            "training.global_batch_size = 6",
+            "a multiple of the micro-batch",
+        ),
         ({"training.global_batch_size": 8, "data.num_lanes": 4}, "data.num_lanes = 4", "are 16 sequences"),
         ({"training.per_device_train_batch_size": "auto", "data.num_lanes": 4}, "data.num_lanes = 4", "auto decides"),
-        ({"monitor.grad_norm_threshold": 0.5}, "monitor.grad_norm_threshold = 0.5", "not even clipped"),
+        (
+            {"monitor.grad_norm_threshold": 0.5},
+            "monitor.grad_norm_threshold = 0.5",
+            "cannot be explosions",
+        ),
         (
             {"monitor.on_loss_spike": "rollback", "training.save_total_limit": 1},
             "training.save_total_limit = 1",
@@ -53,7 +63,11 @@ def load(settings: dict[str, Any]) -> FullConfig:
         ({"training.learning_rate": "1e30"}, "training.learning_rate = 1", "must be <= 10000"),
         ({"infra.hang_timeout_minutes": 0.001}, "infra.hang_timeout_minutes = 0.001", "give 0.1 (6 seconds) or more"),
         ({"infra.distributed_timeout_minutes": 1e15}, "infra.distributed_timeout_minutes = 1000", "must be <= 100000"),
-        ({"infra.hang_timeout_minutes": 30}, "infra.hang_timeout_minutes = 30", "lower the former"),
+        (
+            {"infra.hang_timeout_minutes": 30},
+            "infra.hang_timeout_minutes = 30",
+            "before the watchdog writes",
+        ),
         ({"training.early_stopping_patience": 2, "training.eval_samples": 0}, "patience = 2", "set eval_samples > 0"),
         ({"training.save_on_best": "true", "training.eval_samples": 0}, "save_on_best = true", "set eval_samples > 0"),
         (SCRATCH | {"model.architecture.num_key_value_heads": 3}, "num_attention_heads = 4", "must divide"),
@@ -133,6 +147,11 @@ def load(settings: dict[str, Any]) -> FullConfig:
         ],
         ({"data.ul2_task_weights": "[0, 0, 0, 0, 0]"}, "data.ul2_task_weights = [0, 0, 0, 0, 0]", "at least one"),
         ({"data.ul2_task_weights": "[1, 0, -1, 0, 0]"}, "data.ul2_task_weights", "must be >= 0"),
+        ({"data.ul2_task_weights": "[1, 1, x, 1, 1]"}, 'data.ul2_task_weights.2 = "x"', "must be a number"),
+        ({"data.ul2_task_weights": "{S: -1}"}, 'data.ul2_task_weights = {"S": -1}', "must be >= 0"),
+        ({"data.ul2_task_weights": "{S: x}"}, 'data.ul2_task_weights = {"S": "x"}', "must be a number"),
+        ({"data.ul2_task_weights": "{R1: 1, r2: 1}"}, '"r2": 1}', "r2: unknown key; did you mean `R2`?"),
+        ({"infra.deepspeed_extra": "{optimizer: {params: 5}}"}, "extra.optimizer.params", "must be a block"),
         ({"data.eval_fraction": 0}, "data.eval_fraction = 0", "eval_samples=0"),
         ({"training.average_checkpoints": 1}, "average_checkpoints = 1", "2 or more"),
         ({"infra.deepspeed_extra": "{gradient_clipping: 1.0}"}, "deepspeed_extra.gradient_clipping", "max_grad_norm"),
@@ -242,3 +261,23 @@ def test_a_single_sound_field_never_contradicts_a_default_of_the_monitor() -> No
     assert (short.infra.hang_timeout_minutes, short.monitor.grad_norm_threshold) == (None, 10.0)
     never = load({"infra.distributed_timeout_minutes": 15, "infra.hang_timeout_minutes": 0})
     assert never.infra.hang_timeout_minutes == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "with_deepspeed", "without"),
+    [
+        ({}, "deepspeed", None),
+        (FSDP, "fsdp", "fsdp"),
+        (DDP, "fsdp", "fsdp"),
+        (AUTO, "deepspeed", "fsdp"),
+        (AUTO | {"training.torch_compile": "true"}, "fsdp", "fsdp"),
+        (AUTO | {"training.fp16": "true", "training.bf16": "false"}, "deepspeed", None),
+    ],
+)
+def test_the_engine_that_a_configuration_means(
+    settings: dict[str, Any], with_deepspeed: str, without: str | None
+) -> None:
+    config = load(settings)
+    for installed, name in ((lambda package: True, with_deepspeed), (lambda package: False, without)):
+        engine = preferred_engine(config, installed)
+        assert (engine and engine.name) == name

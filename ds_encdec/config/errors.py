@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ds_encdec.config.settings import join
 from ds_encdec.types import ConfigError
 
 COMMAND_LINE = "command line"
@@ -17,6 +18,26 @@ DEFAULT = "default"
 """Place of what nobody set."""
 MOST_SHOWN = 100
 """Problems that a report lists."""
+
+
+Rules = Iterator[tuple[object, str | tuple[str, ...], str]]
+"""For each rule, whether it is broken, the fields it is about (in a string, between blanks), and what is allowed."""
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Fields (dotted names) that contradict each other, and what is allowed."""
+
+    fields: tuple[str, ...]
+    message: str
+
+
+def broken(rules: Rules, at: str = "") -> Iterator[Conflict]:
+    """Yield those of the `rules` that are broken. `at`: the dotted path of the section that they are about."""
+    for is_broken, fields, message in rules:
+        if is_broken:
+            names = fields.split() if isinstance(fields, str) else fields
+            yield Conflict(tuple(join(at, name) for name in names), message)
 
 
 @dataclass(frozen=True)
