@@ -1,8 +1,7 @@
 """The loop.
 
-Everything it uses is handed in by build.py. It decides nothing about engines, files or formats: it says
-when a batch is read, when the optimizer steps, when metrics are logged, when the model is evaluated and
-saved, and when the run ends.
+Everything it uses is handed in by build.py. It decides nothing about engines, files or formats: it says when a batch is
+read, when the optimizer steps, when metrics are logged, when the model is evaluated and saved, and when the run ends.
 """
 
 from __future__ import annotations
@@ -142,8 +141,8 @@ def train(run: Trainer) -> TrainingState:
         actions = _observe(run, state, due)
         state, due = _react(run, state, due, actions)
         skipped_in_a_row = 0 if due.rolled_back else skipped_in_a_row
-        state, due, eval_loss = _evaluate(run, state, due)
-        if due.save or is_over(state, training):
+        state, eval_loss = _evaluate(run, state, due)
+        if due.save or is_over(state, training) or (training.save_on_best and is_best(state, eval_loss)):
             state = _save(run, state, due, eval_loss)
             last_save = time.monotonic()
         if due.leave and not is_over(state, training):
@@ -313,21 +312,16 @@ def _react(run: Trainer, state: TrainingState, due: Due, actions: Actions) -> tu
     return earlier, dataclasses.replace(due, evaluate=False, save=True, rolled_back=True)
 
 
-def _evaluate(run: Trainer, state: TrainingState, due: Due) -> tuple[TrainingState, Due, float | None]:
+def _evaluate(run: Trainer, state: TrainingState, due: Due) -> tuple[TrainingState, float | None]:
     """Evaluate if it is due; returns the loss too, which is None where the held-out split has no target token."""
     if not due.evaluate:
-        return state, due, None
+        return state, None
     with run.recorder.paused():
         metrics = evaluate(run.engine, _with_heartbeat(run, run.eval_batches()), run.collectives)
     if metrics:
         run.recorder.log_eval(state, metrics)
-    eval_loss, training = metrics.get("eval/loss"), run.config.training
-    state = after_evaluation(state, eval_loss, training)
-    return (
-        state,
-        dataclasses.replace(due, save=due.save or (training.save_on_best and is_best(state, eval_loss))),
-        eval_loss,
-    )
+    eval_loss = metrics.get("eval/loss")
+    return after_evaluation(state, eval_loss, run.config.training), eval_loss
 
 
 def _with_heartbeat(run: Trainer, batches: Iterable[Batch]) -> Iterator[Batch]:
