@@ -1,8 +1,7 @@
 """The loop.
 
-Everything it uses is handed in by build.py. It decides nothing about engines, files or formats: it says
-when a batch is read, when the optimizer steps, when metrics are logged, when the model is evaluated and
-saved, and when the run ends.
+Everything it uses is handed in by build.py. It decides nothing about engines, files or formats: it says when a batch is
+read, when the optimizer steps, when metrics are logged, when the model is evaluated and saved, and when the run ends.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from ds_encdec.engine.protocol import Engine
 from ds_encdec.evaluate import evaluate
 from ds_encdec.launch.host_collectives import HostCollectives, attempt
 from ds_encdec.launch.preemption import StopRequest
-from ds_encdec.monitor.recorder import Actions, Alert, Recorder
+from ds_encdec.monitor.recorder import Actions, Recorder
 from ds_encdec.rollback import roll_back
 from ds_encdec.types import Batch, CheckpointError, DivergedError, Preempted, StepResult, TrainingState
 
@@ -36,10 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """What all ranks know of a step before its backward pass; one small host-side exchange per step.
-
-    `lacks_data`: some rank has none, because the run is being ended.
-    """
+    """What all ranks know of a step before its backward pass, from one small exchange between the hosts per step."""
 
     target_tokens: int
     encoder_tokens: int
@@ -47,7 +43,6 @@ class StepTotals:
     stop: bool
     save_due: bool
     save_over: bool
-    lacks_data: bool = False
     bad_rows: int = 0
 
 
@@ -81,6 +76,41 @@ class Trainer:
     require_folder: Callable[[], None] = lambda: None
 
 
+@dataclass(frozen=True, slots=True)
+class Due:
+    """What is to happen after a step. Equal on every rank, because everything that decides it is.
+
+    `log`: close the logging interval, which judges its steps too. `judge`: look for alerts in the steps not yet judged.
+    `leave`: save and end, because somebody or a machine's alert asks for it. `rolled_back`: the run has gone back to a
+    checkpoint, and waits for the save.
+    """
+
+    log: bool = False
+    judge: bool = False
+    evaluate: bool = False
+    save: bool = False
+    leave: bool = False
+    rolled_back: bool = False
+
+    @classmethod
+    def after(
+        cls, state: TrainingState, result: StepResult, totals: StepTotals, training: TrainingConfig, *, every_step: bool
+    ) -> Due:
+        """The plan by the counters. `state` is the one after the step; with `every_step` each step is judged."""
+        done = is_over(state, training)
+
+        def every(n: int) -> bool:
+            """True at steps n, 2n, … when they were applied, and at the last step of the run."""
+            return result.applied and (state.global_step % n == 0 or done)
+
+        log, save = every(training.logging_steps), totals.save_due or every(training.save_steps)
+        # A checkpoint is evaluated, or it could not be the best.
+        evaluate = bool(training.eval_samples) and (every(training.eval_steps) or every(training.save_steps))
+        # No state is saved unjudged, and no step follows a skipped one unjudged.
+        judge = log or evaluate or save or totals.stop or not result.applied or every_step
+        return cls(log, judge, evaluate, save, leave=totals.stop)
+
+
 def train(run: Trainer) -> TrainingState:
     """Train until `training.num_train_steps` steps have been applied, or early stopping; returns the final state.
 
@@ -88,16 +118,10 @@ def train(run: Trainer) -> TrainingState:
     skipped, an alert asks for it, or the rollbacks are used up; CheckpointError when the last save of all fails. A
     save may still be under way then.
     """
-    training = run.config.training
-    state = run.state
-    skipped_in_a_row = 0
-    last_save = time.monotonic()
+    training, state = run.config.training, run.state
+    skipped_in_a_row, last_save = 0, time.monotonic()
     while not is_over(state, training):
         micro_batches, totals = _next_step(run, state, last_save)
-        if totals.stop:
-            run.stop.acknowledge()
-        if totals.lacks_data:
-            _stop_without_data(run, state)
         if totals.save_over:
             state = _collect_save(run, state)
         for last, batch in mark_last(micro_batches):
@@ -108,46 +132,23 @@ def train(run: Trainer) -> TrainingState:
         result = run.engine.step(run.recorder.veto)
         state = advance(state, result, totals)
         run.recorder.end_step(state, result)
+        skipped_in_a_row = _count_skipped(state, result, skipped_in_a_row, training)
 
-        skipped_in_a_row = 0 if result.applied else skipped_in_a_row + 1
-        if skipped_in_a_row >= training.max_consecutive_skipped_steps:
-            raise DivergedError(_divergence(state, skipped_in_a_row))
-
-        due = DueSteps(state.global_step, applied=result.applied, done=is_over(state, training))
-        logs, saves = due.every(training.logging_steps), totals.save_due or due.every(training.save_steps)
-        # A checkpoint is evaluated, or it could not be the best; one that is asked for in a hurry is not.
-        evaluates = bool(training.eval_samples) and (due.every(training.eval_steps) or due.every(training.save_steps))
-        actions = Actions()
-        if logs:
-            actions = run.recorder.log(state)
-        elif evaluates or saves or totals.stop or not result.applied or run.recorder.judges_every_step:
-            actions = run.recorder.judge()  # no state is saved, and no step follows a skipped one, unjudged
-        if actions.stop is not None:
-            raise DivergedError(_stopped_by(actions.stop))
-        leaves = totals.stop or actions.leave is not None
-
-        eval_loss = None
-        earlier = _roll_back(run, state, actions.rollback) if actions.rollback is not None else None
-        if earlier is not None:
-            # Saved at once in its checkpoint's place: a run that is killed now must not meet the same data again.
-            state, skipped_in_a_row, saves = earlier, 0, True
-        elif evaluates and not leaves:
-            eval_loss = _evaluate(run, state)
-            state = after_evaluation(state, eval_loss, training)
-            saves = saves or (training.save_on_best and is_best(state, eval_loss))
-        done = is_over(state, training)
-        if done and not logs:  # early, between two lines
-            run.recorder.log(state)
-        if saves or leaves or done:
-            state = _save(run, state, eval_loss, done=done, stopping=leaves, at_once=earlier is not None)
+        due = Due.after(state, result, totals, training, every_step=run.recorder.judges_every_step)
+        actions = _observe(run, state, due)
+        state, due = _react(run, state, due, actions)
+        skipped_in_a_row = 0 if due.rolled_back else skipped_in_a_row
+        state, eval_loss = _evaluate(run, state, due)
+        if due.save or is_over(state, training) or (training.save_on_best and is_best(state, eval_loss)):
+            state = _save(run, state, due, eval_loss)
             last_save = time.monotonic()
-        if leaves and not done:
+        if due.leave and not is_over(state, training):
             raise _preempted(run, state, actions)
     return state
 
 
 def is_over(state: TrainingState, training: TrainingConfig) -> bool:
-    """Whether all steps have been applied, or evaluation after evaluation has brought nothing more."""
+    """Return whether all steps have been applied, or evaluations have brought no lower loss for too long."""
     patience = training.early_stopping_patience
     stopped_early = patience is not None and state.evaluations_since_lowest >= patience
     return stopped_early or state.global_step >= training.num_train_steps
@@ -164,23 +165,9 @@ def after_evaluation(state: TrainingState, eval_loss: float | None, training: Tr
 
 
 def is_best(state: TrainingState, eval_loss: float | None) -> bool:
-    """Whether an evaluation found a lower loss than every saved checkpoint has."""
-    if eval_loss is None or not math.isfinite(eval_loss):
-        return False
-    return state.best_eval_loss is None or eval_loss < state.best_eval_loss
-
-
-@dataclass(frozen=True, slots=True)
-class DueSteps:
-    """Whether something that happens every n applied steps happens now (and always at the end)."""
-
-    step: int
-    applied: bool
-    done: bool
-
-    def every(self, n: int) -> bool:
-        """True at steps n, 2n, … when they were applied, and at the last step of the run."""
-        return self.applied and (self.step % n == 0 or self.done)
+    """Return whether an evaluation found a lower loss than every saved checkpoint has."""
+    lowest = math.inf if state.best_eval_loss is None else state.best_eval_loss
+    return eval_loss is not None and math.isfinite(eval_loss) and eval_loss < lowest
 
 
 def advance(state: TrainingState, result: StepResult, totals: StepTotals) -> TrainingState:
@@ -204,10 +191,11 @@ def mark_last(items: Sequence[T]) -> Iterator[tuple[bool, T]]:
 
 
 def _next_step(run: Trainer, state: TrainingState, last_save: float) -> tuple[list[Batch], StepTotals]:
-    """This rank's micro-batches, and what all ranks bring to the step: they take the same branches by it.
+    """Return this rank's micro-batches, and what all ranks bring to the step, by which they take the same branches.
 
     Raises on every rank the error of one that has no data, or no folder, so that the others do not wait for it. Only a
-    killed worker is no error where the run is to stop: whoever ends a run may kill its processes in any order.
+    killed worker is no error where the run is to stop, since whoever ends a run may kill its processes in any order:
+    then the steps that were taken are saved, and Preempted is raised.
     """
 
     def read() -> list[Batch]:
@@ -230,9 +218,7 @@ def _next_step(run: Trainer, state: TrainingState, last_save: float) -> tuple[li
     ]
     with run.recorder.waiting_for_ranks():
         rows = run.collectives.all_gather_ints(mine)
-    failures, target_tokens, encoder_tokens, epochs, stops, saves_due, saves_over, found_bad_rows = zip(
-        *rows, strict=True
-    )
+    failures, target_tokens, encoder_tokens, epochs, stops, saves_due, saves_over, bad_rows = zip(*rows, strict=True)
     if 2 in failures or (any(failures) and not any(stops)):
         run.collectives.raise_first(error)
     totals = StepTotals(
@@ -242,9 +228,12 @@ def _next_step(run: Trainer, state: TrainingState, last_save: float) -> tuple[li
         stop=any(stops),
         save_due=bool(saves_due[0]),  # rank 0's clock decides
         save_over=all(saves_over),
-        lacks_data=any(failures),
-        bad_rows=_count_bad_rows(run) if any(found_bad_rows) else state.bad_rows,
+        bad_rows=_count_bad_rows(run) if any(bad_rows) else state.bad_rows,
     )
+    if totals.stop:
+        run.stop.acknowledge()
+    if any(failures):
+        _stop_without_data(run, state)
     return micro_batches or [], totals
 
 
@@ -259,14 +248,12 @@ def _count_bad_rows(run: Trainer) -> int:
 def _stop_without_data(run: Trainer, state: TrainingState) -> NoReturn:
     """Save the steps that were taken, if any, and raise Preempted: for the next one some rank has no data."""
     run.loader.take_back()
-    actions = run.recorder.judge()  # no state is saved unjudged
-    if actions.stop is not None:
-        raise DivergedError(_stopped_by(actions.stop))
-    if actions.rollback is not None:
-        state = _roll_back(run, state, actions.rollback) or state
+    due = Due(judge=True, leave=True)
+    actions = _observe(run, state, due)
+    state, due = _react(run, state, due, actions)
     trained = state.data_step > run.state.data_step
     if trained:
-        _save(run, state, None, done=False, stopping=True, at_once=True)
+        _save(run, state, due, None)
     raise _preempted(run, state, actions, saved=trained)
 
 
@@ -276,33 +263,82 @@ def _preempted(run: Trainer, state: TrainingState, actions: Actions, *, saved: b
     return Preempted(f"stopped at step {state.global_step} by {reason}; {what}")
 
 
-def _evaluate(run: Trainer, state: TrainingState) -> float | None:
-    """The loss on the held-out split; None where it has no target token."""
+def _count_skipped(state: TrainingState, result: StepResult, before: int, training: TrainingConfig) -> int:
+    """Return how many steps in a row have been skipped by now. Raises DivergedError for too many."""
+    skipped = 0 if result.applied else before + 1
+    if skipped >= training.max_consecutive_skipped_steps:
+        raise DivergedError(
+            f"{skipped} steps in a row were skipped (not finite, or by the monitor), the last at data step "
+            f"{state.data_step} (applied step {state.global_step}). Checkpoints are untouched; look at the data, lower "
+            "training.learning_rate, or raise the thresholds of alerts that monitor answers with skip_step."
+        )
+    return skipped
+
+
+def _observe(run: Trainer, state: TrainingState, due: Due) -> Actions:
+    """Log or judge the steps; returns what the alerts ask for. Raises DivergedError where one asks to stop."""
+    actions = run.recorder.log(state) if due.log else run.recorder.judge() if due.judge else Actions()
+    if (alert := actions.stop) is not None:
+        kind = alert["type"]
+        raise DivergedError(f"{kind}: {alert['message']} (monitor.on_{kind}=stop). Checkpoints are untouched.")
+    return actions
+
+
+def _react(run: Trainer, state: TrainingState, due: Due, actions: Actions) -> tuple[TrainingState, Due]:
+    """Roll back where an alert asks for it and a checkpoint is old enough; returns the state and the plan from there.
+
+    The state after a rollback is saved at once in its checkpoint's place: a run that is killed now must not meet the
+    same data again.
+    """
+    if due.leave or actions.leave is not None:
+        due = dataclasses.replace(due, leave=True, save=True, evaluate=False)  # no evaluation in a hurry
+    if actions.rollback is None:
+        return state, due
+    with run.recorder.paused(), run.stop.busy():
+        earlier = roll_back(
+            _collect_save(run, state),
+            actions.rollback,
+            run.config.monitor,
+            engine=run.engine,
+            checkpoints=run.checkpoints,
+            recorder=run.recorder,
+            collectives=run.collectives,
+        )
+    if earlier is None:
+        return state, due
+    return earlier, dataclasses.replace(due, evaluate=False, save=True, rolled_back=True)
+
+
+def _evaluate(run: Trainer, state: TrainingState, due: Due) -> tuple[TrainingState, float | None]:
+    """Evaluate if it is due; returns the loss too, which is None where the held-out split has no target token."""
+    if not due.evaluate:
+        return state, None
     with run.recorder.paused():
         metrics = evaluate(run.engine, _with_heartbeat(run, run.eval_batches()), run.collectives)
-    if not metrics:
-        return None
-    run.recorder.log_eval(state, metrics)
-    return metrics["eval/loss"]
+    if metrics:
+        run.recorder.log_eval(state, metrics)
+    eval_loss = metrics.get("eval/loss")
+    return after_evaluation(state, eval_loss, run.config.training), eval_loss
 
 
 def _with_heartbeat(run: Trainer, batches: Iterable[Batch]) -> Iterator[Batch]:
-    """The batches; each that is asked for shows that this rank lives."""
+    """Yield the batches; asking for one shows that this rank lives."""
     for batch in batches:
         run.stop.heartbeat.beat()
         yield batch
 
 
-def _save(
-    run: Trainer, state: TrainingState, eval_loss: float | None, *, done: bool, stopping: bool, at_once: bool
-) -> TrainingState:
+def _save(run: Trainer, state: TrainingState, due: Due, eval_loss: float | None) -> TrainingState:
     """Save a checkpoint. It becomes `best` when it was evaluated just now, to the lowest loss of all saved ones.
 
-    The last one of this process is written at once, and the run fails with it. Of any other the run learns later
-    (unless `at_once`) whether it was written, and goes on if not. Returns the state, with what is known of the best
-    checkpoint.
+    The last one of this process is written at once, and the run fails with it. For any other the run learns later
+    (unless it was rolled back) whether it was written, and goes on if not. Returns the state, with what is known of the
+    best checkpoint.
     """
-    last = done or stopping
+    done = is_over(state, run.config.training)
+    if done and not due.log:  # stopped early, between two lines of metrics
+        run.recorder.log(state)
+    last = done or due.leave
     with run.recorder.paused(), run.stop.busy():
         run.collectives.on_rank_zero(run.require_folder)
         state = _collect_save(run, state)  # at most one under way
@@ -312,7 +348,7 @@ def _save(
             saved = dataclasses.replace(state, best_eval_loss=eval_loss, best_step=state.global_step)
         records = run.recorder.state_dict()
         lanes = [record for rank_records in run.collectives.gather(run.loader.state()) for record in rank_records]
-        in_background = run.config.training.async_save and not (last or at_once)
+        in_background = run.config.training.async_save and not (last or due.rolled_back)
         run.checkpoints.save(
             saved,
             run.engine.stage,
@@ -322,20 +358,6 @@ def _save(
         )
         run.recorder.note_save()
         return state if in_background else _collect_save(run, state, must_succeed=last)
-
-
-def _roll_back(run: Trainer, state: TrainingState, alert: Alert) -> TrainingState | None:
-    """The state that the run went back to, which is not saved yet; None where there is no checkpoint to go back to."""
-    with run.recorder.paused(), run.stop.busy():
-        return roll_back(
-            _collect_save(run, state),
-            alert,
-            run.config.monitor,
-            engine=run.engine,
-            checkpoints=run.checkpoints,
-            recorder=run.recorder,
-            collectives=run.collectives,
-        )
 
 
 def _collect_save(run: Trainer, state: TrainingState, *, must_succeed: bool = False) -> TrainingState:
@@ -349,11 +371,8 @@ def _collect_save(run: Trainer, state: TrainingState, *, must_succeed: bool = Fa
     step = outcome.state.global_step
     if outcome.problem is not None:
         problem = f"step {step} was not saved: {outcome.problem}"
-        newest = (
-            "There is no checkpoint yet"
-            if outcome.newest_step is None
-            else f"The newest is step {outcome.newest_step}'s"
-        )
+        newest_step = outcome.newest_step
+        newest = "There is no checkpoint yet" if newest_step is None else f"The newest is step {newest_step}'s"
         if must_succeed:
             raise CheckpointError(f"{problem} {newest}. Then go on with `--resume auto`.")
         if run.collectives.rank == 0:
@@ -361,24 +380,8 @@ def _collect_save(run: Trainer, state: TrainingState, *, must_succeed: bool = Fa
             logger.error("%s %s%s. Training goes on; the next save is at its usual time.", problem, again, newest)
         return state
     run.recorder.log_save(blocked_seconds=outcome.blocked_seconds, seconds=outcome.seconds)
-    best = "" if outcome.state.best_step != step else ", the best so far"
+    best = " (best so far)" if outcome.state.best_step == step else ""
     logger.info(
-        "saved step %d%s in %.1f s, %.1f s of them with training held up",
-        step,
-        best,
-        outcome.seconds,
-        outcome.blocked_seconds,
+        "saved step %d%s in %.1f s, training paused %.1f s", step, best, outcome.seconds, outcome.blocked_seconds
     )
     return dataclasses.replace(state, best_eval_loss=outcome.state.best_eval_loss, best_step=outcome.state.best_step)
-
-
-def _stopped_by(alert: Alert) -> str:
-    return f"{alert['type']}: {alert['message']} (monitor.on_{alert['type']}=stop). Checkpoints are untouched."
-
-
-def _divergence(state: TrainingState, skipped: int) -> str:
-    return (
-        f"{skipped} steps in a row were skipped (not finite, or by the monitor), the last at data step "
-        f"{state.data_step} (applied step {state.global_step}). Checkpoints are untouched; look at the data, lower "
-        "training.learning_rate, or raise the thresholds of alerts that monitor answers with skip_step."
-    )

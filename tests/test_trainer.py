@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import inspect
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from ds_encdec.build import LanePlan, plan_lanes
 from ds_encdec.config.schema import DataConfig, FullConfig, TrainingConfig
-from ds_encdec.trainer import DueSteps, StepTotals, advance, after_evaluation, is_best, is_over, mark_last
+from ds_encdec.trainer import Due, StepTotals, advance, after_evaluation, is_best, is_over, mark_last, train
 from ds_encdec.types import ConfigError, StepResult, TrainingState
 
 TOTALS = StepTotals(target_tokens=70, encoder_tokens=50, epoch=2, stop=False, save_due=False, save_over=False)
@@ -34,12 +38,42 @@ def test_mark_last() -> None:
     assert list(mark_last([])) == []
 
 
+PLAN = TrainingConfig(num_train_steps=100, warmup_steps=1, logging_steps=2, eval_steps=4, save_steps=6)
+
+
 @pytest.mark.parametrize(
-    ("step", "applied", "done", "expected"),
-    [(10, True, False, True), (11, True, False, False), (10, False, False, False), (11, True, True, True)],
+    ("step", "changes", "expected"),
+    [
+        (1, {}, Due()),
+        (2, {}, Due(log=True, judge=True)),
+        (4, {}, Due(log=True, judge=True, evaluate=True)),
+        (6, {}, Due(log=True, judge=True, evaluate=True, save=True)),  # a checkpoint could be the best
+        (6, {"eval_samples": 0}, Due(log=True, judge=True, save=True)),
+        (6, {"applied": False}, Due(judge=True)),  # what was due at step 6 happened when that was applied
+        (5, {"save_steps": 5}, Due(judge=True, evaluate=True, save=True)),  # no state is saved unjudged
+        (1, {"save_due": True}, Due(judge=True, save=True)),  # by the clock
+        (1, {"stop": True}, Due(judge=True, leave=True)),
+        (1, {"every_step": True}, Due(judge=True)),
+        (99, {"num_train_steps": 99}, Due(log=True, judge=True, evaluate=True, save=True)),  # the last step
+        (99, {"num_train_steps": 99, "applied": False, "save_due": True}, Due(judge=True, save=True)),
+    ],
 )
-def test_due(step: int, applied: bool, done: bool, expected: bool) -> None:
-    assert DueSteps(step, applied=applied, done=done).every(5) is expected
+def test_what_is_due_after_a_step(step: int, changes: dict[str, Any], expected: Due) -> None:
+    changes = dict(changes)
+    applied, every_step = changes.pop("applied", True), changes.pop("every_step", False)
+    totals = dataclasses.replace(TOTALS, **{name: changes.pop(name) for name in ("stop", "save_due") & changes.keys()})
+    training = PLAN.model_copy(update=changes)
+    assert Due.after(TrainingState(step), result(applied), totals, training, every_step=every_step) == expected
+
+
+def test_the_loop_reads_from_top_to_bottom() -> None:
+    """One level of decisions, on one screen: what is due is the plan's to decide, not the loop's."""
+    (loop,) = ast.parse(inspect.getsource(train)).body
+    branches = (ast.If, ast.IfExp, ast.For, ast.While, ast.Try, ast.comprehension)
+    decisions = sum(isinstance(node, branches) for node in ast.walk(loop))
+    decisions += sum(len(node.values) - 1 for node in ast.walk(loop) if isinstance(node, ast.BoolOp))
+    assert 1 + decisions <= 11
+    assert len(inspect.getsource(train).splitlines()) <= 50
 
 
 def make_config(num_lanes: int | None) -> FullConfig:
