@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ds_encdec.checkpoint.manifest import MANIFEST
-from ds_encdec.launch.run_folder import flush_folder
+from ds_encdec.launch.atomic_files import flush_folder
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_encdec.config.plain_files import kind_of, open_plain, read_json
-from ds_encdec.launch.run_folder import flush_folder, write_atomically
+from ds_encdec.launch.atomic_files import flush_folder, write_atomically
 from ds_encdec.types import CheckpointError
 
 MANIFEST = "manifest.json"

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ds_encdec.launch.atomic_files import flush_folder, flush_tree
 from ds_encdec.launch.disk import Writing
 from ds_encdec.launch.host_collectives import HostCollectives
-from ds_encdec.launch.run_folder import flush_folder, flush_tree
 from ds_encdec.types import CheckpointError
 
 

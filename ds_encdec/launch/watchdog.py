@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
+from ds_encdec.launch.atomic_files import atomic_file
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.preemption import StopRequest, end_process
 from ds_encdec.launch.run_folder import RunFolder
@@ -104,19 +105,16 @@ class Watchdog:
 
     def _write_stacks(self) -> None:
         self.stacks.mkdir(parents=True, exist_ok=True)
-        temporary = self.stacks / f".{_name(self._rank)}.tmp"
         names = "".join(f"  0x{thread.ident or 0:016x} {thread.name}\n" for thread in threading.enumerate())
-        with open(temporary, "w") as file:
+        with atomic_file(self.stacks / _name(self._rank)) as file:  # what the others see is complete
             file.write(
                 f"rank {self._rank} of {self._world_size}, process {os.getpid()} on {socket.gethostname()}, "
                 f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n"
                 f"heartbeat {self._heartbeat.beats} was {self._heartbeat.silent_seconds:.1f} s ago "
-                "(0: busy with a save)\n"
-                f"threads:\n{names}\n"
+                f"(0: busy with a save)\nthreads:\n{names}\n".encode()
             )
             file.flush()
             faulthandler.dump_traceback(file)  # reads no source file: the file system may be what hangs
-        temporary.rename(self.stacks / _name(self._rank))  # what the others see is complete
 
     def _await_others(self) -> list[int]:
         """The ranks that have written nothing when all have, or the grace period is over."""
