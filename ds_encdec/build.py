@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from ds_encdec.auto_batch.resolve import Place, resolve_batch_size
-from ds_encdec.checkpoint.average import average_last_checkpoints, clear_leftovers
+from ds_encdec.checkpoint.average import average_last_checkpoints, clear_averaged
 from ds_encdec.checkpoint.find import Checkpoint, find_checkpoint
+from ds_encdec.checkpoint.folder import check_room
 from ds_encdec.checkpoint.manager import MAKE_ROOM, CheckpointManager
-from ds_encdec.checkpoint.room import check_room
 from ds_encdec.config.batch_size import (
     is_auto,
     micro_batch_candidates,
@@ -237,7 +237,7 @@ def _wire(config: FullConfig, site: Site, stop: StopRequest, resume: str | None,
         keep=config.training.save_total_limit,
     )
     checkpoints.prepare()
-    collectives.on_rank_zero(lambda: clear_leftovers(site.folder))
+    collectives.on_rank_zero(lambda: clear_averaged(site.folder))
 
     def accept(checkpoint: Checkpoint) -> None:
         plan_lanes(config, world.world_size, checkpoint.read_json("trainer.json")["num_lanes"])

@@ -67,6 +67,9 @@ ENGINES: dict[str, EngineSpec] = {
 }
 """By name, in the order of preference of `infra.distributed_type=auto`."""
 
+STATE_FORMATS: dict[str, EngineSpec] = {row.state_format: row for row in ENGINES.values()}
+"""By the format of the states that they write in checkpoints, which `ds-encdec convert --to` takes."""
+
 
 def load(dotted: str) -> Any:
     """What a row's dotted name names; imports its module."""
