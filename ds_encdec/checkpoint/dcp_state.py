@@ -9,10 +9,7 @@ what few have written.
 
 from __future__ import annotations
 
-import os
 import pickle
-import struct
-import zipfile
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache, partial
@@ -28,9 +25,6 @@ from torch.distributed.checkpoint.utils import _ReaderView
 from ds_encdec.checkpoint.saved_state import Fragment, FragmentedState
 from ds_encdec.engine.record import DCP_FOLDER, read_record
 from ds_encdec.types import CheckpointError, StateKind
-
-_ZIP_HEADER = struct.Struct("<26xHH")
-"""A zip entry's local header: 26 bytes that do not matter here, length of the name, length of the extra field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +87,7 @@ class DcpState(FragmentedState):
                 file.seek(self._data_offset(chunk) + 4 * first)
                 if file.readinto(memoryview(out.view(torch.uint8).numpy())) != 4 * len(out):  # type: ignore[arg-type]
                     raise EOFError("it is too short")
-        except (OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
+        except (OSError, EOFError, RuntimeError) as error:
             raise CheckpointError(f"{chunk.file}: a tensor in it is not readable: {error}") from error
 
 
@@ -150,22 +144,13 @@ def _read_metadata(path: Path) -> Metadata:
     return metadata
 
 
-class _Archive(_ReaderView):
-    """A part of an open file, as a file of its own, which `zipfile` can use."""
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """Move to `offset`; torch's own takes one from the end with the sign turned around."""
-        return super().seek(self.len + offset) if whence == os.SEEK_END else super().seek(offset, whence)
-
-
 def _data_offset(chunk: _Chunk) -> int:
-    """Where in its file the chunk's elements begin. Raises zipfile.BadZipFile for any other archive."""
+    """Where in its file the chunk's elements begin. Raises OSError or RuntimeError for what `torch.save` did not write.
+
+    For its record of a tensor's memory `torch.save` has no compression, so what has its size is it.
+    """
     with open(chunk.file, "rb") as file:
-        with zipfile.ZipFile(_Archive(file, chunk.offset, chunk.num_bytes)) as archive:
-            entry = next((entry for entry in archive.infolist() if entry.filename.endswith("/data/0")), None)
-        if entry is None or (entry.compress_type, entry.file_size) != (zipfile.ZIP_STORED, 4 * chunk.numel):
-            raise zipfile.BadZipFile("not one plain contiguous tensor")
-        header = chunk.offset + entry.header_offset
-        file.seek(header)
-        name_bytes, extra_bytes = _ZIP_HEADER.unpack(file.read(_ZIP_HEADER.size))
-    return header + _ZIP_HEADER.size + name_bytes + extra_bytes
+        archive = torch._C.PyTorchFileReader(_ReaderView(file, chunk.offset, chunk.num_bytes))  # type: ignore[call-overload]
+        if archive.get_record_size("data/0") != 4 * chunk.numel:
+            raise EOFError("not one plain contiguous tensor")
+        return chunk.offset + int(archive.get_record_offset("data/0"))

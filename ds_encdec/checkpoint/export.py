@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import GenerationConfig
 
-from ds_encdec.checkpoint.model_card import RunFacts, encoder_card, model_card
+from ds_encdec.checkpoint.model_card import RunFacts, model_card
 from ds_encdec.checkpoint.saved_state import open_saved_state, saved_weights
 from ds_encdec.checkpoint.whole_folder import refuse_existing, written_whole
 from ds_encdec.model import attention, configuration, loss, modeling, precision
@@ -86,7 +86,7 @@ def export_checkpoint(
         out,
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,
-        card=encoder_card(facts) if encoder_only else model_card(facts),
+        card=model_card(facts, encoder_only=encoder_only),
     )
 
 

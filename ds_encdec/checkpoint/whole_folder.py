@@ -33,7 +33,7 @@ def begin(final: Path) -> Path:
 
 
 def name_it(final: Path) -> Path:
-    """Give `unfinished(final)`, which is durable, its name; returns where an earlier folder of that name is now, if any.
+    """Give `unfinished(final)`, which is durable, its name; returns where an earlier one of that name is now, if any.
 
     Raises OSError; then an earlier one is what it was.
     """

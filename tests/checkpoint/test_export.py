@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from fresh_process import without
 from safetensors.torch import load_file
 from saved_checkpoints import config, random_state, save_checkpoint, tokenizer
@@ -168,7 +169,13 @@ def test_the_card_tells_the_runs_facts() -> None:
     state = TrainingState(global_step=1200, encoder_tokens_seen=5_000_000, target_tokens_seen=6_000_000)
     card = model_card(RunFacts(FullConfig(), state, "checkpoint `step-00001200`"))
     header, _, body = card.removeprefix("---\n").partition("\n---\n")
-    assert "base_model: Qwen/Qwen3-0.6B" in header.splitlines()
+    assert yaml.safe_load(header) == {
+        "library_name": "transformers",  # and no pipeline, for none could load it
+        "base_model": "Qwen/Qwen3-0.6B",
+        "license": "apache-2.0",
+        "datasets": ["HuggingFaceFW/fineweb-edu"],
+        "tags": ["encoder-decoder", "ul2", "qwen3"],
+    }
     for fact in (
         "`step-00001200`",
         "1,200 of 100,000",
@@ -180,6 +187,20 @@ def test_the_card_tells_the_runs_facts() -> None:
         assert fact in body
     assert "not evaluated" in body
     assert "{" not in body.split("```")[0]
+
+
+def test_a_cards_header_takes_any_name_and_names_only_what_is_on_the_hub() -> None:
+    state = TrainingState(global_step=1)
+    sources = [
+        {"dataset_name": "someone/it's: #1", "weight": 2},
+        {"dataset_name": "text", "data_files": "a", "weight": 1},
+    ]
+    config = FullConfig.model_validate({"model": {"model_name_or_path": "./a/b"}, "data": {"mixture": sources}})
+    card = model_card(RunFacts(config, state, "x"), encoder_only=True)
+    header = yaml.safe_load(card.split("---\n")[1])
+    assert (header["datasets"], header["pipeline_tag"]) == (["someone/it's: #1"], "feature-extraction")
+    assert header.keys().isdisjoint({"base_model", "license"})
+    assert "| Data | `someone/it's: #1` × 2, `text` × 1 |" in card
 
 
 def test_the_untrained_card_says_so() -> None:
