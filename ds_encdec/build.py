@@ -50,8 +50,7 @@ from ds_encdec.memory.expected import ExpectedMemory, expect
 from ds_encdec.memory.job import Job, make_job
 from ds_encdec.memory.out_of_memory import out_of_memory_explained
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.model.flops import training_flops
-from ds_encdec.model.parameter_count import count_parameters
+from ds_encdec.model.parameter_count import count_parameters, training_flops
 from ds_encdec.model.precision import product_dtype
 from ds_encdec.monitor.events import EventLog
 from ds_encdec.monitor.monitor import TrainingMonitor

@@ -19,8 +19,8 @@ from ds_encdec.checkpoint.model_card import RunFacts, model_card, untrained_mode
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.generate import fill_sentinels, generate_text
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.model.initialization import random_weights
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
+from ds_encdec.model.weights import random_weights
 from ds_encdec.types import CheckpointError, TrainingState
 
 
