@@ -12,7 +12,6 @@ A process killed at any moment leaves either no `step-N` or a whole one (whole_f
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import os
@@ -26,7 +25,7 @@ from ds_encdec.checkpoint.manifest import MANIFEST, Manifest, verify_checkpoint
 from ds_encdec.checkpoint.whole_folder import clear_leftovers, delete, name_it
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.record import EngineRecord, read_record
-from ds_encdec.launch.atomic_files import flush_folder
+from ds_encdec.launch.atomic_files import flush_folder, unused_path
 from ds_encdec.launch.disk import DiskRefusedError, free_bytes
 from ds_encdec.memory.checkpoint_size import checkpoint_bytes, checkpoints_at_once
 from ds_encdec.memory.job import Job
@@ -71,7 +70,7 @@ class CheckpointFolder:
         """
         for later, path in committed_steps(self.path).items():
             if later > step:
-                aside = _unused(path.with_name(f"abandoned-{path.name}-{time.strftime('%Y%m%dT%H%M%S')}"))
+                aside = unused_path(path.with_name(f"abandoned-{path.name}-{time.strftime('%Y%m%dT%H%M%S')}"))
                 path.rename(aside)
                 logger.warning("Going back to step %d: %s is now %s.", step, path.name, aside.name)
         for path in self._superfluous_abandoned():
@@ -145,12 +144,6 @@ def committed_steps(folder: Path) -> dict[int, Path]:
         if match and os.path.lexists(path / MANIFEST):
             found[int(match[1])] = path
     return found
-
-
-def _unused(path: Path) -> Path:
-    """`path`, or where there is one already, with the first number that is free."""
-    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
-    return next(name for name in itertools.chain([path], numbered) if not name.exists())
 
 
 def _new_link(link: Path, target: str) -> Path:

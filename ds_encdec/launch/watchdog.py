@@ -1,6 +1,6 @@
 """The watchdog: where a run stands still, every rank says what it was doing, and the run ends.
 
-A thread of each rank looks at the main thread's heartbeats (heartbeat.py). Where they stop for
+A thread of each rank looks at the main thread's heartbeats (preemption.py). Where they stop for
 `infra.hang_timeout_minutes`, the rank writes the Python stacks of all its threads into a folder that all ranks see;
 the others find that file, whether they stand still themselves or not, and write theirs. The launcher kills all ranks
 as soon as one has ended, so each waits until all have written, for some seconds at most, and all end with exit code 8.
@@ -18,11 +18,9 @@ import os
 import socket
 import threading
 import time
-from pathlib import Path
-from types import TracebackType
 from typing import NoReturn
 
-from ds_encdec.launch.atomic_files import atomic_file
+from ds_encdec.launch.atomic_files import atomic_file, unused_path
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.preemption import StopRequest, end_process
 from ds_encdec.launch.run_folder import RunFolder
@@ -37,7 +35,7 @@ STDERR = 2
 class Watchdog:
     """Ends this rank, and every other, when one takes no step for too long. Use as a context manager around the loop.
 
-    The watch begins with the first sign of life, which the loop gives with its first batch in hand: what comes before
+    The watch begins with the first heartbeat, which the loop gives with its first batch in hand: what comes before
     (downloads, compilation, the first documents) has no limit but that of the collectives the others wait in,
     `infra.distributed_timeout_minutes`. It does not sleep while the run is `busy`, but nothing counts as silence then.
     """
@@ -57,7 +55,7 @@ class Watchdog:
         self._run = run
         self._rank, self._world_size = collectives.rank, collectives.world_size
         # One folder per start: what an earlier start of the run left behind is no news, and is kept.
-        self.stacks = collectives.on_rank_zero(lambda: _unused(run.stacks / time.strftime("%Y%m%d-%H%M%S")))
+        self.stacks = collectives.on_rank_zero(lambda: unused_path(run.stacks / time.strftime("%Y%m%d-%H%M%S")))
         self._grace_seconds = grace_seconds
         self._poll_seconds = poll_seconds
         self._left = threading.Event()
@@ -70,9 +68,7 @@ class Watchdog:
             self._thread = watch
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._left.set()
         if self._thread is not None:
             # A rank gets here by the errors of peers that have ended, while its own watchdog is still waiting for
@@ -136,10 +132,3 @@ class Watchdog:
 
 def _name(rank: int) -> str:
     return f"rank-{rank}.txt"
-
-
-def _unused(folder: Path) -> Path:
-    """`folder`, or, where an earlier start of the same second left one, the next of that name."""
-    while folder.exists():
-        folder = folder.with_name(f"{folder.name}-again")
-    return folder
