@@ -7,7 +7,8 @@ name ("package.module:attribute"), which the room that uses it resolves with `lo
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 EngineName = Literal["deepspeed", "fsdp"]
@@ -21,7 +22,8 @@ class EngineSpec:
     takes the first row that can do what is asked. `package`: what must be installed beside torch, or None.
     `state_format`: `format` in its checkpoints' engine.json. Dotted names: `lacks` (FullConfig → conflicts), `build`
     (engine/select.py), `state_reader` (checkpoint folder → SavedState), `memory` (Job → Breakdown), `launcher` (number
-    of ranks → the words that start them on this machine).
+    of ranks → the words that start them on this machine). `converted_as`: the sharding stages instead of which
+    `ds-encdec convert` writes another one.
     """
 
     name: EngineName
@@ -34,6 +36,7 @@ class EngineSpec:
     state_reader: str
     memory: str
     launcher: str
+    converted_as: Mapping[str, str] = field(default_factory=dict)
 
 
 ENGINES: dict[str, EngineSpec] = {
@@ -50,6 +53,7 @@ ENGINES: dict[str, EngineSpec] = {
             state_reader="ds_encdec.checkpoint.zero_state:ZeroState",
             memory="ds_encdec.memory.zero:zero_memory",
             launcher="ds_encdec.pipeline.subprocess_run:deepspeed_launcher",
+            converted_as={"zero0": "zero1"},  # which has a zero_to_fp32.py
         ),
         EngineSpec(
             name="fsdp",
