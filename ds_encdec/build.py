@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from ds_encdec.auto_batch.resolve import job_here, resolve_batch_size
-from ds_encdec.checkpoint.average import average_last_checkpoints, clear_leftovers
+from ds_encdec.checkpoint.average import average_last_checkpoints, clear_averaged
 from ds_encdec.checkpoint.find import Checkpoint, find_checkpoint
+from ds_encdec.checkpoint.folder import check_room
 from ds_encdec.checkpoint.manager import MAKE_ROOM, CheckpointManager
-from ds_encdec.checkpoint.room import check_room
 from ds_encdec.config.batch_size import (
     is_auto,
     micro_batch_candidates,
@@ -37,20 +37,20 @@ from ds_encdec.engine.ds_json import render_deepspeed_json
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine, join_ranks
 from ds_encdec.engines import ENGINES, load
+from ds_encdec.launch.atomic_files import write_atomically
 from ds_encdec.launch.context import RunContext
 from ds_encdec.launch.disk import Writing
 from ds_encdec.launch.peers import Peers, is_broken_connection
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.process_group import shutdown
-from ds_encdec.launch.run_folder import RunFolder, write_atomically
+from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.launch.run_status import ending_recorded, named_error, record
 from ds_encdec.launch.watchdog import Watchdog
 from ds_encdec.launch.world import World, discover
 from ds_encdec.memory.expected import ExpectedMemory, expect
 from ds_encdec.memory.out_of_memory import out_of_memory_explained
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.model.flops import training_flops
-from ds_encdec.model.parameter_count import count_parameters
+from ds_encdec.model.parameter_count import count_parameters, training_flops
 from ds_encdec.monitor.events import EventLog
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.peak_flops import peak_flops
@@ -225,7 +225,7 @@ def _wire(
         folder.checkpoints, collectives, engine_name=context.engine, keep=config.training.save_total_limit
     )
     checkpoints.prepare()
-    collectives.on_rank_zero(lambda: clear_leftovers(folder))
+    collectives.on_rank_zero(lambda: clear_averaged(folder))
     found = _find(config, context, folder, resume)
     saved = found.read_json("trainer.json") if found else {}
     state = found.training_state() if found else TrainingState()

@@ -343,7 +343,7 @@ def _convert(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _verify(options: argparse.Namespace, _: Sequence[str]) -> int:
-    from ds_encdec.checkpoint.verify import verify_checkpoints
+    from ds_encdec.checkpoint.folder import verify_checkpoints
 
     for checkpoint in verify_checkpoints(options.path):
         print(checkpoint, flush=True)

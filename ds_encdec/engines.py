@@ -20,7 +20,8 @@ class EngineSpec:
 
     `title`: what texts call it. `distributed_types`: the values of `infra.distributed_type` that ask for it; `auto`
     takes the first row that can do what is asked. `package`: what must be installed beside torch, or None.
-    `state_format`: `format` in its checkpoints' engine.json.
+    `state_format`: `format` in its checkpoints' engine.json. `converted_as`: the sharding stages instead of which
+    `ds-encdec convert` writes another one.
 
     Dotted names, with what they are called with: `lacks` (configuration → conflicts), `check` (configuration, World,
     device; raises ConfigError for what these ranks cannot do, before they meet), `join` (World, device, timeout, store;
@@ -45,6 +46,7 @@ class EngineSpec:
     check: str | None = None
     compile_optimizer: str | None = None
     run_files: Mapping[str, str] = field(default_factory=dict)
+    converted_as: Mapping[str, str] = field(default_factory=dict)
 
 
 ENGINES: dict[str, EngineSpec] = {
@@ -65,6 +67,7 @@ ENGINES: dict[str, EngineSpec] = {
             check="ds_encdec.engine.ds_json:check_deepspeed",
             compile_optimizer="ds_encdec.engine.deepspeed_zero:compile_optimizer",
             run_files={"ds_config.json": "ds_encdec.engine.ds_json:ds_config_json"},
+            converted_as={"zero0": "zero1"},  # which has a zero_to_fp32.py
         ),
         EngineSpec(
             name="fsdp",
@@ -82,6 +85,9 @@ ENGINES: dict[str, EngineSpec] = {
     )
 }
 """By name, in the order of preference of `infra.distributed_type=auto`."""
+
+STATE_FORMATS: dict[str, EngineSpec] = {row.state_format: row for row in ENGINES.values()}
+"""By the format of the states that they write in checkpoints, which `ds-encdec convert --to` takes."""
 
 
 def load(dotted: str) -> Any:

@@ -6,7 +6,6 @@ Weights late on a trajectory scatter around a better point than any of them (Izm
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.checkpoint.manifest import MANIFEST, read_manifest
 from ds_encdec.checkpoint.model_card import RunFacts, model_card
 from ds_encdec.checkpoint.saved_state import open_saved_state, saved_weights
-from ds_encdec.checkpoint.whole_folder import refuse_existing
+from ds_encdec.checkpoint.whole_folder import clear_leftovers, refuse_existing
 from ds_encdec.config.load import load_saved
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
@@ -31,11 +30,9 @@ logger = logging.getLogger(__name__)
 MIN_AVERAGED = 3
 """Checkpoints that a run must have left for their mean to be written at its end."""
 MAX_SHARD_BYTES = 5_000_000_000
-"""Largest file of that export, as of `ds-encdec export`."""
+"""Largest file of that export; `ds-encdec export` has the same default."""
 _MAX_GAP = 2
 """`training.save_steps` between neighbours: two, because one save may have failed."""
-_REPLACED = "replaced"
-"""Ending of an earlier mean while the new one takes its place."""
 
 
 def average_last_checkpoints(run: RunFolder, *, last: int) -> None:
@@ -69,34 +66,29 @@ def average_last_checkpoints(run: RunFolder, *, last: int) -> None:
 
 def average_run(run: RunFolder, *, last: int, dtype: torch.dtype, max_shard_bytes: int) -> list[int]:
     """`average_checkpoints` into `export/averaged`; an earlier mean makes way once the new one is complete."""
-    clear_leftovers(run)
-    fresh, replaced = (run.averaged.with_name(f".averaged.{word}") for word in ("new", _REPLACED))
-    steps = average_checkpoints(run.root, fresh, last=last, dtype=dtype, max_shard_bytes=max_shard_bytes)
-    if run.averaged.exists():
-        run.averaged.rename(replaced)
-    fresh.rename(run.averaged)
-    clear_leftovers(run)
-    return steps
+    clear_averaged(run)
+    return average_checkpoints(
+        run.root, run.averaged, last=last, dtype=dtype, max_shard_bytes=max_shard_bytes, replace=True
+    )
 
 
-def clear_leftovers(run: RunFolder) -> None:
+def clear_averaged(run: RunFolder) -> None:
     """Remove what a mean that was killed midway left beside `export/averaged`; give back what it was replacing."""
-    replaced = run.averaged.with_name(f".averaged.{_REPLACED}")
-    if replaced.exists() and not run.averaged.exists():
-        replaced.rename(run.averaged)
-    for path in run.averaged.parent.glob(".averaged.*"):
-        shutil.rmtree(path, ignore_errors=True)
+    clear_leftovers(run.averaged.parent, run.averaged.name)
 
 
-def average_checkpoints(run: Path, out: Path, *, last: int, dtype: torch.dtype, max_shard_bytes: int) -> list[int]:
+def average_checkpoints(
+    run: Path, out: Path, *, last: int, dtype: torch.dtype, max_shard_bytes: int, replace: bool = False
+) -> list[int]:
     """Write the arithmetic mean of the weights of `last_checkpoints` of `run`.
 
     Any engines may have saved them. Sums and quotients are float32, in the order of the steps, before the result is
-    rounded to `dtype`; two full parameters are in memory at a time. `out` is the Hugging Face folder to write, as of
+    rounded to `dtype`; two full parameters are in memory at a time. `out` is the Hugging Face folder to write, see
     `export_hf`; its card, tokenizer and configuration are those of the newest. Returns the averaged steps. Raises
     CheckpointError for fewer than two checkpoints, damaged ones, and ones of different models.
     """
-    refuse_existing(out)  # before minutes of reading
+    if not replace:
+        refuse_existing(out)  # before minutes of reading
     checkpoints = last_checkpoints(run / "checkpoints", last)
     if len(checkpoints) < 2:
         raise CheckpointError(f"An average takes at least two checkpoints, but {_too_few(run, last, len(checkpoints))}")
@@ -111,6 +103,7 @@ def average_checkpoints(run: Path, out: Path, *, last: int, dtype: torch.dtype, 
         out,
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,
+        replace=replace,
         card=model_card(RunFacts.of(newest, f"mean of the checkpoints at steps {', '.join(map(str, steps))}")),
     )
     return steps

@@ -9,121 +9,85 @@ what few have written.
 
 from __future__ import annotations
 
-import io
 import pickle
-import struct
-import zipfile
-from bisect import bisect_right
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache, partial
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.utils import _ReaderView
 
+from ds_encdec.checkpoint.saved_state import Fragment, FragmentedState
 from ds_encdec.engine.record import DCP_FOLDER, read_record
 from ds_encdec.types import CheckpointError, StateKind
-
-_ZIP_HEADER = struct.Struct("<26xHH")
-"""A zip entry's local header: 26 bytes that do not matter here, length of the name, length of the extra field."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Elements [start, stop) of a flattened tensor, and the archive that holds them."""
+    """The archive that holds `numel` elements: bytes [offset, offset + num_bytes) of `file`."""
 
-    start: int
-    stop: int
     file: Path
     offset: int
-    """Of the archive in the file, in bytes."""
     num_bytes: int
-    """Of the archive."""
+    numel: int
 
 
-class DcpState:
+class DcpState(FragmentedState):
     """`types.SavedState` over `dcp/` in a verified checkpoint. Raises CheckpointError for any other files."""
 
     def __init__(self, checkpoint: Path) -> None:
-        record = read_record(checkpoint)
-        self.applied_steps = record.applied_steps
-        self.loss_scaler: Mapping[str, float | int] | None = record.loss_scaler
-        self._folder = checkpoint / DCP_FOLDER
-        metadata = _read_metadata(self._folder / ".metadata")
+        folder = checkpoint / DCP_FOLDER
+        metadata = _read_metadata(folder / ".metadata")
         tensors = {
             key: entry
             for key, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
-        self._chunks = {key: self._chunks_of(key, tensor, metadata) for key, tensor in tensors.items()}
+        self._data_offset = cache(_data_offset)  # until a chunk is read again, its archive need not be opened again
+        fragments = {key: self._fragments_of(folder, key, tensor, metadata) for key, tensor in tensors.items()}
         # The planner's table keeps the order of the state dict that was saved; the other goes by the ranks that wrote.
-        self.shapes: Mapping[str, tuple[int, ...]] = {
+        shapes = {
             key.removeprefix("weight."): tuple(tensors[key].size)
             for key in metadata.planner_data or tensors
             if key.startswith("weight.")
         }
-        self._data_offsets: dict[_Chunk, int] = {}
+        super().__init__(read_record(checkpoint), folder, shapes, fragments)
 
-    def read(self, kind: StateKind, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """See types.SavedState."""
-        key = f"{kind}.{name}"
-        if key not in self._chunks:
-            raise CheckpointError(
-                f"{self._folder} has no {kind} of a parameter {name!r}; it is another architecture's."
-            )
-        chunks = self._chunks[key]
-        stop = chunks[-1].stop if stop is None else stop
-        out = torch.empty(stop - start, dtype=torch.float32)
-        filled = memoryview(out.view(torch.uint8).numpy())  # type: ignore[arg-type]  # an array is a buffer
-        first = bisect_right(chunks, start, key=lambda chunk: chunk.start) - 1
-        for chunk in chunks[first:]:
-            lower, upper = max(start, chunk.start), min(stop, chunk.stop)
-            if lower >= upper:
-                break
-            self._read_into(filled[4 * (lower - start) : 4 * (upper - start)], chunk, 4 * (lower - chunk.start))
-        return out
-
-    def _chunks_of(self, key: str, tensor: TensorStorageMetadata, metadata: Metadata) -> list[_Chunk]:
-        """The chunks of one tensor in their order; empty ones (ranks without a row) left out."""
+    def _fragments_of(
+        self, folder: Path, key: str, tensor: TensorStorageMetadata, metadata: Metadata
+    ) -> list[Fragment]:
+        """The chunks of one tensor; empty ones (ranks without a row) are left out."""
         if tensor.properties.dtype != torch.float32:
-            raise CheckpointError(f"{self._folder}: {key} is {tensor.properties.dtype}, not float32.")
-        row = prod(tensor.size[1:])
+            raise CheckpointError(f"{folder}: {key} is {tensor.properties.dtype}, not float32.")
         found = []
         for block in tensor.chunks:
-            if prod(block.sizes) == 0:
+            if (numel := prod(block.sizes)) == 0:
                 continue
             if block.sizes[1:] != tensor.size[1:]:
-                raise CheckpointError(f"{self._folder}: {key} is cut along other dimensions than its first.")
+                raise CheckpointError(f"{folder}: {key} is cut along other dimensions than its first.")
             place: Any = metadata.storage_data[MetadataIndex(key, block.offsets)]
-            start = block.offsets[0] * row
-            file = self._file(place.relative_path)
-            found.append(_Chunk(start, start + prod(block.sizes), file, place.offset, place.length))
-        found.sort(key=lambda chunk: chunk.start)
-        starts, stops = [chunk.start for chunk in found], [chunk.stop for chunk in found]
-        if [*starts, prod(tensor.size)] != [0, *stops]:
-            raise CheckpointError(f"{self._folder}: the chunks of {key} do not cover it once.")
+            if Path(place.relative_path).name != place.relative_path:
+                raise CheckpointError(
+                    f"{folder / '.metadata'} names a file outside its folder: {place.relative_path!r}."
+                )
+            chunk = _Chunk(folder / place.relative_path, place.offset, place.length, numel)
+            start = block.offsets[0] * prod(tensor.size[1:])
+            found.append(Fragment(start, start + numel, partial(self._copy, chunk)))
         return found
 
-    def _file(self, name: str) -> Path:
-        """The `.distcp` file of this name. Raises CheckpointError for a path that leads out of the folder."""
-        if Path(name).name != name:
-            raise CheckpointError(f"{self._folder / '.metadata'} names a file outside its folder: {name!r}.")
-        return self._folder / name
-
-    def _read_into(self, target: memoryview, chunk: _Chunk, first_byte: int) -> None:
-        """Fill `target` with the chunk's bytes from `first_byte` on."""
+    def _copy(self, chunk: _Chunk, _: StateKind, out: Tensor, first: int) -> None:
+        """Read into `out` the chunk's elements from `first` on."""
         try:
             with open(chunk.file, "rb") as file:
-                if chunk not in self._data_offsets:
-                    self._data_offsets[chunk] = _data_offset(file, chunk)
-                file.seek(self._data_offsets[chunk] + first_byte)
-                if file.readinto(target) != len(target):
+                file.seek(self._data_offset(chunk) + 4 * first)
+                if file.readinto(memoryview(out.view(torch.uint8).numpy())) != 4 * len(out):  # type: ignore[arg-type]
                     raise EOFError("it is too short")
-        except (OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
+        except (OSError, EOFError, RuntimeError) as error:
             raise CheckpointError(f"{chunk.file}: a tensor in it is not readable: {error}") from error
 
 
@@ -151,7 +115,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Builds what `_PLAIN` names and nothing else, so that opening a file runs no code of the file's choice."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """As pickle's. Raises pickle.UnpicklingError."""
+        """Look a class up, as pickle does. Raises pickle.UnpicklingError."""
         if (module, name) == ("builtins", "getattr"):
             return _member
         if name not in _PLAIN.get(module, ()):
@@ -180,43 +144,13 @@ def _read_metadata(path: Path) -> Metadata:
     return metadata
 
 
-class _Window(io.RawIOBase):
-    """Bytes [offset, offset + length) of an open file, as a file of their own.
+def _data_offset(chunk: _Chunk) -> int:
+    """Where in its file the chunk's elements begin. Raises OSError or RuntimeError for what `torch.save` did not write.
 
-    Not torch's `_ReaderView`, which `zipfile` cannot use: it turns the sign of an offset from the end around.
+    For its record of a tensor's memory `torch.save` has no compression, so what has its size is it.
     """
-
-    def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
-        self._file, self._offset, self._length, self._position = file, offset, length, 0
-
-    def readable(self) -> bool:
-        """It is."""
-        return True
-
-    def seekable(self) -> bool:
-        """It is."""
-        return True
-
-    def seek(self, position: int, whence: int = io.SEEK_SET) -> int:
-        """As of any file."""
-        self._position = position + (0, self._position, self._length)[whence]
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        """As of any raw file, never past the window's end."""
-        self._file.seek(self._offset + self._position)
-        count = self._file.readinto(memoryview(buffer)[: max(0, self._length - self._position)])  # type: ignore[attr-defined]
-        self._position += count
-        return int(count)
-
-
-def _data_offset(file: BinaryIO, chunk: _Chunk) -> int:
-    """Where in the open `file` the chunk's elements begin. Raises zipfile.BadZipFile for any other archive."""
-    with zipfile.ZipFile(_Window(file, chunk.offset, chunk.num_bytes)) as archive:
-        entry = next((entry for entry in archive.infolist() if entry.filename.endswith("/data/0")), None)
-    if entry is None or (entry.compress_type, entry.file_size) != (zipfile.ZIP_STORED, 4 * (chunk.stop - chunk.start)):
-        raise zipfile.BadZipFile("not one plain contiguous tensor")
-    header = chunk.offset + entry.header_offset
-    file.seek(header)
-    name_bytes, extra_bytes = _ZIP_HEADER.unpack(file.read(_ZIP_HEADER.size))
-    return header + _ZIP_HEADER.size + name_bytes + extra_bytes
+    with open(chunk.file, "rb") as file:
+        archive = torch._C.PyTorchFileReader(_ReaderView(file, chunk.offset, chunk.num_bytes))  # type: ignore[call-overload]
+        if archive.get_record_size("data/0") != 4 * chunk.numel:
+            raise EOFError("not one plain contiguous tensor")
+        return chunk.offset + int(archive.get_record_offset("data/0"))

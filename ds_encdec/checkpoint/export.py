@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import GenerationConfig
 
-from ds_encdec.checkpoint.model_card import RunFacts, encoder_card, model_card
+from ds_encdec.checkpoint.model_card import RunFacts, model_card
 from ds_encdec.checkpoint.saved_state import open_saved_state, saved_weights
 from ds_encdec.checkpoint.whole_folder import refuse_existing, written_whole
 from ds_encdec.model import attention, configuration, loss, modeling, precision
@@ -47,15 +47,16 @@ def export_hf(
     dtype: torch.dtype,
     max_shard_bytes: int,
     card: str,
+    replace: bool = False,
 ) -> None:
     """Write the folder `out`: weights (safetensors, tied ones once), configuration, code, tokenizer and model card.
 
     Under a `Qwen3EncoderConfig` it is a `Qwen3EncoderModel`, otherwise a `Qwen3ForSeq2SeqLM`. Weights are fetched,
-    converted to `dtype` and written one by one. The folder appears at `out` when it is complete, or not at all, and
-    raises what `written_whole` does.
+    converted to `dtype` and written one by one. The folder appears at `out` when it is complete, or not at all;
+    `replace` and what is raised: see `written_whole`.
     """
     shapes = _model_shapes(config)
-    with written_whole(out) as (unfinished, writing):
+    with written_whole(out, replace=replace) as (unfinished, writing):
         writing.require_space(dtype.itemsize * sum(map(prod, shapes.values())))
         write_safetensors_folder(unfinished, shapes, weights, dtype=dtype, max_shard_bytes=max_shard_bytes)
         _write_configuration(config, dtype, unfinished)
@@ -85,7 +86,7 @@ def export_checkpoint(
         out,
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,
-        card=encoder_card(facts) if encoder_only else model_card(facts),
+        card=model_card(facts, encoder_only=encoder_only),
     )
 
 

@@ -6,28 +6,33 @@
       latest, best, final -> step-…    our pointers (symbolic links)
       abandoned-step-…-DATE/   later than the step that the run went back to; not looked at again
 
-A process killed at any moment leaves either no `step-N` or a whole one. `.replaced-…` and `.removed-…` are names of
-a moment; `clear_leftovers` mends what a kill left under them.
+A process killed at any moment leaves either no `step-N` or a whole one (whole_folder.py). `.replaced-…` and
+`.removed-…` are names of a moment; `clear_leftovers` mends what a kill left under them.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
+import math
 import os
 import re
-import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from ds_encdec.checkpoint.manifest import MANIFEST
-from ds_encdec.launch.run_folder import flush_folder
+from ds_encdec.checkpoint.manifest import MANIFEST, Manifest, verify_checkpoint
+from ds_encdec.checkpoint.whole_folder import clear_leftovers, delete, name_it
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.engine.record import EngineRecord, read_record
+from ds_encdec.launch.atomic_files import flush_folder, unused_path
+from ds_encdec.launch.disk import DiskRefusedError, free_bytes
+from ds_encdec.memory.checkpoint_size import checkpoint_bytes, checkpoints_at_once
+from ds_encdec.memory.job import Job
+from ds_encdec.types import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-_REPLACED = ".replaced-"
-"""Prefix of a checkpoint while another one of the same step takes its place."""
 _REMOVED = ".removed-"
 """Prefix of a checkpoint that is being deleted."""
 _POINTERS = ("latest", "best", "final")
@@ -41,16 +46,9 @@ class CheckpointFolder:
         self.path = path
         self._keep = keep
 
-    def begin(self, step: int) -> Path:
-        """An empty `step-N.tmp` to write into. Raises OSError."""
-        temporary = self.temporary(step)
-        _delete(temporary)
-        temporary.mkdir(parents=True)
-        return temporary
-
-    def temporary(self, step: int) -> Path:
-        """Where the checkpoint of `step` is written before it is committed."""
-        return self.path / f"{_name(step)}.tmp"
+    def at(self, step: int) -> Path:
+        """The folder of the checkpoint of `step`, once it is committed."""
+        return self.path / f"step-{step:08d}"
 
     def commit(self, step: int, pointers: Sequence[str]) -> None:
         """Make `step-N.tmp`, which is sealed, visible; move `latest` and `pointers` to it; prune.
@@ -58,27 +56,12 @@ class CheckpointFolder:
         Raises OSError; then an earlier checkpoint of the step is what it was. What goes wrong once the checkpoint is
         visible is only warned of.
         """
-        temporary, final = self.temporary(step), self.path / _name(step)
+        final = self.at(step)
         # New links may need space; moving them over the old ones does not.
         links = {name: _new_link(self.path / name, final.name) for name in ("latest", *pointers)}
-        replaced = final.with_name(f"{_REPLACED}{final.name}")
-        if final.exists():
-            _delete(replaced)  # left where it could not be deleted before
-            # The same step again (it was skipped since, or reached anew). Between these two renames the
-            # older one has no name that counts; `clear_leftovers` gives it back after a crash.
-            os.rename(final, replaced)
-        try:
-            os.rename(temporary, final)
-        except OSError:
-            if replaced.exists():
-                os.rename(replaced, final)
-            raise
+        replaced = name_it(final)
         self._point_all(links, final)
         self._prune(replaced)
-
-    def discard(self, step: int) -> None:
-        """Remove what a failed save of `step` has written, as far as the file system lets us."""
-        shutil.rmtree(self.temporary(step), ignore_errors=True)
 
     def go_back_to(self, step: int, best_step: int | None) -> None:
         """Put later checkpoints aside as `abandoned-…` and point at `step`, and at `best_step` if it is there.
@@ -87,16 +70,16 @@ class CheckpointFolder:
         """
         for later, path in committed_steps(self.path).items():
             if later > step:
-                aside = _unused(path.with_name(f"abandoned-{path.name}-{time.strftime('%Y%m%dT%H%M%S')}"))
+                aside = unused_path(path.with_name(f"abandoned-{path.name}-{time.strftime('%Y%m%dT%H%M%S')}"))
                 path.rename(aside)
                 logger.warning("Going back to step %d: %s is now %s.", step, path.name, aside.name)
         for path in self._superfluous_abandoned():
             logger.warning("training.save_total_limit=%s: deleting %s.", self._keep, path.name)
-            _delete(path)
+            delete(path)
         final = self.path / "final"
         if not final.exists():  # it was later; where the run was complete at `step` or before, it still is
             final.unlink(missing_ok=True)
-        if best_step is not None and (self.path / _name(best_step)).exists():
+        if best_step is not None and (self.at(best_step)).exists():
             self._point("best", best_step)
         else:
             (self.path / "best").unlink(missing_ok=True)
@@ -104,18 +87,13 @@ class CheckpointFolder:
 
     def clear_leftovers(self) -> None:
         """Mend what a killed process left: give back what was being replaced, delete what was never committed."""
-        for path in self.path.glob(f"{_REPLACED}*"):
-            original = path.with_name(path.name.removeprefix(_REPLACED))
-            if original.exists():
-                _delete(path)
-            else:
-                path.rename(original)
-        for pattern in ("*.tmp", ".*.tmp", f"{_REMOVED}*", ".probe-*"):
+        clear_leftovers(self.path)
+        for pattern in (f"{_REMOVED}*", ".probe-*"):
             for path in self.path.glob(pattern):
-                _delete(path)
+                delete(path)
 
     def _point(self, name: str, step: int) -> None:
-        os.replace(_new_link(self.path / name, _name(step)), self.path / name)
+        os.replace(_new_link(self.path / name, self.at(step).name), self.path / name)
 
     def _point_all(self, links: Mapping[str, Path], committed: Path) -> None:
         """Move new links over the pointers, for good. The checkpoint stands, whatever the disk says to this."""
@@ -131,16 +109,16 @@ class CheckpointFolder:
     def _prune(self, replaced: Path) -> None:
         """Delete what is not kept. The new checkpoint stands: what cannot be deleted is no reason to doubt it."""
         try:
-            _delete(replaced)
+            delete(replaced)
             superfluous = self._superfluous()
             if len(superfluous) > 1:  # one makes room for each new one; more are due to a limit that was lowered
                 names = ", ".join(path.name for path in superfluous)
                 logger.warning("training.save_total_limit=%s: deleting %s.", self._keep, names)
             for path in superfluous:
                 hidden = path.with_name(f"{_REMOVED}{path.name}")
-                _delete(hidden)
+                delete(hidden)
                 os.rename(path, hidden)  # invisible in one step
-                _delete(hidden)
+                delete(hidden)
         except OSError as error:
             logger.warning("An old checkpoint could not be deleted (training.save_total_limit): %s", error)
 
@@ -168,16 +146,6 @@ def committed_steps(folder: Path) -> dict[int, Path]:
     return found
 
 
-def _name(step: int) -> str:
-    return f"step-{step:08d}"
-
-
-def _unused(path: Path) -> Path:
-    """`path`, or where there is one already, with the first number that is free."""
-    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
-    return next(name for name in itertools.chain([path], numbered) if not name.exists())
-
-
 def _new_link(link: Path, target: str) -> Path:
     """A link to `target` that can take the place of `link`."""
     temporary = link.with_name(f".{link.name}.tmp")
@@ -186,9 +154,65 @@ def _new_link(link: Path, target: str) -> Path:
     return temporary
 
 
-def _delete(path: Path) -> None:
-    """Delete a file, a link or a folder, if there is one."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+def check_room(folder: Path, config: FullConfig, job: Job) -> None:
+    """Warn where less is free in `folder` than the checkpoints take that are to come; those that are there count.
+
+    Raises DiskRefusedError instead with `infra.require_disk_space`.
+    """
+    training = config.training
+    size = checkpoint_bytes(job)
+    most = checkpoints_at_once(training, math.ceil(training.num_train_steps / training.save_steps))
+    needed = size * max(1, most - len(committed_steps(folder)))
+    free = free_bytes(folder)
+    if free is None or free >= needed:
+        return
+    problem = (
+        f"infra.output_dir: {folder} has {free:,} bytes free, but {needed:,} are needed: the run has up to {most} "
+        f"checkpoints of {size:,} bytes at a time (training.save_total_limit={training.save_total_limit}, the best, "
+        "and the one that is written). Free space there, lower training.save_total_limit, or choose another folder."
+    )
+    if config.infra.require_disk_space:
+        raise DiskRefusedError(f"{problem} (infra.require_disk_space=true)")
+    logger.warning("%s A save that does not fit fails; infra.require_disk_space=true would refuse to start.", problem)
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedCheckpoint:
+    """A checkpoint whose every file is as it was written; as text, the line to show."""
+
+    path: Path
+    manifest: Manifest
+    record: EngineRecord
+
+    def __str__(self) -> str:
+        ranks = f"{self.record.world_size} rank" + "s" * (self.record.world_size > 1)
+        return (
+            f"{self.path}: whole; step {self.manifest.step:,}, {self.manifest.engine} {self.record.sharding_stage} on "
+            f"{ranks}, {len(self.manifest.files)} files, {self.manifest.num_bytes / 1e9:.3f} GB"
+            + (f" ({self.manifest.doubt})" if self.manifest.doubt else "")
+        )
+
+
+def verify_checkpoints(path: Path) -> Iterator[VerifiedCheckpoint]:
+    """Check the checkpoint at `path`, or every one of the run (or folder of checkpoints) there, by step.
+
+    Yields the whole ones, each after all its files were read and hashed. Raises CheckpointError in the end for those
+    that are damaged, naming a file of each, and at once where there is no checkpoint.
+    """
+    damage = []
+    for checkpoint in _checkpoints_at(path.expanduser().resolve()):
+        try:
+            yield VerifiedCheckpoint(checkpoint, verify_checkpoint(checkpoint), read_record(checkpoint))
+        except CheckpointError as error:
+            damage.append(str(error))
+    if damage:
+        raise CheckpointError("\n".join(damage))
+
+
+def _checkpoints_at(path: Path) -> list[Path]:
+    """`path` itself unless it is a run or a folder of checkpoints: what it should be is for its manifest to say."""
+    if not os.path.lexists(path / MANIFEST):
+        for folder in (path / "checkpoints", path):
+            if found := committed_steps(folder):
+                return [found[step] for step in sorted(found)]
+    return [path]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from typing import Protocol, TypeVar
 from ds_encdec.checkpoint.find import Checkpoint
 from ds_encdec.checkpoint.folder import CheckpointFolder, committed_steps
 from ds_encdec.checkpoint.manifest import FileRecord, record_file, seal
+from ds_encdec.checkpoint.whole_folder import begin, unfinished
 from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.launch.disk import DiskRefusedError, Writing
 from ds_encdec.launch.host_collectives import HostCollectives
@@ -133,7 +135,7 @@ class CheckpointManager:
         save = _SaveUnderWay(state, began=time.monotonic())
         step = state.global_step
         try:
-            folder = self._collectives.on_rank_zero(lambda: self._on_disk(lambda: self._files.begin(step), 0))
+            folder = self._collectives.on_rank_zero(lambda: self._on_disk(lambda: begin(self._files.at(step)), 0))
             staged = self._staged(stage, folder, in_background=in_background)
         except DiskRefusedError as error:
             save.error, save.ended = error, time.monotonic()
@@ -228,7 +230,7 @@ class CheckpointManager:
 
         Raises the same error on all ranks, DiskRefusedError where a disk did not take the files.
         """
-        talk, folder = self._background, self._files.temporary(step)
+        talk, folder = self._background, unfinished(self._files.at(step))
 
         def write_own() -> list[FileRecord]:
             return [record_file(path, folder) for path in staged.write()]
@@ -247,7 +249,7 @@ class CheckpointManager:
             records = [record for rank_records in talk.gather(own) for record in rank_records]
             return talk.on_rank_zero(lambda: self._on_disk(lambda: commit(records), needed))
         except DiskRefusedError:
-            talk.on_rank_zero(lambda: self._files.discard(step))
+            talk.on_rank_zero(lambda: shutil.rmtree(folder, ignore_errors=True))
             raise
 
     def _on_disk(self, action: Callable[[], T], needed_bytes: int) -> T:

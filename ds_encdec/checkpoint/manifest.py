@@ -12,12 +12,15 @@ import os
 import re
 import stat
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, StrictInt, StrictStr, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from ds_encdec.config.plain_files import kind_of, open_plain, read_json
-from ds_encdec.launch.run_folder import flush_folder, write_atomically
+from ds_encdec.launch.atomic_files import flush_folder, write_atomically
 from ds_encdec.types import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -25,6 +28,8 @@ FORMAT_VERSION = 4
 _UNHASHED_VERSION = 3
 """The last format in which a manifest has no hash of itself. It is read, and what reads it says so."""
 _BLOCK_BYTES = 1 << 22
+_STRICT = ConfigDict(extra="forbid")
+_Count = Annotated[StrictInt, Field(ge=0)]
 _DESCRIPTION = re.compile(r"[^/]+\.(json|yaml)")
 
 
@@ -32,22 +37,22 @@ class DamagedCheckpointError(CheckpointError):
     """A checkpoint is not what its manifest says; an older one may be whole."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=_STRICT)
 class FileRecord:
     """One file: its path relative to the checkpoint, its size, and its SHA-256 in hex."""
 
-    path: str
-    num_bytes: int
-    sha256: str
+    path: StrictStr
+    num_bytes: StrictInt
+    sha256: StrictStr
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=_STRICT)
 class Manifest:
-    """What a checkpoint consists of, and what wrote it: `engine` is "deepspeed" or "fsdp"."""
+    """What a checkpoint consists of, and what wrote it: `engine` is the name of a row of `engines.ENGINES`."""
 
-    step: int
-    world_size: int
-    engine: str
+    step: _Count
+    world_size: _Count
+    engine: StrictStr
     files: tuple[FileRecord, ...]
     format_version: int = FORMAT_VERSION
 
@@ -166,17 +171,11 @@ def _manifest(content: Any) -> Manifest:
         )
     if version == FORMAT_VERSION and content.pop("sha256", None) != _content_hash(content):
         raise ValueError("its SHA-256 of itself is another, so it was changed or damaged")
-    for name, kind in {"step": int, "world_size": int, "engine": str, "files": list}.items():
-        if type(content.get(name)) is not kind or (kind is int and content[name] < 0):
-            raise ValueError(f"{name} is {content.get(name)!r:.40}")
-    for record in content["files"]:
-        kinds = {key: type(value) for key, value in record.items()} if isinstance(record, dict) else {}
-        if kinds != {"path": str, "num_bytes": int, "sha256": str}:
-            raise ValueError(f"{record!r:.80} describes no file")
     try:
-        return Manifest(**{**content, "files": tuple(FileRecord(**record) for record in content["files"])})
-    except TypeError as error:
-        raise ValueError(str(error)) from error
+        return TypeAdapter(Manifest).validate_python(content)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        raise ValueError(f"{'.'.join(map(str, wrong['loc']))} is {wrong['input']!r:.80}: {wrong['msg']}") from error
 
 
 def _content_hash(content: dict[str, Any]) -> str:

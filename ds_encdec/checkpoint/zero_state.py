@@ -18,7 +18,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from math import prod
@@ -29,88 +28,61 @@ import torch
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
+from ds_encdec.checkpoint.saved_state import Fragment, FragmentedState
 from ds_encdec.engine.record import TAG, EngineRecord, read_record
 from ds_encdec.types import MOMENTS, CheckpointError, StateKind
 
 _Shape = tuple[int, ...]
-
-
 _Tensors = Mapping[str, Tensor]
 """Flat tensors of one length that belong together: `weight`, and the moments where there are any."""
+_Piece = tuple[str, int, int, Callable[[], _Tensors], int]
+"""A parameter's name, the first and the number of its elements in a part, the part, and where in it they begin."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Fragment:
-    """Elements [start, start + length) of a parameter: from `offset` on in each of the flat tensors of `part`."""
-
-    start: int
-    length: int
-    part: Callable[[], _Tensors]
-    offset: int
-
-
-class ZeroState:
+class ZeroState(FragmentedState):
     """`types.SavedState` of a checkpoint that the DeepSpeed engine wrote. Its hashes were checked before."""
 
     def __init__(self, checkpoint: Path) -> None:
         """Map the files. Raises CheckpointError, naming the file, for one that is missing or of another layout."""
-        record = read_record(checkpoint)
-        self.applied_steps = record.applied_steps
-        self.loss_scaler: Mapping[str, float | int] | None = record.loss_scaler
-        self.shapes: Mapping[str, _Shape]
-        self._folder = checkpoint / TAG
-        with _layout_checked(self._folder):
-            self.shapes, found = _read_layout(self._folder, record)
-        self._fragments: dict[str, list[_Fragment]] = {name: [] for name in self.shapes}
-        for name, fragment in found:
-            self._fragments[name].append(fragment)
-        self._check_coverage()
+        record, folder = read_record(checkpoint), checkpoint / TAG
+        with _layout_checked(folder):
+            shapes, pieces = _read_layout(folder, record)
+        fragments: dict[str, list[Fragment]] = {name: [] for name in shapes}
+        for name, start, length, part, offset in pieces:
+            fragments[name].append(Fragment(start, start + length, partial(self._copy, name, part, offset)))
+        kinds = ("weight", *MOMENTS)
+        super().__init__(
+            record, folder, shapes, {f"{kind}.{name}": fragments[name] for kind in kinds for name in shapes}
+        )
 
-    def read(self, kind: StateKind, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """See types.SavedState. Moments before the first step are zeros."""
-        if name not in self.shapes:
-            raise CheckpointError(f"{self._folder} has no parameter {name!r}; it was made by another architecture.")
-        stop = prod(self.shapes[name]) if stop is None else stop
-        values = torch.zeros(stop - start)
-        for fragment in self._fragments[name]:
-            first, last = max(start, fragment.start), min(stop, fragment.start + fragment.length)
-            if first >= last:
-                continue
-            tensors = fragment.part()
-            if kind in tensors:
-                source = tensors[kind].narrow(0, fragment.offset + first - fragment.start, last - first)
-                values[first - start : last - start] = source
-            elif self.applied_steps > 0:
-                raise CheckpointError(f"{self._folder} has no {kind} of {name}")
-        return values
-
-    def _check_coverage(self) -> None:
-        for name, shape in self.shapes.items():
-            fragments = sorted(self._fragments[name], key=lambda fragment: fragment.start)
-            reached = 0
-            for fragment in fragments:
-                if fragment.start != reached:
-                    break
-                reached += fragment.length
-            if reached != prod(shape):
-                raise CheckpointError(f"{self._folder}: of {name} only {reached} of {prod(shape)} elements are there")
+    def _copy(
+        self, name: str, part: Callable[[], _Tensors], offset: int, kind: StateKind, out: Tensor, first: int
+    ) -> None:
+        """Copy into `out` what `part` has from `offset` + `first` on. Moments before the first step are zeros."""
+        tensors = part()
+        if kind in tensors:
+            out.copy_(tensors[kind].narrow(0, offset + first, len(out)))
+        elif self.applied_steps > 0:
+            raise CheckpointError(f"{self._folder} has no {kind} of {name}")
+        else:
+            out.zero_()
 
 
-def _read_layout(folder: Path, record: EngineRecord) -> tuple[dict[str, _Shape], list[tuple[str, _Fragment]]]:
+def _read_layout(folder: Path, record: EngineRecord) -> tuple[dict[str, _Shape], list[_Piece]]:
     """The shapes in the model's order, and where the elements of each parameter are."""
     stage = int(record.sharding_stage.removeprefix("zero").removesuffix("_hybrid"))
     states = _load(folder / ("zero_pp_rank_0_" * (stage == 3) + "mp_rank_00_model_states.pt"))
     module: Mapping[str, Tensor] = states["module"]
     if stage == 0:
         groups = [{name: tuple(module[name].shape) for name in names} for names in record.groups]
-        fragments = list(_replicated(module, states["optimizer"], groups))
+        pieces = list(_replicated(module, states["optimizer"], groups))
     else:
         groups = [{name: tuple(shape) for name, shape in group.items()} for group in states["param_shapes"]]
         parts = _Parts(folder, stage, record.world_size)
-        fragments = list((_cut_parameters if stage == 3 else _cut_groups)(parts, groups))
+        pieces = list((_cut_parameters if stage == 3 else _cut_groups)(parts, groups))
     shapes = {name: shape for group in groups for name, shape in group.items()}
     # The module's own dict has the model's order; a tied parameter stands in it under every name.
-    return {name: shapes[name] for name in module if name in shapes}, fragments
+    return {name: shapes[name] for name in module if name in shapes}, pieces
 
 
 class _Parts:
@@ -176,7 +148,7 @@ def _layout_checked(path: Path) -> Iterator[None]:
 
 def _replicated(
     module: Mapping[str, Tensor], optimizer: Mapping[str, Any], groups: Sequence[Mapping[str, _Shape]]
-) -> Iterator[tuple[str, _Fragment]]:
+) -> Iterator[_Piece]:
     """Stage 0: everything in full. `optimizer`: torch's state dict, in 16 bit inside that of DeepSpeed's wrapper."""
     base = optimizer.get("optimizer_state_dict", optimizer)
     names = [name for group in groups for name in group]
@@ -190,10 +162,10 @@ def _replicated(
     for weight, moments, within in zip(weights, _moments(base), held, strict=True):
         tensors = {"weight": weight.reshape(-1)} | {kind: moment.reshape(-1) for kind, moment in moments.items()}
         for name, begin, numel in _laid_out(within):
-            yield name, _Fragment(0, numel, partial(dict, tensors), begin)
+            yield name, 0, numel, partial(dict, tensors), begin
 
 
-def _cut_groups(parts: _Parts, groups: Sequence[Mapping[str, _Shape]]) -> Iterator[tuple[str, _Fragment]]:
+def _cut_groups(parts: _Parts, groups: Sequence[Mapping[str, _Shape]]) -> Iterator[_Piece]:
     """Stages 1 and 2: a group's parameters end to end, cut into equal parts regardless of where one begins."""
     cuts = zip(groups, parts.sizes, parts.alignments, strict=True)
     for index, (group, size, alignment) in enumerate(cuts):
@@ -201,13 +173,10 @@ def _cut_groups(parts: _Parts, groups: Sequence[Mapping[str, _Shape]]) -> Iterat
             end = min(begin + numel, parts.world_size * size)
             for rank in range(begin // size, -(-end // size)):
                 first, last = max(begin, rank * size), min(end, (rank + 1) * size)
-                yield (
-                    name,
-                    _Fragment(first - begin, last - first, partial(parts.part, rank, index), first - rank * size),
-                )
+                yield name, first - begin, last - first, partial(parts.part, rank, index), first - rank * size
 
 
-def _cut_parameters(parts: _Parts, groups: Sequence[Mapping[str, _Shape]]) -> Iterator[tuple[str, _Fragment]]:
+def _cut_parameters(parts: _Parts, groups: Sequence[Mapping[str, _Shape]]) -> Iterator[_Piece]:
     """Stage 3: each parameter cut into equal parts, the last ones padded; a rank's part of each, end to end."""
     for index, (group, _) in enumerate(zip(groups, parts.sizes, strict=True)):
         offset = 0
@@ -215,7 +184,7 @@ def _cut_parameters(parts: _Parts, groups: Sequence[Mapping[str, _Shape]]) -> It
             size = -(-numel // parts.world_size)
             for rank in range(-(-numel // size)):
                 length = min(size, numel - rank * size)
-                yield name, _Fragment(rank * size, length, partial(parts.part, rank, index), offset)
+                yield name, rank * size, length, partial(parts.part, rank, index), offset
             offset += size
 
 

@@ -79,12 +79,8 @@ class HostCollectives:
 
         If any raised, all raise the same error.
         """
-        result, error = attempt(action) if self.rank == 0 else (None, None)
-        self.raise_first(error)
-        if self.rank != 0:
-            result, error = attempt(action)
-        self.raise_first(error)
-        return result  # type: ignore[return-value]  # no error on any rank, so the action returned
+        first = self.on_every_rank(lambda: action() if self.rank == 0 else None)
+        return self.on_every_rank(lambda: first if self.rank == 0 else action())  # type: ignore[return-value]
 
     def raise_first(self, error: Exception | None) -> None:
         """Raise the lowest rank's error on every rank, each bringing its own or None; or nothing."""

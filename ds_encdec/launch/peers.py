@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import psutil
 import torch.distributed as dist
@@ -83,9 +82,7 @@ class Peers:
             threading.Thread(target=self._watch, name="peers", daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._left.set()
 
     def explain(self, error: BaseException) -> DsEncDecError | None:

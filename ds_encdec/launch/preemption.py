@@ -31,17 +31,12 @@ from typing import NoReturn
 
 import psutil
 
-from ds_encdec.launch.heartbeat import Heartbeat
-from ds_encdec.launch.world import SINGLE_PROCESS, World
+from ds_encdec.launch.world import LAUNCHER_PROGRAMS, SINGLE_PROCESS, World
 from ds_encdec.types import HangError, Preempted
 
 logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-
-LAUNCHER_PROGRAMS = ("deepspeed", "deepspeed.launcher.launch", "torchrun", "torch.distributed.run")
-"""Scripts and modules whose python processes are launchers."""
-
 
 SAME_CTRL_C_SECONDS = 2.0
 """One Ctrl-C reaches a rank from the terminal, and again from a launcher that passes it on."""
@@ -50,11 +45,53 @@ TELL_SECONDS = 10.0
 """How long writing down why a stuck process is ended may take."""
 
 
+class Heartbeat:
+    """When this rank last showed that it lives, which tells a rank that stands still from one that is slow.
+
+    The main thread beats once per step and per evaluation batch; other threads read how long ago that was.
+
+    `beats`: how many there have been. `longest_pause_seconds`: the longest time between two of them, saves left out.
+    """
+
+    def __init__(self) -> None:
+        self.beats = 0
+        self.longest_pause_seconds = 0.0
+        self._last = time.monotonic()
+        self._busy_depth = 0
+
+    def beat(self) -> None:
+        """Show now that this rank lives."""
+        self._end_pause()
+        self.beats += 1
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Keep the rank from being taken for stuck during what takes as long as it takes, such as a save."""
+        self._end_pause()
+        self._busy_depth += 1
+        try:
+            yield
+        finally:
+            self._last = time.monotonic()  # before the depth falls; and this was no pause to learn patience from
+            self._busy_depth -= 1
+
+    @property
+    def silent_seconds(self) -> float:
+        """Seconds since the last beat, or the start where there is none yet; 0 while the rank is busy."""
+        return 0.0 if self._busy_depth else time.monotonic() - self._last
+
+    def _end_pause(self) -> None:
+        now = time.monotonic()
+        if self.beats:  # what comes before the first is the start of the run, and no pause to learn patience from
+            self.longest_pause_seconds = max(self.longest_pause_seconds, now - self._last)
+        self._last = now
+
+
 class StopRequest:
     """Notices that this run should end. Use as a context manager around the run, in the main thread.
 
-    The loop asks `requested` once per step: that is also its sign of `life`. `grace_seconds`: how long the process may
-    live on, to save itself, after its launcher is gone. `stuck_seconds`: how long after its last sign of life SIGTERM
+    The loop asks `requested` once per step: that is also its heartbeat. `grace_seconds`: how long the process may
+    live on, to save itself, after its launcher is gone. `stuck_seconds`: how long after its last heartbeat SIGTERM
     finds a rank stuck (never less than twice its longest pause so far, which may be an evaluation); a rank that is
     `busy`, or has seen the request and is on its way out, has all the time it needs. Either way the process is ended
     with HangError's exit code, since nothing else would end it, and `before_end` is told why.
@@ -75,7 +112,7 @@ class StopRequest:
         self._grace_seconds = grace_seconds
         self._poll_seconds = poll_seconds
         self._stuck_seconds = stuck_seconds
-        self._reason: str | None = None
+        self.reason: str | None = None
         self._signalled_at = 0.0
         self._terminated = False
         self._interrupted = False
@@ -93,11 +130,11 @@ class StopRequest:
     def requested(self) -> bool:
         """True from the first signal, or from the launcher's end, on. Of this rank: exchange it."""
         self.heartbeat.beat()
-        self._seen = self._reason is not None
+        self._seen = self.reason is not None
         return self._seen
 
     def busy(self) -> AbstractContextManager[None]:
-        """Wraps a save, or waiting for one: however long it takes, the rank is not stuck."""
+        """See `Heartbeat.busy`; it also wraps waiting for a save."""
         return self.heartbeat.busy()
 
     def acknowledge(self) -> None:
@@ -112,14 +149,9 @@ class StopRequest:
     def comes_within(self, seconds: float) -> bool:
         """Whether this rank has been asked to stop, or is within so long."""
         deadline = time.monotonic() + seconds
-        while self._reason is None and time.monotonic() < deadline:
+        while self.reason is None and time.monotonic() < deadline:
             time.sleep(0.05)
-        return self._reason is not None
-
-    @property
-    def reason(self) -> str | None:
-        """What asked this rank to stop, for the log and `run.json`."""
-        return self._reason
+        return self.reason is not None
 
     def __enter__(self) -> StopRequest:
         # First, so that every signal with a handler is written down.
@@ -145,15 +177,15 @@ class StopRequest:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self._reason is not None and number == signal.SIGINT and now - self._signalled_at > SAME_CTRL_C_SECONDS:
+        if self.reason is not None and number == signal.SIGINT and now - self._signalled_at > SAME_CTRL_C_SECONDS:
             self._interrupted = True
             raise KeyboardInterrupt  # the second Ctrl-C: now, without a checkpoint
         self._signalled_at = now
-        self._reason = self._reason or signal.Signals(number).name
+        self.reason = self.reason or signal.Signals(number).name
         self._terminated = self._terminated or number == signal.SIGTERM
 
     def _watch(self) -> None:
-        """Look after launchers and signs of life, in a thread: the main one may sit in a collective for ever."""
+        """Look after launchers and heartbeats, in a thread: the main one may sit in a collective for ever."""
         first_at = math.inf
         while not self._left.is_set():
             arrived = self._arrived()
@@ -168,7 +200,7 @@ class StopRequest:
                 logger.error("Stopped before the ranks had met (%s): there was nothing to save.", why)
                 end_process(Preempted.exit_code)
             if gone:
-                self._reason = self._reason or gone
+                self.reason = self.reason or gone
                 logger.error("%s: saving and stopping.", gone.capitalize())
                 if not self._left.wait(self._grace_seconds):
                     self._end(f"Still running {self._grace_seconds:.0f} s after the launcher went")

@@ -27,6 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from ds_encdec.launch.atomic_files import write_atomically
 from ds_encdec.launch.disk import NO_SPACE
 from ds_encdec.types import CheckpointError, ConfigError, LostRankError, OutputLockedError
 
@@ -201,33 +202,3 @@ def lock_file(file: IO[str], *, wait: bool = False) -> bool:
             "daemon, or `-o local_lock=flock`), or choose an infra.output_dir on another file system."
         ) from error
     return True
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` so that a reader, or a crash, sees the old content or the new one and nothing between."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    flush_folder(path.parent)
-
-
-def flush_folder(path: Path) -> None:
-    """Make the names in a folder, or the content of a file, durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def flush_tree(folder: Path) -> None:
-    """Make `folder` and all files in it durable."""
-    for path in (folder, *folder.rglob("*")):
-        flush_folder(path)

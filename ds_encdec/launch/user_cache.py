@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from ds_encdec.launch.run_folder import write_atomically
+from ds_encdec.launch.atomic_files import write_atomically
 
 
 def cache_folder() -> Path:

@@ -1,6 +1,6 @@
 """The watchdog: where a run stands still, every rank says what it was doing, and the run ends.
 
-A thread of each rank looks at the main thread's heartbeats (heartbeat.py). Where they stop for
+A thread of each rank looks at the main thread's heartbeats (preemption.py). Where they stop for
 `infra.hang_timeout_minutes`, the rank writes the Python stacks of all its threads into a folder that all ranks see;
 the others find that file, whether they stand still themselves or not, and write theirs. The launcher kills all ranks
 as soon as one has ended, so each waits until all have written, for some seconds at most, and all end with exit code 8.
@@ -18,10 +18,9 @@ import os
 import socket
 import threading
 import time
-from pathlib import Path
-from types import TracebackType
 from typing import NoReturn
 
+from ds_encdec.launch.atomic_files import atomic_file, unused_path
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.preemption import StopRequest, end_process
 from ds_encdec.launch.run_folder import RunFolder
@@ -36,7 +35,7 @@ STDERR = 2
 class Watchdog:
     """Ends this rank, and every other, when one takes no step for too long. Use as a context manager around the loop.
 
-    The watch begins with the first sign of life, which the loop gives with its first batch in hand: what comes before
+    The watch begins with the first heartbeat, which the loop gives with its first batch in hand: what comes before
     (downloads, compilation, the first documents) has no limit but that of the collectives the others wait in,
     `infra.distributed_timeout_minutes`. It does not sleep while the run is `busy`, but nothing counts as silence then.
     """
@@ -56,7 +55,7 @@ class Watchdog:
         self._run = run
         self._rank, self._world_size = collectives.rank, collectives.world_size
         # One folder per start: what an earlier start of the run left behind is no news, and is kept.
-        self.stacks = collectives.on_rank_zero(lambda: _unused(run.stacks / time.strftime("%Y%m%d-%H%M%S")))
+        self.stacks = collectives.on_rank_zero(lambda: unused_path(run.stacks / time.strftime("%Y%m%d-%H%M%S")))
         self._grace_seconds = grace_seconds
         self._poll_seconds = poll_seconds
         self._left = threading.Event()
@@ -69,9 +68,7 @@ class Watchdog:
             self._thread = watch
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._left.set()
         if self._thread is not None:
             # A rank gets here by the errors of peers that have ended, while its own watchdog is still waiting for
@@ -104,19 +101,16 @@ class Watchdog:
 
     def _write_stacks(self) -> None:
         self.stacks.mkdir(parents=True, exist_ok=True)
-        temporary = self.stacks / f".{_name(self._rank)}.tmp"
         names = "".join(f"  0x{thread.ident or 0:016x} {thread.name}\n" for thread in threading.enumerate())
-        with open(temporary, "w") as file:
+        with atomic_file(self.stacks / _name(self._rank)) as file:  # what the others see is complete
             file.write(
                 f"rank {self._rank} of {self._world_size}, process {os.getpid()} on {socket.gethostname()}, "
                 f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n"
                 f"heartbeat {self._heartbeat.beats} was {self._heartbeat.silent_seconds:.1f} s ago "
-                "(0: busy with a save)\n"
-                f"threads:\n{names}\n"
+                f"(0: busy with a save)\nthreads:\n{names}\n".encode()
             )
             file.flush()
             faulthandler.dump_traceback(file)  # reads no source file: the file system may be what hangs
-        temporary.rename(self.stacks / _name(self._rank))  # what the others see is complete
 
     def _await_others(self) -> list[int]:
         """The ranks that have written nothing when all have, or the grace period is over."""
@@ -138,10 +132,3 @@ class Watchdog:
 
 def _name(rank: int) -> str:
     return f"rank-{rank}.txt"
-
-
-def _unused(folder: Path) -> Path:
-    """`folder`, or, where an earlier start of the same second left one, the next of that name."""
-    while folder.exists():
-        folder = folder.with_name(f"{folder.name}-again")
-    return folder

@@ -10,6 +10,7 @@ import json
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ds_encdec.types import ConfigError
 
@@ -26,15 +27,15 @@ class World:
     `launcher` is the name of the row of `LAUNCHERS` that matched, or `SINGLE_PROCESS`.
     """
 
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
-    node_rank: int
-    num_nodes: int
-    master_addr: str
-    master_port: int
-    launcher: str
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    node_rank: int = 0
+    num_nodes: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    launcher: str = SINGLE_PROCESS
 
     @property
     def is_main(self) -> bool:
@@ -42,29 +43,28 @@ class World:
         return self.rank == 0
 
 
+_REQUIRED = {name: name.upper() for name in ("rank", "local_rank", "world_size", "master_addr", "master_port")}
+"""Field of a World without which the place is unknown → the environment variable that most launchers set it in."""
+
+
 @dataclass(frozen=True, slots=True)
 class Launcher:
     """The environment variables in which one launcher tells a process its place.
 
-    `marker` is a variable that this launcher sets and the rows above it do not. The optional ones may
-    be absent from the environment, or None where the launcher has no such variable: one node is assumed.
+    `marker` is a variable that this launcher sets and the rows above it do not. `own`: field of a World → variable,
+    where it is not that of `_REQUIRED`; what is not required may be absent from the environment, and one node is
+    assumed. `programs`: the scripts and modules whose python processes are this launcher.
     """
 
     name: str
     marker: str
-    rank: str = "RANK"
-    local_rank: str = "LOCAL_RANK"
-    world_size: str = "WORLD_SIZE"
-    local_world_size: str | None = None
-    node_rank: str | None = None
-    num_nodes: str | None = None
-    master_addr: str = "MASTER_ADDR"
-    master_port: str = "MASTER_PORT"
+    own: Mapping[str, str]
+    programs: tuple[str, ...] = ()
 
     @property
-    def required(self) -> tuple[str, ...]:
-        """Variables without which the place is unknown."""
-        return (self.rank, self.local_rank, self.world_size, self.master_addr, self.master_port)
+    def variables(self) -> dict[str, str]:
+        """Field of a World → environment variable."""
+        return {**_REQUIRED, **self.own}
 
 
 LAUNCHERS = (
@@ -72,42 +72,33 @@ LAUNCHERS = (
     Launcher(
         "torchrun",
         marker="TORCHELASTIC_RUN_ID",
-        local_world_size="LOCAL_WORLD_SIZE",
-        node_rank="GROUP_RANK",
-        num_nodes="GROUP_WORLD_SIZE",
+        own={"local_world_size": "LOCAL_WORLD_SIZE", "node_rank": "GROUP_RANK", "num_nodes": "GROUP_WORLD_SIZE"},
+        programs=("torchrun", "torch.distributed.run"),
     ),
     # deepspeed/launcher/launch.py; CROSS_* and LOCAL_SIZE are Horovod's words, which it borrows.
     Launcher(
         "deepspeed",
         marker="CROSS_RANK",
-        local_world_size="LOCAL_SIZE",
-        node_rank="CROSS_RANK",
-        num_nodes="CROSS_SIZE",
+        own={"local_world_size": "LOCAL_SIZE", "node_rank": "CROSS_RANK", "num_nodes": "CROSS_SIZE"},
+        programs=("deepspeed", "deepspeed.launcher.launch"),
     ),
     # PyTorch's `env://` convention, set by hand or by a launcher that has no row of its own.
-    Launcher("environment", marker="RANK", local_world_size="LOCAL_WORLD_SIZE"),
+    Launcher("environment", marker="RANK", own={"local_world_size": "LOCAL_WORLD_SIZE"}),
 )
 """Tried in this order: the most particular marker first."""
+LAUNCHER_PROGRAMS = frozenset(program for launcher in LAUNCHERS for program in launcher.programs)
 
 
-@dataclass(frozen=True, slots=True)
-class TaskStarter:
-    """What starts several tasks of a job and tells them so in `variable`, but not in words that are read here.
+TASK_STARTERS: dict[str, tuple[str, Callable[[str], int]]] = {
+    "SLURM_STEP_NUM_TASKS": ("srun", int),
+    "OMPI_COMM_WORLD_SIZE": ("Open MPI", int),
+    "PMI_SIZE": ("MPICH, or another MPI", int),
+    "SM_HOSTS": ("SageMaker", lambda hosts: len(json.loads(hosts))),
+}
+"""What starts several tasks of a job but tells them so only here: each task would take itself for a run of its own.
 
-    Each task would take itself for a run of its own. `count` reads the number of tasks from the variable's value.
-    """
-
-    name: str
-    variable: str
-    count: Callable[[str], int] = int
-
-
-TASK_STARTERS = (
-    TaskStarter("srun", "SLURM_STEP_NUM_TASKS"),
-    TaskStarter("Open MPI", "OMPI_COMM_WORLD_SIZE"),
-    TaskStarter("MPICH, or another MPI", "PMI_SIZE"),
-    TaskStarter("SageMaker", "SM_HOSTS", count=lambda hosts: len(json.loads(hosts))),
-)
+Variable → what sets it, and how the number of tasks is read from its value.
+"""
 
 
 def free_port() -> int:
@@ -126,7 +117,7 @@ def discover(environ: Mapping[str, str], choose_port: Callable[[], int] = free_p
     """
     for launcher in LAUNCHERS:
         if launcher.marker in environ:
-            return _checked(_read(launcher, environ), launcher, environ)
+            return _read(launcher, environ)
     stray = [name for name in ("WORLD_SIZE", "LOCAL_RANK") if name in environ]
     if stray:
         raise ConfigError(
@@ -134,95 +125,63 @@ def discover(environ: Mapping[str, str], choose_port: Callable[[], int] = free_p
             f"Unset {', '.join(stray)} to run one process, or start with deepspeed or torchrun."
         )
     _refuse_unexplained_tasks(environ)
-    return World(
-        rank=0,
-        local_rank=0,
-        world_size=1,
-        local_world_size=1,
-        node_rank=0,
-        num_nodes=1,
-        master_addr="127.0.0.1",
-        master_port=choose_port(),
-        launcher=SINGLE_PROCESS,
-    )
+    return World(master_port=choose_port())
 
 
 def _refuse_unexplained_tasks(environ: Mapping[str, str]) -> None:
     """Raise ConfigError where this is one task of several: each would train alone, on the whole data."""
-    for starter in TASK_STARTERS:
-        value = environ.get(starter.variable, "")
+    for variable, (starter, count) in TASK_STARTERS.items():
+        value = environ.get(variable, "")
         try:
-            tasks = starter.count(value)
+            tasks = count(value)
         except (ValueError, TypeError):  # absent, or not what that starter writes
             continue
         if tasks > 1:
             raise ConfigError(
-                f"{starter.variable}={value} says that {starter.name} has started {tasks} tasks, but RANK, by which "
+                f"{variable}={value} says that {starter} has started {tasks} tasks, but RANK, by which "
                 "each would know its place, is not set: every task would train alone. Start one task per machine, and "
                 "there torchrun --nnodes N --nproc-per-node M --rdzv-backend c10d --rdzv-endpoint HOST:PORT "
                 "ds_encdec/train.py …, or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each. "
-                f"To train with this process alone: unset {starter.variable}."
+                f"To train with this process alone: unset {variable}."
             )
 
 
 def _read(launcher: Launcher, environ: Mapping[str, str]) -> World:
-    """Read the launcher's variables, without judging them."""
-    missing = [name for name in launcher.required if not environ.get(name)]
-    if missing:
+    """The place that `launcher` tells. Raises ConfigError for variables that are missing or not numbers."""
+    variables = launcher.variables
+    required = [variables[field] for field in _REQUIRED]
+    if missing := [name for name in required if not environ.get(name)]:
         raise ConfigError(
             f"Started by {launcher.name} ({launcher.marker} is set), but {', '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not. Set all of {', '.join(launcher.required)}, "
+            f"{'is' if len(missing) == 1 else 'are'} not. Set all of {', '.join(required)}, "
             f"or unset {launcher.marker} to run one process."
         )
-    world_size = _integer(environ, launcher.world_size)
-
-    def optional(name: str | None, default: int) -> int:
-        return _integer(environ, name) if name is not None and environ.get(name) else default
-
-    return World(
-        rank=_integer(environ, launcher.rank),
-        local_rank=_integer(environ, launcher.local_rank),
-        world_size=world_size,
-        local_world_size=optional(launcher.local_world_size, world_size),
-        node_rank=optional(launcher.node_rank, 0),
-        num_nodes=optional(launcher.num_nodes, 1),
-        master_addr=environ[launcher.master_addr],
-        master_port=_integer(environ, launcher.master_port),
-        launcher=launcher.name,
-    )
-
-
-def _integer(environ: Mapping[str, str], name: str) -> int:
-    try:
-        return int(environ[name])
-    except ValueError:
-        raise ConfigError(f"{name}={environ[name]!r} is not a whole number") from None
-
-
-def _checked(world: World, launcher: Launcher, environ: Mapping[str, str]) -> World:
-    """Return `world`, or raise for numbers that cannot be true together."""
-
-    def shown(name: str | None) -> str:
-        return f"{name}={environ.get(name, '(unset)')}" if name else "(no variable)"
-
-    def need(holds: bool, *names: str | None) -> None:
-        if not holds:
-            listed = ", ".join(shown(name) for name in names if name is not None)
-            raise ConfigError(f"Contradictory {launcher.name} environment: {listed}. Start all ranks by one launcher.")
-
-    need(0 <= world.rank < world.world_size, launcher.rank, launcher.world_size)
-    need(0 <= world.local_rank < world.local_world_size, launcher.local_rank, launcher.local_world_size)
-    need(1 <= world.local_world_size <= world.world_size, launcher.local_world_size, launcher.world_size)
-    need(0 <= world.node_rank < world.num_nodes, launcher.node_rank, launcher.num_nodes)
-    need(world.num_nodes <= world.world_size, launcher.num_nodes, launcher.world_size)
-    need(0 < world.master_port < 65536, launcher.master_port)
-    if world.num_nodes == 1 and launcher.num_nodes is not None:
-        need(
-            world.local_world_size == world.world_size and world.local_rank == world.rank,
-            launcher.rank,
-            launcher.local_rank,
-            launcher.local_world_size,
-            launcher.world_size,
-            launcher.num_nodes,
-        )
+    told: dict[str, Any] = {field: environ[name] for field, name in variables.items() if environ.get(name)}
+    for field in told.keys() - {"master_addr"}:
+        try:
+            told[field] = int(told[field])
+        except ValueError:
+            raise ConfigError(f"{variables[field]}={told[field]!r} is not a whole number") from None
+    world = World(**{"local_world_size": told["world_size"], **told}, launcher=launcher.name)
+    _check(world, variables, environ)
     return world
+
+
+def _check(world: World, variables: Mapping[str, str], environ: Mapping[str, str]) -> None:
+    """Raise ConfigError for numbers that cannot be true together."""
+
+    def need(holds: bool, *fields: str) -> None:
+        if not holds:
+            names = [variables[field] for field in fields if field in variables]
+            listed = ", ".join(f"{name}={environ.get(name, '(unset)')}" for name in names)
+            raise ConfigError(f"Contradictory {world.launcher} environment: {listed}. Start all ranks by one launcher.")
+
+    need(0 <= world.rank < world.world_size, "rank", "world_size")
+    need(0 <= world.local_rank < world.local_world_size, "local_rank", "local_world_size")
+    need(1 <= world.local_world_size <= world.world_size, "local_world_size", "world_size")
+    need(0 <= world.node_rank < world.num_nodes, "node_rank", "num_nodes")
+    need(world.num_nodes <= world.world_size, "num_nodes", "world_size")
+    need(0 < world.master_port < 65536, "master_port")
+    if world.num_nodes == 1 and "num_nodes" in variables:
+        alone = world.local_world_size == world.world_size and world.local_rank == world.rank
+        need(alone, "rank", "local_rank", "local_world_size", "world_size", "num_nodes")

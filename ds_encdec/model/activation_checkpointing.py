@@ -26,7 +26,7 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
-from ds_encdec.model.modeling import Qwen3DecoderLayer, Qwen3EncoderLayer, Qwen3ForSeq2SeqLM
+from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM, Qwen3Layer
 
 Mode = Literal["none", "full", "every_n", "selective"]
 Forward = Callable[..., Tensor]
@@ -52,7 +52,7 @@ def apply_activation_checkpointing(
     contexts = _selective_contexts if mode == "selective" else noop_context_fn
     for stack in (model.encoder.layers, model.decoder.layers):
         for index, layer in enumerate(stack):
-            assert isinstance(layer, (Qwen3EncoderLayer, Qwen3DecoderLayer))
+            assert isinstance(layer, Qwen3Layer)
             forward: Forward = layer.forward
             if compiled:
                 forward = torch.compile(forward)

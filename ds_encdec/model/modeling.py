@@ -14,8 +14,9 @@ Part of the exported remote code: it imports nothing of ds_encdec outside its ow
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,8 @@ from .precision import Linear
 
 Rotary = tuple[Tensor, Tensor]
 """Cosines and sines, [..., tokens, 1, head_dim], in the dtype of the states."""
+Cache: TypeAlias = EncoderDecoderCache | None
+"""Keys and values of a generation so far; None in training."""
 
 
 def rotary_tables(positions: Tensor, config: Qwen3Seq2SeqConfig, dtype: torch.dtype) -> Rotary:
@@ -102,24 +105,18 @@ class Qwen3MergedAttention(Qwen3Attention):
         self.layer_idx = layer_idx
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor,
-        *,
-        rotary: Rotary,
-        layout: Layout,
-        past_key_values: EncoderDecoderCache | None = None,
+        self, hidden_states: Tensor, encoder_states: Tensor, *, rotary: Rotary, layout: Layout, past_key_values: Cache
     ) -> Tensor:
         """[..., Td, hidden] and [..., Te, hidden] → [..., Td, hidden]."""
         queries = self.queries(hidden_states, rotary)
         keys, values = self.keys_values(hidden_states, rotary)
         if past_key_values is None:
-            encoder_keys, encoder_values = self.keys_values(encoder_hidden_states, None)
+            encoder_keys, encoder_values = self.keys_values(encoder_states, None)
         else:
             cache = past_key_values.self_attention_cache
             keys, values = cache.update(keys.transpose(1, 2), values.transpose(1, 2), self.layer_idx)
             keys, values = keys.transpose(1, 2), values.transpose(1, 2)
-            encoder_keys, encoder_values = self._cached_encoder_keys_values(encoder_hidden_states, past_key_values)
+            encoder_keys, encoder_values = self._cached_encoder_keys_values(encoder_states, past_key_values)
         return self.output(layout.attend_merged(queries, keys, values, encoder_keys, encoder_values))
 
     def _cached_encoder_keys_values(self, encoder_states: Tensor, past: EncoderDecoderCache) -> tuple[Tensor, Tensor]:
@@ -147,99 +144,78 @@ class Qwen3MLP(nn.Module):
         return self.down_proj(self.activation(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
 
 
-class Qwen3EncoderLayer(GradientCheckpointingLayer):
-    """Qwen3's pre-norm layer with bidirectional attention."""
+class Qwen3Layer(GradientCheckpointingLayer):
+    """Qwen3's pre-norm layer around either attention, which takes what the layer is called with."""
+
+    def __init__(self, config: Qwen3Seq2SeqConfig, attention: Qwen3Attention) -> None:
+        super().__init__()
+        self.self_attn = attention
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, hidden_states: Tensor, *encoder_states: Tensor, **shared: Any) -> Tensor:
+        """[..., tokens, hidden], and a decoder's layer [..., Te, hidden] beside it → the shape of the first."""
+        attended = self.self_attn(self.input_layernorm(hidden_states), *encoder_states, **shared)
+        hidden_states = hidden_states + attended
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class Qwen3EncoderLayer(Qwen3Layer):
+    """A layer with bidirectional attention."""
 
     def __init__(self, config: Qwen3Seq2SeqConfig) -> None:
-        super().__init__()
-        self.self_attn = Qwen3EncoderAttention(config)
-        self.mlp = Qwen3MLP(config)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-    def forward(self, hidden_states: Tensor, *, rotary: Rotary, layout: Layout) -> Tensor:
-        """[..., Te, hidden] → the same shape."""
-        attended = self.self_attn(self.input_layernorm(hidden_states), rotary=rotary, layout=layout)
-        hidden_states = hidden_states + attended
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        super().__init__(config, Qwen3EncoderAttention(config))
 
 
-class Qwen3DecoderLayer(GradientCheckpointingLayer):
-    """Qwen3's pre-norm layer with merged attention."""
+class Qwen3DecoderLayer(Qwen3Layer):
+    """A layer with merged attention."""
 
     def __init__(self, config: Qwen3Seq2SeqConfig, layer_idx: int) -> None:
+        super().__init__(config, Qwen3MergedAttention(config, layer_idx))
+
+
+class Qwen3Stack(nn.Module):
+    """Layers and the final norm."""
+
+    def __init__(self, config: Qwen3Seq2SeqConfig, layers: Iterable[Qwen3Layer]) -> None:
         super().__init__()
-        self.self_attn = Qwen3MergedAttention(config, layer_idx)
-        self.mlp = Qwen3MLP(config)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.config = config
+        self.layers = nn.ModuleList(layers)
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor,
-        *,
-        rotary: Rotary,
-        layout: Layout,
-        past_key_values: EncoderDecoderCache | None = None,
-    ) -> Tensor:
-        """[..., Td, hidden] and [..., Te, hidden] → [..., Td, hidden]."""
-        attended = self.self_attn(
-            self.input_layernorm(hidden_states),
-            encoder_hidden_states,
-            rotary=rotary,
-            layout=layout,
-            past_key_values=past_key_values,
-        )
-        hidden_states = hidden_states + attended
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+    def _run(self, hidden_states: Tensor, *encoder_states: Tensor, positions: Tensor, **shared: Any) -> Tensor:
+        rotary = rotary_tables(positions, self.config, hidden_states.dtype)
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, *encoder_states, rotary=rotary, **shared)
+        return self.norm(hidden_states)
 
 
-class Qwen3Encoder(nn.Module):
+class Qwen3Encoder(Qwen3Stack):
     """Encoder layers and the final norm."""
 
     main_input_name = "input_ids"  # read by generate()
 
     def __init__(self, config: Qwen3Seq2SeqConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.layers = nn.ModuleList(Qwen3EncoderLayer(config) for _ in range(config.num_encoder_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        super().__init__(config, (Qwen3EncoderLayer(config) for _ in range(config.num_encoder_layers)))
 
     def forward(self, inputs_embeds: Tensor, *, layout: Layout) -> Tensor:
         """[..., Te, hidden] embeddings → [..., Te, hidden] states."""
-        rotary = rotary_tables(layout.encoder_positions, self.config, inputs_embeds.dtype)
-        hidden_states = inputs_embeds
-        for layer in self.layers:
-            hidden_states = layer(hidden_states, rotary=rotary, layout=layout)
-        return self.norm(hidden_states)
+        return self._run(inputs_embeds, positions=layout.encoder_positions, layout=layout)
 
 
-class Qwen3Decoder(nn.Module):
+class Qwen3Decoder(Qwen3Stack):
     """Decoder layers and the final norm."""
 
     def __init__(self, config: Qwen3Seq2SeqConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.layers = nn.ModuleList(Qwen3DecoderLayer(config, index) for index in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        super().__init__(config, (Qwen3DecoderLayer(config, index) for index in range(config.num_hidden_layers)))
 
     def forward(
-        self,
-        inputs_embeds: Tensor,
-        encoder_hidden_states: Tensor,
-        *,
-        layout: Layout,
-        past_key_values: EncoderDecoderCache | None = None,
+        self, inputs_embeds: Tensor, encoder_states: Tensor, *, layout: Layout, past_key_values: Cache = None
     ) -> Tensor:
         """[..., Td, hidden] embeddings and [..., Te, hidden] encoder states → [..., Td, hidden] states."""
-        rotary = rotary_tables(layout.decoder_positions, self.config, inputs_embeds.dtype)
-        hidden_states = inputs_embeds
-        for layer in self.layers:
-            hidden_states = layer(
-                hidden_states, encoder_hidden_states, rotary=rotary, layout=layout, past_key_values=past_key_values
-            )
-        return self.norm(hidden_states)
+        shared = {"layout": layout, "past_key_values": past_key_values}
+        return self._run(inputs_embeds, encoder_states, positions=layout.decoder_positions, **shared)
 
 
 class LanguageModelHead(Linear):
@@ -280,6 +256,7 @@ class Qwen3EncoderModel(PreTrainedModel):
 
     config_class = Qwen3EncoderConfig
     base_model_prefix = ""
+    _input_embed_layer = "shared"
     supports_gradient_checkpointing = True
     _no_split_modules = ("Qwen3EncoderLayer",)
     _supports_sdpa = True
@@ -289,14 +266,6 @@ class Qwen3EncoderModel(PreTrainedModel):
         self.shared = nn.Embedding(config.vocab_size, config.hidden_size)
         self.encoder = Qwen3Encoder(config)
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Embedding:
-        """The embedding of token ids."""
-        return self.shared
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Replace the embedding."""
-        self.shared = value
 
     def forward(
         self,
@@ -328,6 +297,7 @@ class Qwen3ForSeq2SeqLM(PreTrainedModel, GenerationMixin):
 
     config_class = Qwen3Seq2SeqConfig
     base_model_prefix = ""
+    _input_embed_layer = "shared"
     supports_gradient_checkpointing = True
     _no_split_modules = ("Qwen3EncoderLayer", "Qwen3DecoderLayer")
     _skip_keys_device_placement = ("past_key_values",)
@@ -345,14 +315,6 @@ class Qwen3ForSeq2SeqLM(PreTrainedModel, GenerationMixin):
             # Here and not only in post_init: a tie made after zero.Init has partitioned both would not hold.
             self.lm_head.weight = self.shared.weight
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Embedding:
-        """The shared embedding."""
-        return self.shared
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Replace the shared embedding."""
-        self.shared = value
 
     def get_encoder(self, modality: str | None = None) -> nn.Module:
         """The encoder as a function of token ids."""

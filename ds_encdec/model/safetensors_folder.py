@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -100,30 +101,17 @@ def write_safetensors_folder(
     Tensors are fetched, converted and written one after the other: peak memory is that of the largest one (and of what
     `weights` needs to make it). A shard holds at most `max_shard_bytes`, unless a single tensor is larger.
     """
-    shards = _plan_shards(shapes, dtype.itemsize, max_shard_bytes)
-    if len(shards) == 1:
-        _write_file(folder / SINGLE_FILE, shards[0], shapes, weights, dtype)
-        return
-    files = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
-    for file, names in zip(files, shards, strict=True):
+    split = split_state_dict_into_shards_factory(
+        dict(shapes),
+        get_storage_size=lambda shape: dtype.itemsize * prod(shape),
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_bytes,
+    )
+    for file, names in split.filename_to_tensors.items():
         _write_file(folder / file, names, shapes, weights, dtype)
-    total_bytes = dtype.itemsize * sum(map(prod, shapes.values()))
-    weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _plan_shards(shapes: Mapping[str, tuple[int, ...]], item_bytes: int, max_shard_bytes: int) -> list[list[str]]:
-    shards: list[list[str]] = [[]]
-    shard_bytes = 0
-    for name, shape in shapes.items():
-        tensor_bytes = item_bytes * prod(shape)
-        if shards[-1] and shard_bytes + tensor_bytes > max_shard_bytes:
-            shards.append([])
-            shard_bytes = 0
-        shards[-1].append(name)
-        shard_bytes += tensor_bytes
-    return shards
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _write_file(

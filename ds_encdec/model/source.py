@@ -10,9 +10,8 @@ from ds_encdec.config.model_folder import MODEL_FILES, model_folder
 from ds_encdec.config.plain_files import read_json
 from ds_encdec.config.schema import ArchitectureConfig, ModelConfig
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.model.init_from_qwen3 import qwen3_weights, seq2seq_weights, with_added_rows
-from ds_encdec.model.initialization import random_weights
 from ds_encdec.model.parameter_count import count_parameters
+from ds_encdec.model.weights import qwen3_weights, random_weights, seq2seq_weights, with_added_rows
 from ds_encdec.types import CheckpointError, ConfigError, WeightSource
 
 EMBEDDING_ROWS_MULTIPLE = 128

@@ -18,8 +18,8 @@ from types import FrameType, TracebackType
 import psutil
 
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.launch.preemption import LAUNCHER_PROGRAMS, STOP_SIGNALS
-from ds_encdec.launch.world import free_port
+from ds_encdec.launch.preemption import STOP_SIGNALS
+from ds_encdec.launch.world import LAUNCHER_PROGRAMS, free_port
 from ds_encdec.types import ConfigError
 
 TRAIN_PROGRAM = Path(__file__).resolve().parents[1] / "train.py"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ds_encdec.launch.run_folder import write_atomically
+from ds_encdec.launch.atomic_files import write_atomically
 from ds_encdec.report.charts import Chart, charts_of
 from ds_encdec.report.compare import compare_section
 from ds_encdec.report.markup import Html, join, page

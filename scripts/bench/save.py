@@ -36,8 +36,8 @@ from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
 from ds_encdec.launch.world import discover
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.model.initialization import random_weights
 from ds_encdec.model.parameter_count import count_parameters
+from ds_encdec.model.weights import random_weights
 from ds_encdec.types import Batch, TrainingState
 
 ENGINES = {

@@ -26,7 +26,8 @@ def without(packages: Sequence[str], code: str, *arguments: Path, cwd: Path) -> 
         capture_output=True,
         text=True,
         check=False,
-        env={"HF_HOME": str(cwd / "hf"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PATH": os.environ["PATH"]},
+        env={name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
+        | {"HF_HOME": str(cwd / "hf"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         cwd=cwd,
     )
     assert run.returncode == 0, run.stderr

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from saved_checkpoints import State, config, flip_byte, random_state, save_checkpoint
 
 from ds_encdec import cli
-from ds_encdec.checkpoint.average import average_checkpoints, average_last_checkpoints, clear_leftovers
+from ds_encdec.checkpoint.average import average_checkpoints, average_last_checkpoints, clear_averaged
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.types import CheckpointError
@@ -89,11 +89,12 @@ def test_an_old_best_is_no_part_of_the_mean(tmp_path: Path) -> None:
 def test_what_a_killed_mean_left_is_cleared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_run(tmp_path)
     run = RunFolder(str(tmp_path))
-    for leftover in (".averaged.new", ".averaged.new.tmp", ".averaged.replaced"):
+    for leftover in ("averaged.tmp", ".replaced-averaged", "other.tmp"):
         (run.averaged.parent / leftover).mkdir(parents=True)
-    (run.averaged.parent / ".averaged.replaced" / "earlier").touch()
-    clear_leftovers(run)
-    assert [path.name for path in run.averaged.parent.iterdir()] == ["averaged"]
+    (run.averaged.parent / ".replaced-averaged" / "earlier").touch()
+    clear_averaged(run)
+    assert {path.name for path in run.averaged.parent.iterdir()} == {"averaged", "other.tmp"}  # which another writes
+    (run.averaged.parent / "other.tmp").rmdir()
     assert (run.averaged / "earlier").exists()
     with caplog.at_level("INFO"):
         average_last_checkpoints(run, last=2)

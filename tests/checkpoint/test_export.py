@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from fresh_process import without
 from safetensors.torch import load_file
 from saved_checkpoints import config, random_state, save_checkpoint, tokenizer
@@ -18,8 +19,8 @@ from ds_encdec.checkpoint.model_card import RunFacts, model_card, untrained_mode
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.generate import fill_sentinels, generate_text
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.model.initialization import random_weights
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
+from ds_encdec.model.weights import random_weights
 from ds_encdec.types import CheckpointError, TrainingState
 
 
@@ -29,36 +30,83 @@ def export(out: Path, model_config: Qwen3Seq2SeqConfig, **options: Any) -> None:
     export_hf(weights, model_config, tokenizer(), out, **{**defaults, **options})
 
 
+# Each with its own names: `folder` is given, `report` is what the test looks at.
 GENERATION = """
-import json, torch
+import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
-folder = sys.argv[1]
 model = AutoModelForSeq2SeqLM.from_pretrained(folder, trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 ids = tokenizer("hello <extra_id_2> world", return_tensors="pt").input_ids
 logits = model(input_ids=ids, decoder_input_ids=ids).logits
 generated = model.generate(input_ids=ids, max_new_tokens=6, num_beams=2)
-print(json.dumps({
+report = {
     "ids": ids.tolist(), "logits": logits.double().tolist(), "generated": generated.tolist(), "dtype": str(model.dtype),
     "tied": model.lm_head.weight is model.shared.weight, "eos": model.generation_config.eos_token_id,
     "module": type(model).__module__,
-}))
+}
 """
+EMBEDDINGS = """
+report = {
+    "model": type(model).__name__, "module": type(model).__module__,
+    "parameters": [name for name, _ in model.named_parameters()],
+    "ids": inputs["input_ids"].tolist(), "mask": inputs["attention_mask"].tolist(),
+    "states": states.double().tolist(), "embeddings": embeddings.double().tolist(),
+}
+"""
+TEXTS = ["hello world hello", "world"]
 
 
-@pytest.mark.parametrize(("tied", "max_shard_bytes"), [(True, 10**9), (False, 20_000)])
-def test_loads_and_generates_without_ds_encdec(tmp_path: Path, tied: bool, max_shard_bytes: int) -> None:
-    model_config, out = config(tie_word_embeddings=tied), tmp_path / "out"
-    export(out, model_config, max_shard_bytes=max_shard_bytes)
-    fresh = json.loads(without(["ds_encdec", "deepspeed"], GENERATION, out, cwd=tmp_path))
-    assert fresh["ids"] == [[2, 6, 3]]
-    assert fresh["tied"] == tied
-    assert (fresh["eos"], fresh["dtype"]) == (1, "torch.float32")
-    assert fresh["module"].startswith("transformers_modules.")
+def card_code(folder: Path) -> str:
+    """The Python code in a folder's model card, in which the folder is the caller's."""
+    (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    assert 'folder = "."' in code
+    return re.sub(r"texts = .*", f"texts = {TEXTS!r}", code.replace('folder = "."', ""))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of exports: of random models, and of a checkpoint whole and its encoder alone."""
+    root = tmp_path_factory.mktemp("exports")
+    export(root / "tied", config(tie_word_embeddings=True))
+    export(root / "untied", config(tie_word_embeddings=False), max_shard_bytes=20_000)
+    checkpoint = save_checkpoint(root, 7, random_state(config(), seed=3), config())
+    for encoder_only in (False, True):
+        out = root / ("encoder" if encoder_only else "whole")
+        export_checkpoint(checkpoint, out, dtype=torch.float32, max_shard_bytes=10**9, encoder_only=encoder_only)
+    return root
+
+
+@pytest.fixture(scope="module")
+def fresh(root: Path) -> dict[str, Any]:
+    """Export → what its program reports in a process, one for all, that has neither ds_encdec nor deepspeed."""
+    programs = {
+        "tied": GENERATION,
+        "untied": GENERATION,
+        "whole": card_code(root / "whole") + "report = None",
+        "encoder": card_code(root / "encoder") + EMBEDDINGS,
+    }
+    run_all = (
+        f"import json\nreports = {{}}\nfor name, program in {programs!r}.items():\n"
+        f"    scope = {{'folder': f'{root}/{{name}}'}}\n    exec(program, scope)\n    reports[name] = scope['report']\n"
+        "print(json.dumps(reports))"
+    )
+    reports: dict[str, Any] = json.loads(without(["ds_encdec", "deepspeed"], run_all, cwd=root))
+    return reports
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_loads_and_generates_without_ds_encdec(root: Path, fresh: dict[str, Any], tied: bool) -> None:
+    out = root / ("tied" if tied else "untied")
+    report = fresh[out.name]
+    assert report["ids"] == [[2, 6, 3]]
+    assert report["tied"] == tied
+    assert (report["eos"], report["dtype"]) == (1, "torch.float32")
+    assert report["module"].startswith("transformers_modules.")
     ours = Qwen3ForSeq2SeqLM.from_pretrained(out).eval()
-    ids = torch.tensor(fresh["ids"])
-    torch.testing.assert_close(torch.tensor(fresh["logits"]), ours(input_ids=ids, decoder_input_ids=ids).logits)
-    assert fresh["generated"] == ours.generate(ids, max_new_tokens=6, num_beams=2).tolist()
+    ids = torch.tensor(report["ids"])
+    torch.testing.assert_close(torch.tensor(report["logits"]), ours(input_ids=ids, decoder_input_ids=ids).logits)
+    assert report["generated"] == ours.generate(ids, max_new_tokens=6, num_beams=2).tolist()
+    assert len(list(out.glob("*.safetensors"))) == (1 if tied else 11)
 
 
 def test_tied_weights_are_written_once_in_the_dtype_asked_for(tmp_path: Path) -> None:
@@ -74,19 +122,18 @@ EXPORT = """
 from pathlib import Path
 import torch
 from ds_encdec.checkpoint.export import export_checkpoint
-export_checkpoint(Path(sys.argv[1]), Path(sys.argv[2]), dtype=torch.float32, max_shard_bytes=10**9)
+for checkpoint, out in zip(sys.argv[1::2], sys.argv[2::2]):
+    export_checkpoint(Path(checkpoint), Path(out), dtype=torch.float32, max_shard_bytes=10**9)
 print("done")
 """
 
 
 def test_a_checkpoint_is_exported_without_deepspeed(tmp_path: Path) -> None:
-    state = random_state(config(), seed=3)
-    for engine in ("dcp", "deepspeed"):
-        checkpoint, out = (
-            save_checkpoint(tmp_path / engine, 7, state, config(), engine=engine),
-            tmp_path / f"{engine}-out",
-        )
-        assert without(["deepspeed"], EXPORT, checkpoint, out, cwd=tmp_path) == "done"
+    state, outs = random_state(config(), seed=3), [tmp_path / "dcp", tmp_path / "deepspeed"]
+    checkpoints = [save_checkpoint(tmp_path / f"of {out.name}", 7, state, config(), engine=out.name) for out in outs]
+    arguments = [path for pair in zip(checkpoints, outs, strict=True) for path in pair]
+    assert without(["deepspeed"], EXPORT, *arguments, cwd=tmp_path) == "done"
+    for out in outs:
         exported = load_file(out / "model.safetensors")
         assert exported.keys() == state["weight"].keys()
         assert all(torch.equal(exported[name], full) for name, full in state["weight"].items())
@@ -94,52 +141,26 @@ def test_a_checkpoint_is_exported_without_deepspeed(tmp_path: Path) -> None:
         assert (out / "generation_config.json").exists()
 
 
-def card_code(folder: Path) -> str:
-    """The Python code in a folder's model card."""
-    (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
-    return code
-
-
-REPORT = """
-import json
-print(json.dumps({
-    "model": type(model).__name__, "module": type(model).__module__,
-    "parameters": [name for name, _ in model.named_parameters()],
-    "ids": inputs["input_ids"].tolist(), "mask": inputs["attention_mask"].tolist(),
-    "states": states.double().tolist(), "embeddings": embeddings.double().tolist(),
-}))
-"""
-
-
-def test_the_encoder_alone_is_an_embedding_model_that_its_card_shows_how_to_use(tmp_path: Path) -> None:
-    """The card's own code, run in the folder by a process without ds_encdec, against the whole model's encoder."""
-    checkpoint = save_checkpoint(tmp_path, 7, random_state(config(), seed=3), config())
-    whole, out = tmp_path / "whole", tmp_path / "encoder"
-    export_checkpoint(checkpoint, whole, dtype=torch.float32, max_shard_bytes=10**9)
-    export_checkpoint(checkpoint, out, dtype=torch.float32, max_shard_bytes=10**9, encoder_only=True)
-    assert {name.partition(".")[0] for name in load_file(out / "model.safetensors")} == {"shared", "encoder"}
-    assert not (out / "generation_config.json").exists()
-    code = card_code(out).replace('folder = "."', f"folder = {str(out)!r}")
-    texts = ["hello world hello", "world"]
-    code = re.sub(r"texts = .*", f"texts = {texts!r}", code)
-    fresh = json.loads(without(["ds_encdec", "deepspeed"], code + REPORT, cwd=tmp_path))
-    assert fresh["model"] == "Qwen3EncoderModel"
-    assert fresh["module"].startswith("transformers_modules.")
-    encoder = Qwen3ForSeq2SeqLM.from_pretrained(whole).eval().get_encoder()
-    assert fresh["parameters"] == [name for name, _ in encoder.named_parameters()]
-    ids, mask = torch.tensor(fresh["ids"]), torch.tensor(fresh["mask"])
+def test_the_encoder_alone_is_an_embedding_model_that_its_card_shows_how_to_use(
+    root: Path, fresh: dict[str, Any]
+) -> None:
+    """The card's own code, against the whole model's encoder; the whole model's card has run beside it."""
+    report = fresh["encoder"]
+    assert {name.partition(".")[0] for name in load_file(root / "encoder" / "model.safetensors")} == {
+        "shared",
+        "encoder",
+    }
+    assert not (root / "encoder" / "generation_config.json").exists()
+    assert report["model"] == "Qwen3EncoderModel"
+    assert report["module"].startswith("transformers_modules.")
+    encoder = Qwen3ForSeq2SeqLM.from_pretrained(root / "whole").eval().get_encoder()
+    assert report["parameters"] == [name for name, _ in encoder.named_parameters()]
+    ids, mask = torch.tensor(report["ids"]), torch.tensor(report["mask"])
     assert mask.tolist() == [[1, 1, 1], [1, 0, 0]]
     states = encoder(ids, mask).last_hidden_state
-    assert torch.equal(torch.tensor(fresh["states"]), states)
+    assert torch.equal(torch.tensor(report["states"]), states)
     means = torch.stack([states[0].mean(0), states[1, 0]])
-    torch.testing.assert_close(torch.tensor(fresh["embeddings"]), means / means.norm(dim=1, keepdim=True))
-
-
-def test_the_cards_code_of_the_whole_model_runs(tmp_path: Path) -> None:
-    checkpoint = save_checkpoint(tmp_path, 7, random_state(config(), seed=3), config())
-    export_checkpoint(checkpoint, tmp_path / "out", dtype=torch.bfloat16, max_shard_bytes=10**9)
-    code = card_code(tmp_path / "out").replace('folder = "."', f"folder = {str(tmp_path / 'out')!r}")
-    assert without(["ds_encdec", "deepspeed"], code, cwd=tmp_path)
+    torch.testing.assert_close(torch.tensor(report["embeddings"]), means / means.norm(dim=1, keepdim=True))
 
 
 def test_an_existing_folder_is_not_written_over(tmp_path: Path) -> None:
@@ -168,7 +189,13 @@ def test_the_card_tells_the_runs_facts() -> None:
     state = TrainingState(global_step=1200, encoder_tokens_seen=5_000_000, target_tokens_seen=6_000_000)
     card = model_card(RunFacts(FullConfig(), state, "checkpoint `step-00001200`"))
     header, _, body = card.removeprefix("---\n").partition("\n---\n")
-    assert "base_model: Qwen/Qwen3-0.6B" in header.splitlines()
+    assert yaml.safe_load(header) == {
+        "library_name": "transformers",  # and no pipeline, for none could load it
+        "base_model": "Qwen/Qwen3-0.6B",
+        "license": "apache-2.0",
+        "datasets": ["HuggingFaceFW/fineweb-edu"],
+        "tags": ["encoder-decoder", "ul2", "qwen3"],
+    }
     for fact in (
         "`step-00001200`",
         "1,200 of 100,000",
@@ -180,6 +207,20 @@ def test_the_card_tells_the_runs_facts() -> None:
         assert fact in body
     assert "not evaluated" in body
     assert "{" not in body.split("```")[0]
+
+
+def test_a_cards_header_takes_any_name_and_names_only_what_is_on_the_hub() -> None:
+    state = TrainingState(global_step=1)
+    sources = [
+        {"dataset_name": "someone/it's: #1", "weight": 2},
+        {"dataset_name": "text", "data_files": "a", "weight": 1},
+    ]
+    config = FullConfig.model_validate({"model": {"model_name_or_path": "./a/b"}, "data": {"mixture": sources}})
+    card = model_card(RunFacts(config, state, "x"), encoder_only=True)
+    header = yaml.safe_load(card.split("---\n")[1])
+    assert (header["datasets"], header["pipeline_tag"]) == (["someone/it's: #1"], "feature-extraction")
+    assert header.keys().isdisjoint({"base_model", "license"})
+    assert "| Data | `someone/it's: #1` × 2, `text` × 1 |" in card
 
 
 def test_the_untrained_card_says_so() -> None:

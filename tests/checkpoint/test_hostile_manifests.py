@@ -119,9 +119,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "negative step": (unhashed("step", -5), "step is -5"),
     "step as bool": (unhashed("step", True), "step is True"),
     "files as text": (unhashed("files", "abc"), "files is 'abc'"),
-    "files of numbers": (unhashed("files", [1]), "1 describes no file"),
-    "unhashed, list as path": (unhashed("files", [{"path": ["a"], "num_bytes": 1, "sha256": ""}]), "describes no file"),
-    "unhashed, another key": (unhashed("more", 1), "unexpected keyword"),
+    "files of numbers": (unhashed("files", [1]), "files.0 is 1: Input should be a dictionary"),
+    "unhashed, list as path": (
+        unhashed("files", [{"path": ["a"], "num_bytes": 1, "sha256": ""}]),
+        "files.0.path is ['a']: Input should be a valid string",
+    ),
+    "unhashed, another key": (unhashed("more", 1), "more is 1: Unexpected keyword"),
     "listed fifo": (listed_fifo, "a FIFO; a checkpoint holds plain files"),
     "empty listed fifo": (empty_fifo, "a FIFO; a checkpoint holds plain files"),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -97,7 +98,7 @@ def test_a_commit_is_durable_in_its_order(tmp_path: Path, monkeypatch: pytest.Mo
     final, temporary = save(manager, 1), tmp_path / "step-00000001.tmp"
     named = done.index(final)
     written = {temporary / path.relative_to(final) for path in (final, *final.rglob("*"))}
-    manifest = temporary / f".manifest.json.{os.getpid()}.tmp"  # which is named when it is whole
+    manifest = temporary / f".manifest.json.{socket.gethostname()}.{os.getpid()}.tmp"  # which is named when it is whole
     assert (written - {temporary / "manifest.json"}) | {manifest} <= set(done[:named])
     assert temporary in done[done.index(manifest) : named]
     assert tmp_path in done[named:]

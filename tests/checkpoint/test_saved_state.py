@@ -54,7 +54,7 @@ def test_damage_is_found_before_anything_is_unpickled(tmp_path: Path, monkeypatc
     def opened(*_: Any, **__: Any) -> None:
         raise AssertionError("unpickled")
 
-    monkeypatch.setattr("ds_encdec.checkpoint.saved_state.DcpState", opened)
+    monkeypatch.setattr("ds_encdec.checkpoint.dcp_state.DcpState", opened)
     with pytest.raises(CheckpointError, match=r"dcp/\.metadata: its SHA-256"):
         open_saved_state(path)
     with pytest.raises(AssertionError, match="unpickled"):

@@ -14,8 +14,7 @@ from forked_runs import ForkedRuns
 from small_disk import with_small_disk
 from tiny_run import QUICKSTART, overrides
 
-from ds_encdec.checkpoint.folder import committed_steps
-from ds_encdec.checkpoint.verify import verify_checkpoints
+from ds_encdec.checkpoint.folder import committed_steps, verify_checkpoints
 
 pytestmark = [pytest.mark.distributed]
 

@@ -11,7 +11,7 @@ import pytest
 from forked_runs import ForkedRuns
 from tiny_run import QUICKSTART, metrics, overrides
 
-from ds_encdec.checkpoint.verify import verify_checkpoints
+from ds_encdec.checkpoint.folder import verify_checkpoints
 from ds_encdec.config.load import load_config
 from ds_encdec.memory.breakdown import CATEGORIES
 

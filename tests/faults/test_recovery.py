@@ -15,8 +15,7 @@ import pytest
 from forked_runs import Finished, ForkedRuns
 from tiny_run import QUICKSTART, metrics, overrides
 
-from ds_encdec.checkpoint.folder import committed_steps
-from ds_encdec.checkpoint.verify import verify_checkpoints
+from ds_encdec.checkpoint.folder import committed_steps, verify_checkpoints
 
 pytestmark = [pytest.mark.distributed]
 

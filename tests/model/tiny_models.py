@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ds_encdec.model.attention import PackedLayout
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.model.initialization import random_weights
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
+from ds_encdec.model.weights import random_weights
 
 VOCAB = 97
 

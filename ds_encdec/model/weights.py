@@ -1,12 +1,16 @@
-"""Weights of the encoder-decoder taken from a folder: a decoder-only Qwen3, or one of our own.
+"""Weights of the encoder-decoder: random, from the folder of a decoder-only Qwen3, or from one of our own.
 
-Encoder and decoder layers both copy the source's layers, its final norm goes to both, and its embedding is shared.
+Random ones have a generator for each parameter, keyed by (seed, name): the same values whatever the number of ranks,
+the order of construction, or the device the model trains on.
+
+From a Qwen3, encoder and decoder layers both copy its layers, its final norm goes to both, and its embedding is shared.
 Rows of the embedding that the vocabulary needs and the source never trained (sentinels, mode tokens, rows beyond its
 size) are drawn from the normal distribution that the trained rows have, dimension by dimension.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Collection
 from pathlib import Path
@@ -15,7 +19,6 @@ import torch
 from torch import Tensor
 
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.model.initialization import keyed_generator
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.model.safetensors_folder import SafetensorsFolder
 from ds_encdec.types import WeightSource
@@ -25,6 +28,27 @@ VOCABULARY_PARAMETERS = ("shared.weight", "lm_head.weight")
 
 _STATISTICS_ROWS = 2048
 """Rows of the embedding read and converted to float64 at one time."""
+
+
+def keyed_generator(seed: int, name: str) -> torch.Generator:
+    """A CPU generator for the purpose `name` of the run seeded with `seed`."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+
+
+def random_weights(config: Qwen3Seq2SeqConfig, seed: int) -> WeightSource:
+    """Qwen3's initialisation: norms 1, matrices N(0, `initializer_range`); float32."""
+    shapes = parameter_shapes(config)
+
+    def weights(name: str, rows: slice = slice(None), /) -> Tensor:
+        shape = shapes[name]
+        if len(shape) == 1:
+            return torch.ones(shape)[rows]
+        # A generator cannot start in the middle: the whole is drawn, and only its rows are kept.
+        drawn = torch.empty(shape).normal_(0.0, config.initializer_range, generator=keyed_generator(seed, name))
+        return drawn if rows == slice(None) else drawn[rows].clone()
+
+    return weights
 
 
 def qwen3_weights(folder: Path, config: Qwen3Seq2SeqConfig, *, stored_rows: int, seed: int) -> WeightSource:
@@ -46,7 +70,7 @@ def qwen3_weights(folder: Path, config: Qwen3Seq2SeqConfig, *, stored_rows: int,
 def seq2seq_weights(folder: Path, config: Qwen3Seq2SeqConfig, *, stored_rows: int) -> WeightSource:
     """The parameters in a folder of our own (an export, or `ds-encdec init-model`'s), in the dtype stored there.
 
-    As `qwen3_weights`, but rows that the folder lacks are not added.
+    Checks and reads like `qwen3_weights`, but adds no rows that the folder lacks.
     """
     source = SafetensorsFolder(folder)
     source.check(_stored_shapes(config, stored_rows))
