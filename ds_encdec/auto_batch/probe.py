@@ -146,8 +146,9 @@ def full_batch(config: FullConfig, micro_batch_size: int, vocab_size: int) -> Ba
         [draw(vocab_size, size=min(length, longest), dtype=np.int32) for length in _shares(tokens, count)]
         for tokens, longest in sides
     )
+    denoiser = next(iter(DENOISERS))
     examples = [
-        Example(encoder, decoder, DENOISERS[0], "") for encoder, decoder in zip(encoder_ids, decoder_ids, strict=True)
+        Example(encoder, decoder, denoiser, "") for encoder, decoder in zip(encoder_ids, decoder_ids, strict=True)
     ]
     return collate(examples, budgets, decoder_start_id=0, pad_id=0)
 

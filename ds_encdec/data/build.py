@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.budgets import token_budgets
-from ds_encdec.data.chunks import Chunker
+from ds_encdec.data.chunks import Chunker, TextTokenizer
 from ds_encdec.data.collate import pinned
 from ds_encdec.data.evaluation import cached_examples, find_examples, pack_examples
-from ds_encdec.data.fingerprint import fingerprint, require_same
-from ds_encdec.data.hub_commits import resolve_commits
-from ds_encdec.data.lane import Pipeline
+from ds_encdec.data.fingerprint import digest, fingerprint, in_todays_form, numbered, require_same, source_facts
+from ds_encdec.data.lane import LanePipeline
 from ds_encdec.data.loader import LaneLoader
-from ds_encdec.data.same_sources import digest, in_todays_form, numbered, source_facts
 from ds_encdec.data.sample_statistics import require_one_step, sample_statistics
 from ds_encdec.data.sources import open_sources
-from ds_encdec.data.text_tokens import TextTokenizer
+from ds_encdec.data.tables import resolve_commits
 from ds_encdec.types import Batch, Example
 
 if TYPE_CHECKING:
@@ -39,7 +37,7 @@ class TrainingData:
 
     loader: LaneLoader
     eval_batches: Callable[[], Sequence[Batch]]
-    pipeline: Pipeline
+    pipeline: LanePipeline
     fingerprint: dict[str, Any]
     ratio: float
     commits: Mapping[str, str]
@@ -92,7 +90,7 @@ def build_data(
         ratio = saved["encoder_decoder_ratio"]
         earlier = in_todays_form(saved["fingerprint"], source_facts(sources))
         sources = numbered(sources, earlier["sources"])
-    pipeline = Pipeline(
+    pipeline = LanePipeline(
         sources=sources,
         tokenize=tokenize,
         chunker=chunker,
@@ -118,7 +116,10 @@ def build_data(
 
     @cache
     def eval_examples() -> Sequence[Example]:
-        return _eval_examples(pipeline, training.eval_samples, facts, evaluation_cache)
+        if evaluation_cache is None:
+            return find_examples(pipeline, training.eval_samples)
+        name = f"examples-{digest([facts, training.eval_samples])}.npz"  # after all that they depend on
+        return cached_examples(evaluation_cache / name, pipeline, training.eval_samples)
 
     @cache
     def eval_batches() -> Sequence[Batch]:
@@ -128,13 +129,3 @@ def build_data(
     if evaluation_cache and training.eval_samples:
         eval_examples()
     return TrainingData(loader, eval_batches, pipeline, facts, ratio, commits)
-
-
-def _eval_examples(
-    pipeline: Pipeline, num_examples: int, facts: dict[str, Any], cache_folder: Path | None
-) -> Sequence[Example]:
-    """The held-out examples, from the file in `cache_folder` that is named after all they depend on."""
-    if cache_folder is None:
-        return find_examples(pipeline, num_examples)
-    name = f"examples-{digest([facts, num_examples])}.npz"
-    return cached_examples(cache_folder / name, lambda: find_examples(pipeline, num_examples))

@@ -26,7 +26,8 @@ def collate(examples: Sequence[Example], budgets: Budgets, *, decoder_start_id: 
         raise ValueError(f"{len(examples)} examples in a micro-batch of at most {budgets.max_examples}")
     targets = _padded([example.decoder_ids for example in examples], budgets.decoder_tokens, IGNORE_INDEX)
     shifted = _padded([_shift(example.decoder_ids, decoder_start_id) for example in examples], len(targets), pad_id)
-    denoisers = [np.full(len(example.decoder_ids), DENOISERS.index(example.denoiser)) for example in examples]
+    numbers = {name: number for number, name in enumerate(DENOISERS)}
+    denoisers = [np.full(len(example.decoder_ids), numbers[example.denoiser]) for example in examples]
     return Batch(
         encoder_ids=_padded([example.encoder_ids for example in examples], budgets.encoder_tokens, pad_id),
         decoder_input_ids=shifted,

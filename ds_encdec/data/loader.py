@@ -1,7 +1,7 @@
 """The data pipeline of a rank, from documents to the micro-batches of one optimizer step.
 
 1. read      readers.py     a document of the lane's share      keeps: epoch and position in each source
-2. tokenize  text_tokens.py its token ids                       keeps: nothing
+2. tokenize  chunks.py      its token ids                       keeps: nothing
 3. denoise   chunks.py      one chunk as an Example             keeps: the next chunk of the open document
 4. pack      packing.py     Examples that fill a micro-batch    keeps: references of what waits, and for how long
 5. collate   collate.py     a Batch of tensors                  keeps: nothing
@@ -19,29 +19,25 @@ import atexit
 from collections.abc import Sequence
 from typing import Any
 
-from ds_encdec.data.bad_rows import bad_rows_of, sum_by_pass
+from ds_encdec.config.shares import per_rank
 from ds_encdec.data.collate import collate, pinned
-from ds_encdec.data.lane import Pipeline
+from ds_encdec.data.lane import LanePipeline
+from ds_encdec.data.sources import bad_rows_of, sum_by_pass
 from ds_encdec.data.workers import LocalLanes, WorkerLanes
-from ds_encdec.types import Batch, CheckpointError, ConfigError
+from ds_encdec.types import Batch, CheckpointError
 
 
 class LaneLoader:
     """Endless iterator over optimizer steps: each is this rank's micro-batches, in the order of its lanes."""
 
     def __init__(
-        self, pipeline: Pipeline, *, rank: int, world_size: int, num_workers: int, pin_memory: bool = False
+        self, pipeline: LanePipeline, *, rank: int, world_size: int, num_workers: int, pin_memory: bool = False
     ) -> None:
         """Nothing is read, and no worker started, before the first step. Raises ConfigError.
 
         `pin_memory`: hand out batches in page-locked memory, for a GPU.
         """
-        if pipeline.num_lanes % world_size:
-            fitting = [n for n in range(1, pipeline.num_lanes + 1) if pipeline.num_lanes % n == 0]
-            raise ConfigError(
-                f"data.num_lanes={pipeline.num_lanes} cannot be shared out evenly to {world_size} ranks: use "
-                f"{', '.join(map(str, fitting))} ranks"
-            )
+        per_rank(pipeline.num_lanes, world_size, "data.num_lanes")
         self.lanes = tuple(range(rank, pipeline.num_lanes, world_size))
         self._pipeline = pipeline
         self._num_workers = max(n for n in range(num_workers + 1) if n == 0 or len(self.lanes) % n == 0)

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ds_encdec.data.budgets import Budgets
-from ds_encdec.data.chunks import Chunker
-from ds_encdec.data.held_out import held_out_hash
+from ds_encdec.data.chunks import Chunker, Tokenize
 from ds_encdec.data.randomness import keyed_generator
-from ds_encdec.data.sources import OpenSource, StreamSource, TokenDocument, sample_documents
-from ds_encdec.data.text_tokens import Tokenize
+from ds_encdec.data.sources import OpenSource, StreamSource, sample_documents
 from ds_encdec.data.ul2 import MIN_RAW_TOKENS
 from ds_encdec.types import DataError
 
@@ -97,16 +95,13 @@ class _Sample:
 
 def _sample(opened: OpenSource, count: int, tokenize: Tokenize, bad_row_limit: int) -> _Sample:
     read = list(sample_documents(opened.source, count + 1, bad_row_limit))
-    documents = [document for document in read[:count] if held_out_hash(document.key) >= opened.held_out_below]
-    lengths = [
-        len(document.token_ids) if isinstance(document, TokenDocument) else len(tokenize([document.text])[0])
-        for document in documents
-    ]
+    documents = [document for document in read[:count] if not opened.holds_out(document.key)]
+    lengths = [len(tokenize(document)) for document in documents]
     if len(read) <= count:
         return _Sample(lengths, len(documents), sum(lengths))
     if isinstance(opened.source, StreamSource):
         return _Sample(lengths, None, None)
-    estimate = round(len(opened.source) * (1 - opened.held_out_below))
+    estimate = round(opened.size * (1 - opened.held_out_below))
     return _Sample(lengths, estimate, round(estimate * sum(lengths) / max(1, len(lengths))))
 
 

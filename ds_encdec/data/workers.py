@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import IO, Any, NamedTuple
 
-from ds_encdec.data.lane import Lane, Pipeline
+from ds_encdec.data.lane import Lane, LanePipeline
 from ds_encdec.launch.preemption import stop_signals_left_to_this_process
 from ds_encdec.launch.standard_output import outlive_readers
 from ds_encdec.types import DataError, DsEncDecError, Example
@@ -48,7 +48,7 @@ class LaneBatch(NamedTuple):
 class LocalLanes:
     """Lanes that run in this process, each when it is asked."""
 
-    def __init__(self, pipeline: Pipeline, lanes: Sequence[int], records: Mapping[int, dict[str, Any]]) -> None:
+    def __init__(self, pipeline: LanePipeline, lanes: Sequence[int], records: Mapping[int, dict[str, Any]]) -> None:
         self._lanes = {lane: Lane(pipeline, lane, records.get(lane)) for lane in lanes}
 
     def take(self, lane: int) -> LaneBatch:
@@ -66,7 +66,7 @@ class WorkerLanes:
     """
 
     def __init__(
-        self, pipeline: Pipeline, lanes: Sequence[int], records: Mapping[int, dict[str, Any]], num_workers: int
+        self, pipeline: LanePipeline, lanes: Sequence[int], records: Mapping[int, dict[str, Any]], num_workers: int
     ) -> None:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         for worker in range(num_workers):
