@@ -93,10 +93,15 @@ class Preempted(DsEncDecError):
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text of a source. `key` names it uniquely and stably within the data set."""
+    """One text of a source. `key` names it uniquely and stably within the data set.
+
+    `token_ids`: int32 [n], in the place of a text from a source that has token ids from the start. They are no part of
+    the `repr`, by whose digest checkpoints know the built-in corpus.
+    """
 
     key: str
     text: str
+    token_ids: np.ndarray | None = dataclasses.field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,7 @@ def build_data(
     data, training = config.data, config.training
     if commits is None:
         commits = resolve_commits(data, saved["dataset_commits"] if saved else None)
-    tokenize = TextTokenizer.of(tokenizer)
+    tokenize = TextTokenizer(tokenizer.backend_tokenizer)
     chunker = Chunker.from_config(data, training.seed, vocabulary)
     sources = open_sources(data, training.seed, vocabulary, num_lanes, commits)
     bad_row_limit = data.max_bad_rows if data.on_bad_row == "skip" else 0

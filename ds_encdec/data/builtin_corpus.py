@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ds_encdec.data.randomness import keyed_generator
-from ds_encdec.data.sources import TokenDocument
 from ds_encdec.launch.user_cache import cached
 from ds_encdec.types import Document
 
@@ -85,11 +84,11 @@ class RandomIds:
         """`random/INDEX`."""
         return f"random/{index}"
 
-    def document(self, index: int) -> TokenDocument:
+    def document(self, index: int) -> Document:
         """Document `index`, drawn anew at every call, always the same."""
         rng = keyed_generator(self._seed, "random ids", index)
         num_tokens = int(np.clip(620 * np.exp(rng.normal()), 2, 100_000))
-        return TokenDocument(self.key(index), self._ids[rng.integers(len(self._ids), size=num_tokens)])
+        return Document(self.key(index), "", self._ids[rng.integers(len(self._ids), size=num_tokens)])
 
 
 def _read_from(sources: Iterable[Path]) -> Iterator[bytes]:

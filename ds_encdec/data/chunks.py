@@ -18,24 +18,23 @@ import numpy as np
 
 from ds_encdec.config.schema import DataConfig
 from ds_encdec.data.randomness import keyed_generator
-from ds_encdec.data.sources import AnyDocument, TokenDocument
 from ds_encdec.data.ul2 import MIN_RAW_TOKENS, LengthBounds, denoise, max_raw_length
 from ds_encdec.denoisers import DENOISERS
-from ds_encdec.types import ConfigError, Example
+from ds_encdec.types import ConfigError, Document, Example
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
 
     from ds_encdec.tokenizer.sentinels import Vocabulary
 
-Tokenize = Callable[[AnyDocument], np.ndarray]
+Tokenize = Callable[[Document], np.ndarray]
 """A document to its token ids, int32 [n], without any special token."""
 
 MIN_TAIL_TOKENS = 16
 """A document's last chunk takes this many tokens from the one before rather than be shorter."""
 
 
+@dataclass(frozen=True, slots=True)
 class TextTokenizer:
     """A `Tokenize` made of a fast tokenizer's Rust half, which worker processes load without transformers.
 
@@ -43,25 +42,19 @@ class TextTokenizer:
     `<|endoftext|>` written in a document can neither be taken for a sentinel nor end a sequence.
     """
 
-    def __init__(self, backend: Tokenizer) -> None:
-        self._backend = backend
+    backend: Tokenizer
 
-    @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerFast) -> TextTokenizer:
-        """The tokenizer of a run. It is shared, not copied."""
-        return cls(tokenizer.backend_tokenizer)
-
-    def __call__(self, document: AnyDocument) -> np.ndarray:
+    def __call__(self, document: Document) -> np.ndarray:
         """Token ids of `document`. Surrogates without a partner (JSON can hold them, UTF-8 cannot) are read as `?`."""
-        if isinstance(document, TokenDocument):
+        if document.token_ids is not None:
             return document.token_ids
         text = document.text.encode("utf-8", errors="replace").decode("utf-8")
-        before = self._backend.encode_special_tokens
-        self._backend.encode_special_tokens = True
+        before = self.backend.encode_special_tokens
+        self.backend.encode_special_tokens = True
         try:
-            encodings: list[Any] = self._backend.encode_batch_fast([text], add_special_tokens=False)
+            encodings: list[Any] = self.backend.encode_batch_fast([text], add_special_tokens=False)
         finally:
-            self._backend.encode_special_tokens = before
+            self.backend.encode_special_tokens = before
         return np.array(encodings[0].ids, dtype=np.int32)
 
 

@@ -20,7 +20,7 @@ from ds_encdec.data.collate import collate
 from ds_encdec.data.lane import LanePipeline
 from ds_encdec.data.packing import Waiting
 from ds_encdec.data.randomness import Permutation
-from ds_encdec.data.sources import AnyRow, OpenSource, StreamSource, readable
+from ds_encdec.data.sources import OpenSource, Row, StreamSource, readable
 from ds_encdec.launch.atomic_files import atomic_file
 from ds_encdec.types import DENOISERS, Batch, DataError, Example
 
@@ -83,7 +83,7 @@ def held_out_examples(pipeline: LanePipeline) -> Iterator[Example]:
             yield chunker.example(chunk, tokens, document.key)
 
 
-def _by_weight(sources: Sequence[OpenSource]) -> Iterator[AnyRow]:
+def _by_weight(sources: Sequence[OpenSource]) -> Iterator[Row]:
     """Held-out rows in turns that keep every prefix in proportion to the weights.
 
     The next one is of the source that is furthest behind its share. A source that has no more drops out.
@@ -99,7 +99,7 @@ def _by_weight(sources: Sequence[OpenSource]) -> Iterator[AnyRow]:
             del due[number]
 
 
-def _held_out_documents(opened: OpenSource) -> Iterator[AnyRow]:
+def _held_out_documents(opened: OpenSource) -> Iterator[Row]:
     """The held-out documents of a source. Keys come first: others are not read where the source can avoid it."""
     source = opened.source
     if not opened.held_out_below:

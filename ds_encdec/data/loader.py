@@ -23,7 +23,7 @@ from ds_encdec.config.shares import per_rank
 from ds_encdec.data.collate import collate, pinned
 from ds_encdec.data.lane import LanePipeline
 from ds_encdec.data.sources import bad_rows_of, sum_by_pass
-from ds_encdec.data.workers import LocalLanes, WorkerLanes
+from ds_encdec.data.workers import WorkerLanes
 from ds_encdec.types import Batch, CheckpointError
 
 
@@ -44,7 +44,7 @@ class LaneLoader:
         self._pin_memory = pin_memory
         self._records: dict[int, dict[str, Any]] = {}
         self._records_before = self._records
-        self._running: LocalLanes | WorkerLanes | None = None
+        self._running: WorkerLanes | None = None
 
     def __iter__(self) -> LaneLoader:
         return self
@@ -52,7 +52,9 @@ class LaneLoader:
     def __next__(self) -> list[Batch]:
         """The micro-batches of the next step. Raises DataError, also for what went wrong in a worker."""
         if self._running is None:
-            self._running = self._start()
+            # Workers ignore signals: without this they would live until their next write after a crash.
+            atexit.register(self.close)
+            self._running = WorkerLanes(self._pipeline, self.lanes, self._records, self._num_workers)
         self._records_before = self._records
         batches = []
         records = {}
@@ -121,10 +123,3 @@ class LaneLoader:
             self._running.close()
             self._running = None
             atexit.unregister(self.close)
-
-    def _start(self) -> LocalLanes | WorkerLanes:
-        if not self._num_workers:
-            return LocalLanes(self._pipeline, self.lanes, self._records)
-        # Workers ignore signals: without this they would live until their next write after a crash.
-        atexit.register(self.close)
-        return WorkerLanes(self._pipeline, self.lanes, self._records, self._num_workers)

@@ -69,7 +69,7 @@ def local_errors(path: str, what: str = "cannot be read") -> Iterator[None]:
     """Turn the errors of a local file into DataErrors."""
     try:
         yield
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise DataError(f"{path}: {what} ({error})") from error
 
 
@@ -202,10 +202,8 @@ def _unpack(path: str, opener: Callable[[str], Any], out: IO[bytes]) -> None:
 
 def _read(path: str, packed: Any) -> bytes:
     """The next block. An error here is one of `path`; one of writing is of the cache folder."""
-    try:
+    with local_errors(path, "cannot be unpacked: damaged, or cut short"):
         return packed.read(1 << 20)
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        raise DataError(f"{path}: cannot be unpacked: damaged, or cut short ({error})") from error
 
 
 def _write_array(path: str, out: IO[bytes]) -> None:

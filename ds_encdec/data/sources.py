@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from itertools import islice, zip_longest
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
-import numpy as np
-
 from ds_encdec.config.schema import DataConfig, MixtureSource
 from ds_encdec.data.local_files import expand_files
 from ds_encdec.data.randomness import Permutation, unit_hash
@@ -31,14 +29,6 @@ SMALL_SOURCE_DOCUMENTS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class TokenDocument:
-    """A document that is token ids (int32) from the start, for sources without text."""
-
-    key: str
-    token_ids: np.ndarray
-
-
-@dataclass(frozen=True, slots=True)
 class BadRow:
     """What stands in the place of a document that cannot be read. `problem` names the file, the row and the reason."""
 
@@ -46,9 +36,7 @@ class BadRow:
     problem: str
 
 
-AnyDocument: TypeAlias = Document | TokenDocument
-AnyRow: TypeAlias = AnyDocument | BadRow
-TextRow: TypeAlias = Document | BadRow
+Row: TypeAlias = Document | BadRow
 
 
 class MapSource(Protocol):
@@ -62,7 +50,7 @@ class MapSource(Protocol):
         """The key of document `index`, without reading the document."""
         ...
 
-    def document(self, index: int) -> AnyRow:
+    def document(self, index: int) -> Row:
         """Document `index`. Raises DataError where the source itself fails, not a row."""
         ...
 
@@ -74,7 +62,7 @@ class StreamSource(Protocol):
     identity: dict[str, Any]
     num_units: int
 
-    def documents(self, unit: int, first_row: int, wanted: Callable[[str], bool] | None = None) -> Iterator[AnyRow]:
+    def documents(self, unit: int, first_row: int, wanted: Callable[[str], bool] | None = None) -> Iterator[Row]:
         """The documents of `unit` from row `first_row` on; those whose key is `wanted`, if given. Errors as there."""
         ...
 
@@ -176,7 +164,7 @@ def held_out_below(keys: Iterable[str], eval_fraction: float) -> float:
     return (hashes[0] + hashes[1]) / 2
 
 
-def readable(rows: Iterable[AnyRow], bad_row_limit: int) -> Iterator[AnyDocument]:
+def readable(rows: Iterable[Row], bad_row_limit: int) -> Iterator[Document]:
     """The documents among `rows`. Raises DataError for more than `bad_row_limit` others."""
     count = 0
     for row in rows:
@@ -187,12 +175,12 @@ def readable(rows: Iterable[AnyRow], bad_row_limit: int) -> Iterator[AnyDocument
             yield row
 
 
-def sample_documents(source: AnySource, count: int, bad_row_limit: int) -> Iterator[AnyDocument]:
+def sample_documents(source: AnySource, count: int, bad_row_limit: int) -> Iterator[Document]:
     """Up to `count` `readable` documents, the same on every machine: spread over a map, the first of a stream."""
     return islice(readable(_documents(source), bad_row_limit), count)
 
 
-def _documents(source: AnySource) -> Iterator[AnyRow]:
+def _documents(source: AnySource) -> Iterator[Row]:
     if isinstance(source, StreamSource):
         for unit in range(source.num_units):
             yield from source.documents(unit, 0)
@@ -206,7 +194,7 @@ def _keys(source: AnySource) -> Iterator[str]:
     return map(source.key, range(len(source)))
 
 
-def text_document(key: str, value: Any, where: str) -> TextRow:
+def text_document(key: str, value: Any, where: str) -> Row:
     """The document of a text field's value: null is an empty text, anything but a string a bad row."""
     if value is None or isinstance(value, str):
         return Document(key, value or "")

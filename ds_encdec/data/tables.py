@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ds_encdec.config.schema import DataConfig, MixtureSource
 from ds_encdec.data.local_files import file_digests, local_errors, short_names
-from ds_encdec.data.sources import BadRow, TextRow, hub_name, missing_column, source_entries, text_document
+from ds_encdec.data.sources import BadRow, Row, hub_name, missing_column, source_entries, text_document
 from ds_encdec.source_kinds import LOCAL_SOURCES
 from ds_encdec.types import DataError
 
@@ -68,7 +68,7 @@ class ParquetFiles:
             "text_column": text_column,
         }
 
-    def documents(self, unit: int, first_row: int, wanted: Callable[[str], bool] | None = None) -> Iterator[TextRow]:
+    def documents(self, unit: int, first_row: int, wanted: Callable[[str], bool] | None = None) -> Iterator[Row]:
         """The documents of `unit` from row `first_row` on; one row group is in memory at a time.
 
         Only those whose key is `wanted`, if given; a row group without any is not read. A remote file whose
@@ -81,7 +81,7 @@ class ParquetFiles:
             rows = _retry_rows(lambda row: self._rows(unit, row, wanted), first_row, path)
         return (document for document in rows if document is not None)
 
-    def _rows(self, unit: int, first_row: int, wanted: Callable[[str], bool] | None) -> Iterator[TextRow | None]:
+    def _rows(self, unit: int, first_row: int, wanted: Callable[[str], bool] | None) -> Iterator[Row | None]:
         """Every row of `unit` from `first_row` on; None for one that is not wanted."""
         file, only_group = self._units[unit]
         parquet = self._open_once(file)
@@ -94,7 +94,7 @@ class ParquetFiles:
 
     def _documents(
         self, parquet: Any, file: int, group: int, keys: list[str], wanted: Callable[[str], bool] | None
-    ) -> Iterator[TextRow | None]:
+    ) -> Iterator[Row | None]:
         """The last rows of a row group, as many as there are `keys`."""
         chosen = [wanted is None or wanted(key) for key in keys]
         if not any(chosen):
@@ -188,7 +188,7 @@ class HubTable:
         """`DATASET/CONFIG/SPLIT:ROW`."""
         return f"{self._name}:{index}"
 
-    def document(self, index: int) -> TextRow:
+    def document(self, index: int) -> Row:
         """Row `index`."""
         key = self.key(index)
         return _document(key, lambda: self._table[index][self._column], key)
@@ -206,7 +206,7 @@ class HubStream:
         self.num_units = stream.num_shards
         self.identity = identity
 
-    def documents(self, unit: int, first_row: int, wanted: Callable[[str], bool] | None = None) -> Iterator[TextRow]:
+    def documents(self, unit: int, first_row: int, wanted: Callable[[str], bool] | None = None) -> Iterator[Row]:
         """The documents of a shard from row `first_row` on (those before are read and dropped) that are `wanted`."""
         shard = self._stream.shard(num_shards=self.num_units, index=unit)
         records = _retry_rows(lambda row: islice(shard, row, None), first_row, f"{self._name}, shard {unit}")
@@ -275,7 +275,7 @@ def _require_column(column: str, where: str, existing: Sequence[str]) -> None:
         raise DataError(missing_column(column, where, existing))
 
 
-def _document(key: str, read: Callable[[], Any], where: str) -> TextRow:
+def _document(key: str, read: Callable[[], Any], where: str) -> Row:
     """The document of the field that `read` takes from a table."""
     try:
         return text_document(key, read(), where)

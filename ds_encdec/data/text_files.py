@@ -23,7 +23,7 @@ from ds_encdec.data.local_files import (
     plain_file,
     short_names,
 )
-from ds_encdec.data.sources import BadRow, TextRow, missing_column, text_document
+from ds_encdec.data.sources import BadRow, Row, missing_column, text_document
 from ds_encdec.types import DataError, Document
 
 TEXT_PIECE_BYTES = 1 << 16
@@ -73,7 +73,7 @@ class _FileRanges:
         file, row = self._locate(index)
         return f"{self._names[file]}:{row}"
 
-    def document(self, index: int) -> TextRow:
+    def document(self, index: int) -> Row:
         """Document `index`, read from its file. Raises DataError where the file cannot be read."""
         file, row = self._locate(index)
         start, stop = (int(edge) for edge in self._edges[file][row : row + 2])
@@ -87,7 +87,7 @@ class _FileRanges:
         file = int(np.searchsorted(self._first, index, side="right")) - 1
         return file, index - self._first[file]
 
-    def _parse(self, content: bytes, key: str, name: str, row: int) -> TextRow:
+    def _parse(self, content: bytes, key: str, name: str, row: int) -> Row:
         """The document of the bytes of number `row` of the file `name`."""
         raise NotImplementedError
 
@@ -101,7 +101,7 @@ class TextFiles(_FileRanges):
     def __init__(self, files: Sequence[str]) -> None:
         super().__init__(files, [plain_file(path) for path in files], _text_edges, kind="text")
 
-    def _parse(self, content: bytes, key: str, name: str, row: int) -> TextRow:
+    def _parse(self, content: bytes, key: str, name: str, row: int) -> Row:
         if b"\0" in content:
             return BadRow(key, f"{key}: not text (a NUL character in this document)")
         try:
@@ -131,7 +131,7 @@ class JsonLines(_FileRanges):
             raise DataError(f"{path}: a CSV file: set data.dataset_name=csv, or leave it out of data.data_files")
         return lines_of_json(plain_file(path))
 
-    def _parse(self, content: bytes, key: str, name: str, row: int) -> TextRow:
+    def _parse(self, content: bytes, key: str, name: str, row: int) -> Row:
         if not content.strip():
             return Document(key, "")
         where = f"{name}, {self.row_word} {row + 1}"

@@ -236,7 +236,7 @@ def test_special_tokens_in_a_text_stay_text() -> None:
     tokenizer, vocabulary = byte_tokenizer()
     text = "a <extra_id_0> b <|im_end|><|endoftext|>"
     assert vocabulary.sentinel_ids[0] in tokenizer.encode(text)  # what the tokenizer does by itself
-    ids = TextTokenizer.of(tokenizer)(Document("", text))
+    ids = TextTokenizer(tokenizer.backend_tokenizer)(Document("", text))
     assert ids.dtype == np.int32
     assert {*vocabulary.sentinel_ids, vocabulary.eos_id, vocabulary.pad_id}.isdisjoint(ids.tolist())
     assert tokenizer.decode(ids) == text
@@ -247,7 +247,7 @@ def test_half_a_surrogate_pair_does_not_end_a_run(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "half \\ud83d pair"}\n')
     document = JsonLines([str(tmp_path / "a.jsonl")], "text").document(0)
     tokenizer, _ = byte_tokenizer()
-    assert tokenizer.decode(TextTokenizer.of(tokenizer)(document)) == "half ? pair"
+    assert tokenizer.decode(TextTokenizer(tokenizer.backend_tokenizer)(document)) == "half ? pair"
 
 
 def test_workers_do_not_import_torch() -> None:
