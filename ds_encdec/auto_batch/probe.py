@@ -35,7 +35,7 @@ from torch import Tensor
 from ds_encdec.auto_batch.search import Outcome
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.budgets import token_budgets
-from ds_encdec.data.collate import collate
+from ds_encdec.data.loader import collate
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine
 from ds_encdec.engines import EngineName

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.budgets import token_budgets
 from ds_encdec.data.chunks import Chunker, TextTokenizer
-from ds_encdec.data.collate import pinned
 from ds_encdec.data.evaluation import cached_examples, find_examples, pack_examples
 from ds_encdec.data.fingerprint import digest, fingerprint, in_todays_form, numbered, require_same, source_facts
 from ds_encdec.data.lane import LanePipeline
-from ds_encdec.data.loader import LaneLoader
+from ds_encdec.data.loader import LaneLoader, pinned
 from ds_encdec.data.sample_statistics import require_one_step, sample_statistics
 from ds_encdec.data.sources import open_sources
 from ds_encdec.data.tables import resolve_commits

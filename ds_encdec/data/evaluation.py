@@ -16,8 +16,8 @@ from zipfile import BadZipFile
 import numpy as np
 
 from ds_encdec.data.budgets import Budgets
-from ds_encdec.data.collate import collate
 from ds_encdec.data.lane import LanePipeline
+from ds_encdec.data.loader import collate
 from ds_encdec.data.packing import Waiting
 from ds_encdec.data.randomness import Permutation
 from ds_encdec.data.sources import OpenSource, Row, StreamSource, readable

@@ -86,7 +86,7 @@ def require_same(saved: Facts, now: Facts) -> None:
 
 def told(saved: Facts, now: Facts) -> str:
     """What becomes of each source when a run goes on with the data `now`."""
-    return "; ".join(fate.words for fate in _fates(saved, now))
+    return "; ".join(fate.words for fate in _fates(in_todays_form(saved, now["sources"]), now))
 
 
 def usable_records(records: list[dict[str, Any]], saved: Facts, now: Facts) -> list[dict[str, Any]]:
@@ -115,11 +115,6 @@ def _usable(record: dict[str, Any], kept: set[int], same: set[int]) -> dict[str,
         "next_chunk": chunk if chunk and chunk[0][0] in same else None,
         "waiting": [entry for entry in record["waiting"] if entry[0][0] in same],
     }
-
-
-def _fates(saved: Facts, now: Facts) -> list[Fate]:
-    other_order = [name for name in _POSITION_FACTS if saved.get(name) != now[name]]
-    return fates(in_todays_form(saved, now["sources"])["sources"], now["sources"], other_order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,25 +166,28 @@ def numbered(sources: Sequence[OpenSource], saved: Sequence[Facts]) -> tuple[Ope
     return tuple(dataclasses.replace(opened, number=number) for opened, number in zip(sources, numbers, strict=True))
 
 
-def fates(saved: Sequence[Facts], now: Sequence[Facts], other_order: Sequence[str]) -> list[Fate]:
-    """What becomes of each source. `other_order`: settings that differ and give every source another order."""
-    found = []
-    for facts, earlier in _pairs(saved, now):
-        number, name = facts["number"], _words(facts)
-        if earlier is None:
-            found.append(Fate(number, f"{name}: new"))
-        elif other_order:
-            found.append(Fate(number, f"{name}: starts over ({', '.join(other_order)} differs)"))
-        elif _identity(earlier) == _identity(facts):
-            found.append(Fate(number, f"{name}: goes on where it was", kept=True, same=True))
-        elif earlier["size"] == facts["size"]:
-            found.append(Fate(number, f"{name}: changed, and goes on where it was (as many documents)", kept=True))
-        else:
-            sizes = f"{'unknown' if earlier['size'] is None else earlier['size']} documents there, {facts['size']} now"
-            found.append(Fate(number, f"{name}: changed, and starts over ({sizes})"))
-    known = {facts["number"] for facts in now}
-    dropped = [facts for facts in saved if facts["number"] not in known]
-    return found + [Fate(facts["number"], f"{_words(facts)}: dropped") for facts in dropped]
+def _fates(saved: Facts, now: Facts) -> list[Fate]:
+    """What becomes of each source, those that are dropped last. `saved` is in today's form."""
+    other_order = [name for name in _POSITION_FACTS if saved.get(name) != now[name]]
+    known = {facts["number"] for facts in now["sources"]}
+    return [_fate(facts, earlier, other_order) for facts, earlier in _pairs(saved["sources"], now["sources"])] + [
+        Fate(facts["number"], f"{_words(facts)}: dropped") for facts in saved["sources"] if facts["number"] not in known
+    ]
+
+
+def _fate(facts: Facts, earlier: Facts | None, other_order: Sequence[str]) -> Fate:
+    """The fate of one source. `other_order`: settings that differ and give every source another order."""
+    number, name = facts["number"], _words(facts)
+    if earlier is None:
+        return Fate(number, f"{name}: new")
+    if other_order:
+        return Fate(number, f"{name}: starts over ({', '.join(other_order)} differs)")
+    if _identity(earlier) == _identity(facts):
+        return Fate(number, f"{name}: goes on where it was", kept=True, same=True)
+    if earlier["size"] == facts["size"]:
+        return Fate(number, f"{name}: changed, and goes on where it was (as many documents)", kept=True)
+    there = "unknown" if earlier["size"] is None else earlier["size"]
+    return Fate(number, f"{name}: changed, and starts over ({there} documents there, {facts['size']} now)")
 
 
 def _pairs(saved: Sequence[Facts], now: Sequence[Facts]) -> list[tuple[Facts, Facts | None]]:

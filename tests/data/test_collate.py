@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ds_encdec.data.budgets import Budgets
-from ds_encdec.data.collate import collate
+from ds_encdec.data.loader import collate
 from ds_encdec.types import DENOISERS, Example
 
 BUDGETS = Budgets(encoder_tokens=8, decoder_tokens=9, max_examples=4)
