@@ -31,8 +31,8 @@ from ds_encdec.config.batch_size import (
 from ds_encdec.config.schema import FullConfig, InfraConfig
 from ds_encdec.config.shares import per_rank
 from ds_encdec.data.build import TrainingData, build_data
-from ds_encdec.data.hub_commits import resolve_commits
 from ds_encdec.data.inspect import inspect_data
+from ds_encdec.data.tables import resolve_commits
 from ds_encdec.engine.ds_json import render_deepspeed_json
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine, join_ranks

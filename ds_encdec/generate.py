@@ -68,8 +68,9 @@ def _encoder_ids(model: Qwen3ForSeq2SeqLM, tokenizer: PreTrainedTokenizerFast, t
     """int64 [1, Le]: the text's ids, behind the mode token of a model that was trained with them."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     if model.config.mode_token_ids:
-        denoiser = "R1" if _SENTINEL.search(text) else "S"
-        ids.insert(0, model.config.mode_token_ids[DENOISERS.index(denoiser)])
+        has_spans = _SENTINEL.search(text) is not None
+        modes = zip(DENOISERS.values(), model.config.mode_token_ids, strict=False)
+        ids.insert(0, next(token for row, token in modes if row.has_spans == has_spans))
     return torch.tensor([ids], device=model.device)
 
 

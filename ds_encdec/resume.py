@@ -12,8 +12,7 @@ from ds_encdec.checkpoint.saved_state import open_saved_state
 from ds_encdec.config.load import load_saved
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.build import TrainingData
-from ds_encdec.data.fingerprint import told, usable_records
-from ds_encdec.data.same_sources import in_todays_form
+from ds_encdec.data.fingerprint import in_todays_form, told, usable_records
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.model.source import architecture

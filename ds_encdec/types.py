@@ -3,7 +3,7 @@
     text ─ sources ─► Document ─ tokenizer, ul2 ─► Example ─ packing, collate ─► Batch
          ─ engine ─► LossSum, StepResult ─ monitor ─► metrics ─ checkpoint ─► TrainingState
 
-This is the lowest room: it imports nothing of ds_encdec, and torch only for type checkers, so that
+This is the lowest room but for the tables that it hands on: it imports torch only for type checkers, so that
 `--help` and configuration errors never pay for importing it.
 """
 
@@ -14,13 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from ds_encdec.denoisers import DENOISERS as DENOISERS
+
 if TYPE_CHECKING:
     import numpy as np
     import torch
     from torch import Tensor
-
-DENOISERS = ("R1", "R2", "X1", "X2", "S")
-"""UL2's tasks in the order of `data.ul2_task_weights` (T5Gemma 2, arXiv 2512.14856, section 3.1)."""
 
 IGNORE_INDEX = -100
 """Label of a position that carries no loss (PyTorch's and Hugging Face's convention)."""
@@ -94,10 +93,15 @@ class Preempted(DsEncDecError):
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text of a source. `key` names it uniquely and stably within the data set."""
+    """One text of a source. `key` names it uniquely and stably within the data set.
+
+    `token_ids`: int32 [n], in the place of a text from a source that has token ids from the start. They are no part of
+    the `repr`, by whose digest checkpoints know the built-in corpus.
+    """
 
     key: str
     text: str
+    token_ids: np.ndarray | None = dataclasses.field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

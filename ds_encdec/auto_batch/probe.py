@@ -39,7 +39,7 @@ from torch import Tensor
 
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.budgets import token_budgets
-from ds_encdec.data.collate import collate
+from ds_encdec.data.loader import collate
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine
 from ds_encdec.engines import EngineName
@@ -181,8 +181,9 @@ def full_batch(config: FullConfig, micro_batch_size: int, vocab_size: int) -> Ba
         [draw(vocab_size, size=min(length, longest), dtype=np.int32) for length in _shares(tokens, count)]
         for tokens, longest in sides
     )
+    denoiser = next(iter(DENOISERS))
     examples = [
-        Example(encoder, decoder, DENOISERS[0], "") for encoder, decoder in zip(encoder_ids, decoder_ids, strict=True)
+        Example(encoder, decoder, denoiser, "") for encoder, decoder in zip(encoder_ids, decoder_ids, strict=True)
     ]
     return collate(examples, budgets, decoder_start_id=0, pad_id=0)
 

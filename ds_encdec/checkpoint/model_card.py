@@ -14,7 +14,7 @@ from ds_encdec.config.load import load_saved
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import count_parameters
-from ds_encdec.types import TrainingState
+from ds_encdec.types import DENOISERS, TrainingState
 
 _TEMPLATE = Path(__file__).with_suffix(".md.j2")
 
@@ -52,7 +52,7 @@ def model_card(facts: RunFacts, *, encoder_only: bool = False) -> str:
         "Target tokens seen": f"{state.target_tokens_seen:,}",
         "Best held-out loss of the run (nats per target token)": "not evaluated" if best is None else f"{best:.4f}",
         "Data": ", ".join(shares or names),
-        "UL2 weights (R1, R2, X1, X2, S)": ", ".join(f"{weight:g}" for weight in data.ul2_task_weights),
+        f"UL2 weights ({', '.join(DENOISERS)})": ", ".join(f"{weight:g}" for weight in data.ul2_task_weights),
         "Longest encoder and decoder sequence (tokens)": f"{data.max_encoder_length}, {data.max_decoder_length}",
         "Peak learning rate, schedule": f"{training.learning_rate:g}, {training.lr_scheduler_type}",
         "Weight decay, gradient clipping": f"{training.weight_decay:g}, {training.max_grad_norm:g}",

@@ -10,17 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.budgets import token_budgets
-from ds_encdec.data.chunks import Chunker
-from ds_encdec.data.collate import pinned
+from ds_encdec.data.chunks import Chunker, TextTokenizer
 from ds_encdec.data.evaluation import cached_examples, find_examples, pack_examples
-from ds_encdec.data.fingerprint import fingerprint, require_same
-from ds_encdec.data.hub_commits import resolve_commits
-from ds_encdec.data.lane import Pipeline
-from ds_encdec.data.loader import LaneLoader
-from ds_encdec.data.same_sources import digest, in_todays_form, numbered, source_facts
+from ds_encdec.data.fingerprint import digest, fingerprint, in_todays_form, numbered, require_same, source_facts
+from ds_encdec.data.lane import LanePipeline
+from ds_encdec.data.loader import LaneLoader, pinned
 from ds_encdec.data.sample_statistics import require_one_step, sample_statistics
 from ds_encdec.data.sources import open_sources
-from ds_encdec.data.text_tokens import TextTokenizer
+from ds_encdec.data.tables import resolve_commits
 from ds_encdec.types import Batch, Example
 
 if TYPE_CHECKING:
@@ -39,7 +36,7 @@ class TrainingData:
 
     loader: LaneLoader
     eval_batches: Callable[[], Sequence[Batch]]
-    pipeline: Pipeline
+    pipeline: LanePipeline
     fingerprint: dict[str, Any]
     ratio: float
     commits: Mapping[str, str]
@@ -80,7 +77,7 @@ def build_data(
     data, training = config.data, config.training
     if commits is None:
         commits = resolve_commits(data, saved["dataset_commits"] if saved else None)
-    tokenize = TextTokenizer.of(tokenizer)
+    tokenize = TextTokenizer(tokenizer.backend_tokenizer)
     chunker = Chunker.from_config(data, training.seed, vocabulary)
     sources = open_sources(data, training.seed, vocabulary, num_lanes, commits)
     bad_row_limit = data.max_bad_rows if data.on_bad_row == "skip" else 0
@@ -92,7 +89,7 @@ def build_data(
         ratio = saved["encoder_decoder_ratio"]
         earlier = in_todays_form(saved["fingerprint"], source_facts(sources))
         sources = numbered(sources, earlier["sources"])
-    pipeline = Pipeline(
+    pipeline = LanePipeline(
         sources=sources,
         tokenize=tokenize,
         chunker=chunker,
@@ -118,7 +115,10 @@ def build_data(
 
     @cache
     def eval_examples() -> Sequence[Example]:
-        return _eval_examples(pipeline, training.eval_samples, facts, evaluation_cache)
+        if evaluation_cache is None:
+            return find_examples(pipeline, training.eval_samples)
+        name = f"examples-{digest([facts, training.eval_samples])}.npz"  # after all that they depend on
+        return cached_examples(evaluation_cache / name, pipeline, training.eval_samples)
 
     @cache
     def eval_batches() -> Sequence[Batch]:
@@ -128,13 +128,3 @@ def build_data(
     if evaluation_cache and training.eval_samples:
         eval_examples()
     return TrainingData(loader, eval_batches, pipeline, facts, ratio, commits)
-
-
-def _eval_examples(
-    pipeline: Pipeline, num_examples: int, facts: dict[str, Any], cache_folder: Path | None
-) -> Sequence[Example]:
-    """The held-out examples, from the file in `cache_folder` that is named after all they depend on."""
-    if cache_folder is None:
-        return find_examples(pipeline, num_examples)
-    name = f"examples-{digest([facts, num_examples])}.npz"
-    return cached_examples(cache_folder / name, lambda: find_examples(pipeline, num_examples))

@@ -1,23 +1,33 @@
-"""Text that every CPython installation has: the language reference behind `help()`, and stdlib docstrings.
+"""Sources that need no files of the user's: text that every CPython installation has, and random ids.
 
-About 2 MB of English about Python, enough to see a small model learn without any download. The docstrings are
-read from the source files, so they are there under `python -OO` too. Parts that some distributions leave
-out (tests, IDLE, tkinter) are not used: one CPython version has one corpus. Every process of a run needs it, so it
-is kept in the user's cache (launch/user_cache.py).
+The text is the language reference behind `help()`, and stdlib docstrings: about 2 MB of English about Python, enough to
+see a small model learn without any download. The docstrings are read from the source files, so they are there under
+`python -OO` too. Parts that some distributions leave out (tests, IDLE, tkinter) are not used: one CPython version has
+one corpus. Every process of a run needs it, so it is kept in the user's cache (launch/user_cache.py).
 """
 
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import sysconfig
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
+
+from ds_encdec.data.randomness import keyed_generator
 from ds_encdec.launch.user_cache import cached
 from ds_encdec.types import Document
+
+if TYPE_CHECKING:
+    from ds_encdec.tokenizer.sentinels import Vocabulary
+
+RANDOM_DOCUMENTS = 1_000_000
 
 MIN_CHARACTERS = 200
 """Shorter texts ("Return the name.") are noise, and are left out."""
@@ -36,6 +46,49 @@ def builtin_documents() -> tuple[Document, ...]:
     sources = sorted(_source_files(library))
     pairs = json.loads(cached("corpus", _read_from(sources), lambda: json.dumps(_read_documents(library, sources))))
     return tuple(Document(key, text) for key, text in pairs)
+
+
+class BuiltinCorpus:
+    """The corpus as a `MapSource`."""
+
+    def __init__(self) -> None:
+        self._documents = builtin_documents()
+        content = hashlib.sha256(repr(self._documents).encode()).hexdigest()
+        self.identity = {"kind": "builtin", "documents": len(self._documents), "sha256": content}
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    def key(self, index: int) -> str:
+        """`builtin/` and the module and class, or the topic."""
+        return self._documents[index].key
+
+    def document(self, index: int) -> Document:
+        """Document `index`."""
+        return self._documents[index]
+
+
+class RandomIds:
+    """A `MapSource` of random ids, in documents of log-normal length (median 620 tokens, sigma 1, like web pages)."""
+
+    def __init__(self, seed: int, vocabulary: Vocabulary) -> None:
+        reserved = {*vocabulary.sentinel_ids, *vocabulary.mode_token_ids, vocabulary.eos_id, vocabulary.pad_id}
+        self._ids = np.setdiff1d(np.arange(vocabulary.vocab_size, dtype=np.int32), sorted(reserved))
+        self._seed = seed
+        self.identity = {"kind": "random", "seed": seed, "vocab_size": vocabulary.vocab_size}
+
+    def __len__(self) -> int:
+        return RANDOM_DOCUMENTS
+
+    def key(self, index: int) -> str:
+        """`random/INDEX`."""
+        return f"random/{index}"
+
+    def document(self, index: int) -> Document:
+        """Document `index`, drawn anew at every call, always the same."""
+        rng = keyed_generator(self._seed, "random ids", index)
+        num_tokens = int(np.clip(620 * np.exp(rng.normal()), 2, 100_000))
+        return Document(self.key(index), "", self._ids[rng.integers(len(self._ids), size=num_tokens)])
 
 
 def _read_from(sources: Iterable[Path]) -> Iterator[bytes]:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, islice
 from pathlib import Path
 from zipfile import BadZipFile
@@ -17,12 +16,12 @@ from zipfile import BadZipFile
 import numpy as np
 
 from ds_encdec.data.budgets import Budgets
-from ds_encdec.data.collate import collate
-from ds_encdec.data.held_out import held_out_hash
-from ds_encdec.data.lane import Pipeline
+from ds_encdec.data.lane import LanePipeline
+from ds_encdec.data.loader import collate
 from ds_encdec.data.packing import Waiting
 from ds_encdec.data.randomness import Permutation
-from ds_encdec.data.sources import AnyRow, OpenSource, StreamSource, readable
+from ds_encdec.data.sources import OpenSource, Row, StreamSource, readable
+from ds_encdec.launch.atomic_files import atomic_file
 from ds_encdec.types import DENOISERS, Batch, DataError, Example
 
 _SEED = 0
@@ -31,17 +30,17 @@ _SEED = 0
 logger = logging.getLogger(__name__)
 
 
-def cached_examples(cache_file: Path, find: Callable[[], Sequence[Example]]) -> Sequence[Example]:
-    """The examples in `cache_file`; where there is none, those that `find` returns, which are then kept in it."""
+def cached_examples(cache_file: Path, pipeline: LanePipeline, num_examples: int) -> list[Example]:
+    """The examples in `cache_file`; where there is none, those that `find_examples` finds, which it keeps then."""
     if cache_file.exists():
         return _read_examples(cache_file)
-    logger.info("finding the examples to evaluate on; they are kept in %s", cache_file)
-    examples = find()
+    logger.info("building the evaluation set (cached in %s)", cache_file)
+    examples = find_examples(pipeline, num_examples)
     _write_examples(cache_file, examples)
     return examples
 
 
-def find_examples(pipeline: Pipeline, num_examples: int) -> list[Example]:
+def find_examples(pipeline: LanePipeline, num_examples: int) -> list[Example]:
     """The first `num_examples` held-out examples (fewer, if there are no more). Raises DataError when there is none."""
     examples = list(islice(held_out_examples(pipeline), num_examples))
     if not examples:
@@ -53,7 +52,7 @@ def find_examples(pipeline: Pipeline, num_examples: int) -> list[Example]:
 
 
 def pack_examples(
-    examples: Sequence[Example], pipeline: Pipeline, budgets: Budgets, *, rank: int, world_size: int
+    examples: Sequence[Example], pipeline: LanePipeline, budgets: Budgets, *, rank: int, world_size: int
 ) -> list[Batch]:
     """Rank `rank`'s part of `examples`.
 
@@ -72,79 +71,74 @@ def pack_examples(
     ]
 
 
-def held_out_examples(pipeline: Pipeline) -> Iterator[Example]:
+def held_out_examples(pipeline: LanePipeline) -> Iterator[Example]:
     """Every held-out example once, denoised alike in all runs; documents come from the sources by weight.
 
     Raises DataError where more of the rows read than the run's limit cannot be read.
     """
     chunker = dataclasses.replace(pipeline.chunker, seed=_SEED)
     for document in readable(_by_weight(pipeline.sources), pipeline.bad_row_limit):
-        tokens = pipeline.tokens(document)
+        tokens = pipeline.tokenize(document)
         for chunk in chunker.chunks(len(tokens), document.key, 0):
             yield chunker.example(chunk, tokens, document.key)
 
 
-def _by_weight(sources: Sequence[OpenSource]) -> Iterator[AnyRow]:
+def _by_weight(sources: Sequence[OpenSource]) -> Iterator[Row]:
     """Held-out rows in turns that keep every prefix in proportion to the weights.
 
     The next one is of the source that is furthest behind its share. A source that has no more drops out.
     """
-    queues = {number: _held_out_documents(opened) for number, opened in enumerate(sources)}
+    queues = [_held_out_documents(opened) for opened in sources]
     due = {number: 1 / opened.weight for number, opened in enumerate(sources)}
     while due:
         number = min(due, key=lambda candidate: due[candidate])
-        document = next(queues[number], None)
-        if document is None:
-            del due[number]
-        else:
+        if document := next(queues[number], None):
             due[number] += 1 / sources[number].weight
             yield document
+        else:
+            del due[number]
 
 
-def _held_out_documents(opened: OpenSource) -> Iterator[AnyRow]:
+def _held_out_documents(opened: OpenSource) -> Iterator[Row]:
     """The held-out documents of a source. Keys come first: others are not read where the source can avoid it."""
     source = opened.source
-
-    def is_held_out(key: str) -> bool:
-        return held_out_hash(key) < opened.held_out_below
-
     if not opened.held_out_below:
         return
     if isinstance(source, StreamSource):
         for unit in range(source.num_units):
-            yield from source.documents(unit, 0, is_held_out)
+            yield from source.documents(unit, 0, opened.holds_out)
     else:
-        order = Permutation(len(source), _SEED, "evaluation")
-        indices = (order[place] for place in range(len(source)))
-        yield from (source.document(index) for index in indices if is_held_out(source.key(index)))
+        for index in Permutation(len(source), _SEED, "evaluation"):
+            if opened.holds_out(source.key(index)):
+                yield source.document(index)
 
 
 def _write_examples(path: Path, examples: Sequence[Example]) -> None:
-    """One .npz file of flat ids, lengths, denoisers and document keys. It appears complete, or not at all."""
+    """Write one .npz file of flat ids, lengths, denoisers and document keys. It appears complete, or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with open(unfinished, "wb") as file:
+    numbers = {name: number for number, name in enumerate(DENOISERS)}
+    with atomic_file(path) as file:
         np.savez(
             file,
             encoder_ids=np.concatenate([example.encoder_ids for example in examples]),
             encoder_lengths=np.array([len(example.encoder_ids) for example in examples]),
             decoder_ids=np.concatenate([example.decoder_ids for example in examples]),
             decoder_lengths=np.array([len(example.decoder_ids) for example in examples]),
-            denoisers=np.array([DENOISERS.index(example.denoiser) for example in examples]),
+            denoisers=np.array([numbers[example.denoiser] for example in examples]),
             documents=np.array([example.document for example in examples]),
         )
-    unfinished.replace(path)
 
 
 def _read_examples(path: Path) -> list[Example]:
-    """What `_write_examples` wrote. Raises DataError for a damaged file."""
+    """Read what `_write_examples` wrote. Raises DataError for a damaged file."""
     try:
         with np.load(path, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in stored.files}
     except (OSError, ValueError, EOFError, BadZipFile) as error:
         raise DataError(f"{path}: cannot be read ({error}). Delete it: it is made again") from error
+    names = list(DENOISERS)
     return [
-        Example(encoder_ids, decoder_ids, DENOISERS[denoiser], str(document))
+        Example(encoder_ids, decoder_ids, names[denoiser], str(document))
         for encoder_ids, decoder_ids, denoiser, document in zip(
             _split(arrays["encoder_ids"], arrays["encoder_lengths"]),
             _split(arrays["decoder_ids"], arrays["decoder_lengths"]),

@@ -1,15 +1,26 @@
-"""What a run's data order depends on, as facts that can be saved, compared and named."""
+"""What a run's data order depends on, as facts that can be saved, compared and named.
+
+A source has facts (JSON-able): its `number`, its `size` (documents; units of a stream), and its identity. One that
+has the kind, names and column of a saved one is that one, with other content if anything else differs. So a comparison
+says what becomes of the lanes' places in each source.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ds_encdec.config.schema import FullConfig, Mark, marked
-from ds_encdec.data.lane import Pipeline
+from ds_encdec.data.lane import LanePipeline
 from ds_encdec.data.readers import source_positions
-from ds_encdec.data.same_sources import Facts, Fate, digest, fates, in_todays_form, source_facts
-from ds_encdec.types import CheckpointError
+from ds_encdec.data.sources import OpenSource
+from ds_encdec.types import CheckpointError, Document
+
+Facts = dict[str, Any]
 
 _PROBE = "The quick brown fox, 1234567890 — jumps\n\tover: naïve {dogs}; 日本語 <extra_id_0>."
 
@@ -19,8 +30,11 @@ _POSITION_FACTS = ("data.num_lanes", "data.shuffle_buffer_size", "training.seed"
 _CHOICE_FACTS = ("sources", "mixture weights")
 """What may differ without a difference in how a document is cut and packed."""
 
+_CONTENT = ("number", "size", "commit", "rows", "documents", "sha256", "seed")
+"""Facts that another version of a source may have otherwise."""
 
-def fingerprint(config: FullConfig, pipeline: Pipeline) -> Facts:
+
+def fingerprint(config: FullConfig, pipeline: LanePipeline) -> Facts:
     """JSON-able facts; two runs whose facts are equal see the same examples in the same order.
 
     Fields carry their configuration names. The tokenizer is known by what it makes of a fixed text, sources by
@@ -32,7 +46,7 @@ def fingerprint(config: FullConfig, pipeline: Pipeline) -> Facts:
         "data.num_lanes": pipeline.num_lanes,
         "training.seed": pipeline.seed,
         "training.per_device_train_batch_size": config.training.micro_batch_size,
-        "tokenizer": digest(pipeline.tokenize([_PROBE])[0].tolist()),
+        "tokenizer": digest(pipeline.tokenize(Document("probe", _PROBE)).tolist()),
         "special tokens": digest(
             [vocabulary.sentinel_ids, vocabulary.eos_id, vocabulary.pad_id, vocabulary.mode_token_ids]
         ),
@@ -58,7 +72,7 @@ def require_same(saved: Facts, now: Facts) -> None:
 
 def told(saved: Facts, now: Facts) -> str:
     """What becomes of each source when a run goes on with the data `now`."""
-    return "; ".join(fate.words for fate in _fates(saved, now))
+    return "; ".join(fate.words for fate in _fates(in_todays_form(saved, now["sources"]), now))
 
 
 def usable_records(records: list[dict[str, Any]], saved: Facts, now: Facts) -> list[dict[str, Any]]:
@@ -89,6 +103,103 @@ def _usable(record: dict[str, Any], kept: set[int], same: set[int]) -> dict[str,
     }
 
 
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What a run does with a source. `kept`: the lanes' places in it; `same`: with the very same content."""
+
+    number: int
+    words: str
+    kept: bool = False
+    same: bool = False
+
+
+def digest(value: Any) -> str:
+    """A short name for a JSON-able value."""
+    text = json.dumps(value, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+def source_facts(sources: Iterable[OpenSource]) -> list[Facts]:
+    """The facts of each source."""
+    facts = [{"number": opened.number, "size": opened.size, **opened.source.identity} for opened in sources]
+    return json.loads(json.dumps(facts))
+
+
+def in_todays_form(saved: Facts, now: Sequence[Facts]) -> Facts:
+    """A `saved` fingerprint; an earlier one has no numbers and sizes, and weights among the facts of its sources.
+
+    A size that was not saved is the present one where the content is the same, as the sources `now` show.
+    """
+    if "mixture weights" in saved:
+        return saved
+    sizes = {digest(_identity(facts)): facts["size"] for facts in now}
+    weights = {str(number): facts["weight"] for number, facts in enumerate(saved["sources"])}
+    sources = [
+        {"number": number, "size": sizes.get(digest(_identity(facts))), **_identity(facts)}
+        for number, facts in enumerate(saved["sources"])
+    ]
+    return {**saved, "sources": sources, "mixture weights": weights}
+
+
+def numbered(sources: Sequence[OpenSource], saved: Sequence[Facts]) -> tuple[OpenSource, ...]:
+    """`sources` with the numbers that the same ones have in `saved`; others get numbers that none of those has."""
+    pairs = _pairs(saved, source_facts(sources))
+    unused = max(facts["number"] for facts in saved) + 1
+    numbers = []
+    for _, earlier in pairs:
+        numbers.append(unused if earlier is None else earlier["number"])
+        unused += earlier is None
+    return tuple(dataclasses.replace(opened, number=number) for opened, number in zip(sources, numbers, strict=True))
+
+
 def _fates(saved: Facts, now: Facts) -> list[Fate]:
+    """What becomes of each source, those that are dropped last. `saved` is in today's form."""
     other_order = [name for name in _POSITION_FACTS if saved.get(name) != now[name]]
-    return fates(in_todays_form(saved, now["sources"])["sources"], now["sources"], other_order)
+    known = {facts["number"] for facts in now["sources"]}
+    return [_fate(facts, earlier, other_order) for facts, earlier in _pairs(saved["sources"], now["sources"])] + [
+        Fate(facts["number"], f"{_words(facts)}: dropped") for facts in saved["sources"] if facts["number"] not in known
+    ]
+
+
+def _fate(facts: Facts, earlier: Facts | None, other_order: Sequence[str]) -> Fate:
+    """The fate of one source. `other_order`: settings that differ and give every source another order."""
+    number, name = facts["number"], _words(facts)
+    if earlier is None:
+        return Fate(number, f"{name}: new")
+    if other_order:
+        return Fate(number, f"{name}: starts over ({', '.join(other_order)} differs)")
+    if _identity(earlier) == _identity(facts):
+        return Fate(number, f"{name}: goes on where it was", kept=True, same=True)
+    if earlier["size"] == facts["size"]:
+        return Fate(number, f"{name}: changed, and goes on where it was (as many documents)", kept=True)
+    there = "unknown" if earlier["size"] is None else earlier["size"]
+    return Fate(number, f"{name}: changed, and starts over ({there} documents there, {facts['size']} now)")
+
+
+def _pairs(saved: Sequence[Facts], now: Sequence[Facts]) -> list[tuple[Facts, Facts | None]]:
+    """Each source of `now` with the one of `saved` that it is: the same content first, then the same names."""
+    left = list(saved)
+    earlier: dict[int, Facts] = {}
+    for alike in (_identity, _names):
+        for index, facts in enumerate(now):
+            match = next((other for other in left if alike(other) == alike(facts)), None)
+            if index not in earlier and match is not None:
+                earlier[index] = match
+                left.remove(match)
+    return [(facts, earlier.get(index)) for index, facts in enumerate(now)]
+
+
+def _identity(facts: Facts) -> Facts:
+    return {name: value for name, value in facts.items() if name not in ("number", "size", "weight")}
+
+
+def _names(facts: Facts) -> Facts:
+    names = {name: value for name, value in facts.items() if name not in _CONTENT}
+    return {**names, "files": sorted(facts.get("files", ()))}
+
+
+def _words(facts: Facts) -> str:
+    files = list(facts.get("files", ()))
+    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+    words = " ".join(filter(None, [facts["kind"], facts.get("name"), *files[:1]]))
+    return f"source {facts['number']} ({words}{more})"

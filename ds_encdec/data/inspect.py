@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from functools import cache, partial
+from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,21 +32,18 @@ def inspect_data(data: TrainingData, tokenizer: PreTrainedTokenizerFast, *, num_
     examples = list(islice((example for batch in batches for example in batch), num_examples))
     statistics = _statistics(data, batches)
     if as_json:
-        report = {"examples": [_as_dict(example) for example in examples], "statistics": statistics}
-        return json.dumps(report, ensure_ascii=False)
+        fields = ("document", "denoiser", "encoder_ids", "decoder_ids")
+        rows = [{name: getattr(example, name) for name in fields} for example in examples]
+        return json.dumps({"examples": rows, "statistics": statistics}, ensure_ascii=False, default=np.ndarray.tolist)
     shown = [_as_text(number, example, tokenizer) for number, example in enumerate(examples, start=1)]
-    return "\n".join([*shown, _statistics_text(statistics)])
+    return "\n".join([*shown, *_statistics_lines(statistics)])
 
 
 def _micro_batches(data: TrainingData) -> Iterator[list[Example]]:
     """The micro-batches of the run, step after step, each in lane order."""
-    lanes: list[Lane] = []
-    for number in range(data.pipeline.num_lanes):
-        lanes.append(Lane(data.pipeline, number))
-        yield next(lanes[number])
-    while True:
-        for lane in lanes:
-            yield next(lane)
+    lane = cache(partial(Lane, data.pipeline))
+    for number in cycle(range(data.pipeline.num_lanes)):
+        yield next(lane(number))
 
 
 def _statistics(data: TrainingData, batches: Sequence[Sequence[Example]]) -> dict[str, Any]:
@@ -75,15 +73,6 @@ def _distribution(lengths: np.ndarray) -> dict[str, float]:
     }
 
 
-def _as_dict(example: Example) -> dict[str, Any]:
-    return {
-        "document": example.document,
-        "denoiser": example.denoiser,
-        "encoder_ids": example.encoder_ids.tolist(),
-        "decoder_ids": example.decoder_ids.tolist(),
-    }
-
-
 def _as_text(number: int, example: Example, tokenizer: PreTrainedTokenizerFast) -> str:
     lines = [f"── example {number} · {example.denoiser} · {example.document}"]
     for side, ids in (("encoder", example.encoder_ids), ("decoder", example.decoder_ids)):
@@ -92,14 +81,12 @@ def _as_text(number: int, example: Example, tokenizer: PreTrainedTokenizerFast) 
     return "\n".join(lines) + "\n"
 
 
-def _statistics_text(statistics: dict[str, Any]) -> str:
-    lines = [f"── {statistics['examples']} examples in {statistics['micro_batches']} micro-batches"]
-    for side in ("encoder", "decoder"):
-        lengths = statistics[f"{side}_tokens"]
-        lines.append(
-            f"{side}: {statistics[f'{side}_fill']:.1%} of {statistics[f'{side}_budget_tokens']} tokens filled; lengths "
-            f"{lengths['min']} to {lengths['max']}, median {lengths['median']:.0f}, mean {lengths['mean']:.0f}"
-        )
-    counts = statistics["denoisers"]
-    lines.append("denoisers: " + ", ".join(f"{name} {counts[name]}" for name in counts))
-    return "\n".join(lines)
+def _statistics_lines(statistics: dict[str, Any]) -> list[str]:
+    sides = [
+        f"{side}: {statistics[f'{side}_fill']:.1%} of {statistics[f'{side}_budget_tokens']} tokens filled; lengths "
+        "{min} to {max}, median {median:.0f}, mean {mean:.0f}".format(**statistics[f"{side}_tokens"])
+        for side in ("encoder", "decoder")
+    ]
+    counts = ", ".join(f"{name} {count}" for name, count in statistics["denoisers"].items())
+    title = f"── {statistics['examples']} examples in {statistics['micro_batches']} micro-batches"
+    return [title, *sides, f"denoisers: {counts}"]

@@ -6,6 +6,7 @@ Restoring it reads the documents it refers to once more, and nothing else that w
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,14 +16,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ds_encdec.data.bad_rows import BadRow, bad_rows_of, check_bad_rows
 from ds_encdec.data.budgets import Budgets
-from ds_encdec.data.chunks import Chunk, Chunker
-from ds_encdec.data.held_out import held_out_hash
+from ds_encdec.data.chunks import Chunk, Chunker, Tokenize
 from ds_encdec.data.packing import Packer, Waiting
 from ds_encdec.data.readers import LaneShare, Located, MixtureReader, Reference
-from ds_encdec.data.sources import AnyDocument, OpenSource, TokenDocument
-from ds_encdec.data.text_tokens import Tokenize
+from ds_encdec.data.sources import BadRow, OpenSource, bad_rows_of, check_bad_rows
 from ds_encdec.data.ul2 import MIN_RAW_TOKENS
 from ds_encdec.types import DataError, Example
 
@@ -33,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class LanePipeline:
     """Everything that the lanes of a run have in common. It is pickled into worker processes.
 
     `bad_row_limit`: rows that cannot be read and are passed over, in one pass and over all lanes; 0: none may be.
@@ -50,17 +48,10 @@ class Pipeline:
     max_wait_batches: int
     bad_row_limit: int = 0
 
-    def tokens(self, document: AnyDocument) -> np.ndarray:
-        """The token ids of a document, int32 [n]."""
-        return document.token_ids if isinstance(document, TokenDocument) else self.tokenize([document.text])[0]
-
-    def holds_out(self, located: Located) -> bool:
-        """Whether a document is kept for evaluation."""
-        return held_out_hash(located.document.key) < self._held_out_below[located.reference[0]]
-
     @cached_property
-    def _held_out_below(self) -> dict[int, float]:
-        return {opened.number: opened.held_out_below for opened in self.sources}
+    def by_number(self) -> dict[int, OpenSource]:
+        """The sources by their numbers."""
+        return {opened.number: opened for opened in self.sources}
 
     def packer(self) -> Packer[Any]:
         """An empty packer with the run's budgets."""
@@ -83,7 +74,7 @@ class _Made(NamedTuple):
 class Lane:
     """Lane `number` of `pipeline.num_lanes`, from its beginning or from a `record`."""
 
-    def __init__(self, pipeline: Pipeline, number: int, record: dict[str, Any] | None = None) -> None:
+    def __init__(self, pipeline: LanePipeline, number: int, record: dict[str, Any] | None = None) -> None:
         self._pipeline = pipeline
         self._number = number
         share = LaneShare(number, pipeline.num_lanes, pipeline.seed, pipeline.shuffle_buffer_size)
@@ -93,7 +84,7 @@ class Lane:
         self._batches = 0
         self._skipped_documents = 0
         self._bad_rows: list[int] = []
-        self._last_bad_row: tuple[int, str] | None = None
+        self._last_bad_row: list[Any] | None = None
         if record:
             self._restore(record)
         self._arrivals = self._read_examples()
@@ -113,7 +104,7 @@ class Lane:
             "batches": self._batches,
             "skipped_documents": self._skipped_documents,
             "bad_rows": list(self._bad_rows),
-            "last_bad_row": self._last_bad_row and list(self._last_bad_row),
+            "last_bad_row": self._last_bad_row,
             "reader": self._reader.position,
             "next_chunk": self._next_chunk and list(self._next_chunk),
             "waiting": [[*entry.item.origin, entry.waited_batches] for entry in self._packer.waiting],
@@ -123,29 +114,22 @@ class Lane:
         self._batches = record["batches"]
         self._skipped_documents = record["skipped_documents"]
         self._bad_rows = bad_rows_of(record)
-        self._last_bad_row = tuple(record["last_bad_row"]) if record.get("last_bad_row") else None
+        self._last_bad_row = record.get("last_bad_row")
         if record["next_chunk"]:
-            reference, epoch, chunk = record["next_chunk"]
-            self._next_chunk = _Origin(tuple(reference), epoch, chunk)
-        origins = [_Origin(tuple(reference), epoch, chunk) for reference, epoch, chunk, _ in record["waiting"]]
-        examples = self._make_again(origins)
+            self._next_chunk = _origin(*record["next_chunk"])
+        origins = [_origin(*place) for *place, _ in record["waiting"]]
+        wanted: dict[tuple[Reference, int], set[int]] = {}
+        for reference, epoch, chunk in origins:
+            wanted.setdefault((reference, epoch), set()).add(chunk)
+        entries: dict[_Origin, Waiting[_Made]] = {}
+        for (reference, epoch), chunks in wanted.items():  # each document is read once
+            document = self._open_again(reference, epoch)
+            again = [chunk for chunk in islice(document.chunks(), max(chunks) + 1) if chunk.index in chunks]
+            entries |= {entry.item.origin: entry for entry in map(document.entry, again)}
         self._packer.waiting = [
-            _waiting(_Made(examples[origin], origin), waited_batches=waited)
+            dataclasses.replace(entries[origin], waited_batches=waited)
             for origin, (*_, waited) in zip(origins, record["waiting"], strict=True)
         ]
-
-    def _make_again(self, origins: list[_Origin]) -> dict[_Origin, Example]:
-        """The examples at `origins`; each document is read once."""
-        wanted: dict[tuple[Reference, int], set[int]] = {}
-        for origin in origins:
-            wanted.setdefault((origin.reference, origin.epoch), set()).add(origin.chunk)
-        examples = {}
-        for (reference, epoch), indices in wanted.items():
-            document = self._open_again(reference, epoch)
-            for chunk in islice(document.chunks(), max(indices) + 1):
-                if chunk.index in indices:
-                    examples[_Origin(reference, epoch, chunk.index)] = document.example(chunk)
-        return examples
 
     def _read_examples(self) -> Iterator[Waiting[_Made]]:
         """Examples in the order of reading, endlessly; `_next_chunk` points behind the last one."""
@@ -153,14 +137,14 @@ class Lane:
             document = self._open_again(self._next_chunk.reference, self._next_chunk.epoch)
             yield from self._cut(document, self._next_chunk.chunk)
         while True:
-            yield from self._cut(self._next_document(), 0)
+            yield from self._cut(self._next_document())
 
-    def _cut(self, document: _OpenDocument, first_chunk: int) -> Iterator[Waiting[_Made]]:
-        origin = _Origin(document.located.reference, document.located.epoch, 0)
+    def _cut(self, document: _OpenDocument, first_chunk: int = 0) -> Iterator[Waiting[_Made]]:
         for chunk in islice(document.chunks(), first_chunk, None):
+            entry = document.entry(chunk)
             is_last = chunk.start + chunk.length == len(document.tokens)
-            self._next_chunk = None if is_last else origin._replace(chunk=chunk.index + 1)
-            yield _waiting(_Made(document.example(chunk), origin._replace(chunk=chunk.index)))
+            self._next_chunk = None if is_last else entry.item.origin._replace(chunk=chunk.index + 1)
+            yield entry
 
     def _next_document(self) -> _OpenDocument:
         """The next document that is not held out and has text. Raises DataError when there seems to be none."""
@@ -171,9 +155,9 @@ class Lane:
             if isinstance(located.document, BadRow):
                 self._pass_over(located.document, located.epoch)
                 continue
-            if self._pipeline.holds_out(located):
+            if self._pipeline.by_number[located.reference[0]].holds_out(located.document.key):
                 continue
-            document = _OpenDocument(located, self._pipeline.tokens(located.document), self._pipeline.chunker)
+            document = self._open(located)
             if len(document.tokens) >= MIN_RAW_TOKENS:
                 return document
             self._skipped_documents += 1
@@ -191,19 +175,20 @@ class Lane:
         same = self._last_bad_row is not None and row.problem == self._last_bad_row[1]  # as a damaged row group's are
         if is_new and not same:
             logger.warning("passed over: %s", row.problem)
-        self._last_bad_row = (self._batches, row.problem)
+        self._last_bad_row = [self._batches, row.problem]
 
     def _open_again(self, reference: Reference, epoch: int) -> _OpenDocument:
         document = self._reader.fetch(reference)
         if isinstance(document, BadRow):
             raise DataError(f"{document.problem}. It could be read when the checkpoint was made")
-        return _OpenDocument(
-            Located(document, reference, epoch), self._pipeline.tokens(document), self._pipeline.chunker
-        )
+        return self._open(Located(document, reference, epoch))
+
+    def _open(self, located: Located) -> _OpenDocument:
+        assert not isinstance(located.document, BadRow)
+        return _OpenDocument(located, self._pipeline.tokenize(located.document), self._pipeline.chunker)
 
 
-@dataclass(frozen=True, slots=True)
-class _OpenDocument:
+class _OpenDocument(NamedTuple):
     """A tokenised document on its way through the chunker."""
 
     located: Located
@@ -213,9 +198,12 @@ class _OpenDocument:
     def chunks(self) -> Iterator[Chunk]:
         return self.chunker.chunks(len(self.tokens), self.located.document.key, self.located.epoch)
 
-    def example(self, chunk: Chunk) -> Example:
-        return self.chunker.example(chunk, self.tokens, self.located.document.key)
+    def entry(self, chunk: Chunk) -> Waiting[_Made]:
+        """The example of `chunk`, for the packer."""
+        example = self.chunker.example(chunk, self.tokens, self.located.document.key)
+        origin = _Origin(self.located.reference, self.located.epoch, chunk.index)
+        return Waiting(_Made(example, origin), len(example.encoder_ids), len(example.decoder_ids))
 
 
-def _waiting(made: _Made, *, waited_batches: int = 0) -> Waiting[_Made]:
-    return Waiting(made, len(made.example.encoder_ids), len(made.example.decoder_ids), waited_batches)
+def _origin(reference: list[int], epoch: int, chunk: int) -> _Origin:
+    return _Origin(tuple(reference), epoch, chunk)

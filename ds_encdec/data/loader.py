@@ -1,10 +1,10 @@
 """The data pipeline of a rank, from documents to the micro-batches of one optimizer step.
 
 1. read      readers.py     a document of the lane's share      keeps: epoch and position in each source
-2. tokenize  text_tokens.py its token ids                       keeps: nothing
+2. tokenize  chunks.py      its token ids                       keeps: nothing
 3. denoise   chunks.py      one chunk as an Example             keeps: the next chunk of the open document
 4. pack      packing.py     Examples that fill a micro-batch    keeps: references of what waits, and for how long
-5. collate   collate.py     a Batch of tensors                  keeps: nothing
+5. collate   below          a Batch of tensors                  keeps: nothing
 
 An optimizer step consumes one micro-batch of each of `num_lanes` lanes. Rank r of W serves lanes r, r + W, ...;
 steps 1 to 4 of a lane depend on nothing but the seed, the configuration and the data (`lane.py`), so a step holds
@@ -16,39 +16,40 @@ out, however far ahead the workers are.
 from __future__ import annotations
 
 import atexit
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from ds_encdec.data.bad_rows import bad_rows_of, sum_by_pass
-from ds_encdec.data.collate import collate, pinned
-from ds_encdec.data.lane import Pipeline
-from ds_encdec.data.workers import LocalLanes, WorkerLanes
-from ds_encdec.types import Batch, CheckpointError, ConfigError
+import numpy as np
+import torch
+from torch import Tensor
+
+from ds_encdec.config.shares import per_rank
+from ds_encdec.data.budgets import Budgets
+from ds_encdec.data.lane import LanePipeline
+from ds_encdec.data.sources import bad_rows_of, sum_by_pass
+from ds_encdec.data.workers import WorkerLanes
+from ds_encdec.types import DENOISERS, IGNORE_INDEX, Batch, CheckpointError, Example
 
 
 class LaneLoader:
     """Endless iterator over optimizer steps: each is this rank's micro-batches, in the order of its lanes."""
 
     def __init__(
-        self, pipeline: Pipeline, *, rank: int, world_size: int, num_workers: int, pin_memory: bool = False
+        self, pipeline: LanePipeline, *, rank: int, world_size: int, num_workers: int, pin_memory: bool = False
     ) -> None:
         """Nothing is read, and no worker started, before the first step. Raises ConfigError.
 
         `pin_memory`: hand out batches in page-locked memory, for a GPU.
         """
-        if pipeline.num_lanes % world_size:
-            fitting = [n for n in range(1, pipeline.num_lanes + 1) if pipeline.num_lanes % n == 0]
-            raise ConfigError(
-                f"data.num_lanes={pipeline.num_lanes} cannot be shared out evenly to {world_size} ranks: use "
-                f"{', '.join(map(str, fitting))} ranks"
-            )
+        per_rank(pipeline.num_lanes, world_size, "data.num_lanes")
         self.lanes = tuple(range(rank, pipeline.num_lanes, world_size))
         self._pipeline = pipeline
         self._num_workers = max(n for n in range(num_workers + 1) if n == 0 or len(self.lanes) % n == 0)
         self._pin_memory = pin_memory
         self._records: dict[int, dict[str, Any]] = {}
         self._records_before = self._records
-        self._running: LocalLanes | WorkerLanes | None = None
+        self._running: WorkerLanes | None = None
 
     def __iter__(self) -> LaneLoader:
         return self
@@ -56,7 +57,9 @@ class LaneLoader:
     def __next__(self) -> list[Batch]:
         """The micro-batches of the next step. Raises DataError, also for what went wrong in a worker."""
         if self._running is None:
-            self._running = self._start()
+            # Workers ignore signals: without this they would live until their next write after a crash.
+            atexit.register(self.close)
+            self._running = WorkerLanes(self._pipeline, self.lanes, self._records, self._num_workers)
         self._records_before = self._records
         batches = []
         records = {}
@@ -126,9 +129,64 @@ class LaneLoader:
             self._running = None
             atexit.unregister(self.close)
 
-    def _start(self) -> LocalLanes | WorkerLanes:
-        if not self._num_workers:
-            return LocalLanes(self._pipeline, self.lanes, self._records)
-        # Workers ignore signals: without this they would live until their next write after a crash.
-        atexit.register(self.close)
-        return WorkerLanes(self._pipeline, self.lanes, self._records, self._num_workers)
+
+def collate(examples: Sequence[Example], budgets: Budgets, *, decoder_start_id: int, pad_id: int) -> Batch:
+    """One micro-batch: examples concatenated, with boundaries, padded at the end to the budgets; see `Batch`.
+
+    The decoder's input is each target sequence shifted right behind `decoder_start_id`. No examples at all
+    give a batch without weight. Raises ValueError for examples that exceed the budgets.
+    """
+    encoder_lengths = tuple(len(example.encoder_ids) for example in examples)
+    decoder_lengths = tuple(len(example.decoder_ids) for example in examples)
+    if len(examples) > budgets.max_examples:
+        raise ValueError(f"{len(examples)} examples in a micro-batch of at most {budgets.max_examples}")
+    targets = _padded([example.decoder_ids for example in examples], budgets.decoder_tokens, IGNORE_INDEX)
+    shifted = _padded([_shift(example.decoder_ids, decoder_start_id) for example in examples], len(targets), pad_id)
+    numbers = {name: number for number, name in enumerate(DENOISERS)}
+    denoisers = [np.full(len(example.decoder_ids), numbers[example.denoiser]) for example in examples]
+    return Batch(
+        encoder_ids=_padded([example.encoder_ids for example in examples], budgets.encoder_tokens, pad_id),
+        decoder_input_ids=shifted,
+        labels=targets,
+        encoder_positions=_padded([np.arange(n) for n in encoder_lengths], budgets.encoder_tokens, 0),
+        decoder_positions=_padded([np.arange(n) for n in decoder_lengths], budgets.decoder_tokens, 0),
+        encoder_cu_seqlens=_boundaries(encoder_lengths, budgets.max_examples),
+        decoder_cu_seqlens=_boundaries(decoder_lengths, budgets.max_examples),
+        denoiser_ids=_padded(denoisers, budgets.decoder_tokens, 0),
+        encoder_lengths=encoder_lengths,
+        decoder_lengths=decoder_lengths,
+        documents=tuple(example.document for example in examples),
+    )
+
+
+def pinned(batch: Batch) -> Batch:
+    """`batch` in page-locked memory, from which copies to a GPU do not wait. Needs CUDA."""
+    tensors: dict[str, Any] = {
+        field.name: value.pin_memory()
+        for field in dataclasses.fields(batch)
+        if isinstance(value := getattr(batch, field.name), Tensor)
+    }
+    return dataclasses.replace(batch, **tensors)
+
+
+def _shift(target_ids: np.ndarray, decoder_start_id: int) -> np.ndarray:
+    return np.concatenate([[decoder_start_id], target_ids[:-1]])
+
+
+def _padded(pieces: Sequence[np.ndarray], size: int, fill: int) -> Tensor:
+    """`pieces` one behind the other, then `fill` up to `size`; int64 [size]."""
+    flat = np.full(size, fill, dtype=np.int64)
+    if pieces:
+        joined = np.concatenate(pieces)
+        if len(joined) > size:
+            raise ValueError(f"{len(joined)} tokens in a buffer of {size}")
+        flat[: len(joined)] = joined
+    return torch.from_numpy(flat)
+
+
+def _boundaries(lengths: Sequence[int], max_examples: int) -> Tensor:
+    """Cumulative lengths from 0, the last repeated; int32 [max_examples + 1]."""
+    edges = np.zeros(max_examples + 1, dtype=np.int32)
+    edges[1 : len(lengths) + 1] = np.cumsum(lengths)
+    edges[len(lengths) + 1 :] = edges[len(lengths)]
+    return torch.from_numpy(edges)

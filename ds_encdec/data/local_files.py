@@ -1,24 +1,42 @@
-"""Local files as data: which ones a pattern names, what they are called, and how one is told from another.
+"""Local files as data: which ones a pattern names, their names, how one is told from another, and plain copies.
 
 Documents are named by their file's path below the files' common folder, so a data set keeps its order and its
-held-out split when it moves to another folder or machine.
+held-out split when it moves to another folder or machine. They are read by byte position, so a file that is compressed,
+or holds rows otherwise than line by line, is copied once on a machine to a plain file in the user's cache folder.
 """
 
 from __future__ import annotations
 
+import bz2
+import csv
+import gzip
 import hashlib
+import json
+import logging
+import lzma
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import socket
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from glob import glob
-from itertools import accumulate
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
-import numpy as np
-
-from ds_encdec.types import DataError
+from ds_encdec.launch.atomic_files import atomic_file
+from ds_encdec.launch.run_folder import lock_file
+from ds_encdec.launch.user_cache import cache_folder
+from ds_encdec.types import ConfigError, DataError
 
 _DIGESTED_BYTES = 1 << 16
+
+_ABANDONED_SECONDS = 86_400
+"""Without a write, after which another host's unfinished file is taken for a killed process's."""
+
+logger = logging.getLogger(__name__)
 
 
 def expand_files(patterns: Sequence[str]) -> tuple[str, ...]:
@@ -47,50 +65,12 @@ def short_names(files: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def local_errors(path: str, what: str) -> Iterator[None]:
+def local_errors(path: str, what: str = "cannot be read") -> Iterator[None]:
     """Turn the errors of a local file into DataErrors."""
     try:
         yield
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise DataError(f"{path}: {what} ({error})") from error
-
-
-class Spans:
-    """Byte ranges of documents, over several files: document i is bytes [start, stop) of one file.
-
-    `edges`: for each file where its documents start, and the end of the last one. Memory-mapped ones stay files when
-    this is pickled.
-    """
-
-    def __init__(self, files: Sequence[str], edges: list[np.ndarray]) -> None:
-        self._files = files
-        self._edges = edges
-        self._first = [0, *accumulate(len(file_edges) - 1 for file_edges in edges)]
-
-    def __len__(self) -> int:
-        return self._first[-1]
-
-    def __getstate__(self) -> dict[str, Any]:
-        edges = [str(array.filename) if isinstance(array, np.memmap) else array for array in self._edges]
-        return {**self.__dict__, "_edges": edges}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        edges = state["_edges"]
-        self._edges = [np.load(array, mmap_mode="r") if isinstance(array, str) else array for array in edges]
-
-    def locate(self, index: int) -> tuple[int, int]:
-        """The file's number, and the document's number in that file."""
-        file = int(np.searchsorted(self._first, index, side="right")) - 1
-        return file, index - self._first[file]
-
-    def read(self, index: int) -> bytes:
-        """Document `index`. Raises DataError where the file cannot be read."""
-        file, row = self.locate(index)
-        start, stop = (int(edge) for edge in self._edges[file][row : row + 2])
-        with local_errors(self._files[file], "cannot be read"), open(self._files[file], "rb") as handle:
-            handle.seek(start)
-            return handle.read(stop - start)
 
 
 def file_digests(files: Sequence[str], names: Sequence[str]) -> dict[str, str]:
@@ -104,9 +84,141 @@ def file_digests(files: Sequence[str], names: Sequence[str]) -> dict[str, str]:
 
 def file_digest(path: str, digested_bytes: int = _DIGESTED_BYTES) -> str:
     """Size in bytes, and a digest of the first and last `digested_bytes`. Raises DataError."""
-    with local_errors(path, "cannot be read"), open(path, "rb") as file:
+    with local_errors(path), open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         content = hashlib.blake2b(file.read(digested_bytes), digest_size=8)
         file.seek(max(0, size - digested_bytes))
         content.update(file.read(digested_bytes))
     return f"{size}-{content.hexdigest()}"
+
+
+def kept_file(source: str, kind: str, make: Callable[[IO[bytes]], None], *, checked_bytes: int) -> Path:
+    """The file that `make` writes from the file `source`, in the cache folder as `KIND-DIGEST`.
+
+    It is made again when `source` has another path, size or modification time, or when it is damaged itself: its size
+    and `checked_bytes` at either end are compared at every call. One process of a machine makes it while the others
+    wait, and it appears whole or not at all, with the permissions of `source`. Raises what `make` raises, and OSError
+    (RuntimeError without a home) where it cannot be kept.
+    """
+    status = os.stat(source)
+    made_from = f"{os.path.realpath(source)} {status.st_size} {status.st_mtime_ns}"
+    path = cache_folder() / f"{kind}-{hashlib.sha256(made_from.encode(errors='surrogateescape')).hexdigest()[:32]}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{path}.sum", "a+") as record:
+        with suppress(ConfigError):  # without locks several may make it, each a file of its own
+            if lock_file(record, wait=True):
+                _remove_unfinished(path)
+        record.seek(0)
+        if not path.is_file() or record.read() != file_digest(str(path), checked_bytes):
+            logger.info("%s: preparing it for reading, once, in %s", source, path.parent)
+            with atomic_file(path, status.st_mode & 0o777 | 0o600) as file:
+                make(file)
+            record.truncate(0)
+            record.write(file_digest(str(path), checked_bytes))
+    return path
+
+
+def _remove_unfinished(path: Path) -> None:
+    """What killed processes left of it. The lock may be one of this host alone: others may be at work."""
+    for left in path.parent.glob(f"*{path.name}.*.tmp"):
+        with suppress(OSError):
+            is_mine = f"{path.name}.{socket.gethostname()}." in left.name
+            if is_mine or time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
+                left.unlink()
+
+
+def _open_zstd(path: str) -> Any:
+    # Imported here because it takes 0.2 s, and most runs need none of it.
+    import pyarrow
+
+    return pyarrow.CompressedInputStream(pyarrow.OSFile(path), "zstd")
+
+
+_COMPRESSIONS: tuple[tuple[bytes, Callable[[str], Any]], ...] = (
+    (b"\x1f\x8b\x08", gzip.open),
+    (b"BZh", bz2.open),
+    (b"\xfd7zXZ\0", lzma.open),
+    (b"\x28\xb5\x2f\xfd", _open_zstd),
+)
+"""First bytes of compressed files, and what opens one to read what it was made from."""
+
+_BZIP2_BLOCK = b"1AY&SY"
+
+_OTHERS = (
+    (b"PAR1", "a parquet file: set data.dataset_name=parquet"),
+    (b"PK\x03\x04", "a zip archive: unpack it"),
+)
+"""First bytes of files that are neither, and what to do with one."""
+
+
+def plain_file(path: str) -> str:
+    """`path`, or a plain copy of a compressed file (gzip, bzip2, xz, zstd: by its first bytes).
+
+    Raises DataError for one that is damaged, cut short or of another kind, and where a copy cannot be kept.
+    """
+    with local_errors(path), open(path, "rb") as file:
+        start = file.read(10)
+    for magic, what in _OTHERS:
+        if start.startswith(magic):
+            raise DataError(f"{path}: {what}, or leave it out of data.data_files")
+    for magic, opener in _COMPRESSIONS:
+        if start.startswith(magic) and (magic != b"BZh" or start.endswith(_BZIP2_BLOCK)):
+            return _copy(path, "plain", partial(_unpack, path, opener))
+    return path
+
+
+def lines_of_json(path: str) -> str:
+    """`path`, or where it holds one JSON array, a copy with an element a line. The array is read into memory whole."""
+    with local_errors(path), open(path, "rb") as file:
+        is_array = file.read(4096).lstrip()[:1] == b"["
+        file.seek(max(0, os.path.getsize(path) - 4096))
+        is_array = is_array and file.read().rstrip()[-1:] == b"]"
+    try:
+        return _copy(path, "rows", partial(_write_array, path)) if is_array else path
+    except (ValueError, RecursionError):
+        return path  # lines that are lists, or damaged: whoever reads the lines will say so
+
+
+def lines_of_csv(path: str) -> str:
+    """A copy of the CSV file `path` with a JSON object a line: its first row names the columns."""
+    return _copy(path, "rows", partial(_write_csv, path))
+
+
+def _copy(path: str, kind: str, make: Callable[[IO[bytes]], None]) -> str:
+    try:
+        return str(kept_file(path, kind, make, checked_bytes=1 << 16))
+    except (OSError, RuntimeError) as error:
+        raise DataError(
+            f"{path}: a plain copy is needed to read it, and cannot be kept in the cache folder ({error}). Set "
+            "XDG_CACHE_HOME to a folder on a disk with room, or make plain files yourself"
+        ) from error
+
+
+def _unpack(path: str, opener: Callable[[str], Any], out: IO[bytes]) -> None:
+    with opener(path) as packed:
+        while block := _read(path, packed):
+            out.write(block)
+
+
+def _read(path: str, packed: Any) -> bytes:
+    """The next block. An error here is one of `path`; one of writing is of the cache folder."""
+    with local_errors(path, "cannot be unpacked: damaged, or cut short"):
+        return packed.read(1 << 20)
+
+
+def _write_array(path: str, out: IO[bytes]) -> None:
+    with open(path, "rb") as file:
+        out.writelines(json.dumps(row).encode() + b"\n" for row in json.load(file))
+
+
+def _write_csv(path: str, out: IO[bytes]) -> None:
+    csv.field_size_limit(sys.maxsize)
+    # Bytes that are no UTF-8 go into the copy as they are: the row that has them cannot be read, and no other.
+    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        try:
+            for row in csv.DictReader(file, restkey=""):
+                fields = {name: value for name, value in row.items() if value is not None}
+                line = json.dumps(fields, ensure_ascii=False)
+                out.write(line.encode(errors="surrogateescape") + b"\n")
+        except csv.Error as error:
+            raise DataError(f"{path}: not a CSV file ({error})") from error

@@ -8,9 +8,9 @@ off once more would break the promise.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -45,7 +45,9 @@ class Packer(Generic[Item]):
 
     def pack(self, arrivals: Iterator[Waiting[Item]]) -> list[Item]:
         """The next micro-batch. Takes what it needs from `arrivals`; empty once they and the pool are exhausted."""
-        drain = self._drain_order()
+        drain = _Drain(self._budgets)
+        for entry in self.waiting:
+            drain.add(entry)
         overdue = any(
             entry.waited_batches + 1 + turn > self._max_wait_batches
             for entry, turn in zip(self.waiting, drain.turns, strict=True)
@@ -61,10 +63,7 @@ class Packer(Generic[Item]):
             if best is None:
                 break
             self._take(best, chosen, room)
-        self.waiting = [
-            Waiting(entry.item, entry.encoder_tokens, entry.decoder_tokens, entry.waited_batches + 1)
-            for entry in self.waiting
-        ]
+        self.waiting = [replace(entry, waited_batches=entry.waited_batches + 1) for entry in self.waiting]
         return chosen
 
     def _take(self, index: int, chosen: list[Item], room: np.ndarray) -> None:
@@ -72,19 +71,12 @@ class Packer(Generic[Item]):
         chosen.append(entry.item)
         room -= (entry.encoder_tokens, entry.decoder_tokens)
 
-    def _fill_pool(self, arrivals: Iterable[Waiting[Item]], drain: _Drain) -> None:
+    def _fill_pool(self, arrivals: Iterator[Waiting[Item]], drain: _Drain) -> None:
         while len(self.waiting) < self._pool_examples and drain.turn < self._max_wait_batches - 1:
-            entry = next(iter(arrivals), None)
-            if entry is None:
+            if (entry := next(arrivals, None)) is None:
                 return
-            drain.add(entry.encoder_tokens, entry.decoder_tokens)
+            drain.add(entry)
             self.waiting.append(entry)
-
-    def _drain_order(self) -> _Drain:
-        drain = _Drain(self._budgets)
-        for entry in self.waiting:
-            drain.add(entry.encoder_tokens, entry.decoder_tokens)
-        return drain
 
     def _best_fit(self, room: np.ndarray) -> int | None:
         """Which waiting example to take next, or None when none fits into `room`.
@@ -93,9 +85,7 @@ class Packer(Generic[Item]):
         shapes (taking the best fit from the start leaves a pool of leftovers: 96 % fill instead of 98 %).
         The second half takes the example, or the pair, that leaves the least free share on the worse side.
         """
-        if not self.waiting:
-            return None
-        sizes = np.array([[entry.encoder_tokens, entry.decoder_tokens] for entry in self.waiting]).T
+        sizes = np.array([[entry.encoder_tokens, entry.decoder_tokens] for entry in self.waiting]).reshape(-1, 2).T
         left = room[:, None] - sizes
         fits = (left >= 0).all(axis=0)
         if not fits.any():
@@ -126,24 +116,17 @@ class _Drain:
     """
 
     def __init__(self, budgets: Budgets) -> None:
-        self._budgets = budgets
-        self._encoder_room = budgets.encoder_tokens
-        self._decoder_room = budgets.decoder_tokens
-        self._examples_room = budgets.max_examples
+        self._budgets = self._room = (budgets.encoder_tokens, budgets.decoder_tokens, budgets.max_examples)
         self.turn = 0
         """The batch, counted from the next one, in which the last example leaves."""
         self.turns: list[int] = []
         """The same for every example, in order of arrival."""
 
-    def add(self, encoder_tokens: int, decoder_tokens: int) -> None:
+    def add(self, entry: Waiting[Any]) -> None:
         """Plan one more example behind the others."""
-        fits = encoder_tokens <= self._encoder_room and decoder_tokens <= self._decoder_room
-        if not (fits and self._examples_room):
+        encoder_room, decoder_room, examples_room = self._room
+        if entry.encoder_tokens > encoder_room or entry.decoder_tokens > decoder_room or not examples_room:
             self.turn += 1
-            self._encoder_room = self._budgets.encoder_tokens
-            self._decoder_room = self._budgets.decoder_tokens
-            self._examples_room = self._budgets.max_examples
-        self._encoder_room -= encoder_tokens
-        self._decoder_room -= decoder_tokens
-        self._examples_room -= 1
+            encoder_room, decoder_room, examples_room = self._budgets
+        self._room = (encoder_room - entry.encoder_tokens, decoder_room - entry.decoder_tokens, examples_room - 1)
         self.turns.append(self.turn)

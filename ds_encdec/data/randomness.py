@@ -8,6 +8,7 @@ is the same in whichever process, and in whatever order, it is taken.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -49,6 +50,9 @@ class Permutation:
 
     def __len__(self) -> int:
         return self._size
+
+    def __iter__(self) -> Iterator[int]:
+        return map(self.__getitem__, range(self._size))
 
     def __getitem__(self, index: int) -> int:
         if not 0 <= index < self._size:

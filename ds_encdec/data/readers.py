@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 from ds_encdec.data.randomness import Permutation, keyed_generator
-from ds_encdec.data.sources import AnyRow, MapSource, OpenSource, StreamSource
+from ds_encdec.data.sources import MapSource, OpenSource, Row, StreamSource
 from ds_encdec.types import DataError
 
 Reference = tuple[int, ...]
@@ -26,11 +27,18 @@ class LaneShare:
     seed: int
     shuffle_buffer_size: int
 
+    def nothing_to_read(self, there: str) -> DataError:
+        """The error of a lane to which nothing of a source with `there` falls."""
+        return DataError(
+            f"lane {self.lane} of {self.num_lanes} has nothing to read: the source has {there}. Lower data.num_lanes "
+            "(or training.gradient_accumulation_steps), or add data"
+        )
+
 
 class Located(NamedTuple):
     """A document (or a bad row), where it can be found again, and the pass over its source in which it was read."""
 
-    document: AnyRow
+    document: Row
     reference: Reference
     epoch: int
 
@@ -42,16 +50,12 @@ class MapReader:
         self, source: MapSource, source_number: int, share: LaneShare, position: dict[str, Any] | None
     ) -> None:
         if len(source) <= share.lane:
-            raise DataError(
-                f"lane {share.lane} of {share.num_lanes} has nothing to read: the source has {len(source)} documents. "
-                "Lower data.num_lanes (or training.gradient_accumulation_steps), or add data"
-            )
+            raise share.nothing_to_read(f"{len(source)} documents")
         self._source = source
         self._number = source_number
         self._share = share
-        self.epoch: int = position["epoch"] if position else 0
-        self._index: int = position["index"] if position else share.lane
-        self._permutation = self._order()
+        start = position or {"epoch": 0, "index": share.lane}
+        self._begin(start["epoch"], start["index"])
 
     @property
     def position(self) -> dict[str, Any]:
@@ -60,18 +64,19 @@ class MapReader:
 
     def __next__(self) -> Located:
         if self._index >= len(self._permutation):
-            self.epoch, self._index = self.epoch + 1, self._share.lane
-            self._permutation = self._order()
+            self._begin(self.epoch + 1, self._share.lane)
         reference = (self._permutation[self._index],)
         self._index += self._share.num_lanes
         return Located(self.fetch(reference), reference, self.epoch)
 
-    def fetch(self, reference: Reference) -> AnyRow:
+    def fetch(self, reference: Reference) -> Row:
         """Document number `reference[0]`."""
         return self._source.document(reference[0])
 
-    def _order(self) -> Permutation:
-        return Permutation(len(self._source), self._share.seed, "documents", self._number, self.epoch)
+    def _begin(self, epoch: int, index: int) -> None:
+        self.epoch = epoch
+        self._index = index
+        self._permutation = Permutation(len(self._source), self._share.seed, "documents", self._number, epoch)
 
 
 class StreamReader:
@@ -95,8 +100,8 @@ class StreamReader:
         self._window_number: int = start["window"]
         self._window_start = self._next_start = (start["unit"], start["row"])
         self._taken: int = start["taken"]
-        self._rows: Iterator[tuple[int, int, AnyRow]] | None = None
-        self._window: list[tuple[Reference, AnyRow]] | None = None
+        self._rows = self._read_rows()
+        self._window: list[tuple[Reference, Row]] | None = None
 
     @property
     def position(self) -> dict[str, Any]:
@@ -105,65 +110,51 @@ class StreamReader:
         return {"epoch": self.epoch, "window": self._window_number, "unit": unit, "row": row, "taken": self._taken}
 
     def __next__(self) -> Located:
-        if self._window is None:
-            self._window = self._read_window()
-        while self._taken >= len(self._window):
-            self._advance()
-            self._window = self._read_window()
-        reference, document = self._window[self._taken]
+        while self._taken >= len(window := self._current_window()):
+            self._advance(len(window))
+        reference, document = window[self._taken]
         self._taken += 1
         return Located(document, reference, self.epoch)
 
-    def fetch(self, reference: Reference) -> AnyRow:
+    def fetch(self, reference: Reference) -> Row:
         """Row `reference[1]` of unit `reference[0]`."""
-        if self._window is None:
-            self._window = self._read_window()
-        for held, document in self._window:
-            if held == reference:
-                return document
-        unit, row = reference
-        return next(self._source.documents(unit, row))
+        held, (unit, row) = dict(self._current_window()), reference
+        return held[reference] if reference in held else next(self._source.documents(unit, row))
 
-    def _advance(self) -> None:
+    def _advance(self, window_size: int) -> None:
         """Move on to the window after the current one, in the next epoch if it was the last."""
-        assert self._window is not None
-        if len(self._window) == self._share.shuffle_buffer_size:
+        if window_size == self._share.shuffle_buffer_size:
             self._window_number += 1
             self._window_start = self._next_start
-        elif self._window_number == 0 and not self._window:
-            raise DataError(
-                f"lane {self._share.lane} of {self._share.num_lanes} has nothing to read: the source has too few "
-                "documents. Lower data.num_lanes (or training.gradient_accumulation_steps), or add data"
-            )
+        elif self._window_number == 0 and not window_size:
+            raise self._share.nothing_to_read("too few documents")
         else:
             self.epoch, self._window_number = self.epoch + 1, 0
             self._window_start = (0, 0)
-            self._rows = None
+            self._rows = self._read_rows()
         self._taken = 0
+        self._window = None
 
-    def _read_window(self) -> list[tuple[Reference, AnyRow]]:
-        if self._rows is None:
-            self._rows = self._read_rows(*self._window_start)
-        units = self._units()
-        window: list[tuple[Reference, AnyRow]] = []
-        for place, row, document in self._rows:
-            window.append(((units[place], row), document))
-            self._next_start = (place, row + 1)
-            if len(window) == self._share.shuffle_buffer_size:
-                break
-        rng = keyed_generator(
-            self._share.seed, "window", self._number, self._share.lane, self.epoch, self._window_number
-        )
-        return [window[index] for index in rng.permutation(len(window))]
+    def _current_window(self) -> list[tuple[Reference, Row]]:
+        """The documents of the current window in its order, read at its first use."""
+        if self._window is None:
+            window = []
+            for start, reference, document in islice(self._rows, self._share.shuffle_buffer_size):
+                window.append((reference, document))
+                self._next_start = start
+            share = self._share
+            rng = keyed_generator(share.seed, "window", self._number, share.lane, self.epoch, self._window_number)
+            self._window = [window[index] for index in rng.permutation(len(window))]
+        return self._window
 
-    def _read_rows(self, first_place: int, first_row: int) -> Iterator[tuple[int, int, AnyRow]]:
-        """(place of the unit in the lane's order, row in the unit, document), from a position to the epoch's end."""
-        units = self._units()
+    def _read_rows(self) -> Iterator[tuple[tuple[int, int], Reference, Row]]:
+        """(position behind it, reference, document) of each row from the window's start to the epoch's end."""
+        (first_place, first_row), units = self._window_start, self._units()
         for place in range(first_place, len(units)):
             start = first_row if place == first_place else 0
             for row, document in enumerate(self._source.documents(units[place], start), start=start):
                 if not self._shares_units or row % self._share.num_lanes == self._share.lane:
-                    yield place, row, document
+                    yield (place, row + 1), (units[place], row), document
 
     def _units(self) -> list[int]:
         """The units that this lane reads in this epoch, in order."""
@@ -183,10 +174,10 @@ class MixtureReader:
 
     def __init__(self, sources: Sequence[OpenSource], share: LaneShare, position: dict[str, Any] | None) -> None:
         positions = source_positions(position) if position else {}
-        self._readers = {
-            opened.number: _reader(opened.source, opened.number, share, positions.get(opened.number))
-            for opened in sources
-        }
+        self._readers: dict[int, MapReader | StreamReader] = {}
+        for opened in sources:
+            kind: type[Any] = StreamReader if isinstance(opened.source, StreamSource) else MapReader
+            self._readers[opened.number] = kind(opened.source, opened.number, share, positions.get(opened.number))
         self._numbers = [opened.number for opened in sources]
         total = sum(opened.weight for opened in sources)
         self._shares = [opened.weight / total for opened in sources]
@@ -216,7 +207,7 @@ class MixtureReader:
         located = next(self._readers[number])
         return located._replace(reference=(number, *located.reference))
 
-    def fetch(self, reference: Reference) -> AnyRow:
+    def fetch(self, reference: Reference) -> Row:
         """The document of the source with number `reference[0]`."""
         return self._readers[reference[0]].fetch(reference[1:])
 
@@ -225,11 +216,3 @@ def source_positions(position: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     """The position in each source, by its number, of a `MixtureReader.position`; earlier ones hold a list of them."""
     saved = position["sources"]
     return dict(enumerate(saved)) if isinstance(saved, list) else {int(number): one for number, one in saved.items()}
-
-
-def _reader(
-    source: MapSource | StreamSource, number: int, share: LaneShare, position: dict[str, Any] | None
-) -> MapReader | StreamReader:
-    if isinstance(source, StreamSource):
-        return StreamReader(source, number, share, position)
-    return MapReader(source, number, share, position)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ds_encdec.data.budgets import Budgets
-from ds_encdec.data.chunks import Chunker
-from ds_encdec.data.held_out import held_out_hash
+from ds_encdec.data.chunks import Chunker, Tokenize
 from ds_encdec.data.randomness import keyed_generator
-from ds_encdec.data.sources import OpenSource, StreamSource, TokenDocument, sample_documents
-from ds_encdec.data.text_tokens import Tokenize
+from ds_encdec.data.sources import OpenSource, StreamSource, sample_documents
 from ds_encdec.data.ul2 import MIN_RAW_TOKENS
 from ds_encdec.types import DataError
 
@@ -32,12 +31,12 @@ class SampleStatistics:
     """What a sample of the training documents shows.
 
     `ratio`: encoder tokens per decoder token after denoising. `documents` and `tokens`: in the whole training
-    split, before denoising (tokens extrapolated from the sample); None where a stream is longer than the sample.
+    split, before denoising (tokens extrapolated from the sample); infinite where a stream is longer than the sample.
     """
 
     ratio: float
-    documents: int | None
-    tokens: int | None
+    documents: float
+    tokens: float
 
 
 def sample_statistics(
@@ -48,66 +47,44 @@ def sample_statistics(
     Of each source up to `bad_row_limit` rows that cannot be read are passed over.
     """
     total_weight = sum(opened.weight for opened in sources)
-    samples = [
-        _sample(opened, max(16, round(SAMPLE_DOCUMENTS * opened.weight / total_weight)), tokenize, bad_row_limit)
-        for opened in sources
-    ]
-    lengths = [length for sample in samples for length in sample.lengths if length >= MIN_RAW_TOKENS]
-    if not lengths:
-        seen = sum(len(sample.lengths) for sample in samples)
+    all_lengths: list[int] = []
+    documents = tokens = 0.0
+    for opened in sources:
+        count = max(16, round(SAMPLE_DOCUMENTS * opened.weight / total_weight))
+        read = list(sample_documents(opened.source, count + 1, bad_row_limit))
+        lengths = [len(tokenize(document)) for document in read[:count] if not opened.holds_out(document.key)]
+        there: float = len(lengths)
+        if len(read) > count:
+            is_stream = isinstance(opened.source, StreamSource)
+            there = math.inf if is_stream else round(opened.size * (1 - opened.held_out_below))
+        all_lengths += lengths
+        documents += there
+        tokens += math.inf if there == math.inf else there * sum(lengths) / max(1, len(lengths))
+    usable = [length for length in all_lengths if length >= MIN_RAW_TOKENS]
+    if not usable:
         raise DataError(
-            f"the data set is empty: none of {seen} documents looked at has text to train on. Check data.data_files "
-            "and data.text_column"
+            f"the data set is empty: none of {len(all_lengths)} documents looked at has text to train on. Check "
+            "data.data_files and data.text_column"
         )
-    documents = [sample.documents for sample in samples]
-    tokens = [sample.tokens for sample in samples]
-    return SampleStatistics(
-        ratio=documents_ratio(lengths, chunker),
-        documents=None if None in documents else sum(n for n in documents if n is not None),
-        tokens=None if None in tokens else sum(n for n in tokens if n is not None),
-    )
+    return SampleStatistics(documents_ratio(usable, chunker), documents, tokens)
 
 
 def require_one_step(found: SampleStatistics, num_lanes: int, budgets: Budgets) -> None:
     """Raise DataError when the training split is smaller than what one optimizer step consumes."""
-    if found.documents is None or found.tokens is None:
-        return
     if found.documents < num_lanes:
         raise DataError(
-            f"{found.documents:,} documents to train on are too few for {num_lanes} lanes: each lane (a micro-batch of "
-            f"every optimizer step) reads documents of its own. Set data.num_lanes={max(1, found.documents)} or less, "
-            "give more files or lines, or cut long ones"
+            f"{found.documents:,.0f} documents to train on are too few for {num_lanes} lanes: each lane (a micro-batch "
+            f"of every optimizer step) reads documents of its own. Set data.num_lanes={max(1, found.documents):.0f} or "
+            "less, give more files or lines, or cut long ones"
         )
     per_batch = budgets.encoder_tokens + budgets.decoder_tokens
     if found.tokens < num_lanes * per_batch:
         raise DataError(
-            f"the corpus is shorter than one batch: about {found.tokens:,} tokens in {found.documents:,} documents to "
-            f"train on, but one optimizer step of {num_lanes} micro-batches x {per_batch:,} tokens needs "
+            f"the corpus is shorter than one batch: about {found.tokens:,.0f} tokens in {found.documents:,.0f} "
+            f"documents to train on, but one optimizer step of {num_lanes} micro-batches x {per_batch:,} tokens needs "
             f"{num_lanes * per_batch:,} tokens. Add data, or lower training.per_device_train_batch_size, "
             "training.gradient_accumulation_steps (or data.num_lanes), or the maximum lengths"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    lengths: list[int]
-    documents: int | None
-    tokens: int | None
-
-
-def _sample(opened: OpenSource, count: int, tokenize: Tokenize, bad_row_limit: int) -> _Sample:
-    read = list(sample_documents(opened.source, count + 1, bad_row_limit))
-    documents = [document for document in read[:count] if held_out_hash(document.key) >= opened.held_out_below]
-    lengths = [
-        len(document.token_ids) if isinstance(document, TokenDocument) else len(tokenize([document.text])[0])
-        for document in documents
-    ]
-    if len(read) <= count:
-        return _Sample(lengths, len(documents), sum(lengths))
-    if isinstance(opened.source, StreamSource):
-        return _Sample(lengths, None, None)
-    estimate = round(len(opened.source) * (1 - opened.held_out_below))
-    return _Sample(lengths, estimate, round(estimate * sum(lengths) / max(1, len(lengths))))
 
 
 def documents_ratio(lengths: Sequence[int], chunker: Chunker) -> float:

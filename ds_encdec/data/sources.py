@@ -1,45 +1,42 @@
-"""Where documents come from: two protocols, and the choice of a source by `data.dataset_name`.
+"""Where documents come from: two protocols, the choice of a source by `data.dataset_name`, and what is held out of it.
 
 A source that can hand out document i is a `MapSource`: its order is a permutation. One that can only be read
 from the front of a unit (a row group, a file, a shard) is a `StreamSource`: its order is shuffled in windows.
-Both are pickled into worker processes, and neither keeps a position: that is `readers.py`'s.
+Both are pickled into worker processes, and neither keeps a position: that is `readers.py`'s. A row that cannot be read
+comes as a `BadRow` in its document's place.
 """
 
 from __future__ import annotations
 
-import hashlib
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
-import numpy as np
-
-from ds_encdec.config.schema import LOCAL_FORMATS, DataConfig, MixtureSource, Source
-from ds_encdec.data.bad_rows import BadRow, check_bad_rows
-from ds_encdec.data.builtin_corpus import builtin_documents
-from ds_encdec.data.held_out import held_out_below
-from ds_encdec.data.json_lines import JsonLines
+from ds_encdec.config.schema import DataConfig, MixtureSource, Source
 from ds_encdec.data.local_files import expand_files
-from ds_encdec.data.parquet_files import ParquetFiles
-from ds_encdec.data.randomness import Permutation, keyed_generator
-from ds_encdec.data.text_files import TextFiles
+from ds_encdec.data.randomness import Permutation, unit_hash
+from ds_encdec.engines import load
+from ds_encdec.source_kinds import HUB, LOCAL_SOURCES
 from ds_encdec.types import DataError, Document
 
 if TYPE_CHECKING:
     from ds_encdec.tokenizer.sentinels import Vocabulary
 
+SMALL_SOURCE_DOCUMENTS = 1024
+"""Sources up to this size are checked for a held-out document; larger ones have one for any sensible fraction."""
+
 
 @dataclass(frozen=True, slots=True)
-class TokenDocument:
-    """A document that is token ids (int32) from the start, for sources without text."""
+class BadRow:
+    """What stands in the place of a document that cannot be read. `problem` names the file, the row and the reason."""
 
     key: str
-    token_ids: np.ndarray
+    problem: str
 
 
-AnyDocument: TypeAlias = Document | TokenDocument
-AnyRow: TypeAlias = AnyDocument | BadRow
+Row: TypeAlias = Document | BadRow
 
 
 class MapSource(Protocol):
@@ -53,7 +50,7 @@ class MapSource(Protocol):
         """The key of document `index`, without reading the document."""
         ...
 
-    def document(self, index: int) -> AnyRow:
+    def document(self, index: int) -> Row:
         """Document `index`. Raises DataError where the source itself fails, not a row."""
         ...
 
@@ -65,74 +62,36 @@ class StreamSource(Protocol):
     identity: dict[str, Any]
     num_units: int
 
-    def documents(self, unit: int, first_row: int, wanted: Callable[[str], bool] | None = None) -> Iterator[AnyRow]:
+    def documents(self, unit: int, first_row: int, wanted: Callable[[str], bool] | None = None) -> Iterator[Row]:
         """The documents of `unit` from row `first_row` on; those whose key is `wanted`, if given. Errors as there."""
         ...
+
+
+AnySource: TypeAlias = MapSource | StreamSource
 
 
 @dataclass(frozen=True)
 class OpenSource:
     """A source as a run uses it: its share of the documents, and the rule that holds documents out.
 
-    Documents whose key hashes below `held_out_below` (see `held_out.py`) are kept for evaluation. `number`: its own
-    among the run's sources, whatever was added, taken out or put in another order; its documents' order depends on it.
+    Documents whose key hashes below `held_out_below` are kept for evaluation, whatever the seed, the number of lanes
+    and the order of reading. `number`: its own among the run's sources, whatever was added, taken out or put in another
+    order; its documents' order depends on it.
     """
 
-    source: MapSource | StreamSource
+    source: AnySource
     weight: float
     held_out_below: float
     number: int
 
+    def holds_out(self, key: str) -> bool:
+        """Return whether the document `key` is kept for evaluation."""
+        return held_out_hash(key) < self.held_out_below
 
-class RandomIds:
-    """Uniformly random ids in documents of log-normal length (median 620 tokens, sigma 1, like web pages)."""
-
-    NUM_DOCUMENTS = 1_000_000
-    MEDIAN_TOKENS = 620
-    MAX_TOKENS = 100_000
-
-    def __init__(self, seed: int, vocabulary: Vocabulary) -> None:
-        reserved = {*vocabulary.sentinel_ids, *vocabulary.mode_token_ids, vocabulary.eos_id, vocabulary.pad_id}
-        self._ids = np.setdiff1d(np.arange(vocabulary.vocab_size, dtype=np.int32), sorted(reserved))
-        self._seed = seed
-        self.identity = {"kind": "random", "seed": seed, "vocab_size": vocabulary.vocab_size}
-
-    def __len__(self) -> int:
-        return self.NUM_DOCUMENTS
-
-    def key(self, index: int) -> str:
-        """`random/INDEX`."""
-        return f"random/{index}"
-
-    def document(self, index: int) -> TokenDocument:
-        """Document `index`, drawn anew at every call, always the same."""
-        rng = keyed_generator(self._seed, "random ids", index)
-        num_tokens = int(np.clip(self.MEDIAN_TOKENS * np.exp(rng.normal()), 2, self.MAX_TOKENS))
-        return TokenDocument(self.key(index), self._ids[rng.integers(len(self._ids), size=num_tokens)])
-
-
-class BuiltinCorpus:
-    """The text that every CPython installation has (`builtin_corpus.py`), as a source."""
-
-    def __init__(self) -> None:
-        self._documents = builtin_documents()
-        content = hashlib.sha256(repr(self._documents).encode()).hexdigest()
-        self.identity = {"kind": "builtin", "documents": len(self._documents), "sha256": content}
-
-    def __len__(self) -> int:
-        return len(self._documents)
-
-    def key(self, index: int) -> str:
-        """`builtin/` and the module and class, or the topic."""
-        return self._documents[index].key
-
-    def document(self, index: int) -> Document:
-        """Document `index`."""
-        return self._documents[index]
-
-
-LOCAL_DATASETS = ("builtin", "random", *LOCAL_FORMATS)
-"""Values of `data.dataset_name` that do not name a data set of the hub."""
+    @property
+    def size(self) -> int:
+        """Documents, or units of a stream."""
+        return self.source.num_units if isinstance(self.source, StreamSource) else len(self.source)
 
 
 def source_entries(data: DataConfig) -> Sequence[MixtureSource]:
@@ -143,11 +102,21 @@ def source_entries(data: DataConfig) -> Sequence[MixtureSource]:
 def open_sources(
     data: DataConfig, seed: int, vocabulary: Vocabulary, num_lanes: int, commits: Mapping[str, str]
 ) -> tuple[OpenSource, ...]:
-    """Open what `data` names, data sets of the hub at `commits` (see `hub_commits.py`). Raises DataError."""
+    """Open what `data` names, data sets of the hub at `commits` (see `resolve_commits`). Raises DataError."""
     opened = []
-    for number, entry in enumerate(source_entries(data)):
-        pinned = entry.model_copy(update={"dataset_revision": commits.get(hub_name(entry), entry.dataset_revision)})
-        source = _open(pinned, seed, vocabulary, num_lanes, streaming=data.streaming)
+    for number, named in enumerate(source_entries(data)):
+        entry = named.model_copy(update={"dataset_revision": commits.get(hub_name(named), named.dataset_revision)})
+        kind = LOCAL_SOURCES.get(entry.dataset_name, HUB)
+        offered = {
+            "entry": entry,
+            "text_column": entry.text_column,
+            "seed": seed,
+            "vocabulary": vocabulary,
+            "num_lanes": num_lanes,
+            "streaming": data.streaming,
+            "files": _files(entry) if kind.reads_files else (),
+        }
+        source: AnySource = load(kind.reader)(**{name: offered[name] for name in kind.needs})
         opened.append(OpenSource(source, entry.weight, held_out_below(_keys(source), data.eval_fraction), number))
     return tuple(opened)
 
@@ -157,7 +126,35 @@ def hub_name(entry: MixtureSource) -> str:
     return f"{entry.dataset_name}@{entry.dataset_revision or 'main'}"
 
 
-def readable(rows: Iterable[AnyRow], bad_row_limit: int) -> Iterator[AnyDocument]:
+def _files(entry: MixtureSource) -> tuple[str, ...]:
+    if not entry.data_files:
+        raise DataError(
+            f"data.dataset_name={entry.dataset_name} reads local files: name them in data.data_files "
+            "(paths or glob patterns)"
+        )
+    return expand_files((entry.data_files,) if isinstance(entry.data_files, str) else entry.data_files)
+
+
+def held_out_hash(key: str) -> float:
+    """The number in [0, 1) that decides about the document `key`: below the source's threshold it is held out."""
+    return unit_hash(key, "held out")
+
+
+def held_out_below(keys: Iterable[str], eval_fraction: float) -> float:
+    """The threshold of the source with these document `keys` (read up to `SMALL_SOURCE_DOCUMENTS` of them).
+
+    It is `eval_fraction`, raised for a small source until one document is held out. A source of one document
+    holds out nothing, since training needs it.
+    """
+    hashes = sorted(map(held_out_hash, islice(keys, SMALL_SOURCE_DOCUMENTS + 1)))
+    if eval_fraction == 0 or len(hashes) < 2:
+        return 0.0
+    if len(hashes) > SMALL_SOURCE_DOCUMENTS or hashes[0] < eval_fraction:
+        return eval_fraction
+    return (hashes[0] + hashes[1]) / 2
+
+
+def readable(rows: Iterable[Row], bad_row_limit: int) -> Iterator[Document]:
     """The documents among `rows`. Raises DataError for more than `bad_row_limit` others."""
     count = 0
     for row in rows:
@@ -168,51 +165,55 @@ def readable(rows: Iterable[AnyRow], bad_row_limit: int) -> Iterator[AnyDocument
             yield row
 
 
-def sample_documents(source: MapSource | StreamSource, count: int, bad_row_limit: int) -> Iterator[AnyDocument]:
+def sample_documents(source: AnySource, count: int, bad_row_limit: int) -> Iterator[Document]:
     """Up to `count` `readable` documents, the same on every machine: spread over a map, the first of a stream."""
     return islice(readable(_documents(source), bad_row_limit), count)
 
 
-def _documents(source: MapSource | StreamSource) -> Iterator[AnyRow]:
+def _documents(source: AnySource) -> Iterator[Row]:
     if isinstance(source, StreamSource):
         for unit in range(source.num_units):
             yield from source.documents(unit, 0)
     elif len(source):
-        order = Permutation(len(source), 0, "sample")
-        yield from (source.document(order[place]) for place in range(len(source)))
+        yield from map(source.document, Permutation(len(source), 0, "sample"))
 
 
-def _keys(source: MapSource | StreamSource) -> Iterator[str]:
+def _keys(source: AnySource) -> Iterator[str]:
     if isinstance(source, StreamSource):
         return (document.key for document in _documents(source))
-    return (source.key(index) for index in range(len(source)))
+    return map(source.key, range(len(source)))
 
 
-def _open(
-    entry: MixtureSource, seed: int, vocabulary: Vocabulary, num_lanes: int, *, streaming: bool
-) -> MapSource | StreamSource:
-    match entry.dataset_name:
-        case "builtin":
-            return BuiltinCorpus()
-        case "random":
-            return RandomIds(seed, vocabulary)
-        case "text":
-            return TextFiles(_files(entry))
-        case "json" | "csv":
-            return JsonLines(_files(entry), entry.text_column, kind=entry.dataset_name)
-        case "parquet":
-            return ParquetFiles(_files(entry), entry.text_column, num_lanes=num_lanes)
-    # Imported here because `datasets` takes a second to import, and local runs do not need it.
-    from ds_encdec.data.hub import open_hub_data
-
-    return open_hub_data(entry, num_lanes, streaming=streaming)
+def text_document(key: str, value: Any, where: str) -> Row:
+    """The document of a text field's value: null is an empty text, anything but a string a bad row."""
+    if value is None or isinstance(value, str):
+        return Document(key, value or "")
+    return BadRow(key, f"{where}: expected text, found {type(value).__name__} {reprlib.repr(value)}")
 
 
-def _files(entry: MixtureSource) -> tuple[str, ...]:
-    if not entry.data_files:
-        raise DataError(
-            f"data.dataset_name={entry.dataset_name} reads local files: name them in data.data_files "
-            "(paths or glob patterns)"
-        )
-    patterns = (entry.data_files,) if isinstance(entry.data_files, str) else entry.data_files
-    return expand_files(patterns)
+def missing_column(column: str, where: str, existing: Sequence[str]) -> str:
+    """The message for a column that is not there, listing those that are."""
+    return f"data.text_column={column}: {where} has no such column; it has {(', '.join(existing) or 'none'):.300}"
+
+
+def bad_rows_of(record: Mapping[str, Any]) -> list[int]:
+    """The bad rows in a lane's record, by pass over their source; earlier records count the first pass alone."""
+    rows = record.get("bad_rows", [])
+    return list(rows) if isinstance(rows, list) else [rows]
+
+
+def sum_by_pass(counts: Iterable[Sequence[int]]) -> list[int]:
+    """The sum of counts by pass, of which some may be of fewer passes."""
+    return [sum(one_pass) for one_pass in zip_longest(*counts, fillvalue=0)]
+
+
+def check_bad_rows(count: int, limit: int, last: str) -> None:
+    """Raise DataError where `count` rows, the newest with the problem `last`, are more than `limit`; 0 allows none."""
+    if count <= limit:
+        return
+    if limit == 0:
+        raise DataError(f"{last}. Mend it, or pass over such rows: data.on_bad_row=skip")
+    raise DataError(
+        f"more than data.max_bad_rows={limit} rows cannot be read, the last one {last}. Look at the data, or raise "
+        "data.max_bad_rows"
+    )

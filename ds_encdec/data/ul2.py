@@ -1,14 +1,6 @@
-"""UL2's mixture of denoisers (arXiv 2205.05131; the five tasks and weights of T5Gemma 2, arXiv 2512.14856, 3.1).
+"""Denoising by the rows of `denoisers.py`, UL2's mixture (arXiv 2205.05131): tokens to a pair of sequences.
 
-| denoiser | mean span | corruption | spans |
-|---|---|---|---|
-| R1 | 3 | 0.15 | many |
-| R2 | 12 | 0.50 | many |
-| X1 | 32 | 0.15 | many |
-| X2 | 32 | 0.50 | many |
-| S | the rest | 0.75 | one suffix |
-
-Span corruption is T5's (arXiv 1910.10683, section 3.1.4): noise and kept tokens are each cut at random into
+Span corruption (R and X) is T5's (arXiv 1910.10683, section 3.1.4): noise and kept tokens are each cut at random into
 segments, which alternate. T5 makes equally many and ends with noise, so a short text with one span always loses its
 end. Here a text may end with a kept segment, so that a span can lie anywhere (see `_kept_lengths`); no length changes.
 
@@ -16,8 +8,8 @@ end. Here a text may end with a kept segment, so that a span can lie anywhere (s
     encoder   a b <0> e f <1> h        every span becomes one sentinel, no EOS
     decoder   <0> c d <1> g EOS        what is missing, span by span
 
-The S denoiser is a prefix language model: the encoder reads the first quarter, the decoder continues. Its
-target ends with EOS only where the document ends.
+S is a prefix language model: the encoder reads the first quarter, the decoder continues. Its target ends with EOS only
+where the document ends.
 """
 
 from __future__ import annotations
@@ -25,34 +17,18 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ds_encdec.types import DENOISERS, ConfigError
+from ds_encdec.denoisers import DENOISERS, DenoisedLengths, denoised_lengths
+from ds_encdec.types import ConfigError
 
 if TYPE_CHECKING:
     from ds_encdec.tokenizer.sentinels import Vocabulary
 
 MIN_RAW_TOKENS = 2
 """Shortest text that can be denoised: one token for each side."""
-
-
-class SpanCorruption(NamedTuple):
-    """Parameters of one span-corrupting denoiser: mean span in tokens, share of the tokens that is noise."""
-
-    mean_span_tokens: int
-    noise_density: float
-
-
-SPAN_CORRUPTIONS = {
-    "R1": SpanCorruption(3, 0.15),
-    "R2": SpanCorruption(12, 0.50),
-    "X1": SpanCorruption(32, 0.15),
-    "X2": SpanCorruption(32, 0.50),
-}
-SUFFIX_DENSITY = 0.75
-"""Share of the tokens that S moves to the decoder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,30 +39,6 @@ class LengthBounds:
     max_encoder_tokens: int
     max_decoder_tokens: int
     num_sentinels: int
-
-
-class DenoisedLengths(NamedTuple):
-    """Lengths after denoising, in tokens; `decoder_tokens` counts the EOS. S has no spans."""
-
-    encoder_tokens: int
-    decoder_tokens: int
-    noise_tokens: int
-    spans: int
-
-
-def denoised_lengths(raw_tokens: int, denoiser: str) -> DenoisedLengths:
-    """The lengths that `raw_tokens` (>= 2) become. They are fixed: no random draw changes them.
-
-    Halves round to even, as in T5's and Hugging Face's code.
-    """
-    if denoiser == "S":
-        suffix = min(max(round(raw_tokens * SUFFIX_DENSITY), 1), raw_tokens - 1)
-        return DenoisedLengths(raw_tokens - suffix, suffix + 1, suffix, 0)
-    mean_span_tokens, noise_density = SPAN_CORRUPTIONS[denoiser]
-    noise = min(max(round(raw_tokens * noise_density), 1), raw_tokens - 1)
-    # A kept segment is at least one token: more spans than that cannot be told apart.
-    spans = min(max(round(noise / mean_span_tokens), 1), raw_tokens - noise)
-    return DenoisedLengths(raw_tokens - noise + spans, noise + spans + 1, noise, spans)
 
 
 @lru_cache(maxsize=256)
@@ -121,29 +73,26 @@ def denoise(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Corrupt `tokens` (int32 [n], n >= 2) into (encoder_ids, decoder_ids), int32 each.
 
-    The caller keeps `n` within `max_raw_length` and the sentinels out of `tokens`. `document_ends`: the
-    chunk's last token is its document's (only S asks). With mode tokens the encoder starts with one.
+    The caller keeps `n` within `max_raw_length` and the sentinels out of `tokens`. `document_ends`: the chunk's last
+    token is its document's (only a prefix language model asks). With mode tokens the encoder starts with one.
     """
-    if denoiser == "S":
-        encoder_ids, decoder_ids = _split_prefix(tokens, vocabulary.eos_id if document_ends else None)
+    lengths = denoised_lengths(len(tokens), denoiser)
+    if DENOISERS[denoiser].has_spans:
+        encoder_ids, decoder_ids = _corrupt_spans(tokens, lengths, vocabulary, rng)
     else:
-        encoder_ids, decoder_ids = _corrupt_spans(tokens, denoiser, vocabulary, rng)
+        ending = np.array([vocabulary.eos_id] if document_ends else [], dtype=np.int32)
+        encoder_ids, suffix = np.split(tokens.copy(), [lengths.encoder_tokens])
+        decoder_ids = np.concatenate([suffix, ending])
     if vocabulary.mode_token_ids:
-        mode = np.array([vocabulary.mode_token_ids[DENOISERS.index(denoiser)]], dtype=np.int32)
-        encoder_ids = np.concatenate([mode, encoder_ids])
+        mode = vocabulary.mode_token_ids[list(DENOISERS).index(denoiser)]
+        encoder_ids = np.concatenate([[mode], encoder_ids], dtype=np.int32)
     return encoder_ids, decoder_ids
 
 
-def _split_prefix(tokens: np.ndarray, eos_id: int | None) -> tuple[np.ndarray, np.ndarray]:
-    prefix_tokens = denoised_lengths(len(tokens), "S").encoder_tokens
-    ending = [] if eos_id is None else [eos_id]
-    return tokens[:prefix_tokens].copy(), np.concatenate([tokens[prefix_tokens:], np.array(ending, dtype=np.int32)])
-
-
 def _corrupt_spans(
-    tokens: np.ndarray, denoiser: str, vocabulary: Vocabulary, rng: np.random.Generator
+    tokens: np.ndarray, lengths: DenoisedLengths, vocabulary: Vocabulary, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    _, decoder_tokens, noise_tokens, spans = denoised_lengths(len(tokens), denoiser)
+    _, decoder_tokens, noise_tokens, spans = lengths
     noise_lengths = _random_partition(noise_tokens, spans, rng)
     sentinels = np.array(vocabulary.sentinel_ids[:spans], dtype=np.int32)
 

@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import IO, Any, NamedTuple
 
-from ds_encdec.data.lane import Lane, Pipeline
+from ds_encdec.data.lane import Lane, LanePipeline
 from ds_encdec.launch.preemption import stop_signals_left_to_this_process
 from ds_encdec.launch.standard_output import outlive_readers
 from ds_encdec.types import DataError, DsEncDecError, Example
@@ -45,30 +45,18 @@ class LaneBatch(NamedTuple):
     record: dict[str, Any]
 
 
-class LocalLanes:
-    """Lanes that run in this process, each when it is asked."""
-
-    def __init__(self, pipeline: Pipeline, lanes: Sequence[int], records: Mapping[int, dict[str, Any]]) -> None:
-        self._lanes = {lane: Lane(pipeline, lane, records.get(lane)) for lane in lanes}
-
-    def take(self, lane: int) -> LaneBatch:
-        """The next micro-batch of `lane`."""
-        return LaneBatch(next(self._lanes[lane]), self._lanes[lane].record)
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
 class WorkerLanes:
     """Lanes that run in `num_workers` processes; lane number k of the list runs in worker k mod num_workers.
 
-    `take` must ask for the lanes in the order of the list, over and over.
+    `take` must ask for the lanes in the order of the list, over and over. Without workers, lanes run in this process,
+    each when it is asked.
     """
 
     def __init__(
-        self, pipeline: Pipeline, lanes: Sequence[int], records: Mapping[int, dict[str, Any]], num_workers: int
+        self, pipeline: LanePipeline, lanes: Sequence[int], records: Mapping[int, dict[str, Any]], num_workers: int
     ) -> None:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._lanes = {} if num_workers else {lane: Lane(pipeline, lane, records.get(lane)) for lane in lanes}
         for worker in range(num_workers):
             mine = list(lanes[worker::num_workers])
             process = _start()
@@ -77,10 +65,11 @@ class WorkerLanes:
 
     def take(self, lane: int) -> LaneBatch:
         """The next micro-batch of `lane`. Raises what the worker raised, or DataError when it is gone."""
+        if lane in self._lanes:
+            return LaneBatch(next(self._lanes[lane]), self._lanes[lane].record)
         process = self._processes[lane]
-        assert process.stdout is not None
         try:
-            answer = pickle.load(process.stdout)
+            answer = pickle.load(_pipe(process.stdout))
         except (EOFError, pickle.UnpicklingError) as error:
             raise _death(process) from error
         if isinstance(answer, BaseException):
@@ -92,8 +81,7 @@ class WorkerLanes:
         for process in set(self._processes.values()):
             process.kill()
             process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
+            _pipe(process.stdout).close()
 
 
 def _start() -> subprocess.Popen[bytes]:
@@ -104,13 +92,17 @@ def _start() -> subprocess.Popen[bytes]:
 
 
 def _send(process: subprocess.Popen[bytes], task: Any) -> None:
-    assert process.stdin is not None
     try:
-        pickle.dump(sys.path, process.stdin)
-        pickle.dump(task, process.stdin)
-        process.stdin.close()
+        with _pipe(process.stdin) as pipe:
+            pickle.dump(sys.path, pipe)
+            pickle.dump(task, pipe)
     except BrokenPipeError as error:
         raise _death(process) from error
+
+
+def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
+    assert pipe is not None
+    return pipe
 
 
 class WorkerKilledError(DataError):

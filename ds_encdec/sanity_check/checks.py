@@ -35,7 +35,7 @@ from ds_encdec.checkpoint.saved_state import open_saved_state
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.build import TrainingData, build_data
 from ds_encdec.data.chunks import Chunk
-from ds_encdec.data.lane import Pipeline
+from ds_encdec.data.lane import LanePipeline
 from ds_encdec.data.randomness import keyed_generator
 from ds_encdec.data.sources import OpenSource, sample_documents, source_entries
 from ds_encdec.data.ul2 import MIN_RAW_TOKENS, max_raw_length, reconstruct
@@ -193,14 +193,14 @@ def _data_reconstructs(subject: Subject) -> Finding:
     return Finding(True, message, {"examples": examples})
 
 
-def _texts_of(opened: OpenSource, pipeline: Pipeline) -> list[tuple[str, np.ndarray]]:
+def _texts_of(opened: OpenSource, pipeline: LanePipeline) -> list[tuple[str, np.ndarray]]:
     """Keys and tokens (int32 [n]) of documents that are long enough to be denoised."""
     documents = sample_documents(opened.source, DOCUMENTS_SEARCHED, pipeline.bad_row_limit)
-    texts = ((document.key, pipeline.tokens(document)) for document in documents)
+    texts = ((document.key, pipeline.tokenize(document)) for document in documents)
     return list(islice((text for text in texts if len(text[1]) >= MIN_RAW_TOKENS), DOCUMENTS_PER_SOURCE))
 
 
-def _gives_back(tokens: np.ndarray, denoiser: str, key: str, pipeline: Pipeline, vocabulary: Vocabulary) -> bool:
+def _gives_back(tokens: np.ndarray, denoiser: str, key: str, pipeline: LanePipeline, vocabulary: Vocabulary) -> bool:
     """Whether the longest example of `tokens` that the budgets allow is made of those very tokens."""
     chunker = pipeline.chunker
     length = min(len(tokens), max_raw_length(denoiser, chunker.bounds))

@@ -15,10 +15,10 @@ from data_parts import make_config, make_data, texts, write_json_lines, write_pa
 
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data import lane
-from ds_encdec.data.bad_rows import sum_by_pass
 from ds_encdec.data.build import TrainingData
 from ds_encdec.data.evaluation import held_out_examples
-from ds_encdec.data.json_lines import JsonLines
+from ds_encdec.data.sources import sum_by_pass
+from ds_encdec.data.text_files import JsonLines
 from ds_encdec.types import DataError, Document
 
 COUNT = 80

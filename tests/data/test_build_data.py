@@ -14,9 +14,9 @@ from data_parts import byte_tokenizer, make_config, make_data, texts, write_json
 
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.evaluation import held_out_examples
-from ds_encdec.data.held_out import held_out_hash
 from ds_encdec.data.inspect import inspect_data
-from ds_encdec.data.parquet_files import ParquetFiles
+from ds_encdec.data.sources import held_out_hash
+from ds_encdec.data.tables import ParquetFiles
 from ds_encdec.data.ul2 import reconstruct
 from ds_encdec.types import Batch, CheckpointError, DataError
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ds_encdec.data.budgets import Budgets
-from ds_encdec.data.collate import collate
+from ds_encdec.data.loader import collate
 from ds_encdec.types import DENOISERS, Example
 
 BUDGETS = Budgets(encoder_tokens=8, decoder_tokens=9, max_examples=4)
@@ -32,7 +32,7 @@ def test_two_examples() -> None:
     assert batch.decoder_positions.tolist() == [0, 1, 0, 1, 2, 0, 0, 0, 0]
     assert batch.encoder_cu_seqlens.tolist() == [0, 3, 5, 5, 5]
     assert batch.decoder_cu_seqlens.tolist() == [0, 2, 5, 5, 5]
-    r2, s = DENOISERS.index("R2"), DENOISERS.index("S")
+    r2, s = (list(DENOISERS).index(name) for name in ("R2", "S"))
     assert batch.denoiser_ids.tolist() == [r2, r2, s, s, s, 0, 0, 0, 0]
     assert (batch.encoder_lengths, batch.decoder_lengths) == ((3, 2), (2, 3))
     assert batch.documents == ("R2 document", "S document")

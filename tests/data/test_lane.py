@@ -12,9 +12,9 @@ import pytest
 from data_parts import byte_tokenizer, make_config, make_data, texts, write_json_lines, write_parquet
 
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.data.held_out import held_out_below, held_out_hash
-from ds_encdec.data.json_lines import JsonLines
 from ds_encdec.data.lane import Lane
+from ds_encdec.data.sources import held_out_below, held_out_hash
+from ds_encdec.data.text_files import JsonLines
 from ds_encdec.data.ul2 import reconstruct
 from ds_encdec.types import DataError, Example
 

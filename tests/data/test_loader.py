@@ -112,7 +112,7 @@ def test_the_epoch_is_the_slowest_lanes(path: str) -> None:
 
 
 def test_lanes_that_ranks_do_not_divide(path: str) -> None:
-    with pytest.raises(ConfigError, match="num_lanes=12 cannot be shared out evenly to 5 ranks: use 1, 2, 3, 4, 6, 12"):
+    with pytest.raises(ConfigError, match=r"num_lanes=12 cannot be divided .* 5 ranks: .*: 1, 2, 3, 4, 6, 12"):
         make_data(config_of(path), rank=0, world_size=5, num_lanes=NUM_LANES)
 
 

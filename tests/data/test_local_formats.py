@@ -23,12 +23,10 @@ import pytest
 from data_parts import texts, write_json_lines
 
 from ds_encdec.config.schema import DataConfig, MixtureSource
-from ds_encdec.data import json_lines, text_files
-from ds_encdec.data.bad_rows import BadRow
-from ds_encdec.data.hub import open_hub_data
-from ds_encdec.data.json_lines import INDEXED_BYTES, JsonLines
-from ds_encdec.data.sources import open_sources
-from ds_encdec.data.text_files import TextFiles
+from ds_encdec.data import text_files
+from ds_encdec.data.sources import BadRow, open_sources
+from ds_encdec.data.tables import open_hub_data
+from ds_encdec.data.text_files import INDEXED_BYTES, JsonLines, TextFiles
 from ds_encdec.types import DataError
 
 
@@ -225,14 +223,14 @@ def large_json_lines(folder: Path) -> tuple[str, list[str]]:
 
 def count_scans(path: str, start: Any, counts: Any) -> None:
     """Open `path` in a process of its own, at the same time as others, and say how often it was scanned."""
-    scan = json_lines._line_edges
+    scan = text_files._line_edges
     scans = []
 
     def counted(path: str) -> np.ndarray:
         scans.append(path)
         return scan(path)
 
-    json_lines._line_edges = counted
+    text_files._line_edges = counted
     start.wait()
     source = JsonLines([path], "text")
     counts.put((len(scans), [source.document(i).key for i in (0, len(source) - 1)]))

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from data_parts import texts, write_json_lines, write_parquet
 
-from ds_encdec.data.json_lines import JsonLines
-from ds_encdec.data.parquet_files import ParquetFiles
 from ds_encdec.data.readers import LaneShare, Located, MapReader, MixtureReader, StreamReader
 from ds_encdec.data.sources import MapSource, OpenSource, StreamSource
+from ds_encdec.data.tables import ParquetFiles
+from ds_encdec.data.text_files import JsonLines
 from ds_encdec.types import DataError
 
 COUNT = 61

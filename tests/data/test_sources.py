@@ -18,16 +18,13 @@ from data_parts import byte_tokenizer, make_config, texts, write_json_lines, wri
 
 from ds_encdec.config.schema import DataConfig, MixtureSource
 from ds_encdec.data import builtin_corpus
-from ds_encdec.data.bad_rows import BadRow
-from ds_encdec.data.builtin_corpus import builtin_documents
-from ds_encdec.data.hub import HubStream, HubTable, open_hub_data
-from ds_encdec.data.json_lines import JsonLines
+from ds_encdec.data.builtin_corpus import RandomIds, builtin_documents
+from ds_encdec.data.chunks import TextTokenizer
 from ds_encdec.data.local_files import expand_files
-from ds_encdec.data.parquet_files import ParquetFiles
-from ds_encdec.data.sources import RandomIds, StreamSource, open_sources
-from ds_encdec.data.text_files import TEXT_PIECE_BYTES, TextFiles
-from ds_encdec.data.text_tokens import TextTokenizer
-from ds_encdec.types import DataError
+from ds_encdec.data.sources import BadRow, StreamSource, open_sources
+from ds_encdec.data.tables import HubStream, HubTable, ParquetFiles, open_hub_data
+from ds_encdec.data.text_files import TEXT_PIECE_BYTES, JsonLines, TextFiles
+from ds_encdec.types import DataError, Document
 
 
 @pytest.fixture(autouse=True)
@@ -239,7 +236,7 @@ def test_special_tokens_in_a_text_stay_text() -> None:
     tokenizer, vocabulary = byte_tokenizer()
     text = "a <extra_id_0> b <|im_end|><|endoftext|>"
     assert vocabulary.sentinel_ids[0] in tokenizer.encode(text)  # what the tokenizer does by itself
-    ids = TextTokenizer.of(tokenizer)([text])[0]
+    ids = TextTokenizer(tokenizer.backend_tokenizer)(Document("", text))
     assert ids.dtype == np.int32
     assert {*vocabulary.sentinel_ids, vocabulary.eos_id, vocabulary.pad_id}.isdisjoint(ids.tolist())
     assert tokenizer.decode(ids) == text
@@ -250,7 +247,7 @@ def test_half_a_surrogate_pair_does_not_end_a_run(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "half \\ud83d pair"}\n')
     document = JsonLines([str(tmp_path / "a.jsonl")], "text").document(0)
     tokenizer, _ = byte_tokenizer()
-    assert tokenizer.decode(TextTokenizer.of(tokenizer)([document.text])[0]) == "half ? pair"
+    assert tokenizer.decode(TextTokenizer(tokenizer.backend_tokenizer)(document)) == "half ? pair"
 
 
 def test_workers_do_not_import_torch() -> None:

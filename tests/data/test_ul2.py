@@ -30,7 +30,7 @@ def text(length: int, seed: int = 0) -> np.ndarray:
 @settings(max_examples=400, deadline=None)
 @given(
     length=st.integers(2, 60) | st.integers(2, 5000),
-    denoiser=st.sampled_from(DENOISERS),
+    denoiser=st.sampled_from(list(DENOISERS)),
     vocabulary=st.sampled_from([PLAIN, ODD]),
     seed=st.integers(0, 2**32),
     document_ends=st.booleans(),
@@ -53,7 +53,7 @@ def test_encoder_and_decoder_give_back_the_text(
     ends = decoder_ids[-1] == vocabulary.eos_id
     assert ends == (denoiser != "S" or document_ends)
     if mode_tokens:
-        assert encoder_ids[0] == vocabulary.mode_token_ids[DENOISERS.index(denoiser)]
+        assert encoder_ids[0] == vocabulary.mode_token_ids[list(DENOISERS).index(denoiser)]
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from ds_encdec.config.schema import ArchitectureConfig, ModelConfig
-from ds_encdec.tokenizer import builtin_bpe
-from ds_encdec.tokenizer.builtin_bpe import builtin_tokenizer
-from ds_encdec.tokenizer.load import load_tokenizer
+from ds_encdec.tokenizer import load
+from ds_encdec.tokenizer.load import builtin_tokenizer, load_tokenizer
 from ds_encdec.types import CheckpointError, ConfigError
 
 CORPUS = list(pydoc_data.topics.topics.values())[:20]
@@ -55,7 +54,7 @@ def test_training_is_deterministic_and_happens_once(cache_folder: Path, monkeypa
     (cached,) = cache_folder.iterdir()
     cached.unlink()
     assert builtin_tokenizer(CORPUS, 600).backend_tokenizer.to_str() == first
-    monkeypatch.setattr(builtin_bpe, "_train", lambda *_: pytest.fail("trained although cached"))
+    monkeypatch.setattr(load, "_train", lambda *_: pytest.fail("trained although cached"))
     assert builtin_tokenizer(CORPUS, 600).backend_tokenizer.to_str() == first
 
 

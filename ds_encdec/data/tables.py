@@ -1,0 +1,338 @@
+"""Tables as sources: parquet files, local or behind a URL, and data sets of the Hugging Face hub through `datasets`.
+
+A data set that is downloaded (`data.streaming=false`) is a memory-mapped table, read by row. Streamed: parquet, which
+almost all large sets are, is read by row group by our own reader, so that a resume jumps to where it was. Other formats
+go through `datasets`' own stream: its shards can only be read from their start, so a resume reads the shard
+again up to its window. The commit of each data set on the hub is found once, and kept in a run's checkpoints.
+
+What fails on the network is tried again for two minutes, and only then ends the run with DataError.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ds_encdec.config.schema import DataConfig, MixtureSource
+from ds_encdec.data.local_files import file_digests, local_errors, short_names
+from ds_encdec.data.sources import BadRow, Row, hub_name, missing_column, source_entries, text_document
+from ds_encdec.source_kinds import LOCAL_SOURCES
+from ds_encdec.types import DataError
+
+if TYPE_CHECKING:
+    import datasets
+
+T = TypeVar("T")
+
+RETRY_DELAYS_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 60.0)
+"""Pauses between attempts: two minutes in total, on top of what the libraries below wait by themselves."""
+
+_REFUSED = {401, 403, 404, 410}
+"""HTTP statuses that another attempt does not change."""
+
+_HTTP_CLIENTS = ("httpx", "httpcore", "requests", "aiohttp")
+
+logger = logging.getLogger(__name__)
+
+
+class ParquetFiles:
+    """Parquet files, local or behind an fsspec URL. A `StreamSource`.
+
+    A unit is a file where there are many for each lane, else a row group (whose number only the files' footers
+    tell, and reading thousands of footers over a network takes minutes). Keys do not depend on that choice.
+    """
+
+    FILES_PER_LANE = 2
+
+    def __init__(
+        self, files: Sequence[str], text_column: str, *, num_lanes: int, identity: dict[str, Any] | None = None
+    ) -> None:
+        self._files = files
+        self._names = short_names(files)
+        self._text_column = text_column
+        self._units: list[tuple[int, int | None]] = [(file, None) for file in range(len(files))]
+        if len(files) < self.FILES_PER_LANE * num_lanes:
+            groups = [self._open(file).num_row_groups for file in range(len(files))]
+            self._units = [(file, group) for file, count in enumerate(groups) for group in range(count)]
+        else:
+            self._open(0)
+        self.num_units = len(self._units)
+        self.identity = identity or {
+            "kind": "parquet",
+            "files": file_digests(files, self._names),
+            "text_column": text_column,
+        }
+
+    def documents(self, unit: int, first_row: int, wanted: Callable[[str], bool] | None = None) -> Iterator[Row]:
+        """The documents of `unit` from row `first_row` on; one row group is in memory at a time.
+
+        Only those whose key is `wanted`, if given; a row group without any is not read. A remote file whose
+        connection breaks is opened again where it was.
+        """
+        path = self._files[self._units[unit][0]]
+        if not _is_remote(path):
+            rows = self._rows(unit, first_row, wanted)
+        else:
+            rows = _retry_rows(lambda row: self._rows(unit, row, wanted), first_row, path)
+        return (document for document in rows if document is not None)
+
+    def _rows(self, unit: int, first_row: int, wanted: Callable[[str], bool] | None) -> Iterator[Row | None]:
+        """Every row of `unit` from `first_row` on; None for one that is not wanted."""
+        file, only_group = self._units[unit]
+        parquet = self._open_once(file)
+        skip = first_row
+        for group in range(parquet.num_row_groups) if only_group is None else [only_group]:
+            num_rows = parquet.metadata.row_group(group).num_rows
+            keys = [f"{self._names[file]}:{group}:{row}" for row in range(skip, num_rows)]
+            yield from self._documents(parquet, file, group, keys, wanted)
+            skip = max(0, skip - num_rows)
+
+    def _documents(
+        self, parquet: Any, file: int, group: int, keys: list[str], wanted: Callable[[str], bool] | None
+    ) -> Iterator[Row | None]:
+        """The last rows of a row group, as many as there are `keys`."""
+        chosen = [wanted is None or wanted(key) for key in keys]
+        if not any(chosen):
+            yield from [None] * len(keys)
+            return
+        where = f"{self._names[file]}, row group {group}"
+        column = self._read(parquet, file, group)
+        for row, (key, is_chosen) in enumerate(zip(keys, chosen, strict=True), start=-len(keys)):
+            if not is_chosen:
+                yield None
+            elif isinstance(column, str):  # damaged: none of its rows can be read
+                yield BadRow(key, f"{where}: {column}")
+            else:
+                yield _document(key, column[row].as_py, f"{where}, row {len(column) + row}")
+
+    def _read(self, parquet: Any, file: int, group: int) -> Any:
+        """The texts of a row group, an Arrow array; for a damaged one of a local file, what is wrong with it."""
+        from pyarrow import ArrowException
+
+        try:
+            return parquet.read_row_group(group, columns=[self._text_column]).column(0)
+        except (OSError, ArrowException) as error:
+            path = self._files[file]
+            if _is_remote(path):
+                raise  # it is tried again: it may have arrived damaged
+            if isinstance(error, OSError) and error.errno:  # the disk's, not the content's
+                raise DataError(f"{path}: cannot be read (row group {group}: {error})") from error
+            return f"cannot be read ({error})"
+
+    def _open(self, file: int) -> Any:
+        path = self._files[file]
+        return _retry(lambda: self._open_once(file), path) if _is_remote(path) else self._open_once(file)
+
+    def _open_once(self, file: int) -> Any:
+        # Imported here because it takes 0.2 s, and most runs read no parquet.
+        import fsspec  # type: ignore[import-untyped]
+        from pyarrow.parquet import ParquetFile
+
+        path = self._files[file]
+        with nullcontext() if _is_remote(path) else local_errors(path, "cannot be read as parquet"):
+            parquet = ParquetFile(fsspec.open(path, "rb").open() if _is_remote(path) else path)
+        _require_column(self._text_column, self._names[file], parquet.schema_arrow.names)
+        return parquet
+
+
+def open_hub_data(entry: MixtureSource, num_lanes: int, *, streaming: bool) -> HubTable | HubStream | ParquetFiles:
+    """Open the data set that `entry` names. Raises DataError."""
+    # Imported here because it takes a second, and local runs do not need it.
+    import datasets
+
+    path, column = entry.dataset_name, entry.text_column
+    arguments: dict[str, Any] = {
+        "path": path,
+        "name": entry.dataset_config,
+        "data_files": list(entry.data_files) if isinstance(entry.data_files, tuple) else entry.data_files,
+        "revision": entry.dataset_revision,
+    }
+    name = "/".join(part for part in (path, entry.dataset_config, entry.dataset_split) if part)
+    with _readable_errors(entry, name):
+        builder = datasets.load_dataset_builder(**arguments)
+        files = list((builder.config.data_files or {}).get(entry.dataset_split, []))
+        if os.path.isdir(path):  # known by its files, so that it may move
+            identity = {"kind": "folder", "files": file_digests(files, short_names(files)), "text_column": column}
+        else:
+            identity = {"kind": "hub", "name": name, "commit": builder.hash, "text_column": column}
+        if os.path.isfile(os.path.join(path, "state.json")):  # written by Dataset.save_to_disk
+            return HubTable(name, column, datasets.load_from_disk(path), identity)
+        if not streaming:
+            builder.download_and_prepare()
+            return HubTable(name, column, builder.as_dataset(split=entry.dataset_split), identity)
+        if type(builder).__module__.endswith(".parquet") and files:
+            return ParquetFiles(files, column, num_lanes=num_lanes, identity=identity)
+        stream = datasets.load_dataset(**arguments, split=entry.dataset_split, streaming=True)
+        return HubStream(name, column, stream, identity)
+
+
+class HubTable:
+    """A downloaded data set. A `MapSource`."""
+
+    def __init__(self, name: str, column: str, table: datasets.Dataset, identity: dict[str, Any]) -> None:
+        _require_column(column, name, table.column_names)
+        self._table = table.select_columns([column])
+        self._name = name
+        self._column = column
+        self.identity = {**identity, "rows": len(table)}
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def key(self, index: int) -> str:
+        """`DATASET/CONFIG/SPLIT:ROW`."""
+        return f"{self._name}:{index}"
+
+    def document(self, index: int) -> Row:
+        """Row `index`."""
+        key = self.key(index)
+        return _document(key, lambda: self._table[index][self._column], key)
+
+
+class HubStream:
+    """A streamed data set that is not parquet. A `StreamSource` whose units are `datasets`' shards."""
+
+    def __init__(self, name: str, column: str, stream: datasets.IterableDataset, identity: dict[str, Any]) -> None:
+        for first in stream.take(1):
+            _require_column(column, name, list(first))
+        self._stream = stream
+        self._name = name
+        self._column = column
+        self.num_units = stream.num_shards
+        self.identity = identity
+
+    def documents(self, unit: int, first_row: int, wanted: Callable[[str], bool] | None = None) -> Iterator[Row]:
+        """The documents of a shard from row `first_row` on (those before are read and dropped) that are `wanted`."""
+        shard = self._stream.shard(num_shards=self.num_units, index=unit)
+        records = _retry_rows(lambda row: islice(shard, row, None), first_row, f"{self._name}, shard {unit}")
+        for row, record in enumerate(records, start=first_row):
+            key = f"{self._name}:{unit}:{row}"
+            if wanted is None or wanted(key):
+                if self._column in record:
+                    yield text_document(key, record[self._column], key)
+                else:
+                    yield BadRow(key, missing_column(self._column, key, list(record)))
+
+
+def resolve_commits(data: DataConfig, saved: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The commit (a sha) that each hub data set of `data` stands at, by `hub_name`; those in `saved` stay.
+
+    One small request for each new one. A data set that the hub does not show (no network, no such name) is
+    left out: opening it looks into the local cache, and says what is wrong.
+    """
+    commits: dict[str, str] = {}
+    for entry in source_entries(data):
+        name = hub_name(entry)
+        if entry.dataset_name in LOCAL_SOURCES or os.path.exists(entry.dataset_name):
+            continue
+        commit = (saved or {}).get(name) or _ask_hub(entry.dataset_name, entry.dataset_revision)
+        if commit:
+            commits[name] = commit
+    return commits
+
+
+def _ask_hub(dataset_name: str, revision: str | None) -> str | None:
+    # Imported here because runs on local data do not need it.
+    from huggingface_hub import HfApi
+
+    try:
+        return HfApi().dataset_info(dataset_name, revision=revision).sha
+    except Exception as error:
+        if not (isinstance(error, ValueError) or _is_of_network(error)):
+            raise
+        logger.warning("%s: its commit is not known (%s: %s)", dataset_name, type(error).__name__, error)
+        return None
+
+
+@contextmanager
+def _readable_errors(entry: MixtureSource, name: str) -> Iterator[None]:
+    """Turn what `datasets` raises while opening into DataErrors that name the field and the way out."""
+    try:
+        yield
+    except ValueError as error:  # an unknown configuration or split; the message lists the known ones
+        raise DataError(f"data set {name}: {error}") from error
+    except FileNotFoundError as error:
+        raise DataError(
+            f"data.dataset_name={entry.dataset_name}: no such data set on the hub, or no access to it ({error}). "
+            "Check the name; for a gated one log in with `hf auth login`. Local files: text, json or parquet"
+        ) from error
+    except Exception as error:
+        if not _is_of_network(error):
+            raise
+        raise DataError(
+            f"data.dataset_name={entry.dataset_name}: the hub cannot be reached and the data set is not in the local "
+            f"cache ({error}). Without a network use local files (text, json, parquet), `builtin` or `random`"
+        ) from error
+
+
+def _require_column(column: str, where: str, existing: Sequence[str]) -> None:
+    if column not in existing:
+        raise DataError(missing_column(column, where, existing))
+
+
+def _document(key: str, read: Callable[[], Any], where: str) -> Row:
+    """The document of the field that `read` takes from a table."""
+    try:
+        return text_document(key, read(), where)
+    except UnicodeDecodeError as error:
+        return BadRow(key, f"{where}: not UTF-8 text ({error.reason})")
+
+
+def _is_remote(path: str) -> bool:
+    return "://" in path
+
+
+def _is_of_network(error: BaseException) -> bool:
+    """True if `error` is one of the system's or of an HTTP client's: huggingface_hub's changes with its releases."""
+    return isinstance(error, OSError) or any(one.__module__.startswith(_HTTP_CLIENTS) for one in type(error).__mro__)
+
+
+def _retry(action: Callable[[], T], what: str) -> T:
+    """`action()`, again after each transient failure. Raises DataError naming `what` once patience is over."""
+    return next(_retry_rows(lambda _: iter([action()]), 0, what))
+
+
+def _retry_rows(read: Callable[[int], Iterator[T]], first_row: int, what: str) -> Iterator[T]:
+    """What `read(first_row)` yields; after a transient failure `read(row)` goes on with the first row still missing.
+
+    The pauses grow with the failures in a row. Raises DataError naming `what` once patience is over, and at once where
+    another attempt is pointless.
+    """
+    row, failures = first_row, 0
+    while True:
+        try:
+            for item in read(row):
+                yield item
+                row, failures = row + 1, 0
+            return
+        except DataError:
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            if not _is_transient(error):
+                raise DataError(f"{what}: cannot be read ({reason})") from error
+            attempts = len(RETRY_DELAYS_SECONDS) + 1
+            failures += 1
+            if failures == attempts:
+                raise DataError(
+                    f"{what}: cannot be read after {attempts} attempts ({reason}). Check the network, and start again "
+                    "from the last checkpoint once it is back"
+                ) from error
+            delay = RETRY_DELAYS_SECONDS[failures - 1]
+            message = "%s: attempt %d of %d failed (%s); trying again in %g s"
+            logger.warning(message, what, failures, attempts, reason, delay)
+            time.sleep(delay)
+
+
+def _is_transient(error: Exception) -> bool:
+    """True if another attempt may succeed. Every fsspec protocol raises classes of its own, so this lists what may not.
+
+    ValueError covers pyarrow's ArrowInvalid: a file that arrived, and is not parquet.
+    """
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return not isinstance(error, FileNotFoundError | PermissionError | ValueError) and status not in _REFUSED

@@ -1,0 +1,73 @@
+"""What one row adds: a denoiser, a kind of data source. Nothing else of the package is touched."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from data_parts import byte_tokenizer, make_config, make_data, texts
+
+from ds_encdec.data.inspect import inspect_data
+from ds_encdec.data.ul2 import denoise, reconstruct
+from ds_encdec.denoisers import DENOISERS, SpanCorruption
+from ds_encdec.engine.forward import split_by_denoiser
+from ds_encdec.source_kinds import LOCAL_SOURCES, SourceKind
+from ds_encdec.types import Document
+
+
+class Numbered:
+    """A `MapSource` of the texts that `seed` gives."""
+
+    def __init__(self, seed: int) -> None:
+        self._texts = texts(60, seed=seed)
+        self.identity = {"kind": "numbered", "seed": seed}
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def key(self, index: int) -> str:
+        return f"numbered/{index}"
+
+    def document(self, index: int) -> Document:
+        return Document(self.key(index), self._texts[index])
+
+
+@pytest.fixture
+def numbered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LOCAL_SOURCES, "numbered", SourceKind(f"{__name__}:Numbered", ("seed",)))
+
+
+def test_a_kind_of_source_is_a_class_and_a_row(numbered: None) -> None:
+    data = make_data(make_config(dataset_name="numbered"), num_lanes=2)
+    documents = {document for _ in range(3) for batch in next(data.loader) for document in batch.documents}
+    assert documents <= {f"numbered/{index}" for index in range(60)}
+    assert data.fingerprint["sources"] == [{"number": 0, "size": 60, "kind": "numbered", "seed": 42}]
+    assert data.commits == {}  # the hub was not asked for it
+
+
+def test_a_denoiser_is_a_row(numbered: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is drawn, packed, shown, and has a loss of its own, in the last place."""
+    monkeypatch.setitem(DENOISERS, "R3", SpanCorruption(mean_span=6, density=0.3, weight=9))
+    config = make_config(dataset_name="numbered")
+    weights = tuple(row.weight for row in DENOISERS.values())
+    config = config.model_copy(update={"data": config.data.model_copy(update={"ul2_task_weights": weights})})
+    tokenizer, vocabulary = byte_tokenizer()
+
+    data = make_data(config, num_lanes=2)
+    report = json.loads(inspect_data(data, tokenizer, num_examples=60, as_json=True))
+    counts = report["statistics"]["denoisers"]
+    assert list(counts) == ["R1", "R2", "X1", "X2", "S", "R3"]
+    assert counts["R3"] > report["statistics"]["examples"] / 4  # 9 of 17 chunks
+
+    batch = next(data.loader)[0]
+    losses = (batch.labels != -100).float()
+    split = split_by_denoiser(losses.sum(), losses, batch)
+    torch.testing.assert_close(split.tokens_by_denoiser, split.by_denoiser)
+    assert split.tokens_by_denoiser[5] == (batch.denoiser_ids == 5).sum() > 0
+
+    tokens = data.pipeline.tokenize(Document("", texts(1)[0]))[:100]
+    pair = denoise(tokens, "R3", vocabulary, np.random.default_rng(0), document_ends=True)
+    assert reconstruct(*pair, vocabulary).tolist() == tokens.tolist()
+    assert data.saved()["fingerprint"]["data.ul2_task_weights"] == [1, 1, 1, 1, 4, 9]
