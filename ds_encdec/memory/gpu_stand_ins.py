@@ -63,7 +63,8 @@ def _allocate_backward_workspace(grad: Tensor, query: torch.Size, key: torch.Siz
     heads share keys, those of keys and values of each head.
     """
     held = [grad.new_empty(shape) for shape in (query, key, key)]
-    held.append(grad.new_empty((query[0] + 128 * segments, *query[1:]), dtype=torch.float32))
+    rows = query[0] + 128 * segments
+    held += [grad.new_empty(shape, dtype=torch.float32) for shape in ((rows, *query[1:]), (rows, query[1]))]
     if query[1] != key[1]:
         held += [grad.new_empty((key[0], *query[1:])) for _ in range(2)]
 

@@ -88,6 +88,10 @@ class StorageLog(Generic[Purpose]):
                     highest, at_peak, moment = total, dict(held), when
         return at_peak, moment
 
+    def changes(self) -> Iterator[tuple[str, Purpose, int]]:
+        """Every change so far: what was in work, what the storage is for, and the bytes that came or, below 0, went."""
+        return ((when, entry.purpose, change) for entry, change, when in self._changes)
+
     @contextmanager
     def watched_resizes(self) -> Iterator[None]:
         """FSDP2 makes and frees gathered parameters by `UntypedStorage.resize_`, which is no operator."""

@@ -81,23 +81,14 @@ def trace_memory(job: Job) -> TracedMemory:
 
     Only in a process without a process group.
 
-    For DeepSpeed, whose engine cannot run without memory, only activations and logits: `trace_activations`.
+    For DeepSpeed, whose engine cannot run without memory, only the activations and logits of one micro-batch.
     """
     start = time.monotonic()
     if job.engine == "deepspeed":
-        held, moment = _traced_activations(job)
+        held, moment = watched_pass(job).peak(counted=_TRACED["deepspeed"])
     else:
         held, moment = _traced_fsdp(job)
     return TracedMemory(Breakdown(**held), tuple(held), moment, time.monotonic() - start, " ".join(_remarks(job)))
-
-
-def trace_activations(job: Job) -> dict[str, float]:
-    """Bytes of activations and logits at their worst moment, of one micro-batch through a model that is not sharded.
-
-    Parameters and their gradients are left out. Of either engine, which changes nothing of it.
-    """
-    held, _ = _traced_activations(job)
-    return {name: float(num_bytes) for name, num_bytes in held.items()}
 
 
 def _remarks(job: Job) -> Iterator[str]:
@@ -152,12 +143,14 @@ def _traced_step(engine: fsdp2.FSDP2Engine, batch: Batch, job: Job) -> tuple[dic
     return watch.log.peak(counted=_TRACED["fsdp"])
 
 
-def _traced_activations(job: Job) -> tuple[dict[Category, int], str]:
+def watched_pass(job: Job, *, backward: bool = True) -> StorageLog[Category]:
+    """The log of one micro-batch's pass through a model that is not sharded: forward, and `backward` unless False."""
     training = _traceable_config(job).training
     with ExitStack() as traced:
         traced.enter_context(FakeTensorMode())
         traced.enter_context(as_on_device(job))
         traced.enter_context(no_init_weights())
+        traced.enter_context(torch.set_grad_enabled(backward))
         model = Qwen3ForSeq2SeqLM._from_config(_model_config(job), dtype=compute_dtype(training))
         apply_activation_checkpointing(
             model, training.activation_checkpointing, every_n=training.activation_checkpointing_every_n
@@ -167,12 +160,15 @@ def _traced_activations(job: Job) -> tuple[dict[Category, int], str]:
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda weight: watch.claim([weight.grad], "gradients"))
         _follow_modules(model, watch)
+        batch = _batch(job)
+        watch.claim([getattr(batch, field.name) for field in dataclasses.fields(batch)], "activations")
         with watch.log.watched_resizes(), watch:
             watch.now_in(part="forward pass")
-            loss_sum = packed_forward(model.train(), _batch(job))
-            watch.now_in(part="backward pass")
-            loss_sum.total.backward()
-    return watch.log.peak(counted=_TRACED["deepspeed"])
+            loss_sum = packed_forward(model.train(backward), batch)
+            if backward:
+                watch.now_in(part="backward pass")
+                loss_sum.total.backward()
+    return watch.log
 
 
 def _traceable_config(job: Job) -> FullConfig:
@@ -267,7 +263,7 @@ class _StorageWatch(TorchDispatchMode):
 def _follow_modules(model: nn.Module, watch: _StorageWatch) -> None:
     """Tell `watch` which layer is in work, and what the head makes."""
     for name, module in model.named_modules():
-        if name == "lm_head" or name.rpartition(".")[0] in ("encoder.layers", "decoder.layers"):
+        if name in ("lm_head", "shared") or name.rpartition(".")[0] in ("encoder.layers", "decoder.layers"):
             _follow_module(name, module, watch)
 
 

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from tracked import Tracked, tracking
 
 from ds_encdec.auto_batch.probe import full_batch, zero_weights
 from ds_encdec.config.schema import FullConfig
@@ -39,7 +40,6 @@ from ds_encdec.launch.process_group import choose_device, init_process_group, sh
 from ds_encdec.launch.world import World, discover
 from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.job import Job, make_job
-from ds_encdec.memory.tracked import Tracked, tracking
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import count_parameters
 from ds_encdec.model.precision import product_dtype

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from engine_steps import Case, run_all
 from fsdp_memory_run import TOKENS, config_of, model_of
 from packed_batches import boundaries
+from tracked import tracking
 
 from ds_encdec.engine.fsdp2 import FSDP2Engine
 from ds_encdec.launch.context import RunContext
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.world import discover
 from ds_encdec.memory.storage_log import StorageLog
-from ds_encdec.memory.tracked import tracking
 from ds_encdec.model import precision
 from ds_encdec.types import Batch
 

@@ -12,6 +12,7 @@ import torch
 from engine_steps import Case, run_all
 from packed_batches import boundaries
 from torch import Tensor
+from tracked import tracking
 from zero_memory_run import ACCUMULATION, MODEL, TOKENS, memory_config
 
 from ds_encdec.engine.deepspeed_zero import DeepSpeedEngine
@@ -19,7 +20,6 @@ from ds_encdec.engine.select import create_engine
 from ds_encdec.launch.context import RunContext
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.world import discover
-from ds_encdec.memory.tracked import tracking
 from ds_encdec.model import precision
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.types import Batch

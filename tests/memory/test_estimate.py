@@ -9,7 +9,7 @@ from ds_encdec.config.schema import FullConfig
 from ds_encdec.memory.estimate import engine_memory, moments
 from ds_encdec.memory.job import Job, make_job
 from ds_encdec.memory.model_sizes import Sizes
-from ds_encdec.memory.trace import trace_activations
+from ds_encdec.memory.trace import watched_pass
 from ds_encdec.model import precision
 
 SIZES = Sizes(
@@ -55,8 +55,7 @@ def job_of(device: str, numbers: str, mode: str, ratio: float) -> Job:
     )
 
 
-@pytest.mark.parametrize("ratio", [1.0, 2.0, 4.0])
-@pytest.mark.parametrize("mode", ["none", "full", "selective", "every_n"])
+@pytest.mark.parametrize(("mode", "ratio"), [("none", 1.0), ("full", 4.0), ("selective", 2.0), ("every_n", 4.0)])
 @pytest.mark.parametrize(
     ("device", "numbers"), [("cpu", "float32"), ("cpu", "bfloat16"), ("cpu", "emulated"), ("cuda", "bfloat16")]
 )
@@ -67,6 +66,7 @@ def test_activations_at_their_worst(
     emulated = frozenset({torch.bfloat16}) if numbers == "emulated" else frozenset()
     monkeypatch.setattr(precision, "_EMULATED_ON_CPU", emulated)
     job = job_of(device, numbers, mode, ratio)
-    found = sum(trace_activations(job).values())
+    held, _ = watched_pass(job).peak(counted=("activations", "logits"))
+    found = sum(held.values())
     expected = max(held.activations + held.logits for _, held in moments(job, engine_memory(job)))
-    assert 0.99 * found < expected < 1.03 * found
+    assert 0.995 * found < expected < 1.015 * found

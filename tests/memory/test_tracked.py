@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-
-from ds_encdec.memory.tracked import Tracked, tracking
+from tracked import Tracked, tracking
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 512, 256

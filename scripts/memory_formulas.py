@@ -1,0 +1,257 @@
+"""Writes ds_encdec/memory/activations.json, the formulas of activations, from traces; --check only compares.
+
+A model of three encoder and three decoder layers is traced once (memory/trace.py) for each kind of numbers and each
+mode of activation checkpointing. Its sizes have no common factors, so the bytes of every storage are the product of one
+set of sizes only: `2*D*Q` is a tensor of decoder tokens times the width of the queries in 16 bits. What is held at a
+moment is a sum of such products, and what one layer more adds is the difference between two layers.
+
+Of each part of the pass the file has all moments that may be its worst: those that are so for one of many sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.memory import gpu_stand_ins
+from ds_encdec.memory.activations import KINDS, MODES, TABLE
+from ds_encdec.memory.job import Job, make_job
+from ds_encdec.memory.model_sizes import Sizes
+from ds_encdec.memory.trace import watched_pass
+
+LAYERS = 3
+"""Of each stack: the one in the middle has the same before and behind it as any other.
+
+Nothing waits for a later layer beside the last one: no gradient of the encoder's output yet."""
+HEADS, KEY_HEADS, HEAD_DIM = 31 * 37, 31, 2 * 41
+TOKENS = {"E": 10_007, "D": 101 * 103, "C": 101, "": 1}
+"""Symbols as in memory/activations.py; a chunk of the loss divides the decoder's tokens."""
+WIDTHS = {
+    "": 1,
+    "H": 211,
+    "I": 223,
+    "V": 50_021,
+    "h": HEADS,
+    "k": KEY_HEADS,
+    "d": HEAD_DIM,
+    "Q": HEADS * HEAD_DIM,
+    "K": KEY_HEADS * HEAD_DIM,
+}
+COEFFICIENTS = (1, 2, 4, 8)
+FLASH_ROWS, SEGMENTS = 128, 2
+"""Rows by which each segment is padded in flash attention's backward pass; segments of a layout of one document."""
+NEGLIGIBLE = 4096
+"""Bytes below which a storage is left out: one number for each document, or for each number of a norm's weight."""
+
+Formula = Counter[str]
+"""Bytes by product of symbols."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="exit with 1 if the file is not what traces give")
+    check = parser.parse_args().check
+    text = written()
+    if check:
+        return 0 if TABLE.read_text() == text else 1
+    TABLE.write_text(text)
+    return 0
+
+
+def written() -> str:
+    """The file's text."""
+    table = {
+        kind: {mode: formulas(kind, mode) for mode in MODES if (kind, mode) != ("cuda fp16", "selective")}
+        for kind in KINDS  # float16 is DeepSpeed's, and selective checkpointing FSDP2's
+    }
+    return json.dumps(table, indent=1) + "\n"
+
+
+def formulas(kind: str, mode: str) -> dict[str, Any]:
+    """What is held in the parts of a pass, in terms of the symbols."""
+    job = _job(kind, mode)
+    parts: dict[str, list[Formula]] = {}
+    ends: dict[str, Formula] = {}
+    with ExitStack() as substitutions:
+        if job.device == "cuda":  # float32 too: attention without a kernel is in memory/activations.py
+            kernel = lambda _: gpu_stand_ins._varlen_attention  # noqa: E731
+            substitutions.enter_context(gpu_stand_ins.substituted(gpu_stand_ins, "varlen_kernel", kernel))
+        for part, held in _walk(job, backward=True):
+            parts.setdefault(part, []).append(held)
+            ends[part] = held
+        evaluation = [held for _, held in _walk(job, backward=False)]
+    kept = {side: _kept(ends, side) for side in ("encoder", "decoder")}
+    encoder, decoder = (_times(LAYERS, kept[side]) for side in ("encoder", "decoder"))
+
+    def worst(name: str, below: Formula) -> list[str]:
+        return _worst([_minus(held, below) for held in parts[name]])
+
+    found: dict[str, Any] = {"kept": {side: _text(formula) for side, formula in kept.items()}}
+    all_kept = _plus(encoder, decoder)
+    found["loss"] = worst("forward pass, lm_head", all_kept)
+    found["head"] = worst("backward pass, lm_head", all_kept)
+    for side, before in (("encoder", Counter()), ("decoder", encoder)):
+        last, middle, below = *(f"backward pass, {side}.layers.{index}" for index in (2, 1)), _plus(before, kept[side])
+        found[f"last {side}"] = worst(last, _plus(below, kept[side]))
+        found[side] = worst(middle, below)
+        found[f"behind {side}"] = [_text(_minus(ends[middle], below))]
+    found["embedding"] = worst("backward pass, shared", Counter())
+    # Without a backward pass nothing keeps masks: there is one document's at a time.
+    found["evaluation"] = [formula.replace("D*m", "n*m") for formula in _worst(evaluation)]
+    return found
+
+
+def _job(kind: str, mode: str) -> Job:
+    device, numbers = kind.split(" ", 1)
+    config = FullConfig.model_validate(
+        {
+            "model": {"loss_chunk_tokens": TOKENS["C"]},
+            "data": {
+                "max_encoder_length": TOKENS["E"],
+                "max_decoder_length": TOKENS["D"],
+                "max_seq_length": 2 * TOKENS["D"],
+                "max_examples_per_micro_batch": 1,
+            },
+            "training": {
+                "bf16": numbers.startswith("bf16"),
+                "activation_checkpointing": mode,
+                "per_device_train_batch_size": 1,
+            },
+            "infra": {"distributed_type": "fsdp", "offload_optimizer": "none"},
+        }
+    )
+    training = config.training.model_copy(update={"fp16": numbers == "fp16"})  # which FSDP2 refuses
+    config = config.model_copy(update={"training": training})
+    sizes = Sizes(
+        vocab_size=WIDTHS["V"],
+        hidden_size=WIDTHS["H"],
+        num_hidden_layers=LAYERS,
+        num_encoder_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KEY_HEADS,
+        head_dim=HEAD_DIM,
+        intermediate_size=WIDTHS["I"],
+        tie_word_embeddings=True,
+    )
+    job = make_job(config, sizes, "fsdp", world_size=1, ranks_per_node=1, emulates_bf16=numbers.endswith("emulated"))
+    return dataclasses.replace(job, device=device, encoder_tokens=TOKENS["E"], decoder_tokens=TOKENS["D"])
+
+
+def _walk(job: Job, *, backward: bool) -> Iterator[tuple[str, Formula]]:
+    """What is held of activations and logits after each change, with the part of the pass in work."""
+    held: Formula = Counter()
+    for part, purpose, change in watched_pass(job, backward=backward).changes():
+        if purpose in ("activations", "logits") and abs(change) >= NEGLIGIBLE:
+            for product, coefficient in _products(abs(change)).items():
+                held[product] += coefficient if change > 0 else -coefficient
+        yield part, Counter({product: times for product, times in held.items() if times})
+
+
+def _products(num_bytes: int) -> Formula:
+    """The one way to write `num_bytes` as a product of the sizes."""
+    found = {
+        tuple(sorted(formula.items()))
+        for size, formula in _KNOWN
+        for times in COEFFICIENTS
+        if size * times == num_bytes
+        for formula in [_times(times, formula)]
+    }
+    if len(found) != 1:
+        raise ValueError(f"a storage of {num_bytes} bytes is {len(found)} different products of the sizes")
+    return Counter(dict(found.pop()))
+
+
+def _known() -> Iterator[tuple[int, Formula]]:
+    rows = {name: {name: 1} for name in TOKENS} | {"E + D": {"E": 1, "D": 1}}
+    rows |= {f"{side} + s": {side: 1, "s": FLASH_ROWS} for side in ("E", "D")}
+    sizes = {**TOKENS, "s": SEGMENTS}
+    for row, (column, width) in itertools.product(rows.values(), WIDTHS.items()):
+        size = sum(sizes[name] * times for name, times in row.items())
+        yield size * width, Counter({_joined(name, column): times for name, times in row.items()})
+    # A mask has the decoder's queries and all keys of a document, which here is the whole micro-batch.
+    yield TOKENS["D"] * (TOKENS["E"] + TOKENS["D"]), Counter({"D*m": 1})
+    for product in ("H*V", "H*I", "H*Q", "H*K"):
+        first, second = product.split("*")
+        yield WIDTHS[first] * WIDTHS[second], Counter({product: 1})
+
+
+def _joined(*names: str) -> str:
+    return "*".join(filter(None, names))
+
+
+_KNOWN = list(_known())
+
+
+def _kept(ends: dict[str, Formula], side: str) -> Formula:
+    """What a layer adds in the forward pass: the middle one."""
+    return _minus(*(ends[f"forward pass, {side}.layers.{index}"] for index in (1, 0)))
+
+
+def _worst(moments: list[Formula]) -> list[str]:
+    """Those that are the worst for some of the sizes, in the order in which they come."""
+    distinct = [Counter(dict(items)) for items in dict.fromkeys(tuple(sorted(moment.items())) for moment in moments)]
+    products = sorted(set().union(*distinct))
+    values = np.array([[_value(product, sizes) for product in products] for sizes in _SAMPLES])
+    totals = values @ np.array([[moment[product] for product in products] for moment in distinct]).T
+    return [_text(distinct[index]) for index in sorted(set(totals.argmax(axis=1)))]
+
+
+def _samples() -> Iterator[dict[str, float]]:
+    """Sizes of models and micro-batches."""
+    for heads, key_heads, head_dim, hidden, inner in _SHAPES:
+        for ratio, tokens, chunk, rows in itertools.product(*_PASSES):
+            decoder = tokens / (1 + ratio)
+            widths = {"H": 1024 * hidden, "I": 1024 * inner, "V": 150_000 * min(hidden, 1), "h": heads, "k": key_heads}
+            widths |= {"d": head_dim, "Q": heads * head_dim, "K": key_heads * head_dim}
+            counts = {"E": tokens - decoder, "D": decoder, "C": min(chunk, decoder), "s": rows * tokens / 128}
+            yield widths | counts | {"m": min(6144, tokens), "n": min(2048, decoder)}
+
+
+_SHAPES = (
+    *((16, 8, 128, 1, 3), (16, 8, 128, 2, 6), (32, 8, 128, 2.5, 9.5), (32, 8, 128, 4, 12), (40, 8, 128, 5, 17)),
+    *((64, 8, 128, 5, 25), (4, 2, 32, 0.125, 0.375), (8, 4, 32, 0.25, 0.75), (4, 2, 64, 0.5, 1), (12, 12, 64, 0.75, 2)),
+)
+"""Query and key/value heads, their width, and hidden and intermediate size in units of 1024: Qwen3's and small ones."""
+_PASSES = ((0.5, 0.8, 1, 2, 4), (128, 6144, 65_536), (64, 1024), (0.01, 0.2))
+"""Encoder per decoder tokens, tokens, those of a chunk of the loss, and rows added by flash attention per token."""
+_SAMPLES = list(_samples())
+
+
+def _value(product: str, sizes: dict[str, float]) -> float:
+    return math.prod(sizes[name] for name in product.split("*"))
+
+
+def _plus(*formulas: Formula) -> Formula:
+    total: Formula = Counter()
+    for formula in formulas:
+        total.update(formula)
+    return total
+
+
+def _minus(formula: Formula, other: Formula) -> Formula:
+    result = Counter(formula)
+    result.subtract(other)
+    return Counter({product: times for product, times in result.items() if times})
+
+
+def _times(number: int, formula: Formula) -> Formula:
+    return Counter({product: number * times for product, times in formula.items()})
+
+
+def _text(formula: Formula) -> str:
+    return " + ".join(_joined(str(times), product) for product, times in sorted(formula.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
