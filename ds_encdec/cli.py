@@ -136,6 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("run_folder", metavar="run", type=Path, help="a run or a pipeline's folder, e.g. output")
     report.add_argument("--compare", type=Path, nargs="+", default=(), metavar="RUN", help="runs to lay over it")
     report.add_argument("--out", type=Path, help="folder to write into (default RUN/report)")
+    report.add_argument("--png", action="store_true", help="put each chart beside the page as a picture, too")
 
     generate = verb("generate", _generate, "fill sentinels in a text, or continue it")
     generate.add_argument("--model", type=Path, required=True, help="exported folder")
@@ -353,7 +354,7 @@ def _verify(options: argparse.Namespace, _: Sequence[str]) -> int:
 def _report(options: argparse.Namespace, _: Sequence[str]) -> int:
     from ds_encdec.report.write import write_report
 
-    page, warnings = write_report(options.run_folder, compare=options.compare, out=options.out)
+    page, warnings = write_report(options.run_folder, compare=options.compare, out=options.out, png=options.png)
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     print(f"the report is in {page}")

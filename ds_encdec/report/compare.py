@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -16,21 +18,21 @@ from ds_encdec.report.charts import (
     THROUGHPUT_PLAN,
     Chart,
     ChartPlan,
-    number,
+    draw_chart,
     paint_line,
     set_scale,
 )
-from ds_encdec.report.config_table import NOT_SET, differences
-from ds_encdec.report.curve import Curve
-from ds_encdec.report.drawing import LIGHT, LINES, draw
-from ds_encdec.report.markup import Html, element, field_name, items, join, paragraph, section, table
-from ds_encdec.report.read_run import Run
-from ds_encdec.report.run_page import figure, median, show_seconds, wall_seconds
+from ds_encdec.report.drawing import COLOURS, LINES
+from ds_encdec.report.page import differences, number, outcomes
+from ds_encdec.report.read_run import Curve, Run
 from ds_encdec.types import DataError
 
-COMPARED = (LOSS_PLAN, EVAL_PLAN, GRAD_NORM_PLAN, THROUGHPUT_PLAN, RATE_PLAN)
+DIFFERENCE_PLAN = ChartPlan(
+    "loss_difference", "Difference of the training losses", "nats per token", LOSS_PLAN.metrics, smoothed=True
+)
+COMPARED = (DIFFERENCE_PLAN, LOSS_PLAN, EVAL_PLAN, GRAD_NORM_PLAN, THROUGHPUT_PLAN, RATE_PLAN)
 """What is drawn of all runs together."""
-_SMOOTHING = "Training losses, gradient norms and throughput of long runs are smoothed; the faint lines are as logged."
+_ABSCISSAE: Mapping[str, str] = {"tokens": "tokens seen", "steps": "optimizer step"}
 _LOSSES = ("train/loss", "eval/loss")
 _TOKENS = "losses per token of different tokenizers or vocabularies cannot be compared"
 _TEXTS = "evaluation losses are of different texts"
@@ -62,27 +64,42 @@ _FIELDS = {
 """The same by fields of the configuration, for runs without checkpoints."""
 
 
-def compare_section(runs: Sequence[Run]) -> tuple[Html, list[Chart], list[str]]:
-    """The section, its charts, and the warnings in it.
+@dataclass(frozen=True)
+class Comparison:
+    """What the page shows of several runs, the first of which is the page's own.
+
+    `charts`: the same ones over tokens seen, where they are known, and over optimizer steps. `outcomes`: rows of a name
+    and a value for each run; `differing`: by field of the configuration.
+    """
+
+    names: list[str]
+    warnings: list[str]
+    charts: dict[str, list[Chart]]
+    outcomes: list[list[str]]
+    differing: list[tuple[str, list[str]]]
+
+
+def compare_runs(runs: Sequence[Run], pictures: Path | None = None) -> Comparison:
+    """Lay `runs` over each other; `pictures`: as of `charts_of`.
 
     Raises DataError where two of the runs have no loss in common; runs whose losses mean different things are
     drawn, with a warning, since their throughput and stability can still be compared.
     """
     _require_common_loss(runs)
     names = distinct_names(runs)
-    warnings = incomparable(runs, names)
-    charts = [chart for plan in COMPARED for chart in _charts(plan, runs, names)]
-    content = join(
-        [
-            items([element("span", f"! {warning}", class_="warn") for warning in warnings], class_="verdict"),
-            element("h3", "What came out, and what differed"),
-            _table(runs, names),
-            element("h3", "Curves"),
-            paragraph(_SMOOTHING, class_="muted"),
-            element("div", join(figure(chart) for chart in charts), class_="charts pairs"),
-        ]
+    return Comparison(
+        names,
+        incomparable(runs, names),
+        {over: [c for plan in COMPARED for c in _chart(plan, runs, names, over, pictures)] for over in _ABSCISSAE},
+        [[rows[0][0], *(value for _, value in rows)] for rows in zip(*map(_outcomes, runs), strict=True)],
+        differences([run.config for run in runs]),
     )
-    return section(f"Comparison of {len(runs)} runs", content), charts, warnings
+
+
+def _outcomes(run: Run) -> list[tuple[str, str]]:
+    counts = {"alerts": len(run.entries("alert")), "rollbacks": len(run.entries("rollback"))}
+    counted = [(name, number(times)) for name, times in {**counts, "skipped steps": run.skipped_steps}.items()]
+    return [("state", str(run.status.get("state", "unknown"))), *outcomes(run), *counted]
 
 
 def distinct_names(runs: Sequence[Run]) -> list[str]:
@@ -125,68 +142,39 @@ def _fact(run: Run, what: str) -> object:
     return run.data.get(what, run.setting(what))
 
 
-def _charts(plan: ChartPlan, runs: Sequence[Run], names: Sequence[str]) -> list[Chart]:
-    """The plan's metric of all runs over steps and over tokens; nothing where none has logged it."""
+def _chart(plan: ChartPlan, runs: Sequence[Run], names: Sequence[str], over: str, pictures: Path | None) -> list[Chart]:
+    """The plan's metric of all runs over steps or over tokens; nothing where none has logged it."""
     (metric,) = plan.metrics
-    over_steps = [(name, run.curve(metric)) for name, run in zip(names, runs, strict=True)]
-    over_tokens = [
-        (name, run.curve(metric).at(run.tokens_at(run.curve(metric).steps)))
-        for name, run in zip(names, runs, strict=True)
-    ]
-    charts = []
-    for over, curves in (("steps", over_steps), ("tokens", over_tokens)):
-        drawn = {name: curve for name, curve in curves if len(curve.known) and np.isfinite(curve.steps).all()}
-        if drawn:
-            charts.append(_chart(plan, drawn, names, over))
-    return charts
+    curves = {}
+    for name, run in zip(names, runs, strict=True):
+        curve = run.curve(metric)
+        curve = curve if over == "steps" else curve.at(run.tokens_at(curve.steps))
+        if len(curve.known) and np.isfinite(curve.steps).all():
+            curves[name] = curve
+    if plan is DIFFERENCE_PLAN:
+        first = curves.pop(names[0], None)
+        curves = {} if first is None else {f"{name} − {names[0]}": difference(c, first) for name, c in curves.items()}
+    drawn = {label: curve for label, curve in curves.items() if len(curve.known)}
+    if not drawn:
+        return []
 
-
-def _chart(plan: ChartPlan, curves: Mapping[str, Curve], names: Sequence[str], over: str) -> Chart:
-    key, title = f"compare_{plan.key}_by_{over}", f"{plan.title.split(',')[0]} over {over}"
-    caption = "last " + ", ".join(f"{name} {number(curve.known[-1])}" for name, curve in curves.items())
-    paint = _painter(plan, title, curves, names, over)
-    return Chart(key, title, caption, draw(key, paint, label=f"{title}: {caption}"))
-
-
-def _painter(
-    plan: ChartPlan, title: str, curves: Mapping[str, Curve], names: Sequence[str], over: str
-) -> Callable[[Axes], None]:
     def paint(axes: Axes) -> None:
-        axes.set_title(title)
-        for name, curve in curves.items():
-            index = names.index(name)  # a run has its colour in every chart
-            colour = LIGHT[LINES[index % len(LINES)]]
-            paint_line(axes, curve, colour=colour, label=name, plan=plan, index=index, alone=False)
-        set_scale(axes, plan, list(curves.values()))
-        axes.set_xlabel("optimizer step" if over == "steps" else "tokens seen")
+        if plan is DIFFERENCE_PLAN:
+            axes.axhline(0, color=COLOURS["muted"], linewidth=0.9)
+        for label, curve in drawn.items():
+            index = [*names].index(label.split(" − ")[0])  # a run has its colour in every chart
+            colour = COLOURS[LINES[index % len(LINES)]]
+            paint_line(axes, curve, colour=colour, label=label, plan=plan, index=index, alone=False)
+        set_scale(axes, plan, list(drawn.values()))
 
-    return paint
-
-
-def _table(runs: Sequence[Run], names: Sequence[str]) -> Html:
-    differing = differences([run.config for run in runs])
-    rows: list[Sequence[object]] = [(label, *(tell(run) for run in runs)) for label, tell in _OUTCOMES.items()]
-    rows += [(field_name(name), *values) for name, values in differing]
-    note = [] if differing else [paragraph("Their configurations are the same.", class_="muted")]
-    return join([*note, table("What came out, and what differed", ("", *names), rows)])
+    caption = "last " + ", ".join(f"{label} {number(curve.known[-1])}" for label, curve in drawn.items())
+    key, title = f"compare_{plan.key}_by_{over}", f"{plan.title} over {over}"
+    return [draw_chart(key, title, caption, paint, pictures, _ABSCISSAE[over])]
 
 
-def _value(value: float | None, form: str) -> str:
-    return NOT_SET if value is None else form.format(value)
-
-
-_OUTCOMES: Mapping[str, Callable[[Run], str]] = {
-    "state": lambda run: str(run.status.get("state", "unknown")),
-    "steps": lambda run: f"{run.steps:,}",
-    "tokens seen": lambda run: _value(run.last("train/tokens_seen"), "{:,.0f}"),
-    "last loss": lambda run: _value(run.last("train/loss"), "{:.4f}"),
-    "lowest loss": lambda run: _value(run.lowest("train/loss"), "{:.4f}"),
-    "last eval loss": lambda run: _value(run.last("eval/loss"), "{:.4f}"),
-    "lowest eval loss": lambda run: _value(run.lowest("eval/loss"), "{:.4f}"),
-    "tokens/s, median": lambda run: _value(median(run, "perf/tokens_per_sec"), "{:,.0f}"),
-    "alerts": lambda run: f"{len(run.entries('alert')):,}",
-    "rollbacks": lambda run: f"{len(run.entries('rollback')):,}",
-    "skipped steps": lambda run: f"{run.skipped_steps:,}",
-    "time in training steps": lambda run: show_seconds(run.training_seconds),
-    "from first start to end": lambda run: "no end" if (wall := wall_seconds(run)) is None else show_seconds(wall),
-}
+def difference(curve: Curve, first: Curve) -> Curve:
+    """How much higher `curve` is than `first`, where both are known."""
+    finite = np.isfinite(first.values)
+    at, values = first.steps[finite], first.values[finite]
+    inside = (curve.steps >= at[0]) & (curve.steps <= at[-1])
+    return Curve(curve.steps[inside], curve.values[inside] - np.interp(curve.steps[inside], at, values))
