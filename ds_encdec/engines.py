@@ -49,7 +49,7 @@ ENGINES: dict[str, EngineSpec] = {
             build="ds_encdec.engine.select:build_deepspeed",
             state_reader="ds_encdec.checkpoint.zero_state:ZeroState",
             memory="ds_encdec.memory.zero:zero_memory",
-            launcher="ds_encdec.pipeline.subprocess_run:deepspeed_launcher",
+            launcher="ds_encdec.phase_runs.subprocess_run:deepspeed_launcher",
         ),
         EngineSpec(
             name="fsdp",
@@ -61,7 +61,7 @@ ENGINES: dict[str, EngineSpec] = {
             build="ds_encdec.engine.select:build_fsdp2",
             state_reader="ds_encdec.checkpoint.dcp_state:DcpState",
             memory="ds_encdec.memory.fsdp:fsdp_memory",
-            launcher="ds_encdec.pipeline.subprocess_run:torchrun_launcher",
+            launcher="ds_encdec.phase_runs.subprocess_run:torchrun_launcher",
         ),
     )
 }

@@ -115,7 +115,8 @@ def facts(run: Run) -> Iterator[tuple[str, str]]:
     yield "tokens per parameter", number(seen / parameters if seen and parameters else None)
     yield "engine", run.engine
     yield "ranks", number(run.status.get("world_size"))
-    yield "device", number(run.status.get("device"))
+    devices = f"{many} × " if is_number(many := run.status.get("device_count")) else ""
+    yield "device", devices + number(run.status.get("device"))
     dirty = ", changed since" if run.status.get("git_dirty") is True else ""
     yield "git commit", number(run.status.get("git_commit"))[:12] + dirty
 

@@ -412,7 +412,13 @@ def test_numbers_have_one_form(value: object, unit: str, text: str) -> None:
 def test_what_ran_and_on_what_is_among_the_facts(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", only=("train/loss", "train/tokens_seen"))
     status = json.loads((run / "run.json").read_text())
-    status |= {"git_commit": "0123456789abcdef", "git_dirty": True, "device": "8 × H200", "host_memory_bytes": 2**40}
+    status |= {
+        "git_commit": "0123456789abcdef",
+        "git_dirty": True,
+        "device": "H200",
+        "device_count": 8,
+        "host_memory_bytes": 2**40,
+    }
     (run / "run.json").write_text(json.dumps(status))
     facts = Page(write_report(run)[0]).facts
     assert facts["parameters"] == "1,036,517,376"

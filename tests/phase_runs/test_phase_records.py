@@ -15,9 +15,9 @@ from finished_runs import finish_run
 
 from ds_encdec.config.load import load_config
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.phase_runs.records import PhaseRecords, only_one_pipeline
+from ds_encdec.phase_runs.run import run_phases
 from ds_encdec.phases import PlannedPhase, TrainingPhase, plan_phase
-from ds_encdec.pipeline.records import PhaseRecords, only_one_pipeline
-from ds_encdec.pipeline.run import run_phases
 from ds_encdec.types import CheckpointError, ConfigError, DsEncDecError, GateError, OutputLockedError
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "ds_configs" / "quickstart.yaml"
@@ -238,7 +238,7 @@ def test_it_is_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_one_process_runs_the_phases_of_a_folder(tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path
-from ds_encdec.pipeline.records import only_one_pipeline
+from ds_encdec.phase_runs.records import only_one_pipeline
 with only_one_pipeline(Path({str(tmp_path)!r})):
     pass
 """

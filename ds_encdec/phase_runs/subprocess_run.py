@@ -12,12 +12,14 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
 
 import psutil
 
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.engines import ENGINES, load
 from ds_encdec.launch.preemption import LAUNCHER_PROGRAMS, STOP_SIGNALS
 from ds_encdec.launch.world import free_port
 from ds_encdec.types import ConfigError
@@ -42,20 +44,24 @@ def launcher_command(config: FullConfig, launcher: str | None) -> list[str]:
         if not words or shutil.which(words[0]) is None:
             raise ConfigError(f"--launcher {launcher!r}: there is no such program; give e.g. 'deepspeed --num_gpus 8'")
         return words
-    ranks = config.infra.num_gpus
-    if ranks == 1:
+    if config.infra.num_gpus == 1:
         return [sys.executable]
     from ds_encdec.engine.select import resolve_engine  # imports torch
 
-    if resolve_engine(config) == "deepspeed":
-        return [_script("deepspeed"), "--num_gpus", str(ranks), "--master_port", str(free_port())]
+    launch: Callable[[int], list[str]] = load(ENGINES[resolve_engine(config)].launcher)
+    return launch(config.infra.num_gpus)
+
+
+def deepspeed_launcher(ranks: int) -> list[str]:
+    """DeepSpeed's own launcher: the console script of this environment, which need not be on PATH."""
+    beside = Path(sys.executable).with_name("deepspeed")
+    script = str(beside) if beside.exists() else beside.name
+    return [script, "--num_gpus", str(ranks), "--master_port", str(free_port())]
+
+
+def torchrun_launcher(ranks: int) -> list[str]:
+    """PyTorch's launcher, at a port of its own choice."""
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-
-
-def _script(name: str) -> str:
-    """The console script of this environment, which need not be on PATH."""
-    beside = Path(sys.executable).with_name(name)
-    return str(beside) if beside.exists() else name
 
 
 class SubprocessRun:
