@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -26,20 +27,18 @@ LOG_SCALE_FROM = 20.0
 LIMIT_WITHIN = 1.0
 """Distance from the data, in heights of the data, up to which a limit is drawn: one further away would make the axis
 more than twice as high, and the curve flat."""
+_STEPS = "optimizer step"
 _STYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 
 
-@dataclass(frozen=True)
-class Chart:
+class Chart(NamedTuple):
     """A finished chart: `caption` has its key figures, `svg` is the drawing."""
 
-    title: str
     caption: str
     svg: str
 
 
-@dataclass(frozen=True)
-class AlertMark:
+class AlertMark(NamedTuple):
     """Where a chart marks `times` alerts: at the highest of their values, in the unit of the chart."""
 
     step: float
@@ -141,32 +140,37 @@ def charts_of(run: Run, pictures: Path | None = None) -> tuple[list[Chart], list
 
 
 def _chart(run: Run, plan: ChartPlan, pictures: Path | None) -> Chart:
-    curves = {label: scaled(run.curve(metric), plan) for metric, label in plan.metrics.items()}
+    logged = {label: run.curve(metric).scaled(plan.scale) for metric, label in plan.metrics.items()}
+    curves = {label: curve for label, curve in logged.items() if len(curve.known)}
     marks = alert_marks(run, plan)
-    shown = [*curves.values(), Curve.of((mark.step, mark.value) for mark in marks)]
-    near, far = _limits(run, plan, np.concatenate([curve.known for curve in shown]))
+    known = np.concatenate([[mark.value for mark in marks], *(curve.known for curve in curves.values())])
+    limits = {f"{label} {number(v)}": v for label, path in plan.limits.items() if (v := run.number(path)) is not None}
+    reach = LIMIT_WITHIN * np.ptp(known)
+    far = [label for label, limit in limits.items() if not known.min() - reach <= limit <= known.max() + reach]
 
     def paint(axes: Axes) -> None:
-        _paint_curves(axes, run, plan)
-        for index, (label, value) in enumerate(near.items()):
-            axes.axhline(value, color=COLOURS[("line3", "alert")[index % 2]], linewidth=1.1,
-                         linestyle=(":", "--")[index % 2], label=label)  # fmt: skip
+        if len(plan.metrics) == 1:
+            _paint_abandoned(axes, run, plan)
+        for index, (label, curve) in enumerate(curves.items()):
+            paint_line(axes, curve, plan, label, index, alone=len(plan.metrics) == 1)
+        if plan is EVAL_PLAN:
+            lowest = int(np.nanargmin(curve.values))
+            at = (curve.steps[lowest], curve.values[lowest])
+            axes.plot(*at, "*", color=COLOURS["line2"], markersize=10, label="lowest")
+        for (label, limit), colour, dashes in zip(limits.items(), ("line3", "alert"), (":", "--"), strict=False):
+            if label not in far:
+                axes.axhline(limit, color=COLOURS[colour], linewidth=1.1, linestyle=dashes, label=label)
         _paint_events(axes, run)
         _paint_alerts(axes, marks)
-        set_scale(axes, plan, shown)
+        set_scale(axes, plan, known)
 
     return draw_chart(plan.key, plan.heading, "; ".join([describe(curves, marks), *far]), paint, pictures)
 
 
 def draw_chart(
-    key: str,
-    title: str,
-    caption: str,
-    paint: Callable[[Axes], None],
-    pictures: Path | None,
-    over: str = "optimizer step",
+    key: str, title: str, caption: str, paint: Callable[[Axes], None], pictures: Path | None, over: str = _STEPS
 ) -> Chart:
-    """The chart that `paint` draws; `over`: what is on its horizontal axis; `pictures`: as of `charts_of`."""
+    """The chart that `paint` draws; `over`: what is on its horizontal axis; `pictures`: see `charts_of`."""
 
     def painted(axes: Axes) -> None:
         axes.set_title(title)
@@ -174,74 +178,52 @@ def draw_chart(
         paint(axes)
 
     png = None if pictures is None else pictures / f"{key}.png"
-    return Chart(title, caption, draw(key, painted, label=f"{title}: {caption}", png=png))
-
-
-def _limits(run: Run, plan: ChartPlan, data: np.ndarray) -> tuple[dict[str, float], list[str]]:
-    """The plan's limits that are near enough to the `data` to be drawn, by label, and the others in words."""
-    limits = {f"{label} {number(v)}": v for label, path in plan.limits.items() if (v := run.number(path)) is not None}
-    reach = LIMIT_WITHIN * np.ptp(data)
-    near = {label: v for label, v in limits.items() if data.min() - reach <= v <= data.max() + reach}
-    return near, [label for label in limits if label not in near]
-
-
-def scaled(curve: Curve, plan: ChartPlan) -> Curve:
-    """The curve in the unit of the chart."""
-    return Curve(curve.steps, curve.values * plan.scale)
+    return Chart(caption, draw(key, painted, label=f"{title}: {caption}", png=png))
 
 
 def describe(curves: Mapping[str, Curve], marks: Sequence[AlertMark] = ()) -> str:
     """The key figures of a chart's curves, by label, in words; an alert may be higher than all that was logged."""
-    known = {label: curve for label, curve in curves.items() if len(curve.known)}
-    if len(known) > 1:
-        return "last " + ", ".join(f"{label} {number(curve.known[-1])}" for label, curve in known.items())
-    (curve,) = known.values()
-    lowest, at = int(np.nanargmin(curve.values)), int(np.nanargmax(curve.values))
-    highest = f"highest {number(curve.values[at])} at step {curve.steps[at]:,.0f}"
-    if marks and marks[0].value > curve.values[at]:
-        highest = f"highest {number(marks[0].value)} at step {marks[0].step:,.0f} (alert)"
-    parts = [
-        f"first {number(curve.known[0])}",
-        f"last {number(curve.known[-1])}",
-        f"lowest {number(curve.values[lowest])} at step {curve.steps[lowest]:,.0f}",
-        highest,
-    ]
-    return ", ".join([*parts, f"{curve.gaps} not finite"] if curve.gaps else parts)
+    if len(curves) > 1:
+        return "last " + ", ".join(f"{label} {number(curve.known[-1])}" for label, curve in curves.items())
+    (curve,) = curves.values()
+    lowest, highest = int(np.nanargmin(curve.values)), int(np.nanargmax(curve.values))
+    top, at, remark = curve.values[highest], curve.steps[highest], ""
+    if marks and marks[0].value > top:
+        top, at, remark = marks[0].value, marks[0].step, " (alert)"
+    return (
+        f"first {number(curve.known[0])}, last {number(curve.known[-1])}, "
+        f"lowest {number(curve.values[lowest])} at step {curve.steps[lowest]:,.0f}, "
+        f"highest {number(top)} at step {at:,.0f}{remark}"
+    ) + (f", {curve.gaps} not finite" if curve.gaps else "")
 
 
-def paint_line(axes: Axes, curve: Curve, *, colour: str, label: str, plan: ChartPlan, index: int, alone: bool) -> None:
+def paint_line(axes: Axes, curve: Curve, plan: ChartPlan, label: str, index: int = 0, *, alone: bool) -> None:
     """Draw one curve; one of a `smoothed` plan with points enough as a smoothed line above the faint raw one.
 
     `index`: of the curve in its chart. `alone`: it is the only one, so that the legend does not repeat the title, but
     names its two lines. If a chart has several metrics, only the smoothed lines are drawn.
     """
-    style = {"color": colour, "linestyle": _STYLES[index % len(_STYLES)]}
+    colour = COLOURS[LINES[index % len(LINES)]]
+    style: dict[str, Any] = {"color": colour, "linestyle": _STYLES[index % len(_STYLES)]}
     points = curve.decimated(NUM_BUCKETS)
     if not plan.smoothed or len(curve) < SMOOTHED_FROM:
         marker = "o" if plan.sparse and len(curve) <= 60 else "." if plan.smoothed or len(curve) <= 3 else None
-        axes.plot(points.steps, points.values, label="" if alone else label, marker=marker, **style)  # type: ignore[arg-type]
+        axes.plot(points.steps, points.values, label="" if alone else label, marker=marker, **style)
         return
     if len(plan.metrics) == 1:
         name = "as logged" if alone else ""
         axes.plot(points.steps, points.values, color=colour, alpha=0.4, linewidth=0.8, label=name)
     line = curve.smoothed().decimated(NUM_BUCKETS)
-    axes.plot(line.steps, line.values, label="smoothed" if alone else label, **style)  # type: ignore[arg-type]
+    axes.plot(line.steps, line.values, label="smoothed" if alone else label, **style)
 
 
-def _paint_curves(axes: Axes, run: Run, plan: ChartPlan) -> None:
-    shown = [(metric, label) for metric, label in plan.metrics.items() if len(run.curve(metric).known)]
-    for branch in run.abandoned.values() if len(shown) == 1 else ():
-        points = scaled(branch.get(shown[0][0], NO_CURVE), plan).decimated(NUM_BUCKETS)
+def _paint_abandoned(axes: Axes, run: Run, plan: ChartPlan) -> None:
+    (metric,) = plan.metrics
+    style: dict[str, Any] = {"color": COLOURS["abandoned"], "linewidth": 1, "alpha": 0.8, "linestyle": "--"}
+    for branch in run.abandoned.values():
+        points = branch.get(metric, NO_CURVE).scaled(plan.scale).decimated(NUM_BUCKETS)
         if len(points):
-            axes.plot(points.steps, points.values, color=COLOURS["abandoned"], linewidth=1, alpha=0.8,
-                      linestyle="--", label="taken back")  # fmt: skip
-    for index, (metric, label) in enumerate(shown):
-        colour = COLOURS[LINES[index % len(LINES)]]
-        curve = scaled(run.curve(metric), plan)
-        paint_line(axes, curve, colour=colour, label=label, plan=plan, index=index, alone=len(plan.metrics) == 1)
-    if plan is EVAL_PLAN:
-        lowest = int(np.nanargmin(curve.values))
-        axes.plot(curve.steps[lowest], curve.values[lowest], "*", color=COLOURS["line2"], markersize=10, label="lowest")
+            axes.plot(points.steps, points.values, label="taken back", **style)
 
 
 def _paint_events(axes: Axes, run: Run) -> None:
@@ -256,15 +238,13 @@ def _paint_events(axes: Axes, run: Run) -> None:
 
 def _paint_alerts(axes: Axes, marks: Sequence[AlertMark]) -> None:
     """A triangle a mark, with the number of its alerts where it stands for several."""
-    shown = marks[:MAX_MARKS]
-    if not shown:
-        return
-    axes.plot([mark.step for mark in shown], [mark.value for mark in shown], linestyle="none", marker="v",
-              markersize=5.5, color=COLOURS["alert"], markeredgecolor=COLOURS["paper"], markeredgewidth=0.5,
-              label="alert", zorder=3)  # fmt: skip
-    for mark in shown:
-        if mark.times > 1:
-            axes.annotate(f"×{mark.times}", (mark.step, mark.value), xytext=(5, 0), textcoords="offset points",
+    steps, values, times = zip(*marks[:MAX_MARKS], strict=True) if marks else ((), (), ())
+    if marks:
+        axes.plot(steps, values, linestyle="none", marker="v", markersize=5.5, color=COLOURS["alert"],
+                  markeredgecolor=COLOURS["paper"], markeredgewidth=0.5, label="alert", zorder=3)  # fmt: skip
+    for step, value, count in zip(steps, values, times, strict=True):
+        if count > 1:
+            axes.annotate(f"×{count}", (step, value), xytext=(5, 0), textcoords="offset points",
                           va="center", fontsize=8.5, color=COLOURS["alert"])  # fmt: skip
 
 
@@ -281,7 +261,7 @@ def alert_marks(run: Run, plan: ChartPlan) -> list[AlertMark]:
             branch = _branch_of(run, index)
             height = _height(run, entry, plan, branch)
             if height is not None:
-                heights[entry["step"], branch].append(height)
+                heights[entry["step"], branch].append(height * plan.scale)
     marks = [AlertMark(step, max(values), len(values)) for (step, _), values in heights.items()]
     return sorted(marks, key=lambda mark: -mark.value)
 
@@ -290,10 +270,10 @@ def _height(run: Run, alert: Entry, plan: ChartPlan, branch: int | None) -> floa
     """The alert's own value where it is the metric; else that of the branch's curve at its step, if it has one."""
     value = alert.get("value")
     if alert.get("type") == plan.measured_alert and is_number(value):
-        return value * plan.scale
+        return value
     metric = next(iter(plan.metrics))
     taken_back = NO_CURVE if branch is None else run.abandoned.get(branch, {}).get(metric, NO_CURVE)
-    curve = scaled(taken_back if len(taken_back.known) else run.curve(metric), plan)
+    curve = taken_back if len(taken_back.known) else run.curve(metric)
     finite = np.isfinite(curve.values)
     return float(np.interp(alert["step"], curve.steps[finite], curve.values[finite])) if finite.any() else None
 
@@ -301,16 +281,13 @@ def _height(run: Run, alert: Entry, plan: ChartPlan, branch: int | None) -> floa
 def _branch_of(run: Run, index: int) -> int | None:
     """The rollback that took back what the event at `index` lies on; None where none did."""
     step = run.events[index]["step"]
-    for later in run.events[index:]:
-        if later["kind"] == "rollback" and back_to(later) < step:
-            branch = later.get("number")
-            return branch if isinstance(branch, int) else None
-    return None
+    rollbacks = (later for later in run.events[index:] if later["kind"] == "rollback" and back_to(later) < step)
+    number = next(rollbacks, {}).get("number")
+    return number if isinstance(number, int) else None
 
 
-def set_scale(axes: Axes, plan: ChartPlan, curves: Sequence[Curve]) -> None:
-    """Choose the vertical scale by the values, and label it without exponents that nobody reads."""
-    known = np.concatenate([curve.known for curve in curves])
+def set_scale(axes: Axes, plan: ChartPlan, known: np.ndarray) -> None:
+    """Choose the vertical scale by the values (float64 [n], finite), and label it as other numbers are written."""
     if plan.log and known.min() > 0 and known.max() > LOG_SCALE_FROM * float(np.median(known)):
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=7))

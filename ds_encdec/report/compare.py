@@ -22,7 +22,7 @@ from ds_encdec.report.charts import (
     paint_line,
     set_scale,
 )
-from ds_encdec.report.drawing import COLOURS, LINES
+from ds_encdec.report.drawing import COLOURS
 from ds_encdec.report.page import differences, number, outcomes
 from ds_encdec.report.read_run import Curve, Run
 from ds_encdec.types import DataError
@@ -162,10 +162,9 @@ def _chart(plan: ChartPlan, runs: Sequence[Run], names: Sequence[str], over: str
         if plan is DIFFERENCE_PLAN:
             axes.axhline(0, color=COLOURS["muted"], linewidth=0.9)
         for label, curve in drawn.items():
-            index = [*names].index(label.split(" − ")[0])  # a run has its colour in every chart
-            colour = COLOURS[LINES[index % len(LINES)]]
-            paint_line(axes, curve, colour=colour, label=label, plan=plan, index=index, alone=False)
-        set_scale(axes, plan, list(drawn.values()))
+            # A run has its colour in every chart.
+            paint_line(axes, curve, plan, label, [*names].index(label.split(" − ")[0]), alone=False)
+        set_scale(axes, plan, np.concatenate([curve.known for curve in drawn.values()]))
 
     caption = "last " + ", ".join(f"{label} {number(curve.known[-1])}" for label, curve in drawn.items())
     key, title = f"compare_{plan.key}_by_{over}", f"{plan.title} over {over}"

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from jinja2 import Environment, FileSystemLoader
-from markupsafe import Markup, escape
 
 from ds_encdec.config.report import show
 from ds_encdec.config.schema import FullConfig
@@ -25,6 +26,7 @@ MAX_EVENTS = 200
 """Rows of the table of events, the newest ones; all are in ledger.jsonl."""
 PLACES = ("infra.output_dir",)
 """Fields in which any two runs differ."""
+_LAST = itemgetter(-1)
 _SIZES = "model.architecture"
 _ANSWERS = ("rollback", "no_rollback", "stop", "start")
 """Events that decide what became of the rollbacks asked for before them; after a start they were never answered."""
@@ -35,9 +37,8 @@ def render(template: str, **values: Any) -> str:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    filters = (number, count, when, flat, breakable, checks, gate, events, changes)
+    filters = (number, count, when, flat, outcomes, events, changes)
     environment.filters |= {function.__name__: function for function in filters}
-    environment.globals |= {"outcomes": outcomes, "facts": facts}
     return environment.get_template(template).render(values)
 
 
@@ -78,11 +79,6 @@ def when(written: object) -> str:
     return f"{time:%Y-%m-%d %H:%M:%S %z}" if time else ""
 
 
-def breakable(name: str) -> Markup:
-    """A dotted name, which may be broken behind its dots and underscores."""
-    return Markup(escape(name).replace(".", Markup(".<wbr>")).replace("_", Markup("_<wbr>")))
-
-
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """The values of nested mappings by readable names, times and sizes as one reads them."""
     for name, value in values.items():
@@ -98,39 +94,14 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
 def outcomes(run: Run) -> Iterator[tuple[str, str]]:
     """How the run went, in numbers with their units, each with its name."""
     yield "steps", number(run.steps)
-    yield "tokens seen", number(run.last("train/tokens_seen"))
+    yield "tokens seen", number(run.figure(_LAST, "train/tokens_seen"))
     for name, metric in (("loss", "train/loss"), ("eval loss", "eval/loss")):
-        yield f"last {name}", number(run.last(metric), digits=5)
-        yield f"lowest {name}", number(run.lowest(metric), digits=5)
-    yield "throughput, median", number(run.median("perf/tokens_per_sec"), "tokens/s")
-    yield "MFU, median", number(run.median("perf/mfu", 100), "%")
+        yield f"last {name}", number(run.figure(_LAST, metric), digits=5)
+        yield f"lowest {name}", number(run.figure(np.min, metric), digits=5)
+    yield "throughput, median", number(run.figure(np.median, "perf/tokens_per_sec"), "tokens/s")
+    yield "MFU, median", number(run.figure(np.median, "perf/mfu", 100), "%")
     yield "time in training steps", duration(run.training_seconds or None)
     yield "from first start to end", duration(run.wall_seconds)
-
-
-def facts(run: Run) -> Iterator[tuple[str, str]]:
-    """What ran, and on what: names and values for the top of the page."""
-    seen, parameters = run.last("train/tokens_seen"), run.parameters
-    yield "parameters", number(parameters)
-    yield "tokens per parameter", number(seen / parameters if seen and parameters else None)
-    yield "engine", run.engine
-    yield "ranks", number(run.status.get("world_size"))
-    devices = f"{many} × " if is_number(many := run.status.get("device_count")) else ""
-    yield "device", devices + number(run.status.get("device"))
-    dirty = ", changed since" if run.status.get("git_dirty") is True else ""
-    yield "git commit", number(run.status.get("git_commit"))[:12] + dirty
-
-
-def checks(result: Entry) -> list[Mapping[str, Any]]:
-    """The checks of a phase's verdict."""
-    listed = result.get("checks")
-    return [check for check in listed if isinstance(check, dict)] if isinstance(listed, list) else []
-
-
-def gate(result: Entry) -> tuple[str, bool, str]:
-    """A phase's verdict: its name, whether it passed its gate, and why not."""
-    failed = [str(check.get("message")) for check in checks(result) if check.get("passed") is not True]
-    return str(result.get("phase", "phase")), result.get("passed") is True, "; ".join(failed) or "no check says why"
 
 
 def events(run: Run) -> tuple[list[tuple[Entry, bool]], int]:

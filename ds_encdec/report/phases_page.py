@@ -84,8 +84,8 @@ def _chart(
         for curve in curves:
             if len(curve.known):
                 alone = not mixed or len(curve) >= SMOOTHED_FROM
-                paint_line(axes, curve, colour=COLOURS["line1"], label="not smoothed", plan=plan, index=0, alone=alone)
-        set_scale(axes, plan, [whole])
+                paint_line(axes, curve, plan, "not smoothed", alone=alone)
+        set_scale(axes, plan, whole.known)
         axes.set_xlim(left=0)
         for (phase, _), end in zip(ran, ends[1:], strict=True):
             _mark_phase(axes, phase, end)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -62,6 +62,10 @@ class Curve:
     def at(self, steps: np.ndarray) -> Curve:
         """The same values at other abscissae (float64 [n])."""
         return Curve(steps, self.values)
+
+    def scaled(self, factor: float) -> Curve:
+        """The curve in another unit."""
+        return Curve(self.steps, self.values * factor)
 
     def smoothed(self) -> Curve:
         """The mean of a fortieth of the points around each, fewer towards both ends, so that nothing lags.
@@ -130,7 +134,7 @@ class Run:
     data: Entry
     checkpoints: Sequence[SavedCheckpoint]
     verdict: Entry | None
-    notes: Sequence[str] = field(default=())
+    notes: Sequence[str]
 
     def curve(self, metric: str) -> Curve:
         """The metric's curve, empty where it was never logged."""
@@ -145,20 +149,10 @@ class Run:
         """The last step that metrics were logged at."""
         return int(max(curve.steps[-1] for curve in self.curves.values()))
 
-    def last(self, metric: str) -> float | None:
-        """The last finite value."""
+    def figure(self, how: Callable[[np.ndarray], Any], metric: str, scale: float = 1.0) -> float | None:
+        """What `how` makes of the metric's finite values, times `scale`; None for a metric without any."""
         known = self.curve(metric).known
-        return float(known[-1]) if len(known) else None
-
-    def lowest(self, metric: str) -> float | None:
-        """The lowest finite value."""
-        known = self.curve(metric).known
-        return float(known.min()) if len(known) else None
-
-    def median(self, metric: str, scale: float = 1.0) -> float | None:
-        """The median of the finite values, times `scale`."""
-        known = self.curve(metric).known
-        return float(np.median(known)) * scale if len(known) else None
+        return float(how(known)) * scale if len(known) else None
 
     @property
     def alert_types(self) -> list[tuple[str, int]]:
@@ -186,10 +180,8 @@ class Run:
     def wall_seconds(self) -> float | None:
         """Seconds from the first start to the end, pauses between restarts included; None for a run without an end."""
         starts = [entry.get("time") for entry in self.entries("start")]
-        begin, end = (
-            read_time(starts[0] if starts else self.status.get("started_at")),
-            read_time(self.status.get("updated_at")),
-        )
+        begin = read_time(starts[0] if starts else self.status.get("started_at"))
+        end = read_time(self.status.get("updated_at"))
         return (end - begin).total_seconds() if begin and end and self.status.get("state") != "running" else None
 
     @property
@@ -217,9 +209,7 @@ class Run:
         """The configuration's value at a dotted path."""
         value: Any = self.config
         for key in path.split("."):
-            if not isinstance(value, Mapping) or key not in value:
-                return default
-            value = value[key]
+            value = value[key] if isinstance(value, Mapping) and key in value else default
         return value
 
     def number(self, path: str) -> float | None:
@@ -253,23 +243,21 @@ def read_run(path: Path) -> Run:
         named = ", ".join(sorted(name for name, curve in curves.items() if curve.gaps))
         notes.append(f"{gaps:,} values are not finite and are gaps in the curves: {named}.")
     checkpoints = _read_checkpoints(folder.checkpoints)
-    config = _read_config(folder.config_yaml, notes)
-    every = config.get("training", {}).get("save_steps") if isinstance(config.get("training"), Mapping) else None
-    kept = [saved.step for saved in checkpoints]
-    curves |= {name: _at_saves(curve, every, kept) for name, curve in curves.items() if name.startswith("ckpt/")}
-    return Run(
+    run = Run(
         name=root.name,
         path=root,
         status=status,
         curves=curves,
         abandoned=_read_abandoned(folder.abandoned_metrics, notes),
         events=_read_events(folder.events, notes),
-        config=config,
+        config=_read_config(folder.config_yaml, notes),
         data=_read_data_facts(folder.checkpoints, checkpoints),
         checkpoints=checkpoints,
         verdict=read_json(root / "result.json", notes),
         notes=notes,
     )
+    saves = {name: _at_saves(curve, run) for name, curve in curves.items() if name.startswith("ckpt/")}
+    return replace(run, curves={**curves, **saves})
 
 
 def read_json(path: Path, notes: list[str]) -> Entry | None:
@@ -329,16 +317,17 @@ def _curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
     return {name: Curve.of(found) for name, found in points.items()}
 
 
-def _at_saves(curve: Curve, every: object, kept: Sequence[int]) -> Curve:
+def _at_saves(curve: Curve, run: Run) -> Curve:
     """The curve of a checkpoint's metric with each value at the step of its save, where that can be known.
 
     A run logs it in the first line after the save is complete. The save is the last one before that line of those that
-    were planned (`every` so many steps) or are `kept`, unless an earlier line was about it.
+    were planned or are kept, unless an earlier line was about it.
     """
+    every = run.number("training.save_steps") or math.inf
     steps: list[float] = []
     for step in curve.steps:
-        planned = [(math.ceil(step / every) - 1) * every] if is_number(every) and every > 0 else []
-        save = max((save for save in (*planned, *kept) if 0 < save < step), default=step)
+        saves = [(math.ceil(step / every) - 1) * every, *(saved.step for saved in run.checkpoints)]
+        save = max((save for save in saves if 0 < save < step), default=step)
         steps.append(save if not steps or save > steps[-1] else step)
     return curve.at(np.array(steps))
 

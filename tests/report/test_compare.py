@@ -41,7 +41,7 @@ def test_curves_over_steps_and_tokens_and_what_differed_beside_what_came_out(tmp
     assert [name for name in table if "." in name] == ["training.learning_rate"]
     assert table["steps"] == ["200", "400"]
     assert table["tokens seen"] == ["100,000,000", "200,000,000"]
-    assert table["last loss"] == [f"{read_run(run).last('train/loss'):.5g}" for run in (one, two)]
+    assert table["last loss"] == [f"{read_run(run).curve('train/loss').known[-1]:.5g}" for run in (one, two)]
     assert table["from first start to end"] == ["2 d 2 h", "2 d 2 h"]
 
 
