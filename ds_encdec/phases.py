@@ -1,4 +1,4 @@
-"""What a phase of a pre-training is: its numbers, and the configuration of the run that it amounts to.
+"""The phases of a pre-training: their numbers, and the configurations of the runs that they amount to.
 
 sanity_check → validation → medium → full. `phase_runs/` runs them one after the other. Nothing here imports torch, so
 that a plan can be looked at, and refused, at once.
@@ -103,7 +103,7 @@ def phase_config(config: FullConfig, phase: TrainingPhase) -> PhaseConfig:
 
 
 def phase_folder(config: FullConfig, phase: TrainingPhase) -> Path:
-    """Where `phase` lives, below the output folder of `config`."""
+    """The folder of `phase`, below the output folder of `config`."""
     return Path(config.infra.output_dir).expanduser().absolute() / "phases" / phase
 
 
@@ -163,7 +163,7 @@ class PlannedPhase:
 
     @property
     def folder(self) -> Path:
-        """Where its run lives."""
+        """The folder of its run."""
         return Path(self.config.infra.output_dir)
 
 
@@ -246,7 +246,7 @@ def _places_of(config: FullConfig, phase: TrainingPhase) -> dict[str, Any]:
 
 
 def _warmup_steps(config: FullConfig, settings: PhaseConfig, steps: int) -> int:
-    """What the phase says, where it says something and was not shortened below; else at most a tenth of its steps.
+    """The phase's own number, unless it has none or was shortened; else at most a tenth of its steps.
 
     At least one where there is to be any: DeepSpeed's schedules do not work without.
     """

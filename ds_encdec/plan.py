@@ -1,6 +1,6 @@
-"""What a run, or the phases of a pre-training, would take before any of it is spent. Imports no torch.
+"""The steps, tokens, days and money that a run or the phases of a pre-training take, before any of them is spent.
 
-The steps, tokens, days and money of both; of a run also its disks and host memory.
+For a run also disks and host memory. Imports no torch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def plan_run(
     tokens_per_second: float | None = None,
     price_per_gpu_hour: float | None = None,
 ) -> dict[str, Any]:
-    """What the run takes on `infra.num_gpus` GPUs in `nodes` machines; docs/plan.md lists the keys. Sizes are bytes.
+    """The needs of the run on `infra.num_gpus` GPUs in `nodes` machines; docs/plan.md lists the keys. Sizes are bytes.
 
     `num_tokens`: of both sides, to train on; None: as many as `training.num_train_steps` make. `tokens_per_second`: of
     all ranks. Raises ConfigError for a batch or a number of GPUs that does not divide, or a model of unknown size.

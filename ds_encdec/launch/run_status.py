@@ -82,7 +82,7 @@ def record(folder: RunFolder, state: str, **facts: Any) -> None:
 
 
 def environment_facts() -> dict[str, Any]:
-    """What runs, and on what: the command and its commit, this host, its devices, and the versions that decide numbers.
+    """The command and its commit, this host and its devices, and the versions that decide a run's numbers.
 
     Facts that cannot be had here, such as the commit of an installed wheel, are left out.
     """
@@ -140,7 +140,7 @@ def git_state(folder: Path) -> dict[str, Any]:
 
 
 def _output(*command: str) -> str:
-    """What a program prints; empty where it is absent, fails, or does not answer within seconds."""
+    """The output of a program; empty where it is absent, fails, or does not answer within seconds."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):

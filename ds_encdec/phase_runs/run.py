@@ -73,8 +73,8 @@ def _run_phase(config: FullConfig, planned: PlannedPhase, subprocess_run: Subpro
 def _result_before(config: FullConfig, phase: TrainingPhase) -> dict[str, Any]:
     """The result of the phase before; {} for the first.
 
-    Raises ConfigError where there is none, or none by the numbers that it has now, and GateError where it did not
-    pass: its weights are not handed on.
+    Raises ConfigError if it has no result, or one judged by other limits, and GateError where it did not pass: its
+    weights are not handed on.
     """
     before = phase_before(phase)
     if before is None:

@@ -39,7 +39,7 @@ class Chart(NamedTuple):
 
 
 class AlertMark(NamedTuple):
-    """Where a chart marks `times` alerts: at the highest of their values, in the unit of the chart."""
+    """The place where a chart marks `times` alerts: at the highest of their values, in the unit of the chart."""
 
     step: float
     value: float
@@ -48,7 +48,7 @@ class AlertMark(NamedTuple):
 
 @dataclass(frozen=True)
 class ChartPlan:
-    """What a chart shows. `key` names its file; `metrics`: name → label; `alerts`: the types that are marked on it.
+    """The contents of a chart. `key` names its file; `metrics`: name → label; `alerts`: the types marked on it.
 
     `measured_alert`: the one of these types whose `value` is the metric at its step; others are marked on the curve.
 

@@ -21,7 +21,7 @@ from ds_encdec.monitor.metrics_file import is_number
 from ds_encdec.report.read_run import Entry, Run, read_time
 
 NOTHING = "–"
-"""Shown in the place of a value that there is none of."""
+"""Shown in the place of a missing value."""
 MAX_EVENTS = 200
 """Rows of the table of events, the newest ones; all are in ledger.jsonl."""
 PLACES = ("infra.output_dir",)
@@ -43,9 +43,9 @@ def render(template: str, **values: Any) -> str:
 
 
 def number(value: object, unit: str = "", digits: int = 4) -> str:
-    """A number of so many significant digits, and its unit; `NOTHING` for none, other values as they are."""
+    """A number of so many significant digits, and its unit; `NOTHING` for no value, other values as they are."""
     if not is_number(value):
-        return str(value) if value not in (None, "") else NOTHING
+        return ("" if value is None else str(value)) or NOTHING
     if abs(value) >= 1000:
         text = f"{value:,.0f}"
     elif value == 0 or abs(value) >= 1e-3:
@@ -74,7 +74,7 @@ def duration(seconds: float | None) -> str:
 
 
 def when(written: object) -> str:
-    """A time of run.json or the events as one reads it, with its zone; empty where it is none."""
+    """A time of run.json or the events as one reads it, with its zone; empty for anything else."""
     time = read_time(written)
     return f"{time:%Y-%m-%d %H:%M:%S %z}" if time else ""
 
@@ -93,7 +93,11 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
 
 def outcomes(run: Run) -> Iterator[tuple[str, str]]:
     """How the run went, in numbers with their units, each with its name."""
+    yield "state", number(run.status.get("state"))
     yield "steps", number(run.steps)
+    yield "skipped steps", number(run.skipped_steps)
+    yield "alerts", number(len(run.entries("alert")))
+    yield "rollbacks", number(len(run.entries("rollback")))
     yield "tokens seen", number(run.figure(_LAST, "train/tokens_seen"))
     for name, metric in (("loss", "train/loss"), ("eval loss", "eval/loss")):
         yield f"last {name}", number(run.figure(_LAST, metric), digits=5)

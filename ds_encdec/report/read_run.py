@@ -117,7 +117,7 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class Run:
-    """What the folder of a run holds. `curves`: by metric name; `abandoned`: by number of the rollback, then by name.
+    """The content of a run's folder. `curves`: by metric name; `abandoned`: by number of the rollback, then by name.
 
     `config`: nested, as in `config.yaml`, not validated: an older version may have written it. `data`: the facts that
     the newest checkpoint keeps of tokenizer and sources. `verdict`: of the phase, where the run is one. `notes`: what
@@ -150,7 +150,7 @@ class Run:
         return int(max(curve.steps[-1] for curve in self.curves.values()))
 
     def figure(self, how: Callable[[np.ndarray], Any], metric: str, scale: float = 1.0) -> float | None:
-        """What `how` makes of the metric's finite values, times `scale`; None for a metric without any."""
+        """The figure that `how` makes of the metric's finite values, times `scale`; None for a metric without any."""
         known = self.curve(metric).known
         return float(how(known)) * scale if len(known) else None
 
@@ -282,7 +282,7 @@ def back_to(rollback: Entry) -> float:
 
 
 def read_time(written: object) -> datetime | None:
-    """A time of run.json or the events; None where it is none."""
+    """A time of run.json or the events; None for anything else."""
     try:
         return datetime.strptime(str(written), "%Y-%m-%dT%H:%M:%S%z")
     except ValueError:
@@ -381,7 +381,7 @@ def _read_checkpoints(folder: Path) -> list[SavedCheckpoint]:
 
 
 def _read_data_facts(folder: Path, checkpoints: Sequence[SavedCheckpoint]) -> Entry:
-    """What the newest checkpoint says of tokenizer and sources (data/fingerprint.py); {} where it does not."""
+    """The newest checkpoint's facts of tokenizer and sources (data/fingerprint.py); {} where it has none."""
     if not checkpoints:
         return {}
     trainer = read_json(committed_steps(folder)[checkpoints[-1].step] / "trainer.json", [])

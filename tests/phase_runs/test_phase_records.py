@@ -1,4 +1,4 @@
-"""What a repeat does with a phase: passes over it, judges it again, or refuses what has changed. Nothing is trained."""
+"""A repeated command passes over a phase, judges it again, or refuses what has changed. Nothing is trained."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_phase_that_saved_nothing_may_be_mended(tmp_path: Path, saved_at: int 
 def test_a_lower_learning_rate_in_the_middle_is_taken_and_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What a run that has diverged advises."""
+    """A run that has diverged advises this."""
     began(setup(tmp_path)[1], saved_at=10)
     for rate in ("1e-4", "1e-5", "1e-5"):
         config, planned = setup(tmp_path, f"training.learning_rate={rate}")

@@ -1,4 +1,4 @@
-"""What the phases would take, from the command line: no run is started, no torch imported."""
+"""The needs of the phases, from the command line: no run is started, no torch imported."""
 
 from __future__ import annotations
 

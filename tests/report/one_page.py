@@ -60,5 +60,5 @@ class Page(HTMLParser):
 
     @property
     def charts(self) -> dict[str, str]:
-        """What a screen reader says of each chart: the title → the rest."""
+        """The words of a screen reader for each chart: the title → the rest."""
         return dict(svg["aria-label"].split(": ", 1) for svg in self.all("svg"))
