@@ -175,11 +175,9 @@ def plan_phase(config: FullConfig, phase: TrainingPhase, max_steps: int | None =
     the launcher starts. Raises ConfigError for a phase that contradicts itself.
     """
     settings = phase_config(config, phase)
-    training, data = config.training, config.data
-    sequences, length = (
-        global_batch_size(config, config.infra.num_gpus),
-        data.max_encoder_length + data.max_decoder_length,
-    )
+    training, data, infra = config.training, config.data, config.infra
+    sequences = global_batch_size(config, infra.num_gpus)
+    length = data.max_encoder_length + data.max_decoder_length
     # However many micro-batches a step is divided into, and whichever ranks make them.
     steps_for_tokens = estimate_steps_for_tokens(settings.num_tokens, sequences, length, 1, 1)
     steps = min(settings.num_train_steps, steps_for_tokens, max_steps or settings.num_train_steps)
@@ -187,7 +185,10 @@ def plan_phase(config: FullConfig, phase: TrainingPhase, max_steps: int | None =
     overlaid = config.model_copy(
         update={
             "model": _model_of(config, phase),
-            "data": data.model_copy(update={"num_lanes": _lanes(config)}),
+            # None where the run finds its micro-batch size, and so its lanes, when it starts.
+            "data": data.model_copy(
+                update={"num_lanes": None if is_auto(config) else micro_batches_per_step(config, infra.num_gpus)}
+            ),
             "training": training.model_copy(
                 update={
                     "global_batch_size": sequences if is_auto(config) else training.global_batch_size,
@@ -199,7 +200,7 @@ def plan_phase(config: FullConfig, phase: TrainingPhase, max_steps: int | None =
                     "seed": training.seed + PHASES.index(phase),
                 }
             ),
-            "infra": config.infra.model_copy(update=_places_of(config, phase)),
+            "infra": infra.model_copy(update=_places_of(config, phase)),
             "monitor": monitor,
             "phases": PhasesConfig(),  # gates are the pipeline's, and may change while the run's configuration does not
         }
@@ -217,11 +218,6 @@ def plan_phases(
     if max_steps is not None and max_steps < 2:
         raise ConfigError(f"--steps-per-phase {max_steps}: give at least 2, one for the warm-up and one after it")
     return [plan_phase(config, phase, max_steps) for phase in phases]
-
-
-def _lanes(config: FullConfig) -> int | None:
-    """The lanes of a phase's run; None where it finds its micro-batch size, and so its lanes, when it starts."""
-    return None if is_auto(config) else micro_batches_per_step(config, config.infra.num_gpus)
 
 
 def _model_of(config: FullConfig, phase: TrainingPhase) -> ModelConfig:

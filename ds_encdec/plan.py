@@ -154,7 +154,12 @@ def plan_of_phases(
             "phase": str(planned.phase),
             "description": planned.settings.description,
             "steps": planned.num_steps,
-            "ends_with": _ends_with(planned),
+            "ends_with": min(
+                (planned.settings.num_train_steps, "steps"),
+                (planned.steps_for_tokens, "tokens"),
+                (planned.num_steps, "--steps-per-phase"),
+                key=lambda limit: limit[0],
+            )[1],
             "num_train_steps": planned.settings.num_train_steps,
             "steps_for_tokens": planned.steps_for_tokens,
             "tokens": planned.num_steps * planned.tokens_per_step,
@@ -172,12 +177,6 @@ def plan_of_phases(
         "phases": phases,
         "total": {**sums, "days": whole["time"] and whole["time"]["days"], "usd": whole["usd"]},
     }
-
-
-def _ends_with(planned: PlannedPhase) -> str:
-    if planned.num_steps < min(planned.settings.num_train_steps, planned.steps_for_tokens):
-        return "--steps-per-phase"
-    return "tokens" if planned.steps_for_tokens < planned.settings.num_train_steps else "steps"
 
 
 def describe_plan_of_phases(plan: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from ds_encdec.phases import (
 )
 from ds_encdec.types import CheckpointError, ConfigError, DsEncDecError, GateError, Preempted
 
+_say = partial(print, flush=True)  # at once: the runs write to the screen, too
 MAX_SHARD_BYTES = 5_000_000_000
 """Largest file of an export, as `ds-encdec export` has it."""
 
@@ -165,8 +167,3 @@ def _judge_and_hand_on(planned: PlannedPhase, records: PhaseRecords, pipeline_in
             f"changed (phases.{planned.phase}) are applied to it without training again; to train it again, delete "
             f"{planned.folder}."
         )
-
-
-def _say(line: str) -> None:
-    """To the screen at once: the runs write there too."""
-    print(line, flush=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullLocator
 
 from ds_encdec.monitor.metrics_file import is_number
-from ds_encdec.report.drawing import COLOURS, LINES, draw
+from ds_encdec.report.drawing import COLOURS, LINES, Chart, draw
 from ds_encdec.report.page import number
 from ds_encdec.report.read_run import NO_CURVE, SMOOTHED_FROM, Curve, Entry, Run, back_to
 from ds_encdec.types import DENOISERS
@@ -27,15 +27,7 @@ LOG_SCALE_FROM = 20.0
 LIMIT_WITHIN = 1.0
 """Distance from the data, in heights of the data, up to which a limit is drawn: one further away would make the axis
 more than twice as high, and the curve flat."""
-_STEPS = "optimizer step"
 _STYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
-
-
-class Chart(NamedTuple):
-    """A finished chart: `caption` has its key figures, `svg` is the drawing."""
-
-    caption: str
-    svg: str
 
 
 class AlertMark(NamedTuple):
@@ -164,21 +156,7 @@ def _chart(run: Run, plan: ChartPlan, pictures: Path | None) -> Chart:
         _paint_alerts(axes, marks)
         set_scale(axes, plan, known)
 
-    return draw_chart(plan.key, plan.heading, "; ".join([describe(curves, marks), *far]), paint, pictures)
-
-
-def draw_chart(
-    key: str, title: str, caption: str, paint: Callable[[Axes], None], pictures: Path | None, over: str = _STEPS
-) -> Chart:
-    """The chart that `paint` draws; `over`: what is on its horizontal axis; `pictures`: see `charts_of`."""
-
-    def painted(axes: Axes) -> None:
-        axes.set_title(title)
-        axes.set_xlabel(over)
-        paint(axes)
-
-    png = None if pictures is None else pictures / f"{key}.png"
-    return Chart(caption, draw(key, painted, label=f"{title}: {caption}", png=png))
+    return draw(plan.key, plan.heading, "; ".join([describe(curves, marks), *far]), paint, pictures)
 
 
 def describe(curves: Mapping[str, Curve], marks: Sequence[AlertMark] = ()) -> str:

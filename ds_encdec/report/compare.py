@@ -16,13 +16,11 @@ from ds_encdec.report.charts import (
     LOSS_PLAN,
     RATE_PLAN,
     THROUGHPUT_PLAN,
-    Chart,
     ChartPlan,
-    draw_chart,
     paint_line,
     set_scale,
 )
-from ds_encdec.report.drawing import COLOURS
+from ds_encdec.report.drawing import COLOURS, Chart, draw
 from ds_encdec.report.page import differences, number, outcomes
 from ds_encdec.report.read_run import NO_CURVE, Curve, Run
 from ds_encdec.types import DataError
@@ -157,7 +155,7 @@ def _chart(
 
     caption = "last " + ", ".join(f"{labels[index]} {number(curve.known[-1])}" for index, curve in curves.items())
     key, title = f"compare_{plan.key}_by_{over}", f"{plan.title} over {over}"
-    return draw_chart(key, title, caption, paint, pictures, _ABSCISSAE[over])
+    return draw(key, title, caption, paint, pictures, _ABSCISSAE[over])
 
 
 def difference(curve: Curve, first: Curve) -> Curve:

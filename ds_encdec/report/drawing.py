@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -31,17 +31,33 @@ _COLOURED = {
 }
 
 
-def draw(key: str, paint: Callable[[Axes], None], *, label: str = "", png: Path | None = None) -> str:
-    """Let `paint` fill one pair of axes; returns an `<svg>` element, coloured by the page's CSS variables `--NAME`.
+class Chart(NamedTuple):
+    """A finished chart: `caption` has its key figures, `svg` is an element coloured by the CSS variables `--NAME`."""
 
-    `key`: unique in the page; `label`: what a screen reader says; `png`: a file that gets the same picture. The same
-    paint gives the same bytes.
+    caption: str
+    svg: str
+
+
+def draw(
+    key: str,
+    title: str,
+    caption: str,
+    paint: Callable[[Axes], None],
+    pictures: Path | None = None,
+    over: str = "optimizer step",
+) -> Chart:
+    """Let `paint` fill one pair of axes over the horizontal axis `over`.
+
+    `key`: unique in the page. A screen reader reads `title` and `caption`. `pictures`: a folder that gets the drawing
+    as KEY.png, too. The same paint gives the same bytes.
     """
     coloured: dict[Any, Any] = {name: COLOURS[colour] for colour, names in _COLOURED.items() for name in names}
     with matplotlib.rc_context({**coloured, "svg.hashsalt": key}, _STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # a run may be named in any script
         figure = Figure()
         axes = figure.add_subplot()
+        axes.set_title(title)
+        axes.set_xlabel(over)
         paint(axes)
         _add_legend(figure, axes)
         # More ticks than intervals between points would be where nothing was logged.
@@ -50,10 +66,12 @@ def draw(key: str, paint: Callable[[Axes], None], *, label: str = "", png: Path 
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         svg = io.StringIO()
         figure.savefig(svg, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-        if png is not None:
+        if pictures is not None:
             figure.set_layout_engine("none")  # it is laid out; a second time would take as long again
-            figure.savefig(png, format="png", dpi=_PNG_DPI, facecolor="white", metadata={"Software": None})
-    return _for_page(svg.getvalue(), key, label)
+            figure.savefig(
+                pictures / f"{key}.png", format="png", dpi=_PNG_DPI, facecolor="white", metadata={"Software": None}
+            )
+    return Chart(caption, _for_page(svg.getvalue(), key, f"{title}: {caption}"))
 
 
 def _add_legend(figure: Figure, axes: Axes) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from ds_encdec.config.schema import PhasesConfig
-from ds_encdec.report.charts import EVAL_PLAN, LOSS_PLAN, Chart, ChartPlan, describe, draw_chart, paint_line, set_scale
-from ds_encdec.report.drawing import COLOURS
+from ds_encdec.report.charts import EVAL_PLAN, LOSS_PLAN, ChartPlan, describe, paint_line, set_scale
+from ds_encdec.report.drawing import COLOURS, Chart, draw
 from ds_encdec.report.read_run import SMOOTHED_FROM, Curve, Entry, Run, read_json, read_run
 from ds_encdec.types import ConfigError, DataError
 
@@ -90,9 +90,8 @@ def _chart(
         for (phase, _), end in zip(ran, ends[1:], strict=True):
             _mark_phase(axes, phase, end)
 
-    title = f"{plan.heading}, all phases"
-    over = "optimizer step, all phases"
-    return draw_chart(f"phases_{plan.key}", title, describe({"loss": whole}), paint, pictures, over)
+    key, title = f"phases_{plan.key}", f"{plan.heading}, all phases"
+    return draw(key, title, describe({"loss": whole}), paint, pictures, "optimizer step, all phases")
 
 
 def _mark_phase(axes: Axes, phase: Phase, end: float) -> None:
