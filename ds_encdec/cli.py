@@ -14,11 +14,14 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ds_encdec import estimate_memory, train
 from ds_encdec.launch.standard_output import outlive_readers, reader_may_leave
 from ds_encdec.types import ConfigError, DsEncDecError, Preempted
+
+if TYPE_CHECKING:
+    from ds_encdec.phases import PlannedPhase
 
 Verb = Callable[[argparse.Namespace, Sequence[str]], int]
 
@@ -78,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     plan = verb("plan", _plan, "say what a run would take: steps, days, money, disks, host memory", overrides=True)
     plan.add_argument("--config", type=Path, help="YAML file")
     plan.add_argument("--deepspeed_config", "--deepspeed-config", type=Path, help="raw DeepSpeed JSON")
+    plan.add_argument("--phases", action="store_true", help="plan the phases instead, as `phases --dry-run` does")
     plan.add_argument("--tokens", type=_tokens, metavar="N", help="to train on (default: the run's steps)")
     plan.add_argument("--gpus", type=_positive(int), metavar="N", help="GPUs in total (default infra.num_gpus)")
     plan.add_argument("--nodes", type=_positive(int), default=1, metavar="N", help="machines they are in (default 1)")
@@ -136,6 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("run_folder", metavar="run", type=Path, help="a run or a pipeline's folder, e.g. output")
     report.add_argument("--compare", type=Path, nargs="+", default=(), metavar="RUN", help="runs to lay over it")
     report.add_argument("--out", type=Path, help="folder to write into (default RUN/report)")
+    report.add_argument("--png", action="store_true", help="put each chart beside the page as a picture, too")
 
     generate = verb("generate", _generate, "fill sentinels in a text, or continue it")
     generate.add_argument("--model", type=Path, required=True, help="exported folder")
@@ -234,8 +239,8 @@ def _schema(options: argparse.Namespace, _: Sequence[str]) -> int:
 
 def _phases(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from ds_encdec.config.load import find_shipped, load_config
-    from ds_encdec.pipeline.dry_run import describe_estimate, estimate_phases
-    from ds_encdec.pipeline.run import plan_phases, run_phases, select_phases
+    from ds_encdec.phase_runs.run import run_phases
+    from ds_encdec.phases import plan_phases, select_phases
 
     if not options.dry_run and (
         options.json or options.measured or options.tokens_per_second or options.price_per_gpu_hour
@@ -250,8 +255,14 @@ def _phases(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         outlive_readers()  # the phases are for what they leave, and not for these lines
         run_phases(config, plans, launcher=options.launcher)
         return 0
-    estimate = estimate_phases(plans, tokens_per_second=_rate(options), price_per_gpu_hour=options.price_per_gpu_hour)
-    print(json.dumps(estimate, indent=2) if options.json else describe_estimate(estimate))
+    return _print_plan_of_phases(options, plans)
+
+
+def _print_plan_of_phases(options: argparse.Namespace, plans: Sequence[PlannedPhase]) -> int:
+    from ds_encdec.plan import describe_plan_of_phases, plan_of_phases
+
+    plan = plan_of_phases(plans, tokens_per_second=_rate(options), price_per_gpu_hour=options.price_per_gpu_hour)
+    print(json.dumps(plan, indent=2) if options.json else describe_plan_of_phases(plan))
     return 0
 
 
@@ -274,6 +285,7 @@ def _rate(options: argparse.Namespace) -> float | None:
 def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from ds_encdec.config.load import find_shipped, load_config
     from ds_encdec.memory.planned import contradictions
+    from ds_encdec.phases import plan_phases
     from ds_encdec.plan import describe_plan, plan_run
 
     if options.price_per_gpu_hour and not (options.tokens_per_second or options.measured):
@@ -283,6 +295,10 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.gpus is not None:
         overrides = [f"infra.num_gpus={options.gpus}", *overrides]
     config = load_config(find_shipped(options.config), overrides, find_shipped(options.deepspeed_config))
+    if options.phases:
+        if options.tokens or options.nodes != 1:
+            raise ConfigError("--tokens and --nodes are about a single run: leave them out, or --phases")
+        return _print_plan_of_phases(options, plan_phases(config))
     plan = plan_run(
         config,
         nodes=options.nodes,
@@ -353,7 +369,7 @@ def _verify(options: argparse.Namespace, _: Sequence[str]) -> int:
 def _report(options: argparse.Namespace, _: Sequence[str]) -> int:
     from ds_encdec.report.write import write_report
 
-    page, warnings = write_report(options.run_folder, compare=options.compare, out=options.out)
+    page, warnings = write_report(options.run_folder, compare=options.compare, out=options.out, png=options.png)
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     print(f"the report is in {page}")

@@ -63,7 +63,7 @@ ENGINES: dict[str, EngineSpec] = {
             build="ds_encdec.engine.deepspeed_zero:DeepSpeedEngine",
             state_reader="ds_encdec.checkpoint.zero_state:ZeroState",
             memory="ds_encdec.memory.zero:zero_memory",
-            launcher="ds_encdec.pipeline.subprocess_run:deepspeed_launcher",
+            launcher="ds_encdec.phase_runs.subprocess_run:deepspeed_launcher",
             check="ds_encdec.engine.ds_json:check_deepspeed",
             compile_optimizer="ds_encdec.engine.deepspeed_zero:compile_optimizer",
             run_files={"ds_config.json": "ds_encdec.engine.ds_json:ds_config_json"},
@@ -80,7 +80,7 @@ ENGINES: dict[str, EngineSpec] = {
             build="ds_encdec.engine.fsdp2:FSDP2Engine",
             state_reader="ds_encdec.checkpoint.dcp_state:DcpState",
             memory="ds_encdec.memory.fsdp:fsdp_memory",
-            launcher="ds_encdec.pipeline.subprocess_run:torchrun_launcher",
+            launcher="ds_encdec.phase_runs.subprocess_run:torchrun_launcher",
         ),
     )
 }

@@ -1,6 +1,6 @@
-"""What a phase of a pre-training is: its numbers, and the configuration of the run that it amounts to.
+"""The phases of a pre-training: their numbers, and the configurations of the runs that they amount to.
 
-sanity_check → validation → medium → full. `pipeline/` runs them one after the other. Nothing here imports torch, so
+sanity_check → validation → medium → full. `phase_runs/` runs them one after the other. Nothing here imports torch, so
 that a plan can be looked at, and refused, at once.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -59,49 +60,15 @@ class PhaseConfig:
 
 
 PHASE_CONFIGS = {
-    TrainingPhase.SANITY_CHECK: PhaseConfig(
-        phase=TrainingPhase.SANITY_CHECK,
-        num_tokens=10_000_000,
-        description="whether it trains at all",
-        num_train_steps=100,
-        eval_steps=50,
-        save_steps=100,
-        logging_steps=1,
-        max_loss_after_warmup=15.0,
-    ),
-    TrainingPhase.VALIDATION: PhaseConfig(
-        phase=TrainingPhase.VALIDATION,
-        num_tokens=1_000_000_000,
-        description="whether it learns",
-        num_train_steps=5_000,
-        eval_steps=500,
-        save_steps=1_000,
-        logging_steps=10,
-        max_loss_after_warmup=8.0,
-        min_loss_decrease=0.5,
-    ),
-    TrainingPhase.MEDIUM: PhaseConfig(
-        phase=TrainingPhase.MEDIUM,
-        num_tokens=100_000_000_000,
-        description="whether it goes on learning",
-        num_train_steps=50_000,
-        eval_steps=1_000,
-        save_steps=5_000,
-        logging_steps=10,
-        max_loss_after_warmup=5.0,
-        min_loss_decrease=1.0,
-    ),
-    TrainingPhase.FULL: PhaseConfig(
-        phase=TrainingPhase.FULL,
-        num_tokens=500_000_000_000,
-        description="the run itself",
-        num_train_steps=100_000,
-        eval_steps=500,
-        save_steps=10_000,
-        logging_steps=10,
-        max_loss_after_warmup=4.0,
-        min_loss_decrease=1.5,
-    ),
+    row.phase: row
+    for row in (
+        PhaseConfig(TrainingPhase.SANITY_CHECK, 10_000_000, "whether it trains at all", 100, 50, 100, 1, 15.0),
+        PhaseConfig(TrainingPhase.VALIDATION, 1_000_000_000, "whether it learns", 5_000, 500, 1_000, 10, 8.0, 0.5),
+        PhaseConfig(
+            TrainingPhase.MEDIUM, 100_000_000_000, "whether it goes on learning", 50_000, 1_000, 5_000, 10, 5.0, 1.0
+        ),
+        PhaseConfig(TrainingPhase.FULL, 500_000_000_000, "the run itself", 100_000, 500, 10_000, 10, 4.0, 1.5),
+    )
 }
 """The defaults; the YAML's `phases:` replaces single fields."""
 
@@ -116,6 +83,19 @@ def parse_phase(name: str) -> TrainingPhase:
         raise ConfigError(f"there is no phase {name!r}; the phases are {', '.join(PHASES)}.{suggestion}") from None
 
 
+def select_phases(only: str | None, first: str | None, last: str | None) -> Sequence[TrainingPhase]:
+    """The phases that `--only`, `--from` and `--to` name; without them, all. Raises ConfigError."""
+    if only is not None:
+        if first is not None or last is not None:
+            raise ConfigError("--only names a single phase: leave out --from and --to, or --only")
+        return (parse_phase(only),)
+    start = PHASES.index(parse_phase(first)) if first is not None else 0
+    stop = PHASES.index(parse_phase(last)) if last is not None else len(PHASES) - 1
+    if stop < start:
+        raise ConfigError(f"--to {last} comes before --from {first}; the order is {', '.join(PHASES)}")
+    return PHASES[start : stop + 1]
+
+
 def phase_config(config: FullConfig, phase: TrainingPhase) -> PhaseConfig:
     """The numbers of `phase`: the defaults, and what the configuration's `phases:` says instead."""
     overrides = getattr(config.phases, phase).model_dump(exclude_none=True)
@@ -123,7 +103,7 @@ def phase_config(config: FullConfig, phase: TrainingPhase) -> PhaseConfig:
 
 
 def phase_folder(config: FullConfig, phase: TrainingPhase) -> Path:
-    """Where `phase` lives, below the output folder of `config`."""
+    """The folder of `phase`, below the output folder of `config`."""
     return Path(config.infra.output_dir).expanduser().absolute() / "phases" / phase
 
 
@@ -183,7 +163,7 @@ class PlannedPhase:
 
     @property
     def folder(self) -> Path:
-        """Where its run lives."""
+        """The folder of its run."""
         return Path(self.config.infra.output_dir)
 
 
@@ -195,11 +175,9 @@ def plan_phase(config: FullConfig, phase: TrainingPhase, max_steps: int | None =
     the launcher starts. Raises ConfigError for a phase that contradicts itself.
     """
     settings = phase_config(config, phase)
-    training, data = config.training, config.data
-    sequences, length = (
-        global_batch_size(config, config.infra.num_gpus),
-        data.max_encoder_length + data.max_decoder_length,
-    )
+    training, data, infra = config.training, config.data, config.infra
+    sequences = global_batch_size(config, infra.num_gpus)
+    length = data.max_encoder_length + data.max_decoder_length
     # However many micro-batches a step is divided into, and whichever ranks make them.
     steps_for_tokens = estimate_steps_for_tokens(settings.num_tokens, sequences, length, 1, 1)
     steps = min(settings.num_train_steps, steps_for_tokens, max_steps or settings.num_train_steps)
@@ -207,7 +185,10 @@ def plan_phase(config: FullConfig, phase: TrainingPhase, max_steps: int | None =
     overlaid = config.model_copy(
         update={
             "model": _model_of(config, phase),
-            "data": data.model_copy(update={"num_lanes": _lanes(config)}),
+            # None where the run finds its micro-batch size, and so its lanes, when it starts.
+            "data": data.model_copy(
+                update={"num_lanes": None if is_auto(config) else micro_batches_per_step(config, infra.num_gpus)}
+            ),
             "training": training.model_copy(
                 update={
                     "global_batch_size": sequences if is_auto(config) else training.global_batch_size,
@@ -219,7 +200,7 @@ def plan_phase(config: FullConfig, phase: TrainingPhase, max_steps: int | None =
                     "seed": training.seed + PHASES.index(phase),
                 }
             ),
-            "infra": config.infra.model_copy(update=_places_of(config, phase)),
+            "infra": infra.model_copy(update=_places_of(config, phase)),
             "monitor": monitor,
             "phases": PhasesConfig(),  # gates are the pipeline's, and may change while the run's configuration does not
         }
@@ -230,9 +211,13 @@ def plan_phase(config: FullConfig, phase: TrainingPhase, max_steps: int | None =
     return PlannedPhase(settings, overlaid, sequences * length, steps_for_tokens, remarks)
 
 
-def _lanes(config: FullConfig) -> int | None:
-    """The lanes of a phase's run; None where it finds its micro-batch size, and so its lanes, when it starts."""
-    return None if is_auto(config) else micro_batches_per_step(config, config.infra.num_gpus)
+def plan_phases(
+    config: FullConfig, phases: Sequence[TrainingPhase] = PHASES, max_steps: int | None = None
+) -> list[PlannedPhase]:
+    """All of `phases`, planned before the first one costs anything. Raises ConfigError."""
+    if max_steps is not None and max_steps < 2:
+        raise ConfigError(f"--steps-per-phase {max_steps}: give at least 2, one for the warm-up and one after it")
+    return [plan_phase(config, phase, max_steps) for phase in phases]
 
 
 def _model_of(config: FullConfig, phase: TrainingPhase) -> ModelConfig:
@@ -257,7 +242,7 @@ def _places_of(config: FullConfig, phase: TrainingPhase) -> dict[str, Any]:
 
 
 def _warmup_steps(config: FullConfig, settings: PhaseConfig, steps: int) -> int:
-    """What the phase says, where it says something and was not shortened below; else at most a tenth of its steps.
+    """The phase's own number, unless it has none or was shortened; else at most a tenth of its steps.
 
     At least one where there is to be any: DeepSpeed's schedules do not work without.
     """

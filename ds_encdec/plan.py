@@ -1,9 +1,12 @@
-"""What a run would take, before any of it is spent: steps, days, money, disks and host memory. Imports no torch."""
+"""The steps, tokens, days and money that a run or the phases of a pre-training take, before any of them is spent.
+
+For a run also disks and host memory. Imports no torch.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ds_encdec.config.batch_size import global_batch_size, with_assumed_batch_size
@@ -15,7 +18,7 @@ from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.job import Job
 from ds_encdec.memory.model_sizes import run_sizes
 from ds_encdec.memory.planned import indivisible, planned_job
-from ds_encdec.phases import estimate_steps_for_tokens, estimate_training_time
+from ds_encdec.phases import PlannedPhase, estimate_steps_for_tokens, estimate_training_time
 from ds_encdec.types import ConfigError
 
 GB = 1e9
@@ -26,8 +29,9 @@ FEWEST_TO_AVERAGE = 3
 """Checkpoints without which a run averages none (`training.average_checkpoints`)."""
 HOW_TO_KNOW_THE_TIME = (
     "How long this takes is not known: give --tokens-per-second (non-padding tokens of both sides, over all ranks), or "
-    "--measured RUN, the folder of a run on the same machines."
+    "--measured RUN, the folder of a run on the same machines, such as that of a phase."
 )
+NOT_COUNTED = "Evaluations, checkpoints and starts come on top."
 
 
 def plan_run(
@@ -38,7 +42,7 @@ def plan_run(
     tokens_per_second: float | None = None,
     price_per_gpu_hour: float | None = None,
 ) -> dict[str, Any]:
-    """What the run takes on `infra.num_gpus` GPUs in `nodes` machines; docs/plan.md lists the keys. Sizes are bytes.
+    """The needs of the run on `infra.num_gpus` GPUs in `nodes` machines; docs/plan.md lists the keys. Sizes are bytes.
 
     `num_tokens`: of both sides, to train on; None: as many as `training.num_train_steps` make. `tokens_per_second`: of
     all ranks. Raises ConfigError for a batch or a number of GPUs that does not divide, or a model of unknown size.
@@ -53,10 +57,6 @@ def plan_run(
     if num_tokens is not None:
         # However a step is divided into micro-batches, it has these sequences.
         steps = estimate_steps_for_tokens(num_tokens, sequences, length, 1, 1)
-    time = usd = None
-    if tokens_per_second:
-        time = estimate_training_time(steps, sequences * length / tokens_per_second)
-        usd = time["hours"] * job.world_size * price_per_gpu_hour if price_per_gpu_hour else None
     host = estimate(job).host.total * job.ranks_per_node
     return {
         "num_gpus": job.world_size,
@@ -69,11 +69,16 @@ def plan_run(
         "tokens": steps * sequences * length,
         "num_tokens": num_tokens,
         "tokens_per_second": tokens_per_second,
-        "time": time,
-        "usd": usd,
+        **_cost(steps * sequences * length, job.world_size, tokens_per_second, price_per_gpu_hour),
         "disk": _disk(job, steps),
         "host_bytes_per_node": host,
     }
+
+
+def _cost(tokens: int, num_gpus: int, tokens_per_second: float | None, usd_per_hour: float | None) -> dict[str, Any]:
+    """`time` (`estimate_training_time`) and `usd`, None where they cannot be known; `usd_per_hour` is of one GPU."""
+    time = estimate_training_time(tokens, 1 / tokens_per_second) if tokens_per_second else None
+    return {"time": time, "usd": time["hours"] * num_gpus * usd_per_hour if time and usd_per_hour else None}
 
 
 def _disk(job: Job, steps: int) -> dict[str, Any]:
@@ -107,7 +112,14 @@ def describe_plan(plan: Mapping[str, Any]) -> str:
     ]
     if plan["steps"] != plan["num_train_steps"]:
         lines.append(f"Set training.num_train_steps={plan['steps']} for it (now {plan['num_train_steps']:,}).")
-    lines.append(_time(plan))
+    if plan["time"] is None:
+        lines.append(HOW_TO_KNOW_THE_TIME)
+    else:
+        money = "" if plan["usd"] is None else f" and {plan['usd']:,.2f} USD"
+        lines.append(
+            f"At {plan['tokens_per_second']:,.0f} tokens/s it takes {plan['time']['days']:,.2f} days "
+            f"({plan['time']['hours']:,.1f} hours){money}. {NOT_COUNTED}"
+        )
     disk = plan["disk"]
     lines.append(
         f"A checkpoint takes {_gb(disk['checkpoint'])} ({disk['checkpoint_bytes_per_parameter']} bytes for each of "
@@ -123,15 +135,71 @@ def describe_plan(plan: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _time(plan: Mapping[str, Any]) -> str:
-    if plan["time"] is None:
-        return HOW_TO_KNOW_THE_TIME
-    money = "" if plan["usd"] is None else f" and {plan['usd']:,.2f} USD"
-    return (
-        f"At {plan['tokens_per_second']:,.0f} tokens/s it takes {plan['time']['days']:,.2f} days "
-        f"({plan['time']['hours']:,.1f} hours){money}. Evaluations, checkpoints and starts come on top."
-    )
-
-
 def _gb(number: float) -> str:
     return f"{number / GB:,.1f} GB" if number >= GB else f"{number / MB:,.1f} MB"
+
+
+def plan_of_phases(
+    plans: Sequence[PlannedPhase], *, tokens_per_second: float | None = None, price_per_gpu_hour: float | None = None
+) -> dict[str, Any]:
+    """`phases`, one dict each, and their `total`.
+
+    Each phase has the `steps` it would make, `ends_with` (`steps`, `tokens`, or `--steps-per-phase`), `num_train_steps`
+    and `steps_for_tokens`, the two numbers of which the smaller counts, `tokens` of its steps, `num_tokens` asked for,
+    `tokens_per_step`; `time` (`estimate_training_time`) and `usd`, None where they cannot be known.
+    """
+    num_gpus = plans[0].config.infra.num_gpus
+    phases: list[dict[str, Any]] = [
+        {
+            "phase": str(planned.phase),
+            "description": planned.settings.description,
+            "steps": planned.num_steps,
+            "ends_with": min(
+                (planned.settings.num_train_steps, "steps"),
+                (planned.steps_for_tokens, "tokens"),
+                (planned.num_steps, "--steps-per-phase"),
+                key=lambda limit: limit[0],
+            )[1],
+            "num_train_steps": planned.settings.num_train_steps,
+            "steps_for_tokens": planned.steps_for_tokens,
+            "tokens": planned.num_steps * planned.tokens_per_step,
+            "num_tokens": planned.settings.num_tokens,
+            "tokens_per_step": planned.tokens_per_step,
+            **_cost(planned.num_steps * planned.tokens_per_step, num_gpus, tokens_per_second, price_per_gpu_hour),
+        }
+        for planned in plans
+    ]
+    sums = {name: sum(phase[name] for phase in phases) for name in ("steps", "tokens")}
+    whole = _cost(sums["tokens"], num_gpus, tokens_per_second, price_per_gpu_hour)
+    return {
+        "tokens_per_second": tokens_per_second,
+        "num_gpus": num_gpus,
+        "phases": phases,
+        "total": {**sums, "days": whole["time"] and whole["time"]["days"], "usd": whole["usd"]},
+    }
+
+
+def describe_plan_of_phases(plan: Mapping[str, Any]) -> str:
+    """The phases as a table, and below it what is not known of them."""
+    columns = {
+        "phase": "phase", "steps": "steps", "ends_with": "ends with", "num_train_steps": "its steps",
+        "steps_for_tokens": "its tokens' steps", "tokens": "tokens", "num_tokens": "of", "days": "days", "usd": "USD",
+    }  # fmt: skip
+    rows = [{**phase, "days": phase["time"] and phase["time"]["days"]} for phase in plan["phases"]]
+    total = {**dict.fromkeys(columns, ""), "phase": "total", **plan["total"]}
+    cells = [[_cell(row[name]) for name in columns] for row in (columns, *rows, total)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+    lines.append(
+        f"{plan['phases'][0]['tokens_per_step']:,} tokens a step, padding included, on "
+        f"{plan['num_gpus']} GPU(s) as infra.num_gpus says."
+    )
+    rate = plan["tokens_per_second"]
+    lines.append(HOW_TO_KNOW_THE_TIME if rate is None else f"At {rate:,.0f} tokens/s. {NOT_COUNTED}")
+    return "\n".join(lines)
+
+
+def _cell(value: str | float | None) -> str:
+    if value is None:
+        return "?"
+    return value if isinstance(value, str) else f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"

@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parents[1] / "ds_encdec"
 LAYERS = (
     ("cli",),
     ("train",),
-    ("pipeline", "sanity_check", "report", "generate", "init_model", "estimate_memory", "plan"),
+    ("phase_runs", "sanity_check", "report", "generate", "init_model", "estimate_memory", "plan"),
     ("phases",),
     ("build",),
     ("trainer",),

@@ -72,7 +72,7 @@ def test_more_gpus_make_larger_steps_and_share_a_host(capsys: pytest.CaptureFixt
     ],
 )
 def test_bytes_of_a_checkpoint(overrides: list[str], expected: int) -> None:
-    """As measured on real ones of 51,456 parameters: within 5 %, which are names and shapes."""
+    """They were measured on real ones of 51,456 parameters: within 5 %, which are names and shapes."""
     config = load_config(None, overrides)
     assert checkpoint_bytes_per_parameter(planned_job(config, run_sizes(config), 1)) == expected
 

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import logging
+import os
 import platform
+import re
+import shlex
 import socket
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from ds_encdec.launch.memory_errors import is_out_of_memory, out_of_memory
@@ -74,13 +82,69 @@ def record(folder: RunFolder, state: str, **facts: Any) -> None:
 
 
 def environment_facts() -> dict[str, Any]:
-    """What the run ran on: this host, its device, and the versions of what decides its numbers."""
+    """The command and its commit, this host and its devices, and the versions that decide a run's numbers.
+
+    Facts that cannot be had here, such as the commit of an installed wheel, are left out.
+    """
     versions = {}
     for name in ("ds_encdec", "torch", "transformers", "deepspeed"):
         with suppress(PackageNotFoundError):  # deepspeed is not needed, and a checkout may not be installed
             versions[name] = version(name)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
-    return {"host": socket.gethostname(), "device": device, "python": platform.python_version(), **versions}
+    cpu = platform.processor() or platform.machine()
+    with suppress(OSError, StopIteration):  # Linux names the model here; elsewhere the architecture has to do
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next(line for line in lines if line.startswith("model name")).partition(": ")[2]
+    facts = {
+        "command": masked(sys.argv),
+        **git_state(Path(__file__).resolve().parent),
+        "host": socket.gethostname(),
+        "device": cpu,
+        "cpu": f"{os.cpu_count()} × {cpu}",
+        "host_memory_bytes": psutil.virtual_memory().total,
+        "python": platform.python_version(),
+        **versions,
+    }
+    if torch.cuda.is_available():
+        facts |= {"device": torch.cuda.get_device_name(), "device_count": torch.cuda.device_count()}
+        facts |= {"cuda": torch.version.cuda or "none", "driver": _output("nvidia-smi", *_DRIVER).partition("\n")[0]}
+    return facts
+
+
+_DRIVER = ("--query-gpu=driver_version", "--format=csv,noheader")
+_SECRET = r"[\w.-]*(?:secret|passw|credential|token(?!s|iz)|key(?![\w.-]))[\w.-]*"
+_SECRETS = re.compile(
+    rf"""(?i)({_SECRET}=).+|({_SECRET}["']?\s*:\s*)(?:"[^"]*"|'[^']*'|[^\s,}}]+)|(?<=://)[^/@\s]+(?=@)"""
+)
+
+
+def masked(words: Sequence[str]) -> str:
+    """The command line without the values of options whose names hold token, secret, key or password.
+
+    `--token X`, `name.token=X`, `{"api_key": "X"}` and `https://user:X@host` are known; `num_tokens` and tokenizers
+    are no secrets.
+    """
+    shown = [words[0]] if words else []
+    for before, word in pairwise(words):
+        alone = before.startswith("-") and "=" not in before and re.fullmatch(f"(?i){_SECRET}", before)
+        shown.append("***" if alone else _SECRETS.sub(lambda match: f"{match[1] or match[2] or ''}***", word))
+    return shlex.join(shown)
+
+
+def git_state(folder: Path) -> dict[str, Any]:
+    """`git_commit` of the checkout that tracks `folder`, and `git_dirty`: tracked files have changed; {} for none."""
+    git = ("git", "-C", str(folder))
+    if not _output(*git, "ls-files", "."):
+        return {}  # installed, perhaps into somebody else's repository
+    changed = _output(*git, "status", "--porcelain", "--untracked-files=no")
+    return {"git_commit": _output(*git, "rev-parse", "HEAD"), "git_dirty": bool(changed)}
+
+
+def _output(*command: str) -> str:
+    """The output of a program; empty where it is absent, fails, or does not answer within seconds."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def named_error(error: BaseException, rank: int, peers: Peers | None = None) -> DsEncDecError:

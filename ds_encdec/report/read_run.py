@@ -1,12 +1,14 @@
-"""A run as its folder tells it: metrics, events, configuration, checkpoints, verdicts. Only reads, without torch."""
+"""A run as its folder describes it: metrics, events, configuration, checkpoints. Only reads, without torch."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,91 @@ import numpy as np
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.checkpoint.manifest import Manifest, read_manifest, verify_listing
 from ds_encdec.config.errors import Problem
+from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.yaml_text import read_yaml
 from ds_encdec.launch.run_folder import RunFolder
+from ds_encdec.memory.model_sizes import run_sizes
 from ds_encdec.monitor.metrics_file import is_number, read_step_lines
-from ds_encdec.report.curve import Curve
 from ds_encdec.types import CheckpointError, ConfigError, DataError
 
 Entry = Mapping[str, Any]
 """A line of `ledger.jsonl` (monitor/events.py) or a file of JSON: what others wrote, believed as little as possible."""
+
+SMOOTHED_PART = 40
+"""A smoothed value is the mean of at most this part of the curve's points: the whole divided by it."""
+SMOOTHED_FROM = 3 * SMOOTHED_PART
+"""Points from which a curve can be smoothed: with fewer, a mean of three would be more than the part."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Values of one metric: `steps` float64 [n], `values` float64 [n] with NaN where the log has `null`."""
+
+    steps: np.ndarray
+    values: np.ndarray
+
+    @classmethod
+    def of(cls, points: Iterable[tuple[float, float]]) -> Curve:
+        """The curve through (step, value) points."""
+        table = np.array(list(points), dtype=np.float64).reshape(-1, 2)
+        return cls(table[:, 0], table[:, 1])
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def known(self) -> np.ndarray:
+        """The finite values, in order."""
+        return self.values[np.isfinite(self.values)]
+
+    @property
+    def gaps(self) -> int:
+        """How many values are not finite."""
+        return len(self.values) - len(self.known)
+
+    def at(self, steps: np.ndarray) -> Curve:
+        """The same values at other abscissae (float64 [n])."""
+        return Curve(steps, self.values)
+
+    def scaled(self, factor: float) -> Curve:
+        """The curve in another unit."""
+        return Curve(self.steps, self.values * factor)
+
+    def smoothed(self) -> Curve:
+        """The mean of a fortieth of the points around each, fewer towards both ends, so that nothing lags.
+
+        The number of points is odd and rounded down: below `SMOOTHED_FROM` points the curve stays as it is. Values
+        that are not finite leave a gap and do not enter the means.
+        """
+        finite = np.isfinite(self.values)
+        sums = np.concatenate([[0.0], np.cumsum(np.where(finite, self.values, 0.0))])
+        counts = np.concatenate([[0], np.cumsum(finite)])
+        index = np.arange(len(self))
+        reach = np.minimum(np.minimum(index, index[::-1]), max(len(self) // SMOOTHED_PART - 1, 0) // 2)
+        first, last = index - reach, index + reach + 1
+        means = (sums[last] - sums[first]) / np.maximum(counts[last] - counts[first], 1)
+        return Curve(self.steps, np.where(finite, means, np.nan))
+
+    def decimated(self, num_buckets: int) -> Curve:
+        """At most about three points of each of `num_buckets` runs of points: the lowest, the highest, and a gap.
+
+        The first and the last point stay, and so do all extremes.
+        """
+        if len(self) <= 3 * num_buckets:
+            return self
+        kept = {0, len(self) - 1}
+        edges = np.linspace(0, len(self), num_buckets + 1).astype(int)
+        for start, end in pairwise(edges):
+            values = self.values[start:end]
+            finite = np.isfinite(values)
+            if finite.any():
+                kept |= {start + int(np.nanargmin(values)), start + int(np.nanargmax(values))}
+            if not finite.all():
+                kept.add(start + int(np.argmin(finite)))
+        chosen = np.array(sorted(kept))
+        return Curve(self.steps[chosen], self.values[chosen])
+
+
 NO_CURVE = Curve.of(())
 
 
@@ -38,7 +117,7 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class Run:
-    """What the folder of a run holds. `curves`: by metric name; `abandoned`: by number of the rollback, then by name.
+    """The content of a run's folder. `curves`: by metric name; `abandoned`: by number of the rollback, then by name.
 
     `config`: nested, as in `config.yaml`, not validated: an older version may have written it. `data`: the facts that
     the newest checkpoint keeps of tokenizer and sources. `verdict`: of the phase, where the run is one. `notes`: what
@@ -55,14 +134,14 @@ class Run:
     data: Entry
     checkpoints: Sequence[SavedCheckpoint]
     verdict: Entry | None
-    notes: Sequence[str] = field(default=())
+    notes: Sequence[str]
 
     def curve(self, metric: str) -> Curve:
         """The metric's curve, empty where it was never logged."""
         return self.curves.get(metric, NO_CURVE)
 
     def entries(self, kind: str) -> list[Entry]:
-        """The events's entries of one kind."""
+        """The entries of one kind."""
         return [entry for entry in self.events if entry["kind"] == kind]
 
     @property
@@ -70,15 +149,20 @@ class Run:
         """The last step that metrics were logged at."""
         return int(max(curve.steps[-1] for curve in self.curves.values()))
 
-    def last(self, metric: str) -> float | None:
-        """The last finite value."""
+    def figure(self, how: Callable[[np.ndarray], Any], metric: str, scale: float = 1.0) -> float | None:
+        """The figure that `how` makes of the metric's finite values, times `scale`; None for a metric without any."""
         known = self.curve(metric).known
-        return float(known[-1]) if len(known) else None
+        return float(how(known)) * scale if len(known) else None
 
-    def lowest(self, metric: str) -> float | None:
-        """The lowest finite value."""
-        known = self.curve(metric).known
-        return float(known.min()) if len(known) else None
+    @property
+    def alert_types(self) -> list[tuple[str, int]]:
+        """The types of the run's alerts and how often each came, the most frequent first."""
+        return Counter(str(entry.get("type", "unknown")) for entry in self.entries("alert")).most_common()
+
+    @property
+    def steps_taken_back(self) -> int:
+        """Steps that rollbacks took back."""
+        return int(sum(entry["step"] - back_to(entry) for entry in self.entries("rollback")))
 
     @property
     def skipped_steps(self) -> int:
@@ -92,6 +176,30 @@ class Run:
         curve = self.curve("perf/step_time_s")
         return float(np.nansum(curve.values * np.diff(curve.steps, prepend=0.0)))
 
+    @property
+    def wall_seconds(self) -> float | None:
+        """Seconds from the first start to the end, pauses between restarts included; None for a run without an end."""
+        starts = [entry.get("time") for entry in self.entries("start")]
+        begin = read_time(starts[0] if starts else self.status.get("started_at"))
+        end = read_time(self.status.get("updated_at"))
+        return (end - begin).total_seconds() if begin and end and self.status.get("state") != "running" else None
+
+    @property
+    def engine(self) -> str:
+        """Engine and sharding: as the events say, or the newest checkpoint, or else as configured."""
+        manifests = [saved.manifest.engine for saved in self.checkpoints if saved.manifest]
+        started = [str(entry["engine"]) for entry in self.entries("start") if entry.get("engine")]
+        name = [str(self.setting("infra.distributed_type", "unknown")), *manifests, *started][-1]
+        return f"{name}, {self.setting('infra.sharding_stage', 'sharding unknown')}"
+
+    @property
+    def parameters(self) -> int | None:
+        """Parameters of the model that the configuration describes; None where its sizes are not known here."""
+        try:
+            return run_sizes(FullConfig.model_validate(self.config)).parameters
+        except (ConfigError, ValueError):  # another version's configuration, or a model that is elsewhere
+            return None
+
     def tokens_at(self, steps: np.ndarray) -> np.ndarray:
         """Tokens of both sides that were seen at `steps` (float64 [n]), between two lines in proportion."""
         seen = self.curve("train/tokens_seen")
@@ -101,9 +209,7 @@ class Run:
         """The configuration's value at a dotted path."""
         value: Any = self.config
         for key in path.split("."):
-            if not isinstance(value, Mapping) or key not in value:
-                return default
-            value = value[key]
+            value = value[key] if isinstance(value, Mapping) and key in value else default
         return value
 
     def number(self, path: str) -> float | None:
@@ -137,7 +243,7 @@ def read_run(path: Path) -> Run:
         named = ", ".join(sorted(name for name, curve in curves.items() if curve.gaps))
         notes.append(f"{gaps:,} values are not finite and are gaps in the curves: {named}.")
     checkpoints = _read_checkpoints(folder.checkpoints)
-    return Run(
+    run = Run(
         name=root.name,
         path=root,
         status=status,
@@ -150,6 +256,8 @@ def read_run(path: Path) -> Run:
         verdict=read_json(root / "result.json", notes),
         notes=notes,
     )
+    saves = {name: _at_saves(curve, run) for name, curve in curves.items() if name.startswith("ckpt/")}
+    return replace(run, curves={**curves, **saves})
 
 
 def read_json(path: Path, notes: list[str]) -> Entry | None:
@@ -165,6 +273,20 @@ def read_json(path: Path, notes: list[str]) -> Entry | None:
         notes.append(f"{path.name} cannot be read: it holds no JSON object.")
         return None
     return content
+
+
+def back_to(rollback: Entry) -> float:
+    """The step that a rollback of the events went back to."""
+    target = rollback.get("to_step")
+    return float(target) if is_number(target) else float(rollback["step"])
+
+
+def read_time(written: object) -> datetime | None:
+    """A time of run.json or the events; None for anything else."""
+    try:
+        return datetime.strptime(str(written), "%Y-%m-%dT%H:%M:%S%z")
+    except ValueError:
+        return None
 
 
 def _nothing_logged(folder: RunFolder, status: Entry) -> str:
@@ -195,6 +317,21 @@ def _curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
     return {name: Curve.of(found) for name, found in points.items()}
 
 
+def _at_saves(curve: Curve, run: Run) -> Curve:
+    """The curve of a checkpoint's metric with each value at the step of its save, where that can be known.
+
+    A run logs it in the first line after the save is complete. The save is the last one before that line of those that
+    were planned or are kept, unless an earlier line was about it.
+    """
+    every = run.number("training.save_steps") or math.inf
+    steps: list[float] = []
+    for step in curve.steps:
+        saves = [(math.ceil(step / every) - 1) * every, *(saved.step for saved in run.checkpoints)]
+        save = max((save for save in saves if 0 < save < step), default=step)
+        steps.append(save if not steps or save > steps[-1] else step)
+    return curve.at(np.array(steps))
+
+
 def _read_abandoned(path: Path, notes: list[str]) -> dict[int, dict[str, Curve]]:
     branches: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for line in _read_lines(path, notes):
@@ -203,7 +340,7 @@ def _read_abandoned(path: Path, notes: list[str]) -> dict[int, dict[str, Curve]]
 
 
 def _read_events(path: Path, notes: list[str]) -> list[Entry]:
-    """The entries; of an event that a resume met once more, at the same data step, what was told last."""
+    """The entries; of an event that a resume met once more, at the same data step, the last one."""
     entries: list[Entry] = []
     later: set[tuple[object, ...]] = set()
     since_start: set[tuple[object, ...]] = set()
@@ -244,7 +381,7 @@ def _read_checkpoints(folder: Path) -> list[SavedCheckpoint]:
 
 
 def _read_data_facts(folder: Path, checkpoints: Sequence[SavedCheckpoint]) -> Entry:
-    """What the newest checkpoint says of tokenizer and sources (data/fingerprint.py); {} where it does not."""
+    """The newest checkpoint's facts of tokenizer and sources (data/fingerprint.py); {} where it has none."""
     if not checkpoints:
         return {}
     trainer = read_json(committed_steps(folder)[checkpoints[-1].step] / "trainer.json", [])

@@ -30,7 +30,7 @@ sys.exit(75)
 PHASES = f"""
 import sys
 from ds_encdec import cli
-from ds_encdec.pipeline import run
+from ds_encdec.phase_runs import run
 run.run_phases = lambda *_, **__: print("the next phase", flush=True)
 sys.stdin.readline()
 code = cli.main(["phases", "--config", {QUICKSTART!r}])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html.parser import HTMLParser
 from pathlib import Path
 
-VOID = {"meta", "link", "wbr"}
+VOID = {"meta", "link", "wbr", "input"}
 
 
 class Page(HTMLParser):
@@ -15,6 +15,7 @@ class Page(HTMLParser):
         super().__init__()
         self.elements: list[tuple[str, dict[str, str]]] = []
         self.tables: dict[str, list[list[str]]] = {}
+        self.facts: dict[str, str] = {}
         self.text = ""
         self._open: list[str] = []
         self._rows: list[list[str]] = []
@@ -22,6 +23,7 @@ class Page(HTMLParser):
         self.feed(self.source)
         self.close()
         assert self._open == []
+        self.text = " ".join(self.text.split())  # as a browser shows it
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         named = {name: value or "" for name, value in attrs}
@@ -45,6 +47,10 @@ class Page(HTMLParser):
         if "style" in self._open:
             return
         self.text += data
+        if "dt" in self._open:
+            self._name = data
+        if "dd" in self._open:
+            self.facts.setdefault(self._name, data)
         if {"th", "td"} & set(self._open):
             self._rows[-1][-1] += data.strip()
 
@@ -54,5 +60,5 @@ class Page(HTMLParser):
 
     @property
     def charts(self) -> dict[str, str]:
-        """What a screen reader says of each chart: the title → the rest."""
+        """The words of a screen reader for each chart: the title → the rest."""
         return dict(svg["aria-label"].split(": ", 1) for svg in self.all("svg"))

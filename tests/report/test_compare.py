@@ -6,12 +6,13 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from one_page import Page
 from run_folders import write_checkpoint, write_lines, write_run
 
 from ds_encdec import cli
-from ds_encdec.report.compare import distinct_names, incomparable
+from ds_encdec.report.compare import difference, distinct_names, incomparable
 from ds_encdec.report.read_run import read_run
 from ds_encdec.report.write import write_report
 
@@ -25,18 +26,22 @@ def test_curves_over_steps_and_tokens_and_what_differed_beside_what_came_out(tmp
     index, warnings = write_report(one, compare=[two], out=tmp_path / "out")
     page = Page(index)
     assert warnings == []
-    for name in ("Training loss", "Evaluation loss", "Gradient norm", "Throughput", "Learning rate"):
-        for over in ("steps", "tokens"):
+    titles = ("Training loss", "Evaluation loss", "Gradient norm", "Throughput", "Learning rate")
+    for over in ("tokens", "steps"):
+        for name in titles:
             assert "one " in page.charts[f"{name} over {over}"]
             assert "two " in page.charts[f"{name} over {over}"]
-    assert (tmp_path / "out" / "compare_loss_by_tokens.png").exists()
+    difference = [f"Difference of the training losses over {over}" for over in ("tokens", "steps")]
+    assert list(page.charts)[:12:6] == difference, "it is the first chart of each choice"
+    assert page.charts[difference[0]].startswith("last two − one ")
+    assert [choice.get("checked") for choice in page.all("input")] == ["", None], "over tokens, if nothing is chosen"
     table = {row[0]: row[1:] for row in page.tables["What came out, and what differed"]}
     assert table[""] == ["one", "two"]
     assert table["training.learning_rate"] == ["0.001", "0.0002"]
     assert [name for name in table if "." in name] == ["training.learning_rate"]
     assert table["steps"] == ["200", "400"]
     assert table["tokens seen"] == ["100,000,000", "200,000,000"]
-    assert table["last loss"] == [f"{read_run(run).last('train/loss'):.4f}" for run in (one, two)]
+    assert table["last loss"] == [f"{read_run(run).curve('train/loss').known[-1]:.5g}" for run in (one, two)]
     assert table["from first start to end"] == ["2 d 2 h", "2 d 2 h"]
 
 
@@ -46,6 +51,7 @@ def test_runs_with_the_same_configuration_are_said_to_be(tmp_path: Path) -> None
     assert "Their configurations are the same." in page.text
     assert page.tables["What came out, and what differed"][0] == ["", "a/run", "bb/run"]
     assert "Training loss over tokens" not in page.charts
+    assert page.all("input") == []
 
 
 @pytest.mark.parametrize(("steps", "lines_a_run"), [(1190, 1), (1200, 2)])
@@ -113,3 +119,13 @@ def test_a_run_to_compare_without_metrics_is_refused(tmp_path: Path, capsys: pyt
 def test_names_grow_until_they_differ(tmp_path: Path) -> None:
     runs = [read_run(write_run(tmp_path / name, steps=20)) for name in ("x/a/run", "y/a/run", "y/b/run", "z")]
     assert distinct_names(runs) == ["x/a/run", "y/a/run", "b/run", "z"]
+
+
+def test_the_difference_is_taken_at_the_same_tokens(tmp_path: Path) -> None:
+    """The second run logs at other steps; it is 0.5 above the line of the first, and the first's gap is bridged."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    write_lines(one / "metrics.jsonl", [{"step": s, "train/loss": 4 - s / 10 if s != 5 else None} for s in range(11)])
+    write_lines(two / "metrics.jsonl", [{"step": s + 0.5, "train/loss": 4.45 - s / 10} for s in range(15)])
+    found = difference(*(read_run(run).curve("train/loss") for run in (two, one)))
+    assert list(found.steps) == [s + 0.5 for s in range(10)]
+    np.testing.assert_allclose(found.values, 0.5)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_encdec.report.curve import SMOOTHED_FROM, SMOOTHED_PART, Curve
+from ds_encdec.report.read_run import SMOOTHED_FROM, SMOOTHED_PART, Curve
 
 VALUES = st.lists(st.floats(-1e6, 1e6) | st.just(float("nan")), min_size=1, max_size=400)
 

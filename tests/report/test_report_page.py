@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,13 @@ from run_folders import (
 )
 
 from ds_encdec import cli
-from ds_encdec.report import markup
 from ds_encdec.report.charts import GRAD_NORM_PLAN, LOSS_PLAN, PLANS, AlertMark, alert_marks, charts_of
-from ds_encdec.report.drawing import LIGHT
+from ds_encdec.report.drawing import COLOURS
+from ds_encdec.report.page import number
 from ds_encdec.report.read_run import read_run
-from ds_encdec.report.run_page import header, tables
 from ds_encdec.report.write import write_report
 
-TITLES = [plan.title for plan in PLANS]
+TITLES = [plan.heading for plan in PLANS]
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +51,15 @@ def test_every_chart_is_there_with_key_figures_in_words(page: Page) -> None:
     assert "Nothing was logged" not in page.text
 
 
-def test_every_chart_has_a_png_beside_the_page(troubled: Path, page: Page) -> None:
-    links = {link["href"] for link in page.all("a")}
-    assert links == {f"{plan.key}.png" for plan in PLANS}
-    for name in links:
-        with Image.open(troubled / "report" / name) as image:
+def test_charts_are_pictures_too_where_they_are_asked_for(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", only=("train/loss", "perf/mfu"))
+    for option, names in (([], set()), (["--png"], {"loss.png", "mfu.png"})):
+        assert cli.main(["report", str(run), "--compare", str(run), *option]) == 0
+        pictures = {path.name: path for path in (run / "report").glob("*.png")}
+        assert {name for name in pictures if not name.startswith("compare_")} == names
+        assert len(pictures) == 0 or "compare_loss_by_steps.png" in pictures
+    for path in pictures.values():
+        with Image.open(path) as image:
             image.verify()
             assert image.size[0] > 600
 
@@ -83,11 +85,12 @@ def test_drawings_take_the_colours_of_the_page(page: Page) -> None:
     drawn = "".join(re.findall(r"<svg.*?</svg>", page.source, re.S))
     assert set(re.findall(r"#[0-9a-f]{6}\b", drawn)) == set()
     used = set(re.findall(r"var\(--(\w+)\)", drawn))
-    assert used <= set(LIGHT)
+    assert used <= set(COLOURS)
+    assert len(set(COLOURS.values())) == len(COLOURS), "or one could not be told from another in a drawing"
     assert {"line1", "ink", "alert", "rollback", "abandoned"} <= used
     styles = page.source[: page.source.index("</style>")]
     for name in used:
-        assert styles.count(f"--{name}:#") == 2, "one for light pages, one for dark ones"
+        assert styles.count(f"--{name}: #") == 2, "one for light pages, one for dark ones"
 
 
 def test_the_verdict_tells_what_happened(page: Page) -> None:
@@ -114,9 +117,7 @@ def test_a_refused_rollback_is_not_shown_as_one(tmp_path: Path) -> None:
             alert("loss_spike", 70, 9.0, "warn"),
         ],
     )
-    report = read_run(run)
-    (tmp_path / "page.html").write_text(markup.page("run", tables(report)))
-    page = Page(tmp_path / "page.html")
+    page = Page(write_report(run)[0])
     refused = "no rollback: no checkpoint old enough"
     assert [(row[1], row[3][:37]) for row in reversed(page.tables["Alerts and rollbacks"][1:])] == [
         ("loss_spike", refused),
@@ -126,17 +127,17 @@ def test_a_refused_rollback_is_not_shown_as_one(tmp_path: Path) -> None:
         ("rollback 1", "back to step 40; the data between ste"),
         ("loss_spike", "warn"),
     ]
-    assert "! 1 rollback refused: no checkpoint was old enough." in unescape(header(report))
-    assert "! 1 rollback, which took back 20 steps." in unescape(header(report))
+    assert "! 1 rollback refused: no checkpoint was old enough." in page.text
+    assert "! 1 rollback, which took back 20 steps." in page.text
 
 
 def test_a_run_that_failed_is_not_said_to_be_without_trouble(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", only=("train/loss",))
     quiet = "No alerts, no rollbacks, no skipped steps."
-    assert quiet in header(read_run(run))
+    assert quiet in Page(write_report(run)[0]).text
     status = json.loads((run / "run.json").read_text()) | {"state": "failed", "exit_code": 8, "reason": "hang"}
     (run / "run.json").write_text(json.dumps(status))
-    assert quiet not in header(read_run(run))
+    assert quiet not in Page(write_report(run)[0]).text
 
 
 def test_the_environment_is_shown_with_readable_times(page: Page) -> None:
@@ -170,14 +171,15 @@ def test_alerts_and_rollbacks_are_marked_on_the_curves(page: Page) -> None:
 def test_steps_are_named_in_round_numbers(tmp_path: Path, steps: int, every: int, ticks: list[int]) -> None:
     run = write_run(tmp_path / "run", steps=steps, every=every, only=("train/loss",))
     (chart,), _ = charts_of(read_run(run))
-    axis = chart.narrow.svg.split("matplotlib.axis_2")[0]
+    axis = chart.svg.split("matplotlib.axis_2")[0]
     assert [int(words) for words in re.findall(r">(\d+)</text>", axis)] == ticks
 
 
 def test_a_short_run_is_drawn_as_it_was_logged(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=60, every=10, only=("train/loss",))
     source = Page(write_report(run)[0]).source
-    assert ">loss</text>" in source
+    assert ">Training loss, nats per token</text>" in source
+    assert ">loss</text>" not in source, "the legend would repeat the title"
     assert ">smoothed</text>" not in source
 
 
@@ -219,8 +221,8 @@ def test_alerts_are_marked_at_what_they_saw_and_none_hides_another(tmp_path: Pat
     write_lines(run / "ledger.jsonl", [*skipped, alert("grad_explosion", 103, 10.265, "warn")])
     assert alert_marks(read_run(run), GRAD_NORM_PLAN) == [AlertMark(20, 36.5, 4), AlertMark(103, 10.265, 1)]
     page = Page(write_report(run)[0])
-    assert "highest 36.5 at step 20 (alert)" in page.charts[GRAD_NORM_PLAN.title]
-    assert "(alert)" not in page.charts[LOSS_PLAN.title]
+    assert "highest 36.5 at step 20 (alert)" in page.charts[GRAD_NORM_PLAN.heading]
+    assert "(alert)" not in page.charts[LOSS_PLAN.heading]
     assert page.source.count(">×4</text>") == 1
 
 
@@ -230,8 +232,8 @@ def test_marks_are_at_the_heights_of_the_axis(tmp_path: Path) -> None:
     write_lines(run / "ledger.jsonl", [alert("grad_explosion", 103, 10.265, "warn")])
     write_config(run, monitor__grad_norm_threshold=5.0)
     (chart,), _ = charts_of(read_run(run))
-    mark = re.search(r'<use xlink:href="#[^"]*" x="[\d.]+" y="([\d.]+)" style="fill: var\(--alert\)', chart.narrow.svg)
-    limit = re.search(r'<path d="M [\d.]+ ([\d.]+) \nL [\d.]+ \1 \n"[^>]*style="[^"]*var\(--alert\)', chart.narrow.svg)
+    mark = re.search(r'<use xlink:href="#[^"]*" x="[\d.]+" y="([\d.]+)" style="fill: var\(--alert\)', chart.svg)
+    limit = re.search(r'<path d="M [\d.]+ ([\d.]+) \nL [\d.]+ \1 \n"[^>]*style="[^"]*var\(--alert\)', chart.svg)
     assert mark is not None
     assert limit is not None
     assert float(mark[1]) < float(limit[1])
@@ -256,7 +258,7 @@ def test_untrusted_text_is_escaped(tmp_path: Path) -> None:
     verdict = {"phase": attack, "passed": False, "checks": [{"name": attack, "passed": False, "message": attack}]}
     (run / "result.json").write_text(json.dumps(verdict))
     page = Page(write_report(run, compare=[write_run(tmp_path / "_other$<i>", only=("train/loss",))])[0])
-    assert page.all("script") == page.all("b") == page.all("i") == []
+    assert page.all("script") == page.all("i") == page.all("b") == []
     assert page.text.count(attack) >= 6
     assert "_other$<i>" in "".join(label for label in page.charts.values())
     assert ">_other$&lt;i&gt;</text>" in page.source
@@ -266,10 +268,8 @@ def test_the_same_run_gives_the_same_bytes(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", only=("train/loss", "perf/mfu"))
     write_report(run, out=tmp_path / "one")
     write_report(run, out=tmp_path / "two")
-    names = sorted(path.name for path in (tmp_path / "one").iterdir())
-    assert names == ["index.html", "loss.png", "mfu.png"]
-    for name in names:
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+    assert [path.name for path in (tmp_path / "one").iterdir()] == ["index.html"]
+    assert (tmp_path / "one" / "index.html").read_bytes() == (tmp_path / "two" / "index.html").read_bytes()
 
 
 def test_charts_without_values_are_left_out_and_named(tmp_path: Path) -> None:
@@ -283,18 +283,22 @@ def test_charts_without_values_are_left_out_and_named(tmp_path: Path) -> None:
 
 def test_configuration_that_is_not_the_default(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
-    write_config(run, training__learning_rate=1e-3, infra__deepspeed_extra={"zero_optimization": {"x": 1}})
+    sizes = {"vocab_size": 64, "hidden_size": 8}
+    write_config(run, training__learning_rate=1e-3, infra__deepspeed_extra={"zero_optimization": {"x": 1}},
+                 model__architecture=sizes)  # fmt: skip
     config = json.loads((run / "config.yaml").read_text())
+    config["phases"]["full"]["save_steps"] = 7
     config["training"]["of_another_version"] = 3
     (run / "config.yaml").write_text(json.dumps(config))
-    (tmp_path / "page.html").write_text(markup.page("run", tables(read_run(run))))
-    page = Page(tmp_path / "page.html")
-    assert page.tables["Configuration that is not the default"] == [
-        ["field", "value", "default"],
-        ["training.learning_rate", "0.001", "0.0002"],
-        ["training.of_another_version", "3", "not set"],
-        ["infra.deepspeed_extra.zero_optimization.x", "1", "not set"],
-    ]
+    page = Page(write_report(run)[0])
+    changed = {name.split(": ")[1]: rows[1:] for name, rows in page.tables.items() if name.startswith("Configuration")}
+    assert changed == {
+        "model": [["model.architecture", "vocab_size 64, hidden_size 8", "null"]],
+        "training": [["training.learning_rate", "0.001", "0.0002"], ["training.of_another_version", "3", "–"]],
+        "infra": [["infra.deepspeed_extra.zero_optimization.x", "1", "–"]],
+        "phases": [["phases.full.save_steps", "7", "null"]],
+    }
+    assert [section.get("open") for section in page.all("details")] == ["", "", "", None]
     assert "(another one wrote them): training.of_another_version." in page.text
 
 
@@ -316,7 +320,7 @@ def test_what_cannot_be_read_is_said(tmp_path: Path, file: str, text: str, note:
     run = write_run(tmp_path / "run")
     with (run / file).open("a") as opened:
         opened.write(text)
-    assert note in unescape(header(read_run(run)))
+    assert note in Page(write_report(run)[0]).text
 
 
 def test_a_run_with_much_that_cannot_be_read_still_has_its_page(tmp_path: Path) -> None:
@@ -356,8 +360,69 @@ def test_what_is_no_run_is_refused(
 
 
 def test_drawings_are_legible_on_a_phone(page: Page) -> None:
-    """Those for narrow screens, shown 328 pixels wide."""
+    """They are shown 328 pixels wide."""
     for chart in re.findall(r"<svg.*?</svg>", page.source, re.S):
         width = float(re.findall(r'viewBox="0 0 ([\d.]+)', chart)[0])
         smallest = min(float(size) for size in re.findall(r"font-size: ([\d.]+)px", chart))
-        assert smallest * 328 / width > 9 or (width > 800 and "loss-wide" in chart)
+        assert smallest * 328 / width > 9
+
+
+@pytest.mark.parametrize(
+    ("threshold", "highest_alert", "drawn"), [(2.0, None, True), (50.0, None, False), (50.0, 60.0, True)]
+)
+def test_a_limit_far_from_the_data_is_a_note_and_does_not_flatten_the_curve(
+    tmp_path: Path, threshold: float, highest_alert: float | None, drawn: bool
+) -> None:
+    run = write_run(tmp_path / "run", only=("train/grad_norm",))
+    write_config(run, monitor__grad_norm_threshold=threshold)
+    if highest_alert:
+        write_lines(run / "ledger.jsonl", [alert("grad_explosion", 103, highest_alert, "warn")])
+    (chart,), _ = charts_of(read_run(run))
+    words = f"alert above {threshold:g}"
+    assert (f">{words}</text>" in chart.svg) == drawn
+    assert chart.caption.endswith(f"; {words}") != drawn
+
+
+def test_checkpoints_are_at_the_steps_of_their_saves(tmp_path: Path) -> None:
+    """The first line after a save has its times. The one at 130 was not planned, and is kept; that at 77 is gone."""
+    run = write_run(tmp_path / "run", training__save_steps=50)
+    write_checkpoint(run, 130)
+    write_lines(
+        run / "metrics.jsonl", [{"step": step, "ckpt/total_s": step / 10} for step in (60, 80, 110, 140, 160, 200)]
+    )
+    assert list(read_run(run).curve("ckpt/total_s").steps) == [50, 80, 100, 130, 150, 200]
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (None, "s", "–"),
+        (0, "", "0"),
+        (3.333e-5, "", "3.333×10⁻⁵"),
+        (0.02812, "s", "0.02812 s"),
+        (41.1449, "%", "41.14%"),
+        (409508.2, "tokens/s", "409,508 tokens/s"),
+        ("odd", "", "odd"),
+    ],
+)
+def test_numbers_have_one_form(value: object, unit: str, text: str) -> None:
+    assert number(value, unit) == text
+
+
+def test_what_ran_and_on_what_is_among_the_facts(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", only=("train/loss", "train/tokens_seen"))
+    status = json.loads((run / "run.json").read_text())
+    status |= {
+        "git_commit": "0123456789abcdef",
+        "git_dirty": True,
+        "device": "H200",
+        "device_count": 8,
+        "host_memory_bytes": 2**40,
+    }
+    (run / "run.json").write_text(json.dumps(status))
+    facts = Page(write_report(run)[0]).facts
+    assert facts["parameters"] == "1,036,517,376"
+    assert facts["tokens per parameter"] == "0.09648"
+    assert facts["git commit"] == "0123456789ab, changed since"
+    assert (facts["device"], facts["host memory"]) == ("8 × H200", "1,024 GiB")
+    assert facts["last eval loss"] == "–"

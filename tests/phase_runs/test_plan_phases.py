@@ -1,4 +1,4 @@
-"""What the phases would take, from the command line: no run is started, no torch imported."""
+"""The needs of the phases, from the command line: no run is started, no torch imported."""
 
 from __future__ import annotations
 
@@ -86,6 +86,18 @@ def test_metrics_that_cannot_be_read_are_no_measure(capsys: pytest.CaptureFixtur
 def test_what_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
     assert main(["phases", "--dry-run", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_plan_has_the_same_information(capsys: pytest.CaptureFixture[str]) -> None:
+    rate = ("--tokens-per-second", "400000", "--price-per-gpu-hour", "3", "--config", QUICKSTART)
+    printed = []
+    for verb in (["phases", "--dry-run"], ["plan", "--phases"]):
+        for form in ([], ["--json"]):
+            assert main([*verb, *rate, *form]) == 0
+            printed.append(capsys.readouterr().out)
+    assert printed[:2] == printed[2:]
+    assert main(["plan", "--phases", "--tokens", "5B"]) == 2
+    assert "--tokens and --nodes are about a single run" in capsys.readouterr().err
 
 
 def test_what_belongs_to_the_dry_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,12 +12,15 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
 import psutil
 
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.engines import ENGINES, load
 from ds_encdec.launch.preemption import STOP_SIGNALS
 from ds_encdec.launch.world import LAUNCHER_PROGRAMS, free_port
 from ds_encdec.types import ConfigError
@@ -42,24 +45,28 @@ def launcher_command(config: FullConfig, launcher: str | None) -> list[str]:
         if not words or shutil.which(words[0]) is None:
             raise ConfigError(f"--launcher {launcher!r}: there is no such program; give e.g. 'deepspeed --num_gpus 8'")
         return words
-    ranks = config.infra.num_gpus
-    if ranks == 1:
+    if config.infra.num_gpus == 1:
         return [sys.executable]
     from ds_encdec.engine.select import resolve_engine  # imports torch
 
-    if resolve_engine(config) == "deepspeed":
-        return [_script("deepspeed"), "--num_gpus", str(ranks), "--master_port", str(free_port())]
+    launch: Callable[[int], list[str]] = load(ENGINES[resolve_engine(config)].launcher)
+    return launch(config.infra.num_gpus)
+
+
+def deepspeed_launcher(ranks: int) -> list[str]:
+    """DeepSpeed's own launcher: the console script of this environment, which need not be on PATH."""
+    beside = Path(sys.executable).with_name("deepspeed")
+    script = str(beside) if beside.exists() else beside.name
+    return [script, "--num_gpus", str(ranks), "--master_port", str(free_port())]
+
+
+def torchrun_launcher(ranks: int) -> list[str]:
+    """PyTorch's launcher, at a port of its own choice."""
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
 
 
-def _script(name: str) -> str:
-    """The console script of this environment, which need not be on PATH."""
-    beside = Path(sys.executable).with_name(name)
-    return str(beside) if beside.exists() else name
-
-
 class SubprocessRun:
-    """Runs the program and hands on the signals that ask it to stop. Use in the main thread, as a context manager.
+    """Runs the program and passes on the signals that ask it to stop. Use in the main thread, as a context manager.
 
     Between two runs a signal is only kept, in `signal_name`.
     """
@@ -76,9 +83,7 @@ class SubprocessRun:
             self._previous_handlers[number] = signal.signal(number, self._on_signal)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned
 
@@ -95,11 +100,14 @@ class SubprocessRun:
                     complete = 0 < len(found) <= len(ranks)  # they start one after the other
                     ranks = found or ranks
                 while self._pending:
-                    self._hand_on(self._pending.pop(0), launcher, ranks)
-                try:
+                    number = self._pending.pop(0)
+                    # To the ranks themselves, since `deepspeed` ends at a signal without them; to the launcher where
+                    # they are on other hosts.
+                    for process in ranks or [launcher]:
+                        with suppress(psutil.NoSuchProcess):
+                            process.send_signal(number)
+                with suppress(subprocess.TimeoutExpired):
                     child.wait(POLL_SECONDS)
-                except subprocess.TimeoutExpired:
-                    continue
         finally:
             # DeepSpeed's launcher may go before its ranks, which then save and end by themselves.
             _, remaining = psutil.wait_procs(ranks, LAST_RANKS_SECONDS)
@@ -111,15 +119,6 @@ class SubprocessRun:
         self.signal_name = self.signal_name or signal.Signals(number).name
         self._pending.append(number)
 
-    def _hand_on(self, number: int, launcher: psutil.Process, ranks: list[psutil.Process]) -> None:
-        """To the ranks themselves, since `deepspeed` ends at a signal without them; where they are on other hosts, to
-        the launcher."""
-        for process in ranks or [launcher]:
-            try:
-                process.send_signal(number)
-            except psutil.NoSuchProcess:
-                continue
-
 
 def _ranks_below(launcher: psutil.Process) -> list[psutil.Process]:
     """The processes on this host that train for `launcher`, which with one rank is one itself."""
@@ -130,7 +129,7 @@ def _ranks_below(launcher: psutil.Process) -> list[psutil.Process]:
 
 
 def _is_rank(process: psutil.Process) -> bool:
-    """Whether it runs the program, rather than starts it."""
+    """True if it runs the program, rather than starts it."""
     try:
         words = process.cmdline()
     except psutil.Error:

@@ -1,4 +1,4 @@
-"""What a repeat does with a phase: passes over it, judges it again, or refuses what has changed. Nothing is trained."""
+"""A repeated command passes over a phase, judges it again, or refuses what has changed. Nothing is trained."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from finished_runs import finish_run
 
 from ds_encdec.config.load import load_config
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.phase_runs.records import PhaseRecords, only_one_pipeline
+from ds_encdec.phase_runs.run import run_phases
 from ds_encdec.phases import PlannedPhase, TrainingPhase, plan_phase
-from ds_encdec.pipeline.records import PhaseRecords, only_one_pipeline
-from ds_encdec.pipeline.run import run_phases
 from ds_encdec.types import CheckpointError, ConfigError, DsEncDecError, GateError, OutputLockedError
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "ds_configs" / "quickstart.yaml"
@@ -112,7 +112,7 @@ def test_a_phase_that_saved_nothing_may_be_mended(tmp_path: Path, saved_at: int 
 def test_a_lower_learning_rate_in_the_middle_is_taken_and_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What a run that has diverged advises."""
+    """A run that has diverged advises this."""
     began(setup(tmp_path)[1], saved_at=10)
     for rate in ("1e-4", "1e-5", "1e-5"):
         config, planned = setup(tmp_path, f"training.learning_rate={rate}")
@@ -238,7 +238,7 @@ def test_it_is_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_one_process_runs_the_phases_of_a_folder(tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path
-from ds_encdec.pipeline.records import only_one_pipeline
+from ds_encdec.phase_runs.records import only_one_pipeline
 with only_one_pipeline(Path({str(tmp_path)!r})):
     pass
 """

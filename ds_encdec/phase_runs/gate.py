@@ -37,7 +37,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether every check was passed."""
+        """True if every check was passed."""
         return all(check["passed"] for check in self.checks)
 
     def to_dict(self) -> dict[str, Any]:

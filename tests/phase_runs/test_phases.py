@@ -1,4 +1,4 @@
-"""What a phase amounts to: its numbers, and the configuration of its run."""
+"""A phase amounts to numbers, and to the configuration of its run."""
 
 from __future__ import annotations
 

@@ -4,48 +4,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.launch.world import LAUNCHERS
+from ds_encdec.phase_runs.records import PhaseRecords, only_one_pipeline
+from ds_encdec.phase_runs.subprocess_run import TRAIN_PROGRAM, SubprocessRun, launcher_command
 from ds_encdec.phases import (
-    PHASES,
     PlannedPhase,
     TrainingPhase,
-    parse_phase,
     phase_before,
     phase_config,
     phase_folder,
-    plan_phase,
 )
-from ds_encdec.pipeline.records import PhaseRecords, only_one_pipeline
-from ds_encdec.pipeline.subprocess_run import TRAIN_PROGRAM, SubprocessRun, launcher_command
 from ds_encdec.types import CheckpointError, ConfigError, DsEncDecError, GateError, Preempted
 
+_say = partial(print, flush=True)  # at once: the runs write to the screen, too
 MAX_SHARD_BYTES = 5_000_000_000
 """Largest file of an export, as `ds-encdec export` has it."""
-
-
-def select_phases(only: str | None, first: str | None, last: str | None) -> Sequence[TrainingPhase]:
-    """The phases that `--only`, `--from` and `--to` name; without them, all. Raises ConfigError."""
-    if only is not None:
-        if first is not None or last is not None:
-            raise ConfigError("--only names a single phase: leave out --from and --to, or --only")
-        return (parse_phase(only),)
-    start = PHASES.index(parse_phase(first)) if first is not None else 0
-    stop = PHASES.index(parse_phase(last)) if last is not None else len(PHASES) - 1
-    if stop < start:
-        raise ConfigError(f"--to {last} comes before --from {first}; the order is {', '.join(PHASES)}")
-    return PHASES[start : stop + 1]
-
-
-def plan_phases(config: FullConfig, phases: Sequence[TrainingPhase], max_steps: int | None) -> list[PlannedPhase]:
-    """All of `phases`, planned before the first one costs anything. Raises ConfigError."""
-    if max_steps is not None and max_steps < 2:
-        raise ConfigError(f"--steps-per-phase {max_steps}: give at least 2, one for the warm-up and one after it")
-    return [plan_phase(config, phase, max_steps) for phase in phases]
 
 
 def run_phases(config: FullConfig, plans: Sequence[PlannedPhase], *, launcher: str | None = None) -> None:
@@ -96,8 +75,8 @@ def _run_phase(config: FullConfig, planned: PlannedPhase, subprocess_run: Subpro
 def _result_before(config: FullConfig, phase: TrainingPhase) -> dict[str, Any]:
     """The result of the phase before; {} for the first.
 
-    Raises ConfigError where there is none, or none by the numbers that it has now, and GateError where it did not
-    pass: its weights are not handed on.
+    Raises ConfigError if it has no result, or one judged by other limits, and GateError where it did not pass: its
+    weights are not handed on.
     """
     before = phase_before(phase)
     if before is None:
@@ -167,7 +146,7 @@ def _judge_and_hand_on(planned: PlannedPhase, records: PhaseRecords, pipeline_in
     import torch
 
     from ds_encdec.checkpoint.export import export_checkpoint  # transformers
-    from ds_encdec.pipeline.gate import judge
+    from ds_encdec.phase_runs.gate import judge
 
     verdict = judge(planned, pipeline_initial_loss)
     if verdict.passed and not records.export.exists():
@@ -188,8 +167,3 @@ def _judge_and_hand_on(planned: PlannedPhase, records: PhaseRecords, pipeline_in
             f"changed (phases.{planned.phase}) are applied to it without training again; to train it again, delete "
             f"{planned.folder}."
         )
-
-
-def _say(line: str) -> None:
-    """To the screen at once: the runs write there too."""
-    print(line, flush=True)

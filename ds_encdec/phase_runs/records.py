@@ -1,4 +1,4 @@
-"""What a phase keeps about itself, beside its run: with what it began, and how it was judged.
+"""A phase's records of itself, beside its run: with what it began, and how it was judged.
 
 OUTPUT/phases/
   .lock                 held while phases run
@@ -43,7 +43,7 @@ class PhaseRecords:
 
     @property
     def is_completed(self) -> bool:
-        """Whether its run came to its end."""
+        """True if its run came to its end."""
         return self.run.read_status().get("state") == "completed"
 
     def begin(self, config: FullConfig, weights_sha256: str | None, changes: Sequence[str] = ()) -> None:
@@ -77,12 +77,12 @@ class PhaseRecords:
         lanes = f"On other ranks it goes on with data.num_lanes={began.data.num_lanes}. "
         raise ConfigError(
             f"phase {self._settings.phase} in {self.run.root} has begun with other settings: {'; '.join(refused)}. "
-            f"{lanes if 'data.num_lanes' in changed else ''}Give the former values, or delete (or rename) that folder "
+            f"{lanes if 'data.num_lanes' in changed else ''}Give the earlier values, or delete (or rename) that folder "
             "to train the phase anew, and those of the phases after it, or choose another infra.output_dir."
         )
 
     def read_result(self) -> dict[str, Any]:
-        """result.json, or {} where there is none."""
+        """The content of result.json; {} without the file."""
         return self._read(self._result)
 
     def write_result(self, values: Mapping[str, Any]) -> None:
@@ -97,7 +97,7 @@ class PhaseRecords:
         _write(self._result, record)
 
     def is_judged_as_now(self) -> bool:
-        """Whether its result is by the numbers that it has now."""
+        """True if its result is by the numbers that it has now."""
         return bool(self.read_result().get("phase_config") == dataclasses.asdict(self._settings))
 
     @staticmethod
@@ -113,22 +113,21 @@ class PhaseRecords:
 def _changed_settings(before: FullConfig, after: FullConfig, *, starts_from_export: bool) -> dict[str, str]:
     """The settings that decide what a phase learns and that differ: by name, in words.
 
-    Of a phase that starts from the export of another the path of it is none: it moves with the output folder.
+    The path of the previous phase's export is ignored: it moves with the output folder.
     """
-    first, second = _trained_settings(before), _trained_settings(after)
+    first, second = (
+        {
+            f"{section}.{field}": value
+            for section in ("model", "data", "training")
+            for field, value in getattr(config, section).model_dump().items()
+        }
+        for config in (before, after)
+    )
     names = first.keys() - set(marked(Mark.UNTRAINED)) - ({"model.model_name_or_path"} if starts_from_export else set())
     return {
         name: f"{name} was {first[name]!r} and is {second[name]!r}"
         for name in sorted(names)
         if first[name] != second[name]
-    }
-
-
-def _trained_settings(config: FullConfig) -> dict[str, Any]:
-    return {
-        f"{section}.{field}": value
-        for section in ("model", "data", "training")
-        for field, value in getattr(config, section).model_dump().items()
     }
 
 

@@ -12,8 +12,8 @@ from finished_runs import finish_run
 
 from ds_encdec.config.load import load_config
 from ds_encdec.monitor.monitor import TrainingMonitor
+from ds_encdec.phase_runs.gate import Verdict, judge
 from ds_encdec.phases import PlannedPhase, TrainingPhase, plan_phase
-from ds_encdec.pipeline.gate import Verdict, judge
 from ds_encdec.types import CheckpointError
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "ds_configs" / "quickstart.yaml"
