@@ -141,7 +141,7 @@ def _train_and_close(
 
 
 def _hang_timeout_minutes(infra: InfraConfig) -> float | None:
-    """By default well before a collective would give up; 0 is never."""
+    """The watchdog's limit: by default well before a collective would give up; 0 is never."""
     if infra.hang_timeout_minutes is None:
         return infra.distributed_timeout_minutes * 2 / 3
     return infra.hang_timeout_minutes or None
@@ -371,7 +371,7 @@ def _open_recorder(
 def _run_files(
     content: CheckpointContent, *, config: FullConfig, model: RunModel, data: TrainingData, plan: LanePlan
 ) -> Callable[[Path], None]:
-    """What writes all that a checkpoint holds beside the engine's files; see docs/checkpoints.md."""
+    """Return what writes all that a checkpoint holds beside the engine's files; see docs/checkpoints.md."""
     trainer = {
         "state": content.state.to_dict(),
         "num_lanes": plan.num_lanes,

@@ -81,7 +81,7 @@ ENGINES: dict[str, EngineSpec] = {
         ),
     )
 }
-"""By name, in the order of preference of `infra.distributed_type=auto`."""
+"""The rows by name, in the order of preference of `infra.distributed_type=auto`."""
 
 
 def load(dotted: str) -> Any:

@@ -1,4 +1,4 @@
-"""What a run takes over from the checkpoint that it goes on from, and which checkpoints it refuses."""
+"""Taking over from the checkpoint that a run goes on from, and refusing checkpoints of other models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TOKENIZER_NAME = "model.tokenizer_name_or_path"
 def refuse_other_model(found: Checkpoint, config: FullConfig) -> None:
     """Raise CheckpointError where `config` trains another model or tokenizer; reads the small files only.
 
-    The same model under another name, such as a folder that was moved, is none: the weights come from the checkpoint.
+    A moved folder is still the same model: the weights come from the checkpoint.
     """
     theirs, ours = _model_settings(load_saved(found.path / "config.yaml")), _model_settings(config)
     differing = _differences(theirs, ours)

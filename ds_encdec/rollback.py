@@ -79,7 +79,7 @@ def roll_back(
 
 
 def _gone_back(state: TrainingState, then: TrainingState) -> TrainingState:
-    """`then`, the checkpoint's, but for what counts the data: that goes on as it stands in `state`."""
+    """The checkpoint's state `then` with the current counters of data, those of `state`."""
     return dataclasses.replace(
         then,
         data_step=state.data_step,

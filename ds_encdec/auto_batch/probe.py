@@ -68,7 +68,7 @@ _NO_STACK = "libgomp: Thread creation failed"
 
 
 class ProbeState(IntEnum):
-    """Where a probe stands. The ranks tell each other these numbers."""
+    """The state of a probe. The ranks tell each other these numbers."""
 
     RUNNING = 0
     FITS = 1
@@ -94,7 +94,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class ProbeTask:
-    """What one rank's probe is to do.
+    """The task of one rank's probe.
 
     `config`: with a number as its micro-batch size. `model`: the model's configuration as a dict. `world`: this rank's
     place. `number`: of the try, under which its ranks meet. `available_bytes`: of the rank's device, free before the

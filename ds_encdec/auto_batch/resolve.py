@@ -127,7 +127,7 @@ class _Search:
 
     @property
     def _limit_bytes(self) -> int:
-        """What a try may take: the rest is for what two steps do not show, such as fragmentation."""
+        """Bytes that a try may take: the rest is for what two steps do not show, such as fragmentation."""
         return int(self._free_bytes * (1 - HEADROOM))
 
     def _with(self, size: int) -> FullConfig:
@@ -243,7 +243,7 @@ def agreed_outcome(
     timeout_seconds: float,
     grace_seconds: float = 30.0,
 ) -> Outcome:
-    """What all ranks' probes come to, each rank waiting with its own. Collective.
+    """The common outcome of all ranks' probes, each rank waiting with its own. Collective.
 
     `grace_seconds`: how long to wait, once a probe has failed, for one whose memory ran out: that breaks the
     connections of others, and a large process, or one that dumps its memory, takes a while to end.

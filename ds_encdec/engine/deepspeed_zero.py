@@ -99,7 +99,7 @@ class DeepSpeedEngine(ShardedEngine):
             offload=training.activation_offload,
         )
         with _device_as_local_rank(device):
-            self._wrapper, *_ = deepspeed.initialize(
+            self._engine, *_ = deepspeed.initialize(
                 model=model,
                 model_parameters=self._parameter_groups(model),
                 config=ds_json,
@@ -107,28 +107,28 @@ class DeepSpeedEngine(ShardedEngine):
                 dist_init_required=False,
             )
         assert_ties(model)
-        undo_first_step(self._wrapper)
+        undo_first_step(self._engine)
         if weights:
-            set_master_weights(model, shards(self._wrapper), weights, rounded, device)
-        self.model = self._wrapper.module
-        self._gate = step_gate(self._wrapper)
-        self._wrapper.train()
+            set_master_weights(model, shards(self._engine), weights, rounded, device)
+        self.model = self._engine.module
+        self._gate = step_gate(self._engine)
+        self._engine.train()
 
     def backward(self, loss_sum: LossSum, *, target_tokens: int, last: bool) -> None:
         """See protocol.Engine. A step without any target has a zero gradient."""
-        self._wrapper.set_gradient_accumulation_boundary(last)
+        self._engine.set_gradient_accumulation_boundary(last)
         scale = self._context.world.world_size / max(target_tokens, 1)
-        self._wrapper.backward(backward_seed(loss_sum, scale), scale_wrt_gas=False)
+        self._engine.backward(backward_seed(loss_sum, scale), scale_wrt_gas=False)
 
     def step(self, veto: Veto | None = None) -> StepResult:
         """See protocol.Engine. A step with a non-finite norm is skipped, whatever the dtype and stage."""
-        learning_rate = float(self._wrapper.get_lr()[0])
+        learning_rate = float(self._engine.get_lr()[0])
         applied, grad_norm = self._gate.step(veto)
         return StepResult(applied=applied, grad_norm=grad_norm, learning_rate=learning_rate)
 
     def stage(self, directory: Path, *, copy: bool) -> StagedSave:
         """See protocol.Engine. DeepSpeed's own files, see zero_files."""
-        engine = self._wrapper
+        engine = self._engine
         files = collect(engine, directory)
         if copy:
             self._buffers.rewind()
@@ -139,14 +139,14 @@ class DeepSpeedEngine(ShardedEngine):
 
     def close(self) -> None:
         """See protocol.Engine. Afterwards drop the last reference to the engine."""
-        self._wrapper.destroy()
+        self._engine.destroy()
 
     def _states(self) -> Iterator[tuple[Shard, dict[str, Any]]]:
-        for shard in shards(self._wrapper):
-            yield shard, adam_state(self._wrapper.basic_optimizer, shard.weights)
+        for shard in shards(self._engine):
+            yield shard, adam_state(self._engine.basic_optimizer, shard.weights)
 
     def _continue_from(self, saved: SavedState) -> None:
-        engine = self._wrapper
+        engine = self._engine
         refresh_parameters(engine)
         set_loss_scaler_state(engine, saved.loss_scaler)
         engine.global_steps, engine.skipped_steps = saved.applied_steps, 0
@@ -155,12 +155,12 @@ class DeepSpeedEngine(ShardedEngine):
         set_applied_steps(engine.lr_scheduler, saved.applied_steps)
 
     def _held(self) -> Mapping[str, Iterable[Any]]:
-        held = shards(self._wrapper)
+        held = shards(self._engine)
         return {
-            "weights": computing_parameters(self._wrapper),
+            "weights": computing_parameters(self._engine),
             "master_weights": [shard.weights for shard in held],
-            "gradients": gradients(self._wrapper, held),
-            "optimizer": self._wrapper.basic_optimizer.state,
+            "gradients": gradients(self._engine, held),
+            "optimizer": self._engine.basic_optimizer.state,
         }
 
 

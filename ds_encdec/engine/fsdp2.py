@@ -62,7 +62,7 @@ class FSDP2Engine(ShardedEngine):
         self._writer = StateWriter(context.collectives.timeout)
         model = build_sharded_model(config, model_config, mesh, context.device)
         assert isinstance(model, FSDPModule)
-        self.model = self._wrapper = model
+        self.model = self._engine = model
         self._parameters = sharded_parameters(model)
         if weights is not None:
             fill(self._parameters, weights, self._collectives)
@@ -73,9 +73,9 @@ class FSDP2Engine(ShardedEngine):
 
     def backward(self, loss_sum: LossSum, *, target_tokens: int, last: bool) -> None:
         """See protocol.Engine. A step without any target has a zero gradient."""
-        self._wrapper.set_requires_gradient_sync(last or self._infra.fsdp_reduce_every_micro_batch)
-        self._wrapper.set_requires_all_reduce(last)  # between replicas once per step in any case
-        self._wrapper.set_reshard_after_backward(last or reshards_after_forward(self._infra))
+        self._engine.set_requires_gradient_sync(last or self._infra.fsdp_reduce_every_micro_batch)
+        self._engine.set_requires_all_reduce(last)  # between replicas once per step in any case
+        self._engine.set_reshard_after_backward(last or reshards_after_forward(self._infra))
         backward_seed(loss_sum, self._context.world.world_size / max(target_tokens, 1)).backward()
 
     def step(self, veto: Veto | None = None) -> StepResult:
@@ -109,7 +109,7 @@ class FSDP2Engine(ShardedEngine):
         """See protocol.Engine. Afterwards drop the last reference to the engine."""
         self.optimizer.zero_grad()
         self._writer.close()
-        del self.model, self._wrapper, self._parameters, self.optimizer, self._host_copies
+        del self.model, self._engine, self._parameters, self.optimizer, self._host_copies
 
     def _gradient_norm(self) -> Tensor:
         """Global L2 norm of the step's gradients: float32 scalar on the device, equal on all ranks."""

@@ -105,7 +105,7 @@ def adam_state(optimizer: torch.optim.Optimizer, weights: Tensor) -> dict[str, A
 
 
 def computing_parameters(engine: DeepSpeedEngine) -> Iterator[Any]:
-    """What layers compute with: under stage 3 this rank's part, with hpZ its node's too, and what is whole now."""
+    """The tensors that layers compute with: under stage 3 this rank's part, with hpZ its node's too, and what is whole now."""
     for parameter in engine.module.parameters():
         yield parameter
         yield getattr(parameter, "ds_tensor", None)
@@ -150,7 +150,7 @@ def refresh_parameters(engine: DeepSpeedEngine) -> None:
 
 
 def loss_scaler_state(engine: DeepSpeedEngine) -> dict[str, float | int] | None:
-    """Where a dynamic loss scale (float16) is; None where there is none."""
+    """The state of a dynamic loss scale (float16), or None without one."""
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     if not isinstance(scaler, DynamicLossScaler):
         return None

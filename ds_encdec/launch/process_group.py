@@ -116,7 +116,7 @@ def _import(package: str, world: World) -> str | None:
 
 
 def _anyones(problem: str | None, store: dist.Store, world: World) -> str | None:
-    """What some rank gives as its `problem`, the same on all; None where none has any. There is no group yet."""
+    """Return some rank's `problem`, the same on all ranks, or None if there is none. Needs no group yet."""
     if problem is not None:
         store.set("problem", problem)
     store.wait([_count_in(store, "told", world)])

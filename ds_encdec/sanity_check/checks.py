@@ -62,7 +62,7 @@ OVERFIT_RATE_TIMES_HIDDEN_SIZE = 0.4
 """Their learning rate times the hidden size: with Adam, wider models want proportionally smaller steps (Yang et al.,
 arXiv 2203.03466). 3e-3 for the quickstart's 128, 4e-4 for Qwen3-0.6B's 1,024."""
 OVERFIT_FACTOR = 0.9
-"""What the loss must have been multiplied by after them, at most."""
+"""The largest ratio of the last of their losses to the first."""
 RESUME_STEPS = 3
 """Steps made after a checkpoint, and again after loading it."""
 RESUME_TOLERANCE = 1e-3
@@ -83,7 +83,7 @@ ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check saw. `values`: its figures by name."""
+    """The result of a check. `values`: its figures by name."""
 
     passed: bool
     message: str
@@ -91,7 +91,7 @@ class Finding:
 
 
 class Subject:
-    """What the checks look at. Those that are named in a check's `needs` have set what it reads."""
+    """The objects that the checks look at. Those that are named in a check's `needs` have set what it reads."""
 
     run_model: RunModel
     model: Qwen3ForSeq2SeqLM
@@ -201,7 +201,7 @@ def _texts_of(opened: OpenSource, pipeline: Pipeline) -> list[tuple[str, np.ndar
 
 
 def _gives_back(tokens: np.ndarray, denoiser: str, key: str, pipeline: Pipeline, vocabulary: Vocabulary) -> bool:
-    """Whether the longest example of `tokens` that the budgets allow is made of those very tokens."""
+    """Return whether the longest example of `tokens` that the budgets allow is made of those very tokens."""
     chunker = pipeline.chunker
     length = min(len(tokens), max_raw_length(denoiser, chunker.bounds))
     rng = keyed_generator(pipeline.seed, "sanity check", key, denoiser)
