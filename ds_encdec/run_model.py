@@ -29,7 +29,7 @@ class RunModel:
 
 
 def new_model(config: FullConfig) -> RunModel:
-    """The model that `config` names. Raises ConfigError and CheckpointError; see `resolve_model` and `load_tokenizer`."""
+    """The model that `config` names. Raises ConfigError and CheckpointError: see `resolve_model`, `load_tokenizer`."""
     tokenizer, vocabulary = run_tokenizer(config)
     source = resolve_model(config.model, vocabulary, seed=config.training.seed)
     return RunModel(source.config, tokenizer, vocabulary, source.weights)

@@ -25,7 +25,6 @@ LAYERS = (
     ("phases",),
     ("build",),
     ("trainer",),
-    ("rollback",),
     ("resume", "auto_batch"),
     ("checkpoint", "evaluate", "run_model"),
     ("memory",),

@@ -11,7 +11,7 @@ from ds_encdec.types import DENOISERS, IGNORE_INDEX, Batch, LossSum
 
 
 def backward_seed(loss_sum: LossSum, scale: float) -> Tensor:
-    """The scalar to call backward on: the loss times `scale`, whose gradient is NaN where the loss itself is not finite.
+    """The scalar to call backward on: the loss times `scale`, with a NaN gradient where the loss itself is not finite.
 
     A loss may be infinite with finite gradients. The step must be skipped then, on all ranks, and the gradient's norm
     is what all of them see. Does not wait for the device.

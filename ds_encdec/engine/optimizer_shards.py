@@ -105,7 +105,7 @@ def adam_state(optimizer: torch.optim.Optimizer, weights: Tensor) -> dict[str, A
 
 
 def computing_parameters(engine: DeepSpeedEngine) -> Iterator[Any]:
-    """The tensors that layers compute with: under stage 3 this rank's part, with hpZ its node's too, and what is whole now."""
+    """The tensors that layers compute with: under stage 3 this rank's part (with hpZ its node's), and what is whole."""
     for parameter in engine.module.parameters():
         yield parameter
         yield getattr(parameter, "ds_tensor", None)

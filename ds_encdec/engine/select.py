@@ -50,7 +50,7 @@ def resolve_engine(config: FullConfig) -> EngineName:
 
 
 def fallback_engine(config: FullConfig) -> EngineName | None:
-    """The engine, torch's own, that replaces one which cannot be imported here, if `auto` leaves the choice; or None."""
+    """The engine, torch's own, that replaces one that cannot be imported, if `auto` leaves the choice; or None."""
     return next((row.name for row in engine_candidates(config)[1:] if row.package is None), None)
 
 
