@@ -49,7 +49,6 @@ from ds_encdec.launch.watchdog import Watchdog
 from ds_encdec.launch.world import World, discover
 from ds_encdec.memory.expected import ExpectedMemory, expect
 from ds_encdec.memory.out_of_memory import out_of_memory_explained
-from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import count_parameters, training_flops
 from ds_encdec.monitor.events import EventLog
 from ds_encdec.monitor.monitor import TrainingMonitor
@@ -141,7 +140,7 @@ def _train_and_close(
 
 
 def _hang_timeout_minutes(infra: InfraConfig) -> float | None:
-    """By default well before a collective would give up; 0 is never."""
+    """The watchdog's limit: by default well before a collective would give up; 0 is never."""
     if infra.hang_timeout_minutes is None:
         return infra.distributed_timeout_minutes * 2 / 3
     return infra.hang_timeout_minutes or None
@@ -211,6 +210,18 @@ def inspect_run_data(config: FullConfig, *, num_examples: int, as_json: bool) ->
         data.loader.close()
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A run that is being wired, as far as all its later steps ask: its configuration has numbers only by now."""
+
+    config: FullConfig
+    context: RunContext
+    folder: RunFolder
+    found: Checkpoint | None
+    model: RunModel
+    plan: LanePlan
+
+
 def _wire(
     config: FullConfig,
     context: RunContext,
@@ -235,25 +246,12 @@ def _wire(
     commits = collectives.on_rank_zero(lambda: resolve_commits(config.data, saved_commits))
     config = resolve_batch_size(config, context, stop, model.config, found)
     plan = plan_lanes(config, world.world_size, saved.get("num_lanes"))
-    data = collectives.rank_zero_first(
-        lambda: build_data(
-            config,
-            model.tokenizer,
-            model.vocabulary,
-            rank=world.rank,
-            world_size=world.world_size,
-            num_lanes=plan.num_lanes,
-            saved=saved.get("data"),
-            commits=commits,
-            accept_other_data=allow_data_change,
-            evaluation_cache=folder.root / "evaluation",
-            pin_memory=context.device.type == "cuda",
-        )
-    )
+    run = _Run(config, context, folder, found, model, plan)
+    data = collectives.rank_zero_first(lambda: _build_data(run, saved.get("data"), commits, allow_data_change))
     if found:
         state = restore_data(found, data, state, is_main=world.is_main)
-    expected = _expect_memory(config, context, folder, model.config, data.ratio, plan)
-    engine = _build_engine(config, context, model, plan, found, expected)
+    expected = _expect_memory(run, data.ratio)
+    engine = _build_engine(run, expected)
     if found:
         state = checkpoints.adopt(found, state)
         logger.info("resumed from %s (step %d)", found.path, state.global_step)
@@ -266,9 +264,7 @@ def _wire(
         config.training.num_train_steps,
         folder.root,
     )
-    recorder = collectives.on_every_rank(
-        lambda: _open_recorder(config, context, folder, model.config, plan, state, expected)
-    )
+    recorder = collectives.on_every_rank(lambda: _open_recorder(run, state, expected))
     if found:
         recorder.load_state_dict(saved["recorder"])
     recorder.events.write(
@@ -288,7 +284,7 @@ def _wire(
         recorder=recorder,
         checkpoints=checkpoints,
         stop=stop,
-        run_files=partial(_run_files, config=config, model=model, data=data, plan=plan),
+        run_files=partial(_run_files, run=run, data=data),
         state=state,
         require_folder=folder.require_present,
     )
@@ -306,75 +302,71 @@ def _find(config: FullConfig, context: RunContext, folder: RunFolder, resume: st
     return find_checkpoint(folder.checkpoints, context.collectives, resume, accept)
 
 
-def _expect_memory(
-    config: FullConfig,
-    context: RunContext,
-    folder: RunFolder,
-    model_config: Qwen3Seq2SeqConfig,
-    ratio: float,
-    plan: LanePlan,
-) -> ExpectedMemory | None:
+def _build_data(
+    run: _Run, saved: dict[str, Any] | None, commits: Mapping[str, str], accept_other_data: bool
+) -> TrainingData:
+    return build_data(
+        run.config,
+        run.model.tokenizer,
+        run.model.vocabulary,
+        rank=run.context.world.rank,
+        world_size=run.context.world.world_size,
+        num_lanes=run.plan.num_lanes,
+        saved=saved,
+        commits=commits,
+        accept_other_data=accept_other_data,
+        evaluation_cache=run.folder.root / "evaluation",
+        pin_memory=run.context.device.type == "cuda",
+    )
+
+
+def _expect_memory(run: _Run, ratio: float) -> ExpectedMemory | None:
     """Estimate and log this rank's share of a step, and check the disk's room for its checkpoints. Collective."""
-    job = job_here(config, context, model_config, plan.gradient_accumulation_steps, ratio)
-    context.collectives.on_rank_zero(lambda: check_room(folder.checkpoints, config, job))
+    job = job_here(run.config, run.context, run.model.config, run.plan.gradient_accumulation_steps, ratio)
+    run.context.collectives.on_rank_zero(lambda: check_room(run.folder.checkpoints, run.config, job))
     expected = expect(job)
     if expected is not None:
         logger.info("%s", expected)
     return expected
 
 
-def _build_engine(
-    config: FullConfig,
-    context: RunContext,
-    model: RunModel,
-    plan: LanePlan,
-    found: Checkpoint | None,
-    expected: ExpectedMemory | None,
-) -> Engine:
-    """The engine with its weights, from the model's source or from the checkpoint `found`. Collective."""
+def _build_engine(run: _Run, expected: ExpectedMemory | None) -> Engine:
+    """The engine with its weights, from the model's source or from the checkpoint. Collective."""
+    model, context, accumulation = run.model, run.context, run.plan.gradient_accumulation_steps
     with out_of_memory_explained(expected, context.device, context.world.rank):
-        engine = create_engine(config, context, model.config, model.weights, plan.gradient_accumulation_steps)
-        if found:
-            load_engine(engine, found, context.collectives)
+        engine = create_engine(run.config, context, model.config, model.weights, accumulation)
+        if run.found:
+            load_engine(engine, run.found, context.collectives)
     return engine
 
 
-def _open_recorder(
-    config: FullConfig,
-    context: RunContext,
-    folder: RunFolder,
-    model_config: Qwen3Seq2SeqConfig,
-    plan: LanePlan,
-    state: TrainingState,
-    expected: ExpectedMemory | None,
-) -> Recorder:
+def _open_recorder(run: _Run, state: TrainingState, expected: ExpectedMemory | None) -> Recorder:
     """Write the run's configuration, then open what it records. Raises DiskRefusedError."""
-    device, is_main = context.device, context.world.is_main
+    config, device, folder, sizes = run.config, run.context.device, run.folder, run.model.config
+    is_main = run.context.world.is_main
     with Writing(folder.root, "The run", MAKE_ROOM).refusals_told():
         if is_main:
-            _write_run_configuration(config, context, folder, plan)
+            _write_run_configuration(run)
         return Recorder(
             device=device,
-            collectives=context.collectives,
+            collectives=run.context.collectives,
             state=state,
             warmup_steps=config.training.warmup_steps,
             settings=config.monitor,
             monitor=TrainingMonitor.from_config(config),
             events=EventLog(folder.events if is_main else None),
-            sinks=open_sinks(config, folder.root, rank=context.world.rank, start_step=state.global_step),
-            batch_flops=lambda batch: training_flops(model_config, batch.encoder_lengths, batch.decoder_lengths),
+            sinks=open_sinks(config, folder.root, rank=run.context.world.rank, start_step=state.global_step),
+            batch_flops=lambda batch: training_flops(sizes, batch.encoder_lengths, batch.decoder_lengths),
             peak_flops=peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
             estimated_bytes=expected.peak_bytes if expected is not None else None,
         )
 
 
-def _run_files(
-    content: CheckpointContent, *, config: FullConfig, model: RunModel, data: TrainingData, plan: LanePlan
-) -> Callable[[Path], None]:
-    """What writes all that a checkpoint holds beside the engine's files; see docs/checkpoints.md."""
+def _run_files(content: CheckpointContent, *, run: _Run, data: TrainingData) -> Callable[[Path], None]:
+    """Return what writes all that a checkpoint holds beside the engine's files; see docs/checkpoints.md."""
     trainer = {
         "state": content.state.to_dict(),
-        "num_lanes": plan.num_lanes,
+        "num_lanes": run.plan.num_lanes,
         "data": data.saved(),
         "recorder": content.recorder,
     }
@@ -382,25 +374,25 @@ def _run_files(
     texts = {
         "trainer.json": json.dumps(trainer, indent=1) + "\n",
         "data.json": json.dumps({"lanes": content.lanes}, indent=1) + "\n",
-        "config.yaml": config.dump_yaml(),
+        "config.yaml": run.config.dump_yaml(),
     }
 
     def write(checkpoint: Path) -> None:
         for name, text in texts.items():
             (checkpoint / name).write_text(text, encoding="utf-8")
-        model.config.save_pretrained(checkpoint / "model")
-        model.tokenizer.save_pretrained(checkpoint / "model")
+        run.model.config.save_pretrained(checkpoint / "model")
+        run.model.tokenizer.save_pretrained(checkpoint / "model")
 
     return write
 
 
-def _write_run_configuration(config: FullConfig, context: RunContext, folder: RunFolder, plan: LanePlan) -> None:
+def _write_run_configuration(run: _Run) -> None:
     """Write config.yaml and the files of the engine that runs, and remove those of another one, an earlier start's."""
-    write_atomically(folder.config_yaml, config.dump_yaml())
+    write_atomically(run.folder.config_yaml, run.config.dump_yaml())
     for row in ENGINES.values():
         for name, rendered in row.run_files.items():
-            if row is context.engine_spec:
-                text = load(rendered)(config, context, plan.gradient_accumulation_steps)
-                write_atomically(folder.root / name, text)
+            if row is run.context.engine_spec:
+                text = load(rendered)(run.config, run.context, run.plan.gradient_accumulation_steps)
+                write_atomically(run.folder.root / name, text)
             else:
-                (folder.root / name).unlink(missing_ok=True)
+                (run.folder.root / name).unlink(missing_ok=True)

@@ -29,7 +29,7 @@ QWEN3_FIRST_UNUSED_ID = 151669
 
 @dataclass(frozen=True)
 class InitializedModel:
-    """What `init_model` made; as text, the lines to show."""
+    """The folder that `init_model` made; as text, the lines to show."""
 
     out: Path
     description: str

@@ -1,4 +1,4 @@
-"""What a run takes over from the checkpoint that it goes on from, and which checkpoints it refuses."""
+"""Going on from a checkpoint, at the start of a run or by a rollback in its midst, and refusing other models' ones."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from ds_encdec.checkpoint.find import Checkpoint
+from ds_encdec.checkpoint.find import Checkpoint, find_checkpoint
+from ds_encdec.checkpoint.manager import CheckpointManager
 from ds_encdec.checkpoint.saved_state import open_saved_state
 from ds_encdec.config.load import load_saved
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.schema import FullConfig, MonitorConfig
 from ds_encdec.data.build import TrainingData
 from ds_encdec.data.fingerprint import in_todays_form, told, usable_records
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.model.source import architecture
+from ds_encdec.monitor.recorder import Alert, Recorder
 from ds_encdec.run_model import new_model, saved_model
-from ds_encdec.types import CheckpointError, DsEncDecError, TrainingState
+from ds_encdec.types import CheckpointError, DivergedError, DsEncDecError, TrainingState
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +30,7 @@ _TOKENIZER_NAME = "model.tokenizer_name_or_path"
 def refuse_other_model(found: Checkpoint, config: FullConfig) -> None:
     """Raise CheckpointError where `config` trains another model or tokenizer; reads the small files only.
 
-    The same model under another name, such as a folder that was moved, is none: the weights come from the checkpoint.
+    A moved folder is still the same model: the weights come from the checkpoint.
     """
     theirs, ours = _model_settings(load_saved(found.path / "config.yaml")), _model_settings(config)
     differing = _differences(theirs, ours)
@@ -66,6 +68,81 @@ def restore_data(found: Checkpoint, data: TrainingData, state: TrainingState, *,
 def load_engine(engine: Engine, found: Checkpoint, collectives: HostCollectives) -> None:
     """Fill the engine of every rank from the files of `found`. Where one rank cannot open them, all raise its error."""
     engine.load(collectives.on_every_rank(lambda: open_saved_state(found.path, verified=True)))
+
+
+def roll_back(
+    state: TrainingState,
+    alert: Alert,
+    settings: MonitorConfig,
+    *,
+    engine: Engine,
+    checkpoints: CheckpointManager,
+    recorder: Recorder,
+    collectives: HostCollectives,
+) -> TrainingState | None:
+    """Go back to an earlier checkpoint in mid-run, past the data that was read since; returns the state to go on from.
+
+    Weights, optimizer, schedule and the monitor's windows become the checkpoint's; the data loader is left where it is.
+    So the run goes on as one that trained up to that checkpoint and then never saw the data in between. None where no
+    checkpoint is old enough, and the run goes on as it is.
+
+    `alert`: what asks for it. Collective; no save is under way. The caller saves the new state at once: it has the
+    checkpoint's step, and other data behind it. Raises DivergedError where the run has used up its rollbacks,
+    CheckpointError where every checkpoint that is old enough is damaged.
+    """
+    if state.rollbacks >= settings.max_rollbacks:
+        raise DivergedError(
+            f"{alert['type']}: {alert['message']}, and monitor.max_rollbacks={settings.max_rollbacks} rollbacks are "
+            "used up. Checkpoints are untouched; lower training.learning_rate, or look at the data."
+        )
+    where = {"step": state.global_step, "data_step": state.data_step}
+    oldest = alert["step"] - settings.rollback_min_steps
+    found = find_checkpoint(checkpoints.folder, collectives, "auto", at_most=oldest)
+    if found is None:
+        needed = f"of step {oldest} or before" if oldest > 0 else f"{settings.rollback_min_steps} steps old"
+        refusal = f"No rollback: there is no checkpoint {needed} (monitor.rollback_min_steps). Training goes on."
+        recorder.events.write("no_rollback", **where, message=refusal)
+        if collectives.rank == 0:
+            logger.error(refusal)
+        return None
+    saved = found.read_json("trainer.json")
+    then = found.training_state()
+    load_engine(engine, found, collectives)
+    now = checkpoints.adopt(found, _gone_back(state, then))
+    recorder.go_back(saved["recorder"], now)
+    recorder.events.write(
+        "rollback",
+        **where,
+        type=alert["type"],
+        message=alert["message"],
+        to_step=then.global_step,
+        to_data_step=then.data_step,
+        number=now.rollbacks,
+    )
+    if collectives.rank == 0:
+        logger.warning(
+            "Rollback %d of at most %d: back to step %d; data steps %d to %d are not trained on again.",
+            now.rollbacks,
+            settings.max_rollbacks,
+            then.global_step,
+            then.data_step + 1,
+            state.data_step,
+        )
+    return now
+
+
+def _gone_back(state: TrainingState, then: TrainingState) -> TrainingState:
+    """The checkpoint's state `then` with the current counters of data, those of `state`."""
+    return dataclasses.replace(
+        then,
+        data_step=state.data_step,
+        skipped_steps=state.data_step - then.global_step,
+        epoch=state.epoch,
+        encoder_tokens_seen=state.encoder_tokens_seen,
+        target_tokens_seen=state.target_tokens_seen,
+        rollbacks=state.rollbacks + 1,
+        bad_rows=state.bad_rows,
+    )
 
 
 def _different_contents(found: Checkpoint, config: FullConfig) -> list[str]:

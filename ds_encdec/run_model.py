@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunModel:
-    """What is trained, before it is built. `weights` is None where a checkpoint will bring them."""
+    """The model to train, before it is built. `weights` is None where a checkpoint will bring them."""
 
     config: Qwen3Seq2SeqConfig
     tokenizer: PreTrainedTokenizerFast
@@ -29,14 +29,14 @@ class RunModel:
 
 
 def new_model(config: FullConfig) -> RunModel:
-    """What `config` names. Raises ConfigError and CheckpointError; see `resolve_model` and `load_tokenizer`."""
+    """The model that `config` names. Raises ConfigError and CheckpointError: see `resolve_model`, `load_tokenizer`."""
     tokenizer, vocabulary = run_tokenizer(config)
     source = resolve_model(config.model, vocabulary, seed=config.training.seed)
     return RunModel(source.config, tokenizer, vocabulary, source.weights)
 
 
 def saved_model(config: FullConfig, checkpoint: Path) -> RunModel:
-    """What the folder `checkpoint` holds, whose source may be gone or have changed; the kernels are `config`'s.
+    """The model in the folder `checkpoint`, whose source may be gone or have changed; the kernels are `config`'s.
 
     Raises CheckpointError where `config` wants special tokens that the saved model does not know.
     """

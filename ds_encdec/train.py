@@ -85,8 +85,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Load the configuration, then print it or train with it. Raises DsEncDecError."""
     outlive_readers()
-    if options.print_config or options.print_deepspeed_config:
-        return _print(options, overrides)
+    if options.print_config:
+        print(_load(options, overrides).dump_yaml(), end="")
+        return 0
+    if options.print_deepspeed_config:
+        config = _load(options, overrides)
+        from ds_encdec.build import planned_deepspeed_json
+
+        print(json.dumps(planned_deepspeed_json(config, os.environ), indent=2))
+        return 0
     with StopRequest(discover(os.environ), whole_process=True) as stop:
         # Imported under watch: this takes a moment, torch and deepspeed take seconds.
         config = _load(options, overrides)
@@ -100,17 +107,6 @@ def _load(options: argparse.Namespace, overrides: Sequence[str]) -> FullConfig:
     from ds_encdec.config.load import find_shipped, load_config
 
     return load_config(find_shipped(options.config), overrides, find_shipped(options.deepspeed_config))
-
-
-def _print(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    config = _load(options, overrides)
-    if options.print_config:
-        print(config.dump_yaml(), end="")
-        return 0
-    from ds_encdec.build import planned_deepspeed_json
-
-    print(json.dumps(planned_deepspeed_json(config, os.environ), indent=2))
-    return 0
 
 
 def _leave(exit_code: int) -> NoReturn:

@@ -25,7 +25,7 @@ from ds_encdec.evaluate import evaluate
 from ds_encdec.launch.host_collectives import HostCollectives, attempt
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.monitor.recorder import Actions, Recorder
-from ds_encdec.rollback import roll_back
+from ds_encdec.resume import roll_back
 from ds_encdec.types import Batch, CheckpointError, DivergedError, Preempted, StepResult, TrainingState
 
 logger = logging.getLogger(__name__)

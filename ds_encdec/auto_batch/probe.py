@@ -68,7 +68,7 @@ _NO_STACK = "libgomp: Thread creation failed"
 
 
 class ProbeState(IntEnum):
-    """Where a probe stands. The ranks tell each other these numbers."""
+    """The state of a probe. The ranks tell each other these numbers."""
 
     RUNNING = 0
     FITS = 1
@@ -94,11 +94,11 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class ProbeTask:
-    """What one rank's probe is to do.
+    """The task of one rank's probe.
 
-    `config`: with a number as its micro-batch size. `model`: the model's configuration as a dict. `world`: this rank's
-    place. `number`: of the try, under which its ranks meet. `available_bytes`: of the rank's device, free before the
-    probe; it may take `limit_bytes` of them.
+    `config`: with numbers as its micro-batch size and accumulation. `model`: the model's configuration as a dict.
+    `world`: this rank's place. `number`: of the try, under which its ranks meet. `available_bytes`: of the rank's
+    device, free before the probe; it may take `limit_bytes` of them.
     """
 
     config: FullConfig
@@ -107,7 +107,6 @@ class ProbeTask:
     world: World
     number: int
     device: str
-    gradient_accumulation_steps: int
     available_bytes: int
     limit_bytes: int
 
@@ -131,7 +130,7 @@ def measure(task: ProbeTask) -> Outcome:
         init_process_group(task.world, device, timeout, task.engine, meeting=f"probe {task.number}")
         context = RunContext(task.world, device, task.engine, HostCollectives(timeout))
         model = Qwen3Seq2SeqConfig.from_dict(task.model)
-        accumulation = task.gradient_accumulation_steps
+        accumulation = config.training.gradient_accumulation_steps
         engine = create_engine(config, context, model, zero_weights(model), accumulation)
         batch = full_batch(config, config.training.micro_batch_size, model.vocab_size)
         for _ in range(STEPS):
@@ -171,10 +170,7 @@ def full_batch(config: FullConfig, micro_batch_size: int, vocab_size: int) -> Ba
     """A micro-batch of random tokens without padding, in as few examples as hold them: attention is at its longest."""
     data = config.data
     budgets = token_budgets(data, micro_batch_size, expected_ratio(data.ul2_task_weights))
-    sides = (
-        (budgets.encoder_tokens, data.max_encoder_length),
-        (budgets.decoder_tokens, data.max_decoder_length),
-    )
+    sides = (budgets.encoder_tokens, data.max_encoder_length), (budgets.decoder_tokens, data.max_decoder_length)
     count = min(max(math.ceil(tokens / longest) for tokens, longest in sides), budgets.max_examples)
     draw = np.random.default_rng(0).integers
     encoder_ids, decoder_ids = (

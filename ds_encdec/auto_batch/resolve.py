@@ -127,7 +127,7 @@ class _Search:
 
     @property
     def _limit_bytes(self) -> int:
-        """What a try may take: the rest is for what two steps do not show, such as fragmentation."""
+        """Bytes that a try may take: the rest is for what two steps do not show, such as fragmentation."""
         return int(self._free_bytes * (1 - HEADROOM))
 
     def _with(self, size: int) -> FullConfig:
@@ -150,15 +150,13 @@ class _Search:
         self._tries += 1
         began = time.monotonic()
         logger.info("trying micro-batches of %d on all ranks", size)
-        config = self._with(size)
         task = ProbeTask(
-            config=config,
+            config=self._with(size),
             model=self._model.to_dict(),
             engine=context.engine,
             world=context.world,
             number=self._tries,
             device=str(context.device),
-            gradient_accumulation_steps=config.training.gradient_accumulation_steps,
             available_bytes=self._free_bytes,
             limit_bytes=self._limit_bytes,
         )
@@ -219,11 +217,9 @@ def largest_that_fits(
     candidates = sorted(needed_bytes, reverse=True)
     first = next((size for size in candidates if needed_bytes[size] <= limit_bytes), candidates[-1])
     size, outcome = first, try_size(first)
-    while not outcome.fits and outcome.smaller_may_fit:
-        smaller = [candidate for candidate in candidates if candidate <= size // 2]
-        if not smaller:
-            break
-        size, outcome = smaller[0], try_size(smaller[0])
+    while not outcome.fits and outcome.smaller_may_fit and size // 2 >= candidates[-1]:
+        size = next(candidate for candidate in candidates if candidate <= size // 2)
+        outcome = try_size(size)
     if not outcome.fits or size != first:
         return size, outcome
     for candidate in [candidate for candidate in reversed(candidates) if candidate > first][:LARGER_TRIES]:
@@ -243,7 +239,7 @@ def agreed_outcome(
     timeout_seconds: float,
     grace_seconds: float = 30.0,
 ) -> Outcome:
-    """What all ranks' probes come to, each rank waiting with its own. Collective.
+    """The common outcome of all ranks' probes, each rank waiting with its own. Collective.
 
     `grace_seconds`: how long to wait, once a probe has failed, for one whose memory ran out: that breaks the
     connections of others, and a large process, or one that dumps its memory, takes a while to end.

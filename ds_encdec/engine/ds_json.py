@@ -127,7 +127,7 @@ def zero_stage(infra: InfraConfig) -> int:
 
 
 def accumulates_in_bf16(rendered: dict[str, Any]) -> bool:
-    """Whether a run of this JSON adds several micro-batches' gradients up in bfloat16."""
+    """Return whether a run of this JSON adds several micro-batches' gradients up in bfloat16."""
     several = rendered["gradient_accumulation_steps"] > 1
     return bool(rendered["bf16"]["enabled"]) and several and not _accumulates_in_float32(rendered)
 
@@ -137,7 +137,7 @@ def _accumulates_in_float32(rendered: dict[str, Any]) -> bool:
 
 
 def _reduces_in_float32(rendered: dict[str, Any], world_size: int) -> bool:
-    """Whether bfloat16 gradients are to be summed over ranks as they are over micro-batches.
+    """Return whether bfloat16 gradients are to be summed over ranks as they are over micro-batches.
 
     A sum over one rank rounds nothing, but where it is of what was accumulated (stage 1). ZeRO++'s quantized sums take
     16 bits alone.

@@ -1,4 +1,4 @@
-"""What every engine does with a micro-batch: run the model on it and sum its losses."""
+"""The forward pass of every engine: run the model on it and sum its losses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ds_encdec.types import DENOISERS, IGNORE_INDEX, Batch, LossSum
 
 
 def backward_seed(loss_sum: LossSum, scale: float) -> Tensor:
-    """What to call backward on: the loss times `scale`, whose gradient is NaN where the loss itself is not finite.
+    """The scalar to call backward on: the loss times `scale`, with a NaN gradient where the loss itself is not finite.
 
     A loss may be infinite with finite gradients. The step must be skipped then, on all ranks, and the gradient's norm
     is what all of them see. Does not wait for the device.

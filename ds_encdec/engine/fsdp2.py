@@ -1,7 +1,19 @@
 """The FSDP2 engine: sharded, hybrid and plain data parallel training in torch alone, behind `protocol.Engine`.
 
-One class for all stages; what is sharded over whom is a mesh (fsdp_sharding.py). Parameters are float32 and are the
-master weights; layers compute in bfloat16 or float32, gradients are reduced and accumulated in float32.
+One class for all stages; what is sharded over whom is a mesh:
+
+| stage | mesh | parameters between forward and backward |
+|---|---|---|
+| zero0 (DDP) | replicate W × shard 1 | whole, always |
+| zero1, zero2 | shard W | whole from the first forward to the last backward of a step |
+| zero3 | shard W | gathered for each layer, twice |
+| zero2_hybrid, zero3_hybrid | replicate W/k × shard k | as zero2, zero3 |
+
+FSDP2 scatters gradients as it reduces them, so zero1 is zero2 here. Each encoder and decoder layer is a unit that is
+gathered at once; the root holds the rest, above all the embedding, which stays whole until its backward pass is over.
+
+Parameters are float32 and are the master weights; layers compute in bfloat16 or float32, gradients are reduced and
+accumulated in float32.
 
 Averaging. FSDP2 averages gradients over all ranks, so the loss, a *sum* over tokens, is multiplied by world size /
 target tokens of the whole step. Between the micro-batches of a step nothing is communicated unless
@@ -11,33 +23,32 @@ target tokens of the whole step. Between the micro-batches of a step nothing is 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ShardOf
+from transformers.initialization import no_init_weights
 
-from ds_encdec.config.schema import FullConfig, TrainingConfig
-from ds_encdec.engine.forward import backward_seed
-from ds_encdec.engine.fsdp_sharding import (
-    build_sharded_model,
-    fill,
-    local_rows,
-    make_mesh,
-    reshard,
-    reshards_after_forward,
-    sharded_parameters,
-)
+from ds_encdec.config.schema import FullConfig, InfraConfig, TrainingConfig
+from ds_encdec.config.shares import mesh_shape
+from ds_encdec.engine.forward import backward_seed, compute_dtype
 from ds_encdec.engine.fsdp_state import HostCopies, StateWriter, keys_to_write, state_tensors
 from ds_encdec.engine.protocol import StagedSave, Veto
 from ds_encdec.engine.sharded_engine import Piece, Shard, ShardedEngine
 from ds_encdec.launch.context import RunContext
+from ds_encdec.launch.world import World
+from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.optim.schedules import learning_rate
-from ds_encdec.types import MOMENTS, LossSum, SavedState, StepResult, WeightSource
+from ds_encdec.types import MOMENTS, CheckpointError, LossSum, SavedState, StepResult, WeightSource
 
 
 class FSDP2Engine(ShardedEngine):
@@ -62,10 +73,10 @@ class FSDP2Engine(ShardedEngine):
         self._writer = StateWriter(context.collectives.timeout)
         model = build_sharded_model(config, model_config, mesh, context.device)
         assert isinstance(model, FSDPModule)
-        self.model = self._wrapper = model
+        self.model = self._engine = model
         self._parameters = sharded_parameters(model)
         if weights is not None:
-            fill(self._parameters, weights, self._collectives)
+            self._collectives.on_every_rank(lambda: _fill_local(self._parameters, weights))
         self.optimizer = _adamw(self._parameter_groups(model), config.training)
         self._host_copies = HostCopies(pin_memory=config.infra.pin_memory and context.device.type == "cuda")
         self._applied_steps = 0
@@ -73,9 +84,9 @@ class FSDP2Engine(ShardedEngine):
 
     def backward(self, loss_sum: LossSum, *, target_tokens: int, last: bool) -> None:
         """See protocol.Engine. A step without any target has a zero gradient."""
-        self._wrapper.set_requires_gradient_sync(last or self._infra.fsdp_reduce_every_micro_batch)
-        self._wrapper.set_requires_all_reduce(last)  # between replicas once per step in any case
-        self._wrapper.set_reshard_after_backward(last or reshards_after_forward(self._infra))
+        self._engine.set_requires_gradient_sync(last or self._infra.fsdp_reduce_every_micro_batch)
+        self._engine.set_requires_all_reduce(last)  # between replicas once per step in any case
+        self._engine.set_reshard_after_backward(last or _reshards_after_forward(self._infra))
         backward_seed(loss_sum, self._context.world.world_size / max(target_tokens, 1)).backward()
 
     def step(self, veto: Veto | None = None) -> StepResult:
@@ -109,7 +120,7 @@ class FSDP2Engine(ShardedEngine):
         """See protocol.Engine. Afterwards drop the last reference to the engine."""
         self.optimizer.zero_grad()
         self._writer.close()
-        del self.model, self._wrapper, self._parameters, self.optimizer, self._host_copies
+        del self.model, self._engine, self._parameters, self.optimizer, self._host_copies
 
     def _gradient_norm(self) -> Tensor:
         """Global L2 norm of the step's gradients: float32 scalar on the device, equal on all ranks."""
@@ -127,7 +138,9 @@ class FSDP2Engine(ShardedEngine):
             yield Shard(local, (piece,) if piece.length else ()), {"step": state["step"], **moments}
 
     def _continue_from(self, saved: SavedState) -> None:
-        reshard(self.model)  # what an evaluation has left gathered is the old state
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # what an evaluation has left gathered is the old state
         self._applied_steps = saved.applied_steps
 
     def _held(self) -> Mapping[str, Iterable[Any]]:
@@ -157,3 +170,86 @@ def _adamw(groups: list[dict[str, Any]], training: TrainingConfig) -> torch.opti
                 **{kind: torch.zeros_like(parameter, requires_grad=False) for kind in MOMENTS},
             }
     return optimizer
+
+
+def make_mesh(infra: InfraConfig, world: World, device: torch.device) -> DeviceMesh:
+    """The mesh of `mesh_shape`, without the replicating dimension where parameters are sharded over all ranks."""
+    replicas, shards = mesh_shape(infra, world.world_size, world.local_world_size)
+    if replicas == 1 and infra.sharding_stage != "zero0":
+        return init_device_mesh(device.type, (shards,), mesh_dim_names=("shard",))
+    return init_device_mesh(device.type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
+
+
+def _reshards_after_forward(infra: InfraConfig) -> bool:
+    """Return whether layers let go of their gathered parameters between the forward and the backward pass."""
+    return infra.sharding_stage.startswith("zero3")
+
+
+def build_sharded_model(
+    config: FullConfig, model_config: Qwen3Seq2SeqConfig, mesh: DeviceMesh, device: torch.device
+) -> Qwen3ForSeq2SeqLM:
+    """The model on `mesh`: float32 shards, not yet filled, on `device` (on the CPU if they are offloaded).
+
+    Layers recompute, compile and offload as configured. It is made without memory, cut, and only then given any.
+    """
+    training, infra = config.training, config.infra
+    with torch.device("meta"), no_init_weights():
+        model = Qwen3ForSeq2SeqLM(model_config)
+    apply_activation_checkpointing(
+        model,
+        training.activation_checkpointing,
+        every_n=training.activation_checkpointing_every_n,
+        offload=training.activation_offload,
+        compiled=training.torch_compile,
+    )
+    dtype = compute_dtype(training)
+    offloaded = infra.offload_optimizer == "cpu"  # under FSDP2 the parameters are the float32 master weights
+    pin_memory = infra.pin_memory and device.type != "cpu"
+    shard = partial(
+        fully_shard,
+        mesh=mesh,
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
+        ),
+        offload_policy=CPUOffloadPolicy(pin_memory=pin_memory) if offloaded else OffloadPolicy(),
+    )
+    for layer in (*model.encoder.layers, *model.decoder.layers):
+        shard(layer, reshard_after_forward=_reshards_after_forward(infra))
+    # Of the root, backward needs the embedding first of all: not worth letting go.
+    shard(model, reshard_after_forward=False)
+    model.to_empty(device="cpu" if offloaded else device)
+    return model
+
+
+def sharded_parameters(model: nn.Module) -> dict[str, DTensor]:
+    """FQN → parameter, tied ones once. While a module is gathered it shows others; these stay the shards."""
+    found: dict[str, DTensor] = {}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor), f"{name} is not sharded"
+        found[name] = parameter
+    return found
+
+
+def local_rows(parameter: DTensor) -> slice:
+    """Rows of the full parameter that this rank holds; FSDP2 cuts dimension 0 as `torch.chunk` does."""
+    mesh = parameter.device_mesh
+    (dimension,) = (index for index, placement in enumerate(parameter.placements) if isinstance(placement, ShardOf))
+    rows_per_rank = -(-parameter.shape[0] // mesh.size(dimension))
+    start = min(mesh.get_local_rank(dimension) * rows_per_rank, parameter.shape[0])
+    held = slice(start, start + len(parameter.to_local()))
+    assert held.stop == min(start + rows_per_rank, parameter.shape[0])
+    return held
+
+
+@torch.no_grad()
+def _fill_local(parameters: dict[str, DTensor], weights: WeightSource) -> None:
+    """Copy this rank's rows of `weights` into its shards. Raises CheckpointError for another shape."""
+    for name, parameter in parameters.items():
+        local, rows = parameter.to_local(), local_rows(parameter)
+        source: Tensor = weights(name, rows)
+        if source.shape != local.shape:
+            raise CheckpointError(
+                f"{name}: rows {rows.start} to {rows.stop} have shape {list(source.shape)} in the source, "
+                f"{list(local.shape)} in the model"
+            )
+        local.copy_(source)

@@ -67,7 +67,7 @@ class HostCopies:
 
     @property
     def exist(self) -> bool:
-        """Whether a copy was ever made, and its memory is held."""
+        """True once a copy was made, and its memory is held."""
         return bool(self._buffers)
 
     def take(self, tensors: Mapping[str, DTensor]) -> dict[str, DTensor]:
@@ -87,7 +87,7 @@ class HostCopies:
 
 
 _COPY_AHEAD_BYTES = 10_000_000
-"""What a writer fetches from the GPU beside what it writes; DCP's default."""
+"""Bytes that a writer fetches from the GPU beside what it writes; DCP's default."""
 
 
 class _DiskWriter(dcp.FileSystemWriter):

@@ -8,6 +8,7 @@ These are private places of DeepSpeed 0.19.8; the tests of resumed runs hold the
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -35,59 +36,56 @@ _GRADIENTS_OF_OPTIMIZER = (
 )
 
 
-def shards(engine: DeepSpeedEngine) -> list[Shard]:
-    """All shards of this rank, in the order in which DeepSpeed steps them."""
-    optimizer = engine.optimizer
-    names: Mapping[nn.Parameter, str] = engine.param_names
-    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-        found = zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True)
-        return [Shard(flat, tuple(_own_parts(group, names, engine.global_rank))) for flat, group in found]
-    if isinstance(optimizer, DeepSpeedZeroOptimizer):
-        found = zip(optimizer.single_partition_of_fp32_groups, optimizer.bit16_groups, strict=True)
-        return [Shard(flat, tuple(_linked(group, names))) for flat, group in found]
-    if isinstance(optimizer, BF16_Optimizer):
-        found = zip(optimizer.fp32_groups_flat_partition, optimizer.bf16_groups, strict=True)
-        return [Shard(flat, tuple(_linked(group, names))) for flat, group in found]
-    if isinstance(optimizer, FP16_Optimizer):
-        found = zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True)
-        return [Shard(flat, tuple(_end_to_end(group, names))) for flat, group in found]
-    if isinstance(optimizer, FP16_UnfusedOptimizer):
-        masters = [master for group in optimizer.fp32_groups for master in group]
-        parameters = [parameter for group in optimizer.fp16_groups for parameter in group]
-    else:
-        masters = parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return [
-        Shard(master, tuple(_end_to_end([parameter], names)))
-        for master, parameter in zip(masters, parameters, strict=True)
-    ]
-
-
-def _own_parts(group: list[nn.Parameter], names: Mapping[nn.Parameter, str], rank: int) -> Iterator[Piece]:
+def _own_parts(group: list[nn.Parameter], engine: DeepSpeedEngine) -> Iterator[Piece]:
     """ZeRO 3: this rank's of the equal parts of each parameter, end to end."""
     offset = 0
     for parameter in group:
         size: int = parameter.ds_tensor.ds_numel  # type: ignore[attr-defined]  # DeepSpeed's, as the next
-        start = min(rank * size, parameter.ds_numel)  # type: ignore[attr-defined]
+        start = min(engine.global_rank * size, parameter.ds_numel)  # type: ignore[attr-defined]
         length = min(size, parameter.ds_numel - start)  # type: ignore[attr-defined]
-        yield Piece(names[parameter], start, length, offset)
+        yield Piece(engine.param_names[parameter], start, length, offset)
         offset += size
 
 
-def _linked(group: list[nn.Parameter], names: Mapping[nn.Parameter, str]) -> Iterator[Piece]:
+def _linked(group: list[nn.Parameter], engine: DeepSpeedEngine) -> Iterator[Piece]:
     """ZeRO 1 and 2: DeepSpeed links each parameter that this rank has a part of to that part."""
     for parameter in group:
         link = parameter._hp_mapping  # type: ignore[attr-defined]
         if link is not None:
             here, there = link.lp_fragment_address, link.hp_fragment_address
-            yield Piece(names[parameter], here.start, here.numel, there.start)
+            yield Piece(engine.param_names[parameter], here.start, here.numel, there.start)
 
 
-def _end_to_end(group: list[nn.Parameter], names: Mapping[nn.Parameter, str]) -> Iterator[Piece]:
+def _end_to_end(group: list[nn.Parameter], engine: DeepSpeedEngine) -> Iterator[Piece]:
     """ZeRO 0: whole parameters."""
     offset = 0
     for parameter in group:
-        yield Piece(names[parameter], 0, parameter.numel(), offset)
+        yield Piece(engine.param_names[parameter], 0, parameter.numel(), offset)
         offset += parameter.numel()
+
+
+_FLAT = (
+    (DeepSpeedZeroOptimizer_Stage3, "fp32_partitioned_groups_flat", "fp16_groups", _own_parts),
+    (DeepSpeedZeroOptimizer, "single_partition_of_fp32_groups", "bit16_groups", _linked),
+    (BF16_Optimizer, "fp32_groups_flat_partition", "bf16_groups", _linked),
+    (FP16_Optimizer, "fp32_groups_flat", "fp16_groups", _end_to_end),
+)
+"""Where each of DeepSpeed's optimizers has its flat float32 weights, by group, and the parameters that they are of."""
+
+
+def shards(engine: DeepSpeedEngine) -> list[Shard]:
+    """All shards of this rank, in the order in which DeepSpeed steps them."""
+    optimizer = engine.optimizer
+    for kind, flats, groups, pieces in _FLAT:
+        if isinstance(optimizer, kind):
+            found = zip(getattr(optimizer, flats), getattr(optimizer, groups), strict=True)
+            return [Shard(flat, tuple(pieces(group, engine))) for flat, group in found]
+    if isinstance(optimizer, FP16_UnfusedOptimizer):
+        masters, parameters = (list(chain(*groups)) for groups in (optimizer.fp32_groups, optimizer.fp16_groups))
+    else:
+        masters = parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    found = zip(masters, parameters, strict=True)
+    return [Shard(master, tuple(_end_to_end([parameter], engine))) for master, parameter in found]
 
 
 def adam_state(optimizer: torch.optim.Optimizer, weights: Tensor) -> dict[str, Any]:
@@ -105,7 +103,7 @@ def adam_state(optimizer: torch.optim.Optimizer, weights: Tensor) -> dict[str, A
 
 
 def computing_parameters(engine: DeepSpeedEngine) -> Iterator[Any]:
-    """What layers compute with: under stage 3 this rank's part, with hpZ its node's too, and what is whole now."""
+    """The tensors that layers compute with: under stage 3 this rank's part (with hpZ its node's), and what is whole."""
     for parameter in engine.module.parameters():
         yield parameter
         yield getattr(parameter, "ds_tensor", None)
@@ -140,17 +138,17 @@ def refresh_parameters(engine: DeepSpeedEngine) -> None:
         optimizer.checkpoint_event_epilogue()  # gathers those that stay whole; hpZ's second copies are dropped
     elif isinstance(optimizer, DeepSpeedZeroOptimizer | BF16_Optimizer):
         optimizer.update_lp_params()
-    elif isinstance(optimizer, FP16_Optimizer):
-        for low, high in zip(optimizer.fp16_groups_flat, optimizer.fp32_groups_flat, strict=True):
+    elif isinstance(optimizer, FP16_Optimizer | FP16_UnfusedOptimizer):
+        if isinstance(optimizer, FP16_Optimizer):
+            lows, highs = optimizer.fp16_groups_flat, optimizer.fp32_groups_flat
+        else:
+            lows, highs = chain(*optimizer.fp16_groups), chain(*optimizer.fp32_groups)
+        for low, high in zip(lows, highs, strict=True):
             low.data.copy_(high.data)
-    elif isinstance(optimizer, FP16_UnfusedOptimizer):
-        for lows, highs in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
-            for low, high in zip(lows, highs, strict=True):
-                low.data.copy_(high.data)
 
 
 def loss_scaler_state(engine: DeepSpeedEngine) -> dict[str, float | int] | None:
-    """Where a dynamic loss scale (float16) is; None where there is none."""
+    """The state of a dynamic loss scale (float16), or None without one."""
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     if not isinstance(scaler, DynamicLossScaler):
         return None

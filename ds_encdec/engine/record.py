@@ -21,7 +21,7 @@ DCP_FOLDER = "dcp"
 
 @dataclass(frozen=True, slots=True)
 class EngineRecord:
-    """What the reader of a checkpoint's tensors must know.
+    """The facts that a reader of a checkpoint's tensors needs.
 
     `sharding_stage`: zero0 to zero3, or a hybrid. `applied_steps`: AdamW's counter. `groups`: canonical names in each
     optimizer group, in the optimizer's order. `loss_scaler`: where the dynamic loss scale of a float16 run is; a run in

@@ -50,7 +50,7 @@ def resolve_engine(config: FullConfig) -> EngineName:
 
 
 def fallback_engine(config: FullConfig) -> EngineName | None:
-    """What takes the place of an engine that turns out not to work here, if `auto` leaves the choice: torch's own."""
+    """The engine, torch's own, that replaces one that cannot be imported, if `auto` leaves the choice; or None."""
     return next((row.name for row in engine_candidates(config)[1:] if row.package is None), None)
 
 

@@ -1,4 +1,4 @@
-"""What every sharding engine does alike: run the model, fill its state from any checkpoint, and count its bytes.
+"""The common half of the engines: run the model, fill its state from any checkpoint, and count its bytes.
 
 The state is filled by shards: whatever a rank's optimizer steps, each with the ranges of parameters that it is made of.
 So one loop reads a checkpoint for all engines and stages, and an engine only says what it holds (`_states`).
@@ -66,11 +66,11 @@ class Shard:
 class ShardedEngine(ABC):
     """The common half of the engines behind `protocol.Engine`; see there. Every method is collective, but for the last.
 
-    A subclass builds `model` and, where forward passes go through a wrapper of it, sets `_wrapper`.
+    A subclass builds `model` and, where forward passes go through a wrapper of it, sets `_engine`.
     """
 
     model: nn.Module
-    _wrapper: Any
+    _engine: Any
 
     def __init__(self, config: FullConfig, context: RunContext) -> None:
         self.device = context.device
@@ -82,16 +82,16 @@ class ShardedEngine(ABC):
 
     def forward(self, batch: Batch) -> LossSum:
         """See protocol.Engine."""
-        return packed_forward(self._wrapper, batch.to(self.device))
+        return packed_forward(self._engine, batch.to(self.device))
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> LossSum:
         """See protocol.Engine."""
-        self._wrapper.eval()
+        self._engine.eval()
         try:
             return self.forward(batch)
         finally:
-            self._wrapper.train()
+            self._engine.train()
 
     def load(self, saved: SavedState) -> None:
         """See protocol.Engine. Between two steps, before the first one, or after any."""

@@ -58,10 +58,10 @@ class HostBuffers:
 
 
 class StagingArea:
-    """What is saved, by file. Tensors that share storage share it here too, and are counted and written once."""
+    """The state to save, by file. Tensors that share storage share it here too, and are counted and written once."""
 
     def __init__(self, buffers: HostBuffers | None) -> None:
-        """With `buffers` every tensor is copied to the host; without, it is only referred to."""
+        """Given `buffers`, every tensor is copied to the host; without, it is only referred to."""
         self.num_bytes = 0
         self._buffers = buffers
         self._storages: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
@@ -102,7 +102,7 @@ class _Collector(TorchCheckpointEngine):
 
 
 def collect(engine: DeepSpeedEngine, directory: Path) -> dict[Path, Any]:
-    """What DeepSpeed would write from this rank, by file; the tensors are the live ones. Collective."""
+    """Collect what DeepSpeed would write from this rank, by file; the tensors are the live ones. Collective."""
     native, engine.checkpoint_engine = engine.checkpoint_engine, _Collector()
     engine._copy_recovery_script = lambda folder: None  # hides the method, which writes
     try:

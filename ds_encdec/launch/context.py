@@ -1,4 +1,4 @@
-"""Where a run takes place: handed down from the start of a run to everybody who asks."""
+"""The place of a run: handed down from the start of a run to everybody who asks."""
 
 from __future__ import annotations
 

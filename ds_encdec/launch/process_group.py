@@ -15,7 +15,7 @@ import socket
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -80,8 +80,8 @@ def init_process_group(
     store = dist.PrefixStore(meeting, store)
     _share_the_node(world, device, store)
     if package := ENGINES[engine].package:
-        problem = _anyones(_import(package, world), dist.PrefixStore("import", store), world)
-        if problem is not None:
+        problems = _everyones(_import(package, world), dist.PrefixStore("import", store), world)
+        if problem := next(filter(None, problems), None):
             engine = _instead_of(package, problem, otherwise, world)
     load(ENGINES[engine].join)(world, device, timeout, dist.PrefixStore("group", store))
     return engine
@@ -115,24 +115,15 @@ def _import(package: str, world: World) -> str | None:
     return None
 
 
-def _anyones(problem: str | None, store: dist.Store, world: World) -> str | None:
-    """What some rank gives as its `problem`, the same on all; None where none has any. There is no group yet."""
-    if problem is not None:
-        store.set("problem", problem)
-    store.wait([_count_in(store, "told", world)])
-    found = store.get("problem").decode() if store.check(["problem"]) else None
-    heard = _count_in(store, "heard", world)
+def _everyones(mine: Any, store: dist.Store, world: World) -> list[Any]:
+    """Every rank's value (of JSON's types), in the order of ranks. There is no group yet."""
+    store.set(str(world.rank), json.dumps(mine))
+    found = store.multi_get([str(rank) for rank in range(world.world_size)])
+    if store.add("read", 1) == world.world_size:
+        store.set("read by all", "")
     if world.rank == 0:  # the store may end with this process
-        store.wait([heard])
-    return found
-
-
-def _count_in(store: dist.Store, what: str, world: World) -> str:
-    """Count this rank; returns the key that is there once all have been."""
-    by_all = f"{what} by all"
-    if store.add(what, 1) == world.world_size:
-        store.set(by_all, "")
-    return by_all
+        store.wait(["read by all"])
+    return list(map(json.loads, found))
 
 
 def _instead_of(package: str, problem: str, otherwise: EngineName | None, world: World) -> EngineName:
@@ -194,42 +185,37 @@ def shutdown() -> None:
     dist.destroy_process_group()
 
 
-def _share_the_node(world: World, device: torch.device, store: dist.Store) -> None:
-    """Divide cores among the ranks that have the same ones; raise ConfigError, on all ranks, if two have one GPU."""
-    uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-    mine = _Place(world.rank, machine(), _usable_cores(), uuid)
-    neighbours = _neighbours(mine, world, dist.PrefixStore("node", store))
-    threads = openmp_threads(os.environ, mine.cores, [place.cores for place in neighbours])
-    if threads is not None:
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-        torch.set_num_threads(threads)  # OpenMP may have read its variable already
-    if uuid is not None:
-        crowded = [place.rank for place in neighbours if place.uuid == uuid]
-        problem = None
-        if len(crowded) > 1:
-            problem = (
-                f"Ranks {', '.join(map(str, crowded))} were started on the same GPU ({socket.gethostname()}, {uuid}). "
-                "Start one rank for each GPU, or have the launcher give each rank its own (Slurm: --gpus-per-task=1)."
-            )
-        if problem := _anyones(problem, dist.PrefixStore("devices", store), world):
-            raise ConfigError(problem)
-
-
 class _Place(NamedTuple):
-    """A rank's machine, the numbers of the cores that it may run on, and its GPU's identity."""
+    """A rank's machine and host name, the numbers of the cores that it may run on, and its GPU's identity."""
 
     rank: int
     machine: str
+    host: str
     cores: list[int]
     uuid: str | None
 
 
-def _neighbours(mine: _Place, world: World, store: dist.Store) -> list[_Place]:
-    """The places of all ranks of this machine, in the order of ranks. Not every launcher says how many these are."""
-    store.set(f"{mine.machine} {store.add(mine.machine, 1)}", json.dumps(mine))
-    store.wait([_count_in(store, "placed", world)])
-    numbers = range(1, store.add(mine.machine, 0) + 1)
-    return sorted(_Place(*json.loads(store.get(f"{mine.machine} {number}"))) for number in numbers)
+def _share_the_node(world: World, device: torch.device, store: dist.Store) -> None:
+    """Divide cores among the ranks that have the same ones; raise ConfigError, on all ranks, if two have one GPU."""
+    uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+    mine = _Place(world.rank, machine(), socket.gethostname(), _usable_cores(), uuid)
+    places = [_Place(*place) for place in _everyones(mine, dist.PrefixStore("node", store), world)]
+    neighbours = [place for place in places if place.machine == mine.machine]  # not every launcher says how many
+    threads = openmp_threads(os.environ, mine.cores, [place.cores for place in neighbours])
+    if threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        torch.set_num_threads(threads)  # OpenMP may have read its variable already
+    on_gpu: dict[tuple[str, str], list[_Place]] = {}
+    for place in places:
+        if place.uuid is not None:
+            on_gpu.setdefault((place.machine, place.uuid), []).append(place)
+    for crowded in on_gpu.values():
+        if len(crowded) > 1:
+            raise ConfigError(
+                f"Ranks {', '.join(str(place.rank) for place in crowded)} were started on the same GPU "
+                f"({crowded[0].host}, {crowded[0].uuid}). Start one rank for each GPU, or have the launcher give each "
+                "rank its own (Slurm: --gpus-per-task=1)."
+            )
 
 
 def openmp_threads(environ: Mapping[str, str], own: Collection[int], on_node: Sequence[Collection[int]]) -> int | None:

@@ -54,7 +54,6 @@ class RunFolder:
         self.events = self.root / "ledger.jsonl"
         self.stacks = self.root / "stacks"
         self.config_yaml = self.root / "config.yaml"
-        self.ds_config_json = self.root / "ds_config.json"
         self.run_json = self.root / "run.json"
         self.signs = self.root / ".signs"
         self.earlier: dict[str, Any] = {}

@@ -39,7 +39,7 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class _Sharding:
-    """The job's parameters on the mesh of engine/fsdp_sharding.py, `replicas` × `shards` ranks."""
+    """The job's parameters on the mesh of engine/fsdp2.py, `replicas` × `shards` ranks."""
 
     job: Job
     replicas: int
@@ -121,7 +121,7 @@ def _sharding(job: Job) -> _Sharding:
 
 
 def _mesh_shape(job: Job) -> tuple[int, int]:
-    """Ranks that replicate, and ranks that shard: as in engine/fsdp_sharding.py, which imports torch."""
+    """Ranks that replicate, and ranks that shard: as in engine/fsdp2.py, which imports torch."""
     infra = job.config.infra
     if infra.sharding_stage == "zero0":
         return job.world_size, 1

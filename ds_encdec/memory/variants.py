@@ -233,7 +233,7 @@ def _freed(job: Job, stage: str) -> dict[str, Value]:
 def has_other_name(job: Job) -> bool:
     """Whether the table has the same setting by a more usual name: FSDP2's zero1 is zero2, and it offloads all or none.
 
-    It scatters gradients as it reduces them, and its parameters are the master weights (engine/fsdp_sharding.py).
+    It scatters gradients as it reduces them, and its parameters are the master weights (engine/fsdp2.py).
     """
     infra = job.config.infra
     if job.engine != "fsdp" or find_conflicts(job.config):

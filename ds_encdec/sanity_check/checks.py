@@ -18,8 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from itertools import islice, product
 from pathlib import Path
 from types import FrameType
@@ -62,7 +61,7 @@ OVERFIT_RATE_TIMES_HIDDEN_SIZE = 0.4
 """Their learning rate times the hidden size: with Adam, wider models want proportionally smaller steps (Yang et al.,
 arXiv 2203.03466). 3e-3 for the quickstart's 128, 4e-4 for Qwen3-0.6B's 1,024."""
 OVERFIT_FACTOR = 0.9
-"""What the loss must have been multiplied by after them, at most."""
+"""The largest ratio of the last of their losses to the first."""
 RESUME_STEPS = 3
 """Steps made after a checkpoint, and again after loading it."""
 RESUME_TOLERANCE = 1e-3
@@ -78,20 +77,30 @@ NEW_TOKENS = 8
 BYTES_PER_PARAMETER = 14
 """Float32 weights and two moments, and the bfloat16 weights that DeepSpeed keeps beside them."""
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""From schedulers, keyboards and terminals that are closed; those that are ignored (nohup) stay so."""
+"""Signals from schedulers, keyboards and terminals that are closed; those that are ignored (nohup) stay so."""
+
+
+Found = tuple[bool, str, dict[str, float]]
+"""The finding of a check: passed or not, what it saw in words, and its figures by name."""
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """What a check saw. `values`: its figures by name."""
+class CheckResult:
+    """A check and what came of it. One that was skipped has not passed."""
 
+    name: str
     passed: bool
+    skipped: bool
     message: str
-    values: dict[str, float] = field(default_factory=dict)
+    values: dict[str, float]
+
+    def __str__(self) -> str:
+        mark = "✓" if self.passed else "-" if self.skipped else "✗"
+        return f"{mark} {self.name:<28}{self.message}"
 
 
 class Subject:
-    """What the checks look at. Those that are named in a check's `needs` have set what it reads."""
+    """The objects that the checks look at. Those that are named in a check's `needs` have set what it reads."""
 
     run_model: RunModel
     model: Qwen3ForSeq2SeqLM
@@ -136,11 +145,31 @@ class Check:
     """A check: its name, what it does, and the checks without which it cannot."""
 
     name: str
-    look: Callable[[Subject], Finding]
-    needs: tuple[str, ...] = ()
+    function: Callable[[Subject], Found]
+    needs: tuple[str, ...]
+
+    def look(self, subject: Subject) -> CheckResult:
+        """Make the check; it raises whatever goes wrong."""
+        passed, message, values = self.function(subject)
+        return CheckResult(self.name, passed, False, message, values)
 
 
-def _model_loads(subject: Subject) -> Finding:
+CHECKS: list[Check] = []
+"""All checks in the order in which they run, which is that of their functions below."""
+
+
+def _check(*needs: str) -> Callable[[Callable[[Subject], Found]], Callable[[Subject], Found]]:
+    """Make a function a check of the same name that needs the checks `needs`."""
+
+    def register(function: Callable[[Subject], Found]) -> Callable[[Subject], Found]:
+        CHECKS.append(Check(function.__name__.lstrip("_"), function, needs))
+        return function
+
+    return register
+
+
+@_check()
+def _model_loads(subject: Subject) -> Found:
     """The model of the configuration, in plain torch, in the dtype that it computes in."""
     subject.run_model = run_model = new_model(subject.config)
     training = subject.config.training
@@ -160,10 +189,11 @@ def _model_loads(subject: Subject) -> Finding:
     )
     subject.model = model.train()
     parameters = count_parameters(run_model.config)
-    return Finding(True, f"{parameters:,} parameters", {"parameters": parameters})
+    return True, f"{parameters:,} parameters", {"parameters": parameters}
 
 
-def _data_reconstructs(subject: Subject) -> Finding:
+@_check("model_loads")
+def _data_reconstructs(subject: Subject) -> Found:
     """Documents of every source, denoised by every denoiser and put together again, are what they were."""
     config, run_model = subject.config, subject.run_model
     subject.data = data = build_data(
@@ -184,13 +214,13 @@ def _data_reconstructs(subject: Subject) -> Finding:
             name = f"data.mixture.{number}" if config.data.mixture else "data"
             message = f"{name} (dataset_name={source.dataset_name}) has no text in the first {DOCUMENTS_SEARCHED} "
             message += "documents: check its data_files and text_column, or leave it out"
-            return Finding(False, message)
+            return False, message, {}
         for (key, tokens), denoiser in product(texts, denoisers):
             if not _gives_back(tokens, denoiser, key, data.pipeline, run_model.vocabulary):
-                return Finding(False, f"{denoiser} does not give back the tokens of {key}")
+                return False, f"{denoiser} does not give back the tokens of {key}", {}
             examples += 1
     message = f"{examples} examples of {', '.join(denoisers)} give back their documents' tokens"
-    return Finding(True, message, {"examples": examples})
+    return True, message, {"examples": examples}
 
 
 def _texts_of(opened: OpenSource, pipeline: LanePipeline) -> list[tuple[str, np.ndarray]]:
@@ -201,7 +231,7 @@ def _texts_of(opened: OpenSource, pipeline: LanePipeline) -> list[tuple[str, np.
 
 
 def _gives_back(tokens: np.ndarray, denoiser: str, key: str, pipeline: LanePipeline, vocabulary: Vocabulary) -> bool:
-    """Whether the longest example of `tokens` that the budgets allow is made of those very tokens."""
+    """Return whether the longest example of `tokens` that the budgets allow is made of those very tokens."""
     chunker = pipeline.chunker
     length = min(len(tokens), max_raw_length(denoiser, chunker.bounds))
     rng = keyed_generator(pipeline.seed, "sanity check", key, denoiser)
@@ -210,17 +240,19 @@ def _gives_back(tokens: np.ndarray, denoiser: str, key: str, pipeline: LanePipel
     return bool(np.array_equal(again, tokens[:length]))
 
 
-def _forward(subject: Subject) -> Finding:
+@_check("model_loads", "data_reconstructs")
+def _forward(subject: Subject) -> Found:
     """The first micro-batch of the data has a finite loss."""
     (subject.batch,) = next(subject.data.loader)
     tokens = subject.batch.target_tokens
     subject.loss_sum = packed_forward(subject.model, subject.batch.to(subject.device))
     subject.loss = subject.loss_sum.total.item() / tokens
     message = f"{subject.batch.encoder_tokens} encoder and {tokens} target tokens: {subject.loss:.4f} nats per token"
-    return Finding(math.isfinite(subject.loss), message, {"loss": subject.loss})
+    return math.isfinite(subject.loss), message, {"loss": subject.loss}
 
 
-def _initial_loss(subject: Subject) -> Finding:
+@_check("forward")
+def _initial_loss(subject: Subject) -> Found:
     """Fresh weights know nothing: ln(vocabulary), and what the spread of their random logits adds.
 
     The states before the head have the norm sqrt(H), so logits are about N(0, H·initializer_range²), and the mean of
@@ -228,43 +260,48 @@ def _initial_loss(subject: Subject) -> Finding:
     """
     sizes, loss = subject.run_model.config, subject.loss
     if subject.config.model.architecture is None:
-        return Finding(0 < loss < MAX_LOSS, f"{loss:.4f}, to be between 0 and {MAX_LOSS:g}", {"loss": loss})
+        return 0 < loss < MAX_LOSS, f"{loss:.4f}, to be between 0 and {MAX_LOSS:g}", {"loss": loss}
     expected = math.log(sizes.vocab_size) + sizes.hidden_size * sizes.initializer_range**2 / 2
     message = f"{loss:.4f} of fresh weights, to be within {FRESH_LOSS_TOLERANCE} of {expected:.4f}"
     near = abs(loss - expected) <= FRESH_LOSS_TOLERANCE
-    return Finding(near and 0 < loss < MAX_LOSS, message, {"loss": loss, "expected": expected})
+    return near and 0 < loss < MAX_LOSS, message, {"loss": loss, "expected": expected}
 
 
-def _backward(subject: Subject) -> Finding:
+@_check("forward")
+def _backward(subject: Subject) -> Found:
     """Every parameter has a finite gradient."""
     (subject.loss_sum.total / subject.batch.target_tokens).backward()
     parameters = dict(subject.model.named_parameters())
     lacking = [name for name, p in parameters.items() if p.grad is None or not bool(p.grad.isfinite().all())]
     if lacking:
-        return Finding(False, f"{len(lacking)} parameters have no finite gradient, the first is {lacking[0]}")
-    return Finding(True, f"all {len(parameters)} parameters have finite gradients", {"parameters": len(parameters)})
+        return False, f"{len(lacking)} parameters have no finite gradient, the first is {lacking[0]}", {}
+    return True, f"all {len(parameters)} parameters have finite gradients", {"parameters": len(parameters)}
 
 
-def _gradients_reach_both_sides(subject: Subject) -> Finding:
-    norms = {side: _gradient_norm(getattr(subject.model, side)) for side in ("encoder", "decoder")}
+@_check("backward")
+def _gradients_reach_both_sides(subject: Subject) -> Found:
+    norms = {side: _norm_of_gradients(getattr(subject.model, side)) for side in ("encoder", "decoder")}
     message = ", ".join(f"{side} {norm:.3g}" for side, norm in norms.items())
-    return Finding(min(norms.values()) > 0, f"gradient norm of each: {message}", norms)
+    return min(norms.values()) > 0, f"gradient norm of each: {message}", norms
 
 
-def _gradient_norm_is_sound(subject: Subject) -> Finding:
-    norm = _gradient_norm(subject.model)
+@_check("backward")
+def _gradient_norm(subject: Subject) -> Found:
+    norm = _norm_of_gradients(subject.model)
     message = f"{norm:.4g}, to be between 0 and {MAX_GRADIENT_NORM:g}"
-    return Finding(0 < norm < MAX_GRADIENT_NORM, message, {"gradient_norm": norm})
+    return 0 < norm < MAX_GRADIENT_NORM, message, {"gradient_norm": norm}
 
 
-def _embeddings_tied(subject: Subject) -> Finding:
+@_check("model_loads")
+def _embeddings_tied(subject: Subject) -> Found:
     tied = subject.model.lm_head.weight is subject.model.shared.weight
     wanted = bool(subject.run_model.config.tie_word_embeddings)
     word = {True: "tied", False: "not tied"}
-    return Finding(tied == wanted, f"{word[tied]} to the output layer, to be {word[wanted]}", {"tied": tied})
+    return tied == wanted, f"{word[tied]} to the output layer, to be {word[wanted]}", {"tied": tied}
 
 
-def _generates(subject: Subject) -> Finding:
+@_check("model_loads")
+def _generation(subject: Subject) -> Found:
     """A short text has a continuation of known ids."""
     model = subject.model.eval()
     ids = subject.run_model.tokenizer.encode(PROMPT, add_special_tokens=False)
@@ -272,10 +309,11 @@ def _generates(subject: Subject) -> Finding:
     known = bool(((generated >= 0) & (generated < model.config.vocab_size)).all())
     new = len(generated) - 1  # behind the start token
     where = "all in the vocabulary" if known else "not all in the vocabulary"
-    return Finding(known and new > 0, f"{new} tokens, {where}", {"tokens": new})
+    return known and new > 0, f"{new} tokens, {where}", {"tokens": new}
 
 
-def _overfits_one_batch(subject: Subject) -> Finding:
+@_check("forward")
+def _overfits_one_batch(subject: Subject) -> Found:
     """The configured engine learns one micro-batch by heart."""
     subject.forget_plain_model()
     run_model = subject.run_model
@@ -291,10 +329,11 @@ def _overfits_one_batch(subject: Subject) -> Finding:
     first, last = losses[0], losses[-1]
     message = f"{first:.4f} to {last:.4f} in {OVERFIT_STEPS} steps of {subject.context.engine} at rate {rate:.1e}, "
     message += f"to be at most {OVERFIT_FACTOR:g} times the first"
-    return Finding(last <= OVERFIT_FACTOR * first, message, {"first_loss": first, "last_loss": last})
+    return last <= OVERFIT_FACTOR * first, message, {"first_loss": first, "last_loss": last}
 
 
-def _checkpoint_resumes(subject: Subject) -> Finding:
+@_check("overfits_one_batch")
+def _checkpoint_resumes(subject: Subject) -> Found:
     """Steps made after a checkpoint have the same losses when they are made again from it."""
     with checkpoint_folder(count_parameters(subject.run_model.config)) as folder:
         checkpoint = _save(subject, folder)
@@ -306,17 +345,24 @@ def _checkpoint_resumes(subject: Subject) -> Finding:
     message = f"losses of {RESUME_STEPS} steps differ by {difference:.1e} of themselves, to be at most "
     message += f"{RESUME_TOLERANCE:g} ({num_bytes / 1e9:.3g} GB)"
     values = {"largest_relative_difference": difference, "checkpoint_bytes": num_bytes}
-    return Finding(difference <= RESUME_TOLERANCE, message, values)
+    return difference <= RESUME_TOLERANCE, message, values
 
 
 @contextmanager
 def checkpoint_folder(parameters: int) -> Iterator[Path]:
     """A temporary folder with room for a checkpoint of so many parameters. Raises CheckpointError where there is none.
 
-    It is removed in the end, or, where a signal comes before that, by it; then it ends the process.
-    An exception raised by the signal's handler would not do: the library that it comes up in may turn it into another.
+    Many gigabytes must neither fill a disk nor be left on it. So it is removed in the end, or, where a signal comes
+    before that, by it; then it ends the process. An exception raised by the signal's handler would not do: the library
+    that it comes up in may turn it into another.
     """
-    _require_space(parameters)
+    where, needed = tempfile.gettempdir(), BYTES_PER_PARAMETER * parameters
+    usage = shutil.disk_usage(where)
+    if usage.total and usage.free < needed:  # some network file systems report 0 in all
+        raise CheckpointError(
+            f"a checkpoint takes about {needed:,} bytes and {where} has {usage.free:,} free: free space there, or set "
+            "TMPDIR to a folder that has it"
+        )
     folder = Path(tempfile.mkdtemp(prefix="ds-encdec-sanity-check-"))
 
     def end(number: int, _: FrameType | None) -> None:
@@ -334,18 +380,8 @@ def checkpoint_folder(parameters: int) -> Iterator[Path]:
             signal.signal(number, handler)
 
 
-def _require_space(parameters: int) -> None:
-    folder = tempfile.gettempdir()
-    usage = shutil.disk_usage(folder)
-    needed = BYTES_PER_PARAMETER * parameters
-    if usage.total and usage.free < needed:  # some network file systems report 0 in all
-        raise CheckpointError(
-            f"a checkpoint takes about {needed:,} bytes and {folder} has {usage.free:,} free: free space there, or set "
-            "TMPDIR to a folder that has it"
-        )
-
-
-def _throughput(subject: Subject) -> Finding:
+@_check("overfits_one_batch")
+def _throughput(subject: Subject) -> Found:
     seconds = statistics.median(subject.step_seconds[UNTIMED_STEPS:])
     tokens = subject.batch.encoder_tokens + subject.batch.target_tokens
     if subject.device.type == "cuda":
@@ -354,10 +390,10 @@ def _throughput(subject: Subject) -> Finding:
         peak, where = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "host"  # kilobytes on Linux
     message = f"{tokens / seconds:,.0f} tokens/s in steps of one micro-batch, peak {where} memory {peak / 1e9:.3g} GB"
     values = {"tokens_per_second": tokens / seconds, "step_seconds": seconds, "peak_memory_bytes": peak}
-    return Finding(True, message, values)
+    return True, message, values
 
 
-def _gradient_norm(module: nn.Module) -> float:
+def _norm_of_gradients(module: nn.Module) -> float:
     gradients = [parameter.grad.float() for parameter in module.parameters() if parameter.grad is not None]
     return float(nn.utils.get_total_norm(gradients))
 
@@ -368,30 +404,12 @@ def _save(subject: Subject, folder: Path) -> Path:
     manager = CheckpointManager(folder, context.collectives, engine_name=context.engine, keep=None)
     manager.prepare()
     state = TrainingState(global_step=OVERFIT_STEPS)
-    write_rest = partial(_write_state, state)
+
+    def write_rest(checkpoint: Path) -> None:
+        (checkpoint / "trainer.json").write_text(json.dumps({"state": state.to_dict()}))
+
     manager.save(state, subject.engine.stage, write_rest, pointers=(), in_background=False)
     outcome = manager.collect()
     if outcome is None or outcome.problem is not None:
         raise CheckpointError(outcome.problem if outcome else "nothing was saved")
     return committed_steps(folder)[OVERFIT_STEPS]
-
-
-def _write_state(state: TrainingState, folder: Path) -> None:
-    (folder / "trainer.json").write_text(json.dumps({"state": state.to_dict()}))
-
-
-CHECKS = (
-    Check("model_loads", _model_loads),
-    Check("data_reconstructs", _data_reconstructs, ("model_loads",)),
-    Check("forward", _forward, ("model_loads", "data_reconstructs")),
-    Check("initial_loss", _initial_loss, ("forward",)),
-    Check("backward", _backward, ("forward",)),
-    Check("gradients_reach_both_sides", _gradients_reach_both_sides, ("backward",)),
-    Check("gradient_norm", _gradient_norm_is_sound, ("backward",)),
-    Check("embeddings_tied", _embeddings_tied, ("model_loads",)),
-    Check("generation", _generates, ("model_loads",)),
-    Check("overfits_one_batch", _overfits_one_batch, ("forward",)),
-    Check("checkpoint_resumes", _checkpoint_resumes, ("overfits_one_batch",)),
-    Check("throughput", _throughput, ("overfits_one_batch",)),
-)
-"""In the order in which they run."""

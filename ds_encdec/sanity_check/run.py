@@ -22,25 +22,10 @@ from ds_encdec.launch.process_group import shutdown
 from ds_encdec.launch.world import discover
 from ds_encdec.model.source import read_config
 from ds_encdec.monitor.metrics import encode_float
-from ds_encdec.sanity_check.checks import CHECKS, Check, Finding, Subject
+from ds_encdec.sanity_check.checks import CHECKS, Check, CheckResult, Subject
 from ds_encdec.types import ConfigError, DsEncDecError, GateError, OutOfMemoryError
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class CheckResult:
-    """A check and what came of it. One that was skipped has not passed."""
-
-    name: str
-    passed: bool
-    skipped: bool
-    message: str
-    values: dict[str, float]
-
-    def __str__(self) -> str:
-        mark = "✓" if self.passed else "-" if self.skipped else "✗"
-        return f"{mark} {self.name:<28}{self.message}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,27 +124,25 @@ def on_one_rank(config: FullConfig) -> FullConfig:
 
 
 def _report(subject: Subject, checks: Sequence[Check], tell: Callable[[CheckResult], None]) -> SanityReport:
-    results: list[CheckResult] = []
+    results: dict[str, CheckResult] = {}
     errors: list[DsEncDecError] = []
-    passed: set[str] = set()
     for check in checks:
-        missing = [name for name in check.needs if name not in passed]
+        missing = [name for name in check.needs if name not in results or not results[name].passed]
         if missing:
-            finding = Finding(False, f"skipped, because {' and '.join(missing)} did not pass")
+            message = f"skipped, because {' and '.join(missing)} did not pass"
+            result = CheckResult(check.name, False, True, message, {})
         else:
             try:
-                finding = check.look(subject)
+                result = check.look(subject)
             except Exception as error:
                 logger.debug("%s:", check.name, exc_info=True)
                 errors += _with_exit_code(error)
-                finding = Finding(False, f"{type(error).__name__}: {error}")
-        if finding.passed:
-            passed.add(check.name)
-        results.append(CheckResult(check.name, finding.passed, bool(missing), finding.message, finding.values))
-        tell(results[-1])
-    failed = [result.name for result in results if not (result.passed or result.skipped)]
+                result = CheckResult(check.name, False, False, f"{type(error).__name__}: {error}", {})
+        results[check.name] = result
+        tell(result)
+    failed = [result.name for result in results.values() if not (result.passed or result.skipped)]
     gate = GateError(f"the sanity check is not passed: {', '.join(failed)}") if failed else None
-    return SanityReport(tuple(results), errors[0] if errors else gate)
+    return SanityReport(tuple(results.values()), errors[0] if errors else gate)
 
 
 def _with_exit_code(error: Exception) -> list[DsEncDecError]:

@@ -37,7 +37,6 @@ def make_task(config: FullConfig, port: int) -> ProbeTask:
         world=World(0, 0, 1, 1, 0, 1, "127.0.0.1", port, "python"),
         number=1,
         device="cpu",
-        gradient_accumulation_steps=2,
         available_bytes=10**10,
         limit_bytes=9 * 10**9,
     )

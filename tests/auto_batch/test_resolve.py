@@ -115,7 +115,7 @@ def agreed(
     def be_rank(rank: int) -> Outcome | Exception:
         place = world(rank, len(programs))
         config = make_config(per_device_train_batch_size=1)
-        task = ProbeTask(config, MODEL, "fsdp", place, 1, "cpu", 1, 1, 1)
+        task = ProbeTask(config, MODEL, "fsdp", place, 1, "cpu", 1, 1)
         request = StopRequest(place)
         if stop is not None and rank == len(programs) - 1:
             stop(request)

@@ -26,13 +26,13 @@ from ds_encdec import build
 from ds_encdec.checkpoint.folder import CheckpointFolder
 from ds_encdec.data import workers
 from ds_encdec.data.loader import LaneLoader
-from ds_encdec.engine import deepspeed_zero, fsdp2
+from ds_encdec.engine import fsdp2, sharded_engine
 from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.launch import peers
 from ds_encdec.types import Batch, LossSum
 
 _next_step = LaneLoader.__next__
-_forward = fsdp2.packed_forward
+_forward = sharded_engine.packed_forward
 _steps_read = 0
 _before_reading: list[Callable[[LaneLoader, int], None]] = []
 _at_the_end: list[Callable[[], None]] = []
@@ -45,8 +45,7 @@ def apply(faults: list[dict[str, Any]], rank: int) -> None:
     """Prepare this process for `faults`."""
     if faults:
         LaneLoader.__next__ = _read  # type: ignore[method-assign]
-        for engine in (deepspeed_zero, fsdp2):
-            engine.packed_forward = _run
+        sharded_engine.packed_forward = _run
     for fault in faults:
         arguments = {name: value for name, value in fault.items() if name != "kind"}
         globals()[fault["kind"]](rank, **arguments)
