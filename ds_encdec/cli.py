@@ -255,9 +255,7 @@ def _phases(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         outlive_readers()  # the phases are for what they leave, and not for these lines
         run_phases(config, plans, launcher=options.launcher)
         return
-        estimate = estimate_phases(
-            plans, tokens_per_second=_rate(options), price_per_gpu_hour=options.price_per_gpu_hour
-        )
+    estimate = estimate_phases(plans, tokens_per_second=_rate(options), price_per_gpu_hour=options.price_per_gpu_hour)
     print(json.dumps(estimate, indent=2) if options.json else describe_estimate(estimate))
 
 
