@@ -17,13 +17,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_encdec import estimate_memory, train
+from ds_encdec.engines import ENGINES
 from ds_encdec.launch.standard_output import outlive_readers, reader_may_leave
 from ds_encdec.types import ConfigError, DsEncDecError, Preempted
 
 if TYPE_CHECKING:
+    from ds_encdec.config.schema import FullConfig
     from ds_encdec.phases import PlannedPhase
 
-Verb = Callable[[argparse.Namespace, Sequence[str]], int]
+Verb = Callable[[argparse.Namespace, Sequence[str]], int | None]
+"""Does what its options and overrides say; its exit code is 0 where it returns None."""
+_CONFIG = {"--config": "YAML file"}
+_FILES = _CONFIG | {"--deepspeed_config": "raw DeepSpeed JSON"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         with reader_may_leave():
-            return options.run(options, rest)
+            return options.run(options, rest) or 0
     except Preempted as error:
         print(error, flush=True)
         return error.exit_code
@@ -51,17 +56,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
 
-    def verb(name: str, run: Verb, summary: str, *, overrides: bool = False) -> argparse.ArgumentParser:
-        epilog = "further arguments: section.field=value" if overrides else None
+    def verb(name: str, run: Verb, summary: str, files: dict[str, str] | None = None) -> argparse.ArgumentParser:
+        """A verb; with `files` of a configuration (even none), settings may follow its arguments."""
+        epilog = "further arguments: section.field=value" if files is not None else None
         sub = verbs.add_parser(name, help=summary, description=summary, epilog=epilog, allow_abbrev=False)
-        sub.set_defaults(run=run, accepts_overrides=overrides)
+        sub.set_defaults(run=run, accepts_overrides=files is not None)
+        for option, text in (files or {}).items():
+            sub.add_argument(*dict.fromkeys((option, option.replace("_", "-"))), type=Path, help=text)
         return sub
 
-    train.add_arguments(
-        verb("train", train.run, "train (one process; for several use deepspeed or torchrun)", overrides=True)
-    )
+    train.add_arguments(verb("train", train.run, "train (one process; for several use deepspeed or torchrun)", {}))
 
-    validate = verb("validate", _validate, "check a configuration and report every problem in it", overrides=True)
+    validate = verb("validate", _validate, "check a configuration and report every problem in it", {})
     validate.add_argument("config", type=Path, nargs="?", help="YAML file")
     validate.add_argument("--config", type=Path, dest="config_option", help="YAML file")
     validate.add_argument("--deepspeed_config", "--deepspeed-config", type=Path, help="raw DeepSpeed JSON")
@@ -75,12 +81,10 @@ def _parser() -> argparse.ArgumentParser:
             "estimate-memory",
             estimate_memory.run,
             "say what a run would hold in memory, whether it fits, and what to choose",
-            overrides=True,
+            {},
         )
     )
-    plan = verb("plan", _plan, "say what a run would take: steps, days, money, disks, host memory", overrides=True)
-    plan.add_argument("--config", type=Path, help="YAML file")
-    plan.add_argument("--deepspeed_config", "--deepspeed-config", type=Path, help="raw DeepSpeed JSON")
+    plan = verb("plan", _plan, "say what a run would take: steps, days, money, disks, host memory", _FILES)
     plan.add_argument("--phases", action="store_true", help="plan the phases instead, as `phases --dry-run` does")
     plan.add_argument("--tokens", type=_tokens, metavar="N", help="to train on (default: the run's steps)")
     plan.add_argument("--gpus", type=_positive(int), metavar="N", help="GPUs in total (default infra.num_gpus)")
@@ -95,12 +99,11 @@ def _parser() -> argparse.ArgumentParser:
             "phases",
             _phases,
             "run the phases of a pre-training, each behind the gate of the one before",
-            overrides=True,
+            _FILES,
         )
     )
 
-    inspect = verb("inspect-data", _inspect_data, "show the examples that a run will see", overrides=True)
-    inspect.add_argument("--config", type=Path, help="YAML file")
+    inspect = verb("inspect-data", _inspect_data, "show the examples that a run will see", _CONFIG)
     inspect.add_argument("-n", type=int, default=20, help="examples to show (default 20)")
     inspect.add_argument("--json", action="store_true", help="as one JSON object")
 
@@ -122,17 +125,16 @@ def _parser() -> argparse.ArgumentParser:
     average.add_argument("--last", type=int, default=5, help="newest checkpoints to average (default 5)")
     _add_weight_arguments(average)
 
-    convert = verb("convert", _convert, "write a checkpoint in the files of a certain engine", overrides=True)
+    convert = verb("convert", _convert, "write a checkpoint in the files of a certain engine", {})
     convert.add_argument("checkpoint", type=Path, help="a checkpoint, e.g. output/checkpoints/final")
     convert.add_argument("out", type=Path, help="checkpoint folder to write; must not exist")
-    convert.add_argument("--to", choices=("deepspeed", "dcp"), required=True, help="format of the tensors")
+    formats = [row.state_format for row in ENGINES.values()]
+    convert.add_argument("--to", choices=formats, required=True, help="format of the tensors")
 
     verify = verb("verify", _verify, "compare every file of a checkpoint, or of all in a run, with its SHA-256")
     verify.add_argument("path", type=Path, help="a checkpoint or a run, e.g. output")
 
-    sanity = verb("sanity-check", _sanity_check, "look at model, data and engine before a long run", overrides=True)
-    sanity.add_argument("--config", type=Path, help="YAML file")
-    sanity.add_argument("--deepspeed_config", "--deepspeed-config", type=Path, help="raw DeepSpeed JSON")
+    sanity = verb("sanity-check", _sanity_check, "look at model, data and engine before a long run", _FILES)
     sanity.add_argument("--model", type=Path, metavar="DIR", help="a model folder, instead of the configuration's")
     sanity.add_argument("--json", action="store_true", help="as one JSON object")
 
@@ -153,8 +155,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_phase_arguments(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("--config", type=Path, help="YAML file")
-    verb.add_argument("--deepspeed_config", "--deepspeed-config", type=Path, help="raw DeepSpeed JSON")
     verb.add_argument("--only", metavar="P", help="this phase: sanity_check, validation, medium or full")
     verb.add_argument("--from", dest="first", metavar="P", help="first phase (default sanity_check)")
     verb.add_argument("--to", dest="last", metavar="P", help="last phase (default full)")
@@ -175,7 +175,7 @@ def _add_rate_arguments(verb: argparse.ArgumentParser, remark: str = "") -> None
 
 
 def _positive(number: type[int] | type[float]) -> Callable[[str], float]:
-    """What argparse reads a number above 0 with."""
+    """Return what argparse reads a number above 0 with."""
 
     def read(text: str) -> float:
         value = number(text)
@@ -211,7 +211,20 @@ def _weight_options(options: argparse.Namespace) -> dict[str, Any]:
     return {"dtype": getattr(torch, options.dtype), "max_shard_bytes": int(options.max_shard_gb * 1e9)}
 
 
-def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+def _settings(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[Path | None, Sequence[str], Path | None]:
+    """What `load_config` takes."""
+    from ds_encdec.config.load import find_shipped
+
+    return find_shipped(options.config), overrides, find_shipped(getattr(options, "deepspeed_config", None))
+
+
+def _load(options: argparse.Namespace, overrides: Sequence[str]) -> FullConfig:
+    from ds_encdec.config.schema import load_config
+
+    return load_config(*_settings(options, overrides))
+
+
+def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     from ds_encdec.config.errors import show
     from ds_encdec.config.load import check_config, find_shipped
 
@@ -219,51 +232,40 @@ def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if path is not None and "=" in str(path):  # an override in the place of the file
         path, overrides = None, [str(path), *overrides]
     path = path or options.config_option
-    check_config(
-        find_shipped(path),
-        overrides,
-        find_shipped(options.deepspeed_config),
-        hostfile=find_shipped(options.hostfile),
-        elsewhere=options.elsewhere,
-    )
+    files = find_shipped(path), overrides, find_shipped(options.deepspeed_config)
+    check_config(*files, hostfile=find_shipped(options.hostfile), elsewhere=options.elsewhere)
     print(f"{show(str(path))[1:-1] if path else 'the default configuration'}: no problems found")
-    return 0
 
 
-def _schema(options: argparse.Namespace, _: Sequence[str]) -> int:
+def _schema(options: argparse.Namespace, _: Sequence[str]) -> None:
     from ds_encdec.config.schema import FullConfig
 
     print(json.dumps(FullConfig.model_json_schema(), indent=2))
-    return 0
 
 
-def _phases(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    from ds_encdec.config.load import find_shipped, load_config
+def _phases(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     from ds_encdec.phase_runs.run import run_phases
     from ds_encdec.phases import plan_phases, select_phases
 
-    if not options.dry_run and (
-        options.json or options.measured or options.tokens_per_second or options.price_per_gpu_hour
-    ):
-        raise ConfigError(
-            "--json, --tokens-per-second, --measured and --price-per-gpu-hour belong to --dry-run: add it"
-        )
+    asks_for_it = options.json or options.measured or options.tokens_per_second or options.price_per_gpu_hour
+    if asks_for_it and not options.dry_run:
+        message = "--json, --tokens-per-second, --measured and --price-per-gpu-hour belong to --dry-run: add it"
+        raise ConfigError(message)
     phases = select_phases(options.only, options.first, options.last)
-    config = load_config(find_shipped(options.config), overrides, find_shipped(options.deepspeed_config))
+    config = _load(options, overrides)
     plans = plan_phases(config, phases, options.steps_per_phase)
     if not options.dry_run:
         outlive_readers()  # the phases are for what they leave, and not for these lines
         run_phases(config, plans, launcher=options.launcher)
-        return 0
-    return _print_plan_of_phases(options, plans)
+    else:
+        _print_plan_of_phases(options, plans)
 
 
-def _print_plan_of_phases(options: argparse.Namespace, plans: Sequence[PlannedPhase]) -> int:
+def _print_plan_of_phases(options: argparse.Namespace, plans: Sequence[PlannedPhase]) -> None:
     from ds_encdec.plan import describe_plan_of_phases, plan_of_phases
 
     plan = plan_of_phases(plans, tokens_per_second=_rate(options), price_per_gpu_hour=options.price_per_gpu_hour)
     print(json.dumps(plan, indent=2) if options.json else describe_plan_of_phases(plan))
-    return 0
 
 
 def _rate(options: argparse.Namespace) -> float | None:
@@ -282,8 +284,7 @@ def _rate(options: argparse.Namespace) -> float | None:
     return rate
 
 
-def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    from ds_encdec.config.load import find_shipped, load_config
+def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     from ds_encdec.memory.planned import contradictions
     from ds_encdec.phases import plan_phases
     from ds_encdec.plan import describe_plan, plan_run
@@ -294,11 +295,12 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ConfigError("\n".join(problems))
     if options.gpus is not None:
         overrides = [f"infra.num_gpus={options.gpus}", *overrides]
-    config = load_config(find_shipped(options.config), overrides, find_shipped(options.deepspeed_config))
+    config = _load(options, overrides)
     if options.phases:
         if options.tokens or options.nodes != 1:
             raise ConfigError("--tokens and --nodes are about a single run: leave them out, or --phases")
-        return _print_plan_of_phases(options, plan_phases(config))
+        _print_plan_of_phases(options, plan_phases(config))
+        return
     plan = plan_run(
         config,
         nodes=options.nodes,
@@ -307,34 +309,28 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         price_per_gpu_hour=options.price_per_gpu_hour,
     )
     print(json.dumps(plan, indent=2) if options.json else describe_plan(plan))
-    return 0
 
 
-def _inspect_data(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+def _inspect_data(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     from ds_encdec.build import inspect_run_data
-    from ds_encdec.config.load import find_shipped, load_config
 
-    config = load_config(find_shipped(options.config), overrides)
-    print(inspect_run_data(config, num_examples=options.n, as_json=options.json))
-    return 0
+    print(inspect_run_data(_load(options, overrides), num_examples=options.n, as_json=options.json))
 
 
-def _init_model(options: argparse.Namespace, _: Sequence[str]) -> int:
+def _init_model(options: argparse.Namespace, _: Sequence[str]) -> None:
     from ds_encdec.init_model import init_model
 
     print(init_model(options.source, options.out, options.num_sentinel_tokens, seed=options.seed))
-    return 0
 
 
-def _export(options: argparse.Namespace, _: Sequence[str]) -> int:
+def _export(options: argparse.Namespace, _: Sequence[str]) -> None:
     from ds_encdec.checkpoint.export import export_checkpoint
 
     export_checkpoint(options.checkpoint, options.out, encoder_only=options.encoder_only, **_weight_options(options))
     print(f"exported to {options.out}")
-    return 0
 
 
-def _average(options: argparse.Namespace, _: Sequence[str]) -> int:
+def _average(options: argparse.Namespace, _: Sequence[str]) -> None:
     from ds_encdec.checkpoint.average import average_checkpoints, average_run
     from ds_encdec.launch.run_folder import RunFolder
 
@@ -346,45 +342,38 @@ def _average(options: argparse.Namespace, _: Sequence[str]) -> int:
         steps, out = average_checkpoints(options.run_folder, options.out, **how), options.out
     fewer = f" (there are no more in a row; {options.last} were asked for)" if len(steps) < options.last else ""
     print(f"the mean of steps {', '.join(map(str, steps))}{fewer} is in {out}")
-    return 0
 
 
-def _convert(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+def _convert(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     from ds_encdec.checkpoint.convert import convert_checkpoint
 
     convert_checkpoint(options.checkpoint, options.out, to=options.to, overrides=overrides)
     if os.environ.get("RANK", "0") == "0":
         print(f"{options.checkpoint} is in {options.out} for {options.to}")
-    return 0
 
 
-def _verify(options: argparse.Namespace, _: Sequence[str]) -> int:
+def _verify(options: argparse.Namespace, _: Sequence[str]) -> None:
     from ds_encdec.checkpoint.folder import verify_checkpoints
 
     for checkpoint in verify_checkpoints(options.path):
         print(checkpoint, flush=True)
-    return 0
 
 
-def _report(options: argparse.Namespace, _: Sequence[str]) -> int:
+def _report(options: argparse.Namespace, _: Sequence[str]) -> None:
     from ds_encdec.report.write import write_report
 
     page, warnings = write_report(options.run_folder, compare=options.compare, out=options.out, png=options.png)
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     print(f"the report is in {page}")
-    return 0
 
 
-def _sanity_check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    from ds_encdec.config.load import find_shipped, load_config
-
-    path, deepspeed_config = find_shipped(options.config), find_shipped(options.deepspeed_config)
-    config = None if options.model else load_config(path, overrides, deepspeed_config)
+def _sanity_check(options: argparse.Namespace, overrides: Sequence[str]) -> None:
+    config = None if options.model else _load(options, overrides)
     from ds_encdec.sanity_check.run import check_config, config_for_model  # torch: once the configuration is sound
 
     if config is None:
-        config = config_for_model(options.model, path, overrides, deepspeed_config)
+        config = config_for_model(options.model, *_settings(options, overrides))
     stdout = sys.stdout  # libraries print, too
     with contextlib.redirect_stdout(sys.stderr):
         report = check_config(config, lambda check: None if options.json else print(check, file=stdout, flush=True))
@@ -392,23 +381,13 @@ def _sanity_check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         print(report.as_json())
     if report.error is not None:
         raise report.error
-    return 0
 
 
-def _generate(options: argparse.Namespace, _: Sequence[str]) -> int:
+def _generate(options: argparse.Namespace, _: Sequence[str]) -> None:
     from ds_encdec.generate import generate_text
 
-    print(
-        generate_text(
-            options.model,
-            options.text,
-            max_new_tokens=options.max_new_tokens,
-            num_beams=options.num_beams,
-            temperature=options.temperature,
-            seed=options.seed,
-        )
-    )
-    return 0
+    how = {name: getattr(options, name) for name in ("max_new_tokens", "num_beams", "temperature", "seed")}
+    print(generate_text(options.model, options.text, **how))
 
 
 if __name__ == "__main__":

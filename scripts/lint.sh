@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Style, types, and whether the generated configuration reference is up to date.
+# Style, types, and whether the generated reference and the snapshot of DeepSpeed's keys are up to date.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 cd "$ROOT"
@@ -8,3 +8,4 @@ ruff check
 ruff format --check
 mypy
 python scripts/config_reference.py --check
+python scripts/deepspeed_keys.py --check

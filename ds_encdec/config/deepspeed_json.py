@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
-from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +24,7 @@ from ds_encdec.config.yaml_text import file_problem, read_text
 
 logger = logging.getLogger(__name__)
 
+_EXTRA = "infra.deepspeed_extra."
 _HPZ = "zero_optimization.zero_hpz_partition_size"
 
 
@@ -38,11 +37,9 @@ def read_deepspeed_json(path: Path, problems: list[Problem], named_by: Mention |
     text = read_text(path, problems, named_by)
     if text is None:
         return Settings()
-    line_starts = [0, *(match.end() for match in re.finditer("\n", text))]
 
     def place(offset: int) -> tuple[int, int]:
-        line = bisect_right(line_starts, offset)
-        return line, offset - line_starts[line - 1] + 1
+        return text.count("\n", 0, offset) + 1, offset - text.rfind("\n", 0, offset)
 
     keys: list[tuple[int, str]] = []
     try:
@@ -57,15 +54,14 @@ def read_deepspeed_json(path: Path, problems: list[Problem], named_by: Mention |
     if not isinstance(values, dict):
         problems.append(file_problem(path, "a DeepSpeed configuration is one { ... } block", 1))
         return Settings()
-    places = {"": f"{path}:1"}
+    document = Settings(values, {"": f"{path}:1"})
     for offset, key in keys:
-        here = ":".join(map(str, (path, *place(offset))))
-        if key in places:
-            problems.append(Problem((Mention(here, key),), f"`{key.rpartition('.')[2]}` is set twice in one block"))
-        places[key] = here
-    document = Settings(values, places)
+        if key in document.places:
+            message = f"`{key.rpartition('.')[2]}` is set twice in one block"
+            problems.append(file_problem(path, message, *place(offset), field=key))
+        document.places[key] = ":".join(map(str, (path, *place(offset))))
     for key, message in dict(document.unusable()).items():
-        problems.append(Problem((Mention(document.place_of(key), key, show(document.get(key))),), message))
+        problems.append(Problem((_mention(document, key, document.get(key)),), message))
         document.put(key, None, document.place_of(key))
     return document
 
@@ -107,12 +103,11 @@ def _decoded(string: str) -> str:
 
 @dataclass(frozen=True)
 class _Claim:
-    """`field` of the schema is set to `value` by the JSON's `key`, which `shown` is the value of."""
+    """A key of the JSON (`said` with its value there) sets `field` of the schema to `value`."""
 
     field: str
     value: Any
-    key: str
-    shown: Any
+    said: Mention
 
 
 def merge_deepspeed_json(settings: Settings, document: Settings, problems: list[Problem]) -> Settings:
@@ -129,37 +124,53 @@ def merge_deepspeed_json(settings: Settings, document: Settings, problems: list[
 
 @dataclass
 class _Merger:
-    """What a JSON says about the schema's fields (`claims`) and beyond them (`extra`), while it is collected."""
+    """What a JSON says about the fields of the schema, while it is collected."""
 
     settings: Settings
     document: Settings
     problems: list[Problem]
     claims: dict[str, _Claim] = field(default_factory=dict)
-    extra: dict[str, Any] = field(default_factory=dict)
 
     def read_keys(self) -> None:
         for path, value, message in check_keys(self.document.values):
+            said = _mention(self.document, path, value)
             if message is not None:
-                self._report(message, self._mention(path, value))
+                self._report(message, said)
             elif path in IGNORED:
                 self._warn_ignored(path, value)
             elif path in PASSED_ON and value is not None:
-                self.extra[path] = int(value) if PASSED_ON[path] is int else value
+                self._accept(_EXTRA + path, int(value) if PASSED_ON[path] is int else value, said)
             elif path in SCHEMA_FIELDS and value is not None:
-                for claim in self._translate(path, value):
-                    self._accept(claim)
+                self._translate(path, value, said)
+
+    def _translate(self, path: str, value: Any, said: Mention) -> None:
+        """Accept what a key of `SCHEMA_FIELDS` says in the schema's terms."""
+        if path == "zero_optimization.stage":
+            if value in (0, 1, 2, 3) and not isinstance(value, bool):
+                self._accept(SCHEMA_FIELDS[path], f"zero{int(value)}", said)
+            else:
+                self._report('allowed: 0, 1, 2, 3 or "auto"', said)
+        elif path == "optimizer.params.betas":
+            if not isinstance(value, list) or len(value) != 2:
+                self._report("must be a list of two numbers", said)
+                return
+            for field, beta in zip(("training.adam_beta1", "training.adam_beta2"), value, strict=True):
+                if beta != "auto":
+                    self._accept(field, beta, said)
+        elif path != "train_batch_size":
+            self._accept(SCHEMA_FIELDS[path], value, said)
 
     def claim_hybrid(self) -> None:
         """A secondary partition (hpZ) is what the schema calls zero3_hybrid."""
-        size = self.extra.get(_HPZ, 1)
-        if size <= 1:
-            self.extra.pop(_HPZ, None)
+        hybrid = self.claims.get(_EXTRA + _HPZ)
+        if hybrid is None or hybrid.value <= 1:
+            self.claims.pop(_EXTRA + _HPZ, None)
             return
         stage = self.claims.pop("infra.sharding_stage", None)
         if stage is not None and stage.value != "zero3":
             message = "hpZ is part of ZeRO-3: set stage 3, or remove zero_hpz_partition_size"
-            self._report(message, self._mention(stage.key, stage.shown), self._mention(_HPZ, size))
-        self._accept(_Claim("infra.sharding_stage", "zero3_hybrid", _HPZ, size))
+            self._report(message, stage.said, hybrid.said)
+        self._accept("infra.sharding_stage", "zero3_hybrid", hybrid.said)
 
     def claim_lanes(self) -> None:
         """`train_batch_size` fixes the micro-batches of one optimizer step, whatever the number of ranks."""
@@ -167,60 +178,40 @@ class _Merger:
         if total in (None, "auto"):
             return
         field = "training.per_device_train_batch_size"
-        claim = self.claims.get(field)
+        claim, said = self.claims.get(field), _mention(self.document, "train_batch_size", total)
         micro = claim.value if claim else self.settings.get(field, default_of(field))
-        total_mention = self._mention("train_batch_size", total)
         if not _is_count(total):
-            self._report('must be a whole number >= 1, or "auto"', total_mention)
+            self._report('must be a whole number >= 1, or "auto"', said)
         elif micro == "auto":  # the YAML file's: into how many micro-batches these sequences go is not known yet
-            self._accept(_Claim("training.global_batch_size", total, "train_batch_size", total))
+            self._accept("training.global_batch_size", total, said)
         elif _is_count(micro) and total % micro:
-            set_by = self._mention(claim.key, micro) if claim else mention(self.settings, field)
-            self._report("train_batch_size must be a multiple of the micro-batch size", total_mention, set_by)
+            set_by = claim.said if claim else mention(self.settings, field)
+            self._report("train_batch_size must be a multiple of the micro-batch size", said, set_by)
         elif _is_count(micro):
-            self._accept(_Claim("data.num_lanes", total // micro, "train_batch_size", total))
+            self._accept("data.num_lanes", total // micro, said)
 
     def merged(self) -> Settings:
         """The settings, with every claim put in where nothing was set; where something was, the two must agree."""
         result = self.settings.copy()
-        extra = [_Claim(f"infra.deepspeed_extra.{key}", value, key, value) for key, value in self.extra.items()]
-        for claim in [*self.claims.values(), *extra]:
+        for claim in self.claims.values():
             present = self.settings.get(claim.field)
             if present is not None and not self._agree(present, claim):
                 message = 'the two disagree: make them equal, or leave it to one (in the JSON with "auto")'
-                here = mention(self.settings, claim.field)
-                self._report(message, here, self._mention(claim.key, claim.shown))
-        for claim in [*self.claims.values(), *extra, *self._implied()]:
+                self._report(message, mention(self.settings, claim.field), claim.said)
+        for claim in [*self.claims.values(), *self._implied()]:
             if result.get(claim.field) is None:
-                result.put(claim.field, claim.value, f"{self.document.place_of(claim.key)} ({claim.key})")
+                result.put(claim.field, claim.value, f"{claim.said.place} ({claim.said.field})")
         return result
 
-    def _translate(self, path: str, value: Any) -> Iterator[_Claim]:
-        """What a key of `SCHEMA_FIELDS` says in the schema's terms."""
-        if path == "zero_optimization.stage":
-            if value in (0, 1, 2, 3) and not isinstance(value, bool):
-                yield _Claim("infra.sharding_stage", f"zero{int(value)}", path, value)
-            else:
-                self._report('allowed: 0, 1, 2, 3 or "auto"', self._mention(path, value))
-        elif path == "optimizer.params.betas":
-            if not isinstance(value, list) or len(value) != 2:
-                self._report("must be a list of two numbers", self._mention(path, value))
-                return
-            for field, beta in zip(("training.adam_beta1", "training.adam_beta2"), value, strict=True):
-                if beta != "auto":
-                    yield _Claim(field, beta, path, value)
-        elif path != "train_batch_size":
-            yield _Claim(SCHEMA_FIELDS[path], value, path, value)
-
-    def _accept(self, claim: _Claim) -> None:
-        """Note `claim`, unless another key of the same JSON says something else about the field."""
-        earlier = self.claims.setdefault(claim.field, claim)
+    def _accept(self, field: str, value: Any, said: Mention) -> None:
+        """Note a claim, unless another key of the same JSON says something else about the field."""
+        claim = _Claim(field, value, said)
+        earlier = self.claims.setdefault(field, claim)
         if not self._agree(earlier.value, claim):
-            mentions = (self._mention(earlier.key, earlier.shown), self._mention(claim.key, claim.shown))
-            self._report(f"both set `{claim.field}` and must agree", *mentions)
+            self._report(f"both set `{field}` and must agree", earlier.said, said)
 
     def _agree(self, earlier: Any, claim: _Claim) -> bool:
-        """Whether `claim` leaves its field at `earlier`. A value that is wrong by itself disagrees with nothing.
+        """Return whether `claim` leaves its field at `earlier`. A value that is wrong by itself disagrees with nothing.
 
         One in `claim` is reported here; one in `earlier` is in the settings, and reported when they are validated.
         """
@@ -228,18 +219,17 @@ class _Merger:
             return True
         wrong = wrong_value(claim.field, claim.value)
         if wrong is not None:
-            self._report(wrong, self._mention(claim.key, claim.shown))
+            self._report(wrong, claim.said)
         return wrong is not None or wrong_value(claim.field, earlier) is not None
 
     def _implied(self) -> Iterator[_Claim]:
         """What DeepSpeed would read into the JSON though it is not written there."""
-        half = self.claims.get("training.fp16")
+        half, stage = self.claims.get("training.fp16"), self.claims.get("infra.sharding_stage")
         if half is not None and half.value is True:
-            yield _Claim("training.bf16", False, half.key, half.shown)
-        stage = self.claims.get("infra.sharding_stage")
+            yield _Claim("training.bf16", False, half.said)
         if stage is not None:
-            yield _Claim("infra.offload_optimizer", "none", stage.key, stage.shown)
-            yield _Claim("infra.offload_params", "none", stage.key, stage.shown)
+            yield _Claim("infra.offload_optimizer", "none", stage.said)
+            yield _Claim("infra.offload_params", "none", stage.said)
 
     def _warn_ignored(self, path: str, value: Any) -> None:
         block = path.rpartition(".")[0]
@@ -247,11 +237,12 @@ class _Merger:
         if value and not switched_off:
             logger.warning("%s: `%s` does nothing here: %s", self.document.place_of(path), path, IGNORED[path])
 
-    def _mention(self, path: str, value: Any) -> Mention:
-        return Mention(self.document.place_of(path), path, show(value))
-
     def _report(self, message: str, *mentions: Mention) -> None:
         self.problems.append(Problem(mentions, message))
+
+
+def _mention(document: Settings, path: str, value: Any) -> Mention:
+    return Mention(document.place_of(path), path, show(value))
 
 
 def _same(one: Any, other: Any) -> bool:

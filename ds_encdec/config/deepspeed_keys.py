@@ -2,25 +2,24 @@
 
 DeepSpeed itself accepts unknown keys in silence at the top level and in activation_checkpointing,
 checkpoint, flops_profiler, aio and data_types (`gradient_cliping` trains unclipped, `zero_optimisation`
-unsharded), so the keys are written down. Sources, all of deepspeed 0.19.8: runtime/config.py,
-runtime/constants.py, runtime/precision_config.py, runtime/zero/{config,offload_config,leaf_module_config}.py,
-runtime/zenflow/zenflow_config.py, runtime/activation_checkpointing/config.py,
-runtime/model_checkpointing/constants.py, runtime/swap_tensor/constants.py, profiling/constants.py,
-comm/config.py, utils/config.py, monitor/config.py, compile/config.py. A test compares them with the
-installed DeepSpeed.
+unsharded), so the keys are written down. Those of blocks that DeepSpeed has a pydantic class for are a snapshot of
+these (deepspeed_keys.json, written by scripts/deepspeed_keys.py). The others are here by hand; their sources, all of
+deepspeed 0.19.8: runtime/config.py, runtime/constants.py, runtime/activation_checkpointing/config.py,
+runtime/model_checkpointing/constants.py, runtime/swap_tensor/constants.py, profiling/constants.py. Tests compare both
+with the installed DeepSpeed.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from ds_encdec.config.errors import show, unknown_key
 
-
-def _block(name: str, **types: type) -> dict[str, type]:
-    return {f"{name}.{key}": kind for key, kind in types.items()}
-
+_SNAPSHOT: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text())
+_BLOCKS_WITH_CLASS: dict[str, dict[str, str]] = _SNAPSHOT["blocks"]
 
 SCHEMA_FIELDS = {
     "train_micro_batch_size_per_gpu": "training.per_device_train_batch_size",
@@ -51,77 +50,29 @@ SCHEMA_FIELDS = {
 }
 """Keys that a field of the schema stands for."""
 
-PASSED_ON: dict[str, type] = {
-    "steps_per_print": int,
-    "wall_clock_breakdown": bool,
-    "memory_breakdown": bool,
-    "dump_state": bool,
-    "disable_allgather": bool,
-    "disable_python_gc": bool,
-    "communication_data_type": str,
-    "prescale_gradients": bool,
-    "gradient_predivide_factor": float,
-    "zero_allow_untested_optimizer": bool,
-    "zero_force_ds_cpu_optimizer": bool,
-    "log_level": str,
-    "vocabulary_size": int,
-    "optimizer.legacy_fusion": bool,
-    **_block("optimizer.params", bias_correction=bool, foreach=bool, fused=bool),
-    **_block("optimizer.params", fp32_optimizer_states=bool),
-    **_block("scheduler.params", warmup_min_lr=float, warmup_min_ratio=float),
-    **_block("bf16", immediate_grad_update=bool, check_grad_overflow=bool, bf16_master_weights_and_grads=bool),
-    **_block("bf16", bf16_optimizer_states=bool),
-    **_block("fp16", loss_scale=float, initial_scale_power=int, loss_scale_window=int, hysteresis=int),
-    **_block("fp16", consecutive_hysteresis=bool, min_loss_scale=int, auto_cast=bool),
-    **_block("fp16", fp16_master_weights_and_grads=bool),
-    **_block("torch_autocast", enabled=bool, dtype=str, lower_precision_safe_modules=list),
-    **_block("data_types", grad_accum_dtype=str, param_dtype=str, buffer_dtype=str, keep_in_fp32_modules=list),
-    **_block("zero_optimization", contiguous_gradients=bool, reduce_scatter=bool, reduce_bucket_size=int),
-    **_block("zero_optimization", use_multi_rank_bucket_allreduce=bool, allgather_partitions=bool),
-    **_block("zero_optimization", allgather_bucket_size=int, overlap_comm=bool, load_from_fp32_weights=bool),
-    **_block("zero_optimization", sub_group_size=int, stage3_prefetch_bucket_size=int),
-    **_block("zero_optimization", stage3_param_persistence_threshold=int, stage3_model_persistence_threshold=int),
-    **_block("zero_optimization", stage3_max_live_parameters=int, stage3_max_reuse_distance=int),
-    **_block("zero_optimization", stage3_gather_16bit_weights_on_model_save=bool),
-    **_block("zero_optimization", stage3_module_granularity_threshold=int, stage3_allgather_sequential=bool),
-    **_block("zero_optimization", stage3_use_all_reduce_for_fetch_params=bool, ignore_unused_parameters=bool),
-    **_block("zero_optimization", round_robin_gradients=bool, parameter_alignment=bool),
-    **_block("zero_optimization", zero_hpz_partition_size=int, zero_quantized_weights=bool),
-    **_block("zero_optimization", zero_quantized_nontrainable_weights=bool, zero_quantized_gradients=bool),
-    **_block("zero_optimization", memory_efficient_linear=bool, pipeline_loading_checkpoint=bool),
-    **_block("zero_optimization", override_module_apply=bool, log_trace_cache_warnings=bool),
-    **_block("zero_optimization", enable_sanity_checks=bool, save_muon_momentum_buffer_in_memory=bool),
-    **_block("zero_optimization.leaf_module", classes=list, names=list, name_suffixes=list),
-    **_block("zero_optimization.offload_param", buffer_count=int, buffer_size=int, max_in_cpu=int),
-    **_block("zero_optimization.offload_optimizer", buffer_count=int, pipeline_read=bool, pipeline_write=bool),
-    **_block("zero_optimization.offload_optimizer", fast_init=bool, super_offload=bool),
-    **_block("zero_optimization.offload_optimizer", cpuadam_cores_perc=float),
-    **_block("aio", block_size=int, queue_depth=int, intra_op_parallelism=int, single_submit=bool),
-    **_block("aio", overlap_events=bool, use_gds=bool),
-    **_block("checkpoint", tag_validation=str, checkpoint_serialization=bool),
-    **_block("checkpoint.parallel_write", pipeline_stage=bool),
-    **_block("comms_logger", enabled=bool, prof_all=bool, prof_ops=list, verbose=bool, debug=bool),
-    **_block("flops_profiler", enabled=bool, recompute_fwd_factor=float, profile_step=int, module_depth=int),
-    **_block("flops_profiler", top_modules=int, detailed=bool, output_file=str),
-    **_block("timers.throughput", enabled=bool, synchronized=bool),
+_READ_BY_HAND = {
+    "bool": "wall_clock_breakdown memory_breakdown dump_state disable_allgather disable_python_gc prescale_gradients "
+    "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer optimizer.legacy_fusion "
+    "optimizer.params.bias_correction optimizer.params.foreach optimizer.params.fused "
+    "optimizer.params.fp32_optimizer_states torch_autocast.enabled aio.single_submit aio.overlap_events aio.use_gds "
+    "checkpoint.checkpoint_serialization checkpoint.parallel_write.pipeline_stage flops_profiler.enabled "
+    "flops_profiler.detailed",
+    "int": "steps_per_print vocabulary_size aio.block_size aio.queue_depth aio.intra_op_parallelism "
+    "flops_profiler.profile_step flops_profiler.module_depth flops_profiler.top_modules",
+    "float": "gradient_predivide_factor scheduler.params.warmup_min_lr scheduler.params.warmup_min_ratio "
+    "flops_profiler.recompute_fwd_factor",
+    "str": "communication_data_type log_level torch_autocast.dtype data_types.grad_accum_dtype data_types.param_dtype "
+    "data_types.buffer_dtype checkpoint.tag_validation flops_profiler.output_file",
+    "list": "torch_autocast.lower_precision_safe_modules data_types.keep_in_fp32_modules",
 }
-"""Keys that go to DeepSpeed unchanged (`infra.deepspeed_extra`), with the type of their value."""
+"""Keys that DeepSpeed looks up by themselves and that go to it unchanged, by the kind of their value."""
 
 _TRACKERS = "trackers are chosen by training.report_to and the infra.wandb_* fields"
 _CHECKPOINTING = "layers are checkpointed by training.activation_checkpointing, with PyTorch's own function"
-_COMPILE = "DeepCompile is not used"
-_IGNORED_BLOCKS = (
-    ("activation_checkpointing", _CHECKPOINTING, "number_checkpoints synchronize_checkpoint_boundary profile"),
-    ("tensorboard", _TRACKERS, "enabled output_path job_name"),
-    ("wandb", _TRACKERS, "enabled group team project"),
-    ("csv_monitor", _TRACKERS, "enabled output_path job_name"),
-    ("comet", _TRACKERS, "enabled samples_log_interval project workspace api_key experiment_name experiment_key"),
-    ("comet", _TRACKERS, "online mode"),
-    ("compile", _COMPILE, "deepcompile autoep_non_moe free_activation free_activation_threshold offload_activation"),
-    ("compile", _COMPILE, "offload_activation_pin_memory offload_opt_states double_buffer symmetric_memory debug_log"),
-    ("compile", _COMPILE, "offload_parameters sync_before_reduce sync_after_reduce sync_before_allgather"),
-    ("compile", _COMPILE, "sync_after_allgather keep_int_input_tensors keep_all_input_tensors passes"),
-)
+_IGNORED_BLOCKS = {
+    **dict.fromkeys(("tensorboard", "wandb", "csv_monitor", "comet"), _TRACKERS),
+    "compile": "DeepCompile is not used",
+}
 
 IGNORED = {
     "activation_checkpointing.partition_activations": (
@@ -131,7 +82,11 @@ IGNORED = {
     "dataloader_drop_last": "batches are packed by ds_encdec's own loader",
     "seq_parallel_communication_data_type": "sequences are not split over ranks",
     "use_data_before_expert_parallelism": "the model has no experts",
-    **{f"{block}.{key}": reason for block, reason, keys in _IGNORED_BLOCKS for key in keys.split()},
+    **{
+        f"activation_checkpointing.{key}": _CHECKPOINTING
+        for key in ("number_checkpoints", "synchronize_checkpoint_boundary", "profile")
+    },
+    **{f"{block}.{key}": reason for block, reason in _IGNORED_BLOCKS.items() for key in _BLOCKS_WITH_CLASS[block]},
 }
 """Keys that are accepted and do nothing, each with the reason that the warning gives."""
 
@@ -156,15 +111,9 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 """Keys that may only have certain values, with the reason."""
 
-_REMOVED = "DeepSpeed 0.19 no longer has this; remove it"
-_UNSUPPORTED = "not supported by ds_encdec; remove it"
-_REFUSED_KEYS = (
-    (_REMOVED, "amp compression_training curriculum_learning eigenvalue elasticity graph_harvesting nebula"),
-    (_REMOVED, "progressive_layer_drop quantize_training sparse_attention sparse_gradients"),
-    (_REMOVED, "zero_optimization.mics_shard_size zero_optimization.mics_hierarchical_params_gather"),
-    (_REMOVED, "zero_optimization.zeropp_loco_param"),
-    (_UNSUPPORTED, "autotuning data_efficiency datastates_ckpt expert_parallel hybrid_engine pipeline"),
-    (_UNSUPPORTED, "sequence_parallel_size tensor_parallel weight_quantization"),
+_UNSUPPORTED = (
+    "autotuning data_efficiency datastates_ckpt expert_parallel hybrid_engine pipeline sequence_parallel_size "
+    "tensor_parallel weight_quantization"
 )
 REFUSED = {
     "bfloat16": "write `bf16`",
@@ -176,9 +125,17 @@ REFUSED = {
     "zero_optimization.cpu_offload_param": 'write `"offload_param": {"device": "cpu"}`',
     "zero_optimization.cpu_offload_use_pin_memory": "write `pin_memory` in the offload blocks",
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": "write `stage3_gather_16bit_weights_on_model_save`",
-    **{key: reason for reason, keys in _REFUSED_KEYS for key in keys.split()},
+    **dict.fromkeys(_SNAPSHOT["removed"], "DeepSpeed 0.19 no longer has this; remove it"),
+    **dict.fromkeys(_UNSUPPORTED.split(), "not supported by ds_encdec; remove it"),
 }
 """Keys that are errors unless switched off, with what to do instead."""
+
+_TYPES: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str, "list": list}
+_WITH_CLASS = {f"{block}.{key}": kind for block, keys in _BLOCKS_WITH_CLASS.items() for key, kind in keys.items()}
+_DECIDED = {*SCHEMA_FIELDS, *IGNORED, *FIXED, *REFUSED}
+PASSED_ON = {key: _TYPES[kind] for kind, keys in _READ_BY_HAND.items() for key in keys.split()}
+PASSED_ON |= {key: _TYPES[kind] for key, kind in _WITH_CLASS.items() if key not in _DECIDED}
+"""Keys that go to DeepSpeed unchanged (`infra.deepspeed_extra`), with the type of their value."""
 
 KEYS = frozenset([*SCHEMA_FIELDS, *PASSED_ON, *IGNORED, *FIXED, *REFUSED])
 """Every known key, dotted."""

@@ -5,6 +5,7 @@ Every rule yields whether it is broken, with all the fields it read, so that the
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 
@@ -24,9 +25,8 @@ ROLLBACK_FIELDS = ("on_non_finite", "on_loss_spike", "on_grad_explosion")
 
 def find_conflicts(config: Sections) -> list[Conflict]:
     """Everything that contradicts itself in `config`."""
-    rules = (_architecture, _batch, _schedules, _evaluation, _alias, _monitor, _phase_gates, _adam_options)
-    between = (conflict for rule in rules for conflict in broken(rule(config)))
-    return [*config.conflicts(), *between, *_no_engine(config)]
+    rules = itertools.chain(*(rule(config) for rule in (_architecture, _training, _rollback, _phase_gates)))
+    return [*config.conflicts(), *broken(rules), *_no_engine(config)]
 
 
 def _architecture(config: Sections) -> Rules:
@@ -44,55 +44,51 @@ def _architecture(config: Sections) -> Rules:
         yield is_longer, f"data.{length} {at}max_position_embeddings", message
 
 
-def _batch(config: Sections) -> Rules:
-    sequences, lanes = config.training.global_batch_size, config.data.num_lanes
-    size, micro = config.training.per_device_train_batch_size, "training.per_device_train_batch_size"
-    if lanes is None:
-        return
+def _training(config: Sections) -> Rules:
+    training, data, infra, monitor = config.training, config.data, config.infra, config.monitor
+    sequences, size, lanes = training.global_batch_size, training.per_device_train_batch_size, data.num_lanes
+    micro = "training.per_device_train_batch_size"
     if size == "auto":
         message = "auto decides how many micro-batches make a step: set global_batch_size, and num_lanes=null"
-        yield True, f"{micro} data.num_lanes", message
-    elif sequences is not None and sequences % size == 0:
+        yield lanes is not None, f"{micro} data.num_lanes", message
+    elif sequences is not None and lanes is not None and sequences % size == 0:
         message = f"{lanes} micro-batches of {size} are {lanes * size} sequences: make them equal, or remove one"
         yield sequences != lanes * size, f"training.global_batch_size data.num_lanes {micro}", message
-
-
-def _schedules(config: Sections) -> Rules:
-    is_ours = config.training.lr_scheduler_type not in NATIVE_SCHEDULES
-    message = f"only DeepSpeed's own schedules take these: {', '.join(NATIVE_SCHEDULES)}"
-    fields = "infra.deepspeed_extra.scheduler training.lr_scheduler_type"
-    yield is_ours and "scheduler" in config.infra.deepspeed_extra, fields, message
-
-
-def _evaluation(config: Sections) -> Rules:
-    is_impossible = config.training.eval_samples and not config.data.eval_fraction
     message = "evaluation needs held-out documents: set eval_fraction > 0, or eval_samples=0"
-    yield is_impossible, "data.eval_fraction training.eval_samples", message
-
-
-def _alias(config: Sections) -> Rules:
-    alias = config.infra.fsdp_activation_checkpointing
-    meant = "full" if alias else "none"
+    yield training.eval_samples and not data.eval_fraction, "data.eval_fraction training.eval_samples", message
+    alias, meant = infra.fsdp_activation_checkpointing, "full" if infra.fsdp_activation_checkpointing else "none"
     fields = "infra.fsdp_activation_checkpointing training.activation_checkpointing"
     message = f"the alias must agree: this is activation_checkpointing={meant}"
-    yield alias is not None and meant != config.training.activation_checkpointing, fields, message
-
-
-def _monitor(config: Sections) -> Rules:
-    monitor, training = config.monitor, config.training
+    yield alias is not None and meant != training.activation_checkpointing, fields, message
     is_set = monitor.grad_norm_threshold != MonitorConfig.model_fields["grad_norm_threshold"].default
     message = "gradients below max_grad_norm are not clipped and cannot be explosions: raise grad_norm_threshold"
     is_below = is_set and monitor.grad_norm_threshold < training.max_grad_norm
     yield is_below, "monitor.grad_norm_threshold training.max_grad_norm", message
+    extra, is_ours = infra.deepspeed_extra, training.lr_scheduler_type not in NATIVE_SCHEDULES
+    message = f"only DeepSpeed's own schedules take these: {', '.join(NATIVE_SCHEDULES)}"
+    yield is_ours and "scheduler" in extra, "infra.deepspeed_extra.scheduler training.lr_scheduler_type", message
+    # Options that one class of AdamW has and the other, which runs, would stop at.
+    given, at = Settings(extra).get("optimizer.params"), "infra.deepspeed_extra.optimizer.params."
+    given = given if isinstance(given, dict) else {}
+    theirs, other = ("DeepSpeed", "false") if training.torch_adam else ("torch", "true")
+    for name in ("bias_correction",) if training.torch_adam else ("fused", "foreach"):
+        message = f"only {theirs}'s AdamW has this: set training.torch_adam={other}"
+        yield name in given, f"{at}{name} training.torch_adam", message
+    yield given.get("fused") and given.get("foreach"), f"{at}fused {at}foreach", "torch's AdamW takes one of them"
+
+
+def _rollback(config: Sections) -> Rules:
+    monitor, training = config.monitor, config.training
     rolling_back = " ".join(f"monitor.{name}" for name in ROLLBACK_FIELDS if getattr(monitor, name) == "rollback")
-    fields = f"training.save_steps monitor.rollback_min_steps {rolling_back}"
-    if kept := training.save_total_limit:
-        oldest = (kept - 1) * training.save_steps
-        message = f"the oldest of {kept} kept checkpoints is {oldest} steps old, too young to go back to: keep more"
-        yield rolling_back and oldest < monitor.rollback_min_steps, f"training.save_total_limit {fields}", message
+    if not rolling_back:
+        return
+    kept, fields = training.save_total_limit, f"training.save_steps monitor.rollback_min_steps {rolling_back}"
+    oldest = math.inf if kept is None else (kept - 1) * training.save_steps
+    message = f"the oldest of {kept} kept checkpoints is {oldest} steps old, too young to go back to: keep more"
+    yield oldest < monitor.rollback_min_steps, f"training.save_total_limit {fields}", message
     message = "no checkpoint of this run would ever be old enough to go back to: lower the first two"
     is_too_short = training.save_steps + monitor.rollback_min_steps > training.num_train_steps
-    yield rolling_back and is_too_short, f"{fields} training.num_train_steps", message
+    yield is_too_short, f"{fields} training.num_train_steps", message
 
 
 def _phase_gates(config: Sections) -> Rules:
@@ -103,18 +99,6 @@ def _phase_gates(config: Sections) -> Rules:
         fields = f"phases.{phase}.min_loss_decrease {'model.architecture.vocab_size' if shape else ''}"
         message = f"must be >= 0 and < {first_loss:.1f} nats, what the first loss is at most: none falls below 0"
         yield not 0 <= (numbers.min_loss_decrease or 0) < first_loss, fields, message
-
-
-def _adam_options(config: Sections) -> Rules:
-    """Options that one class of AdamW has and the other, which runs, would stop at."""
-    given = Settings(config.infra.deepspeed_extra).get("optimizer.params")
-    given = given if isinstance(given, dict) else {}
-    at, torch_adam = "infra.deepspeed_extra.optimizer.params.", config.training.torch_adam
-    theirs, other = ("DeepSpeed", "false") if torch_adam else ("torch", "true")
-    for name in ("bias_correction",) if torch_adam else ("fused", "foreach"):
-        message = f"only {theirs}'s AdamW has this: set training.torch_adam={other}"
-        yield name in given, f"{at}{name} training.torch_adam", message
-    yield given.get("fused") and given.get("foreach"), f"{at}fused {at}foreach", "torch's AdamW takes one of them"
 
 
 def _no_engine(config: Sections) -> list[Conflict]:

@@ -128,22 +128,20 @@ def read_yaml(path: Path, problems: list[Problem]) -> Settings:
     text = read_text(path, problems)
     if text is None:
         return Settings()
+    line, field = None, ""
     try:
         root = _compose(text)
-    except UnreadableError as error:
-        problems.append(file_problem(path, f"not valid YAML: {error}", error.line, field=error.field))
-        return Settings()
-    if root is None:
-        problems.append(file_problem(path, "the file is empty"))
-        return Settings()
-    if not isinstance(root, yaml.MappingNode):
+        if isinstance(root, yaml.MappingNode):
+            reader = _NodeReader(lambda line: f"{path}:{line}", problems)
+            values = reader.read(root, "")
+            return Settings(values if isinstance(values, dict) else {}, reader.places)
         kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
         message = f"the file holds {kind}; sections with `field: value` lines are needed"
-        problems.append(file_problem(path, message, _line(root)))
-        return Settings()
-    reader = _NodeReader(lambda line: f"{path}:{line}", problems)
-    values = reader.read(root, "")
-    return Settings(values if isinstance(values, dict) else {}, reader.places)
+        message, line = ("the file is empty", None) if root is None else (message, _line(root))
+    except UnreadableError as error:
+        message, line, field = f"not valid YAML: {error}", error.line, error.field
+    problems.append(file_problem(path, message, line, field=field))
+    return Settings()
 
 
 def apply_overrides(settings: Settings, arguments: Sequence[str], problems: list[Problem]) -> None:
@@ -197,10 +195,8 @@ def parse_value(text: str, place: str = "", field: str = "", problems: list[Prob
     Mistakes inside it are appended to `problems` as ones of `field` at `place`. Raises UnreadableError (ValueError)
     for what is no YAML.
     """
-    root = _compose(text)
-    return (
-        None if root is None else _NodeReader(lambda _: place, [] if problems is None else problems).read(root, field)
-    )
+    root, found = _compose(text), [] if problems is None else problems
+    return None if root is None else _NodeReader(lambda _: place, found).read(root, field)
 
 
 def write_yaml(values: dict[str, Any]) -> str:
@@ -309,10 +305,8 @@ def _scalar(node: yaml.ScalarNode) -> Any:
         return None
     if kind == "bool":
         return text.lower() == "true"
-    digits = text.replace("_", "")
-    return (
-        whole_number(digits) if kind == "int" else float(digits.lower().replace(".inf", "inf").replace(".nan", "nan"))
-    )
+    digits = text.replace("_", "").lower()
+    return whole_number(digits) if kind == "int" else float(digits.replace(".inf", "inf").replace(".nan", "nan"))
 
 
 def _written(tag: str) -> str:
