@@ -115,19 +115,20 @@ def _changed_settings(before: FullConfig, after: FullConfig, *, starts_from_expo
 
     The path of the previous phase's export is ignored: it moves with the output folder.
     """
-    first, second = (
-        {
-            f"{section}.{field}": value
-            for section in ("model", "data", "training")
-            for field, value in getattr(config, section).model_dump().items()
-        }
-        for config in (before, after)
-    )
+    first, second = _trained_settings(before), _trained_settings(after)
     names = first.keys() - set(marked(Mark.UNTRAINED)) - ({"model.model_name_or_path"} if starts_from_export else set())
     return {
         name: f"{name} was {first[name]!r} and is {second[name]!r}"
         for name in sorted(names)
         if first[name] != second[name]
+    }
+
+
+def _trained_settings(config: FullConfig) -> dict[str, Any]:
+    return {
+        f"{section}.{field}": value
+        for section in ("model", "data", "training")
+        for field, value in getattr(config, section).model_dump().items()
     }
 
 
