@@ -206,7 +206,7 @@ def _next_step(run: Trainer, state: TrainingState, last_save: float) -> tuple[li
             run.require_folder()
         return next(run.loader)
 
-    with run.recorder.waiting_for_data():
+    with run.recorder.clock.spent_on("data"):
         micro_batches, error = attempt(read)
     hours = run.config.training.save_interval_hours
     mine = [
@@ -219,7 +219,7 @@ def _next_step(run: Trainer, state: TrainingState, last_save: float) -> tuple[li
         run.checkpoints.save_is_over,
         run.loader.found_bad_rows,
     ]
-    with run.recorder.waiting_for_ranks():
+    with run.recorder.clock.spent_on("ranks"):
         rows = run.collectives.all_gather_ints(mine)
     failures, target_tokens, encoder_tokens, epochs, stops, saves_due, saves_over, bad_rows = zip(*rows, strict=True)
     if 2 in failures or (any(failures) and not any(stops)):
@@ -297,7 +297,7 @@ def _react(run: Trainer, state: TrainingState, due: Due, actions: Actions) -> tu
         due = dataclasses.replace(due, leave=True, save=True, evaluate=False)  # no evaluation in a hurry
     if actions.rollback is None:
         return state, due
-    with run.recorder.paused(), run.stop.busy():
+    with run.recorder.clock.spent_on("pause"), run.stop.busy():
         earlier = roll_back(
             _collect_save(run, state),
             actions.rollback,
@@ -316,7 +316,7 @@ def _evaluate(run: Trainer, state: TrainingState, due: Due) -> tuple[TrainingSta
     """Evaluate if it is due; returns the loss too, which is None where the held-out split has no target token."""
     if not due.evaluate:
         return state, None
-    with run.recorder.paused():
+    with run.recorder.clock.spent_on("pause"):
         metrics = evaluate(run.engine, _with_heartbeat(run, run.eval_batches()), run.collectives)
     if metrics:
         run.recorder.log_eval(state, metrics)
@@ -342,7 +342,7 @@ def _save(run: Trainer, state: TrainingState, due: Due, eval_loss: float | None)
     if done and not due.log:  # stopped early, between two lines of metrics
         run.recorder.log(state)
     last = done or due.leave
-    with run.recorder.paused(), run.stop.busy():
+    with run.recorder.clock.spent_on("pause"), run.stop.busy():
         run.collectives.on_rank_zero(run.require_folder)
         state = _collect_save(run, state)  # at most one under way
         best = is_best(state, eval_loss)

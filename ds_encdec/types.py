@@ -69,7 +69,7 @@ class DivergedError(DsEncDecError):
 
 
 class HangError(DsEncDecError):
-    """A rank stands still, or the launcher is gone."""
+    """A rank or the launcher died or stopped responding."""
 
     exit_code = 8
 
@@ -185,12 +185,15 @@ class StepResult:
     """One optimizer step. `applied` is False when it was skipped (non-finite gradients, or vetoed).
 
     `grad_norm`: float32 scalar tensor, global L2 norm before clipping. `learning_rate`: the rate this
-    step was made with (of the first parameter group).
+    step was made with (of the first parameter group). `extra`: whatever else the engine measures, by the name under
+    which it is published (docs/metrics.md): float32 scalars on its device, of the same names on every rank. The mean
+    over the ranks, and over the interval's applied steps, is a metric of the run; nothing else has to know of it.
     """
 
     applied: bool
     grad_norm: Tensor
     learning_rate: float
+    extra: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,31 +9,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 
 import psutil
 import torch
 from torch import Tensor
 
+from ds_encdec.monitor.performance import Lap
+
 _WARMUP_PRODUCTS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class RankStats:
+class RankStats(Lap):
     """One rank in one logging interval; gathered from all ranks, so that all judge by the same.
 
-    `training_s`: seconds of the interval without pauses. `data_wait_s`: of them, waiting for the next batch.
-    `exchange_wait_s`: of them, waiting for the other ranks in the exchange before each step; the last one to come
-    waits least. `arithmetic_s`: `measure_arithmetic`. `host_bytes`: resident memory of the process now.
-    `device_bytes`: allocated on its accelerator now, 0 without one. `peak_bytes`: the largest of the latter so far,
-    without an accelerator of the former. `reserved_bytes`: what the allocator has taken from the accelerator's driver.
-    `held_bytes`: of the engine's tensors by category (engine/protocol.py); mostly empty, they are told once.
+    `exchange_wait_s`: in the exchange before each step the last rank to come waits least. `arithmetic_s`:
+    `measure_arithmetic`. `host_bytes`: resident memory of the process now. `device_bytes`: allocated on its accelerator
+    now, 0 without one. `peak_bytes`: the largest device memory so far, without an accelerator the largest host memory.
+    `reserved_bytes`: what the allocator has taken from the accelerator's driver. `held_bytes`: of the engine's tensors
+    by category (engine/protocol.py); mostly empty, since it is published once.
     """
 
-    training_s: float
-    data_wait_s: float
-    exchange_wait_s: float
     arithmetic_s: float
     host_bytes: float
     device_bytes: float
@@ -42,15 +40,8 @@ class RankStats:
     held_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
-def measure_rank_stats(
-    device: torch.device,
-    *,
-    training_s: float,
-    data_wait_s: float,
-    exchange_wait_s: float,
-    held_bytes: Mapping[str, int] | None = None,
-) -> RankStats:
-    """This rank's rank_stats: the seconds and what is held as they are given, the rest measured now."""
+def measure_rank_stats(device: torch.device, lap: Lap, held_bytes: Mapping[str, int]) -> RankStats:
+    """This rank's statistics: the seconds and what is held as they are given, the rest measured now."""
     host_bytes = float(psutil.Process().memory_info().rss)
     if device.type == "cuda":
         device_bytes, peak_bytes = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
@@ -59,15 +50,13 @@ def measure_rank_stats(
         # The kernel brings its peak up to date a little later.
         device_bytes, peak_bytes, reserved_bytes = 0, max(peak_host_bytes(), int(host_bytes)), 0
     return RankStats(
-        training_s=training_s,
-        data_wait_s=data_wait_s,
-        exchange_wait_s=exchange_wait_s,
+        **asdict(lap),
         arithmetic_s=measure_arithmetic(device),
         host_bytes=host_bytes,
         device_bytes=float(device_bytes),
         peak_bytes=float(peak_bytes),
         reserved_bytes=float(reserved_bytes),
-        held_bytes=held_bytes or {},
+        held_bytes=held_bytes,
     )
 
 
