@@ -178,15 +178,18 @@ class TrainingMonitor:
         taken_back = f", and {len(found) - spikes} that rollbacks took back" if len(found) > spikes else ""
         limit, least = phase_config.max_loss_after_warmup, phase_config.min_loss_decrease
         checks = [
-            _check("loss_after_warmup", after_warmup is not None and after_warmup <= limit,
-                   f"loss after warm-up {_number(after_warmup, 'no step after the warm-up was logged')}, "
-                   f"at most {limit:.4f} allowed"),
-            _check("loss_decrease", decrease is not None and decrease >= least,
-                   f"loss fell by {_number(decrease, 'no step was logged')}, at least {least:.4f} asked for"),
-            _check("loss_spikes", spikes <= MAX_LOSS_SPIKES,
-                   f"{spikes} loss spikes, at most {MAX_LOSS_SPIKES} allowed{taken_back}"),
+            ("loss_after_warmup", after_warmup is not None and after_warmup <= limit,
+             f"loss after warm-up {_number(after_warmup, 'no step after the warm-up was logged')}, "
+             f"at most {limit:.4f} allowed"),
+            ("loss_decrease", decrease is not None and decrease >= least,
+             f"loss fell by {_number(decrease, 'no step was logged')}, at least {least:.4f} asked for"),
+            ("loss_spikes", spikes <= MAX_LOSS_SPIKES,
+             f"{spikes} loss spikes, at most {MAX_LOSS_SPIKES} allowed{taken_back}"),
         ]  # fmt: skip
-        return {"passed": all(check["passed"] for check in checks), "checks": checks}
+        return {
+            "passed": all(passed for _, passed, _ in checks),
+            "checks": [{"name": name, "passed": passed, "message": message} for name, passed, message in checks],
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the history, strictly JSON-able."""
@@ -266,16 +269,14 @@ class TrainingMonitor:
         if self.planned_learning_rate is None:
             return []
         planned = self.planned_learning_rate(update_index)
-        was_off = self.learning_rate_is_off
-        self.learning_rate_is_off = not math.isclose(
-            rate, planned, rel_tol=self.learning_rate_tolerance, abs_tol=LEARNING_RATE_ROUNDING
-        )
+        tolerance, was_off = self.learning_rate_tolerance, self.learning_rate_is_off
+        self.learning_rate_is_off = not math.isclose(rate, planned, rel_tol=tolerance, abs_tol=LEARNING_RATE_ROUNDING)
         if was_off or not self.learning_rate_is_off:
             return []
         # Against the larger of the two, as in isclose: a rate of 0 is a number like any other.
         difference = abs(rate - planned) / max(abs(rate), abs(planned))
         message = f"learning rate {rate:.4e} where the schedule has {planned:.4e}"
-        return [make_alert("learning_rate_off", step, difference, self.learning_rate_tolerance, message)]
+        return [make_alert("learning_rate_off", step, difference, tolerance, message)]
 
 
 _WINDOWS = ("loss_window", "grad_norm_window", "throughput_window")
@@ -291,10 +292,6 @@ def _newest(alerts: list[dict[str, Any]]) -> list[dict[str, Any]]:
             kept.append(alert)
         surplus[alert["type"]] -= 1
     return kept
-
-
-def _check(name: str, passed: bool, message: str) -> dict[str, Any]:
-    return {"name": name, "passed": passed, "message": message}
 
 
 def _number(value: float | None, reason: str) -> str:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
-import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
@@ -18,14 +16,7 @@ from ds_encdec.config.schema import MonitorConfig
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.monitor.events import MACHINE_ALERTS, EventLog, answer
 from ds_encdec.monitor.machine import MachineWatch
-from ds_encdec.monitor.metrics import (
-    StepAccumulator,
-    StepRecord,
-    by_denoiser,
-    mean_loss,
-    sum_in_rank_order,
-    train_metrics,
-)
+from ds_encdec.monitor.metrics import StepAccumulator, by_denoiser, mean_loss, sum_in_rank_order, train_metrics
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.performance import IntervalClock, performance_metrics
 from ds_encdec.monitor.rank_stats import measure_arithmetic, measure_rank_stats
@@ -58,9 +49,6 @@ class Actions:
     rollback: Alert | None = None
     leave: Alert | None = None
 
-    def __or__(self, later: Actions) -> Actions:
-        return Actions(self.stop or later.stop, self.rollback or later.rollback, self.leave or later.leave)
-
 
 @dataclass(kw_only=True, eq=False)
 class Recorder:
@@ -90,8 +78,7 @@ class Recorder:
         self._steps = StepAccumulator(self.device)
         self._flops = 0.0
         self._last_step = (state.global_step, state.data_step)
-        self._judged_steps = 0  # of the interval's
-        self._restored_steps = 0
+        self._judged_steps = self._restored_steps = 0  # of the interval's
         self._alerts_in_interval: Counter[str] = Counter()
         self._once: dict[str, float] = {}
         self._steps_to_held = STEPS_TO_HELD
@@ -130,17 +117,14 @@ class Recorder:
 
     def judge(self) -> Actions:
         """Judge the steps that have not been judged yet. A collective."""
-        records = self._steps.reduce()
-        new, self._judged_steps = records[self._judged_steps :], len(records)
-        return functools.reduce(operator.or_, map(self._judge_step, new), Actions())
+        return self._answer(self._judge_steps())
 
     def log(self, state: TrainingState) -> Actions:
         """Close the interval: judge the rest of it and the machine, and publish. A collective."""
-        actions = self.judge()
+        alerts = self._judge_steps()
         records = self._steps.take()
-        self._judged_steps = 0
         timed = records[self._restored_steps :]
-        self._restored_steps = 0
+        self._judged_steps = self._restored_steps = 0
         rank_stats = self.collectives.gather(measure_rank_stats(self.device, self.clock.lap(), self._held_bytes))
         performance = performance_metrics(
             rank_stats[0],
@@ -154,8 +138,8 @@ class Recorder:
         self._held_bytes, self._flops = {}, 0.0
         speed = performance["perf/tokens_per_sec"]
         self.monitor.throughput_window.add(speed)
-        alerts = self._machine.update(state.global_step, rank_stats, tokens_per_second=speed)
-        actions |= self._answer(alerts, state.data_step)
+        of_machines = self._machine.update(state.global_step, rank_stats, tokens_per_second=speed)
+        actions = self._answer(alerts + [(alert, state.data_step) for alert in of_machines])
         estimate = {} if self.estimated_bytes is None else {"mem/estimated_bytes": self.estimated_bytes}
         self._publish(
             state,
@@ -235,35 +219,38 @@ class Recorder:
         seen = self.monitor.refuses(mean_loss(loss_sums, target_tokens), ranks[0][1])
         return any(name == "non_finite" or answer(name, self.settings) == "skip_step" for name in seen)
 
-    def _judge_step(self, record: StepRecord) -> Actions:
-        if not any(record.target_tokens.values()):
-            return Actions()  # a step without targets has no loss
-        alerts = self.monitor.update(
-            record.global_step,
-            record.loss,
-            record.grad_norm,
-            record.learning_rate,
-            math.nan,  # known per interval only
-            is_warmup=record.global_step <= self.warmup_steps,
-            applied=record.applied,
-        )
-        return self._answer(alerts, record.data_step)
+    def _judge_steps(self) -> list[tuple[Alert, int]]:
+        """New alerts, each with its data step. A step without targets has no loss, and is not judged."""
+        records = self._steps.reduce()
+        new, self._judged_steps = records[self._judged_steps :], len(records)
+        return [
+            (alert, record.data_step)
+            for record in new
+            if any(record.target_tokens.values())
+            for alert in self.monitor.update(
+                record.global_step,
+                record.loss,
+                record.grad_norm,
+                record.learning_rate,
+                math.nan,  # known per interval only
+                is_warmup=record.global_step <= self.warmup_steps,
+                applied=record.applied,
+            )
+        ]
 
-    def _answer(self, alerts: Sequence[Alert], data_step: int) -> Actions:
+    def _answer(self, alerts: Sequence[tuple[Alert, int]]) -> Actions:
         """Write the alerts into the events and the log, and return what they ask for."""
-        actions = Actions()
-        for alert in alerts:
+        asked: dict[str, Alert] = {}
+        for alert, data_step in alerts:
             kind, action = alert["type"], answer(alert["type"], self.settings)
             self._alerts_in_interval[kind] += 1
             if action != "warn" or self._alerts_in_interval[kind] == 1:
                 self.events.write("alert", data_step=data_step, **alert, action=action)
                 if self.collectives.rank == 0:
                     logger.warning("%s: data step %d, %s (%s)", kind, data_step, alert["message"], action)
-            if action == "rollback":
-                actions |= Actions(rollback=alert)
-            elif action == "stop":
-                actions |= Actions(leave=alert) if kind in MACHINE_ALERTS else Actions(stop=alert)
-        return actions
+            if action in ("stop", "rollback"):
+                asked.setdefault("leave" if action == "stop" and kind in MACHINE_ALERTS else action, alert)
+        return Actions(**asked)
 
     def _publish(self, state: TrainingState, metrics: dict[str, float]) -> None:
         for sink in self.sinks:

@@ -19,8 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from ds_encdec.config.schema import FullConfig, InfraConfig
 from ds_encdec.monitor import sinks
-from ds_encdec.monitor.console import ConsoleSink
-from ds_encdec.monitor.sinks import GuardedSink, JsonlSink, TensorBoardSink, WandbSink, open_sinks
+from ds_encdec.monitor.sinks import ConsoleSink, GuardedSink, JsonlSink, TensorBoardSink, WandbSink, open_sinks
 
 METRICS = {
     "train/loss": 3.25,
