@@ -1,4 +1,4 @@
-"""What a run takes over from the checkpoint that it goes on from, and which checkpoints it refuses."""
+"""Resuming: a run takes over its state from a checkpoint, or refuses it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TOKENIZER_NAME = "model.tokenizer_name_or_path"
 def refuse_other_model(found: Checkpoint, config: FullConfig) -> None:
     """Raise CheckpointError where `config` trains another model or tokenizer; reads the small files only.
 
-    The same model under another name, such as a folder that was moved, is none: the weights come from the checkpoint.
+    A moved folder is still the same model, under another name: the weights come from the checkpoint.
     """
     theirs, ours = _model_settings(load_saved(found.path / "config.yaml")), _model_settings(config)
     differing = _differences(theirs, ours)
@@ -70,7 +70,7 @@ def load_engine(engine: Engine, found: Checkpoint, collectives: HostCollectives)
 
 
 def _different_contents(found: Checkpoint, config: FullConfig) -> list[str]:
-    """In what the model and tokenizer that `config` names differ from the saved ones, in words."""
+    """The differences, in words, between the model and tokenizer that `config` names and the saved ones."""
     saved = saved_model(config, found.path)
     try:
         named = new_model(config)

@@ -1,4 +1,4 @@
-"""Back to an earlier checkpoint in mid-run, past the data that was read since.
+"""The way back to an earlier checkpoint in mid-run, past the data that was read since.
 
 Weights, optimizer, schedule and the monitor's windows become the checkpoint's; the data loader is left where it is. So
 the run goes on as one that trained up to that checkpoint and then never saw the data in between.
@@ -31,7 +31,7 @@ def roll_back(
     recorder: Recorder,
     collectives: HostCollectives,
 ) -> TrainingState | None:
-    """The state to go on from; None where there is no checkpoint old enough, and the run goes on as it is.
+    """Go back to a checkpoint. Returns its state to go on from, or None where no checkpoint is old enough.
 
     `alert`: what asks for it. Collective; no save is under way. The caller saves the new state at once: it has the
     checkpoint's step, and other data behind it. Raises DivergedError where the run has used up its rollbacks,
@@ -79,7 +79,7 @@ def roll_back(
 
 
 def _gone_back(state: TrainingState, then: TrainingState) -> TrainingState:
-    """`then`, the checkpoint's, but for what counts the data: that goes on as it stands in `state`."""
+    """The checkpoint's state, `then`, with the current data counters, those of `state`."""
     return dataclasses.replace(
         then,
         data_step=state.data_step,

@@ -198,7 +198,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """Where a run is. Saved in every checkpoint; equal on all ranks.
+    """The position of a run. Saved in every checkpoint; equal on all ranks.
 
     `global_step` counts applied optimizer steps (schedules follow it), `data_step` consumed ones,
     `skipped_steps` their difference. Token counts are global, over all ranks. `epoch` is the number
@@ -243,7 +243,7 @@ class WeightSource(Protocol):
 
 
 StateKind = Literal["weight", "exp_avg", "exp_avg_sq"]
-"""What there is of each trained parameter: its float32 weight, and AdamW's first and second moments."""
+"""The parts of each trained parameter's state: its float32 weight, and AdamW's first and second moments."""
 
 MOMENTS: tuple[StateKind, StateKind] = ("exp_avg", "exp_avg_sq")
 

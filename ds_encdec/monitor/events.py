@@ -40,7 +40,7 @@ def make_alert(kind: str, step: int, value: float, threshold: float, message: st
 
 
 def answer(alert_type: str, settings: MonitorConfig) -> str:
-    """What the configuration asks for: `warn`, `skip_step`, `rollback` or `stop`."""
+    """The action that the configuration asks for: `warn`, `skip_step`, `rollback` or `stop`."""
     return str(getattr(settings, f"on_{alert_type}"))
 
 

@@ -32,7 +32,7 @@ LEARNING_RATE_ROUNDING = 1e-12
 
 
 class PhaseLimits(Protocol):
-    """What `validate_phase` reads of a phase's configuration; losses in nats per target token."""
+    """The limits that `validate_phase` reads of a phase's configuration; losses in nats per target token."""
 
     @property
     def max_loss_after_warmup(self) -> float:

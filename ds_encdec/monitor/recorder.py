@@ -34,12 +34,12 @@ STEPS_TO_HELD = 2
 """
 
 Alert = Mapping[str, Any]
-"""What `events.make_alert` makes."""
+"""An alert of `events.make_alert`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Actions:
-    """What alerts ask the run to do, each with the first alert that asks for it; equal on every rank.
+    """The actions that alerts ask the run for, each with the first alert that asks for it; equal on every rank.
 
     `stop`: end now, training is at fault and its state not worth saving. `rollback`: go back. `leave`: the machine is
     at fault; save, then end.

@@ -1,4 +1,4 @@
-"""Where metrics go: metrics.jsonl and the console always, TensorBoard and W&B as configured.
+"""The places where metrics go: metrics.jsonl and the console always, TensorBoard and W&B as configured.
 
 A sink sees a step and plain floats. Only rank 0 has any: `open_sinks` gives the other ranks an empty list, so
 the loop never asks who it is. A tracker that fails is dropped with one warning, for no picture of a run is
