@@ -47,8 +47,8 @@ class MachineWatch:
         self._memory_intervals += 1
         return [
             *self._judge_persistent(step, rank_stats, tokens_per_second / len(rank_stats)),
-            *self._judge_memory(step, "host", [rank.host_bytes for rank in rank_stats]),
-            *self._judge_memory(step, "device", [rank.device_bytes for rank in rank_stats]),
+            *self._judge_memory(step, "host", [rank.memory["host"] for rank in rank_stats]),
+            *self._judge_memory(step, "device", [rank.memory.get("device", 0) for rank in rank_stats]),
         ]
 
     def note_save(self) -> None:
@@ -63,8 +63,8 @@ class MachineWatch:
         """Memory, the largest of all ranks', and of two ranks or more who is slowest and latest in an interval."""
         metrics = {
             f"mem/{name}_bytes": largest
-            for name in _memory(rank_stats[0])
-            if (largest := max(_memory(rank)[name] for rank in rank_stats))
+            for name in rank_stats[0].memory
+            if (largest := max(rank.memory[name] for rank in rank_stats))
         }
         if len(rank_stats) > 1:
             ratios, (latest, lateness) = _slowness(rank_stats), _latest(rank_stats)
@@ -151,12 +151,6 @@ def _latest(rank_stats: Sequence[RankStats]) -> tuple[int, float]:
     waits = [rank.exchange_wait_s for rank in rank_stats]
     latest = waits.index(min(waits))
     return latest, (max(waits) - waits[latest]) / max(rank_stats[latest].training_s, 1e-9)
-
-
-def _memory(rank: RankStats) -> dict[str, float]:
-    """All memory of a rank by its name in the metrics; what it has none of is 0."""
-    names = ("host", "peak", "device", "reserved")
-    return {name: getattr(rank, f"{name}_bytes") for name in names} | dict(rank.held_bytes)
 
 
 def _gib(num_bytes: float) -> str:

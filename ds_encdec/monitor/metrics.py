@@ -107,7 +107,7 @@ class StepRecord:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StepRecord:
-        """Restore exactly what `to_dict` wrote. Older checkpoints have lists in the order of `DENOISERS`, and no `extra`."""
+        """Restore exactly what `to_dict` wrote. Older checkpoints have lists instead of names, and no `extra`."""
 
         def named(part: str) -> dict[str, float]:
             saved = values.get(part, {})
