@@ -128,15 +128,15 @@ class _PendingStep:
     sums: Tensor
     encoder_tokens: int
 
-    def values(self, device: torch.device) -> Tensor:
-        """All that is reduced, in one row on `device`: float64."""
-        metrics = [value.detach().double().to(device) for value in (self.result.grad_norm, *self.result.extra.values())]
-        return torch.cat([self.sums.flatten(), torch.stack(metrics)])
+    def values(self) -> Tensor:
+        """All that is reduced, in one row of float64."""
+        metrics = [value.detach().to(self.sums) for value in (self.result.grad_norm, *self.result.extra.values())]
+        return torch.cat([self.sums.flatten(), self.sums.new_full((1,), self.encoder_tokens), torch.stack(metrics)])
 
-    def record(self, encoder_tokens: int, totals: Iterator[float], num_ranks: int) -> StepRecord:
+    def record(self, totals: Iterator[float], num_ranks: int) -> StepRecord:
         """The step by the totals over all ranks of its `values`, which are taken from `totals`."""
         loss_sums, target_tokens = (dict(zip(DENOISERS, totals, strict=False)) for _ in range(2))
-        extra = self.result.extra
+        encoder_tokens, extra = int(next(totals)), self.result.extra
         grad_norm, *means = (total / num_ranks for total in islice(totals, 1 + len(extra)))
         return StepRecord(
             global_step=self.global_step,
@@ -180,13 +180,9 @@ class StepAccumulator:
         """All steps since the last `take`. A collective: every rank calls it after the same steps."""
         pending, self._pending = self._pending, []
         if pending:
-            counts = torch.tensor([step.encoder_tokens for step in pending], dtype=torch.float64, device=self.device)
-            ranks = _gather(torch.cat([counts, *(step.values(self.device) for step in pending)]))
+            ranks = _gather(torch.cat([step.values() for step in pending]))
             totals = iter(sum_in_rank_order(ranks).tolist())
-            encoder_tokens = [int(count) for count in islice(totals, len(pending))]
-            self._records += [
-                step.record(count, totals, len(ranks)) for step, count in zip(pending, encoder_tokens, strict=True)
-            ]
+            self._records += [step.record(totals, len(ranks)) for step in pending]
         return list(self._records)
 
     def current_sums(self) -> Tensor:

@@ -68,15 +68,13 @@ def open_sinks(config: FullConfig, run_dir: Path, *, rank: int, start_step: int 
         return []
     logging_dir = run_dir / config.infra.logging_dir
     openers: dict[str, Callable[[], Sink]] = {
-        "console": lambda: ConsoleSink(config.training.num_train_steps, start_step=start_step)
+        "console": lambda: ConsoleSink(config.training.num_train_steps, start_step=start_step),
+        "tensorboard": lambda: TensorBoardSink(logging_dir / "tensorboard", start_step=start_step),
+        "wandb": lambda: WandbSink(logging_dir, config.infra, config.model_dump(mode="json")),
     }
-    if "tensorboard" in config.training.report_to:
-        openers["tensorboard"] = lambda: TensorBoardSink(logging_dir / "tensorboard", start_step=start_step)
-    if "wandb" in config.training.report_to:
-        openers["wandb"] = lambda: WandbSink(logging_dir, config.infra, config.model_dump(mode="json"))
-    return [JsonlSink(RunFolder(str(run_dir)).metrics, start_step=start_step)] + [
-        GuardedSink(name, opener) for name, opener in openers.items()
-    ]
+    chosen = [name for name in openers if name in ("console", *config.training.report_to)]
+    metrics_file = JsonlSink(RunFolder(str(run_dir)).metrics, start_step=start_step)
+    return [metrics_file, *(GuardedSink(name, openers[name]) for name in chosen)]
 
 
 class GuardedSink:
