@@ -11,9 +11,7 @@ import logging
 
 from ds_encdec.checkpoint.find import find_checkpoint
 from ds_encdec.checkpoint.manager import CheckpointManager
-from ds_encdec.config.schema import MonitorConfig
 from ds_encdec.engine.protocol import Engine
-from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.monitor.recorder import Alert, Recorder
 from ds_encdec.resume import load_engine
 from ds_encdec.types import DivergedError, TrainingState
@@ -22,14 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def roll_back(
-    state: TrainingState,
-    alert: Alert,
-    settings: MonitorConfig,
-    *,
-    engine: Engine,
-    checkpoints: CheckpointManager,
-    recorder: Recorder,
-    collectives: HostCollectives,
+    state: TrainingState, alert: Alert, *, engine: Engine, checkpoints: CheckpointManager, recorder: Recorder
 ) -> TrainingState | None:
     """Go back to a checkpoint. Returns its state to go on from, or None where no checkpoint is old enough.
 
@@ -37,6 +28,7 @@ def roll_back(
     checkpoint's step, and other data behind it. Raises DivergedError where the run has used up its rollbacks,
     CheckpointError where every checkpoint that is old enough is damaged.
     """
+    settings, collectives = recorder.settings, recorder.collectives
     if state.rollbacks >= settings.max_rollbacks:
         raise DivergedError(
             f"{alert['type']}: {alert['message']}, and monitor.max_rollbacks={settings.max_rollbacks} rollbacks are "
@@ -67,14 +59,9 @@ def roll_back(
         number=now.rollbacks,
     )
     if collectives.rank == 0:
-        logger.warning(
-            "Rollback %d of at most %d: back to step %d; data steps %d to %d are not trained on again.",
-            now.rollbacks,
-            settings.max_rollbacks,
-            then.global_step,
-            then.data_step + 1,
-            state.data_step,
-        )
+        skipped = f"data steps {then.data_step + 1} to {state.data_step} are not trained on again"
+        number = f"{now.rollbacks} of at most {settings.max_rollbacks}"
+        logger.warning(f"Rollback {number}: back to step {then.global_step}; {skipped}.")
     return now
 
 

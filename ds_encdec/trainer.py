@@ -295,14 +295,9 @@ def _react(run: Trainer, state: TrainingState, due: Due, actions: Actions) -> tu
     if actions.rollback is None:
         return state, due
     with run.recorder.clock.spent_on("pause"), run.stop.busy():
+        state = _collect_save(run, state)
         earlier = roll_back(
-            _collect_save(run, state),
-            actions.rollback,
-            run.config.monitor,
-            engine=run.engine,
-            checkpoints=run.checkpoints,
-            recorder=run.recorder,
-            collectives=run.collectives,
+            state, actions.rollback, engine=run.engine, checkpoints=run.checkpoints, recorder=run.recorder
         )
     if earlier is None:
         return state, due
