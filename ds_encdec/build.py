@@ -52,7 +52,7 @@ from ds_encdec.memory.out_of_memory import out_of_memory_explained
 from ds_encdec.model.parameter_count import count_parameters, training_flops
 from ds_encdec.monitor.events import EventLog
 from ds_encdec.monitor.monitor import TrainingMonitor
-from ds_encdec.monitor.peak_flops import peak_flops
+from ds_encdec.monitor.performance import peak_flops
 from ds_encdec.monitor.recorder import Recorder
 from ds_encdec.monitor.sinks import open_sinks
 from ds_encdec.resume import load_engine, refuse_other_model, restore_data

@@ -8,7 +8,7 @@ import torch
 
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.launch.host_collectives import HostCollectives
-from ds_encdec.monitor.metrics import eval_metrics
+from ds_encdec.monitor.metrics import by_denoiser, eval_metrics
 from ds_encdec.types import DENOISERS, Batch
 
 
@@ -23,5 +23,5 @@ def evaluate(engine: Engine, batches: Iterable[Batch], collectives: HostCollecti
     for batch in batches:
         loss = engine.evaluate(batch)
         sums += torch.stack((loss.by_denoiser, loss.tokens_by_denoiser)).double()
-    losses, tokens = torch.stack(collectives.gather(sums.cpu())).sum(dim=0).tolist()
-    return eval_metrics(losses, tokens) if sum(tokens) else {}
+    losses, tokens = by_denoiser(torch.stack(collectives.gather(sums.cpu())).sum(dim=0))
+    return eval_metrics(losses, tokens) if any(tokens.values()) else {}

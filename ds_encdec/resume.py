@@ -11,7 +11,7 @@ from ds_encdec.checkpoint.find import Checkpoint, find_checkpoint
 from ds_encdec.checkpoint.manager import CheckpointManager
 from ds_encdec.checkpoint.saved_state import open_saved_state
 from ds_encdec.config.load import load_saved
-from ds_encdec.config.schema import FullConfig, MonitorConfig
+from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.build import TrainingData
 from ds_encdec.data.fingerprint import in_todays_form, told, usable_records
 from ds_encdec.engine.protocol import Engine
@@ -71,14 +71,7 @@ def load_engine(engine: Engine, found: Checkpoint, collectives: HostCollectives)
 
 
 def roll_back(
-    state: TrainingState,
-    alert: Alert,
-    settings: MonitorConfig,
-    *,
-    engine: Engine,
-    checkpoints: CheckpointManager,
-    recorder: Recorder,
-    collectives: HostCollectives,
+    state: TrainingState, alert: Alert, *, engine: Engine, checkpoints: CheckpointManager, recorder: Recorder
 ) -> TrainingState | None:
     """Go back to an earlier checkpoint in mid-run, past the data that was read since; returns the state to go on from.
 
@@ -90,6 +83,7 @@ def roll_back(
     checkpoint's step, and other data behind it. Raises DivergedError where the run has used up its rollbacks,
     CheckpointError where every checkpoint that is old enough is damaged.
     """
+    settings, collectives = recorder.settings, recorder.collectives
     if state.rollbacks >= settings.max_rollbacks:
         raise DivergedError(
             f"{alert['type']}: {alert['message']}, and monitor.max_rollbacks={settings.max_rollbacks} rollbacks are "
@@ -120,14 +114,9 @@ def roll_back(
         number=now.rollbacks,
     )
     if collectives.rank == 0:
-        logger.warning(
-            "Rollback %d of at most %d: back to step %d; data steps %d to %d are not trained on again.",
-            now.rollbacks,
-            settings.max_rollbacks,
-            then.global_step,
-            then.data_step + 1,
-            state.data_step,
-        )
+        skipped = f"data steps {then.data_step + 1} to {state.data_step} are not trained on again"
+        number = f"{now.rollbacks} of at most {settings.max_rollbacks}"
+        logger.warning(f"Rollback {number}: back to step {then.global_step}; {skipped}.")
     return now
 
 
@@ -146,7 +135,7 @@ def _gone_back(state: TrainingState, then: TrainingState) -> TrainingState:
 
 
 def _different_contents(found: Checkpoint, config: FullConfig) -> list[str]:
-    """In what the model and tokenizer that `config` names differ from the saved ones, in words."""
+    """The differences, in words, between the model and tokenizer that `config` names and the saved ones."""
     saved = saved_model(config, found.path)
     try:
         named = new_model(config)

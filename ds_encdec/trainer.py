@@ -6,14 +6,13 @@ read, when the optimizer steps, when metrics are logged, when the model is evalu
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from ds_encdec.checkpoint.manager import CheckpointManager
 from ds_encdec.config.schema import FullConfig, TrainingConfig
@@ -30,12 +29,10 @@ from ds_encdec.types import Batch, CheckpointError, DivergedError, Preempted, St
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """What all ranks know of a step before its backward pass, from one small exchange between the hosts per step."""
+    """All ranks' knowledge of a step before its backward pass, from one small exchange between the hosts per step."""
 
     target_tokens: int
     encoder_tokens: int
@@ -48,7 +45,7 @@ class StepTotals:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointContent:
-    """What a checkpoint holds beside the engine's files: counters, metrics, and one record per data lane."""
+    """The content of a checkpoint beside the engine's files: counters, metrics, and one record per data lane."""
 
     state: TrainingState
     recorder: dict[str, Any]
@@ -78,7 +75,7 @@ class Trainer:
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """What is to happen after a step. Equal on every rank, because everything that decides it is.
+    """The plan of what happens after a step. Equal on every rank, because everything that decides it is.
 
     `log`: close the logging interval, which judges its steps too. `judge`: look for alerts in the steps not yet judged.
     `leave`: save and end, because somebody or a machine's alert asks for it. `rolled_back`: the run has gone back to a
@@ -96,7 +93,7 @@ class Due:
     def after(
         cls, state: TrainingState, result: StepResult, totals: StepTotals, training: TrainingConfig, *, every_step: bool
     ) -> Due:
-        """The plan by the counters. `state` is the one after the step; with `every_step` each step is judged."""
+        """Plan by the counters. `state` is the one after the step; with `every_step` each step is judged."""
         done = is_over(state, training)
 
         def every(n: int) -> bool:
@@ -155,13 +152,13 @@ def is_over(state: TrainingState, training: TrainingConfig) -> bool:
 
 
 def after_evaluation(state: TrainingState, eval_loss: float | None, training: TrainingConfig) -> TrainingState:
-    """The state with an evaluation's loss counted for early stopping; one that is not finite is not lower."""
+    """Count an evaluation's loss for early stopping; one that is not finite is not lower. Returns the state then."""
     if eval_loss is None:
         return state
     lowest = math.inf if state.lowest_eval_loss is None else state.lowest_eval_loss
     if eval_loss < lowest - training.early_stopping_threshold:
-        return dataclasses.replace(state, lowest_eval_loss=eval_loss, evaluations_since_lowest=0)
-    return dataclasses.replace(state, evaluations_since_lowest=state.evaluations_since_lowest + 1)
+        return replace(state, lowest_eval_loss=eval_loss, evaluations_since_lowest=0)
+    return replace(state, evaluations_since_lowest=state.evaluations_since_lowest + 1)
 
 
 def is_best(state: TrainingState, eval_loss: float | None) -> bool:
@@ -172,7 +169,7 @@ def is_best(state: TrainingState, eval_loss: float | None) -> bool:
 
 def advance(state: TrainingState, result: StepResult, totals: StepTotals) -> TrainingState:
     """The state after one consumed step, applied or not."""
-    return dataclasses.replace(
+    return replace(
         state,
         global_step=state.global_step + result.applied,
         data_step=state.data_step + 1,
@@ -184,10 +181,10 @@ def advance(state: TrainingState, result: StepResult, totals: StepTotals) -> Tra
     )
 
 
-def mark_last(items: Sequence[T]) -> Iterator[tuple[bool, T]]:
-    """Each item with whether it is the last one."""
-    for index, item in enumerate(items, start=1):
-        yield index == len(items), item
+def mark_last(batches: Sequence[Batch]) -> Iterator[tuple[bool, Batch]]:
+    """Each batch, after a flag that is True for the last one."""
+    for index, batch in enumerate(batches, start=1):
+        yield index == len(batches), batch
 
 
 def _next_step(run: Trainer, state: TrainingState, last_save: float) -> tuple[list[Batch], StepTotals]:
@@ -203,7 +200,7 @@ def _next_step(run: Trainer, state: TrainingState, last_save: float) -> tuple[li
             run.require_folder()
         return next(run.loader)
 
-    with run.recorder.waiting_for_data():
+    with run.recorder.clock.spent_on("data"):
         micro_batches, error = attempt(read)
     hours = run.config.training.save_interval_hours
     mine = [
@@ -216,7 +213,7 @@ def _next_step(run: Trainer, state: TrainingState, last_save: float) -> tuple[li
         run.checkpoints.save_is_over,
         run.loader.found_bad_rows,
     ]
-    with run.recorder.waiting_for_ranks():
+    with run.recorder.clock.spent_on("ranks"):
         rows = run.collectives.all_gather_ints(mine)
     failures, target_tokens, encoder_tokens, epochs, stops, saves_due, saves_over, bad_rows = zip(*rows, strict=True)
     if 2 in failures or (any(failures) and not any(stops)):
@@ -291,29 +288,24 @@ def _react(run: Trainer, state: TrainingState, due: Due, actions: Actions) -> tu
     same data again.
     """
     if due.leave or actions.leave is not None:
-        due = dataclasses.replace(due, leave=True, save=True, evaluate=False)  # no evaluation in a hurry
+        due = replace(due, leave=True, save=True, evaluate=False)  # no evaluation in a hurry
     if actions.rollback is None:
         return state, due
-    with run.recorder.paused(), run.stop.busy():
+    with run.recorder.clock.spent_on("pause"), run.stop.busy():
+        state = _collect_save(run, state)
         earlier = roll_back(
-            _collect_save(run, state),
-            actions.rollback,
-            run.config.monitor,
-            engine=run.engine,
-            checkpoints=run.checkpoints,
-            recorder=run.recorder,
-            collectives=run.collectives,
+            state, actions.rollback, engine=run.engine, checkpoints=run.checkpoints, recorder=run.recorder
         )
     if earlier is None:
         return state, due
-    return earlier, dataclasses.replace(due, evaluate=False, save=True, rolled_back=True)
+    return earlier, replace(due, evaluate=False, save=True, rolled_back=True)
 
 
 def _evaluate(run: Trainer, state: TrainingState, due: Due) -> tuple[TrainingState, float | None]:
     """Evaluate if it is due; returns the loss too, which is None where the held-out split has no target token."""
     if not due.evaluate:
         return state, None
-    with run.recorder.paused():
+    with run.recorder.clock.spent_on("pause"):
         metrics = evaluate(run.engine, _with_heartbeat(run, run.eval_batches()), run.collectives)
     if metrics:
         run.recorder.log_eval(state, metrics)
@@ -339,13 +331,11 @@ def _save(run: Trainer, state: TrainingState, due: Due, eval_loss: float | None)
     if done and not due.log:  # stopped early, between two lines of metrics
         run.recorder.log(state)
     last = done or due.leave
-    with run.recorder.paused(), run.stop.busy():
+    with run.recorder.clock.spent_on("pause"), run.stop.busy():
         run.collectives.on_rank_zero(run.require_folder)
         state = _collect_save(run, state)  # at most one under way
         best = is_best(state, eval_loss)
-        saved = state
-        if best:
-            saved = dataclasses.replace(state, best_eval_loss=eval_loss, best_step=state.global_step)
+        saved = replace(state, best_eval_loss=eval_loss, best_step=state.global_step) if best else state
         records = run.recorder.state_dict()
         lanes = [record for rank_records in run.collectives.gather(run.loader.state()) for record in rank_records]
         in_background = run.config.training.async_save and not (last or due.rolled_back)
@@ -384,4 +374,4 @@ def _collect_save(run: Trainer, state: TrainingState, *, must_succeed: bool = Fa
     logger.info(
         "saved step %d%s in %.1f s, training paused %.1f s", step, best, outcome.seconds, outcome.blocked_seconds
     )
-    return dataclasses.replace(state, best_eval_loss=outcome.state.best_eval_loss, best_step=outcome.state.best_step)
+    return replace(state, best_eval_loss=outcome.state.best_eval_loss, best_step=outcome.state.best_step)

@@ -68,7 +68,7 @@ class DivergedError(DsEncDecError):
 
 
 class HangError(DsEncDecError):
-    """A rank stands still, or the launcher is gone."""
+    """A rank or the launcher died or stopped responding."""
 
     exit_code = 8
 
@@ -189,17 +189,20 @@ class StepResult:
     """One optimizer step. `applied` is False when it was skipped (non-finite gradients, or vetoed).
 
     `grad_norm`: float32 scalar tensor, global L2 norm before clipping. `learning_rate`: the rate this
-    step was made with (of the first parameter group).
+    step was made with (of the first parameter group). `extra`: whatever else the engine measures, by the name under
+    which it is published (docs/metrics.md): float32 scalars on its device, of the same names on every rank. The mean
+    over the ranks, and over the interval's applied steps, is a metric of the run; nothing else has to know of it.
     """
 
     applied: bool
     grad_norm: Tensor
     learning_rate: float
+    extra: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """Where a run is. Saved in every checkpoint; equal on all ranks.
+    """The position of a run. Saved in every checkpoint; equal on all ranks.
 
     `global_step` counts applied optimizer steps (schedules follow it), `data_step` consumed ones,
     `skipped_steps` their difference. Token counts are global, over all ranks. `epoch` is the number
@@ -244,7 +247,7 @@ class WeightSource(Protocol):
 
 
 StateKind = Literal["weight", "exp_avg", "exp_avg_sq"]
-"""What there is of each trained parameter: its float32 weight, and AdamW's first and second moments."""
+"""The parts of each trained parameter's state: its float32 weight, and AdamW's first and second moments."""
 
 MOMENTS: tuple[StateKind, StateKind] = ("exp_avg", "exp_avg_sq")
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median_low
 from typing import Any
 
 from ds_encdec.config.schema import MonitorConfig
-from ds_encdec.monitor.alerts import make_alert
+from ds_encdec.monitor.events import make_alert
 from ds_encdec.monitor.metrics import MetricWindow
 from ds_encdec.monitor.rank_stats import RankStats
 
@@ -22,7 +22,7 @@ late belongs to it."""
 
 
 class MachineWatch:
-    """Looks at the rank_stats of all ranks once per logging interval; its alerts are those of `MACHINE_ALERTS`.
+    """Looks at the statistics of all ranks once per logging interval; its alerts are those of `MACHINE_ALERTS`.
 
     An alert is raised once, and again when what it says has ended and come back (memory: when it has grown further).
     The first interval of a process pays for compiling and for starting workers, and is left out of throughput.
@@ -47,8 +47,8 @@ class MachineWatch:
         self._memory_intervals += 1
         return [
             *self._judge_persistent(step, rank_stats, tokens_per_second / len(rank_stats)),
-            *self._judge_memory(step, "host", [rank.host_bytes for rank in rank_stats]),
-            *self._judge_memory(step, "device", [rank.device_bytes for rank in rank_stats]),
+            *self._judge_memory(step, "host", [rank.memory["host"] for rank in rank_stats]),
+            *self._judge_memory(step, "device", [rank.memory.get("device", 0) for rank in rank_stats]),
         ]
 
     def note_save(self) -> None:
@@ -60,18 +60,12 @@ class MachineWatch:
 
     @staticmethod
     def metrics(rank_stats: Sequence[RankStats]) -> dict[str, float]:
-        """Of an interval: memory, the largest of all ranks', and of two ranks or more who is slowest and latest."""
+        """Memory, the largest of all ranks', and of two ranks or more who is slowest and latest in an interval."""
         metrics = {
-            "mem/host_bytes": max(rank.host_bytes for rank in rank_stats),
-            "mem/peak_bytes": max(rank.peak_bytes for rank in rank_stats),
+            f"mem/{name}_bytes": largest
+            for name in rank_stats[0].memory
+            if (largest := max(rank.memory[name] for rank in rank_stats))
         }
-        if device_bytes := max(rank.device_bytes for rank in rank_stats):
-            metrics["mem/device_bytes"] = device_bytes
-        if reserved_bytes := max(rank.reserved_bytes for rank in rank_stats):
-            metrics["mem/reserved_bytes"] = reserved_bytes
-        for category in rank_stats[0].held_bytes:
-            if held_bytes := max(rank.held_bytes[category] for rank in rank_stats):
-                metrics[f"mem/{category}_bytes"] = held_bytes
         if len(rank_stats) > 1:
             ratios, (latest, lateness) = _slowness(rank_stats), _latest(rank_stats)
             slowest = ratios.index(max(ratios))
@@ -87,35 +81,41 @@ class MachineWatch:
         """Restore what `state_dict` gave. For a resume; a rollback changes nothing about the machines."""
         self._throughput.load_state_dict(state["throughput"])
 
-    def _judge_persistent(
-        self, step: int, rank_stats: Sequence[RankStats], rank_tokens_per_second: float
-    ) -> list[dict[str, Any]]:
-        """Alerts of what has now been seen in `PERSISTENT_INTERVALS` intervals in a row."""
-        settings = self._settings
-        seen: dict[tuple[str, int], dict[str, Any]] = {}
-        if alert := self._throughput_drop(step, rank_tokens_per_second):
-            seen["throughput_drop", 0] = alert
-        if alert := _data_wait(step, rank_stats, settings.data_wait_threshold):
-            seen["data_wait", 0] = alert  # whichever rank it is: they take turns
-        if len(rank_stats) > 1:
-            seen |= {("slow", rank): alert for rank, alert in _slow(step, rank_stats, settings.straggler_threshold)}
-            seen |= {
-                ("late", rank): alert for rank, alert in _late(step, rank_stats, settings.straggler_late_threshold)
-            }
+    def _judge_persistent(self, step: int, rank_stats: Sequence[RankStats], speed: float) -> list[dict[str, Any]]:
+        """Alerts of what has now been beyond its threshold in `PERSISTENT_INTERVALS` intervals in a row.
+
+        `speed`: tokens per second and rank.
+        """
+        settings, seen = self._settings, {}
+        least = settings.throughput_drop_threshold * self._usual_speed(speed)
+        if speed < least:
+            message = f"{speed:.1f} tokens/s per rank are below {least:.1f}"
+            seen["throughput", 0] = make_alert("throughput_drop", step, speed, least, message)
+        shares = [rank.data_wait_s / max(rank.training_s, 1e-9) for rank in rank_stats]
+        if (share := max(shares)) > settings.data_wait_threshold:
+            message = f"rank {shares.index(share)} waits for its next batch for {share:.0%} of the time"
+            # Whichever rank it is: they take turns.
+            seen["data_wait", 0] = make_alert("data_wait", step, share, settings.data_wait_threshold, message)
+        for rank, ratio in enumerate(_slowness(rank_stats)):
+            if ratio > settings.straggler_threshold:
+                times = f"it takes {ratio:.2f} times as long as the median rank for the same arithmetic"
+                message = f"rank {rank} is slow: {times}"
+                seen["slow", rank] = make_alert("straggler", step, ratio, settings.straggler_threshold, message)
+        rank, lateness = _latest(rank_stats)
+        if lateness > settings.straggler_late_threshold:
+            message = f"rank {rank} is late: others wait for it before the steps, for {lateness:.0%} of the time"
+            seen["late", rank] = make_alert("straggler", step, lateness, settings.straggler_late_threshold, message)
         self._streaks = {key: self._streaks.get(key, 0) + 1 for key in seen}
         return [alert for key, alert in seen.items() if self._streaks[key] == PERSISTENT_INTERVALS]
 
-    def _throughput_drop(self, step: int, tokens_per_second: float) -> dict[str, Any] | None:
-        if self._intervals == 1 or math.isnan(tokens_per_second):
-            return None
-        threshold = self._settings.throughput_drop_threshold * self._throughput.mean
-        is_low = len(self._throughput) >= MIN_THROUGHPUT_VALUES and tokens_per_second < threshold
+    def _usual_speed(self, speed: float) -> float:
+        """The mean of the window before this interval; 0 while there are too few values to compare `speed` with."""
+        if self._intervals == 1 or math.isnan(speed):
+            return 0.0
+        usual = self._throughput.mean if len(self._throughput) >= MIN_THROUGHPUT_VALUES else 0.0
         # A low value counts like any other: a speed that stays becomes the one to be compared with.
-        self._throughput.add(tokens_per_second)
-        if not is_low:
-            return None
-        message = f"{tokens_per_second:.1f} tokens/s per rank are below {threshold:.1f}"
-        return make_alert("throughput_drop", step, tokens_per_second, threshold, message)
+        self._throughput.add(speed)
+        return usual
 
     def _judge_memory(self, step: int, place: str, now: Sequence[float]) -> list[dict[str, Any]]:
         """One alert for all ranks that have grown: mostly they do so together."""
@@ -151,31 +151,6 @@ def _latest(rank_stats: Sequence[RankStats]) -> tuple[int, float]:
     waits = [rank.exchange_wait_s for rank in rank_stats]
     latest = waits.index(min(waits))
     return latest, (max(waits) - waits[latest]) / max(rank_stats[latest].training_s, 1e-9)
-
-
-def _slow(step: int, rank_stats: Sequence[RankStats], threshold: float) -> Iterator[tuple[int, dict[str, Any]]]:
-    for rank, ratio in enumerate(_slowness(rank_stats)):
-        if ratio > threshold:
-            message = (
-                f"rank {rank} is slow: it takes {ratio:.2f} times as long as the median rank for the same arithmetic"
-            )
-            yield rank, make_alert("straggler", step, ratio, threshold, message)
-
-
-def _late(step: int, rank_stats: Sequence[RankStats], threshold: float) -> Iterator[tuple[int, dict[str, Any]]]:
-    rank, lateness = _latest(rank_stats)
-    if lateness > threshold:
-        message = f"rank {rank} is late: others wait for it before the steps, for {lateness:.0%} of the time"
-        yield rank, make_alert("straggler", step, lateness, threshold, message)
-
-
-def _data_wait(step: int, rank_stats: Sequence[RankStats], threshold: float) -> dict[str, Any] | None:
-    shares = [rank.data_wait_s / max(rank.training_s, 1e-9) for rank in rank_stats]
-    share = max(shares)
-    if share <= threshold:
-        return None
-    message = f"rank {shares.index(share)} waits for its next batch for {share:.0%} of the time"
-    return make_alert("data_wait", step, share, threshold, message)
 
 
 def _gib(num_bytes: float) -> str:

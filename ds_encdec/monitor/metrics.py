@@ -4,32 +4,27 @@ One optimizer step becomes one `StepRecord`. Between two lines of metrics the su
 was computed, so that recording never waits for the device:
 
     add         per micro-batch   two small additions on the device
-    end_step    per step          keeps the sums and the gradient norm as tensors
+    end_step    per step          keeps the sums, the gradient norm and the engine's other metrics as tensors
     reduce      per interval      one collective over the ranks, one copy to the host
 """
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import math
-import operator
+import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_encdec.monitor.metrics_file import strict_json
 from ds_encdec.types import DENOISERS, LossSum, StepResult
-
-_NUM_SUMS = 2 * len(DENOISERS)
-
-
-def encode_float(value: float) -> float | str:
-    """`value` for strict JSON, which has no NaN and no infinity: those become strings that `float` reads."""
-    return value if math.isfinite(value) else str(value)
 
 
 class MetricWindow:
@@ -51,15 +46,12 @@ class MetricWindow:
     @property
     def mean(self) -> float:
         """Arithmetic mean."""
-        return math.fsum(self.values) / len(self.values) if self.values else 0.0
+        return statistics.fmean(self.values) if self.values else 0.0
 
     @property
     def std(self) -> float:
         """Population standard deviation."""
-        if not self.values:
-            return 0.0
-        mean = self.mean
-        return math.sqrt(math.fsum((value - mean) ** 2 for value in self.values) / len(self.values))
+        return statistics.pstdev(self.values) if self.values else 0.0
 
     @property
     def min(self) -> float:
@@ -84,8 +76,9 @@ class MetricWindow:
 class StepRecord:
     """One optimizer step, over all micro-batches and all ranks; equal on every rank.
 
-    `loss_sums` (nats) and `target_tokens` are in the order of `DENOISERS`. `global_step` and `data_step`
-    are `TrainingState`'s, after the step; `grad_norm` is the norm before clipping.
+    `loss_sums` (nats) and `target_tokens` (whole numbers) are by denoiser. `global_step` and `data_step` are
+    `TrainingState`'s, after the step; `grad_norm` is the norm before clipping. `extra`: `StepResult.extra`, the mean
+    over the ranks.
     """
 
     global_step: int
@@ -93,9 +86,10 @@ class StepRecord:
     applied: bool
     learning_rate: float
     grad_norm: float
-    loss_sums: tuple[float, ...]
-    target_tokens: tuple[int, ...]
+    loss_sums: Mapping[str, float]
+    target_tokens: Mapping[str, float]
     encoder_tokens: int
+    extra: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def loss(self) -> float:
@@ -103,45 +97,58 @@ class StepRecord:
         return mean_loss(self.loss_sums, self.target_tokens)
 
     @property
-    def tokens(self) -> int:
+    def tokens(self) -> float:
         """Non-padding tokens of both sides."""
-        return self.encoder_tokens + sum(self.target_tokens)
+        return self.encoder_tokens + sum(self.target_tokens.values())
 
     def to_dict(self) -> dict[str, Any]:
         """A strictly JSON-able dict, for `from_dict`."""
-        return {
-            "global_step": self.global_step,
-            "data_step": self.data_step,
-            "applied": self.applied,
-            "learning_rate": self.learning_rate,
-            "grad_norm": encode_float(self.grad_norm),
-            "loss_sums": [encode_float(value) for value in self.loss_sums],
-            "target_tokens": list(self.target_tokens),
-            "encoder_tokens": self.encoder_tokens,
-        }
+        return strict_json(dataclasses.asdict(self))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StepRecord:
-        """What `to_dict` wrote, exactly."""
-        return cls(
-            **{
-                **values,
-                "grad_norm": float(values["grad_norm"]),
-                "loss_sums": tuple(float(value) for value in values["loss_sums"]),
-                "target_tokens": tuple(values["target_tokens"]),
-            }
-        )
+        """Restore exactly what `to_dict` wrote. Older checkpoints have lists instead of names, and no `extra`."""
+
+        def named(part: str) -> dict[str, float]:
+            saved = values.get(part, {})
+            items = zip(DENOISERS, saved, strict=False) if isinstance(saved, list) else saved.items()
+            return {name: float(value) for name, value in items}
+
+        parts = {part: named(part) for part in ("loss_sums", "target_tokens", "extra")}
+        return cls(**{**values, **parts, "grad_norm": float(values["grad_norm"])})
 
 
 @dataclass(slots=True)
 class _PendingStep:
-    """A step of this rank that has not been reduced yet."""
+    """A step of this rank that has not been reduced yet. `sums`: see `StepAccumulator.current_sums`."""
 
     global_step: int
     data_step: int
     result: StepResult
     sums: Tensor
     encoder_tokens: int
+
+    def values(self) -> Tensor:
+        """All that is reduced, in one row of float64."""
+        metrics = [value.detach().to(self.sums) for value in (self.result.grad_norm, *self.result.extra.values())]
+        return torch.cat([self.sums.flatten(), self.sums.new_full((1,), self.encoder_tokens), torch.stack(metrics)])
+
+    def record(self, totals: Iterator[float], num_ranks: int) -> StepRecord:
+        """The step by the totals over all ranks of its `values`, which are taken from `totals`."""
+        loss_sums, target_tokens = (dict(zip(DENOISERS, totals, strict=False)) for _ in range(2))
+        encoder_tokens, extra = int(next(totals)), self.result.extra
+        grad_norm, *means = (total / num_ranks for total in islice(totals, 1 + len(extra)))
+        return StepRecord(
+            global_step=self.global_step,
+            data_step=self.data_step,
+            applied=self.result.applied,
+            learning_rate=self.result.learning_rate,
+            grad_norm=grad_norm,
+            loss_sums=loss_sums,
+            target_tokens=target_tokens,
+            encoder_tokens=encoder_tokens,
+            extra=dict(zip(extra, means, strict=True)),
+        )
 
 
 class StepAccumulator:
@@ -160,8 +167,7 @@ class StepAccumulator:
 
     def add(self, loss_sum: LossSum, *, encoder_tokens: int) -> None:
         """Add one micro-batch of this rank to the current step. Does not wait for the device."""
-        self._sums[: len(DENOISERS)] += loss_sum.by_denoiser.detach()
-        self._sums[len(DENOISERS) :] += loss_sum.tokens_by_denoiser.detach()
+        self._sums += torch.stack((loss_sum.by_denoiser, loss_sum.tokens_by_denoiser)).detach()
         self._encoder_tokens += encoder_tokens
 
     def end_step(self, result: StepResult, *, global_step: int, data_step: int) -> None:
@@ -174,18 +180,17 @@ class StepAccumulator:
         """All steps since the last `take`. A collective: every rank calls it after the same steps."""
         pending, self._pending = self._pending, []
         if pending:
-            sums = torch.stack([step.sums for step in pending])
-            encoder_tokens = torch.tensor([[step.encoder_tokens] for step in pending], dtype=torch.float64)
-            norms = torch.stack([step.result.grad_norm.detach().double().to(self.device) for step in pending])
-            ranks = _gather(torch.cat([sums, encoder_tokens.to(self.device), norms[:, None]], dim=1))
-            totals = _sum_in_rank_order([rank[:, :-1] for rank in ranks]).tolist()
-            # The norm is every rank's; rank 0's word makes the records, and what is decided by them, equal for sure.
-            self._records += [_record(*item) for item in zip(pending, totals, ranks[0][:, -1].tolist(), strict=True)]
+            ranks = _gather(torch.cat([step.values() for step in pending]))
+            totals = iter(sum_in_rank_order(ranks).tolist())
+            self._records += [step.record(totals, len(ranks)) for step in pending]
         return list(self._records)
 
-    def current_sums(self) -> list[float]:
-        """This rank's sums of the step that has not ended: losses, then target tokens. Waits for the device."""
-        return self._sums.tolist()
+    def current_sums(self) -> Tensor:
+        """This rank's sums of the step that has not ended: float64 [2, denoisers] on the CPU, losses and target tokens.
+
+        Waits for the device.
+        """
+        return self._sums.cpu()
 
     def take(self) -> list[StepRecord]:
         """`reduce`, and begin a new interval."""
@@ -203,20 +208,20 @@ class StepAccumulator:
         self._pending = []
 
     def _zeros(self) -> Tensor:
-        return torch.zeros(_NUM_SUMS, dtype=torch.float64, device=self.device)
+        return torch.zeros(2, len(DENOISERS), dtype=torch.float64, device=self.device)
 
 
-def _gather(rows: Tensor) -> list[Tensor]:
-    """Every rank's `rows`, in rank order."""
+def _gather(row: Tensor) -> list[Tensor]:
+    """Every rank's `row`, in rank order."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [rows]
-    gathered = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, rows)
+        return [row]
+    gathered = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, row)
     return gathered
 
 
-def _sum_in_rank_order(ranks: Sequence[Tensor]) -> Tensor:
-    """The sum of every rank's rows.
+def sum_in_rank_order(ranks: Sequence[Tensor]) -> Tensor:
+    """The sum of every rank's tensor.
 
     Added here, because the order in which an all-reduce adds depends on where in the buffer an element lies, and so on
     how many steps are reduced together.
@@ -227,41 +232,24 @@ def _sum_in_rank_order(ranks: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def _record(step: _PendingStep, row: Sequence[float], grad_norm: float) -> StepRecord:
-    return StepRecord(
-        global_step=step.global_step,
-        data_step=step.data_step,
-        applied=step.result.applied,
-        learning_rate=step.result.learning_rate,
-        grad_norm=grad_norm,
-        loss_sums=tuple(row[: len(DENOISERS)]),
-        target_tokens=tuple(int(count) for count in row[len(DENOISERS) : _NUM_SUMS]),
-        encoder_tokens=int(row[_NUM_SUMS]),
-    )
+def by_denoiser(sums: Tensor) -> list[dict[str, float]]:
+    """The rows of [rows, denoisers] by the denoisers' names. Waits for the device."""
+    return [dict(zip(DENOISERS, row, strict=True)) for row in sums.tolist()]
 
 
-def mean_loss(loss_sums: Sequence[float], target_tokens: Sequence[float]) -> float:
+def mean_loss(loss_sums: Mapping[str, float], target_tokens: Mapping[str, float]) -> float:
     """Sum of token losses over the number of target tokens, in nats; NaN where there are none."""
-    tokens = sum(target_tokens)
-    return sum(loss_sums) / tokens if tokens else math.nan
+    tokens = sum(target_tokens.values())
+    return sum(loss_sums.values()) / tokens if tokens else math.nan
 
 
-def mean_loss_of_ranks(ranks: Sequence[Sequence[float]]) -> float:
-    """`mean_loss` of a step from all ranks' `StepAccumulator.current_sums`: the number that its record will have."""
-    totals = [functools.reduce(operator.add, column) for column in zip(*ranks, strict=True)]
-    return mean_loss(totals[: len(DENOISERS)], totals[len(DENOISERS) :])
+def loss_metrics(prefix: str, loss_sums: Mapping[str, float], target_tokens: Mapping[str, float]) -> dict[str, float]:
+    """`PREFIX/loss` and `PREFIX/loss_R1`… from sums by denoiser; those without tokens are left out."""
+    losses = {f"{prefix}/loss_{name}": loss_sums[name] / tokens for name, tokens in target_tokens.items() if tokens}
+    return {f"{prefix}/loss": mean_loss(loss_sums, target_tokens)} | losses
 
 
-def loss_metrics(prefix: str, loss_sums: Sequence[float], target_tokens: Sequence[float]) -> dict[str, float]:
-    """`PREFIX/loss` and `PREFIX/loss_R1`… from sums in the order of `DENOISERS`; those without tokens are left out."""
-    metrics = {f"{prefix}/loss": mean_loss(loss_sums, target_tokens)}
-    for denoiser, loss_sum, tokens in zip(DENOISERS, loss_sums, target_tokens, strict=True):
-        if tokens:
-            metrics[f"{prefix}/loss_{denoiser}"] = loss_sum / tokens
-    return metrics
-
-
-def eval_metrics(loss_sums: Sequence[float], target_tokens: Sequence[float]) -> dict[str, float]:
+def eval_metrics(loss_sums: Mapping[str, float], target_tokens: Mapping[str, float]) -> dict[str, float]:
     """`eval/loss`, `eval/perplexity`, and both per denoiser (`eval/loss_X1`, `eval/perplexity_X1`)."""
     losses = loss_metrics("eval", loss_sums, target_tokens)
     perplexities = {name.replace("/loss", "/perplexity"): _exp(loss) for name, loss in losses.items()}
@@ -269,20 +257,26 @@ def eval_metrics(loss_sums: Sequence[float], target_tokens: Sequence[float]) -> 
 
 
 def train_metrics(records: Sequence[StepRecord]) -> dict[str, float]:
-    """The `train/` metrics of an interval of at least one step.
+    """The `train/` metrics of an interval of at least one step, and the engine's own (`StepResult.extra`).
 
-    Losses are those of the applied steps: a step that was skipped for its NaN would hide the others. (If none
-    was applied, of all.) Learning rate and gradient norm are the last step's.
+    Losses are those of the applied steps, and the engine's metrics are averaged over them: a step that was skipped for
+    its NaN would hide the others. (If none was applied, of all.) Learning rate and gradient norm are the last step's.
     """
     counted = [record for record in records if record.applied] or records
-    loss_sums = [sum(column) for column in zip(*(record.loss_sums for record in counted), strict=True)]
-    target_tokens = [sum(column) for column in zip(*(record.target_tokens for record in counted), strict=True)]
+    loss_sums = _by_name([record.loss_sums for record in counted], sum)
+    target_tokens = _by_name([record.target_tokens for record in counted], sum)
     return {
         **loss_metrics("train", loss_sums, target_tokens),
         "train/learning_rate": records[-1].learning_rate,
         "train/grad_norm": records[-1].grad_norm,
         "train/skipped_steps": sum(not record.applied for record in records),
+        **_by_name([record.extra for record in counted], lambda values: sum(values) / len(values)),
     }
+
+
+def _by_name(rows: Sequence[Mapping[str, float]], combine: Callable[[list[float]], float]) -> dict[str, float]:
+    """The values that the rows have of each name, in their order, combined."""
+    return {name: combine([row[name] for row in rows if name in row]) for name in dict.fromkeys(chain(*rows))}
 
 
 def _exp(value: float) -> float:

@@ -1,15 +1,24 @@
-"""metrics.jsonl and ledger.jsonl of a run, read back: what others wrote, believed as little as possible."""
+"""metrics.jsonl and ledger.jsonl of a run, one strict JSON object a line: written, cut, and read back.
+
+What is read may have been written by others, and is believed as little as possible.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
+import os
 import statistics
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
-from ds_encdec.launch.run_folder import RunFolder
+from ds_encdec.launch.run_folder import RunFolder, write_atomically
 from ds_encdec.types import DataError
+
+logger = logging.getLogger(__name__)
 
 SETTLING_LINES = 1
 """First lines of metrics whose throughput is not a run's usual one: compilation, caches, workers that start."""
@@ -27,17 +36,64 @@ class StepLines(NamedTuple):
     is_torn: bool
 
 
+def strict_json(value: Any) -> Any:
+    """`value` for strict JSON, which has no NaN and no infinity: those become strings that `float` reads."""
+    if isinstance(value, Mapping):
+        return {name: strict_json(item) for name, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [strict_json(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def append_line(path: Path, values: Mapping[str, Any]) -> None:
+    """Append one line, in one write, so that a killed process leaves at most its last line torn.
+
+    A disk that refuses costs an error in the log, never the run, and leaves no torn line behind.
+    """
+    text = json.dumps(values, allow_nan=False).encode() + b"\n"
+    size = None
+    try:
+        with path.open("ab", buffering=0) as file:
+            size = file.tell()
+            if file.write(text) != len(text):
+                raise OSError("the disk took only a part of the line")
+    except OSError as error:
+        logger.error("%s: a line could not be written: %s", path, error)
+        if size is not None:
+            with suppress(OSError):
+                os.truncate(path, size)
+
+
+def cut_after(path: Path, step: int, *, aside: Path | None = None, **mark: int) -> None:
+    """Keep the whole lines up to `step` (none at all for 0), by an atomic replacement of the file. Raises OSError.
+
+    The later ones are appended to the file `aside` first, each with `mark`.
+    """
+    found = _step_lines(path.name, path.read_bytes())
+    kept = [line for line in found.lines if 0 < step >= line["step"]]
+    if aside is not None:
+        later = [line | mark for line in found.lines if not 0 < step >= line["step"]]
+        with aside.open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in later)
+    if found.problem or found.is_torn or len(kept) < len(found.lines):
+        write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
+
+
 def read_step_lines(path: Path) -> StepLines:
     """The file at `path`; a missing one has no lines."""
     try:
-        *whole, last = path.read_bytes().split(b"\n")
+        return _step_lines(path.name, path.read_bytes())
     except FileNotFoundError:
         return StepLines([], "", False)
     except OSError as error:
         return StepLines([], f"{path.name} cannot be read: {error.strerror}", False)
+
+
+def _step_lines(name: str, content: bytes) -> StepLines:
+    *whole, last = content.split(b"\n")
     lines = [line for text in whole if (line := _parse(text)) is not None]
     unreadable = len(whole) - len(lines)
-    problem = f"{path.name}: {unreadable:,} lines cannot be read and are left out" if unreadable else ""
+    problem = f"{name}: {unreadable:,} lines cannot be read and are left out" if unreadable else ""
     return StepLines(lines, problem, bool(last.strip()))
 
 
@@ -50,7 +106,7 @@ def _parse(text: bytes) -> dict[str, Any] | None:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether `value` is a finite number. JSON has no NaN: what was not finite is null, but some writers put NaN."""
+    """True for a finite number. JSON has no NaN: what was not finite is null, but some writers put NaN."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 

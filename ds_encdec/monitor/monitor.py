@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field, fields
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
-from ds_encdec.config.schema import FullConfig
-from ds_encdec.monitor.alerts import make_alert
-from ds_encdec.monitor.metrics import MetricWindow, encode_float
-from ds_encdec.optim.schedules import learning_rate as scheduled_learning_rate
+from ds_encdec.config.schema import FullConfig, MonitorConfig
+from ds_encdec.monitor.events import make_alert
+from ds_encdec.monitor.metrics import MetricWindow
+from ds_encdec.monitor.metrics_file import strict_json
+from ds_encdec.optim.schedules import learning_rate
 
 MAX_LOSS_SPIKES = 5
 """Loss spikes that a phase may have and still pass."""
@@ -29,17 +32,15 @@ LEARNING_RATE_ROUNDING = 1e-12
 
 
 class PhaseLimits(Protocol):
-    """What `validate_phase` reads of a phase's configuration; losses in nats per target token."""
+    """The limits that `validate_phase` reads of a phase's configuration; losses in nats per target token."""
 
     @property
     def max_loss_after_warmup(self) -> float:
         """Largest loss allowed at the end of the warm-up."""
-        ...
 
     @property
     def min_loss_decrease(self) -> float:
         """Least that the loss must have fallen since the first step."""
-        ...
 
 
 class Observation(NamedTuple):
@@ -53,6 +54,7 @@ class Observation(NamedTuple):
     applied: bool
 
 
+@dataclass(eq=False)
 class TrainingMonitor:
     """Windows of loss, gradient norm and throughput; alerts when one leaves its bounds.
 
@@ -65,62 +67,45 @@ class TrainingMonitor:
     for a loss scale (float16), and no alert while the loss is finite. The other arguments are `MonitorConfig`'s.
     """
 
-    def __init__(
-        self,
-        window_size: int = 100,
-        loss_spike_threshold: float = 2.0,
-        grad_norm_threshold: float = 10.0,
-        *,
-        loss_spike_min_values: int = 10,
-        loss_plateau_steps: int | None = None,
-        loss_plateau_min_decrease: float = 0.0,
-        learning_rate_tolerance: float = 1e-3,
-        planned_learning_rate: Callable[[int], float] | None = None,
-        loss_scaling: bool = False,
-    ) -> None:
-        self.loss_scaling = loss_scaling
-        self.loss_spike_threshold = loss_spike_threshold
-        self.loss_spike_min_values = min(loss_spike_min_values, window_size)
-        self.grad_norm_threshold = grad_norm_threshold
-        self.loss_plateau_steps = loss_plateau_steps
-        self.loss_plateau_min_decrease = loss_plateau_min_decrease
-        self.learning_rate_tolerance = learning_rate_tolerance
-        self.planned_learning_rate = planned_learning_rate
-        self.loss_window = MetricWindow(window_size)
-        self.grad_norm_window = MetricWindow(window_size)
-        self.throughput_window = MetricWindow(window_size)
+    window_size: int = 100
+    loss_spike_threshold: float = 2.0
+    grad_norm_threshold: float = 10.0
+    _: KW_ONLY
+    loss_spike_min_values: int = 10
+    loss_plateau_steps: int | None = None
+    loss_plateau_min_decrease: float = 0.0
+    learning_rate_tolerance: float = 1e-3
+    planned_learning_rate: Callable[[int], float] | None = None
+    loss_scaling: bool = False
+
+    # The fields that no caller sets are saved, with the windows and the alerts.
+    initial_loss: float | None = field(default=None, init=False)
+    warmup_complete_loss: float | None = field(default=None, init=False)
+    current_loss: float | None = field(default=None, init=False)
+    min_loss: float | None = field(default=None, init=False)
+    max_loss: float | None = field(default=None, init=False)
+    steps: int = field(default=0, init=False)
+    # Where the window's mean last fell by enough, and whether an alert has been raised because it has not since.
+    plateau_mean: float | None = field(default=None, init=False)
+    plateau_step: int = field(default=0, init=False)
+    plateau_said: bool = field(default=False, init=False)
+    learning_rate_is_off: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.loss_spike_min_values = min(self.loss_spike_min_values, self.window_size)
+        self.loss_window, self.grad_norm_window, self.throughput_window = (
+            MetricWindow(self.window_size) for _ in range(3)
+        )
         self.history: deque[Observation] = deque(maxlen=MAX_HISTORY)
         self.alerts: list[dict[str, Any]] = []
-        self.initial_loss: float | None = None
-        self.warmup_complete_loss: float | None = None
-        self.current_loss: float | None = None
-        self.min_loss: float | None = None
-        self.max_loss: float | None = None
-        self.steps = 0
-        # Where the window's mean last fell by enough, and whether it was said that it has not since.
-        self.plateau_mean: float | None = None
-        self.plateau_step = 0
-        self.plateau_said = False
-        self.learning_rate_is_off = False
 
     @classmethod
     def from_config(cls, config: FullConfig) -> TrainingMonitor:
         """The monitor of a run. Rates are held against the schedule, unless the raw DeepSpeed JSON changes that."""
-        settings, training = config.monitor, config.training
-        schedule_is_ours = "scheduler" not in config.infra.deepspeed_extra
-        return cls(
-            settings.window_size,
-            settings.loss_spike_threshold,
-            settings.grad_norm_threshold,
-            loss_spike_min_values=settings.loss_spike_min_values,
-            loss_plateau_steps=settings.loss_plateau_steps,
-            loss_plateau_min_decrease=settings.loss_plateau_min_decrease,
-            learning_rate_tolerance=settings.learning_rate_tolerance,
-            planned_learning_rate=(lambda index: scheduled_learning_rate(index, training))
-            if schedule_is_ours
-            else None,
-            loss_scaling=training.fp16,
-        )
+        settings = {name: getattr(config.monitor, name) for name in MonitorConfig.model_fields if hasattr(cls, name)}
+        schedule = partial(learning_rate, training=config.training)
+        planned = None if "scheduler" in config.infra.deepspeed_extra else schedule
+        return cls(**settings, planned_learning_rate=planned, loss_scaling=config.training.fp16)
 
     def update(
         self,
@@ -182,7 +167,7 @@ class TrainingMonitor:
         }
 
     def validate_phase(self, phase_config: PhaseLimits) -> dict[str, Any]:
-        """Whether the run passes the phase's gate: `passed`, and `checks` of `name`, `passed`, `message`.
+        """Judge the run by the phase's gate: `passed`, and `checks` of `name`, `passed`, `message`.
 
         A loss that was never measured fails its check. Spikes that a rollback took back are not in the weights, and do
         not count.
@@ -193,33 +178,35 @@ class TrainingMonitor:
         taken_back = f", and {len(found) - spikes} that rollbacks took back" if len(found) > spikes else ""
         limit, least = phase_config.max_loss_after_warmup, phase_config.min_loss_decrease
         checks = [
-            _check("loss_after_warmup", after_warmup is not None and after_warmup <= limit,
-                   f"loss after warm-up {_number(after_warmup, 'no step after the warm-up was logged')}, "
-                   f"at most {limit:.4f} allowed"),
-            _check("loss_decrease", decrease is not None and decrease >= least,
-                   f"loss fell by {_number(decrease, 'no step was logged')}, at least {least:.4f} asked for"),
-            _check("loss_spikes", spikes <= MAX_LOSS_SPIKES,
-                   f"{spikes} loss spikes, at most {MAX_LOSS_SPIKES} allowed{taken_back}"),
+            ("loss_after_warmup", after_warmup is not None and after_warmup <= limit,
+             f"loss after warm-up {_number(after_warmup, 'no step after the warm-up was logged')}, "
+             f"at most {limit:.4f} allowed"),
+            ("loss_decrease", decrease is not None and decrease >= least,
+             f"loss fell by {_number(decrease, 'no step was logged')}, at least {least:.4f} asked for"),
+            ("loss_spikes", spikes <= MAX_LOSS_SPIKES,
+             f"{spikes} loss spikes, at most {MAX_LOSS_SPIKES} allowed{taken_back}"),
         ]  # fmt: skip
-        return {"passed": all(check["passed"] for check in checks), "checks": checks}
+        return {
+            "passed": all(passed for _, passed, _ in checks),
+            "checks": [{"name": name, "passed": passed, "message": message} for name, passed, message in checks],
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the history, strictly JSON-able."""
-        return {
-            **{name: getattr(self, name) for name in _SCALARS},
-            **{name: getattr(self, name).state_dict() for name in _WINDOWS},
-            "alerts": [
-                alert | {key: encode_float(alert[key]) for key in _ALERT_FLOATS} for alert in _newest(self.alerts)
-            ],
-        }
+        scalars = {saved.name: getattr(self, saved.name) for saved in fields(self) if not saved.init}
+        windows = {name: getattr(self, name).state_dict() for name in _WINDOWS}
+        return {**scalars, **windows, "alerts": strict_json(_newest(self.alerts))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` gave."""
-        for name in _SCALARS:
-            setattr(self, name, state[name])
+        for saved in fields(self):
+            if not saved.init:
+                setattr(self, saved.name, state[saved.name])
         for name in _WINDOWS:
             getattr(self, name).load_state_dict(state[name])
-        self.alerts = [alert | {key: float(alert[key]) for key in _ALERT_FLOATS} for alert in state["alerts"]]
+        self.alerts = [
+            alert | {name: float(alert[name]) for name in ("value", "threshold")} for alert in state["alerts"]
+        ]
 
     def go_back(self, state: Mapping[str, Any]) -> None:
         """Restore an earlier `state_dict` of this run, as a rollback does; the alerts since then stay, marked."""
@@ -243,12 +230,6 @@ class TrainingMonitor:
         if not is_warmup and self.warmup_complete_loss is None:
             self.warmup_complete_loss = loss
 
-    @property
-    def _spike_threshold(self) -> float:
-        """Largest loss that is no spike; infinite while there are too few to compare with."""
-        enough = len(self.loss_window) >= self.loss_spike_min_values
-        return self.loss_spike_threshold * self.loss_window.mean if enough else math.inf
-
     def _judge(self, step: int, loss: float, grad_norm: float) -> list[dict[str, Any]]:
         """Alerts of a step by itself, against the window before its loss is in it."""
         alerts = []
@@ -256,13 +237,15 @@ class TrainingMonitor:
             value = grad_norm if math.isfinite(loss) else loss
             message = f"loss {loss:.4f}, gradient norm {grad_norm:.4f}: not finite"
             alerts.append(make_alert("non_finite", step, value, math.inf, message))
-        threshold = self._spike_threshold
-        if threshold < loss < math.inf:
-            message = f"loss {loss:.4f} is above {threshold:.4f}"
-            alerts.append(make_alert("loss_spike", step, loss, threshold, message))
-        if self.grad_norm_threshold < grad_norm < math.inf:
-            message = f"gradient norm {grad_norm:.4f} is above {self.grad_norm_threshold:.4f}"
-            alerts.append(make_alert("grad_explosion", step, grad_norm, self.grad_norm_threshold, message))
+        enough = len(self.loss_window) >= self.loss_spike_min_values  # to be compared with
+        largest_loss = self.loss_spike_threshold * self.loss_window.mean if enough else math.inf
+        for kind, what, value, threshold in (
+            ("loss_spike", "loss", loss, largest_loss),
+            ("grad_explosion", "gradient norm", grad_norm, self.grad_norm_threshold),
+        ):
+            if threshold < value < math.inf:
+                message = f"{what} {value:.4f} is above {threshold:.4f}"
+                alerts.append(make_alert(kind, step, value, threshold, message))
         return alerts
 
     def _judge_plateau(self, step: int) -> list[dict[str, Any]]:
@@ -286,49 +269,29 @@ class TrainingMonitor:
         if self.planned_learning_rate is None:
             return []
         planned = self.planned_learning_rate(update_index)
-        was_off = self.learning_rate_is_off
-        self.learning_rate_is_off = not math.isclose(
-            rate, planned, rel_tol=self.learning_rate_tolerance, abs_tol=LEARNING_RATE_ROUNDING
-        )
+        tolerance, was_off = self.learning_rate_tolerance, self.learning_rate_is_off
+        self.learning_rate_is_off = not math.isclose(rate, planned, rel_tol=tolerance, abs_tol=LEARNING_RATE_ROUNDING)
         if was_off or not self.learning_rate_is_off:
             return []
         # Against the larger of the two, as in isclose: a rate of 0 is a number like any other.
         difference = abs(rate - planned) / max(abs(rate), abs(planned))
         message = f"learning rate {rate:.4e} where the schedule has {planned:.4e}"
-        return [make_alert("learning_rate_off", step, difference, self.learning_rate_tolerance, message)]
+        return [make_alert("learning_rate_off", step, difference, tolerance, message)]
 
 
-_SCALARS = (
-    "initial_loss",
-    "warmup_complete_loss",
-    "current_loss",
-    "min_loss",
-    "max_loss",
-    "steps",
-    "plateau_mean",
-    "plateau_step",
-    "plateau_said",
-    "learning_rate_is_off",
-)
 _WINDOWS = ("loss_window", "grad_norm_window", "throughput_window")
-_ALERT_FLOATS = ("value", "threshold")
 
 
 def _newest(alerts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`alerts` in their order, of each type the last `MAX_ALERTS_OF_A_TYPE`."""
+    """`alerts` in their order, the last `MAX_ALERTS_OF_A_TYPE` of each type."""
     surplus = Counter(alert["type"] for alert in alerts)
     surplus.subtract(dict.fromkeys(surplus, MAX_ALERTS_OF_A_TYPE))
     kept = []
     for alert in alerts:
-        if surplus[alert["type"]] > 0:
-            surplus[alert["type"]] -= 1
-        else:
+        if surplus[alert["type"]] <= 0:
             kept.append(alert)
+        surplus[alert["type"]] -= 1
     return kept
-
-
-def _check(name: str, passed: bool, message: str) -> dict[str, Any]:
-    return {"name": name, "passed": passed, "message": message}
 
 
 def _number(value: float | None, reason: str) -> str:

@@ -9,66 +9,42 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cache
 
 import psutil
 import torch
 from torch import Tensor
 
+from ds_encdec.monitor.performance import Lap
+
 _WARMUP_PRODUCTS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class RankStats:
+class RankStats(Lap):
     """One rank in one logging interval; gathered from all ranks, so that all judge by the same.
 
-    `training_s`: seconds of the interval without pauses. `data_wait_s`: of them, waiting for the next batch.
-    `exchange_wait_s`: of them, waiting for the other ranks in the exchange before each step; the last one to come
-    waits least. `arithmetic_s`: `measure_arithmetic`. `host_bytes`: resident memory of the process now.
-    `device_bytes`: allocated on its accelerator now, 0 without one. `peak_bytes`: the largest of the latter so far,
-    without an accelerator of the former. `reserved_bytes`: what the allocator has taken from the accelerator's driver.
-    `held_bytes`: of the engine's tensors by category (engine/protocol.py); mostly empty, they are told once.
+    `exchange_wait_s`: in the exchange before each step the last rank to come waits least. `arithmetic_s`:
+    `measure_arithmetic`. `memory`, in bytes: `host`, resident memory of the process now; `device`, allocated on its
+    accelerator now, if it has one; `peak`, the largest device memory so far, without an accelerator the largest host
+    memory; `reserved`, what the allocator has taken from the accelerator's driver; and once in a process the engine's
+    tensors by category (engine/protocol.py).
     """
 
-    training_s: float
-    data_wait_s: float
-    exchange_wait_s: float
     arithmetic_s: float
-    host_bytes: float
-    device_bytes: float
-    peak_bytes: float
-    reserved_bytes: float = 0.0
-    held_bytes: Mapping[str, int] = field(default_factory=dict)
+    memory: Mapping[str, float]
 
 
-def measure_rank_stats(
-    device: torch.device,
-    *,
-    training_s: float,
-    data_wait_s: float,
-    exchange_wait_s: float,
-    held_bytes: Mapping[str, int] | None = None,
-) -> RankStats:
-    """This rank's rank_stats: the seconds and what is held as they are given, the rest measured now."""
-    host_bytes = float(psutil.Process().memory_info().rss)
+def measure_rank_stats(device: torch.device, lap: Lap, held_bytes: Mapping[str, int]) -> RankStats:
+    """This rank's statistics: the seconds and what is held as they are given, the rest measured now."""
+    host = psutil.Process().memory_info().rss
+    # The kernel brings its peak up to date a little later.
+    memory = {"host": host, "peak": max(peak_host_bytes(), host)}
     if device.type == "cuda":
-        device_bytes, peak_bytes = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-        reserved_bytes = torch.cuda.memory_reserved(device)
-    else:
-        # The kernel brings its peak up to date a little later.
-        device_bytes, peak_bytes, reserved_bytes = 0, max(peak_host_bytes(), int(host_bytes)), 0
-    return RankStats(
-        training_s=training_s,
-        data_wait_s=data_wait_s,
-        exchange_wait_s=exchange_wait_s,
-        arithmetic_s=measure_arithmetic(device),
-        host_bytes=host_bytes,
-        device_bytes=float(device_bytes),
-        peak_bytes=float(peak_bytes),
-        reserved_bytes=float(reserved_bytes),
-        held_bytes=held_bytes or {},
-    )
+        memory |= {"peak": torch.cuda.max_memory_allocated(device), "device": torch.cuda.memory_allocated(device)}
+        memory["reserved"] = torch.cuda.memory_reserved(device)
+    return RankStats(**asdict(lap), arithmetic_s=measure_arithmetic(device), memory={**memory, **held_bytes})
 
 
 def peak_host_bytes() -> int:

@@ -1,16 +1,12 @@
-"""What the loop has to say, turned into metrics and into answers: one object, so that the loop stays a loop."""
+"""Turns what the loop reports into metrics and into answers to alerts: one object, so that the loop stays a loop."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import logging
 import math
-import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
@@ -18,15 +14,14 @@ from torch import Tensor
 
 from ds_encdec.config.schema import MonitorConfig
 from ds_encdec.launch.host_collectives import HostCollectives
-from ds_encdec.monitor.alerts import MACHINE_ALERTS, answer
-from ds_encdec.monitor.events import EventLog
+from ds_encdec.monitor.events import MACHINE_ALERTS, EventLog, answer
 from ds_encdec.monitor.machine import MachineWatch
-from ds_encdec.monitor.metrics import StepAccumulator, StepRecord, mean_loss_of_ranks, train_metrics
+from ds_encdec.monitor.metrics import StepAccumulator, by_denoiser, mean_loss, sum_in_rank_order, train_metrics
 from ds_encdec.monitor.monitor import TrainingMonitor
-from ds_encdec.monitor.performance import IntervalClock, Lap, performance_metrics
-from ds_encdec.monitor.rank_stats import RankStats, measure_arithmetic, measure_rank_stats
+from ds_encdec.monitor.performance import IntervalClock, performance_metrics
+from ds_encdec.monitor.rank_stats import measure_arithmetic, measure_rank_stats
 from ds_encdec.monitor.sinks import Sink
-from ds_encdec.types import DENOISERS, Batch, LossSum, StepResult, TrainingState
+from ds_encdec.types import Batch, LossSum, StepResult, TrainingState
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +34,12 @@ STEPS_TO_HELD = 2
 """
 
 Alert = Mapping[str, Any]
-"""What monitor/alerts.py makes."""
+"""An alert of `events.make_alert`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Actions:
-    """What alerts ask the run to do, each with the first alert that asks for it; equal on every rank.
+    """The actions that alerts ask the run for, each with the first alert that asks for it; equal on every rank.
 
     `stop`: end now, training is at fault and its state not worth saving. `rollback`: go back. `leave`: the machine is
     at fault; save, then end.
@@ -54,72 +49,46 @@ class Actions:
     rollback: Alert | None = None
     leave: Alert | None = None
 
-    def __or__(self, later: Actions) -> Actions:
-        return Actions(self.stop or later.stop, self.rollback or later.rollback, self.leave or later.leave)
 
-
+@dataclass(kw_only=True, eq=False)
 class Recorder:
     """Collects steps on every rank; once per logging interval it reduces, judges and publishes them.
 
     What it judges by is gathered from all ranks first, so that all come to the same actions. `state` is the run's when
     it starts. `sinks` is empty on every rank but 0, and `events` writes nothing there. `peak_flops`: of one device, in
-    FLOP/s; None where it is not known. `estimated_bytes`: what the largest `mem/peak_bytes` should come to.
+    FLOP/s; None where it is not known. `estimated_bytes`: what the largest `mem/peak_bytes` should come to. The loop
+    tells the `clock` when it waits for data or for other ranks, and when it pauses.
     """
 
-    def __init__(
-        self,
-        *,
-        device: torch.device,
-        collectives: HostCollectives,
-        state: TrainingState,
-        warmup_steps: int,
-        settings: MonitorConfig,
-        monitor: TrainingMonitor,
-        events: EventLog,
-        sinks: Sequence[Sink],
-        batch_flops: BatchFlops,
-        peak_flops: float | None,
-        estimated_bytes: float | None = None,
-    ) -> None:
-        self.monitor = monitor
-        self.events = events
-        self._machine = MachineWatch(settings)
-        self._steps = StepAccumulator(device)
-        self._clock = IntervalClock()
-        self._sinks = sinks
-        self._device = device
-        self._collectives = collectives
-        self._warmup_steps = warmup_steps
-        self._settings = settings
-        self._batch_flops = batch_flops
-        self._peak_flops = peak_flops
+    device: torch.device
+    collectives: HostCollectives
+    state: InitVar[TrainingState]
+    warmup_steps: int
+    settings: MonitorConfig
+    monitor: TrainingMonitor
+    events: EventLog
+    sinks: Sequence[Sink]
+    batch_flops: BatchFlops
+    peak_flops: float | None
+    estimated_bytes: float | None = None
+
+    def __post_init__(self, state: TrainingState) -> None:
+        self.clock = IntervalClock()
+        self._machine = MachineWatch(self.settings)
+        self._steps = StepAccumulator(self.device)
         self._flops = 0.0
         self._last_step = (state.global_step, state.data_step)
-        self._judged_steps = 0  # of the interval's
-        self._restored_steps = 0
+        self._judged_steps = self._restored_steps = 0  # of the interval's
         self._alerts_in_interval: Counter[str] = Counter()
         self._once: dict[str, float] = {}
-        self._constant = {} if estimated_bytes is None else {"mem/estimated_bytes": estimated_bytes}
         self._steps_to_held = STEPS_TO_HELD
         self._held_bytes: Mapping[str, int] = {}
-        measure_arithmetic(device)  # allocates what it works on: better now than in a full memory
-
-    def waiting_for_data(self) -> AbstractContextManager[None]:
-        """Wraps the wait for the next micro-batches."""
-        return self._clock.waiting_for_data()
-
-    def waiting_for_ranks(self) -> AbstractContextManager[None]:
-        """Wraps the exchange before a step, in which the ranks wait for the last of them."""
-        return self._clock.waiting_for_ranks()
-
-    def paused(self) -> AbstractContextManager[None]:
-        """Wraps what is not training: evaluation and saving."""
-        return self._clock.paused()
+        measure_arithmetic(self.device)  # allocates what it works on: better now than in a full memory
 
     def add(self, loss: LossSum, batch: Batch) -> None:
         """One micro-batch of this rank. Does not wait for the device."""
         self._steps.add(loss, encoder_tokens=batch.encoder_tokens)
-        self._flops += self._batch_flops(batch)
+        self._flops += self.batch_flops(batch)
 
     def measure_held(self, held_bytes: Callable[[], Mapping[str, int]]) -> None:
         """Before each step: in one step of this process, take `Engine.held_bytes` for the next line of metrics."""
@@ -129,7 +98,7 @@ class Recorder:
 
     @property
     def veto(self) -> Callable[[Tensor], bool] | None:
-        """Whether to skip the step whose gradient norm (float32 scalar) it is given; the same on all ranks.
+        """Decides whether to skip the step whose gradient norm (float32 scalar) it is given; the same on all ranks.
 
         None, and so no wait for the device at each step, unless some alert is answered with `skip_step`. A norm that is
         not finite never comes here: the engine skips such a step itself.
@@ -138,8 +107,8 @@ class Recorder:
 
     @property
     def judges_every_step(self) -> bool:
-        """Whether every step is judged before the next one: a veto compares with windows up to this very step."""
-        return "skip_step" in (self._settings.on_loss_spike, self._settings.on_grad_explosion)
+        """True if every step is judged before the next one: a veto compares with windows up to this very step."""
+        return "skip_step" in (self.settings.on_loss_spike, self.settings.on_grad_explosion)
 
     def end_step(self, state: TrainingState, result: StepResult) -> None:
         """The end of a step, applied or not; `state` is the one after it."""
@@ -148,31 +117,30 @@ class Recorder:
 
     def judge(self) -> Actions:
         """Judge the steps that have not been judged yet. A collective."""
-        records = self._steps.reduce()
-        new, self._judged_steps = records[self._judged_steps :], len(records)
-        return functools.reduce(operator.or_, map(self._judge_step, new), Actions())
+        return self._answer(self._judge_steps())
 
     def log(self, state: TrainingState) -> Actions:
         """Close the interval: judge the rest of it and the machine, and publish. A collective."""
-        actions = self.judge()
+        alerts = self._judge_steps()
         records = self._steps.take()
-        self._judged_steps = 0
         timed = records[self._restored_steps :]
-        self._restored_steps = 0
-        lap = dataclasses.asdict(self._clock.lap())
-        rank_stats = self._collectives.gather(measure_rank_stats(self._device, **lap, held_bytes=self._held_bytes))
-        self._held_bytes = {}
+        self._judged_steps = self._restored_steps = 0
+        rank_stats = self.collectives.gather(measure_rank_stats(self.device, self.clock.lap(), self._held_bytes))
         performance = performance_metrics(
-            Lap(rank_stats[0].training_s, rank_stats[0].data_wait_s, rank_stats[0].exchange_wait_s),
+            rank_stats[0],
             num_steps=len(timed),
             tokens=sum(record.tokens for record in timed),
             num_devices=len(rank_stats),
             # Every rank has the same budgets, so this rank's FLOPs stand for the others'.
             flops=self._flops * len(rank_stats),
-            peak_flops_per_device=self._peak_flops,
+            peak_flops_per_device=self.peak_flops,
         )
-        self._flops = 0.0
-        actions |= self._judge_machine(state, rank_stats, performance["perf/tokens_per_sec"])
+        self._held_bytes, self._flops = {}, 0.0
+        speed = performance["perf/tokens_per_sec"]
+        self.monitor.throughput_window.add(speed)
+        of_machines = self._machine.update(state.global_step, rank_stats, tokens_per_second=speed)
+        actions = self._answer(alerts + [(alert, state.data_step) for alert in of_machines])
+        estimate = {} if self.estimated_bytes is None else {"mem/estimated_bytes": self.estimated_bytes}
         self._publish(
             state,
             {
@@ -184,7 +152,7 @@ class Recorder:
                 "data/bad_rows": state.bad_rows,
                 **performance,
                 **self._machine.metrics(rank_stats),
-                **self._constant,
+                **estimate,
                 "health/alerts": self._alerts_in_interval.total(),
                 "health/rollbacks": state.rollbacks,
                 **self._once,
@@ -212,8 +180,8 @@ class Recorder:
         self.monitor.go_back(saved["monitor"])
         self._flops = 0.0
         self._last_step = (state.global_step, state.data_step)
-        self._clock.lap()
-        for sink in self._sinks:
+        self.clock.lap()
+        for sink in self.sinks:
             sink.go_back(state.global_step, state.rollbacks)
 
     def state_dict(self) -> dict[str, Any]:
@@ -235,7 +203,7 @@ class Recorder:
         if exit_code:
             step, data_step = self._last_step
             self.events.write("stop", step=step, data_step=data_step, exit_code=exit_code, message=reason)
-        for sink in self._sinks:
+        for sink in self.sinks:
             sink.close(exit_code)
 
     def _load(self, state: Mapping[str, Any]) -> None:
@@ -243,55 +211,47 @@ class Recorder:
         self._restored_steps = self._judged_steps = len(state["steps"]["records"])  # made before this clock ran
 
     def _refuses(self, norm: Tensor) -> bool:
-        """See `veto`."""
-        ranks = self._collectives.gather((self._steps.current_sums(), float(norm)))
-        loss = mean_loss_of_ranks([sums for sums, _ in ranks])
-        if math.isnan(loss) and not any(map(sum, (sums[len(DENOISERS) :] for sums, _ in ranks))):
+        """Decide on a veto; see `veto`."""
+        ranks = self.collectives.gather((self._steps.current_sums(), float(norm)))
+        loss_sums, target_tokens = by_denoiser(sum_in_rank_order([sums for sums, _ in ranks]))
+        if not any(target_tokens.values()):
             return False  # a step without targets
-        seen = self.monitor.refuses(loss, ranks[0][1])
-        return any(name == "non_finite" or answer(name, self._settings) == "skip_step" for name in seen)
+        seen = self.monitor.refuses(mean_loss(loss_sums, target_tokens), ranks[0][1])
+        return any(name == "non_finite" or answer(name, self.settings) == "skip_step" for name in seen)
 
-    def _judge_step(self, record: StepRecord) -> Actions:
-        if not any(record.target_tokens):
-            return Actions()  # a step without targets has no loss
-        alerts = self.monitor.update(
-            record.global_step,
-            record.loss,
-            record.grad_norm,
-            record.learning_rate,
-            math.nan,  # known per interval only
-            is_warmup=record.global_step <= self._warmup_steps,
-            applied=record.applied,
-        )
-        return self._answer(alerts, record.data_step)
+    def _judge_steps(self) -> list[tuple[Alert, int]]:
+        """New alerts, each with its data step. A step without targets has no loss, and is not judged."""
+        records = self._steps.reduce()
+        new, self._judged_steps = records[self._judged_steps :], len(records)
+        return [
+            (alert, record.data_step)
+            for record in new
+            if any(record.target_tokens.values())
+            for alert in self.monitor.update(
+                record.global_step,
+                record.loss,
+                record.grad_norm,
+                record.learning_rate,
+                math.nan,  # known per interval only
+                is_warmup=record.global_step <= self.warmup_steps,
+                applied=record.applied,
+            )
+        ]
 
-    def _judge_machine(
-        self, state: TrainingState, rank_stats: Sequence[RankStats], tokens_per_second: float
-    ) -> Actions:
-        self.monitor.throughput_window.add(tokens_per_second)
-        alerts = self._machine.update(state.global_step, rank_stats, tokens_per_second=tokens_per_second)
-        return self._answer(alerts, state.data_step)
-
-    def _answer(self, alerts: Sequence[dict[str, Any]], data_step: int) -> Actions:
-        """Write alerts down, and say what they ask for."""
-        actions = Actions()
-        for alert in alerts:
-            action = answer(alert["type"], self._settings)
-            self._alerts_in_interval[alert["type"]] += 1
-            if action != "warn" or self._alerts_in_interval[alert["type"]] == 1:
-                self._tell(alert, data_step, action)
-            if action == "rollback":
-                actions |= Actions(rollback=alert)
-            elif action == "stop":
-                actions |= Actions(leave=alert) if alert["type"] in MACHINE_ALERTS else Actions(stop=alert)
-        return actions
-
-    def _tell(self, alert: Alert, data_step: int, action: str) -> None:
-        facts = {name: value for name, value in alert.items() if name != "step"}
-        self.events.write("alert", step=alert["step"], data_step=data_step, **facts, action=action)
-        if self._collectives.rank == 0:
-            logger.warning("%s: data step %d, %s (%s)", alert["type"], data_step, alert["message"], action)
+    def _answer(self, alerts: Sequence[tuple[Alert, int]]) -> Actions:
+        """Write the alerts into the events and the log, and return what they ask for."""
+        asked: dict[str, Alert] = {}
+        for alert, data_step in alerts:
+            kind, action = alert["type"], answer(alert["type"], self.settings)
+            self._alerts_in_interval[kind] += 1
+            if action != "warn" or self._alerts_in_interval[kind] == 1:
+                self.events.write("alert", data_step=data_step, **alert, action=action)
+                if self.collectives.rank == 0:
+                    logger.warning("%s: data step %d, %s (%s)", kind, data_step, alert["message"], action)
+            if action in ("stop", "rollback"):
+                asked.setdefault("leave" if action == "stop" and kind in MACHINE_ALERTS else action, alert)
+        return Actions(**asked)
 
     def _publish(self, state: TrainingState, metrics: dict[str, float]) -> None:
-        for sink in self._sinks:
+        for sink in self.sinks:
             sink.log(state.global_step, {"data_step": state.data_step, **metrics})

@@ -1,4 +1,4 @@
-"""Where metrics go: metrics.jsonl and the console always, TensorBoard and W&B as configured.
+"""The places where metrics go: metrics.jsonl and the console always, TensorBoard and W&B as configured.
 
 A sink sees a step and plain floats. Only rank 0 has any: `open_sinks` gives the other ranks an empty list, so
 the loop never asks who it is. A tracker that fails is dropped with one warning, for no picture of a run is
@@ -7,27 +7,42 @@ worth the run. metrics.jsonl is not dropped: it says so at each line it cannot w
 
 from __future__ import annotations
 
-import contextlib
-import json
+import functools
 import logging
 import math
 import netrc
 import os
 import secrets
-import sys
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
 from ds_encdec.config.schema import FullConfig, InfraConfig
-from ds_encdec.monitor.console import ConsoleSink
+from ds_encdec.launch.run_folder import RunFolder, flush_folder
+from ds_encdec.monitor.metrics_file import append_line, cut_after
 
 logger = logging.getLogger(__name__)
 
-METRICS_FILE = "metrics.jsonl"
 WANDB_INIT_TIMEOUT_S = 30.0
 """Time for W&B's server to answer before the run is kept offline. Training has not begun then."""
+
+# Label, metric, format: what a line shows, in this order, of what it was given.
+_SHOWN = (
+    ("loss", "train/loss", "{:.4f}"),
+    ("lr", "train/learning_rate", "{:.2e}"),
+    ("grad norm", "train/grad_norm", "{:.3f}"),
+    ("skipped", "train/skipped_steps", "{:.0f}"),
+    ("tokens/s", "perf/tokens_per_sec", "{:,.0f}"),
+    ("MFU", "perf/mfu", "{:.1%}"),
+    ("eval loss", "eval/loss", "{:.4f}"),
+    ("perplexity", "eval/perplexity", "{:.2f}"),
+)
+_HIDDEN_AT_ZERO = {"train/skipped_steps"}
 
 
 class Sink(Protocol):
@@ -35,15 +50,12 @@ class Sink(Protocol):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write `metrics` of the applied optimizer step `step`."""
-        ...
 
     def go_back(self, step: int, rollback: int) -> None:
         """The run goes back to `step`, by its rollback of this number: later ones no longer belong to its history."""
-        ...
 
     def close(self, exit_code: int = 0) -> None:
         """Write what is left. `exit_code` is the run's."""
-        ...
 
 
 def open_sinks(config: FullConfig, run_dir: Path, *, rank: int, start_step: int = 0) -> list[Sink]:
@@ -56,128 +68,128 @@ def open_sinks(config: FullConfig, run_dir: Path, *, rank: int, start_step: int 
         return []
     logging_dir = run_dir / config.infra.logging_dir
     openers: dict[str, Callable[[], Sink]] = {
-        "console": lambda: ConsoleSink(config.training.num_train_steps, start_step=start_step)
+        "console": lambda: ConsoleSink(config.training.num_train_steps, start_step=start_step),
+        "tensorboard": lambda: TensorBoardSink(logging_dir / "tensorboard", start_step=start_step),
+        "wandb": lambda: WandbSink(logging_dir, config.infra, config.model_dump(mode="json")),
     }
-    if "tensorboard" in config.training.report_to:
-        openers["tensorboard"] = lambda: TensorBoardSink(logging_dir / "tensorboard", start_step=start_step)
-    if "wandb" in config.training.report_to:
-        openers["wandb"] = lambda: WandbSink(logging_dir, config.infra, config.model_dump(mode="json"))
-    return [JsonlSink(run_dir / METRICS_FILE, start_step=start_step)] + [
-        GuardedSink(name, opener) for name, opener in openers.items()
-    ]
+    chosen = [name for name in openers if name in ("console", *config.training.report_to)]
+    metrics_file = JsonlSink(RunFolder(str(run_dir)).metrics, start_step=start_step)
+    return [metrics_file, *(GuardedSink(name, openers[name]) for name in chosen)]
 
 
 class GuardedSink:
-    """A sink whose failure costs one warning and the sink, never the run."""
+    """A sink whose failure costs one warning and the sink, never the run. Once it has failed, it does nothing."""
 
     def __init__(self, name: str, opener: Callable[[], Sink]) -> None:
         self._name = name
-        self._sink: Sink | None = None
-        self._guard(lambda: setattr(self, "_sink", opener()))
+        self._opener: Callable[[], Sink] | None = functools.cache(opener)
+        self._guard(lambda sink: None)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand on, or do nothing once the sink has failed."""
-        if (sink := self._sink) is not None:
-            self._guard(lambda: sink.log(step, metrics))
+        """Hand on."""
+        self._guard(lambda sink: sink.log(step, metrics))
 
     def go_back(self, step: int, rollback: int) -> None:
-        """Hand on, or do nothing once the sink has failed."""
-        if (sink := self._sink) is not None:
-            self._guard(lambda: sink.go_back(step, rollback))
+        """Hand on."""
+        self._guard(lambda sink: sink.go_back(step, rollback))
 
     def close(self, exit_code: int = 0) -> None:
         """Close the sink if it still lives."""
-        if (sink := self._sink) is not None:
-            self._guard(lambda: sink.close(exit_code))
-            self._sink = None
+        self._guard(lambda sink: sink.close(exit_code))
+        self._opener = None
 
-    def _guard(self, action: Callable[[], None]) -> None:
+    def _guard(self, action: Callable[[Sink], None]) -> None:
+        if self._opener is None:
+            return
         try:
-            action()
+            action(self._opener())
         except KeyboardInterrupt:  # the second Ctrl-C
             raise
         except BaseException as error:  # whatever a tracker raises; rich and wandb know SystemExit, too
             logger.warning("%s has failed and is dropped, training goes on: %r", self._name, error)
-            self._sink = None
+            self._opener = None
 
 
 class JsonlSink:
     """metrics.jsonl: one JSON object a line with `step`, then the metrics by name.
 
-    JSON has no NaN and no infinity: such a value is written as null (pandas reads it back as NaN). Each line
-    reaches the operating system in one write, so a killed process leaves at most its last line torn; such a
-    line, and lines of later steps than `start_step`, are cut off here, by an atomic replacement of the file.
-    What a rollback takes back goes to metrics.abandoned.jsonl, with the rollback's number.
+    JSON has no NaN and no infinity: such a value is written as null (pandas reads it back as NaN). What a kill left of
+    a torn line, and lines of later steps than `start_step`, are cut off here. What a rollback takes back goes to
+    metrics.abandoned.jsonl, with the rollback's number.
     """
 
     def __init__(self, path: Path, *, start_step: int = 0) -> None:
         self._path = path
-        self._abandoned = path.with_name(f"{path.stem}.abandoned{path.suffix}")
-        if path.exists():
-            _truncate(path, start_step)
-        self._open()
-
-    def _open(self) -> None:
-        self._file = self._path.open("ab", buffering=0)
-        self._good_bytes = self._path.stat().st_size
+        path.touch()
+        cut_after(path, start_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line. A failure is logged as an error and leaves no torn line behind."""
+        """Append one line."""
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        line = json.dumps({"step": step, **values}, allow_nan=False).encode() + b"\n"
-        try:
-            if self._file.write(line) != len(line):
-                raise OSError("the disk took only a part of the line")
-            self._good_bytes += len(line)
-        except OSError as error:
-            logger.error("%s: the metrics of step %d could not be written: %s", self._path, step, error)
-            with contextlib.suppress(OSError):
-                os.truncate(self._path, self._good_bytes)
+        append_line(self._path, {"step": step, **values})
 
     def go_back(self, step: int, rollback: int) -> None:
         """Move the lines of later steps to the other file. Where the disk refuses, that is logged as an error."""
         try:
-            lines = self._path.read_bytes().splitlines(keepends=True)
-            later = [json.loads(line) for line in lines if _belongs(line, sys.maxsize) and not _belongs(line, step)]
-            with self._abandoned.open("ab") as file:
-                file.writelines(json.dumps({**line, "rollback": rollback}).encode() + b"\n" for line in later)
-            _truncate(self._path, step)
-            replaced = self._file
-            self._open()  # before the old one is closed: a run goes on without this file, but not with a closed one
-            replaced.close()
+            abandoned = self._path.with_name(f"{self._path.stem}.abandoned{self._path.suffix}")
+            cut_after(self._path, step, aside=abandoned, rollback=rollback)
         except OSError as error:
             logger.error("%s: the metrics after step %d could not be put aside: %s", self._path, step, error)
 
     def close(self, exit_code: int = 0) -> None:
-        """Make the lines durable and close the file."""
+        """Make the lines durable."""
         try:
-            os.fsync(self._file.fileno())
-            self._file.close()
+            flush_folder(self._path)
         except OSError as error:
             logger.error("%s: the last metrics may not be on the disk: %s", self._path, error)
 
 
-def _truncate(path: Path, start_step: int) -> None:
-    """Keep the lines up to `start_step`; none at all for a run that starts anew."""
-    lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if _belongs(line, start_step)]
-    if len(kept) == len(lines):
-        return
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+class ConsoleSink:
+    """The run on the screen: a progress bar on a terminal, plain lines in a file, with the time that is left.
 
+    Training moves the bar; evaluations are printed.
+    """
 
-def _belongs(line: bytes, start_step: int) -> bool:
-    if not line.endswith(b"\n"):
-        return False
-    try:
-        return 0 < start_step >= json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return False
+    def __init__(self, total_steps: int, *, start_step: int = 0, console: Console | None = None) -> None:
+        self._total_steps = total_steps
+        self._console = console or Console()
+        self._progress: Progress | None = None
+        if self._console.is_terminal:
+            columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[status]}"))
+            self._progress = Progress(*columns, console=self._console)
+            self._task = self._progress.add_task("", total=total_steps, completed=start_step, status="")
+            self._progress.start()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show the metrics of `step` that a person watches."""
+        if not (parts := self._describe(step, metrics)):
+            return
+        if self._progress is not None and "train/loss" in metrics:
+            self._progress.update(self._task, completed=step, status=" | ".join(parts))
+        else:
+            line = " | ".join([f"step {step}/{self._total_steps}", *parts])
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def go_back(self, step: int, rollback: int) -> None:
+        """Move the bar back."""
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step)
+
+    def close(self, exit_code: int = 0) -> None:
+        """Leave the bar as it stands."""
+        if self._progress is not None:
+            self._progress.stop()
+
+    def _describe(self, step: int, metrics: Mapping[str, float]) -> list[str]:
+        parts = [
+            f"{label} {form.format(metrics[name])}"
+            for label, name, form in _SHOWN
+            if name in metrics and (metrics[name] or name not in _HIDDEN_AT_ZERO)
+        ]
+        if "perf/step_time_s" in metrics:
+            seconds_left = round((self._total_steps - step) * metrics["perf/step_time_s"])
+            parts.append(f"ETA {timedelta(seconds=max(seconds_left, 0))}")
+        return parts
 
 
 class TensorBoardSink:
@@ -257,7 +269,7 @@ def _start_wandb(**arguments: Any) -> Any:
 
 
 def _has_wandb_login(base_url: str) -> bool:
-    """Whether W&B would find credentials without asking (its prompt would stop an unattended run)."""
+    """True if W&B would find credentials without asking (its prompt would stop an unattended run)."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     hosts = (urlsplit(os.environ.get("WANDB_BASE_URL", base_url)).netloc, "api.wandb.ai")

@@ -22,11 +22,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
             if parameter in seen or not parameter.requires_grad:
                 continue
             seen.add(parameter)
-            (decay if _decays(module, name) else no_decay).append(parameter)
+            # By class name: every model family brings its own RMSNorm, none of which share a base class.
+            decays = not type(module).__name__.endswith("Norm") and name != "bias"
+            (decay if decays else no_decay).append(parameter)
     groups = [{"params": decay, "weight_decay": weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
-
-
-def _decays(module: nn.Module, parameter_name: str) -> bool:
-    # By class name: every model family brings its own RMSNorm, none of which share a base class.
-    return not type(module).__name__.endswith("Norm") and parameter_name != "bias"

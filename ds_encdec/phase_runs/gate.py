@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ds_encdec.config.plain_files import read_json
-from ds_encdec.monitor.metrics import encode_float
-from ds_encdec.monitor.metrics_file import is_number, read_step_lines
+from ds_encdec.monitor.metrics_file import is_number, read_step_lines, strict_json
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.phases import PlannedPhase
 from ds_encdec.types import CheckpointError, TrainingState
@@ -63,7 +61,7 @@ def judge(planned: PlannedPhase, pipeline_initial_loss: float | None) -> Verdict
         checks.append(_never_logged_after_warmup(planned, state.global_step))
     return Verdict(
         checks=tuple(checks),
-        summary=_strict(monitor.get_summary()),
+        summary=strict_json(monitor.get_summary()),
         eval=evaluation,
         pipeline_initial_loss=monitor.initial_loss,
         steps=state.global_step,
@@ -114,12 +112,3 @@ def _never_logged_after_warmup(planned: PlannedPhase, steps: int) -> dict[str, A
         else f"none of the {steps - warmup} steps after the warm-up had a finite loss"
     )
     return {"name": "logged_after_warmup", "passed": False, "message": f"no loss after the warm-up: {reason}"}
-
-
-def _strict(value: Any) -> Any:
-    """`value` for strict JSON, in which NaN and infinities become strings."""
-    if isinstance(value, Mapping):
-        return {name: _strict(item) for name, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_strict(item) for item in value]
-    return encode_float(value) if isinstance(value, float) else value

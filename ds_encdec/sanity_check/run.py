@@ -21,7 +21,7 @@ from ds_encdec.launch.memory_errors import is_out_of_memory
 from ds_encdec.launch.process_group import shutdown
 from ds_encdec.launch.world import discover
 from ds_encdec.model.source import read_config
-from ds_encdec.monitor.metrics import encode_float
+from ds_encdec.monitor.metrics_file import strict_json
 from ds_encdec.sanity_check.checks import CHECKS, Check, CheckResult, Subject
 from ds_encdec.types import ConfigError, DsEncDecError, GateError, OutOfMemoryError
 
@@ -40,12 +40,9 @@ class SanityReport:
     error: DsEncDecError | None
 
     def as_json(self) -> str:
-        """One object of strict JSON: whether all passed, and the list of checks. See `encode_float`."""
-        checks = [
-            asdict(check) | {"values": {name: encode_float(value) for name, value in check.values.items()}}
-            for check in self.checks
-        ]
-        return json.dumps({"passed": self.error is None, "checks": checks}, indent=2, allow_nan=False)
+        """One object of strict JSON: whether all passed, and the list of checks. See `strict_json`."""
+        checks = [asdict(check) for check in self.checks]
+        return json.dumps(strict_json({"passed": self.error is None, "checks": checks}), indent=2, allow_nan=False)
 
 
 def check_config(

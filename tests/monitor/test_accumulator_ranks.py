@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from ds_encdec.monitor.metrics import StepAccumulator
-from ds_encdec.types import LossSum, StepResult
+from ds_encdec.types import DENOISERS, LossSum, StepResult
 
 RANKS, STEPS, MICRO_BATCHES = 2, 5, 3
 
@@ -30,7 +30,10 @@ def run_steps(accumulator: StepAccumulator, rank: int, first: int, last: int) ->
         for micro_batch in range(MICRO_BATCHES):
             values = torch.tensor(sums_of(rank, step, micro_batch))
             accumulator.add(LossSum(values[:5].sum(), values[:5], values[5:]), encoder_tokens=10 * rank + step)
-        accumulator.end_step(StepResult(True, torch.tensor(float(step)), 0.1), global_step=step, data_step=step)
+        # The first step has no metric of the engine's own, and the others one each, of every rank another value.
+        extra = {"train/extra": torch.tensor(1.0 + rank)} if step else {}
+        result = StepResult(True, torch.tensor(float(step)), 0.1, extra)
+        accumulator.end_step(result, global_step=step, data_step=step)
 
 
 def work(rank: int, store: str, out: str) -> None:
@@ -68,7 +71,9 @@ def test_two_ranks_agree_with_the_sum_and_a_resume_equals_no_resume(tmp_path: Pa
             for column in range(10)
         ]
         # Token losses are float32 (2**-24 relative) before they are added in float64.
-        assert record["loss_sums"] == pytest.approx(expected[:5], rel=1e-7)
-        assert record["target_tokens"] == expected[5:]
+        assert list(record["loss_sums"]) == list(record["target_tokens"]) == list(DENOISERS)
+        assert list(record["loss_sums"].values()) == pytest.approx(expected[:5], rel=1e-7)
+        assert list(record["target_tokens"].values()) == expected[5:]
         assert record["encoder_tokens"] == MICRO_BATCHES * (2 * step + 10)
         assert record["grad_norm"] == step
+        assert record["extra"] == ({"train/extra": 1.5} if step else {})

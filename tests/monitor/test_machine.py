@@ -21,10 +21,12 @@ WELL = RankStats(
     data_wait_s=0.1,
     exchange_wait_s=0.5,
     arithmetic_s=0.004,
-    host_bytes=8 * GIB,
-    device_bytes=40 * GIB,
-    peak_bytes=60 * GIB,
+    memory={"host": 8 * GIB, "device": 40 * GIB, "peak": 60 * GIB},
 )
+
+
+def with_memory(**memory: float) -> RankStats:
+    return dataclasses.replace(WELL, memory={**WELL.memory, **memory})
 
 
 def ranks(count: int = 4, **changed: dict[int, float]) -> list[RankStats]:
@@ -174,7 +176,7 @@ def test_one_rank_has_nobody_to_wait_for_it() -> None:
 
 
 def host(*gib: float) -> list[RankStats]:
-    return ranks(len(gib), host_bytes={rank: value * GIB for rank, value in enumerate(gib)})
+    return [with_memory(host=value * GIB) for value in gib]
 
 
 @pytest.mark.parametrize(("later", "expected"), [(10.0, []), (10.01, [("memory_growth", 5)])])
@@ -195,14 +197,14 @@ def test_memory_growth_is_said_again_only_after_as_much_growth() -> None:
 
 
 def test_ranks_that_grow_together_are_one_alert_of_each_memory() -> None:
-    grown = [dataclasses.replace(WELL, host_bytes=20 * GIB, device_bytes=(70 + rank) * GIB) for rank in range(4)]
+    grown = [with_memory(host=20 * GIB, device=(70 + rank) * GIB) for rank in range(4)]
     host_alert, device_alert = feed(watch(), [ranks()] * 4 + [grown] * 3)
     assert "host memory of rank 0" in host_alert["message"]
     assert "device memory of rank 3 has grown from 40.00 GiB to 73.00 GiB" in device_alert["message"]
 
 
 def test_without_an_accelerator_there_is_no_device_memory() -> None:
-    on_cpu = [dataclasses.replace(WELL, device_bytes=0.0)] * 2
+    on_cpu = [dataclasses.replace(WELL, memory={"host": 8 * GIB, "peak": 9 * GIB})] * 2
     machine = watch()
     assert feed(machine, [on_cpu] * 8) == []
     assert "mem/device_bytes" not in machine.metrics(on_cpu)
@@ -240,9 +242,8 @@ def test_data_wait_ends_and_begins_again_and_may_move_between_ranks() -> None:
 
 
 def test_metrics_name_the_largest_the_slowest_and_the_latest() -> None:
-    rank_stats = ranks(
-        4, host_bytes={2: 9 * GIB}, peak_bytes={3: 70 * GIB}, arithmetic_s={1: 0.006}, exchange_wait_s={0: 0.25}
-    )
+    rank_stats = ranks(4, arithmetic_s={1: 0.006}, exchange_wait_s={0: 0.25})
+    rank_stats[2:] = with_memory(host=9 * GIB), with_memory(peak=70 * GIB)
     assert MachineWatch.metrics(rank_stats) == {
         "mem/host_bytes": 9 * GIB,
         "mem/device_bytes": 40 * GIB,
@@ -256,9 +257,7 @@ def test_metrics_name_the_largest_the_slowest_and_the_latest() -> None:
 
 def test_what_engines_hold_is_told_by_category_of_the_rank_that_holds_most() -> None:
     held = {0: {"weights": 4, "gradients": 9, "host_states": 0}, 1: {"weights": 6, "gradients": 8, "host_states": 0}}
-    rank_stats = [
-        dataclasses.replace(WELL, held_bytes=held[rank], reserved_bytes=(rank + 1) * GIB) for rank in range(2)
-    ]
+    rank_stats = [with_memory(**held[rank], reserved=(rank + 1) * GIB) for rank in range(2)]
     metrics = MachineWatch.metrics(rank_stats)
     assert (metrics["mem/weights_bytes"], metrics["mem/gradients_bytes"]) == (6, 9)
     assert metrics["mem/reserved_bytes"] == 2 * GIB
@@ -266,10 +265,16 @@ def test_what_engines_hold_is_told_by_category_of_the_rank_that_holds_most() -> 
 
 
 positive = st.floats(1e-4, 1e4)
+memory = st.fixed_dictionaries({"host": positive, "device": positive})
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.builds(RankStats, *[positive] * 7), st.integers(1, 5), positive, st.integers(2, 9))
+@given(
+    st.builds(RankStats, *[positive] * 4, memory),
+    st.integers(1, 5),
+    positive,
+    st.integers(2, 9),
+)
 def test_what_stays_the_same_is_no_alert_but_a_wait_for_data(
     rank_stats: RankStats, count: int, speed: float, window_size: int
 ) -> None:

@@ -17,7 +17,7 @@ from ds_encdec.monitor.metrics import (
     loss_metrics,
     train_metrics,
 )
-from ds_encdec.types import LossSum, StepResult
+from ds_encdec.types import DENOISERS, LossSum, StepResult
 
 
 def loss_sum(*by_denoiser: float, tokens: tuple[float, ...] = (10, 0, 0, 0, 30)) -> LossSum:
@@ -29,6 +29,10 @@ def step_result(norm: float = 1.0, *, applied: bool = True, learning_rate: float
     return StepResult(applied, torch.tensor(norm), learning_rate)
 
 
+def named(*values: float) -> dict[str, float]:
+    return dict(zip(DENOISERS, values, strict=True))
+
+
 def record(**changes: object) -> StepRecord:
     values: dict[str, object] = {
         "global_step": 1,
@@ -36,8 +40,8 @@ def record(**changes: object) -> StepRecord:
         "applied": True,
         "learning_rate": 1e-3,
         "grad_norm": 1.0,
-        "loss_sums": (20.0, 0.0, 0.0, 0.0, 90.0),
-        "target_tokens": (10, 0, 0, 0, 30),
+        "loss_sums": named(20.0, 0.0, 0.0, 0.0, 90.0),
+        "target_tokens": named(10, 0, 0, 0, 30),
         "encoder_tokens": 25,
     }
     return StepRecord(**(values | changes))  # type: ignore[arg-type]
@@ -76,8 +80,8 @@ def test_step_loss_is_sum_over_tokens_not_mean_of_means() -> None:
     accumulator.add(loss_sum(0, 0, 0, 0, 5, tokens=(0, 0, 0, 0, 1)), encoder_tokens=5)
     accumulator.end_step(step_result(2.5), global_step=4, data_step=6)
     (step,) = accumulator.take()
-    assert step.loss_sums == (20, 0, 0, 0, 95)
-    assert step.target_tokens == (10, 0, 0, 0, 31)
+    assert step.loss_sums == named(20, 0, 0, 0, 95)
+    assert step.target_tokens == named(10, 0, 0, 0, 31)
     assert step.loss == 115 / 41
     assert (step.tokens, step.encoder_tokens, step.grad_norm) == (53, 12, 2.5)
     assert (step.global_step, step.data_step, step.applied) == (4, 6, True)
@@ -90,7 +94,7 @@ def test_sums_do_not_lose_small_losses_beside_large_ones() -> None:
     for _ in range(3):
         accumulator.add(loss_sum(0, 0, 0, 0, 1.0), encoder_tokens=0)
     accumulator.end_step(step_result(), global_step=1, data_step=1)
-    assert accumulator.take()[0].loss_sums[4] == 2.0**24 + 3
+    assert accumulator.take()[0].loss_sums["S"] == 2.0**24 + 3
 
 
 def test_recording_keeps_no_graph_and_no_later_change() -> None:
@@ -101,7 +105,7 @@ def test_recording_keeps_no_graph_and_no_later_change() -> None:
     with torch.no_grad():
         losses.zero_()
     accumulator.end_step(step_result(), global_step=1, data_step=1)
-    assert accumulator.take()[0].loss_sums == (2, 2, 2, 2, 2)
+    assert accumulator.take()[0].loss_sums == named(2, 2, 2, 2, 2)
 
 
 def test_take_begins_a_new_interval_and_reduce_does_not() -> None:
@@ -140,7 +144,7 @@ def test_interval_interrupted_by_a_checkpoint_gives_the_same_floats() -> None:
 
 def test_train_metrics_of_an_interval() -> None:
     second = record(
-        loss_sums=(0.0, 4.0, 0.0, 0.0, 0.0), target_tokens=(0, 4, 0, 0, 0), learning_rate=2e-3, grad_norm=3.0
+        loss_sums=named(0, 4, 0, 0, 0), target_tokens=named(0, 4, 0, 0, 0), learning_rate=2e-3, grad_norm=3.0
     )
     assert train_metrics([record(), second]) == {
         "train/loss": 114 / 44,
@@ -154,7 +158,7 @@ def test_train_metrics_of_an_interval() -> None:
 
 
 def test_a_skipped_step_does_not_hide_the_others() -> None:
-    nan = record(applied=False, loss_sums=(math.nan,) * 5, grad_norm=math.nan)
+    nan = record(applied=False, loss_sums=named(*[math.nan] * 5), grad_norm=math.nan)
     metrics = train_metrics([record(), nan])
     assert metrics["train/loss"] == 110 / 40
     assert metrics["train/skipped_steps"] == 1
@@ -162,15 +166,30 @@ def test_a_skipped_step_does_not_hide_the_others() -> None:
     assert math.isnan(train_metrics([nan])["train/loss"])
 
 
+def test_metrics_of_the_engine_are_averaged_over_the_applied_steps_that_have_them() -> None:
+    records = [record(extra={"train/clipped": value}) for value in (0.0, 1.0, 0.5)]
+    records += [record(applied=False, extra={"train/clipped": math.nan}), record(extra={"train/rare": 4.0})]
+    metrics = train_metrics(records)
+    assert (metrics["train/clipped"], metrics["train/rare"]) == (0.5, 4.0)
+
+
+def test_records_of_older_checkpoints_have_no_names() -> None:
+    saved = record(grad_norm=math.inf).to_dict()
+    assert StepRecord.from_dict(json.loads(json.dumps(saved, allow_nan=False))) == record(grad_norm=math.inf)
+    del saved["extra"]
+    old = saved | {"loss_sums": [20.0, 0.0, 0.0, 0.0, 90.0], "target_tokens": [10, 0, 0, 0, 30]}
+    assert StepRecord.from_dict(old) == record(grad_norm=math.inf)
+
+
 def test_eval_metrics_have_perplexities_per_denoiser() -> None:
-    metrics = eval_metrics([2.0, 0, 0, 0, 30.0], [2, 0, 0, 0, 10])
+    metrics = eval_metrics(named(2.0, 0, 0, 0, 30.0), named(2, 0, 0, 0, 10))
     assert metrics["eval/loss"] == 32 / 12
     assert metrics["eval/perplexity"] == pytest.approx(math.exp(32 / 12), rel=1e-15)
     assert metrics["eval/perplexity_S"] == pytest.approx(math.exp(3), rel=1e-15)
     assert metrics["eval/loss_R1"] == 1.0
     assert "eval/loss_X1" not in metrics
-    assert eval_metrics([1e4, 0, 0, 0, 0], [1, 0, 0, 0, 0])["eval/perplexity"] == math.inf
+    assert eval_metrics(named(1e4, 0, 0, 0, 0), named(1, 0, 0, 0, 0))["eval/perplexity"] == math.inf
 
 
 def test_loss_without_tokens_is_nan_and_never_zero() -> None:
-    assert math.isnan(loss_metrics("eval", [0.0] * 5, [0] * 5)["eval/loss"])
+    assert math.isnan(loss_metrics("eval", named(*[0.0] * 5), named(*[0] * 5))["eval/loss"])

@@ -6,8 +6,7 @@ import time
 
 import pytest
 
-from ds_encdec.monitor.peak_flops import peak_flops
-from ds_encdec.monitor.performance import IntervalClock, Lap, performance_metrics
+from ds_encdec.monitor.performance import IntervalClock, Lap, peak_flops, performance_metrics
 
 
 def test_performance_of_an_interval() -> None:
@@ -36,9 +35,9 @@ def test_no_mfu_where_the_peak_is_not_known() -> None:
 def test_clock_leaves_out_pauses_and_counts_waits_and_starts_anew() -> None:
     clock = IntervalClock()
     time.sleep(0.3)  # set-up, before the first batch
-    with clock.waiting_for_data():
+    with clock.spent_on("data"):
         time.sleep(0.05)
-    with clock.paused():
+    with clock.spent_on("pause"):
         time.sleep(0.3)
     lap = clock.lap()
     assert 0.05 <= lap.data_wait_s <= lap.training_s < 0.3

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ds_encdec.monitor import rank_stats
+from ds_encdec.monitor.performance import Lap
 from ds_encdec.monitor.rank_stats import measure_arithmetic, measure_rank_stats
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
@@ -17,19 +18,18 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.i
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_vitals_are_floats_in_one_row(device: str) -> None:
-    taken = measure_rank_stats(torch.device(device), training_s=3.0, data_wait_s=2.0, exchange_wait_s=1.0)
+    taken = measure_rank_stats(torch.device(device), Lap(3.0, 2.0, 1.0), {})
     assert (taken.training_s, taken.data_wait_s, taken.exchange_wait_s) == (3.0, 2.0, 1.0)
     assert 0 < taken.arithmetic_s < 10
-    assert 2**26 < taken.host_bytes < 2**36
-    assert (taken.device_bytes > 0) == (device == "cuda")
+    assert 2**26 < taken.memory["host"] < 2**36
+    assert set(taken.memory) - {"host", "peak"} == ({"device", "reserved"} if device == "cuda" else set())
     # The kernel brings its peak up to date a little later.
-    assert taken.peak_bytes >= (taken.device_bytes or 0.9 * taken.host_bytes)
+    assert taken.memory["peak"] >= taken.memory.get("device", 0.9 * taken.memory["host"])
 
 
 def test_host_memory_is_that_of_now() -> None:
     def host_bytes() -> float:
-        device = torch.device("cpu")
-        return measure_rank_stats(device, training_s=0.0, data_wait_s=0.0, exchange_wait_s=0.0).host_bytes
+        return measure_rank_stats(torch.device("cpu"), Lap(0.0, 0.0, 0.0), {}).memory["host"]
 
     def wait_until(reached: Callable[[float], bool]) -> None:
         """Kernels with many CPUs add a process's pages up later, some virtual machines only now and then."""

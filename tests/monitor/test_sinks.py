@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import resource
 import struct
 import time
 from collections.abc import Iterator
@@ -18,8 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from ds_encdec.config.schema import FullConfig, InfraConfig
 from ds_encdec.monitor import sinks
-from ds_encdec.monitor.console import ConsoleSink
-from ds_encdec.monitor.sinks import GuardedSink, JsonlSink, TensorBoardSink, WandbSink, open_sinks
+from ds_encdec.monitor.sinks import ConsoleSink, GuardedSink, JsonlSink, TensorBoardSink, WandbSink, open_sinks
 
 METRICS = {
     "train/loss": 3.25,
@@ -69,17 +69,30 @@ class TestJsonl:
         path = tmp_path / "metrics.jsonl"
         sink = JsonlSink(path)
         sink.log(1, METRICS)
-        whole_disk, sink._file = sink._file, io.FileIO("/dev/full", "ab")
+        path.rename(tmp_path / "kept")
+        path.symlink_to("/dev/full")
         for step in (2, 3):
             sink.log(step, METRICS)
-        sink._file.close()
-        sink._file = whole_disk
+        (tmp_path / "kept").replace(path)
         sink.log(4, METRICS)
         sink.close()
         assert [line["step"] for line in lines_of(path)] == [1, 4]
         errors = [entry.getMessage() for entry in caplog.records if entry.levelno == logging.ERROR]
         assert len(errors) == 2
         assert all("metrics.jsonl" in error and "No space left" in error for error in errors)
+
+    def test_a_line_for_which_there_is_no_room_leaves_no_part_of_it(self, tmp_path: Path) -> None:
+        path = tmp_path / "metrics.jsonl"
+        sink = JsonlSink(path)
+        sink.log(1, METRICS)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9, limits[1]))  # Python ignores its signal
+        try:
+            sink.log(2, METRICS)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        sink.log(3, METRICS)
+        assert [line["step"] for line in lines_of(path)] == [1, 3]
 
     def test_a_rollback_that_cannot_put_lines_aside_costs_an_error_and_no_line(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture

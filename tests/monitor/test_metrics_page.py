@@ -1,0 +1,55 @@
+"""docs/metrics.md names every metric that the code publishes."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from ds_encdec.engine.held_bytes import HOST_STATES
+
+from ds_encdec.monitor.machine import MachineWatch
+from ds_encdec.monitor.metrics import eval_metrics, loss_metrics
+from ds_encdec.monitor.performance import Lap
+from ds_encdec.monitor.rank_stats import measure_rank_stats
+from ds_encdec.types import DENOISERS
+
+ROOT = Path(__file__).parents[2]
+NAME = re.compile(
+    r"(train|eval|perf|mem|health|ckpt|data)/[a-z][A-Za-z0-9_]*[A-Za-z0-9]"
+)  # no beginning of an f-string
+
+
+def source(*patterns: str) -> Iterator[ast.AST]:
+    for pattern in patterns:
+        for path in (ROOT / "ds_encdec").glob(pattern):
+            yield from ast.walk(ast.parse(path.read_text()))
+
+
+def held_categories() -> set[str]:
+    """The keys of what the engines hand to `held_bytes`."""
+    calls = [node for node in source("engine/*.py") if isinstance(node, ast.Call)]
+    tables = [call.args[1] for call in calls if getattr(call.func, "id", "") == "held_bytes"]
+    return {ast.literal_eval(key) for table in tables if isinstance(table, ast.Dict) for key in table.keys if key}
+
+
+def published() -> set[str]:
+    """Names that stand in the code as they are, and those made of a prefix and something else."""
+    written = {node.value for node in source("**/*.py") if isinstance(node, ast.Constant)}
+    held = dict.fromkeys([*held_categories(), HOST_STATES], 1)
+    rank = measure_rank_stats(torch.device("cpu"), Lap(1.0, 0.0, 0.0), held | {"device": 1, "reserved": 1})
+    sums = dict.fromkeys(DENOISERS, 1.0)
+    made = MachineWatch.metrics([rank, rank]) | loss_metrics("train", sums, sums) | eval_metrics(sums, sums)
+    return {name for name in written if isinstance(name, str) and NAME.fullmatch(name)} | made.keys()
+
+
+def test_every_metric_is_on_the_page() -> None:
+    page = (ROOT / "docs/metrics.md").read_text()
+    named = set(re.findall(r"`([^`]+)`", page))
+    first = next(iter(DENOISERS))  # the page names one denoiser for all
+    of_a_denoiser = re.compile(rf"_({'|'.join(DENOISERS)})$")
+    found = {of_a_denoiser.sub(f"_{first}", name) for name in published()}
+    assert len(found) > 30
+    assert found <= named, f"docs/metrics.md lacks {', '.join(sorted(found - named))}"
