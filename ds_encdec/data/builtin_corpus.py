@@ -53,8 +53,8 @@ class BuiltinCorpus:
 
     def __init__(self) -> None:
         self._documents = builtin_documents()
-        content = hashlib.sha256(repr(self._documents).encode()).hexdigest()
-        self.identity = {"kind": "builtin", "documents": len(self._documents), "sha256": content}
+        digest = hashlib.sha256(repr(self._documents).encode())
+        self.identity = {"kind": "builtin", "documents": len(self._documents), "sha256": digest.hexdigest()}
 
     def __len__(self) -> int:
         return len(self._documents)

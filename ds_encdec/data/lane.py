@@ -78,15 +78,15 @@ class Lane:
         self._pipeline = pipeline
         self._number = number
         share = LaneShare(number, pipeline.num_lanes, pipeline.seed, pipeline.shuffle_buffer_size)
-        self._reader = MixtureReader(pipeline.sources, share, record["reader"] if record else None)
+        start = record or {"reader": None, "batches": 0, "skipped_documents": 0, "next_chunk": None, "waiting": []}
+        self._reader = MixtureReader(pipeline.sources, share, start["reader"])
+        self._batches: int = start["batches"]
+        self._skipped_documents: int = start["skipped_documents"]
+        self._bad_rows = bad_rows_of(start)
+        self._last_bad_row: list[Any] | None = start.get("last_bad_row")
+        self._next_chunk = start["next_chunk"] and _origin(*start["next_chunk"])
         self._packer: Packer[_Made] = pipeline.packer()
-        self._next_chunk: _Origin | None = None
-        self._batches = 0
-        self._skipped_documents = 0
-        self._bad_rows: list[int] = []
-        self._last_bad_row: list[Any] | None = None
-        if record:
-            self._restore(record)
+        self._packer.waiting = self._make_again(start["waiting"])
         self._arrivals = self._read_examples()
 
     def __next__(self) -> list[Example]:
@@ -110,32 +110,27 @@ class Lane:
             "waiting": [[*entry.item.origin, entry.waited_batches] for entry in self._packer.waiting],
         }
 
-    def _restore(self, record: dict[str, Any]) -> None:
-        self._batches = record["batches"]
-        self._skipped_documents = record["skipped_documents"]
-        self._bad_rows = bad_rows_of(record)
-        self._last_bad_row = record.get("last_bad_row")
-        if record["next_chunk"]:
-            self._next_chunk = _origin(*record["next_chunk"])
-        origins = [_origin(*place) for *place, _ in record["waiting"]]
+    def _make_again(self, waiting: list[list[Any]]) -> list[Waiting[_Made]]:
+        """The entries of the pool that a record holds as `waiting`; each document is read once."""
+        origins = [_origin(*place) for *place, _ in waiting]
         wanted: dict[tuple[Reference, int], set[int]] = {}
         for reference, epoch, chunk in origins:
             wanted.setdefault((reference, epoch), set()).add(chunk)
         entries: dict[_Origin, Waiting[_Made]] = {}
-        for (reference, epoch), chunks in wanted.items():  # each document is read once
+        for (reference, epoch), chunks in wanted.items():
             document = self._open_again(reference, epoch)
             again = [chunk for chunk in islice(document.chunks(), max(chunks) + 1) if chunk.index in chunks]
             entries |= {entry.item.origin: entry for entry in map(document.entry, again)}
-        self._packer.waiting = [
+        return [
             dataclasses.replace(entries[origin], waited_batches=waited)
-            for origin, (*_, waited) in zip(origins, record["waiting"], strict=True)
+            for origin, (*_, waited) in zip(origins, waiting, strict=True)
         ]
 
     def _read_examples(self) -> Iterator[Waiting[_Made]]:
         """Examples in the order of reading, endlessly; `_next_chunk` points behind the last one."""
         if self._next_chunk:
-            document = self._open_again(self._next_chunk.reference, self._next_chunk.epoch)
-            yield from self._cut(document, self._next_chunk.chunk)
+            reference, epoch, chunk = self._next_chunk
+            yield from self._cut(self._open_again(reference, epoch), chunk)
         while True:
             yield from self._cut(self._next_document())
 

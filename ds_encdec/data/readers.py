@@ -173,7 +173,8 @@ class MixtureReader:
     """
 
     def __init__(self, sources: Sequence[OpenSource], share: LaneShare, position: dict[str, Any] | None) -> None:
-        positions = source_positions(position) if position else {}
+        start = position or {"draws": 0, "sources": {}}
+        positions = source_positions(start)
         self._readers: dict[int, MapReader | StreamReader] = {}
         for opened in sources:
             kind: type[Any] = StreamReader if isinstance(opened.source, StreamSource) else MapReader
@@ -182,7 +183,7 @@ class MixtureReader:
         total = sum(opened.weight for opened in sources)
         self._shares = [opened.weight / total for opened in sources]
         self._share = share
-        self._draws: int = position["draws"] if position else 0
+        self._draws: int = start["draws"]
 
     @property
     def epoch(self) -> int:

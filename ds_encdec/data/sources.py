@@ -201,6 +201,13 @@ def text_document(key: str, value: Any, where: str) -> Row:
     return BadRow(key, f"{where}: expected text, found {type(value).__name__} {reprlib.repr(value)}")
 
 
+def field_document(key: str, record: Mapping[str, Any], column: str, where: str) -> Row:
+    """The document of the field `column` of a record; a bad row where it has none."""
+    if column not in record:
+        return BadRow(key, missing_column(column, where, list(record)))
+    return text_document(key, record[column], where)
+
+
 def missing_column(column: str, where: str, existing: Sequence[str]) -> str:
     """The message for a column that is not there, listing those that are."""
     return f"data.text_column={column}: {where} has no such column; it has {(', '.join(existing) or 'none'):.300}"

@@ -23,7 +23,7 @@ from ds_encdec.data.local_files import (
     plain_file,
     short_names,
 )
-from ds_encdec.data.sources import BadRow, Row, missing_column, text_document
+from ds_encdec.data.sources import BadRow, Row, field_document
 from ds_encdec.types import DataError, Document
 
 TEXT_PIECE_BYTES = 1 << 16
@@ -143,9 +143,7 @@ class JsonLines(_FileRanges):
             return BadRow(key, f"{where}: {self.failure} (nested more than {MAX_NESTING} deep)")
         if not isinstance(record, dict):
             return BadRow(key, f"{where}: expected one JSON object a line, found {type(record).__name__}")
-        if self._text_column not in record:
-            return BadRow(key, missing_column(self._text_column, where, list(record)))
-        return text_document(key, record[self._text_column], where)
+        return field_document(key, record, self._text_column, where)
 
 
 class CsvFiles(JsonLines):
