@@ -68,7 +68,7 @@ class DivergedError(DsEncDecError):
 
 
 class HangError(DsEncDecError):
-    """A rank stands still, or the launcher is gone."""
+    """A rank or the launcher died or stopped responding."""
 
     exit_code = 8
 
@@ -199,7 +199,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """Where a run is. Saved in every checkpoint; equal on all ranks.
+    """The place where a run is. Saved in every checkpoint; equal on all ranks.
 
     `global_step` counts applied optimizer steps (schedules follow it), `data_step` consumed ones,
     `skipped_steps` their difference. Token counts are global, over all ranks. `epoch` is the number
@@ -244,7 +244,7 @@ class WeightSource(Protocol):
 
 
 StateKind = Literal["weight", "exp_avg", "exp_avg_sq"]
-"""What there is of each trained parameter: its float32 weight, and AdamW's first and second moments."""
+"""The tensors that there are of each trained parameter: its float32 weight, and AdamW's first and second moments."""
 
 MOMENTS: tuple[StateKind, StateKind] = ("exp_avg", "exp_avg_sq")
 

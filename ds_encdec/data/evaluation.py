@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def cached_examples(cache_file: Path, pipeline: LanePipeline, num_examples: int) -> list[Example]:
-    """The examples in `cache_file`; where there is none, those that `find_examples` finds, which it keeps then."""
+    """The examples in `cache_file`; if it is missing, those that `find_examples` finds, which are then kept in it."""
     if cache_file.exists():
         return _read_examples(cache_file)
     logger.info("building the evaluation set (cached in %s)", cache_file)
@@ -41,7 +41,7 @@ def cached_examples(cache_file: Path, pipeline: LanePipeline, num_examples: int)
 
 
 def find_examples(pipeline: LanePipeline, num_examples: int) -> list[Example]:
-    """The first `num_examples` held-out examples (fewer, if there are no more). Raises DataError when there is none."""
+    """The first `num_examples` held-out examples (fewer, if there are no more). Raises DataError if nothing is held out."""
     examples = list(islice(held_out_examples(pipeline), num_examples))
     if not examples:
         raise DataError(
@@ -89,7 +89,7 @@ def _by_weight(sources: Sequence[OpenSource]) -> Iterator[Row]:
     The next one is of the source that is furthest behind its share. A source that has no more drops out.
     """
     queues = [_held_out_documents(opened) for opened in sources]
-    due = {number: 1 / opened.weight for number, opened in enumerate(sources)}
+    due = {number: 1 / opened.weight for number, opened in enumerate(sources) if opened.held_out_below}
     while due:
         number = min(due, key=lambda candidate: due[candidate])
         if document := next(queues[number], None):
@@ -102,8 +102,6 @@ def _by_weight(sources: Sequence[OpenSource]) -> Iterator[Row]:
 def _held_out_documents(opened: OpenSource) -> Iterator[Row]:
     """The held-out documents of a source. Keys come first: others are not read where the source can avoid it."""
     source = opened.source
-    if not opened.held_out_below:
-        return
     if isinstance(source, StreamSource):
         for unit in range(source.num_units):
             yield from source.documents(unit, 0, opened.holds_out)

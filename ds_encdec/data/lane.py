@@ -59,7 +59,7 @@ class LanePipeline:
 
 
 class _Origin(NamedTuple):
-    """Where an example comes from: enough to make it again."""
+    """The place that an example comes from: enough to make it again."""
 
     reference: Reference
     epoch: int
@@ -97,7 +97,7 @@ class Lane:
 
     @property
     def record(self) -> dict[str, Any]:
-        """What resumes the lane behind the micro-batches handed out so far. JSON-able; a few kilobytes."""
+        """The state that resumes the lane behind the micro-batches handed out so far. JSON-able; a few kilobytes."""
         return {
             "lane": self._number,
             "epoch": self._reader.epoch,
@@ -162,7 +162,7 @@ class Lane:
         )
 
     def _pass_over(self, row: BadRow, epoch: int) -> None:
-        """Count a row in its pass, and tell it where earlier ones had no more: it was told then. Raises DataError."""
+        """Count a row in its pass, and log it unless an earlier pass must have logged it. Raises DataError."""
         self._bad_rows += [0] * (epoch + 1 - len(self._bad_rows))
         is_new = self._bad_rows[epoch] >= max(self._bad_rows[:epoch], default=0)
         self._bad_rows[epoch] += 1

@@ -1,4 +1,4 @@
-"""Where documents come from: two protocols, the choice of a source by `data.dataset_name`, and what is held out of it.
+"""Sources of documents: two protocols, the choice of a source by `data.dataset_name`, and what is held out of it.
 
 A source that can hand out document i is a `MapSource`: its order is a permutation. One that can only be read
 from the front of a unit (a row group, a file, a shard) is a `StreamSource`: its order is shuffled in windows.
@@ -30,7 +30,7 @@ SMALL_SOURCE_DOCUMENTS = 1024
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """What stands in the place of a document that cannot be read. `problem` names the file, the row and the reason."""
+    """Stands in the place of a document that cannot be read. `problem` names the file, the row and the reason."""
 
     key: str
     problem: str

@@ -287,7 +287,7 @@ def _is_of_network(error: BaseException) -> bool:
 
 
 def _retry_rows(read: Callable[[int], Iterator[T]], first_row: int, what: str) -> Iterator[T]:
-    """What `read(first_row)` yields; after a transient failure `read(row)` goes on with the first row still missing.
+    """Yield the rows of `read(first_row)`; after a transient failure `read(row)` goes on with the first missing row.
 
     The pauses grow with the failures in a row. Raises DataError naming `what` once patience is over, and at once where
     another attempt is pointless.
