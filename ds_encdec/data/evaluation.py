@@ -18,7 +18,7 @@ import numpy as np
 from ds_encdec.data.budgets import Budgets
 from ds_encdec.data.lane import LanePipeline
 from ds_encdec.data.loader import collate
-from ds_encdec.data.packing import Waiting
+from ds_encdec.data.packing import Packer, Waiting
 from ds_encdec.data.randomness import Permutation
 from ds_encdec.data.sources import OpenSource, Row, StreamSource, readable
 from ds_encdec.launch.atomic_files import atomic_file
@@ -41,7 +41,7 @@ def cached_examples(cache_file: Path, pipeline: LanePipeline, num_examples: int)
 
 
 def find_examples(pipeline: LanePipeline, num_examples: int) -> list[Example]:
-    """The first `num_examples` held-out examples (fewer, if there are no more). Raises DataError if nothing is held out."""
+    """The first `num_examples` held-out examples, or all if there are fewer. Raises DataError if there is none."""
     examples = list(islice(held_out_examples(pipeline), num_examples))
     if not examples:
         raise DataError(
@@ -59,7 +59,9 @@ def pack_examples(
     All ranks pack the same batches; batch j goes to rank j mod world_size, and empty batches make the ranks'
     lists equally long.
     """
-    packer = dataclasses.replace(pipeline, budgets=budgets).packer()
+    packer: Packer[Example] = Packer(
+        budgets, pool_examples=pipeline.pool_examples, max_wait_batches=pipeline.max_wait_batches
+    )
     arrivals = iter([Waiting(example, len(example.encoder_ids), len(example.decoder_ids)) for example in examples])
     packed: list[list[Example]] = list(iter(lambda: packer.pack(arrivals), []))
     rounds = -(-len(packed) // world_size)

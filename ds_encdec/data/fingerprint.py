@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from ds_encdec.config.schema import FullConfig
@@ -157,13 +158,12 @@ def in_todays_form(saved: Facts, now: Sequence[Facts]) -> Facts:
 
 def numbered(sources: Sequence[OpenSource], saved: Sequence[Facts]) -> tuple[OpenSource, ...]:
     """`sources` with the numbers that the same ones have in `saved`; others get numbers that none of those has."""
-    pairs = _pairs(saved, source_facts(sources))
-    unused = max(facts["number"] for facts in saved) + 1
-    numbers = []
-    for _, earlier in pairs:
-        numbers.append(unused if earlier is None else earlier["number"])
-        unused += earlier is None
-    return tuple(dataclasses.replace(opened, number=number) for opened, number in zip(sources, numbers, strict=True))
+    unused = count(max(facts["number"] for facts in saved) + 1)
+    pairs = zip(sources, _pairs(saved, source_facts(sources)), strict=True)
+    return tuple(
+        dataclasses.replace(opened, number=earlier["number"] if earlier else next(unused))
+        for opened, (_, earlier) in pairs
+    )
 
 
 def _fates(saved: Facts, now: Facts) -> list[Fate]:

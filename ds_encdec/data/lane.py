@@ -10,7 +10,6 @@ import dataclasses
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -48,15 +47,6 @@ class LanePipeline:
     max_wait_batches: int
     bad_row_limit: int = 0
 
-    @cached_property
-    def by_number(self) -> dict[int, OpenSource]:
-        """The sources by their numbers."""
-        return {opened.number: opened for opened in self.sources}
-
-    def packer(self) -> Packer[Any]:
-        """An empty packer with the run's budgets."""
-        return Packer(self.budgets, pool_examples=self.pool_examples, max_wait_batches=self.max_wait_batches)
-
 
 class _Origin(NamedTuple):
     """The place that an example comes from: enough to make it again."""
@@ -85,7 +75,9 @@ class Lane:
         self._bad_rows = bad_rows_of(start)
         self._last_bad_row: list[Any] | None = start.get("last_bad_row")
         self._next_chunk = start["next_chunk"] and _origin(*start["next_chunk"])
-        self._packer: Packer[_Made] = pipeline.packer()
+        self._packer: Packer[_Made] = Packer(
+            pipeline.budgets, pool_examples=pipeline.pool_examples, max_wait_batches=pipeline.max_wait_batches
+        )
         self._packer.waiting = self._make_again(start["waiting"])
         self._arrivals = self._read_examples()
 
@@ -150,7 +142,7 @@ class Lane:
             if isinstance(located.document, BadRow):
                 self._pass_over(located.document, located.epoch)
                 continue
-            if self._pipeline.by_number[located.reference[0]].holds_out(located.document.key):
+            if self._reader.sources[located.reference[0]].holds_out(located.document.key):
                 continue
             document = self._open(located)
             if len(document.tokens) >= MIN_RAW_TOKENS:

@@ -15,6 +15,7 @@ import json
 import logging
 import lzma
 import os
+import re
 import socket
 import sys
 import time
@@ -134,21 +135,16 @@ def _open_zstd(path: str) -> Any:
     return pyarrow.CompressedInputStream(pyarrow.OSFile(path), "zstd")
 
 
-_COMPRESSIONS: tuple[tuple[bytes, Callable[[str], Any]], ...] = (
-    (b"\x1f\x8b\x08", gzip.open),
-    (b"BZh", bz2.open),
-    (b"\xfd7zXZ\0", lzma.open),
-    (b"\x28\xb5\x2f\xfd", _open_zstd),
+_NOT_PLAIN: tuple[tuple[bytes, Callable[[str], Any] | str], ...] = (
+    (rb"\x1f\x8b\x08", gzip.open),
+    (rb"BZh.1AY&SY", bz2.open),
+    (rb"\xfd7zXZ\0", lzma.open),
+    (rb"\x28\xb5\x2f\xfd", _open_zstd),
+    (rb"PAR1", "a parquet file: set data.dataset_name=parquet"),
+    (rb"PK\x03\x04", "a zip archive: unpack it"),
 )
-"""First bytes of compressed files, and what opens one to read what it was made from."""
-
-_BZIP2_BLOCK = b"1AY&SY"
-
-_OTHERS = (
-    (b"PAR1", "a parquet file: set data.dataset_name=parquet"),
-    (b"PK\x03\x04", "a zip archive: unpack it"),
-)
-"""First bytes of files that are neither, and what to do with one."""
+"""First bytes of files that are not plain text (patterns), and the function that opens a compressed one to read the
+original, or the advice for one that is of no use here."""
 
 
 def plain_file(path: str) -> str:
@@ -158,13 +154,10 @@ def plain_file(path: str) -> str:
     """
     with local_errors(path), open(path, "rb") as file:
         start = file.read(10)
-    for magic, what in _OTHERS:
-        if start.startswith(magic):
-            raise DataError(f"{path}: {what}, or leave it out of data.data_files")
-    for magic, opener in _COMPRESSIONS:
-        if start.startswith(magic) and (magic != b"BZh" or start.endswith(_BZIP2_BLOCK)):
-            return plain_copy(path, "plain", partial(_unpack, opener))
-    return path
+    found = next((what for pattern, what in _NOT_PLAIN if re.match(pattern, start, re.DOTALL)), None)
+    if isinstance(found, str):
+        raise DataError(f"{path}: {found}, or leave it out of data.data_files")
+    return plain_copy(path, "plain", partial(_unpack, found)) if found else path
 
 
 def lines_of_json(path: str) -> str:
