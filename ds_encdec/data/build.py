@@ -42,7 +42,7 @@ class TrainingData:
     commits: Mapping[str, str]
 
     def saved(self) -> dict[str, Any]:
-        """What a checkpoint keeps for `build_data(saved=...)`, beside the loader's records. Equal on all ranks."""
+        """The facts that a checkpoint keeps for `build_data(saved=...)`, beside the records. Equal on all ranks."""
         return {
             "fingerprint": self.fingerprint,
             "encoder_decoder_ratio": self.ratio,

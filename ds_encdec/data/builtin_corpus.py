@@ -33,7 +33,6 @@ MIN_CHARACTERS = 200
 """Shorter texts ("Return the name.") are noise, and are left out."""
 
 _SKIPPED = {"__pycache__", "distutils", "ensurepip", "idlelib", "lib2to3", "site-packages", "test", "tests", "tkinter"}
-_Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
 
 
 @lru_cache(maxsize=1)
@@ -53,8 +52,8 @@ class BuiltinCorpus:
 
     def __init__(self) -> None:
         self._documents = builtin_documents()
-        content = hashlib.sha256(repr(self._documents).encode()).hexdigest()
-        self.identity = {"kind": "builtin", "documents": len(self._documents), "sha256": content}
+        digest = hashlib.sha256(repr(self._documents).encode())
+        self.identity = {"kind": "builtin", "documents": len(self._documents), "sha256": digest.hexdigest()}
 
     def __len__(self) -> int:
         return len(self._documents)
@@ -92,7 +91,7 @@ class RandomIds:
 
 
 def _read_from(sources: Iterable[Path]) -> Iterator[bytes]:
-    """What the corpus depends on: the files, and this way of reading them."""
+    """Yield all that the corpus depends on: the files, and this way of reading them."""
     yield Path(__file__).read_bytes()
     for path in sources:
         status = path.stat()
@@ -122,18 +121,15 @@ def _docstrings(module: str, source: bytes) -> Iterator[tuple[str, str]]:
     if b'"""' not in source:
         return
     tree = ast.parse(source)
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    yield module, _joined(tree, functions)
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef):
-            methods = [inner for inner in node.body if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef)]
-            yield f"{module}.{node.name}", _joined(node, methods)
+    yield module, _joined(tree)
+    yield from ((f"{module}.{node.name}", _joined(node)) for node in tree.body if isinstance(node, ast.ClassDef))
 
 
-def _joined(owner: _Definition, members: list[ast.FunctionDef | ast.AsyncFunctionDef]) -> str:
+def _joined(owner: ast.Module | ast.ClassDef) -> str:
+    """The docstrings of a module or class and of its functions."""
     parts = [ast.get_docstring(owner) or ""]
-    for member in members:
-        if text := ast.get_docstring(member):
+    for member in owner.body:
+        if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef) and (text := ast.get_docstring(member)):
             arguments = ", ".join(argument.arg for argument in member.args.args)
             parts.append(f"{member.name}({arguments})\n{text}")
     return "\n\n".join(part for part in parts if part)

@@ -132,7 +132,7 @@ class Chunker:
 
 
 def _next_length(remaining: int, longest: int) -> int:
-    """As long as possible, but what is left behind is nothing or at least a short tail."""
+    """The longest chunk that leaves nothing or at least a minimum tail."""
     if remaining <= longest:
         return remaining
     tail = max(MIN_RAW_TOKENS, min(MIN_TAIL_TOKENS, longest // 2))

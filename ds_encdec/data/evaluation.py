@@ -18,7 +18,7 @@ import numpy as np
 from ds_encdec.data.budgets import Budgets
 from ds_encdec.data.lane import LanePipeline
 from ds_encdec.data.loader import collate
-from ds_encdec.data.packing import Waiting
+from ds_encdec.data.packing import Packer, Waiting
 from ds_encdec.data.randomness import Permutation
 from ds_encdec.data.sources import OpenSource, Row, StreamSource, readable
 from ds_encdec.launch.atomic_files import atomic_file
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def cached_examples(cache_file: Path, pipeline: LanePipeline, num_examples: int) -> list[Example]:
-    """The examples in `cache_file`; where there is none, those that `find_examples` finds, which it keeps then."""
+    """The examples in `cache_file`; if it is missing, those that `find_examples` finds, which are then kept in it."""
     if cache_file.exists():
         return _read_examples(cache_file)
     logger.info("building the evaluation set (cached in %s)", cache_file)
@@ -41,7 +41,7 @@ def cached_examples(cache_file: Path, pipeline: LanePipeline, num_examples: int)
 
 
 def find_examples(pipeline: LanePipeline, num_examples: int) -> list[Example]:
-    """The first `num_examples` held-out examples (fewer, if there are no more). Raises DataError when there is none."""
+    """The first `num_examples` held-out examples, or all if there are fewer. Raises DataError if there is none."""
     examples = list(islice(held_out_examples(pipeline), num_examples))
     if not examples:
         raise DataError(
@@ -59,7 +59,9 @@ def pack_examples(
     All ranks pack the same batches; batch j goes to rank j mod world_size, and empty batches make the ranks'
     lists equally long.
     """
-    packer = dataclasses.replace(pipeline, budgets=budgets).packer()
+    packer: Packer[Example] = Packer(
+        budgets, pool_examples=pipeline.pool_examples, max_wait_batches=pipeline.max_wait_batches
+    )
     arrivals = iter([Waiting(example, len(example.encoder_ids), len(example.decoder_ids)) for example in examples])
     packed: list[list[Example]] = list(iter(lambda: packer.pack(arrivals), []))
     rounds = -(-len(packed) // world_size)
@@ -89,7 +91,7 @@ def _by_weight(sources: Sequence[OpenSource]) -> Iterator[Row]:
     The next one is of the source that is furthest behind its share. A source that has no more drops out.
     """
     queues = [_held_out_documents(opened) for opened in sources]
-    due = {number: 1 / opened.weight for number, opened in enumerate(sources)}
+    due = {number: 1 / opened.weight for number, opened in enumerate(sources) if opened.held_out_below}
     while due:
         number = min(due, key=lambda candidate: due[candidate])
         if document := next(queues[number], None):
@@ -102,8 +104,6 @@ def _by_weight(sources: Sequence[OpenSource]) -> Iterator[Row]:
 def _held_out_documents(opened: OpenSource) -> Iterator[Row]:
     """The held-out documents of a source. Keys come first: others are not read where the source can avoid it."""
     source = opened.source
-    if not opened.held_out_below:
-        return
     if isinstance(source, StreamSource):
         for unit in range(source.num_units):
             yield from source.documents(unit, 0, opened.holds_out)

@@ -1,4 +1,4 @@
-"""What a run's data order depends on, as facts that can be saved, compared and named.
+"""The facts that a run's data order depends on, which can be saved, compared and named.
 
 A source has facts (JSON-able): its `number`, its `size` (documents; units of a stream), and its identity. One that
 has the kind, names and column of a saved one is that one, with other content if anything else differs. So a comparison
@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from ds_encdec.config.schema import FullConfig, Mark, marked
@@ -25,10 +26,10 @@ Facts = dict[str, Any]
 _PROBE = "The quick brown fox, 1234567890 — jumps\n\tover: naïve {dogs}; 日本語 <extra_id_0>."
 
 _POSITION_FACTS = ("data.num_lanes", "data.shuffle_buffer_size", "training.seed")
-"""What decides, beside a source itself, which of its documents comes when."""
+"""The facts that decide, beside a source itself, which of its documents comes when."""
 
 _CHOICE_FACTS = ("sources", "mixture weights")
-"""What may differ without a difference in how a document is cut and packed."""
+"""The facts that may differ without a difference in how a document is cut and packed."""
 
 _CONTENT = ("number", "size", "commit", "rows", "documents", "sha256", "seed")
 """Facts that another version of a source may have otherwise."""
@@ -71,15 +72,15 @@ def require_same(saved: Facts, now: Facts) -> None:
 
 
 def told(saved: Facts, now: Facts) -> str:
-    """What becomes of each source when a run goes on with the data `now`."""
+    """Say what becomes of each source when a run goes on with the data `now`."""
     return "; ".join(fate.words for fate in _fates(in_todays_form(saved, now["sources"]), now))
 
 
 def usable_records(records: list[dict[str, Any]], saved: Facts, now: Facts) -> list[dict[str, Any]]:
-    """What of the lanes' saved `records` still holds for data of the fingerprint `now`.
+    """The part of the lanes' saved `records` that still holds for data of the fingerprint `now`.
 
-    All of it where nothing differs. Else the places in sources that go on (see `told`), and of what was cut and waits
-    that which comes from an unchanged one, if the rules for cutting are the same. Nothing where no place is kept.
+    That is all of it if nothing differs. Else it is the places in sources that go on (see `told`), and those waiting
+    examples that come from an unchanged source, if the rules for cutting are the same. Nothing if no place is kept.
     """
     saved = in_todays_form(saved, now["sources"])
     if saved == now:
@@ -105,7 +106,7 @@ def _usable(record: dict[str, Any], kept: set[int], same: set[int]) -> dict[str,
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What a run does with a source. `kept`: the lanes' places in it; `same`: with the very same content."""
+    """The use that a run makes of a source. `kept`: the lanes' places in it; `same`: with the very same content."""
 
     number: int
     words: str
@@ -143,17 +144,16 @@ def in_todays_form(saved: Facts, now: Sequence[Facts]) -> Facts:
 
 def numbered(sources: Sequence[OpenSource], saved: Sequence[Facts]) -> tuple[OpenSource, ...]:
     """`sources` with the numbers that the same ones have in `saved`; others get numbers that none of those has."""
-    pairs = _pairs(saved, source_facts(sources))
-    unused = max(facts["number"] for facts in saved) + 1
-    numbers = []
-    for _, earlier in pairs:
-        numbers.append(unused if earlier is None else earlier["number"])
-        unused += earlier is None
-    return tuple(dataclasses.replace(opened, number=number) for opened, number in zip(sources, numbers, strict=True))
+    unused = count(max(facts["number"] for facts in saved) + 1)
+    pairs = zip(sources, _pairs(saved, source_facts(sources)), strict=True)
+    return tuple(
+        dataclasses.replace(opened, number=earlier["number"] if earlier else next(unused))
+        for opened, (_, earlier) in pairs
+    )
 
 
 def _fates(saved: Facts, now: Facts) -> list[Fate]:
-    """What becomes of each source, those that are dropped last. `saved` is in today's form."""
+    """The fate of each source, the dropped ones last. `saved` is in today's form."""
     other_order = [name for name in _POSITION_FACTS if saved.get(name) != now[name]]
     known = {facts["number"] for facts in now["sources"]}
     return [_fate(facts, earlier, other_order) for facts, earlier in _pairs(saved["sources"], now["sources"])] + [

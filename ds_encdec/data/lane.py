@@ -10,7 +10,6 @@ import dataclasses
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -48,18 +47,9 @@ class LanePipeline:
     max_wait_batches: int
     bad_row_limit: int = 0
 
-    @cached_property
-    def by_number(self) -> dict[int, OpenSource]:
-        """The sources by their numbers."""
-        return {opened.number: opened for opened in self.sources}
-
-    def packer(self) -> Packer[Any]:
-        """An empty packer with the run's budgets."""
-        return Packer(self.budgets, pool_examples=self.pool_examples, max_wait_batches=self.max_wait_batches)
-
 
 class _Origin(NamedTuple):
-    """Where an example comes from: enough to make it again."""
+    """The place that an example comes from: enough to make it again."""
 
     reference: Reference
     epoch: int
@@ -78,15 +68,17 @@ class Lane:
         self._pipeline = pipeline
         self._number = number
         share = LaneShare(number, pipeline.num_lanes, pipeline.seed, pipeline.shuffle_buffer_size)
-        self._reader = MixtureReader(pipeline.sources, share, record["reader"] if record else None)
-        self._packer: Packer[_Made] = pipeline.packer()
-        self._next_chunk: _Origin | None = None
-        self._batches = 0
-        self._skipped_documents = 0
-        self._bad_rows: list[int] = []
-        self._last_bad_row: list[Any] | None = None
-        if record:
-            self._restore(record)
+        start = record or {"reader": None, "batches": 0, "skipped_documents": 0, "next_chunk": None, "waiting": []}
+        self._reader = MixtureReader(pipeline.sources, share, start["reader"])
+        self._batches: int = start["batches"]
+        self._skipped_documents: int = start["skipped_documents"]
+        self._bad_rows = bad_rows_of(start)
+        self._last_bad_row: list[Any] | None = start.get("last_bad_row")
+        self._next_chunk = start["next_chunk"] and _origin(*start["next_chunk"])
+        self._packer: Packer[_Made] = Packer(
+            pipeline.budgets, pool_examples=pipeline.pool_examples, max_wait_batches=pipeline.max_wait_batches
+        )
+        self._packer.waiting = self._make_again(start["waiting"])
         self._arrivals = self._read_examples()
 
     def __next__(self) -> list[Example]:
@@ -97,7 +89,7 @@ class Lane:
 
     @property
     def record(self) -> dict[str, Any]:
-        """What resumes the lane behind the micro-batches handed out so far. JSON-able; a few kilobytes."""
+        """The state that resumes the lane behind the micro-batches handed out so far. JSON-able; a few kilobytes."""
         return {
             "lane": self._number,
             "epoch": self._reader.epoch,
@@ -110,32 +102,27 @@ class Lane:
             "waiting": [[*entry.item.origin, entry.waited_batches] for entry in self._packer.waiting],
         }
 
-    def _restore(self, record: dict[str, Any]) -> None:
-        self._batches = record["batches"]
-        self._skipped_documents = record["skipped_documents"]
-        self._bad_rows = bad_rows_of(record)
-        self._last_bad_row = record.get("last_bad_row")
-        if record["next_chunk"]:
-            self._next_chunk = _origin(*record["next_chunk"])
-        origins = [_origin(*place) for *place, _ in record["waiting"]]
+    def _make_again(self, waiting: list[list[Any]]) -> list[Waiting[_Made]]:
+        """The entries of the pool that a record holds as `waiting`; each document is read once."""
+        origins = [_origin(*place) for *place, _ in waiting]
         wanted: dict[tuple[Reference, int], set[int]] = {}
         for reference, epoch, chunk in origins:
             wanted.setdefault((reference, epoch), set()).add(chunk)
         entries: dict[_Origin, Waiting[_Made]] = {}
-        for (reference, epoch), chunks in wanted.items():  # each document is read once
+        for (reference, epoch), chunks in wanted.items():
             document = self._open_again(reference, epoch)
             again = [chunk for chunk in islice(document.chunks(), max(chunks) + 1) if chunk.index in chunks]
             entries |= {entry.item.origin: entry for entry in map(document.entry, again)}
-        self._packer.waiting = [
+        return [
             dataclasses.replace(entries[origin], waited_batches=waited)
-            for origin, (*_, waited) in zip(origins, record["waiting"], strict=True)
+            for origin, (*_, waited) in zip(origins, waiting, strict=True)
         ]
 
     def _read_examples(self) -> Iterator[Waiting[_Made]]:
         """Examples in the order of reading, endlessly; `_next_chunk` points behind the last one."""
         if self._next_chunk:
-            document = self._open_again(self._next_chunk.reference, self._next_chunk.epoch)
-            yield from self._cut(document, self._next_chunk.chunk)
+            reference, epoch, chunk = self._next_chunk
+            yield from self._cut(self._open_again(reference, epoch), chunk)
         while True:
             yield from self._cut(self._next_document())
 
@@ -155,7 +142,7 @@ class Lane:
             if isinstance(located.document, BadRow):
                 self._pass_over(located.document, located.epoch)
                 continue
-            if self._pipeline.by_number[located.reference[0]].holds_out(located.document.key):
+            if self._reader.sources[located.reference[0]].holds_out(located.document.key):
                 continue
             document = self._open(located)
             if len(document.tokens) >= MIN_RAW_TOKENS:
@@ -167,7 +154,7 @@ class Lane:
         )
 
     def _pass_over(self, row: BadRow, epoch: int) -> None:
-        """Count a row in its pass, and tell it where earlier ones had no more: it was told then. Raises DataError."""
+        """Count a row in its pass, and log it unless an earlier pass must have logged it. Raises DataError."""
         self._bad_rows += [0] * (epoch + 1 - len(self._bad_rows))
         is_new = self._bad_rows[epoch] >= max(self._bad_rows[:epoch], default=0)
         self._bad_rows[epoch] += 1

@@ -92,7 +92,7 @@ class LaneLoader:
 
     @property
     def found_bad_rows(self) -> bool:
-        """Whether the last step passed over some."""
+        """True if the last step passed over some."""
         return self.bad_rows != sum_by_pass(map(bad_rows_of, self._records_before.values()))
 
     @property
@@ -141,7 +141,9 @@ def collate(examples: Sequence[Example], budgets: Budgets, *, decoder_start_id: 
     if len(examples) > budgets.max_examples:
         raise ValueError(f"{len(examples)} examples in a micro-batch of at most {budgets.max_examples}")
     targets = _padded([example.decoder_ids for example in examples], budgets.decoder_tokens, IGNORE_INDEX)
-    shifted = _padded([_shift(example.decoder_ids, decoder_start_id) for example in examples], len(targets), pad_id)
+    shifted = _padded(
+        [np.insert(example.decoder_ids[:-1], 0, decoder_start_id) for example in examples], len(targets), pad_id
+    )
     numbers = {name: number for number, name in enumerate(DENOISERS)}
     denoisers = [np.full(len(example.decoder_ids), numbers[example.denoiser]) for example in examples]
     return Batch(
@@ -169,24 +171,15 @@ def pinned(batch: Batch) -> Batch:
     return dataclasses.replace(batch, **tensors)
 
 
-def _shift(target_ids: np.ndarray, decoder_start_id: int) -> np.ndarray:
-    return np.concatenate([[decoder_start_id], target_ids[:-1]])
-
-
 def _padded(pieces: Sequence[np.ndarray], size: int, fill: int) -> Tensor:
     """`pieces` one behind the other, then `fill` up to `size`; int64 [size]."""
-    flat = np.full(size, fill, dtype=np.int64)
-    if pieces:
-        joined = np.concatenate(pieces)
-        if len(joined) > size:
-            raise ValueError(f"{len(joined)} tokens in a buffer of {size}")
-        flat[: len(joined)] = joined
-    return torch.from_numpy(flat)
+    joined = np.concatenate([np.empty(0, dtype=np.int64), *pieces])
+    if len(joined) > size:
+        raise ValueError(f"{len(joined)} tokens in a buffer of {size}")
+    return torch.from_numpy(np.pad(joined, (0, size - len(joined)), constant_values=fill))
 
 
 def _boundaries(lengths: Sequence[int], max_examples: int) -> Tensor:
     """Cumulative lengths from 0, the last repeated; int32 [max_examples + 1]."""
-    edges = np.zeros(max_examples + 1, dtype=np.int32)
-    edges[1 : len(lengths) + 1] = np.cumsum(lengths)
-    edges[len(lengths) + 1 :] = edges[len(lengths)]
-    return torch.from_numpy(edges)
+    padding = [0] * (max_examples - len(lengths))
+    return torch.from_numpy(np.cumsum([0, *lengths, *padding], dtype=np.int32))

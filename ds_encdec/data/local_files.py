@@ -1,4 +1,4 @@
-"""Local files as data: which ones a pattern names, their names, how one is told from another, and plain copies.
+"""Local files as data: which ones a pattern names, their names, their digests, and plain copies.
 
 Documents are named by their file's path below the files' common folder, so a data set keeps its order and its
 held-out split when it moves to another folder or machine. They are read by byte position, so a file that is compressed,
@@ -15,6 +15,7 @@ import json
 import logging
 import lzma
 import os
+import re
 import socket
 import sys
 import time
@@ -92,8 +93,8 @@ def file_digest(path: str, digested_bytes: int = _DIGESTED_BYTES) -> str:
     return f"{size}-{content.hexdigest()}"
 
 
-def kept_file(source: str, kind: str, make: Callable[[IO[bytes]], None], *, checked_bytes: int) -> Path:
-    """The file that `make` writes from the file `source`, in the cache folder as `KIND-DIGEST`.
+def kept_file(source: str, kind: str, make: Callable[[str, IO[bytes]], None], *, checked_bytes: int) -> Path:
+    """The file that `make(source, file)` writes, in the cache folder as `KIND-DIGEST`.
 
     It is made again when `source` has another path, size or modification time, or when it is damaged itself: its size
     and `checked_bytes` at either end are compared at every call. One process of a machine makes it while the others
@@ -112,14 +113,14 @@ def kept_file(source: str, kind: str, make: Callable[[IO[bytes]], None], *, chec
         if not path.is_file() or record.read() != file_digest(str(path), checked_bytes):
             logger.info("%s: preparing it for reading, once, in %s", source, path.parent)
             with atomic_file(path, status.st_mode & 0o777 | 0o600) as file:
-                make(file)
+                make(source, file)
             record.truncate(0)
             record.write(file_digest(str(path), checked_bytes))
     return path
 
 
 def _remove_unfinished(path: Path) -> None:
-    """What killed processes left of it. The lock may be one of this host alone: others may be at work."""
+    """Delete what killed processes left unfinished. The lock may hold on this host alone: others may be at work."""
     for left in path.parent.glob(f"*{path.name}.*.tmp"):
         with suppress(OSError):
             is_mine = f"{path.name}.{socket.gethostname()}." in left.name
@@ -134,21 +135,16 @@ def _open_zstd(path: str) -> Any:
     return pyarrow.CompressedInputStream(pyarrow.OSFile(path), "zstd")
 
 
-_COMPRESSIONS: tuple[tuple[bytes, Callable[[str], Any]], ...] = (
-    (b"\x1f\x8b\x08", gzip.open),
-    (b"BZh", bz2.open),
-    (b"\xfd7zXZ\0", lzma.open),
-    (b"\x28\xb5\x2f\xfd", _open_zstd),
+_NOT_PLAIN: tuple[tuple[bytes, Callable[[str], Any] | str], ...] = (
+    (rb"\x1f\x8b\x08", gzip.open),
+    (rb"BZh.1AY&SY", bz2.open),
+    (rb"\xfd7zXZ\0", lzma.open),
+    (rb"\x28\xb5\x2f\xfd", _open_zstd),
+    (rb"PAR1", "a parquet file: set data.dataset_name=parquet"),
+    (rb"PK\x03\x04", "a zip archive: unpack it"),
 )
-"""First bytes of compressed files, and what opens one to read what it was made from."""
-
-_BZIP2_BLOCK = b"1AY&SY"
-
-_OTHERS = (
-    (b"PAR1", "a parquet file: set data.dataset_name=parquet"),
-    (b"PK\x03\x04", "a zip archive: unpack it"),
-)
-"""First bytes of files that are neither, and what to do with one."""
+"""First bytes of files that are not plain text (patterns), and the function that opens a compressed one to read the
+original, or the advice for one that is of no use here."""
 
 
 def plain_file(path: str) -> str:
@@ -158,13 +154,10 @@ def plain_file(path: str) -> str:
     """
     with local_errors(path), open(path, "rb") as file:
         start = file.read(10)
-    for magic, what in _OTHERS:
-        if start.startswith(magic):
-            raise DataError(f"{path}: {what}, or leave it out of data.data_files")
-    for magic, opener in _COMPRESSIONS:
-        if start.startswith(magic) and (magic != b"BZh" or start.endswith(_BZIP2_BLOCK)):
-            return _copy(path, "plain", partial(_unpack, path, opener))
-    return path
+    found = next((what for pattern, what in _NOT_PLAIN if re.match(pattern, start, re.DOTALL)), None)
+    if isinstance(found, str):
+        raise DataError(f"{path}: {found}, or leave it out of data.data_files")
+    return plain_copy(path, "plain", partial(_unpack, found)) if found else path
 
 
 def lines_of_json(path: str) -> str:
@@ -174,17 +167,13 @@ def lines_of_json(path: str) -> str:
         file.seek(max(0, os.path.getsize(path) - 4096))
         is_array = is_array and file.read().rstrip()[-1:] == b"]"
     try:
-        return _copy(path, "rows", partial(_write_array, path)) if is_array else path
+        return plain_copy(path, "rows", _write_array) if is_array else path
     except (ValueError, RecursionError):
         return path  # lines that are lists, or damaged: whoever reads the lines will say so
 
 
-def lines_of_csv(path: str) -> str:
-    """A copy of the CSV file `path` with a JSON object a line: its first row names the columns."""
-    return _copy(path, "rows", partial(_write_csv, path))
-
-
-def _copy(path: str, kind: str, make: Callable[[IO[bytes]], None]) -> str:
+def plain_copy(path: str, kind: str, make: Callable[[str, IO[bytes]], None]) -> str:
+    """The `kept_file` of `path`. Raises DataError where it cannot be kept."""
     try:
         return str(kept_file(path, kind, make, checked_bytes=1 << 16))
     except (OSError, RuntimeError) as error:
@@ -194,7 +183,7 @@ def _copy(path: str, kind: str, make: Callable[[IO[bytes]], None]) -> str:
         ) from error
 
 
-def _unpack(path: str, opener: Callable[[str], Any], out: IO[bytes]) -> None:
+def _unpack(opener: Callable[[str], Any], path: str, out: IO[bytes]) -> None:
     with opener(path) as packed:
         while block := _read(path, packed):
             out.write(block)
@@ -211,7 +200,8 @@ def _write_array(path: str, out: IO[bytes]) -> None:
         out.writelines(json.dumps(row).encode() + b"\n" for row in json.load(file))
 
 
-def _write_csv(path: str, out: IO[bytes]) -> None:
+def write_csv(path: str, out: IO[bytes]) -> None:
+    """Write the rows of a CSV file as JSON objects, one a line; its first row names the columns. Raises DataError."""
     csv.field_size_limit(sys.maxsize)
     # Bytes that are no UTF-8 go into the copy as they are: the row that has them cannot be read, and no other.
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:

@@ -54,22 +54,19 @@ class Packer(Generic[Item]):
         )
         chosen: list[Item] = []
         room = self._capacity.copy()
-        if overdue:
-            for _ in range(drain.turns.count(0)):
-                self._take(0, chosen, room)
+        forced = drain.turns.count(0) if overdue else 0
         while len(chosen) < self._budgets.max_examples:
-            self._fill_pool(arrivals, drain)
-            best = self._best_fit(room)
+            best: int | None = 0
+            if len(chosen) >= forced:
+                self._fill_pool(arrivals, drain)
+                best = self._best_fit(room)
             if best is None:
                 break
-            self._take(best, chosen, room)
+            entry = self.waiting.pop(best)
+            chosen.append(entry.item)
+            room -= (entry.encoder_tokens, entry.decoder_tokens)
         self.waiting = [replace(entry, waited_batches=entry.waited_batches + 1) for entry in self.waiting]
         return chosen
-
-    def _take(self, index: int, chosen: list[Item], room: np.ndarray) -> None:
-        entry = self.waiting.pop(index)
-        chosen.append(entry.item)
-        room -= (entry.encoder_tokens, entry.decoder_tokens)
 
     def _fill_pool(self, arrivals: Iterator[Waiting[Item]], drain: _Drain) -> None:
         while len(self.waiting) < self._pool_examples and drain.turn < self._max_wait_batches - 1:

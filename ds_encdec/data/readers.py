@@ -173,16 +173,18 @@ class MixtureReader:
     """
 
     def __init__(self, sources: Sequence[OpenSource], share: LaneShare, position: dict[str, Any] | None) -> None:
-        positions = source_positions(position) if position else {}
+        start = position or {"draws": 0, "sources": {}}
+        positions = source_positions(start)
+        self.sources = {opened.number: opened for opened in sources}
+        """The sources by their numbers."""
         self._readers: dict[int, MapReader | StreamReader] = {}
         for opened in sources:
             kind: type[Any] = StreamReader if isinstance(opened.source, StreamSource) else MapReader
             self._readers[opened.number] = kind(opened.source, opened.number, share, positions.get(opened.number))
-        self._numbers = [opened.number for opened in sources]
         total = sum(opened.weight for opened in sources)
         self._shares = [opened.weight / total for opened in sources]
         self._share = share
-        self._draws: int = position["draws"] if position else 0
+        self._draws: int = start["draws"]
 
     @property
     def epoch(self) -> int:
@@ -199,11 +201,11 @@ class MixtureReader:
 
     def __next__(self) -> Located:
         drawn = 0
-        if len(self._numbers) > 1:
+        if len(self.sources) > 1:
             rng = keyed_generator(self._share.seed, "mixture", self._share.lane, self._draws)
-            drawn = int(rng.choice(len(self._numbers), p=self._shares))
+            drawn = int(rng.choice(len(self.sources), p=self._shares))
         self._draws += 1
-        number = self._numbers[drawn]
+        number = list(self.sources)[drawn]
         located = next(self._readers[number])
         return located._replace(reference=(number, *located.reference))
 

@@ -28,7 +28,7 @@ _MAX_CUT_TOKENS = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class SampleStatistics:
-    """What a sample of the training documents shows.
+    """Facts about the training documents, from a sample of them.
 
     `ratio`: encoder tokens per decoder token after denoising. `documents` and `tokens`: in the whole training
     split, before denoising (tokens extrapolated from the sample); infinite where a stream is longer than the sample.

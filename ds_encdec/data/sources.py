@@ -1,4 +1,4 @@
-"""Where documents come from: two protocols, the choice of a source by `data.dataset_name`, and what is held out of it.
+"""Sources of documents: two protocols, the choice of a source by `data.dataset_name`, and what is held out of it.
 
 A source that can hand out document i is a `MapSource`: its order is a permutation. One that can only be read
 from the front of a unit (a row group, a file, a shard) is a `StreamSource`: its order is shuffled in windows.
@@ -30,7 +30,7 @@ SMALL_SOURCE_DOCUMENTS = 1024
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """What stands in the place of a document that cannot be read. `problem` names the file, the row and the reason."""
+    """Stands in the place of a document that cannot be read. `problem` names the file, the row and the reason."""
 
     key: str
     problem: str
@@ -189,6 +189,13 @@ def text_document(key: str, value: Any, where: str) -> Row:
     if value is None or isinstance(value, str):
         return Document(key, value or "")
     return BadRow(key, f"{where}: expected text, found {type(value).__name__} {reprlib.repr(value)}")
+
+
+def field_document(key: str, record: Mapping[str, Any], column: str, where: str) -> Row:
+    """The document of the field `column` of a record; a bad row where it has none."""
+    if column not in record:
+        return BadRow(key, missing_column(column, where, list(record)))
+    return text_document(key, record[column], where)
 
 
 def missing_column(column: str, where: str, existing: Sequence[str]) -> str:

@@ -15,12 +15,13 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ds_encdec.config.schema import DataConfig, MixtureSource
 from ds_encdec.data.local_files import file_digests, local_errors, short_names
-from ds_encdec.data.sources import BadRow, Row, hub_name, missing_column, source_entries, text_document
+from ds_encdec.data.sources import BadRow, Row, field_document, hub_name, missing_column, source_entries, text_document
 from ds_encdec.source_kinds import LOCAL_SOURCES
 from ds_encdec.types import DataError
 
@@ -56,11 +57,10 @@ class ParquetFiles:
         self._names = short_names(files)
         self._text_column = text_column
         self._units: list[tuple[int, int | None]] = [(file, None) for file in range(len(files))]
-        if len(files) < self.FILES_PER_LANE * num_lanes:
-            groups = [self._open(file).num_row_groups for file in range(len(files))]
+        has_few = len(files) < self.FILES_PER_LANE * num_lanes
+        groups = [self._open(file).num_row_groups for file in range(len(files) if has_few else 1)]
+        if has_few:
             self._units = [(file, group) for file, count in enumerate(groups) for group in range(count)]
-        else:
-            self._open(0)
         self.num_units = len(self._units)
         self.identity = identity or {
             "kind": "parquet",
@@ -75,13 +75,11 @@ class ParquetFiles:
         connection breaks is opened again where it was.
         """
         path = self._files[self._units[unit][0]]
-        if not _is_remote(path):
-            rows = self._rows(unit, first_row, wanted)
-        else:
-            rows = _retry_rows(lambda row: self._rows(unit, row, wanted), first_row, path)
+        read = partial(self._rows, unit, wanted)
+        rows = _retry_rows(read, first_row, path) if _is_remote(path) else read(first_row)
         return (document for document in rows if document is not None)
 
-    def _rows(self, unit: int, first_row: int, wanted: Callable[[str], bool] | None) -> Iterator[Row | None]:
+    def _rows(self, unit: int, wanted: Callable[[str], bool] | None, first_row: int) -> Iterator[Row | None]:
         """Every row of `unit` from `first_row` on; None for one that is not wanted."""
         file, only_group = self._units[unit]
         parquet = self._open_once(file)
@@ -126,7 +124,9 @@ class ParquetFiles:
 
     def _open(self, file: int) -> Any:
         path = self._files[file]
-        return _retry(lambda: self._open_once(file), path) if _is_remote(path) else self._open_once(file)
+        if not _is_remote(path):
+            return self._open_once(file)
+        return next(_retry_rows(lambda _: iter([self._open_once(file)]), 0, path))
 
     def _open_once(self, file: int) -> Any:
         # Imported here because it takes 0.2 s, and most runs read no parquet.
@@ -213,10 +213,7 @@ class HubStream:
         for row, record in enumerate(records, start=first_row):
             key = f"{self._name}:{unit}:{row}"
             if wanted is None or wanted(key):
-                if self._column in record:
-                    yield text_document(key, record[self._column], key)
-                else:
-                    yield BadRow(key, missing_column(self._column, key, list(record)))
+                yield field_document(key, record, self._column, key)
 
 
 def resolve_commits(data: DataConfig, saved: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -225,15 +222,12 @@ def resolve_commits(data: DataConfig, saved: Mapping[str, str] | None = None) ->
     One small request for each new one. A data set that the hub does not show (no network, no such name) is
     left out: opening it looks into the local cache, and says what is wrong.
     """
-    commits: dict[str, str] = {}
-    for entry in source_entries(data):
-        name = hub_name(entry)
-        if entry.dataset_name in LOCAL_SOURCES or os.path.exists(entry.dataset_name):
-            continue
-        commit = (saved or {}).get(name) or _ask_hub(entry.dataset_name, entry.dataset_revision)
-        if commit:
-            commits[name] = commit
-    return commits
+    commits = {
+        hub_name(entry): (saved or {}).get(hub_name(entry)) or _ask_hub(entry.dataset_name, entry.dataset_revision)
+        for entry in source_entries(data)
+        if entry.dataset_name not in LOCAL_SOURCES and not os.path.exists(entry.dataset_name)
+    }
+    return {name: commit for name, commit in commits.items() if commit}
 
 
 def _ask_hub(dataset_name: str, revision: str | None) -> str | None:
@@ -292,13 +286,8 @@ def _is_of_network(error: BaseException) -> bool:
     return isinstance(error, OSError) or any(one.__module__.startswith(_HTTP_CLIENTS) for one in type(error).__mro__)
 
 
-def _retry(action: Callable[[], T], what: str) -> T:
-    """`action()`, again after each transient failure. Raises DataError naming `what` once patience is over."""
-    return next(_retry_rows(lambda _: iter([action()]), 0, what))
-
-
 def _retry_rows(read: Callable[[int], Iterator[T]], first_row: int, what: str) -> Iterator[T]:
-    """What `read(first_row)` yields; after a transient failure `read(row)` goes on with the first row still missing.
+    """Yield the rows of `read(first_row)`; after a transient failure `read(row)` goes on with the first missing row.
 
     The pauses grow with the failures in a row. Raises DataError naming `what` once patience is over, and at once where
     another attempt is pointless.

@@ -8,22 +8,22 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import accumulate
-from typing import IO, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from ds_encdec.data.local_files import (
     file_digests,
     kept_file,
-    lines_of_csv,
     lines_of_json,
     local_errors,
+    plain_copy,
     plain_file,
     short_names,
+    write_csv,
 )
-from ds_encdec.data.sources import BadRow, Row, missing_column, text_document
+from ds_encdec.data.sources import BadRow, Row, field_document
 from ds_encdec.types import DataError, Document
 
 TEXT_PIECE_BYTES = 1 << 16
@@ -38,7 +38,7 @@ INDEXED_BYTES = 1 << 20
 """From this size on the index of a file's lines is kept; that of a smaller one is made anew in a millisecond."""
 
 MAX_NESTING = 200
-"""Of objects and lists in a line. How deep Python can read depends on who calls it, which must not decide anything."""
+"""Levels of objects and lists in a line. How deep Python can read depends on its caller, which must decide nothing."""
 
 
 class _FileRanges:
@@ -143,9 +143,7 @@ class JsonLines(_FileRanges):
             return BadRow(key, f"{where}: {self.failure} (nested more than {MAX_NESTING} deep)")
         if not isinstance(record, dict):
             return BadRow(key, f"{where}: expected one JSON object a line, found {type(record).__name__}")
-        if self._text_column not in record:
-            return BadRow(key, missing_column(self._text_column, where, list(record)))
-        return text_document(key, record[self._text_column], where)
+        return field_document(key, record, self._text_column, where)
 
 
 class CsvFiles(JsonLines):
@@ -156,7 +154,7 @@ class CsvFiles(JsonLines):
     failure = "not UTF-8 text"
 
     def _as_lines(self, path: str) -> str:
-        return lines_of_csv(plain_file(path))
+        return plain_copy(plain_file(path), "rows", write_csv)
 
 
 def _is_deep(value: Any) -> bool:
@@ -168,20 +166,16 @@ def _is_deep(value: Any) -> bool:
 
 
 def _line_index(path: str) -> np.ndarray:
-    """Where each line starts, and the file's end. A large file's index is kept, and memory-mapped."""
+    """The start of each line, and the file's end. A large file's index is kept, and memory-mapped."""
     with local_errors(path):
         is_small = os.path.getsize(path) < INDEXED_BYTES
     if is_small:
         return _line_edges(path)
     try:
-        index = kept_file(path, "lines", partial(_write_index, path), checked_bytes=1 << 26)
+        index = kept_file(path, "lines", lambda source, out: np.save(out, _line_edges(source)), checked_bytes=1 << 26)
         return np.load(index, mmap_mode="r")
     except (OSError, RuntimeError):  # no folder to keep it in
         return _line_edges(path)
-
-
-def _write_index(path: str, out: IO[bytes]) -> None:
-    np.save(out, _line_edges(path))
 
 
 def _line_edges(path: str) -> np.ndarray:
@@ -196,7 +190,7 @@ def _line_edges(path: str) -> np.ndarray:
 
 
 def _text_edges(path: str) -> np.ndarray:
-    """Where the documents of a text file start, and the file's end."""
+    """The start of each document of a text file, and the file's end."""
     edges = [0]
     with local_errors(path), open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -222,7 +216,7 @@ def _binary(path: str, sign: str) -> str:
 
 
 def _piece_length(block: bytes) -> int:
-    """Where to cut: behind the last blank line, else the last line, else before the last character; 0: nowhere."""
+    """The place to cut: behind the last blank line, else the last line, else before the last character; 0: nowhere."""
     for separator in (b"\n\n", b"\n"):
         if (cut := block.rfind(separator)) >= 0:
             return cut + len(separator)

@@ -33,7 +33,7 @@ MIN_RAW_TOKENS = 2
 
 @dataclass(frozen=True, slots=True)
 class LengthBounds:
-    """What one example may occupy, in tokens: before denoising, and on either side after it."""
+    """The room that one example may occupy, in tokens: before denoising, and on either side after it."""
 
     max_raw_tokens: int
     max_encoder_tokens: int

@@ -23,7 +23,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from ds_encdec.config.schema import FullConfig, InfraConfig
-from ds_encdec.launch.run_folder import RunFolder, flush_folder
+from ds_encdec.launch.atomic_files import flush_folder
+from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.monitor.metrics_file import append_line, cut_after
 
 logger = logging.getLogger(__name__)

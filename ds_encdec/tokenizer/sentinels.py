@@ -31,7 +31,7 @@ class Vocabulary:
 
     @property
     def decoder_start_id(self) -> int:
-        """What the decoder's input begins with: the pad token, as in T5."""
+        """The token that the decoder's input begins with: the pad token, as in T5."""
         return self.pad_id
 
 

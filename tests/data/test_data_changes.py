@@ -130,7 +130,7 @@ def test_another_order_starts_everything_over(change: Change) -> None:
 
 
 def earlier_form(change: Change) -> None:
-    """What was saved, as it was when sources had no numbers and weights were among their facts."""
+    """The saved facts, as they were when sources had no numbers and weights were among their facts."""
     fingerprint = change.saved["fingerprint"]
     weights = fingerprint.pop("mixture weights")
     for facts in fingerprint["sources"]:

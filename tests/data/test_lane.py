@@ -87,7 +87,7 @@ def test_a_resume_reads_only_what_was_not_seen(tmp_path: Path) -> None:
 
 
 def test_documents_are_read_whole_and_once_an_epoch(tmp_path: Path) -> None:
-    """What a lane's examples reconstruct to is the text of its documents, chunk by chunk."""
+    """A lane's examples reconstruct to the text of its documents, chunk by chunk."""
     documents = texts(60, median_characters=250)
     path = write_json_lines(tmp_path / "a.jsonl", documents)
     config = make_config(dataset_name="json", data_files=path, eval_fraction=0.0)

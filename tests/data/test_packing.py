@@ -27,7 +27,7 @@ def web_like_lengths(count: int, seed: int) -> list[int]:
 
 
 def sizes(chunker: Chunker, lengths: list[int]) -> Iterator[Waiting[tuple[int, int]]]:
-    """What every chunk needs on either side."""
+    """The tokens that every chunk needs on either side."""
     for number, length in enumerate(lengths):
         for chunk in chunker.chunks(length, f"document {number}", epoch=0):
             ends = chunk.start + chunk.length == length

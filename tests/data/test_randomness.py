@@ -44,7 +44,7 @@ def test_a_permutation_is_one(size: int) -> None:
 
 
 def test_permutations_scatter_uniformly() -> None:
-    """Where element 0 of 16 goes over many keys, and that neighbours do not stay neighbours."""
+    """Element 0 of 16 goes everywhere over many keys, and that neighbours do not stay neighbours."""
     places = np.array([[Permutation(16, seed, "test")[i] for i in (0, 1)] for seed in range(8000)])
     counts = np.bincount(places[:, 0], minlength=16)
     assert ((counts - 500) ** 2 / 500).sum() < 37.7  # 15 degrees of freedom, 0.1 %

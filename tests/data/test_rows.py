@@ -1,4 +1,4 @@
-"""What one row adds: a denoiser, a kind of data source. Nothing else of the package is touched."""
+"""One row adds a denoiser, or a kind of data source: nothing else of the package is touched."""
 
 from __future__ import annotations
 

@@ -51,6 +51,9 @@ def test_builtin_corpus_is_read_once_and_the_same_in_every_process(
     command = [sys.executable, "-OO", "-c", code]  # docstrings are read from source, not from compiled code
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     elsewhere = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    # Checkpoints know the corpus by this form of its documents.
+    assert repr(documents[0]).startswith("Document(key='builtin/topics/assert', text=")
+    assert "token_ids" not in repr(documents[0])
     assert elsewhere.stdout.strip() == hashlib.sha256(repr(documents).encode()).hexdigest()
     monkeypatch.setattr(builtin_corpus, "_read_documents", lambda *_: pytest.fail("read although cached"))
     builtin_documents.cache_clear()
