@@ -59,7 +59,7 @@ class Writing:
 
     @contextmanager
     def refusals_told(self) -> Iterator[None]:
-        """Raise DiskRefusedError where what is wrapped raises a file system's error."""
+        """Raise DiskRefusedError where what is wrapped, a block or a function, raises a file system's error."""
         try:
             yield
         except DsEncDecError:
