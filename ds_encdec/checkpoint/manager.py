@@ -41,7 +41,7 @@ WriteRest = Callable[[Path], None]
 """Writes what a checkpoint holds beside the engine's files under a folder; called on rank 0, in any thread."""
 
 MAKE_ROOM = "Free space there, or lower training.save_total_limit."
-"""What is to be done where a disk is too small for checkpoints."""
+"""Advice for a disk that is too small for checkpoints."""
 
 
 Stage = Callable[..., StagedSave]
@@ -55,7 +55,7 @@ class SaveOutcome:
     `state`: the one that was saved. `num_bytes`: of all files. `blocked_seconds`: how long this rank's training was
     held up; `seconds`: from the staging copy to the commit, or 0. `problem`: None, or why there is no such checkpoint.
     `failures`: saves in a row that have failed, with this one. `newest_step`: of the newest checkpoint that the run
-    can go on from; None where there is none.
+    can go on from, if there is one.
     """
 
     state: TrainingState
@@ -153,7 +153,7 @@ class CheckpointManager:
         return self._save is not None and self._save.written.done()
 
     def collect(self) -> SaveOutcome | None:
-        """Wait for the save under way; returns how it ended, or None where there is none.
+        """Wait for the save under way; returns how it ended, or None without one.
 
         Raises what went wrong other than on the disk.
         """

@@ -1,4 +1,4 @@
-"""A file system that does not take what is written: found in an error, and told with what is free and what to do."""
+"""File systems that do not take what is written: recognised in errors, reported with what is free and what to do."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def record(folder: RunFolder, state: str, **facts: Any) -> None:
 
 
 def environment_facts() -> dict[str, Any]:
-    """What the run ran on: this host, its device, and the versions of what decides its numbers."""
+    """The facts of what the run ran on: this host, its device, and the versions of what decides its numbers."""
     versions = {}
     for name in ("ds_encdec", "torch", "transformers", "deepspeed"):
         with suppress(PackageNotFoundError):  # deepspeed is not needed, and a checkout may not be installed

@@ -38,12 +38,12 @@ except ImportError:
 
 
 _SEGMENTS_MULTIPLE = 8
-"""What the number of segments is rounded up to: few different ones, so that memory for them is found again."""
+"""The number of segments is rounded up to a multiple: of few different sizes memory is found again."""
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Where each document's queries and keys lie in their flat buffers.
+    """The places of each document's queries and keys in their flat buffers.
 
     `query_cu_seqlens`, `key_cu_seqlens`: int32 [S + 1] on the device; they cover the whole buffers. Behind the
     documents stand up to `_SEGMENTS_MULTIPLE` segments, the last the padding tail, the others empty: kernels start

@@ -1,4 +1,4 @@
-"""What a run starts from: random weights, a decoder-only Qwen3, or an encoder-decoder of our own."""
+"""The model that a run starts from: random weights, a decoder-only Qwen3, or an encoder-decoder of our own."""
 
 from __future__ import annotations
 
