@@ -145,7 +145,7 @@ def _read_metadata(path: Path) -> Metadata:
 
 
 def _data_offset(chunk: _Chunk) -> int:
-    """The byte of its file at which the chunk's elements begin. Raises OSError, EOFError or RuntimeError for other files.
+    """The byte of its file at which the chunk's elements begin. Raises OSError, EOFError or RuntimeError for others.
 
     For its record of a tensor's memory `torch.save` has no compression, so what has its size is it.
     """

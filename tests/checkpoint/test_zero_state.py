@@ -41,7 +41,7 @@ def plain_states() -> dict[str, Any]:
 
 
 def two_parts(zero_stage: int, pad: int) -> dict[str, Any]:
-    """The files of stages 1 and 2 on two ranks: both parameters end to end, `pad` elements between, cut in the middle."""
+    """Files of stages 1 and 2 on two ranks: both parameters end to end, `pad` elements between, cut in the middle."""
     values = [*range(6), *[0.0] * pad, *range(10, 15)]
     size = -(-len(values) // 4) * 2
     missing = 2 * size - len(values)
