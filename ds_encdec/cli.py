@@ -331,17 +331,13 @@ def _export(options: argparse.Namespace, _: Sequence[str]) -> None:
 
 
 def _average(options: argparse.Namespace, _: Sequence[str]) -> None:
-    from ds_encdec.checkpoint.average import average_checkpoints, average_run
+    from ds_encdec.checkpoint.average import average_checkpoints
     from ds_encdec.launch.run_folder import RunFolder
 
-    how = {"last": options.last, **_weight_options(options)}
-    if options.out is None:
-        run = RunFolder(str(options.run_folder))
-        steps, out = average_run(run, **how), run.averaged
-    else:
-        steps, out = average_checkpoints(options.run_folder, options.out, **how), options.out
+    run = RunFolder(str(options.run_folder))
+    steps = average_checkpoints(run, options.out, last=options.last, **_weight_options(options))
     fewer = f" (there are no more in a row; {options.last} were asked for)" if len(steps) < options.last else ""
-    print(f"the mean of steps {', '.join(map(str, steps))}{fewer} is in {out}")
+    print(f"the mean of steps {', '.join(map(str, steps))}{fewer} is in {options.out or run.averaged}")
 
 
 def _convert(options: argparse.Namespace, overrides: Sequence[str]) -> None:

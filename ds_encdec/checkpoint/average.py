@@ -55,7 +55,7 @@ def average_last_checkpoints(run: RunFolder, *, last: int) -> None:
             "Averaging the last checkpoints: rank 0 reads %.1f GB. The run is complete; this may be interrupted.",
             sum(read_manifest(path).num_bytes for path in list(found.values())[-last:]) / 1e9,
         )
-        steps = average_run(run, last=last, dtype=torch.float32, max_shard_bytes=MAX_SHARD_BYTES)
+        steps = average_checkpoints(run, last=last, dtype=torch.float32, max_shard_bytes=MAX_SHARD_BYTES)
     except Exception as error:
         logger.error(
             "The mean of the last checkpoints could not be written: %s. `ds-encdec average` tries again.", error
@@ -64,57 +64,49 @@ def average_last_checkpoints(run: RunFolder, *, last: int) -> None:
     logger.info("the mean of the checkpoints at steps %s is in %s", ", ".join(map(str, steps)), run.averaged)
 
 
-def average_run(run: RunFolder, *, last: int, dtype: torch.dtype, max_shard_bytes: int) -> list[int]:
-    """`average_checkpoints` into `export/averaged`; an earlier mean makes way once the new one is complete."""
-    clear_averaged(run)
-    return average_checkpoints(
-        run.root, run.averaged, last=last, dtype=dtype, max_shard_bytes=max_shard_bytes, replace=True
-    )
-
-
 def clear_averaged(run: RunFolder) -> None:
     """Remove what a mean that was killed midway left beside `export/averaged`; give back what it was replacing."""
     clear_leftovers(run.averaged.parent, run.averaged.name)
 
 
 def average_checkpoints(
-    run: Path, out: Path, *, last: int, dtype: torch.dtype, max_shard_bytes: int, replace: bool = False
+    run: RunFolder, out: Path | None = None, *, last: int, dtype: torch.dtype, max_shard_bytes: int
 ) -> list[int]:
     """Write the arithmetic mean of the weights of `last_checkpoints` of `run`.
 
     Any engines may have saved them. Sums and quotients are float32, in the order of the steps, before the result is
     rounded to `dtype`; two full parameters are in memory at a time. `out` is the Hugging Face folder to write, see
-    `export_hf`; its card, tokenizer and configuration are those of the newest. Returns the averaged steps. Raises
-    CheckpointError for fewer than two checkpoints, damaged ones, and ones of different models.
+    `export_hf`; None is `export/averaged`, where an earlier mean makes way once the new one is complete. Card,
+    tokenizer and configuration are those of the newest checkpoint. Returns the averaged steps. Raises CheckpointError
+    for fewer than two checkpoints, damaged ones, and ones of different models.
     """
-    if not replace:
+    if out is None:
+        clear_averaged(run)
+    else:
         refuse_existing(out)  # before minutes of reading
-    checkpoints = last_checkpoints(run / "checkpoints", last)
+    checkpoints = last_checkpoints(run.checkpoints, last)
     if len(checkpoints) < 2:
-        raise CheckpointError(f"An average takes at least two checkpoints, but {_too_few(run, last, len(checkpoints))}")
-    paths = [path.resolve() for path in checkpoints.values()]
+        problem = f"{run.root} has {len(checkpoints)} in a row. training.save_total_limit says how many a run keeps."
+        if last < 2:
+            problem = f"{last} was asked for."
+        elif (run.root / MANIFEST).exists():
+            problem = f"{run.root} is one: give the folder of its run."
+        raise CheckpointError(f"An average takes at least two checkpoints, but {problem}")
+    paths, steps = [path.resolve() for path in checkpoints.values()], list(checkpoints)
+    newest = paths[-1]
     _refuse_different_models(paths)
     weights = mean_weights([saved_weights(open_saved_state(path)) for path in paths])
-    newest, steps = paths[-1], list(checkpoints)
     export_hf(
         weights,
         Qwen3Seq2SeqConfig.from_pretrained(newest / "model"),
         pretrained_tokenizer(str(newest / "model"), field="RUN"),
-        out,
+        out or run.averaged,
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,
-        replace=replace,
+        replace=out is None,
         card=model_card(RunFacts.of(newest, f"mean of the checkpoints at steps {', '.join(map(str, steps))}")),
     )
     return steps
-
-
-def _too_few(run: Path, last: int, found: int) -> str:
-    if last < 2:
-        return f"{last} was asked for."
-    if (run / MANIFEST).exists():
-        return f"{run} is one: give the folder of its run."
-    return f"{run} has {found} in a row. training.save_total_limit says how many a run keeps."
 
 
 def last_checkpoints(folder: Path, last: int) -> dict[int, Path]:
@@ -125,14 +117,10 @@ def last_checkpoints(folder: Path, last: int) -> dict[int, Path]:
     """
     row: list[tuple[int, Path]] = []
     for step, path in sorted(committed_steps(folder).items(), reverse=True)[:last]:
-        if row and row[-1][0] - step > _MAX_GAP * _save_steps(row[-1][1]):
+        if row and row[-1][0] - step > _MAX_GAP * load_saved(row[-1][1] / "config.yaml").training.save_steps:
             break
         row.append((step, path))
     return dict(reversed(row))
-
-
-def _save_steps(checkpoint: Path) -> int:
-    return load_saved(checkpoint / "config.yaml").training.save_steps
 
 
 def mean_weights(sources: Sequence[WeightSource]) -> WeightSource:
@@ -148,17 +136,11 @@ def mean_weights(sources: Sequence[WeightSource]) -> WeightSource:
 
 
 def _refuse_different_models(checkpoints: Sequence[Path]) -> None:
-    first, *others = checkpoints
-    expected = _architecture(first)
-    for other in others:
-        found = _architecture(other)
-        for field in expected:
-            if found.get(field) != expected[field]:
+    first, *others = ((path, architecture(Qwen3Seq2SeqConfig.from_pretrained(path / "model"))) for path in checkpoints)
+    for path, found in others:
+        for field, expected in first[1].items():
+            if found.get(field) != expected:
                 raise CheckpointError(
-                    f"{first.name} and {other.name} are of different models, which have no average: {field} is "
-                    f"{expected[field]!r} in the one and {found.get(field)!r} in the other."
+                    f"{first[0].name} and {path.name} are of different models, which have no average: {field} is "
+                    f"{expected!r} in the one and {found.get(field)!r} in the other."
                 )
-
-
-def _architecture(checkpoint: Path) -> dict[str, object]:
-    return architecture(Qwen3Seq2SeqConfig.from_pretrained(checkpoint / "model"))

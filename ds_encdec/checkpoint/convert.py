@@ -59,17 +59,17 @@ def convert_checkpoint(checkpoint: Path, out: Path, *, to: str, overrides: Seque
         staged = engine.stage(unfinished, copy=False)
         needed = sum(collectives.gather(staged.num_bytes))
 
+        @writing.refusals_told()
         def write() -> list[FileRecord]:
-            with writing.refusals_told():
-                return [record_file(path, unfinished) for path in staged.write()]
+            return [record_file(path, unfinished) for path in staged.write()]
 
+        @writing.refusals_told()
         def write_rest() -> None:
-            with writing.refusals_told():
-                for name in ("trainer.json", "data.json"):
-                    shutil.copyfile(source / name, unfinished / name)
-                shutil.copytree(source / "model", unfinished / "model")
-                config.to_yaml(unfinished / "config.yaml")
-                seal(unfinished, step=step, world_size=world.world_size, engine=row.name, engine_files=records)
+            for name in ("trainer.json", "data.json"):
+                shutil.copyfile(source / name, unfinished / name)
+            shutil.copytree(source / "model", unfinished / "model")
+            config.to_yaml(unfinished / "config.yaml")
+            seal(unfinished, step=step, world_size=world.world_size, engine=row.name, engine_files=records)
 
         collectives.on_every_rank(lambda: writing.require_space(needed))
         own = collectives.on_every_rank(write)

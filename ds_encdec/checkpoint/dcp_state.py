@@ -108,7 +108,7 @@ _PLAIN = {
     "pathlib": {"PosixPath"},
     "pathlib._local": {"PosixPath"},  # its place in Python 3.13
 }
-"""What DCP's writer puts into `.metadata`, by module: data, and what only makes data."""
+"""The classes that DCP's writer puts into `.metadata`, by module: data, and what only makes data."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -124,7 +124,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _member(enumeration: type[Enum], name: str) -> Enum:
-    """In the place of `getattr`, by which Python 3.11.2 and its neighbours pickle a member. Raises UnpicklingError."""
+    """Stands in for `getattr`, by which Python 3.11.2 and its neighbours pickle a member. Raises UnpicklingError."""
     if not (isinstance(enumeration, type) and issubclass(enumeration, Enum) and name in enumeration.__members__):
         raise pickle.UnpicklingError(
             f"it names {name} of {enumeration}, which torch.distributed.checkpoint does not save"
@@ -145,7 +145,7 @@ def _read_metadata(path: Path) -> Metadata:
 
 
 def _data_offset(chunk: _Chunk) -> int:
-    """Where in its file the chunk's elements begin. Raises OSError or RuntimeError for what `torch.save` did not write.
+    """The byte of its file at which the chunk's elements begin. Raises OSError, EOFError or RuntimeError for others.
 
     For its record of a tensor's memory `torch.save` has no compression, so what has its size is it.
     """

@@ -40,7 +40,7 @@ class Checkpoint:
 
 
 class Saved(dict[str, Any]):
-    """What a JSON file of a checkpoint holds. Raises DamagedCheckpointError for a key that it lacks."""
+    """The content of a JSON file of a checkpoint. Raises DamagedCheckpointError for a key that it lacks."""
 
     def __init__(self, path: Path) -> None:
         """Raises DamagedCheckpointError where the file at `path` cannot be read, or holds no mapping."""
@@ -79,7 +79,7 @@ def find_checkpoint(
     *,
     at_most: int | None = None,
 ) -> Checkpoint | None:
-    """The checkpoint to resume from, verified by all ranks, each calling this; None where there is none to resume.
+    """The checkpoint to resume from, verified by all ranks, each calling this; None for a new run.
 
     `folder`: the run's own checkpoints. `resume`: None, `auto` (the newest whole one there; damaged ones are passed
     over with a warning), or a path. `accept` is called on every rank with a checkpoint of which only the manifest and

@@ -18,9 +18,11 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from ds_encdec.checkpoint.find import Checkpoint
 from ds_encdec.checkpoint.folder import CheckpointFolder, committed_steps
@@ -39,15 +41,11 @@ WriteRest = Callable[[Path], None]
 """Writes what a checkpoint holds beside the engine's files under a folder; called on rank 0, in any thread."""
 
 MAKE_ROOM = "Free space there, or lower training.save_total_limit."
-"""What is to be done where a disk is too small for checkpoints."""
+"""Advice for a disk that is too small for checkpoints."""
 
 
-class Stage(Protocol):
-    """`Engine.stage`."""
-
-    def __call__(self, directory: Path, /, *, copy: bool) -> StagedSave:
-        """See engine/protocol.py."""
-        ...
+Stage = Callable[..., StagedSave]
+"""`Engine.stage`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +53,9 @@ class SaveOutcome:
     """How a save ended; equal on all ranks but for the seconds.
 
     `state`: the one that was saved. `num_bytes`: of all files. `blocked_seconds`: how long this rank's training was
-    held up; `seconds`: from the staging copy to the commit. `problem`: None, or why there is no such checkpoint.
+    held up; `seconds`: from the staging copy to the commit, or 0. `problem`: None, or why there is no such checkpoint.
     `failures`: saves in a row that have failed, with this one. `newest_step`: of the newest checkpoint that the run
-    can go on from; None where there is none.
+    can go on from, if there is one.
     """
 
     state: TrainingState
@@ -71,23 +69,19 @@ class SaveOutcome:
 
 @dataclass
 class _SaveUnderWay:
-    """A save between its staging copy and `CheckpointManager.collect`."""
+    """A save until `CheckpointManager.collect`. `written`: its bytes and when it ended, or what went wrong."""
 
     state: TrainingState
     began: float
-    ended: float = 0.0
     blocked_seconds: float = 0.0
-    num_bytes: int = 0
-    error: BaseException | None = None
-    thread: threading.Thread | None = None
+    written: Future[tuple[int, float]] = field(default_factory=Future)
 
     def run(self, write: Callable[[], int]) -> None:
         """Call `write`, which returns the bytes written, and keep what comes of it."""
         try:
-            self.num_bytes = write()
+            self.written.set_result((write(), time.monotonic()))
         except BaseException as error:  # raised by collect(); torch's CheckpointException is no Exception
-            self.error = error
-        self.ended = time.monotonic()
+            self.written.set_exception(error)
 
 
 class CheckpointManager:
@@ -135,53 +129,53 @@ class CheckpointManager:
         save = _SaveUnderWay(state, began=time.monotonic())
         step = state.global_step
         try:
-            folder = self._collectives.on_rank_zero(lambda: self._on_disk(lambda: begin(self._files.at(step)), 0))
-            staged = self._staged(stage, folder, in_background=in_background)
+            folder = self._collectives.on_rank_zero(self._on_disk(lambda: begin(self._files.at(step)), 0))
+            # Once there are buffers for copies, a save at once goes through them, too: the writers themselves would
+            # take as much host memory again beside those.
+            self._copied_before = in_background or self._copied_before
+            staged = stage(folder, copy=self._copied_before)
         except DiskRefusedError as error:
-            save.error, save.ended = error, time.monotonic()
+            save.written.set_exception(error)
             self._save = save
             return
 
-        def write() -> int:
-            return self._write_and_commit(step, staged, write_rest, pointers)
-
+        write = partial(self._write_and_commit, step, staged, write_rest, pointers)
         self._save = save
         if in_background:
-            save.thread = threading.Thread(target=save.run, args=(write,), name=f"save-{step}", daemon=True)
-            save.thread.start()
+            threading.Thread(target=save.run, args=(write,), name=f"save-{step}", daemon=True).start()
         else:
             save.run(write)
         save.blocked_seconds = time.monotonic() - save.began
 
     @property
     def save_is_over(self) -> bool:
-        """Whether this rank's part of a save has ended. Collect it once all ranks say so."""
-        return self._save is not None and (self._save.thread is None or not self._save.thread.is_alive())
+        """True once this rank's part of a save has ended. Collect it once it is true on all ranks."""
+        return self._save is not None and self._save.written.done()
 
     def collect(self) -> SaveOutcome | None:
-        """Wait for the save under way and say how it ended; None where there is none.
+        """Wait for the save under way; returns how it ended, or None without one.
 
         Raises what went wrong other than on the disk.
         """
-        if self._save is None:
+        save, self._save = self._save, None
+        if save is None:
             return None
         began = time.monotonic()
-        if self._save.thread is not None:
-            self._save.thread.join()
-            self._save.blocked_seconds += time.monotonic() - began
-        save, self._save = self._save, None
-        if save.error is not None and not isinstance(save.error, DiskRefusedError):
-            raise save.error
-        if save.error is None:
+        error = save.written.exception()
+        save.blocked_seconds += time.monotonic() - began
+        if error is not None and not isinstance(error, DiskRefusedError):
+            raise error
+        num_bytes, ended = save.written.result() if error is None else (0, save.began)
+        if error is None:
             self._failures, self._newest_step = 0, save.state.global_step
         else:
             self._failures += 1
         return SaveOutcome(
             save.state,
-            save.num_bytes,
+            num_bytes,
             save.blocked_seconds,
-            save.ended - save.began,
-            problem=None if save.error is None else str(save.error),
+            ended - save.began,
+            problem=None if error is None else str(error),
             failures=self._failures,
             newest_step=self._newest_step,
         )
@@ -217,14 +211,6 @@ class CheckpointManager:
         has_best = self._collectives.on_rank_zero(go_back)
         return state if has_best else dataclasses.replace(state, best_eval_loss=None, best_step=None)
 
-    def _staged(self, stage: Stage, folder: Path, *, in_background: bool) -> StagedSave:
-        """What the engine will write. Once there are buffers for copies, a save at once goes through them, too.
-
-        The writers themselves would take as much host memory again beside those.
-        """
-        self._copied_before = copy = in_background or self._copied_before
-        return stage(folder, copy=copy)
-
     def _write_and_commit(self, step: int, staged: StagedSave, write_rest: WriteRest, pointers: tuple[str, ...]) -> int:
         """The part of a save that may run in the background; returns the bytes of the checkpoint.
 
@@ -245,17 +231,16 @@ class CheckpointManager:
         needed = sum(talk.gather(staged.num_bytes))
         try:
             talk.on_rank_zero(lambda: self._writing().require_space(needed))
-            own = talk.on_every_rank(lambda: self._on_disk(write_own, needed))
+            own = talk.on_every_rank(self._on_disk(write_own, needed))
             records = [record for rank_records in talk.gather(own) for record in rank_records]
-            return talk.on_rank_zero(lambda: self._on_disk(lambda: commit(records), needed))
+            return talk.on_rank_zero(self._on_disk(lambda: commit(records), needed))
         except DiskRefusedError:
             talk.on_rank_zero(lambda: shutil.rmtree(folder, ignore_errors=True))
             raise
 
-    def _on_disk(self, action: Callable[[], T], needed_bytes: int) -> T:
-        """What `action` returns. Raises DiskRefusedError where the file system refuses it."""
-        with self._writing(needed_bytes).refusals_told():
-            return action()
+    def _on_disk(self, action: Callable[[], T], needed_bytes: int) -> Callable[[], T]:
+        """`action`, but it raises DiskRefusedError where the file system refuses it."""
+        return self._writing(needed_bytes).refusals_told()(action)
 
     def _writing(self, num_bytes: int = 0) -> Writing:
         return Writing(self.folder, "The checkpoint", MAKE_ROOM, self._collectives.rank, num_bytes)

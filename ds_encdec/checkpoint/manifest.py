@@ -48,7 +48,7 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
 class Manifest:
-    """What a checkpoint consists of, and what wrote it: `engine` is the name of a row of `engines.ENGINES`."""
+    """The files of a checkpoint, and what wrote it: `engine` is the name of a row of `engines.ENGINES`."""
 
     step: _Count
     world_size: _Count
@@ -160,7 +160,7 @@ def verify_files(checkpoint: Path, records: tuple[FileRecord, ...]) -> None:
 
 
 def _manifest(content: Any) -> Manifest:
-    """What a manifest says. Raises ValueError for anything else."""
+    """Check and return the content of a manifest. Raises ValueError for anything else."""
     if not isinstance(content, dict):
         raise ValueError(f"it holds a {type(content).__name__}")
     version = content.get("format_version")

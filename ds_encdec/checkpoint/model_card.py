@@ -21,7 +21,7 @@ _TEMPLATE = Path(__file__).with_suffix(".md.j2")
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What a card tells of a run. `weights`: where in the run they are from, in words."""
+    """The facts of a run that its card tells. `weights`: where in the run they are from, in words."""
 
     config: FullConfig
     state: TrainingState

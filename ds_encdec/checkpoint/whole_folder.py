@@ -89,10 +89,7 @@ def written_whole(
     writing = Writing(out.absolute().parent, str(out), advice, collectives.rank if collectives and several else None)
 
     def on_rank_zero(action: Callable[[], object]) -> None:
-        def told() -> None:
-            with writing.refusals_told():
-                action()
-
+        told = writing.refusals_told()(action)
         collectives.on_rank_zero(told) if collectives is not None else told()
 
     def commit() -> None:

@@ -1,4 +1,4 @@
-"""A file system that does not take what is written: found in an error, and told with what is free and what to do."""
+"""File systems that do not take what is written: recognised in errors, reported with what is free and what to do."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Writing:
 
     @contextmanager
     def refusals_told(self) -> Iterator[None]:
-        """Raise DiskRefusedError where what is wrapped raises a file system's error."""
+        """Raise DiskRefusedError where what is wrapped, a block or a function, raises a file system's error."""
         try:
             yield
         except DsEncDecError:

@@ -1,4 +1,4 @@
-"""What the ranks tell each other outside the engine: small host-side exchanges over gloo.
+"""Collectives of the ranks outside the engine: small exchanges on the host, over gloo.
 
 They never touch the accelerator, so none of them waits for a kernel. All are no-ops for one process.
 """
@@ -90,7 +90,7 @@ class HostCollectives:
 
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """What `action` returns, or the error it raises, which must reach the other ranks before it is raised."""
+    """Return what `action` returns, or the error it raises, which must reach the other ranks before it is raised."""
     try:
         return action(), None
     except DsEncDecError as error:

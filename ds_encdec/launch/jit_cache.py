@@ -1,4 +1,4 @@
-"""Where DeepSpeed's C++ operators are compiled to, and what to do about a lock that nobody holds.
+"""The folder in which DeepSpeed's C++ operators are compiled, and its locks that nobody holds.
 
 torch compiles an operator under a file lock (torch/utils/file_baton.py): a file called `lock` that is
 removed when the build ends. A build that is killed leaves it behind, and every later start then waits
@@ -32,13 +32,10 @@ def build_folder(environ: Mapping[str, str]) -> Path:
     if chosen := environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(chosen)
     cache = Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME", "/tmp")) / ".cache")
-    return cache / "ds_encdec" / f"torch_extensions-{_binary_fingerprint()}"
-
-
-def _binary_fingerprint() -> str:
     parts = [platform.python_version(), platform.machine(), _cpu_flags()]
     parts += [importlib.metadata.version(name) for name in ("torch", "deepspeed")]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+    fingerprint = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+    return cache / "ds_encdec" / f"torch_extensions-{fingerprint}"
 
 
 def _cpu_flags() -> str:
@@ -79,7 +76,7 @@ def clear_stale_locks(folder: Path, stale_after_minutes: float = STALE_AFTER_MIN
 
 
 def _is_open_anywhere(path: Path) -> bool:
-    """Whether any process that may be looked at has the file open."""
+    """True if a process has the file open, as far as this user may look."""
     target = str(path.resolve())
     for process in psutil.process_iter():
         try:

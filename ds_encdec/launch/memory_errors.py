@@ -41,7 +41,7 @@ NCCL's buffers. Then it was the host."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that a device or the host has no memory left."""
+    """True if `error` says that a device or the host has no memory left."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError | OutOfMemoryError):
         return True
     if isinstance(error, OSError):
@@ -50,12 +50,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def says_out_of_memory(text: str) -> bool:
-    """Whether `text`, an error's message or the last words of a process, is of memory that has run out."""
+    """True if `text`, an error's message or the last words of a process, is about memory that has run out."""
     return _says(text, _MESSAGES)
 
 
 def is_of_device(error: BaseException, free_device_bytes: float) -> bool:
-    """Whether what ran out, by `is_out_of_memory`, is a GPU's memory and not the host's.
+    """True if what ran out, according to `is_out_of_memory`, is a GPU's memory and not the host's.
 
     `free_device_bytes`: what is free on the GPU now, as the driver says: it decides where the message does not.
     """
@@ -65,7 +65,7 @@ def is_of_device(error: BaseException, free_device_bytes: float) -> bool:
 
 
 def is_of_driver(error: BaseException) -> bool:
-    """Whether it was a GPU's driver that had none: on the device, or page-locked memory of the host."""
+    """True if it was a GPU's driver that had no memory left: on the device, or page-locked memory of the host."""
     return _says(str(error), _DRIVER_MESSAGES)
 
 

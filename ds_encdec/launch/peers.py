@@ -105,7 +105,7 @@ class Peers:
             time.sleep(0.05)
 
     def _told(self) -> DsEncDecError | None:
-        """What another rank has written down as the end of this start, as an error with its exit code."""
+        """The end of this start that another rank has written down, as an error with its exit code."""
         status = self._run.read_status()
         if status.get("state") != "failed" or status == self._run.earlier:
             return None
@@ -142,7 +142,7 @@ class Peers:
         return [peer for peer, process in self._here.items() if process is None or not is_alive(process)]
 
     def _answer(self) -> None:
-        """Where somebody looks for lost ranks: those of this machine that live. One of them says it for all."""
+        """Answer a rank that looks for lost ones: name those of this machine that live. One of them does it for all."""
         gone = self._gone_here()
         living = [peer.rank for peer in self._here if peer not in gone]
         if self._rank == min(living, default=-1) and (self._run.signs / "search").exists():
@@ -163,7 +163,7 @@ class Peers:
 
 
 def is_broken_connection(error: BaseException | None) -> bool:
-    """Whether `error` is, or comes of, a connection between ranks that broke. One that timed out did not."""
+    """True if `error` is, or comes of, a connection between ranks that broke. One that timed out did not."""
     while error is not None:
         text = str(error)
         if isinstance(error, dist.DistNetworkError) or any(words in text for words in _BROKEN_NCCL):
@@ -175,7 +175,7 @@ def is_broken_connection(error: BaseException | None) -> bool:
 
 
 def machine() -> str:
-    """What ranks have in common that see each other's processes: the system's start, and the container."""
+    """A name that ranks have in common that see each other's processes: the system's start, and the container."""
     facts = [socket.gethostname()]
     for read in (
         lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip(),

@@ -46,7 +46,7 @@ TELL_SECONDS = 10.0
 
 
 class Heartbeat:
-    """When this rank last showed that it lives, which tells a rank that stands still from one that is slow.
+    """When this rank last showed that it lives, which tells a rank that hangs from one that is slow.
 
     The main thread beats once per step and per evaluation batch; other threads read how long ago that was.
 
@@ -147,7 +147,7 @@ class StopRequest:
         self._met = True
 
     def comes_within(self, seconds: float) -> bool:
-        """Whether this rank has been asked to stop, or is within so long."""
+        """True if this rank has been asked to stop, or is while this waits, for `seconds` at most."""
         deadline = time.monotonic() + seconds
         while self.reason is None and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -278,7 +278,7 @@ def launchers_above(pid: int) -> list[psutil.Process]:
 
 
 def is_orphan(world: World) -> bool:
-    """Whether a launcher started this process and was gone before anybody could look for it: init has adopted it.
+    """True if a launcher started this process and was gone before anybody could look for it: init has adopted it.
 
     A launcher may be a container's first process itself, but it would be a python program.
     """
@@ -306,7 +306,7 @@ def stop_signals_left_to_this_process() -> Iterator[None]:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether this very process (not a later one with its id) still runs; a zombie does not."""
+    """True if this very process (not a later one with its id) still runs; a zombie does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:

@@ -84,8 +84,9 @@ class RunFolder:
             )
         if not resume and self.is_used():
             lock.close()
+            state = self.read_status().get("state")
             raise OutputLockedError(
-                f"infra.output_dir: {self.root} already holds a run ({self._describe_previous()}). "
+                f"infra.output_dir: {self.root} already holds a run ({f'state {state}' if state else 'no run.json'}). "
                 "Continue it with `--resume auto`, or choose another infra.output_dir; nothing was changed."
             )
         with suppress(OSError):  # full; it is held without these words as well
@@ -177,12 +178,8 @@ class RunFolder:
             return {}
 
     def is_used(self) -> bool:
-        """Whether a run has left something to lose; one that failed before its first step has not."""
+        """True if a run has left something to lose; one that failed before its first step has not."""
         return any(self.checkpoints.glob("step-*")) or (self.metrics.exists() and self.metrics.stat().st_size > 0)
-
-    def _describe_previous(self) -> str:
-        status = self.read_status()
-        return f"state {status['state']}" if "state" in status else "no run.json"
 
 
 def lock_file(file: IO[str], *, wait: bool = False) -> bool:

@@ -42,19 +42,15 @@ def outlive_readers() -> None:
         if isinstance(stream, io.TextIOWrapper) and stream is getattr(sys, f"__{name}__"):
             with suppress(OSError):
                 stream.flush()
-            setattr(sys, name, _without_errors(stream))
-
-
-def _without_errors(stream: io.TextIOWrapper) -> io.TextIOWrapper:
-    """A stream that writes to the same file as `stream`, in the same way."""
-    file = _Output(stream.fileno(), "w", closefd=False)
-    return io.TextIOWrapper(
-        file if stream.write_through else io.BufferedWriter(file),  # as Python's own; the former with -u
-        encoding=stream.encoding,
-        errors=stream.errors,
-        line_buffering=stream.line_buffering,
-        write_through=stream.write_through,
-    )
+            file = _Output(stream.fileno(), "w", closefd=False)
+            same = io.TextIOWrapper(
+                file if stream.write_through else io.BufferedWriter(file),  # like Python's own, which with -u has none
+                encoding=stream.encoding,
+                errors=stream.errors,
+                line_buffering=stream.line_buffering,
+                write_through=stream.write_through,
+            )
+            setattr(sys, name, same)
 
 
 class _Output(io.FileIO):

@@ -1,4 +1,4 @@
-"""What takes a second to make and every process needs, kept for the next one in the user's cache folder."""
+"""The user's cache folder: it keeps texts that every process needs and that take a second to make."""
 
 from __future__ import annotations
 

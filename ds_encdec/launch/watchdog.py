@@ -1,4 +1,4 @@
-"""The watchdog: where a run stands still, every rank says what it was doing, and the run ends.
+"""The watchdog: when a run hangs, every rank writes down what it was doing, and the run ends.
 
 A thread of each rank looks at the main thread's heartbeats (preemption.py). Where they stop for
 `infra.hang_timeout_minutes`, the rank writes the Python stacks of all its threads into a folder that all ranks see;

@@ -95,9 +95,9 @@ TASK_STARTERS: dict[str, tuple[str, Callable[[str], int]]] = {
     "PMI_SIZE": ("MPICH, or another MPI", int),
     "SM_HOSTS": ("SageMaker", lambda hosts: len(json.loads(hosts))),
 }
-"""What starts several tasks of a job but tells them so only here: each task would take itself for a run of its own.
+"""Programs that start several tasks of a job, each of which would take itself for a run of its own.
 
-Variable → what sets it, and how the number of tasks is read from its value.
+The variable that tells it → the program, and how the number of tasks is read from its value.
 """
 
 

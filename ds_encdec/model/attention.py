@@ -38,12 +38,12 @@ except ImportError:
 
 
 _SEGMENTS_MULTIPLE = 8
-"""What the number of segments is rounded up to: few different ones, so that memory for them is found again."""
+"""The number of segments is rounded up to a multiple: of few different sizes memory is found again."""
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Where each document's queries and keys lie in their flat buffers.
+    """The places of each document's queries and keys in their flat buffers.
 
     `query_cu_seqlens`, `key_cu_seqlens`: int32 [S + 1] on the device; they cover the whole buffers. Behind the
     documents stand up to `_SEGMENTS_MULTIPLE` segments, the last the padding tail, the others empty: kernels start
@@ -189,16 +189,14 @@ class PaddedLayout:
         if decoder_valid is not None:
             decoder_positions = (decoder_valid.long().cumsum(-1) - 1).clamp_min(0)[:, past_length:]
             causal = (causal & decoder_valid.bool()[:, None, None, :]) | (keys == queries[:, None])
-        if encoder_valid is None:
-            encoder_columns = causal.new_ones(causal.shape[0], 1, decoder_length, encoder_length)
-        else:
-            encoder_columns = encoder_valid.bool()[:, None, None, :].expand(-1, 1, decoder_length, -1)
-            causal = causal.expand(encoder_columns.shape[0], -1, -1, -1)
+        encoder_columns = causal.new_ones(1, encoder_length) if encoder_valid is None else encoder_valid.bool()
+        batch = max(len(causal), len(encoder_columns))
+        encoder_columns = encoder_columns[:, None, None].expand(batch, 1, decoder_length, -1)
         return cls(
             encoder_positions=encoder_positions[None],
             decoder_positions=decoder_positions,
             encoder_mask=encoder_mask,
-            merged_mask=torch.cat([encoder_columns, causal], dim=-1),
+            merged_mask=torch.cat([encoder_columns, causal.expand(batch, -1, -1, -1)], dim=-1),
         )
 
     def attend_encoder(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

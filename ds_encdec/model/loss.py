@@ -76,7 +76,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 _FLOAT16_SCALE = 2.0**15
-"""What gradients of logits, between -1 and 1, are multiplied by before they are rounded to float16.
+"""Gradients of logits, between -1 and 1, are multiplied by this before they are rounded to float16.
 
 Most are smaller than what float16 tells from 0 (6e-8), and none becomes larger than what it holds (65,504)."""
 

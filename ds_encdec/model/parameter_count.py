@@ -19,7 +19,7 @@ BACKWARD_PER_FORWARD = 2
 
 
 class ModelSizes(Protocol):
-    """What determines the parameters. `ArchitectureConfig`, `Qwen3Seq2SeqConfig` and `Qwen3Config` all have it.
+    """The sizes behind the parameters. `ArchitectureConfig`, `Qwen3Seq2SeqConfig` and `Qwen3Config` all have it.
 
     A `num_encoder_layers` beside these counts the encoder's layers; without it they are as many as the decoder's.
     """

@@ -1,4 +1,4 @@
-"""What a run starts from: random weights, a decoder-only Qwen3, or an encoder-decoder of our own."""
+"""The model that a run starts from: random weights, a decoder-only Qwen3, or an encoder-decoder of our own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ds_encdec.config.plain_files import read_json
 from ds_encdec.config.schema import ArchitectureConfig, ModelConfig
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import count_parameters
-from ds_encdec.model.weights import qwen3_weights, random_weights, seq2seq_weights, with_added_rows
+from ds_encdec.model.weights import random_weights, stored_weights
 from ds_encdec.types import CheckpointError, ConfigError, WeightSource
 
 EMBEDDING_ROWS_MULTIPLE = 128
@@ -72,7 +72,8 @@ def resolve_model(section: ModelConfig, vocabulary: TokenIds, seed: int) -> Mode
         return _from_seq2seq(section, folder, stored, vocabulary, seed)
     config = _seq2seq_config(section, folder, qwen3_fields(stored, folder), vocabulary, stored["vocab_size"])
     description = f"encoder and decoder from the decoder-only Qwen3 in {section.model_name_or_path}"
-    weights = qwen3_weights(folder, config, stored_rows=stored["vocab_size"], seed=seed)
+    added_ids = {*config.sentinel_token_ids, *config.mode_token_ids}
+    weights = stored_weights(folder, config, added_ids, stored_rows=stored["vocab_size"], seed=seed, of_qwen3=True)
     return ModelSource(config, weights, description)
 
 
@@ -152,10 +153,8 @@ def _from_seq2seq(
     config = _seq2seq_config(section, folder, fields, vocabulary, stored["vocab_size"])
     trained_ids = {*stored.get("sentinel_token_ids", ()), *stored.get("mode_token_ids", ())}
     added_ids = {*config.sentinel_token_ids, *config.mode_token_ids} - trained_ids
-    rows = stored["vocab_size"]
-    own = seq2seq_weights(folder, config, stored_rows=rows)
-    description = f"the encoder-decoder in {section.model_name_or_path}"
-    return ModelSource(config, with_added_rows(own, config, added_ids, stored_rows=rows, seed=seed), description)
+    weights = stored_weights(folder, config, added_ids, stored_rows=stored["vocab_size"], seed=seed)
+    return ModelSource(config, weights, f"the encoder-decoder in {section.model_name_or_path}")
 
 
 _OWN_FIELDS = {"pad_token_id", "eos_token_id", "decoder_start_token_id", "loss_chunk_tokens", "use_flash_attention"}

@@ -51,30 +51,32 @@ def random_weights(config: Qwen3Seq2SeqConfig, seed: int) -> WeightSource:
     return weights
 
 
-def qwen3_weights(folder: Path, config: Qwen3Seq2SeqConfig, *, stored_rows: int, seed: int) -> WeightSource:
-    """The parameters of `config`'s model from the decoder-only Qwen3 in `folder`, in the dtype stored there.
+def stored_weights(
+    folder: Path,
+    config: Qwen3Seq2SeqConfig,
+    added_ids: Collection[int],
+    *,
+    stored_rows: int,
+    seed: int,
+    of_qwen3: bool = False,
+) -> WeightSource:
+    """The parameters of `config`'s model from `folder`, in the dtype stored there, `with_added_rows`.
 
-    `stored_rows`: rows of the folder's embedding. Names and shapes of all tensors are checked now (CheckpointError),
-    each tensor is read when it is asked for.
+    The folder is one of our own (an export, or `ds-encdec init-model`'s), or `of_qwen3`, a decoder-only one.
+    `stored_rows`: rows of its embedding. Names and shapes of all tensors are checked now (CheckpointError), each tensor
+    is read when it is asked for.
     """
-    source = SafetensorsFolder(folder)
-    source.check({_qwen3_name(name): shape for name, shape in _stored_shapes(config, stored_rows).items()})
+    source, name_of = SafetensorsFolder(folder), _qwen3_name if of_qwen3 else str
+    shapes = {
+        name: (stored_rows, *shape[1:]) if name in VOCABULARY_PARAMETERS else shape
+        for name, shape in parameter_shapes(config).items()
+    }
+    source.check({name_of(name): shape for name, shape in shapes.items()})
 
     def stored(name: str, rows: slice = slice(None), /) -> Tensor:
-        return source.tensor(_qwen3_name(name), rows)
+        return source.tensor(name_of(name), rows)
 
-    added_ids = {*config.sentinel_token_ids, *config.mode_token_ids}
     return with_added_rows(stored, config, added_ids, stored_rows=stored_rows, seed=seed)
-
-
-def seq2seq_weights(folder: Path, config: Qwen3Seq2SeqConfig, *, stored_rows: int) -> WeightSource:
-    """The parameters in a folder of our own (an export, or `ds-encdec init-model`'s), in the dtype stored there.
-
-    Checks and reads like `qwen3_weights`, but adds no rows that the folder lacks.
-    """
-    source = SafetensorsFolder(folder)
-    source.check(_stored_shapes(config, stored_rows))
-    return source.tensor
 
 
 def with_added_rows(
@@ -107,12 +109,6 @@ def with_added_rows(
         return extended
 
     return extended_weights
-
-
-def _stored_shapes(config: Qwen3Seq2SeqConfig, rows: int) -> dict[str, tuple[int, ...]]:
-    """The parameters' shapes before the vocabulary's matrices grow from `rows`."""
-    shapes = parameter_shapes(config)
-    return {name: (rows, *shape[1:]) if name in VOCABULARY_PARAMETERS else shape for name, shape in shapes.items()}
 
 
 def _qwen3_name(name: str) -> str:

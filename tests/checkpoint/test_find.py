@@ -1,4 +1,4 @@
-"""What a run resumes from: the newest whole checkpoint or the named one, and never what is damaged or another run's."""
+"""The checkpoint that a run resumes from: the newest whole one or the named one, and no damaged or foreign one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written beside a run on a disk that is too small: how much it takes is said, and nothing of it stays."""
+"""Folders written beside a run on a disk that is too small: the error says how much they take, and nothing stays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Manifests and records that are none: `auto` passes over them, every tool says so with exit code 5, nothing hangs."""
+"""Manifests and records that are wrong: `auto` passes over them, every tool says so with exit code 5, nothing hangs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def put(name: str, value: Any) -> Callable[[Path], None]:
 
 
 def unhashed(name: str, value: Any) -> Callable[[Path], None]:
-    """As a manifest of the format before, which has no hash that could notice the change."""
+    """Make a manifest of the format before, which has no hash that could notice the change."""
 
     def change(content: dict[str, Any]) -> None:
         del content["sha256"]

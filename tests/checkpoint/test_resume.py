@@ -1,4 +1,4 @@
-"""What a run takes from a checkpoint and refuses: models by what they are, not by their names."""
+"""Checkpoints that a run takes and refuses: models by what they are, not by their names."""
 
 from __future__ import annotations
 

@@ -114,6 +114,17 @@ def test_dcp_metadata_runs_nothing_and_stays_in_its_folder(tmp_path: Path) -> No
         DcpState(tmp_path)
 
 
+@pytest.mark.parametrize("chunks", [0, 2])
+def test_chunks_must_cover_a_tensor_once(tmp_path: Path, chunks: int) -> None:
+    write_tensors(tmp_path, random_state(config(), seed=1))
+    file = tmp_path / "dcp" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    metadata.state_dict_metadata["exp_avg.shared.weight"].chunks *= chunks
+    file.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=rf"of exp_avg\.shared\.weight only {768 * (chunks > 0)} of 768 elements"):
+        DcpState(tmp_path)
+
+
 class MembersByName(pickle.Pickler):
     """Pickles the members of enumerations as Python 3.11.2 does, whichever version runs."""
 

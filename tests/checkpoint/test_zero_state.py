@@ -31,7 +31,7 @@ def checkpoint(folder: Path, stage: str, files: dict[str, Any], *, world_size: i
 
 
 def plain_states() -> dict[str, Any]:
-    """What stage 0 saves: a holds 0 to 5, b holds 10 to 14; their moments are 100 and 200 more."""
+    """The content that stage 0 saves: a holds 0 to 5, b holds 10 to 14; their moments are 100 and 200 more."""
     module = {"a.weight": torch.arange(6.0).view(3, 2), "b.weight": torch.arange(10.0, 15.0)}
     state = {
         index: {"step": torch.tensor(2.0), "exp_avg": value + 100, "exp_avg_sq": value + 200}
@@ -41,7 +41,7 @@ def plain_states() -> dict[str, Any]:
 
 
 def two_parts(zero_stage: int, pad: int) -> dict[str, Any]:
-    """What stages 1 and 2 save on two ranks: both parameters end to end, `pad` elements between, cut in the middle."""
+    """Files of stages 1 and 2 on two ranks: both parameters end to end, `pad` elements between, cut in the middle."""
     values = [*range(6), *[0.0] * pad, *range(10, 15)]
     size = -(-len(values) // 4) * 2
     missing = 2 * size - len(values)

@@ -261,7 +261,7 @@ def test_only_launchers_are_watched() -> None:
 
 
 def test_a_long_save_does_not_make_a_rank_patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What hangs after it is found as soon as before it."""
+    """A rank that hangs after it is found as soon as before it."""
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     stop = StopRequest(SINGLE, stuck_seconds=2)

@@ -91,7 +91,7 @@ def fail(root: str, rank: int) -> None:
 def test_a_file_system_without_locks_is_not_taken_for_a_held_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """What such a file system answers is put in its place: none can be mounted here."""
+    """The answer of such a file system is put in its place: none can be mounted here."""
 
     def no_locks(file: object, operation: int) -> None:
         raise OSError(number, os.strerror(number))

@@ -1,4 +1,4 @@
-"""What becomes of a process whose output nobody reads any more."""
+"""The end of a process whose output nobody reads any more."""
 
 from __future__ import annotations
 

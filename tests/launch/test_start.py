@@ -70,7 +70,7 @@ def test_a_rank_that_ends_itself_is_in_run_json(
 
 
 class TwoRanks(HostCollectives):
-    """What rank 0 of two is told, the other of which is this process."""
+    """Collectives of rank 0 of two, the other of which is the process `pid`."""
 
     def __init__(self, pid: int) -> None:
         super().__init__()

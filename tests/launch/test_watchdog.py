@@ -1,4 +1,4 @@
-"""A run that stands still: real ranks that wait for one another, each of which says what it was doing, and ends."""
+"""A run that hangs: real ranks that wait for one another, each of which says what it was doing, and ends."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def run_ranks(folder: Path, kind: str) -> Ended:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """With a run in it that stood still at an earlier start."""
+    """A folder with a run in it that hung at an earlier start."""
     earlier = tmp_path / "run" / "stacks" / "20260101-000000"
     earlier.mkdir(parents=True)
     (earlier / "rank-1.txt").write_text("an earlier hang")
@@ -99,7 +99,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def stacks_of(folder: Path) -> dict[str, str]:
-    """What each rank wrote at this start of the run."""
+    """The text that each rank wrote at this start of the run."""
     (now,) = [path for path in (folder / "run" / "stacks").iterdir() if path.name != "20260101-000000"]
     return {path.name: path.read_text() for path in now.iterdir()}
 

@@ -87,7 +87,7 @@ def test_selective_checkpointing_repeats_half_of_the_products_and_no_attention()
 
 
 def test_full_checkpointing_saves_only_the_layers_inputs() -> None:
-    """What autograd keeps between the layers' first and last line, in numbers: one hidden state per layer."""
+    """The size of what autograd keeps between the layers' first and last line, one hidden state per layer."""
     saved = {}
     for mode in ("none", "full"):
         model = tiny_model(num_hidden_layers=3).train()

@@ -88,7 +88,7 @@ def test_kernels_are_handed_the_segments_there_are(monkeypatch: pytest.MonkeyPat
 
 
 def by_document(cu_q: Tensor, cu_k: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """What variable-length attention computes of these boundaries."""
+    """The result of variable-length attention with these boundaries."""
     lengths = [tuple(cu.diff().tolist()) for cu in (cu_q, cu_k)]
     return attend_by_document(q, k, v, Segments(cu_q, cu_k, *lengths, 0, 0), causal)
 

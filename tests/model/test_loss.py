@@ -55,7 +55,7 @@ def test_float32_equals_the_plain_form(chunk_tokens: int) -> None:
 
 
 def exact_results(hidden: Tensor, weight: Tensor, labels: Tensor) -> list[Tensor]:
-    """What float64 makes of the same inputs."""
+    """The same in float64."""
     hidden, weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
     return results(F.cross_entropy(hidden @ weight.T, labels, reduction="sum"), hidden, weight, scale=1.0)
 

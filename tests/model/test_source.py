@@ -1,4 +1,4 @@
-"""Where weights come from, and what is said when they cannot."""
+"""Weights from every source, and the errors of sources that have none."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_folder_of_our_own_gives_its_weights_unchanged(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("sentinels", [range(90, 94), range(97, 130)], ids=["in unused rows", "in rows of their own"])
 def test_rows_of_a_parameter_are_those_of_the_whole(tmp_path: Path, sentinels: range) -> None:
-    """Of a folder and of random weights: inside and across the trained, the new and the missing rows."""
+    """Rows of a folder and of random weights: inside and across the trained, the new and the missing rows."""
     qwen3_folder(tmp_path)
     folder = resolve(tmp_path, vocabulary(sentinels=sentinels, size=max(97, sentinels.stop)))
     for weights in (folder.weights, random_weights(folder.config, 3)):
