@@ -2,8 +2,7 @@
 
 Every term names the place in deepspeed/runtime/ that makes the tensor. Collectives of optimizer steps need nothing:
 stages 1 and 2 gather the new weights in place (utils.py all_gather_dp_groups). Norms and overflow checks look at one
-parameter at a time, which is the worst moment of stages 1 and 2 alone. docs/memory-deepspeed.md has the formulas in
-tables.
+parameter at a time, which is the worst moment of stages 1 and 2 alone. docs/memory.md has the principle.
 """
 
 from __future__ import annotations
