@@ -33,19 +33,22 @@ FLUX = {
 }
 
 
+HAS_OWN = "own" in {field.name for field in dataclasses.fields(Launcher)}
+"""Whether a row names its variables in one mapping; else in a field each."""
+
+
 @pytest.fixture
 def flux(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher: one row."""
-    row = Launcher(
-        "flux",
-        marker="FLUX_TASK_RANK",
-        rank="FLUX_TASK_RANK",
-        local_rank="FLUX_TASK_LOCAL_ID",
-        world_size="FLUX_JOB_SIZE",
-        local_world_size="RANKS_HERE",
-        node_rank="NODE_HERE",
-        num_nodes="FLUX_JOB_NNODES",
-    )
+    variables = {
+        "rank": "FLUX_TASK_RANK",
+        "local_rank": "FLUX_TASK_LOCAL_ID",
+        "world_size": "FLUX_JOB_SIZE",
+        "local_world_size": "RANKS_HERE",
+        "node_rank": "NODE_HERE",
+        "num_nodes": "FLUX_JOB_NNODES",
+    }
+    row = Launcher("flux", marker="FLUX_TASK_RANK", **({"own": variables} if HAS_OWN else variables))
     monkeypatch.setattr(world, "LAUNCHERS", (row, *world.LAUNCHERS))
 
 
