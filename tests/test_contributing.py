@@ -137,6 +137,23 @@ def test_a_field_is_documented(with_field: Path) -> None:
     ) in reference
 
 
+def test_an_addition_takes_two_places_at_most_and_has_a_test() -> None:
+    table = (ROOT / "CONTRIBUTING.md").read_text().partition("## Where to add")[2]
+    rows = [line.strip("| \n").split(" | ") for line in table.splitlines() if line.startswith("| a")]
+    assert [row[0] for row in rows] == [
+        "a denoiser",
+        "a metric of a step",
+        "a metric of an interval",
+        "an engine",
+        "a field",
+        "a data source",
+        "a launcher",
+    ]
+    for what, where, _, test in rows:
+        assert 1 <= len(re.findall(r"`ds_encdec/[\w/]+(?:\.py|/)`", where)) <= 2, what
+        assert re.fullmatch(r"`tests/[\w/]+\.py`", test), what
+
+
 @pytest.mark.launch
 @pytest.mark.one_process
 @pytest.mark.skipif(
