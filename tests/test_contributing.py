@@ -1,0 +1,190 @@
+"""The additions that CONTRIBUTING.md describes: a launcher, a field and an engine, each added here as it says."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from ds_encdec.config.yaml_text import read_yaml
+from ds_encdec.engines import EngineSpec
+from ds_encdec.launch import world
+from ds_encdec.launch.world import Launcher, World, discover
+from ds_encdec.types import ConfigError
+
+ROOT = Path(__file__).parents[1]
+
+# Rank 5 of 8, on the second of two nodes.
+FLUX = {
+    "FLUX_TASK_RANK": "5",
+    "FLUX_TASK_LOCAL_ID": "1",
+    "FLUX_JOB_SIZE": "8",
+    "FLUX_JOB_NNODES": "2",
+    "RANKS_HERE": "4",
+    "NODE_HERE": "1",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+}
+
+
+HAS_OWN = "own" in {field.name for field in dataclasses.fields(Launcher)}
+"""Whether a row names its variables in one mapping; else in a field each."""
+
+
+@pytest.fixture
+def flux(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher: one row."""
+    variables = {
+        "rank": "FLUX_TASK_RANK",
+        "local_rank": "FLUX_TASK_LOCAL_ID",
+        "world_size": "FLUX_JOB_SIZE",
+        "local_world_size": "RANKS_HERE",
+        "node_rank": "NODE_HERE",
+        "num_nodes": "FLUX_JOB_NNODES",
+    }
+    row = Launcher("flux", marker="FLUX_TASK_RANK", **({"own": variables} if HAS_OWN else variables))
+    monkeypatch.setattr(world, "LAUNCHERS", (row, *world.LAUNCHERS))
+
+
+@pytest.mark.usefixtures("flux")
+def test_a_launcher_is_a_row() -> None:
+    assert discover(FLUX) == World(
+        rank=5,
+        local_rank=1,
+        world_size=8,
+        local_world_size=4,
+        node_rank=1,
+        num_nodes=2,
+        master_addr="node0",
+        master_port=29500,
+        launcher="flux",
+    )
+
+
+@pytest.mark.usefixtures("flux")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"FLUX_JOB_SIZE": ""}, r"Started by flux \(FLUX_TASK_RANK is set\), but FLUX_JOB_SIZE is not"),
+        ({"FLUX_TASK_RANK": "8"}, r"Contradictory flux environment: FLUX_TASK_RANK=8, FLUX_JOB_SIZE=8"),
+    ],
+)
+def test_its_variables_are_checked_like_any_others(change: Mapping[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        discover({**FLUX, **change})
+
+
+FIELD = '''
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the targets' probability that is spread over the vocabulary."""
+'''
+
+
+@pytest.fixture(scope="module")
+def with_field(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the program in which the section of the training has one field more."""
+    copy = tmp_path_factory.mktemp("program")
+    shutil.copytree(ROOT / "ds_encdec", copy / "ds_encdec", ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "scripts").mkdir()
+    (copy / "docs").mkdir()
+    shutil.copy(ROOT / "scripts" / "config_reference.py", copy / "scripts")
+    files = {path: path.read_text() for path in (copy / "ds_encdec" / "config").glob("*.py")}
+    ((path, text),) = ((path, text) for path, text in files.items() if "class TrainingConfig(Section):" in text)
+    head, tail = text.split("class TrainingConfig(Section):")
+    docstring, fields = re.match(r'(\s+""".*?"""\n)(.*)', tail, re.DOTALL).groups()  # type: ignore[union-attr]
+    path.write_text(f"{head}class TrainingConfig(Section):{docstring}{FIELD}{fields}")
+    return copy
+
+
+def python(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in the folder of the changed program, which is then the one that is imported."""
+    environment = {"PYTHONPATH": str(program), "PATH": "/usr/bin:/bin"}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=program, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_a_field_is_validated(with_field: Path) -> None:
+    refused = python(with_field, "-m", "ds_encdec.cli", "validate", "training.label_smoothing=1")
+    assert refused.returncode == 2
+    assert "training.label_smoothing" in refused.stderr + refused.stdout
+    guessed = python(with_field, "-m", "ds_encdec.cli", "validate", "training.label_smothing=0.1")
+    assert "did you mean" in guessed.stderr + guessed.stdout
+    assert "label_smoothing" in guessed.stderr + guessed.stdout
+
+
+def test_a_field_is_saved_and_loaded_back(with_field: Path) -> None:
+    show = ("-m", "ds_encdec.cli", "train", "--print-config", "infra.device=cpu")
+    printed = python(with_field, *show, "training.label_smoothing=0.25").stdout
+    assert re.search(r"^  label_smoothing: 0\.25$", printed, re.MULTILINE), printed
+    saved = with_field / "config.yaml"
+    saved.write_text(printed)
+    assert python(with_field, *show, "--config", str(saved)).stdout == printed
+    assert read_yaml(saved, []).values["training"]["label_smoothing"] == 0.25
+
+
+def test_a_field_is_documented(with_field: Path) -> None:
+    assert python(with_field, "scripts/config_reference.py").returncode == 0
+    reference = (with_field / "docs" / "configuration.md").read_text()
+    assert (
+        "| `label_smoothing` | number ≥ 0, < 1 | `0.0` | Share of the targets' probability that is spread over the "
+        "vocabulary. |"
+    ) in reference
+
+
+def test_an_addition_takes_two_places_at_most_and_has_a_test() -> None:
+    table = (ROOT / "CONTRIBUTING.md").read_text().partition("## Where to add")[2]
+    rows = [line.strip("| \n").split(" | ") for line in table.splitlines() if line.startswith("| a")]
+    assert [row[0] for row in rows] == [
+        "a denoiser",
+        "a metric of a step",
+        "a metric of an interval",
+        "an engine",
+        "a field",
+        "a data source",
+        "a launcher",
+    ]
+    for what, where, _, test in rows:
+        assert 1 <= len(re.findall(r"`ds_encdec/[\w/]+(?:\.py|/)`", where)) <= 2, what
+        assert re.fullmatch(r"`tests/[\w/]+\.py`", test), what
+
+
+@pytest.mark.launch
+@pytest.mark.one_process
+@pytest.mark.skipif(
+    "join" not in {field.name for field in dataclasses.fields(EngineSpec)}, reason="rows do not build engines yet"
+)
+def test_an_engine_is_a_module_and_a_row(tmp_path: Path) -> None:
+    """It trains a run that `auto` gives it, and another engine goes on from its checkpoint."""
+    sys.path.insert(0, str(ROOT / "tests" / "launch"))
+    try:
+        import tiny_run
+    finally:
+        sys.path.remove(str(ROOT / "tests" / "launch"))
+    settings = tiny_run.overrides(
+        tmp_path / "run",
+        infra__device="cpu",
+        infra__offload_optimizer="none",
+        training__bf16="false",
+        training__logging_steps=1,
+        training__save_steps=4,
+        training__average_checkpoints=0,
+        training__activation_checkpointing="none",
+        training__report_to="none",
+    )
+    code = f"import plain_engine; plain_engine.train_and_go_on({tiny_run.QUICKSTART!r}, {settings!r})"
+    environment = tiny_run.environment() | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'distributed'}"}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    losses = [line["train/loss"] for line in tiny_run.metrics(tmp_path / "run") if "train/loss" in line]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0]
+    starts = [line for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines() if '"start"' in line]
+    assert ["plain" in starts[0], "fsdp" in starts[1]] == [True, True]
