@@ -87,7 +87,7 @@ ENGINES: dict[str, EngineSpec] = {
 """The rows by name, in the order of preference of `infra.distributed_type=auto`."""
 
 STATE_FORMATS: dict[str, EngineSpec] = {row.state_format: row for row in ENGINES.values()}
-"""By the format of the states that they write in checkpoints, which `ds-encdec convert --to` takes."""
+"""Rows by the format of the states that they write in checkpoints, which `ds-encdec convert --to` takes."""
 
 
 def load(dotted: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import shutil
 import subprocess
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from ds_encdec.config.yaml_text import read_yaml
-from ds_encdec.engines import EngineSpec
 from ds_encdec.launch import world
 from ds_encdec.launch.world import Launcher, World, discover
 from ds_encdec.types import ConfigError
@@ -33,10 +31,6 @@ FLUX = {
 }
 
 
-HAS_OWN = "own" in {field.name for field in dataclasses.fields(Launcher)}
-"""Whether a row names its variables in one mapping; else in a field each."""
-
-
 @pytest.fixture
 def flux(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher: one row."""
@@ -48,7 +42,7 @@ def flux(monkeypatch: pytest.MonkeyPatch) -> None:
         "node_rank": "NODE_HERE",
         "num_nodes": "FLUX_JOB_NNODES",
     }
-    row = Launcher("flux", marker="FLUX_TASK_RANK", **({"own": variables} if HAS_OWN else variables))
+    row = Launcher("flux", marker="FLUX_TASK_RANK", own=variables)
     monkeypatch.setattr(world, "LAUNCHERS", (row, *world.LAUNCHERS))
 
 
@@ -156,9 +150,6 @@ def test_an_addition_takes_two_places_at_most_and_has_a_test() -> None:
 
 @pytest.mark.launch
 @pytest.mark.one_process
-@pytest.mark.skipif(
-    "join" not in {field.name for field in dataclasses.fields(EngineSpec)}, reason="rows do not build engines yet"
-)
 def test_an_engine_is_a_module_and_a_row(tmp_path: Path) -> None:
     """It trains a run that `auto` gives it, and another engine goes on from its checkpoint."""
     sys.path.insert(0, str(ROOT / "tests" / "launch"))

@@ -2,7 +2,7 @@
 
 Every term names the place in deepspeed/runtime/ that makes the tensor. Collectives of optimizer steps need nothing:
 stages 1 and 2 gather the new weights in place (utils.py all_gather_dp_groups). Norms and overflow checks look at one
-parameter at a time, which is the worst part of a step of stages 1 and 2 alone. docs/memory-deepspeed.md has the
+parameter at a time, which is the worst part of a step of stages 1 and 2 alone. docs/memory.md has the
 formulas in tables. Two rare settings are estimated at their defaults, and remarked on: zero_settings.not_estimated.
 """
 

@@ -39,7 +39,7 @@ _EXAMPLES = "evaluation losses are over different examples"
 _MIXTURE = "losses are of different mixtures of denoisers"
 _MEANINGS = {Mark.TOKENS: _TOKENS, Mark.TEXTS: _TEXTS, Mark.EXAMPLES: _EXAMPLES, Mark.MIXTURE: _MIXTURE}
 _FIELDS = {path: meaning for mark, meaning in _MEANINGS.items() for path in marked(mark)}
-"""What it means where runs without checkpoints differ in these fields of the configuration."""
+"""The meaning of runs without checkpoints that differ in these fields of the configuration."""
 _DATA_FACTS = {
     **{"tokenizer": _TOKENS, "special tokens": _TOKENS, "sources": _TEXTS},
     **{path: _FIELDS[path] for path in marked(Mark.EXAMPLES, Mark.MIXTURE)},
