@@ -67,16 +67,11 @@ def check_config(
 def _find_absent(config: FullConfig) -> Iterator[Conflict]:
     """The files and folders that `config` names and that a run of it would not find, or could not make."""
     data, model, infra = config.data, config.model, config.infra
-    sources = (
-        [("data.", data)]
-        if data.mixture is None
-        else [(f"data.mixture.{number}.", source) for number, source in enumerate(data.mixture)]
-    )
-    for at, source in sources:
-        if source.dataset_name in LOCAL_FORMATS:
-            for pattern in source.data_files or ():
-                if not any(os.path.isfile(path) for path in iglob(os.path.expanduser(pattern), recursive=True)):
-                    yield Conflict((at + "data_files",), f"no file matches {pattern} (looked from {os.getcwd()})")
+    for number, source in enumerate(data.mixture or [data]):
+        field = f"data.mixture.{number}.data_files" if data.mixture else "data.data_files"
+        for pattern in (source.data_files or ()) if source.dataset_name in LOCAL_FORMATS else ():
+            if not any(os.path.isfile(path) for path in iglob(os.path.expanduser(pattern), recursive=True)):
+                yield Conflict((field,), f"no file matches {pattern} (looked from {os.getcwd()})")
     field = "model.model_name_or_path"
     if model.model_name_or_path is not None:
         yield from _folder(field, model.model_name_or_path, "config.json")
