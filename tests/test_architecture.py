@@ -30,6 +30,7 @@ LAYERS = (
     ("model", "tokenizer", "optim"),
     ("launch", "config"),
     ("engines", "types"),
+    ("denoisers", "source_kinds"),
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 

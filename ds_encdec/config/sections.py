@@ -27,11 +27,13 @@ from pydantic.fields import FieldInfo
 from ds_encdec.config.deepspeed_keys import check_extra
 from ds_encdec.config.errors import Conflict, Rules, broken, unknown_key
 from ds_encdec.config.settings import join
-from ds_encdec.types import DENOISERS, ConfigError
+from ds_encdec.denoisers import DENOISERS
+from ds_encdec.source_kinds import LOCAL_SOURCES
+from ds_encdec.types import ConfigError
 
-LOCAL_FORMATS = ("text", "json", "csv", "parquet")
+LOCAL_FORMATS = [name for name, kind in LOCAL_SOURCES.items() if kind.reads_files]
 """Data set names that stand for local files."""
-_FORMAT_OF = {"jsonl": "json", "ndjson": "json", "txt": "text"}
+_FORMAT_OF = {ending: name for name, kind in LOCAL_SOURCES.items() for ending in kind.endings}
 """Endings of such files, which are no names of data sets."""
 LARGEST_LOSS = 20.0
 """Nats per target token, above what any model starts with: a guess among the 151,936 ids of Qwen3 costs 11.9."""
@@ -82,6 +84,7 @@ Trackers = Annotated[
     tuple[Tracker, ...],
     BeforeValidator(_one_or_many, json_schema_input_type=Literal[Tracker, "none"] | tuple[Tracker, ...]),
 ]
+_DEFAULT_WEIGHTS = tuple(float(row.weight) for row in DENOISERS.values())
 _WeightList = Annotated[tuple[float, ...], Field(min_length=len(DENOISERS), max_length=len(DENOISERS))]
 Weights = Annotated[
     tuple[float, ...], BeforeValidator(_by_denoiser, json_schema_input_type=_WeightList | dict[str, float])
@@ -220,16 +223,13 @@ class Source(Section):
     """Column that holds the text."""
 
     def _rules(self) -> Rules:
-        name, fields = self.dataset_name, "dataset_name data_files"
-        yield (
-            name in _FORMAT_OF,
-            "dataset_name",
-            f"no data set; for local files of this kind write `{_FORMAT_OF.get(name)}`",
-        )
+        name, kind, fields = self.dataset_name, LOCAL_SOURCES.get(self.dataset_name), "dataset_name data_files"
+        message = f"no data set; for local files of this kind write `{_FORMAT_OF.get(name)}`"
+        yield name in _FORMAT_OF, "dataset_name", message
         message = f"{name} needs data_files: paths or patterns of local files"
-        yield name in LOCAL_FORMATS and not self.data_files, fields, message
+        yield kind and kind.reads_files and not self.data_files, fields, message
         message = f"{name} reads no files; for yours set {', '.join(LOCAL_FORMATS)}"
-        yield name in ("builtin", "random") and self.data_files is not None, fields, message
+        yield kind and not kind.reads_files and self.data_files is not None, fields, message
 
 
 class MixtureSource(Source):
@@ -260,7 +260,7 @@ class DataConfig(Source):
     """Longest encoder sequence of one example, in tokens."""
     max_decoder_length: Annotated[int, Mark.ORDER, Mark.EXAMPLES] = Field(default=2048, ge=4)
     """Longest decoder sequence of one example, in tokens."""
-    ul2_task_weights: Annotated[Weights, Mark.ORDER, Mark.MIXTURE] = (1.0, 1.0, 1.0, 1.0, 4.0)
+    ul2_task_weights: Annotated[Weights, Mark.ORDER, Mark.MIXTURE] = _DEFAULT_WEIGHTS
     """Sampling weights of the denoisers R1, R2, X1, X2, S, per chunk: a list in this order, or a mapping by name, in
     which those that are left out have weight 0."""
     use_mode_tokens: Annotated[bool, Mark.ORDER, Mark.EXAMPLES] = False

@@ -1,0 +1,42 @@
+"""The kinds of data sources, a row each: adding one is writing its class (data/sources.py has the protocols) and a row.
+
+It stands on the floor, so that the configuration's rules ask a row what a data set's name needs, and nothing of data/
+is imported for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SourceKind:
+    """What reads the data sets of one kind.
+
+    `reader`: the dotted name of a class or function that returns a source. `needs`: the keyword arguments that it is
+    called with, of those that `data.sources.open_sources` offers. `endings`: endings of such files other than the
+    kind's name, which are mistaken for it.
+    """
+
+    reader: str
+    needs: tuple[str, ...] = ()
+    endings: tuple[str, ...] = ()
+
+    @property
+    def reads_files(self) -> bool:
+        """True for local files, which `data.data_files` names."""
+        return "files" in self.needs
+
+
+LOCAL_SOURCES: dict[str, SourceKind] = {
+    "builtin": SourceKind("ds_encdec.data.builtin_corpus:BuiltinCorpus"),
+    "random": SourceKind("ds_encdec.data.builtin_corpus:RandomIds", ("seed", "vocabulary")),
+    "text": SourceKind("ds_encdec.data.text_files:TextFiles", ("files",), ("txt",)),
+    "json": SourceKind("ds_encdec.data.text_files:JsonLines", ("files", "text_column"), ("jsonl", "ndjson")),
+    "csv": SourceKind("ds_encdec.data.text_files:CsvFiles", ("files", "text_column")),
+    "parquet": SourceKind("ds_encdec.data.tables:ParquetFiles", ("files", "text_column", "num_lanes")),
+}
+"""By the value of `data.dataset_name` that asks for it."""
+
+HUB = SourceKind("ds_encdec.data.tables:open_hub_data", ("entry", "num_lanes", "streaming"))
+"""The kind of all other names: a data set of the hub, or of a folder laid out like one."""
