@@ -62,8 +62,8 @@ DENOISERS: dict[str, SpanCorruption | PrefixLM] = {
     "X2": SpanCorruption(mean_span=32, density=0.50, weight=1),
     "S": PrefixLM(density=0.75, weight=4),
 }
-"""By name, in the order of `data.ul2_task_weights`, of mode tokens and of all sums by denoiser. New rows go to the end:
-checkpoints and exported models hold such lists."""
+"""The rows by name, in the order of `data.ul2_task_weights`, of mode tokens and of all sums by denoiser. New rows go to
+the end: checkpoints and exported models hold such lists."""
 
 
 def denoised_lengths(raw_tokens: int, denoiser: str) -> DenoisedLengths:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SourceKind:
-    """What reads the data sets of one kind.
+    """The reader of the data sets of one kind.
 
     `reader`: the dotted name of a class or function that returns a source. `needs`: the keyword arguments that it is
     called with, of those that `data.sources.open_sources` offers. `endings`: endings of such files other than the
@@ -36,7 +36,7 @@ LOCAL_SOURCES: dict[str, SourceKind] = {
     "csv": SourceKind("ds_encdec.data.text_files:CsvFiles", ("files", "text_column")),
     "parquet": SourceKind("ds_encdec.data.tables:ParquetFiles", ("files", "text_column", "num_lanes")),
 }
-"""By the value of `data.dataset_name` that asks for it."""
+"""The rows by the value of `data.dataset_name` that asks for it."""
 
 HUB = SourceKind("ds_encdec.data.tables:open_hub_data", ("entry", "num_lanes", "streaming"))
 """The kind of all other names: a data set of the hub, or of a folder laid out like one."""
