@@ -209,7 +209,7 @@ def _weight_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _settings(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[Path | None, Sequence[str], Path | None]:
-    """What `load_config` takes."""
+    """The files and overrides that `load_config` takes."""
     from ds_encdec.config.load import find_shipped
 
     return find_shipped(options.config), overrides, find_shipped(getattr(options, "deepspeed_config", None))

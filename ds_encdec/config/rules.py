@@ -24,7 +24,7 @@ ROLLBACK_FIELDS = ("on_non_finite", "on_loss_spike", "on_grad_explosion")
 
 
 def find_conflicts(config: Sections) -> list[Conflict]:
-    """Everything that contradicts itself in `config`."""
+    """List everything that contradicts itself in `config`."""
     rules = itertools.chain(*(rule(config) for rule in (_architecture, _training, _rollback, _phase_gates)))
     return [*config.conflicts(), *broken(rules), *_no_engine(config)]
 
@@ -108,7 +108,7 @@ def _no_engine(config: Sections) -> list[Conflict]:
 
 
 def engine_conflicts(config: Sections, engine: EngineName) -> list[Conflict]:
-    """What `config` asks for that `engine` cannot do."""
+    """List what `config` asks for that `engine` cannot do."""
     return list(load(ENGINES[engine].lacks)(config))
 
 
@@ -123,12 +123,12 @@ def engine_candidates(config: Sections) -> list[EngineSpec]:
 
 
 def deepspeed_lacks(config: Sections) -> Iterator[Conflict]:
-    """What `config` asks for that DeepSpeed cannot do."""
+    """Yield what `config` asks for that DeepSpeed cannot do."""
     return broken(_deepspeed_lacks(config))
 
 
 def fsdp_lacks(config: Sections) -> Iterator[Conflict]:
-    """What `config` asks for that FSDP2 cannot do."""
+    """Yield what `config` asks for that FSDP2 cannot do."""
     return broken(_fsdp_lacks(config))
 
 

@@ -66,7 +66,7 @@ class Settings:
         return True
 
     def place_of(self, path: str) -> str:
-        """Where `path`, or else the nearest thing around it, was set; empty for none."""
+        """The place where `path`, or else the nearest thing around it, was set; empty for none."""
         while path and path not in self.places:
             path = path.rpartition(".")[0]
         return self.places.get(path, "")
@@ -96,7 +96,7 @@ def is_name(key: str) -> bool:
 
 
 def whole_number(digits: str) -> int | float:
-    """What decimal `digits` stand for; infinity where Python would refuse to read so many."""
+    """The number that decimal `digits` stand for; infinity where Python would refuse to read so many."""
     return int(digits) if len(digits) < 400 else float(digits)
 
 
