@@ -18,6 +18,7 @@ from ds_encdec.config.batch_size import is_auto, micro_batches_per_step
 from ds_encdec.config.errors import Conflict, Problem, raise_if_any
 from ds_encdec.config.model_folder import is_hub_name
 from ds_encdec.config.schema import LOCAL_FORMATS, FullConfig, load_config
+from ds_encdec.config.shares import per_rank
 from ds_encdec.config.yaml_text import file_problem, read_text, read_yaml
 from ds_encdec.types import ConfigError
 
@@ -102,9 +103,11 @@ def _check_hostfile(path: Path, config: FullConfig, problems: list[Problem]) -> 
     ranks = sum(slots.values())
     if text is not None and not ranks:
         problems.append(file_problem(path, "no host has a slot; write `HOST slots=N` lines"))
-    elif ranks and not is_auto(config) and (lanes := micro_batches_per_step(config, ranks)) % ranks:
-        message = f"its {ranks} slots do not divide the {lanes} micro-batches of a step (data.num_lanes)"
-        problems.append(file_problem(path, message))
+    elif ranks and not is_auto(config):
+        try:
+            per_rank(micro_batches_per_step(config, ranks), ranks, "data.num_lanes")
+        except ConfigError as error:
+            problems.append(file_problem(path, str(error)))
 
 
 def _folder(field: str, name: str, needed: str) -> Iterator[Conflict]:

@@ -33,9 +33,8 @@ _IMPLICIT_TYPES = (
 
 _PREFIX = "tag:yaml.org,2002:"
 _MERGE = _PREFIX + "merge"
-_SCALARS = {tag: re.compile(pattern) for tag, pattern, _ in _IMPLICIT_TYPES if tag != _MERGE} | {
-    _PREFIX + "str": re.compile(".*", re.DOTALL)
-}
+_SCALARS = {tag: re.compile(pattern) for tag, pattern, _ in _IMPLICIT_TYPES if tag != _MERGE}
+_SCALARS[_PREFIX + "str"] = re.compile(".*", re.DOTALL)
 
 
 class _Loader(yaml.SafeLoader):
