@@ -72,18 +72,11 @@ def _parser() -> argparse.ArgumentParser:
     validate.add_argument("--config", type=Path, dest="config_option", help="YAML file")
     validate.add_argument("--deepspeed_config", "--deepspeed-config", type=Path, help="raw DeepSpeed JSON")
     validate.add_argument("--hostfile", type=Path, help="hosts and slots, as the deepspeed launcher reads them")
-    validate.add_argument(
-        "--elsewhere", action="store_true", help="for another machine: do not look for the files and folders it names"
-    )
+    elsewhere = "for another machine: do not look for the files and folders it names"
+    validate.add_argument("--elsewhere", action="store_true", help=elsewhere)
 
-    estimate_memory.add_arguments(
-        verb(
-            "estimate-memory",
-            estimate_memory.run,
-            "say what a run would hold in memory, whether it fits, and what to choose",
-            {},
-        )
-    )
+    summary = "say what a run would hold in memory, whether it fits, and what to choose"
+    estimate_memory.add_arguments(verb("estimate-memory", estimate_memory.run, summary, {}))
     plan = verb("plan", _plan, "say what a run would take: steps, days, money, disks, host memory", _FILES)
     plan.add_argument("--phases", action="store_true", help="plan the phases instead, as `phases --dry-run` does")
     plan.add_argument("--tokens", type=_tokens, metavar="N", help="to train on (default: the run's steps)")
@@ -94,14 +87,8 @@ def _parser() -> argparse.ArgumentParser:
 
     verb("schema", _schema, "print the JSON schema of the configuration, for editors")
 
-    _add_phase_arguments(
-        verb(
-            "phases",
-            _phases,
-            "run the phases of a pre-training, each behind the gate of the one before",
-            _FILES,
-        )
-    )
+    summary = "run the phases of a pre-training, each behind the gate of the one before"
+    _add_phase_arguments(verb("phases", _phases, summary, _FILES))
 
     inspect = verb("inspect-data", _inspect_data, "show the examples that a run will see", _CONFIG)
     inspect.add_argument("-n", type=int, default=20, help="examples to show (default 20)")
@@ -212,7 +199,7 @@ def _weight_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _settings(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[Path | None, Sequence[str], Path | None]:
-    """What `load_config` takes."""
+    """The files and overrides that `load_config` takes."""
     from ds_encdec.config.load import find_shipped
 
     return find_shipped(options.config), overrides, find_shipped(getattr(options, "deepspeed_config", None))

@@ -124,7 +124,7 @@ def merge_deepspeed_json(settings: Settings, document: Settings, problems: list[
 
 @dataclass
 class _Merger:
-    """What a JSON says about the fields of the schema, while it is collected."""
+    """Collects what a JSON says about the fields of the schema."""
 
     settings: Settings
     document: Settings
@@ -223,7 +223,7 @@ class _Merger:
         return wrong is not None or wrong_value(claim.field, earlier) is not None
 
     def _implied(self) -> Iterator[_Claim]:
-        """What DeepSpeed would read into the JSON though it is not written there."""
+        """Yield what DeepSpeed would read into the JSON though it is not written there."""
         half, stage = self.claims.get("training.fp16"), self.claims.get("infra.sharding_stage")
         if half is not None and half.value is True:
             yield _Claim("training.bf16", False, half.said)

@@ -185,7 +185,7 @@ def _unknown(key: str, path: str) -> str:
 
 
 def _wrong(path: str, value: Any) -> str | None:
-    """What is wrong with a known key's value."""
+    """Return what is wrong with a known key's value."""
     if path in REFUSED:
         switched_off = value is False or (isinstance(value, dict) and value.get("enabled") is False)
         return None if switched_off else REFUSED[path]

@@ -18,6 +18,7 @@ from ds_encdec.config.batch_size import is_auto, micro_batches_per_step
 from ds_encdec.config.errors import Conflict, Problem, raise_if_any
 from ds_encdec.config.model_folder import is_hub_name
 from ds_encdec.config.schema import LOCAL_FORMATS, FullConfig, load_config
+from ds_encdec.config.shares import per_rank
 from ds_encdec.config.yaml_text import file_problem, read_text, read_yaml
 from ds_encdec.types import ConfigError
 
@@ -67,16 +68,11 @@ def check_config(
 def _find_absent(config: FullConfig) -> Iterator[Conflict]:
     """The files and folders that `config` names and that a run of it would not find, or could not make."""
     data, model, infra = config.data, config.model, config.infra
-    sources = (
-        [("data.", data)]
-        if data.mixture is None
-        else [(f"data.mixture.{number}.", source) for number, source in enumerate(data.mixture)]
-    )
-    for at, source in sources:
-        if source.dataset_name in LOCAL_FORMATS:
-            for pattern in source.data_files or ():
-                if not any(os.path.isfile(path) for path in iglob(os.path.expanduser(pattern), recursive=True)):
-                    yield Conflict((at + "data_files",), f"no file matches {pattern} (looked from {os.getcwd()})")
+    for number, source in enumerate(data.mixture or [data]):
+        field = f"data.mixture.{number}.data_files" if data.mixture else "data.data_files"
+        for pattern in (source.data_files or ()) if source.dataset_name in LOCAL_FORMATS else ():
+            if not any(os.path.isfile(path) for path in iglob(os.path.expanduser(pattern), recursive=True)):
+                yield Conflict((field,), f"no file matches {pattern} (looked from {os.getcwd()})")
     field = "model.model_name_or_path"
     if model.model_name_or_path is not None:
         yield from _folder(field, model.model_name_or_path, "config.json")
@@ -107,9 +103,11 @@ def _check_hostfile(path: Path, config: FullConfig, problems: list[Problem]) -> 
     ranks = sum(slots.values())
     if text is not None and not ranks:
         problems.append(file_problem(path, "no host has a slot; write `HOST slots=N` lines"))
-    elif ranks and not is_auto(config) and (lanes := micro_batches_per_step(config, ranks)) % ranks:
-        message = f"its {ranks} slots do not divide the {lanes} micro-batches of a step (data.num_lanes)"
-        problems.append(file_problem(path, message))
+    elif ranks and not is_auto(config):
+        try:
+            per_rank(micro_batches_per_step(config, ranks), ranks, "data.num_lanes")
+        except ConfigError as error:
+            problems.append(file_problem(path, str(error)))
 
 
 def _folder(field: str, name: str, needed: str) -> Iterator[Conflict]:

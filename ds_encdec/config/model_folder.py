@@ -1,4 +1,4 @@
-"""Where a `name_or_path` leads: a local folder, or a snapshot of a repository on the Hugging Face hub."""
+"""Finds what a `name_or_path` names: a local folder, or a snapshot of a repository on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 from ds_encdec.types import CheckpointError
 
 MODEL_FILES = ("*.json", "*.safetensors")
-"""What is fetched of a model: nothing that would have to be unpickled or executed."""
+"""The files that are fetched of a model: nothing that would have to be unpickled or executed."""
 TOKENIZER_FILES = ("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "*.jinja")
-"""What is fetched of a tokenizer."""
+"""The files that are fetched of a tokenizer."""
 
 
 def is_hub_name(name_or_path: str) -> bool:
-    """Whether this may be a repository on the hub: `OWNER/NAME`."""
+    """Return whether this may be a repository on the hub: `OWNER/NAME`."""
     return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name_or_path, re.ASCII) is not None
 
 

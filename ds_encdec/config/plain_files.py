@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 MAX_CONFIG_BYTES = 1_000_000
-"""Of a YAML or JSON file that people write."""
+"""Largest YAML or JSON file that people write."""
 MAX_RECORD_BYTES = 32_000_000
-"""Of a manifest or an index, which programs write: room for about 100,000 files or tensors."""
+"""Largest manifest or index, which programs write: room for about 100,000 files or tensors."""
 MAX_DEPTH = 100
-"""Mappings and lists inside each other."""
+"""Deepest nesting of mappings and lists inside each other."""
 MAX_NODES = 10_000
-"""Keys, values and list items of a configuration; what an alias stands for is counted each time."""
+"""Most keys, values and list items of a configuration; what an alias stands for is counted each time."""
 
 JSON_TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*\\?(?:"|\Z)|[\[\]{},:]', re.DOTALL)
 """Strings (also one that never ends) and punctuation; what stands between them are numbers and words."""
@@ -69,7 +69,7 @@ def read_plain(path: str | Path, max_bytes: int | None) -> str:
 
 
 def read_json(path: str | Path, max_bytes: int | None = MAX_RECORD_BYTES) -> Any:
-    """What a JSON file that a program wrote holds. Raises OSError; ValueError for no JSON, too large, nested too deep.
+    """The content of a JSON file of a program. Raises OSError; ValueError for no JSON, too large, nested too deep.
 
     `max_bytes`: None where its size is known to be right.
     """
@@ -96,7 +96,7 @@ def bound_json(text: str, max_nodes: int | None = None) -> None:
 
 
 def kind_of(mode: int) -> str | None:
-    """What a file of this `st_mode` is; None for a plain file."""
+    """The kind of file that has this `st_mode`; None for a plain file."""
     return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "no plain file")
 
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from ds_encdec.config.errors import Conflict, Rules, broken
 from ds_encdec.config.sections import LARGEST_LOSS, MonitorConfig, Sections
 from ds_encdec.config.settings import Settings
+from ds_encdec.denoisers import DENOISERS
 from ds_encdec.engines import ENGINES, EngineName, EngineSpec, load
-from ds_encdec.types import DENOISERS
 
 NATIVE_SCHEDULES = ("WarmupDecayLR", "WarmupLR", "WarmupCosineLR")
 """Schedules that are DeepSpeed's own classes."""
@@ -24,7 +24,7 @@ ROLLBACK_FIELDS = ("on_non_finite", "on_loss_spike", "on_grad_explosion")
 
 
 def find_conflicts(config: Sections) -> list[Conflict]:
-    """Everything that contradicts itself in `config`."""
+    """List everything that contradicts itself in `config`."""
     rules = itertools.chain(*(rule(config) for rule in (_architecture, _training, _rollback, _phase_gates)))
     return [*config.conflicts(), *broken(rules), *_no_engine(config)]
 
@@ -108,31 +108,27 @@ def _no_engine(config: Sections) -> list[Conflict]:
 
 
 def engine_conflicts(config: Sections, engine: EngineName) -> list[Conflict]:
-    """What `config` asks for that `engine` cannot do."""
+    """List what `config` asks for that `engine` cannot do."""
     return list(load(ENGINES[engine].lacks)(config))
 
 
-def preferred_engine(config: Sections, installed: Callable[[str], bool] = lambda package: True) -> EngineSpec | None:
-    """The engine that `infra.distributed_type` means where of the engines' packages those that are `installed` are.
+def engine_candidates(config: Sections) -> list[EngineSpec]:
+    """The engines that `infra.distributed_type` leaves the choice of, the preferred one first; never empty.
 
-    One that is named is meant whatever it lacks; `auto` is the first that lacks nothing of what `config` asks for.
-    None where the package of what is meant is missing, or no engine that is installed can do it.
+    `auto` leaves those that can do what `config` asks; the rules refuse a configuration that none can do.
     """
-    kind = config.infra.distributed_type
-    for row in ENGINES.values():
-        is_meant = kind in row.distributed_types or (kind == "auto" and not engine_conflicts(config, row.name))
-        if is_meant and (row.package is None or installed(row.package)):
-            return row
-    return None
+    rows = list(ENGINES.values())
+    asked = [row for row in rows if config.infra.distributed_type in row.distributed_types]
+    return asked or [row for row in rows if not engine_conflicts(config, row.name)] or rows[-1:]
 
 
 def deepspeed_lacks(config: Sections) -> Iterator[Conflict]:
-    """What `config` asks for that DeepSpeed cannot do."""
+    """Yield what `config` asks for that DeepSpeed cannot do."""
     return broken(_deepspeed_lacks(config))
 
 
 def fsdp_lacks(config: Sections) -> Iterator[Conflict]:
-    """What `config` asks for that FSDP2 cannot do."""
+    """Yield what `config` asks for that FSDP2 cannot do."""
     return broken(_fsdp_lacks(config))
 
 

@@ -27,11 +27,13 @@ from pydantic.fields import FieldInfo
 from ds_encdec.config.deepspeed_keys import check_extra
 from ds_encdec.config.errors import Conflict, Rules, broken, unknown_key
 from ds_encdec.config.settings import join
-from ds_encdec.types import DENOISERS, ConfigError
+from ds_encdec.denoisers import DENOISERS
+from ds_encdec.source_kinds import LOCAL_SOURCES
+from ds_encdec.types import ConfigError
 
-LOCAL_FORMATS = ("text", "json", "csv", "parquet")
+LOCAL_FORMATS = [name for name, kind in LOCAL_SOURCES.items() if kind.reads_files]
 """Data set names that stand for local files."""
-_FORMAT_OF = {"jsonl": "json", "ndjson": "json", "txt": "text"}
+_FORMAT_OF = {ending: name for name, kind in LOCAL_SOURCES.items() for ending in kind.endings}
 """Endings of such files, which are no names of data sets."""
 LARGEST_LOSS = 20.0
 """Nats per target token, above what any model starts with: a guess among the 151,936 ids of Qwen3 costs 11.9."""
@@ -82,6 +84,7 @@ Trackers = Annotated[
     tuple[Tracker, ...],
     BeforeValidator(_one_or_many, json_schema_input_type=Literal[Tracker, "none"] | tuple[Tracker, ...]),
 ]
+_DEFAULT_WEIGHTS = tuple(float(row.weight) for row in DENOISERS.values())
 _WeightList = Annotated[tuple[float, ...], Field(min_length=len(DENOISERS), max_length=len(DENOISERS))]
 Weights = Annotated[
     tuple[float, ...], BeforeValidator(_by_denoiser, json_schema_input_type=_WeightList | dict[str, float])
@@ -200,7 +203,7 @@ class ModelConfig(Section):
 
 
 class Source(Section):
-    """Where documents come from."""
+    """A source of documents."""
 
     dataset_name: Annotated[str, Mark.TEXTS] = "HuggingFaceFW/fineweb-edu"
     """Hub id of a data set; or `builtin` (text that every CPython installation has), `random` (random ids,
@@ -220,16 +223,13 @@ class Source(Section):
     """Column that holds the text."""
 
     def _rules(self) -> Rules:
-        name, fields = self.dataset_name, "dataset_name data_files"
-        yield (
-            name in _FORMAT_OF,
-            "dataset_name",
-            f"no data set; for local files of this kind write `{_FORMAT_OF.get(name)}`",
-        )
+        name, kind, fields = self.dataset_name, LOCAL_SOURCES.get(self.dataset_name), "dataset_name data_files"
+        message = f"no data set; for local files of this kind write `{_FORMAT_OF.get(name)}`"
+        yield name in _FORMAT_OF, "dataset_name", message
         message = f"{name} needs data_files: paths or patterns of local files"
-        yield name in LOCAL_FORMATS and not self.data_files, fields, message
+        yield kind and kind.reads_files and not self.data_files, fields, message
         message = f"{name} reads no files; for yours set {', '.join(LOCAL_FORMATS)}"
-        yield name in ("builtin", "random") and self.data_files is not None, fields, message
+        yield kind and not kind.reads_files and self.data_files is not None, fields, message
 
 
 class MixtureSource(Source):
@@ -242,7 +242,7 @@ class MixtureSource(Source):
 
 
 class DataConfig(Source):
-    """What is read, how it is denoised, and how it is packed."""
+    """The documents that are read, how they are denoised, and how they are packed."""
 
     mixture: Annotated[tuple[MixtureSource, ...] | None, Mark.TEXTS] = None
     """Weighted mixture of sources; replaces `dataset_name`."""
@@ -260,7 +260,7 @@ class DataConfig(Source):
     """Longest encoder sequence of one example, in tokens."""
     max_decoder_length: Annotated[int, Mark.ORDER, Mark.EXAMPLES] = Field(default=2048, ge=4)
     """Longest decoder sequence of one example, in tokens."""
-    ul2_task_weights: Annotated[Weights, Mark.ORDER, Mark.MIXTURE] = (1.0, 1.0, 1.0, 1.0, 4.0)
+    ul2_task_weights: Annotated[Weights, Mark.ORDER, Mark.MIXTURE] = _DEFAULT_WEIGHTS
     """Sampling weights of the denoisers R1, R2, X1, X2, S, per chunk: a list in this order, or a mapping by name, in
     which those that are left out have weight 0."""
     use_mode_tokens: Annotated[bool, Mark.ORDER, Mark.EXAMPLES] = False
@@ -345,7 +345,7 @@ class TrainingConfig(Section):
     activation_checkpointing: Annotated[Literal["none", "full", "every_n", "selective"], Mark.UNTRAINED] = "full"
     """Which layers recompute their activations in the backward pass (`selective`: FSDP2 only)."""
     activation_checkpointing_every_n: Annotated[int, Mark.UNTRAINED] = Field(default=2, ge=1)
-    """With `every_n`: every n-th layer recomputes."""
+    """Every n-th layer recomputes (`every_n` only)."""
     activation_offload: Annotated[bool, Mark.UNTRAINED] = False
     """Keep saved activations in host memory until the backward pass."""
     torch_compile: Annotated[bool, Mark.UNTRAINED] = False
@@ -379,7 +379,7 @@ class TrainingConfig(Section):
     early_stopping_patience: Annotated[int | None, Mark.TUNABLE] = Field(default=None, ge=1)
     """Evaluations in a row without a lower loss after which the run is over, complete; None trains all steps."""
     early_stopping_threshold: Annotated[float, Mark.TUNABLE] = Field(default=0.0, ge=0)
-    """What an evaluation's loss must fall by to count as lower, in nats per target token."""
+    """Least decrease of an evaluation's loss that counts as lower, in nats per target token."""
     save_on_best: Annotated[bool, Mark.UNTRAINED] = False
     """Save after each evaluation with the lowest loss so far, not only every `save_steps`."""
 
@@ -429,7 +429,7 @@ class TrainingConfig(Section):
 
 
 class InfraConfig(Section):
-    """Where the run lives and how it is spread over devices."""
+    """The folders of the run, and how it is spread over devices."""
 
     output_dir: str = "./output"
     """Folder of the run."""
@@ -446,15 +446,15 @@ class InfraConfig(Section):
     """Device to train on; `auto` takes an accelerator where there is one; `cuda` refuses a machine
     without."""
     sharding_stage: Literal["zero0", "zero1", "zero2", "zero3", "zero2_hybrid", "zero3_hybrid"] = "zero3"
-    """What is sharded: zero0 nothing (DDP), zero1 optimizer, zero2 + gradients, zero3 + parameters; `_hybrid`
+    """Sharding: zero0 nothing (DDP), zero1 optimizer, zero2 + gradients, zero3 + parameters; `_hybrid`
     shards inside a node and replicates across nodes."""
     hybrid_shard_size: int | None = Field(default=None, ge=1)
     """Ranks that hold one sharded copy together, with a `_hybrid` stage; must divide the ranks. None: the ranks of a
     node."""
     offload_optimizer: Literal["none", "cpu", "nvme"] = "cpu"
-    """Where optimizer states and master weights live. Not with zero0. `nvme` does not work yet and is refused."""
+    """Place of optimizer states and master weights. Not with zero0. `nvme` does not work yet and is refused."""
     offload_params: Literal["none", "cpu", "nvme"] = "none"
-    """Where parameters live between uses. zero3 only. `nvme` does not work yet and is refused."""
+    """Place of parameters between uses. zero3 only. `nvme` does not work yet and is refused."""
     nvme_path: str | None = None
     """Folder on a fast local disk, for `nvme` offload, which does not work yet."""
     pin_memory: bool = True
@@ -515,7 +515,7 @@ class InfraConfig(Section):
 
 
 class MonitorConfig(Section):
-    """What counts as trouble, and what the run does about it (docs/monitor.md).
+    """Thresholds of alerts, and how the run answers them (docs/monitor.md).
 
     An alert is answered with `warn` (say so and go on), `skip_step` (as if the step had not been), `rollback` (back to
     an earlier checkpoint, past the data since) or `stop`.
@@ -532,7 +532,7 @@ class MonitorConfig(Section):
     loss_plateau_steps: int | None = Field(default=10_000, ge=1)
     """`loss_plateau`: optimizer steps in which the window's mean loss has not fallen; None: never."""
     loss_plateau_min_decrease: float = Field(default=0.005, ge=0)
-    """What the window's mean loss must fall by to be no plateau, in nats per target token."""
+    """Least decrease of the window's mean loss that is no plateau, in nats per target token."""
     learning_rate_tolerance: float = Field(default=1e-3, gt=0, lt=1)
     """`learning_rate_off`: relative difference between the rate of a step and its schedule's."""
     throughput_drop_threshold: float = Field(default=0.5, gt=0, lt=1)
@@ -575,12 +575,12 @@ class MonitorConfig(Section):
 
 
 class PhaseOverrides(Section):
-    """What a phase has other than its default (`PHASE_CONFIGS` in `ds_encdec/phases.py`); None: as there."""
+    """Settings of a phase that replace its defaults (`PHASE_CONFIGS` in `ds_encdec/phases.py`); None keeps these."""
 
     num_tokens: int | None = Field(default=None, gt=0)
     """Tokens of both sides to train on. A phase ends with these or with its steps, whichever comes first."""
     description: str | None = None
-    """What the phase is for, in the log and the report."""
+    """Purpose of the phase, in the log and the report."""
     num_train_steps: int | None = Field(default=None, ge=1)
     """Optimizer steps."""
     warmup_steps: int | None = Field(default=None, ge=0)
@@ -626,7 +626,7 @@ class Sections(Section):
     infra: InfraConfig = InfraConfig()
     """The machines."""
     monitor: MonitorConfig = MonitorConfig()
-    """What counts as trouble, and what is done about it."""
+    """Alerts, and how they are answered."""
     phases: PhasesConfig = PhasesConfig()
     """The phases of `ds-encdec phases`, and their gates."""
 

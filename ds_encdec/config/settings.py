@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,12 +34,19 @@ class Settings:
     places: dict[str, str] = field(default_factory=dict)
 
     def __contains__(self, path: str) -> bool:
-        return self._find(path) is not _NOTHING
+        return self.get(path, _NOTHING) is not _NOTHING
 
     def get(self, path: str, default: Any = None) -> Any:
         """The value at the dotted `path`, which may lead through lists; `default` where nothing is set."""
-        found = self._find(path)
-        return default if found is _NOTHING else found
+        current: Any = self.values
+        for key in path.split("."):
+            if isinstance(current, list) and key.isdigit() and int(key) < len(current):
+                current = current[int(key)]
+            elif isinstance(current, Mapping) and key in current:
+                current = current[key]
+            else:
+                return default
+        return current
 
     def put(self, path: str, value: Any, place: str) -> bool:
         """Set `path` and note its place. False, and no change, where something that is no mapping stands above it."""
@@ -58,7 +66,7 @@ class Settings:
         return True
 
     def place_of(self, path: str) -> str:
-        """Where `path`, or else the nearest thing around it, was set; empty for none."""
+        """The place where `path`, or else the nearest thing around it, was set; empty for none."""
         while path and path not in self.places:
             path = path.rpartition(".")[0]
         return self.places.get(path, "")
@@ -71,18 +79,7 @@ class Settings:
 
     def copy(self) -> Settings:
         """Settings that can be changed without changing these."""
-        return Settings(_copy(self.values), dict(self.places))
-
-    def _find(self, path: str) -> Any:
-        current: Any = self.values
-        for key in path.split("."):
-            if isinstance(current, list) and key.isdigit() and int(key) < len(current):
-                current = current[int(key)]
-            elif isinstance(current, Mapping) and key in current:
-                current = current[key]
-            else:
-                return _NOTHING
-        return current
+        return deepcopy(self)
 
 
 _NOTHING = object()
@@ -94,12 +91,12 @@ def join(path: str, key: str | int) -> str:
 
 
 def is_name(key: str) -> bool:
-    """Whether a key of a file can be a field's name, or a part of a dotted one."""
+    """Return whether a key of a file can be a field's name, or a part of a dotted one."""
     return 0 < len(key) <= LONGEST_NAME and key.isprintable() and "." not in key
 
 
 def whole_number(digits: str) -> int | float:
-    """What decimal `digits` stand for; infinity where Python would refuse to read so many."""
+    """The number that decimal `digits` stand for; infinity where Python would refuse to read so many."""
     return int(digits) if len(digits) < 400 else float(digits)
 
 
@@ -125,7 +122,3 @@ def _paths_in(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         here = join(path, key)
         yield here, child
         yield from _paths_in(child, here)
-
-
-def _copy(value: Any) -> Any:
-    return {key: _copy(child) for key, child in value.items()} if isinstance(value, dict) else value

@@ -60,7 +60,7 @@ def validate(settings: Settings, problems: list[Problem]) -> dict[str, Any] | No
 
 
 def wrong_value(path: str, value: Any) -> str | None:
-    """What is wrong with `value` for the field at the dotted `path`, whatever else is set; None if nothing is."""
+    """Say what is wrong with `value` for the field at the dotted `path`, whatever else is set; None if nothing is."""
     settings = Settings()
     settings.put(path, value, "")
     try:
@@ -89,7 +89,7 @@ def mention_all(settings: Settings, conflict: Conflict) -> Problem:
 
 
 def _touches(conflict: Conflict, broken: Iterable[str]) -> bool:
-    """Whether `conflict` is about a broken field. A section is only read for being there: its fields do not matter."""
+    """Tell whether a broken field is in `conflict`. Sections are only read for being there, not for their fields."""
     return any(_within(field, path) for field in conflict.fields for path in broken)
 
 
@@ -124,7 +124,7 @@ def _meant(path: str) -> list[str]:
 
 
 def _allowed(detail: ErrorDetails) -> str:
-    """What may stand where the error is."""
+    """Say what may stand where the error is."""
     kind, context = detail["type"], detail.get("ctx", {})
     if kind == "literal_error":
         expected = context["expected"]
@@ -167,7 +167,7 @@ def stand_in(path: str) -> Any:
 
 
 def _container(values: dict[str, Any], path: str) -> Any:
-    """What the last key of `path` is looked up in; None if that is not there."""
+    """The container that the last key of `path` is looked up in; None if that is not there."""
     parent = path.rpartition(".")[0]
     return Settings(values).get(parent) if parent else values
 

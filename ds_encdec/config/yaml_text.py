@@ -33,9 +33,8 @@ _IMPLICIT_TYPES = (
 
 _PREFIX = "tag:yaml.org,2002:"
 _MERGE = _PREFIX + "merge"
-_SCALARS = {tag: re.compile(pattern) for tag, pattern, _ in _IMPLICIT_TYPES if tag != _MERGE} | {
-    _PREFIX + "str": re.compile(".*", re.DOTALL)
-}
+_SCALARS = {tag: re.compile(pattern) for tag, pattern, _ in _IMPLICIT_TYPES if tag != _MERGE}
+_SCALARS[_PREFIX + "str"] = re.compile(".*", re.DOTALL)
 
 
 class _Loader(yaml.SafeLoader):
@@ -57,7 +56,7 @@ class _Loader(yaml.SafeLoader):
         return ".".join(name for name in self._path if name)
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """As PyYAML's, within the limits. Raises yaml.MarkedYAMLError."""
+        """Compose a node as PyYAML does, within the limits. Raises yaml.MarkedYAMLError."""
         event, before = self.peek_event(), self._nodes
         self._path.append(_name(index))
         self._count(1, 1, event)
@@ -271,7 +270,7 @@ class _NodeReader:
         return brought + own
 
     def _is_name(self, key: yaml.Node, path: str) -> bool:
-        """Whether `key` can name a field. Dotted names are for the command line."""
+        """Return whether `key` can name a field. Dotted names are for the command line."""
         if isinstance(key, yaml.ScalarNode) and is_name(key.value) and key.tag in _SCALARS:
             return True
         name = (key.value or '""') if isinstance(key, yaml.ScalarNode) else "a list or a mapping"

@@ -1,4 +1,4 @@
-"""What a person reads who made mistakes: all of them, each with its place, field, value and fix."""
+"""The report that a person reads who made mistakes: all of them, each with its place, field, value and fix."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ MERGE_BOMB = "a: &a0 {x: 1}\n" + "".join(
 
 
 def refused(capsys: Output, *arguments: str) -> str:
-    """What `ds-encdec validate` says to what it refuses. An exception that gets this far is a traceback."""
+    """Return what `ds-encdec validate` says to what it refuses. An exception that gets this far is a traceback."""
     assert cli.main(["validate", *arguments]) == 2
     return capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""Where settings come from: defaults, YAML, the command line; what YAML means; and the way back to a file."""
+"""The origins of settings: defaults, YAML, the command line; what YAML means; and the way back to a file."""
 
 from __future__ import annotations
 

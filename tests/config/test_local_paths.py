@@ -72,7 +72,7 @@ def test_what_is_there_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ("a slots=2\nb\n", ":2: b\n      not `HOST slots=N`"),
         ("a slots=2\na slots=2\n", ":2: a\n      the host is listed twice"),
         (f"a slots={'9' * 5000}", ":1: a slots="),
-        ("a slots=8\n", "8 slots do not divide the 4 micro-batches"),
+        ("a slots=8\n", "data.num_lanes=4 cannot be divided evenly among 8 ranks: use one of"),
         ("a slots=2\nb slots=2 # two hosts\n", ""),
     ],
 )

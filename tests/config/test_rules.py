@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from ds_encdec.config.load import load_config
-from ds_encdec.config.rules import preferred_engine
+from ds_encdec.config.rules import engine_candidates
 from ds_encdec.config.schema import FullConfig, TrainingConfig
 from ds_encdec.types import ConfigError
 
@@ -264,20 +264,15 @@ def test_a_single_sound_field_never_contradicts_a_default_of_the_monitor() -> No
 
 
 @pytest.mark.parametrize(
-    ("settings", "with_deepspeed", "without"),
+    ("settings", "engines"),
     [
-        ({}, "deepspeed", None),
-        (FSDP, "fsdp", "fsdp"),
-        (DDP, "fsdp", "fsdp"),
-        (AUTO, "deepspeed", "fsdp"),
-        (AUTO | {"training.torch_compile": "true"}, "fsdp", "fsdp"),
-        (AUTO | {"training.fp16": "true", "training.bf16": "false"}, "deepspeed", None),
+        ({}, ["deepspeed"]),
+        (FSDP, ["fsdp"]),
+        (DDP, ["fsdp"]),
+        (AUTO, ["deepspeed", "fsdp"]),
+        (AUTO | {"training.torch_compile": "true"}, ["fsdp"]),
+        (AUTO | {"training.fp16": "true", "training.bf16": "false"}, ["deepspeed"]),
     ],
 )
-def test_the_engine_that_a_configuration_means(
-    settings: dict[str, Any], with_deepspeed: str, without: str | None
-) -> None:
-    config = load(settings)
-    for installed, name in ((lambda package: True, with_deepspeed), (lambda package: False, without)):
-        engine = preferred_engine(config, installed)
-        assert (engine and engine.name) == name
+def test_the_engines_that_a_configuration_leaves_the_choice_of(settings: dict[str, Any], engines: list[str]) -> None:
+    assert [row.name for row in engine_candidates(load(settings))] == engines
