@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from ds_encdec.config.engine_choice import engine_candidates
-from ds_encdec.config.rules import engine_conflicts
+from ds_encdec.config.rules import engine_candidates, engine_conflicts
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.shares import mesh_shape
 from ds_encdec.engine.protocol import Engine
