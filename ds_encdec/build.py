@@ -388,11 +388,12 @@ def _run_files(content: CheckpointContent, *, run: _Run, data: TrainingData) -> 
 
 def _write_run_configuration(run: _Run) -> None:
     """Write config.yaml and the files of the engine that runs, and remove those of another one, an earlier start's."""
+    world, device = run.context.world, run.context.device
     write_atomically(run.folder.config_yaml, run.config.dump_yaml())
     for row in ENGINES.values():
         for name, rendered in row.run_files.items():
             if row is run.context.engine_spec:
-                text = load(rendered)(run.config, run.context, run.plan.gradient_accumulation_steps)
-                write_atomically(run.folder.root / name, text)
+                content = load(rendered)(run.config, world, device, run.plan.gradient_accumulation_steps)
+                write_atomically(run.folder.root / name, json.dumps(content, indent=2) + "\n")
             else:
                 (run.folder.root / name).unlink(missing_ok=True)

@@ -85,7 +85,7 @@ class DeepSpeedEngine(ShardedEngine):
         training, device = config.training, context.device
         checkpointing = training.activation_checkpointing
         assert checkpointing != "selective"  # the schema leaves that to FSDP2
-        ds_json = run_json(config, context, gradient_accumulation_steps)
+        ds_json = run_json(config, context.world, device, gradient_accumulation_steps)
         if context.world.is_main and accumulates_in_bf16(ds_json):
             logger.warning(
                 "%s adds the gradients of %d micro-batches up in bfloat16, which costs precision (with 8: 0.3 %%); "
