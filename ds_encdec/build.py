@@ -254,27 +254,8 @@ def _wire(
     engine = _build_engine(run, expected)
     if found:
         state = checkpoints.adopt(found, state)
-        logger.info("resumed from %s (step %d)", found.path, state.global_step)
-    logger.info(
-        "%s parameters, %d micro-batches a step on %d ranks, steps %d to %d, into %s",
-        f"{count_parameters(model.config):,}",
-        plan.num_lanes,
-        world.world_size,
-        state.global_step,
-        config.training.num_train_steps,
-        folder.root,
-    )
-    recorder = collectives.on_every_rank(lambda: _open_recorder(run, state, expected))
-    if found:
-        recorder.load_state_dict(saved["recorder"])
-    recorder.events.write(
-        "start",
-        step=state.global_step,
-        data_step=state.data_step,
-        resumed_from=str(found.path) if found else None,
-        world_size=world.world_size,
-        engine=context.engine,
-    )
+    _say_what_begins(run, state)
+    recorder = _begin_recording(run, state, expected)
     trainer = Trainer(
         config=config,
         engine=engine,
@@ -360,6 +341,36 @@ def _open_recorder(run: _Run, state: TrainingState, expected: ExpectedMemory | N
             peak_flops=peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
             estimated_bytes=expected.peak_bytes if expected is not None else None,
         )
+
+
+def _begin_recording(run: _Run, state: TrainingState, expected: ExpectedMemory | None) -> Recorder:
+    """The recorder, with the windows of the checkpoint if there is one, after the event of this start. Collective."""
+    recorder = run.context.collectives.on_every_rank(lambda: _open_recorder(run, state, expected))
+    if run.found:
+        recorder.load_state_dict(run.found.read_json("trainer.json")["recorder"])
+    recorder.events.write(
+        "start",
+        step=state.global_step,
+        data_step=state.data_step,
+        resumed_from=str(run.found.path) if run.found else None,
+        world_size=run.context.world.world_size,
+        engine=run.context.engine,
+    )
+    return recorder
+
+
+def _say_what_begins(run: _Run, state: TrainingState) -> None:
+    if run.found:
+        logger.info("resumed from %s (step %d)", run.found.path, state.global_step)
+    logger.info(
+        "%s parameters, %d micro-batches a step on %d ranks, steps %d to %d, into %s",
+        f"{count_parameters(run.model.config):,}",
+        run.plan.num_lanes,
+        run.context.world.world_size,
+        state.global_step,
+        run.config.training.num_train_steps,
+        run.folder.root,
+    )
 
 
 def _run_files(content: CheckpointContent, *, run: _Run, data: TrainingData) -> Callable[[Path], None]:
