@@ -233,7 +233,7 @@ def sharded_parameters(model: nn.Module) -> dict[str, DTensor]:
 def local_rows(parameter: DTensor) -> slice:
     """Rows of the full parameter that this rank holds; FSDP2 cuts dimension 0 as `torch.chunk` does."""
     mesh = parameter.device_mesh
-    (dimension,) = (index for index, placement in enumerate(parameter.placements) if isinstance(placement, ShardOf))
+    (dimension,) = (index for index, placement in enumerate(parameter.placements) if placement == ShardOf(0))
     rows_per_rank = -(-parameter.shape[0] // mesh.size(dimension))
     start = min(mesh.get_local_rank(dimension) * rows_per_rank, parameter.shape[0])
     held = slice(start, start + len(parameter.to_local()))
