@@ -116,7 +116,7 @@ def _meet(config: FullConfig, world: World, stop: StopRequest) -> RunContext:
 def _train_and_close(
     trainer: Trainer, peers: Peers | None = None, expected: ExpectedMemory | None = None
 ) -> TrainingState:
-    """Train and close what the run has opened; `expected` is what is said when memory runs out."""
+    """Train and close what the run has opened; `expected` explains an error that memory ran out."""
     exit_code, reason = 0, ""
     try:
         with out_of_memory_explained(expected, trainer.engine.device, trainer.collectives.rank):

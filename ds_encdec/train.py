@@ -35,7 +35,7 @@ which says why, slower to find the error than they, nobody would ever read it.""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run training as told by the command line; returns the process's exit code."""
+    """Run training as the command line asks; returns the process's exit code."""
     parser = argparse.ArgumentParser(
         prog="ds_encdec/train.py",
         description=__doc__,

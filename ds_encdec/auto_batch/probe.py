@@ -133,19 +133,11 @@ def measure(task: ProbeTask) -> Outcome:
     except Exception as error:
         if not (is_out_of_memory(error) or _limit_is_reached()):
             raise
-        return _ran_out(error, device, in_evaluation)
-
-
-def _ran_out(error: Exception, device: torch.device, in_evaluation: bool) -> Outcome:
-    of_device = device.type == "cuda" and is_of_device(error, device_capacity(device).free_bytes)
-    where = "in an evaluation (training.per_device_eval_batch_size): " if in_evaluation else ""
-    return Outcome(
-        fits=False,
-        message=where + in_one_line(error),
-        of_device=of_device,
+        of_device = device.type == "cuda" and is_of_device(error, device_capacity(device).free_bytes)
+        where = "in an evaluation (training.per_device_eval_batch_size): " if in_evaluation else ""
         # Beside a GPU, the host holds what is offloaded, which no micro-batch changes.
-        smaller_may_fit=not in_evaluation and (of_device or device.type == "cpu"),
-    )
+        smaller_may_fit = not in_evaluation and (of_device or device.type == "cpu")
+        return Outcome(False, 0, where + in_one_line(error), of_device, smaller_may_fit)
 
 
 def _step(engine: Engine, batch: Batch, micro_batches: int, world_size: int) -> None:
@@ -300,7 +292,7 @@ def _environment() -> dict[str, str]:
     """This process's, which knows its rank, for a child that finds the package wherever it is started."""
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [_PACKAGE_PARENT, os.environ.get("PYTHONPATH", "")]))
-    # The run's own store, wherever it is, is where probes meet: torch is told that somebody else keeps it.
+    # The run's own store, wherever it is, is where probes meet: for torch, somebody else keeps it.
     environment["TORCHELASTIC_USE_AGENT_STORE"] = str(True)
     return environment
 

@@ -99,6 +99,8 @@ class _Search:
         if context.device.type == "cpu":
             free_bytes //= context.world.local_world_size  # they share the machine
         self._free_bytes = min(free for (free,) in collectives.all_gather_ints([free_bytes]))
+        # A try may take so much: the rest is for what two steps do not show, such as fragmentation.
+        self._limit_bytes = int(self._free_bytes * (1 - HEADROOM))
         candidates = micro_batch_candidates(config, context.world.world_size)
         mine = collectives.on_every_rank(lambda: [int(self._needed_bytes(size)) for size in candidates])
         # Nodes may differ in their number of ranks, and in what their processors emulate.
@@ -124,11 +126,6 @@ class _Search:
             config.training.global_batch_size,
         )
         return config
-
-    @property
-    def _limit_bytes(self) -> int:
-        """Bytes that a try may take: the rest is for what two steps do not show, such as fragmentation."""
-        return int(self._free_bytes * (1 - HEADROOM))
 
     def _with(self, size: int) -> FullConfig:
         return with_micro_batch_size(self._config, size, self._context.world.world_size)

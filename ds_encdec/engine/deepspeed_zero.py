@@ -3,7 +3,7 @@
 Averaging. DeepSpeed averages gradients over ranks and would divide by the accumulation steps; here every
 micro-batch's loss is a *sum* over tokens, and the divisor is the number of target tokens of the whole
 step. So the loss is multiplied by world size / target tokens and `scale_wrt_gas=False` turns the other
-division off. Micro-batch boundaries are told to DeepSpeed explicitly; its own count is not used.
+division off. Micro-batch boundaries are set explicitly; DeepSpeed's own count is not used.
 """
 
 from __future__ import annotations

@@ -215,7 +215,7 @@ def build_sharded_model(
     )
     for layer in (*model.encoder.layers, *model.decoder.layers):
         shard(layer, reshard_after_forward=_reshards_after_forward(infra))
-    # Of the root, backward needs the embedding first of all: not worth letting go.
+    # Backward needs the embedding, which the root holds, first of all: not worth letting go.
     shard(model, reshard_after_forward=False)
     model.to_empty(device="cpu" if offloaded else device)
     return model
