@@ -116,7 +116,7 @@ def _meet(config: FullConfig, world: World, stop: StopRequest) -> RunContext:
 def _train_and_close(
     trainer: Trainer, peers: Peers | None = None, expected: ExpectedMemory | None = None
 ) -> TrainingState:
-    """Train and close what the run has opened; `expected` is what is said when memory runs out."""
+    """Train and close what the run has opened; `expected` explains an error that memory ran out."""
     exit_code, reason = 0, ""
     try:
         with out_of_memory_explained(expected, trainer.engine.device, trainer.collectives.rank):
@@ -254,27 +254,8 @@ def _wire(
     engine = _build_engine(run, expected)
     if found:
         state = checkpoints.adopt(found, state)
-        logger.info("resumed from %s (step %d)", found.path, state.global_step)
-    logger.info(
-        "%s parameters, %d micro-batches a step on %d ranks, steps %d to %d, into %s",
-        f"{count_parameters(model.config):,}",
-        plan.num_lanes,
-        world.world_size,
-        state.global_step,
-        config.training.num_train_steps,
-        folder.root,
-    )
-    recorder = collectives.on_every_rank(lambda: _open_recorder(run, state, expected))
-    if found:
-        recorder.load_state_dict(saved["recorder"])
-    recorder.events.write(
-        "start",
-        step=state.global_step,
-        data_step=state.data_step,
-        resumed_from=str(found.path) if found else None,
-        world_size=world.world_size,
-        engine=context.engine,
-    )
+    _say_what_begins(run, state)
+    recorder = _begin_recording(run, state, expected)
     trainer = Trainer(
         config=config,
         engine=engine,
@@ -362,6 +343,36 @@ def _open_recorder(run: _Run, state: TrainingState, expected: ExpectedMemory | N
         )
 
 
+def _begin_recording(run: _Run, state: TrainingState, expected: ExpectedMemory | None) -> Recorder:
+    """The recorder, with the windows of the checkpoint if there is one, after the event of this start. Collective."""
+    recorder = run.context.collectives.on_every_rank(lambda: _open_recorder(run, state, expected))
+    if run.found:
+        recorder.load_state_dict(run.found.read_json("trainer.json")["recorder"])
+    recorder.events.write(
+        "start",
+        step=state.global_step,
+        data_step=state.data_step,
+        resumed_from=str(run.found.path) if run.found else None,
+        world_size=run.context.world.world_size,
+        engine=run.context.engine,
+    )
+    return recorder
+
+
+def _say_what_begins(run: _Run, state: TrainingState) -> None:
+    if run.found:
+        logger.info("resumed from %s (step %d)", run.found.path, state.global_step)
+    logger.info(
+        "%s parameters, %d micro-batches a step on %d ranks, steps %d to %d, into %s",
+        f"{count_parameters(run.model.config):,}",
+        run.plan.num_lanes,
+        run.context.world.world_size,
+        state.global_step,
+        run.config.training.num_train_steps,
+        run.folder.root,
+    )
+
+
 def _run_files(content: CheckpointContent, *, run: _Run, data: TrainingData) -> Callable[[Path], None]:
     """Return what writes all that a checkpoint holds beside the engine's files; see docs/checkpoints.md."""
     trainer = {
@@ -388,11 +399,12 @@ def _run_files(content: CheckpointContent, *, run: _Run, data: TrainingData) -> 
 
 def _write_run_configuration(run: _Run) -> None:
     """Write config.yaml and the files of the engine that runs, and remove those of another one, an earlier start's."""
+    world, device = run.context.world, run.context.device
     write_atomically(run.folder.config_yaml, run.config.dump_yaml())
     for row in ENGINES.values():
         for name, rendered in row.run_files.items():
             if row is run.context.engine_spec:
-                text = load(rendered)(run.config, run.context, run.plan.gradient_accumulation_steps)
-                write_atomically(run.folder.root / name, text)
+                content = load(rendered)(run.config, world, device, run.plan.gradient_accumulation_steps)
+                write_atomically(run.folder.root / name, json.dumps(content, indent=2) + "\n")
             else:
                 (run.folder.root / name).unlink(missing_ok=True)

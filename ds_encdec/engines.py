@@ -27,9 +27,9 @@ class EngineSpec:
     device; raises ConfigError for what these ranks cannot do, before they meet), `join` (World, device, timeout, store;
     makes the default process group), `compile_optimizer` (configuration; compiles what takes minutes, once on a
     machine), `build` (configuration, RunContext, the model's configuration, weights, accumulation → Engine),
-    `run_files` (name in the run's folder → configuration, RunContext, accumulation → its text), `state_reader`
-    (checkpoint folder → SavedState), `memory` (Job → Breakdown), `launcher` (number of ranks → the words that start
-    them on this machine).
+    `run_files` (name of a JSON file in the run's folder → configuration, World, device, accumulation → its content),
+    `state_reader` (checkpoint folder → SavedState), `memory` (Job → Breakdown), `launcher` (number of ranks → the words
+    that start them on this machine).
     """
 
     name: EngineName
@@ -66,7 +66,7 @@ ENGINES: dict[str, EngineSpec] = {
             launcher="ds_encdec.phase_runs.subprocess_run:deepspeed_launcher",
             check="ds_encdec.engine.ds_json:check_deepspeed",
             compile_optimizer="ds_encdec.engine.deepspeed_zero:compile_optimizer",
-            run_files={"ds_config.json": "ds_encdec.engine.ds_json:ds_config_json"},
+            run_files={"ds_config.json": "ds_encdec.engine.ds_json:run_json"},
             converted_as={"zero0": "zero1"},  # which has a zero_to_fp32.py
         ),
         EngineSpec(

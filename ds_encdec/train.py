@@ -1,12 +1,6 @@
 """The program that the launchers start: `deepspeed ds_encdec/train.py`, `torchrun ds_encdec/train.py`, or plain python.
 
---config FILE              YAML of the run (default: the schema's defaults, ds_configs/qwen3_0.6b_ul2.yaml)
---deepspeed_config FILE    raw DeepSpeed JSON, reconciled with the YAML
---resume auto|PATH         go on from the newest whole checkpoint, or from this one
---allow-data-change        resume although the data is not the checkpoint's
---print-config             print the resolved YAML and stop
---print-deepspeed-config   print the JSON that DeepSpeed would be given and stop
-section.field=value        overrides; `--section.field value` works too
+Further arguments: `section.field=value` overrides; `--section.field value` works too.
 """
 
 from __future__ import annotations
@@ -41,7 +35,7 @@ which says why, slower to find the error than they, nobody would ever read it.""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run training as told by the command line; returns the process's exit code."""
+    """Run training as the command line asks; returns the process's exit code."""
     parser = argparse.ArgumentParser(
         prog="ds_encdec/train.py",
         description=__doc__,
@@ -70,9 +64,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of training, shared with `ds-encdec train`."""
-    parser.add_argument("--config", type=Path, help="YAML of the run")
-    parser.add_argument("--deepspeed_config", "--deepspeed-config", type=Path, help="raw DeepSpeed JSON")
-    parser.add_argument("--resume", metavar="auto|PATH", help="continue from a checkpoint")
+    parser.add_argument(
+        "--config", type=Path, help="YAML of the run (default: the schema's defaults, ds_configs/qwen3_0.6b_ul2.yaml)"
+    )
+    parser.add_argument(
+        "--deepspeed_config", "--deepspeed-config", type=Path, help="raw DeepSpeed JSON, reconciled with the YAML"
+    )
+    parser.add_argument(
+        "--resume", metavar="auto|PATH", help="go on from the newest whole checkpoint, or from this one"
+    )
     parser.add_argument(
         "--allow-data-change", action="store_true", help="resume although the data is not the checkpoint's"
     )

@@ -27,7 +27,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -67,22 +66,13 @@ _NO_STACK = "libgomp: Thread creation failed"
 """OpenMP ends the process where no memory is left for the stack of a thread."""
 
 
-class ProbeState(IntEnum):
-    """The state of a probe. The ranks tell each other these numbers."""
-
-    RUNNING = 0
-    FITS = 1
-    OUT_OF_MEMORY = 2
-    FAILED = 3
-
-
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """How a try went, on one rank or on all.
 
     `peak_bytes`: of the device, libraries included; the highest of all ranks. Where it did not fit: `message` says what
     ran out; `of_device` whether that is an accelerator's memory, and not the host's; `smaller_may_fit` whether smaller
-    micro-batches take less of it.
+    micro-batches take less of it. `failed`: it went wrong for another reason than memory, which is the `message`.
     """
 
     fits: bool
@@ -90,6 +80,7 @@ class Outcome:
     message: str = ""
     of_device: bool = False
     smaller_may_fit: bool = True
+    failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,19 +133,11 @@ def measure(task: ProbeTask) -> Outcome:
     except Exception as error:
         if not (is_out_of_memory(error) or _limit_is_reached()):
             raise
-        return _ran_out(error, device, in_evaluation)
-
-
-def _ran_out(error: Exception, device: torch.device, in_evaluation: bool) -> Outcome:
-    of_device = device.type == "cuda" and is_of_device(error, device_capacity(device).free_bytes)
-    where = "in an evaluation (training.per_device_eval_batch_size): " if in_evaluation else ""
-    return Outcome(
-        fits=False,
-        message=where + in_one_line(error),
-        of_device=of_device,
+        of_device = device.type == "cuda" and is_of_device(error, device_capacity(device).free_bytes)
+        where = "in an evaluation (training.per_device_eval_batch_size): " if in_evaluation else ""
         # Beside a GPU, the host holds what is offloaded, which no micro-batch changes.
-        smaller_may_fit=not in_evaluation and (of_device or device.type == "cpu"),
-    )
+        smaller_may_fit = not in_evaluation and (of_device or device.type == "cpu")
+        return Outcome(False, 0, where + in_one_line(error), of_device, smaller_may_fit)
 
 
 def _step(engine: Engine, batch: Batch, micro_batches: int, world_size: int) -> None:
@@ -245,13 +228,10 @@ def _peak_bytes(device: torch.device, available_bytes: int) -> int:
 
 
 class ProbeProcess:
-    """One probe. Use as a context manager: the process does not outlive it, nor this one, however that ends.
-
-    `outcome` is there once `poll` says that it has ended; of one that failed it has the `message`.
-    """
+    """One probe. Use as a context manager: the process does not outlive it, nor this one, however that ends."""
 
     def __init__(self, task: ProbeTask, command: Sequence[str] = PROBE) -> None:
-        self.outcome = Outcome(fits=False)
+        self._outcome: Outcome | None = None
         self._on_cpu = task.device == "cpu"
         # In a file, since nobody reads it while the process runs: a full pipe would hold it up.
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115  closed with the process
@@ -282,28 +262,25 @@ class ProbeProcess:
             with suppress(BrokenPipeError):  # what it has not read of its task
                 stream.close()
 
-    def poll(self) -> ProbeState:
-        """Return how far it is. Not to be asked again once it has ended."""
-        code = self._process.poll()
-        if code is None:
-            return ProbeState.RUNNING
-        assert self._process.stdout is not None
-        report = self._process.stdout.read()
+    def poll(self) -> Outcome | None:
+        """Return how it went, or None while it runs."""
+        if self._outcome is None and (code := self._process.poll()) is not None:
+            assert self._process.stdout is not None
+            self._outcome = self._judged(code, self._process.stdout.read())
+        return self._outcome
+
+    def _judged(self, code: int, report: str) -> Outcome:
         if code == 0:
-            self.outcome = Outcome(**json.loads(report))
-            return ProbeState.FITS if self.outcome.fits else ProbeState.OUT_OF_MEMORY
+            return Outcome(**json.loads(report))
         if code == -signal.SIGKILL:
             message = "the kernel killed it, which it does when the machine is out of memory"
-            self.outcome = Outcome(fits=False, message=message, smaller_may_fit=self._on_cpu)
-            return ProbeState.OUT_OF_MEMORY
+            return Outcome(fits=False, message=message, smaller_may_fit=self._on_cpu)
         printed = self.last_words()
         if telling := [line for line in printed.splitlines() if says_out_of_memory(line) or _NO_STACK in line]:
             of_device = not self._on_cpu and is_of_device(RuntimeError(telling[-1]), free_device_bytes=0)
-            self.outcome = Outcome(fits=False, message=telling[-1], of_device=of_device)
-            return ProbeState.OUT_OF_MEMORY
+            return Outcome(fits=False, message=telling[-1], of_device=of_device)
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        self.outcome = Outcome(fits=False, message=f"It {how}; its last words:\n{printed}")
-        return ProbeState.FAILED
+        return Outcome(fits=False, message=f"It {how}; its last words:\n{printed}", failed=True)
 
     def last_words(self) -> str:
         """The end of what it has printed so far."""
@@ -316,7 +293,7 @@ def _environment() -> dict[str, str]:
     """This process's, which knows its rank, for a child that finds the package wherever it is started."""
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [_PACKAGE_PARENT, os.environ.get("PYTHONPATH", "")]))
-    # The run's own store, wherever it is, is where probes meet: torch is told that somebody else keeps it.
+    # The run's own store, wherever it is, is where probes meet: for torch, somebody else keeps it.
     environment["TORCHELASTIC_USE_AGENT_STORE"] = str(True)
     return environment
 

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from ds_encdec.auto_batch.probe import Outcome, ProbeProcess, ProbeState, ProbeTask
+from ds_encdec.auto_batch.probe import Outcome, ProbeProcess, ProbeTask
 from ds_encdec.checkpoint.find import Checkpoint
 from ds_encdec.config.batch_size import is_auto, micro_batch_candidates, with_micro_batch_size
 from ds_encdec.config.load import load_saved
@@ -99,6 +99,8 @@ class _Search:
         if context.device.type == "cpu":
             free_bytes //= context.world.local_world_size  # they share the machine
         self._free_bytes = min(free for (free,) in collectives.all_gather_ints([free_bytes]))
+        # A try may take so much: the rest is for what two steps do not show, such as fragmentation.
+        self._limit_bytes = int(self._free_bytes * (1 - HEADROOM))
         candidates = micro_batch_candidates(config, context.world.world_size)
         mine = collectives.on_every_rank(lambda: [int(self._needed_bytes(size)) for size in candidates])
         # Nodes may differ in their number of ranks, and in what their processors emulate.
@@ -124,11 +126,6 @@ class _Search:
             config.training.global_batch_size,
         )
         return config
-
-    @property
-    def _limit_bytes(self) -> int:
-        """Bytes that a try may take: the rest is for what two steps do not show, such as fragmentation."""
-        return int(self._free_bytes * (1 - HEADROOM))
 
     def _with(self, size: int) -> FullConfig:
         return with_micro_batch_size(self._config, size, self._context.world.world_size)
@@ -249,40 +246,32 @@ def agreed_outcome(
     """
     began = said = time.monotonic()
     failed_at: float | None = None
-    state = ProbeState.RUNNING
     while True:
-        if state == ProbeState.RUNNING:
-            state = process.poll()
-        now = time.monotonic()
+        now, mine = time.monotonic(), process.poll()
         grace_is_over = failed_at is not None and now - failed_at > grace_seconds
-        mine = [
-            state,
-            process.outcome.peak_bytes,
-            stop.reason is not None,
-            grace_is_over,
-            now - began > timeout_seconds,
-        ]
-        states, peaks, stops, graces, overdue = zip(*collectives.all_gather_ints(mine), strict=True)
+        overdue = process.last_words() if mine is None and now - began > timeout_seconds else None
+        records = collectives.gather((mine, stop.reason is not None, grace_is_over, overdue))
+        outcomes, stops, graces, last_words = zip(*records, strict=True)
+        ended = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome is not None}
         if any(stops):
             stop.acknowledge()
             raise Preempted(f"stopped by {stop.reason or 'another rank'} before the first step: nothing to save")
-        if ProbeState.OUT_OF_MEMORY in states:
-            rank = states.index(ProbeState.OUT_OF_MEMORY)
-            outcome = collectives.gather(process.outcome)[rank]
-            return dataclasses.replace(outcome, message=f"rank {rank}: {outcome.message}")
-        if all(state == ProbeState.FITS for state in states):
-            return Outcome(fits=True, peak_bytes=max(peaks))
-        if ProbeState.FAILED in states:
+        for rank, outcome in ended.items():
+            if not (outcome.fits or outcome.failed):
+                return dataclasses.replace(outcome, message=f"rank {rank}: {outcome.message}")
+        failed = [(rank, outcome.message) for rank, outcome in ended.items() if outcome.failed]
+        if not failed and len(ended) == len(outcomes):
+            return Outcome(fits=True, peak_bytes=max(outcome.peak_bytes for outcome in outcomes))
+        if failed:
             failed_at = failed_at or now
-            if any(graces) or ProbeState.RUNNING not in states:
-                rank = states.index(ProbeState.FAILED)
-                message = collectives.gather(process.outcome.message)[rank]
+            if any(graces) or len(ended) == len(outcomes):
+                rank, message = failed[0]
                 raise DsEncDecError(_not_found(f"a probe failed on rank {rank}, and not for want of memory", message))
-        if any(overdue):
-            rank = states.index(ProbeState.RUNNING)
-            message = f"Its last words:\n{collectives.gather(process.last_words())[rank]}"
-            minutes = f"{timeout_seconds / 60:.3g} min (infra.distributed_timeout_minutes)"
-            raise DsEncDecError(_not_found(f"the probe of rank {rank} has not ended after {minutes}", message))
+        for rank, words in enumerate(last_words):
+            if words is not None:
+                why = f"the probe of rank {rank} has not ended after {timeout_seconds / 60:.3g} min"
+                message = f"Its last words:\n{words}"
+                raise DsEncDecError(_not_found(f"{why} (infra.distributed_timeout_minutes)", message))
         if now - said > SAY_SECONDS:
             said = now
             logger.info("still trying, for %.0f s", now - began)

@@ -3,7 +3,7 @@
 Averaging. DeepSpeed averages gradients over ranks and would divide by the accumulation steps; here every
 micro-batch's loss is a *sum* over tokens, and the divisor is the number of target tokens of the whole
 step. So the loss is multiplied by world size / target tokens and `scale_wrt_gas=False` turns the other
-division off. Micro-batch boundaries are told to DeepSpeed explicitly; its own count is not used.
+division off. Micro-batch boundaries are set explicitly; DeepSpeed's own count is not used.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class DeepSpeedEngine(ShardedEngine):
         training, device = config.training, context.device
         checkpointing = training.activation_checkpointing
         assert checkpointing != "selective"  # the schema leaves that to FSDP2
-        ds_json = run_json(config, context, gradient_accumulation_steps)
+        ds_json = run_json(config, context.world, device, gradient_accumulation_steps)
         if context.world.is_main and accumulates_in_bf16(ds_json):
             logger.warning(
                 "%s adds the gradients of %d micro-batches up in bfloat16, which costs precision (with 8: 0.3 %%); "

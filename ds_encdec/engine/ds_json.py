@@ -6,7 +6,6 @@ that matters here, no "auto" remains, and every key is checked against `config.d
 
 from __future__ import annotations
 
-import json
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +18,6 @@ from ds_encdec.types import ConfigError
 
 if TYPE_CHECKING:
     import torch
-
-    from ds_encdec.launch.context import RunContext
 
 # Elements of the buffers that gradients and parameters are collected in. DeepSpeed's default of 5e8 takes
 # 1 GB of each rank in bf16 (twice with overlap); beyond 5e7 the collectives gain nothing.
@@ -91,34 +88,24 @@ def render_deepspeed_json(
     return rendered
 
 
-def run_json(config: FullConfig, context: RunContext, gradient_accumulation_steps: int) -> dict[str, Any]:
-    """The complete DeepSpeed configuration of a run that takes place in `context`."""
+def run_json(
+    config: FullConfig, world: World, device: torch.device, gradient_accumulation_steps: int
+) -> dict[str, Any]:
+    """The complete DeepSpeed configuration of a run on these ranks, which is also its ds_config.json."""
     return render_deepspeed_json(
         config,
-        world_size=context.world.world_size,
+        world_size=world.world_size,
         gradient_accumulation_steps=gradient_accumulation_steps,
-        device=context.device.type,
-        ranks_per_node=context.world.local_world_size,
+        device=device.type,
+        ranks_per_node=world.local_world_size,
     )
-
-
-def ds_config_json(config: FullConfig, context: RunContext, gradient_accumulation_steps: int) -> str:
-    """The text of a run's ds_config.json."""
-    return json.dumps(run_json(config, context, gradient_accumulation_steps), indent=2) + "\n"
 
 
 def check_deepspeed(config: FullConfig, world: World, device: torch.device) -> None:
     """Raise ConfigError for what DeepSpeed would refuse on these ranks, whatever the batch."""
     if config.training.fp16 and device.type == "cpu":  # infra.device=auto; rules.py sees the other cases
         raise ConfigError("training.fp16=true needs an accelerator: DeepSpeed trains no float16 on CPUs. Use bf16.")
-    sized = with_micro_batch_size(config, 1, world.world_size)
-    render_deepspeed_json(
-        sized,
-        world_size=world.world_size,
-        gradient_accumulation_steps=1,
-        device=device.type,
-        ranks_per_node=world.local_world_size,
-    )
+    run_json(with_micro_batch_size(config, 1, world.world_size), world, device, 1)
 
 
 def zero_stage(infra: InfraConfig) -> int:

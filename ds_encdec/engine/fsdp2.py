@@ -215,7 +215,7 @@ def build_sharded_model(
     )
     for layer in (*model.encoder.layers, *model.decoder.layers):
         shard(layer, reshard_after_forward=_reshards_after_forward(infra))
-    # Of the root, backward needs the embedding first of all: not worth letting go.
+    # Backward needs the embedding, which the root holds, first of all: not worth letting go.
     shard(model, reshard_after_forward=False)
     model.to_empty(device="cpu" if offloaded else device)
     return model
@@ -233,7 +233,7 @@ def sharded_parameters(model: nn.Module) -> dict[str, DTensor]:
 def local_rows(parameter: DTensor) -> slice:
     """Rows of the full parameter that this rank holds; FSDP2 cuts dimension 0 as `torch.chunk` does."""
     mesh = parameter.device_mesh
-    (dimension,) = (index for index, placement in enumerate(parameter.placements) if isinstance(placement, ShardOf))
+    (dimension,) = (index for index, placement in enumerate(parameter.placements) if placement == ShardOf(0))
     rows_per_rank = -(-parameter.shape[0] // mesh.size(dimension))
     start = min(mesh.get_local_rank(dimension) * rows_per_rank, parameter.shape[0])
     held = slice(start, start + len(parameter.to_local()))

@@ -70,7 +70,7 @@ _FLAT = (
     (BF16_Optimizer, "fp32_groups_flat_partition", "bf16_groups", _linked),
     (FP16_Optimizer, "fp32_groups_flat", "fp16_groups", _end_to_end),
 )
-"""Where each of DeepSpeed's optimizers has its flat float32 weights, by group, and the parameters that they are of."""
+"""The fields in which each of DeepSpeed's optimizers has its flat float32 weights, by group, and their parameters."""
 
 
 def shards(engine: DeepSpeedEngine) -> list[Shard]:

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_engine(config: FullConfig) -> EngineName:
-    """The engine that `infra.distributed_type` means on this machine, as far as can be told without importing one.
+    """The engine that `infra.distributed_type` means on this machine, as far as can be seen without importing one.
 
     `auto` is DeepSpeed where it is installed and can do what is asked, else FSDP2. Raises ConfigError where DeepSpeed
     is needed and not installed.

@@ -125,15 +125,13 @@ def staged_save(
         for path, state in staged.items():
             with path.open("wb") as file:  # a file, not a path: torch then lets the OSError of a full disk through
                 torch.save(state, file)
-        return [*staged, *(_write_extras(engine, directory, record) if engine.global_rank == 0 else ())]
+        written = list(staged)
+        if engine.global_rank == 0:
+            written.append(write_record(record, directory))
+            if engine.zero_optimization_stage() > 0:
+                engine._copy_recovery_script(str(directory))
+                (directory / "latest").write_text(TAG)
+                written += [directory / name for name in ("zero_to_fp32.py", "zero_to_torch.py", "latest")]
+        return written
 
     return StagedSave(area.num_bytes, write)
-
-
-def _write_extras(engine: DeepSpeedEngine, directory: Path, record: EngineRecord) -> list[Path]:
-    written = [write_record(record, directory)]
-    if engine.zero_optimization_stage() > 0:
-        engine._copy_recovery_script(str(directory))
-        (directory / "latest").write_text(TAG)
-        written += [directory / name for name in ("zero_to_fp32.py", "zero_to_torch.py", "latest")]
-    return written

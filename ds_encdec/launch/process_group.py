@@ -117,8 +117,10 @@ def _import(package: str, world: World) -> str | None:
 
 def _everyones(mine: Any, store: dist.Store, world: World) -> list[Any]:
     """Every rank's value (of JSON's types), in the order of ranks. There is no group yet."""
+    keys = [str(rank) for rank in range(world.world_size)]
     store.set(str(world.rank), json.dumps(mine))
-    found = store.multi_get([str(rank) for rank in range(world.world_size)])
+    store.wait(keys)
+    found = store.multi_get(keys)
     if store.add("read", 1) == world.world_size:
         store.set("read by all", "")
     if world.rank == 0:  # the store may end with this process

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from tiny_job import MODEL, make_config
 
-from ds_encdec.auto_batch.probe import ProbeProcess, ProbeState, ProbeTask, full_batch
+from ds_encdec.auto_batch.probe import Outcome, ProbeProcess, ProbeTask, full_batch
 from ds_encdec.config.batch_size import with_micro_batch_size
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.budgets import token_budgets
@@ -67,12 +67,12 @@ def test_a_batch_is_as_full_as_its_examples_can_make_it(size: int, most_examples
     assert int(batch.encoder_ids.max()) < 512
 
 
-def ended(process: ProbeProcess) -> ProbeState:
+def ended(process: ProbeProcess) -> Outcome:
     deadline = time.monotonic() + 120
-    while (state := process.poll()) == ProbeState.RUNNING:
+    while (outcome := process.poll()) is None:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    return state
+    return outcome
 
 
 def test_a_probe_that_fails_for_another_reason_says_which(port: int) -> None:
@@ -80,9 +80,10 @@ def test_a_probe_that_fails_for_another_reason_says_which(port: int) -> None:
     config = make_config()
     infra = config.infra.model_copy(update={"sharding_stage": "zero3_hybrid", "hybrid_shard_size": 2})
     with ProbeProcess(make_task(config.model_copy(update={"infra": infra}), port)) as process:
-        assert ended(process) == ProbeState.FAILED
-    assert "ended with exit code 1" in process.outcome.message
-    assert "ConfigError" in process.outcome.message
+        outcome = ended(process)
+    assert outcome.failed
+    assert "ended with exit code 1" in outcome.message
+    assert "ConfigError" in outcome.message
 
 
 @pytest.mark.parametrize(
@@ -93,10 +94,11 @@ def test_memory_runs_out_by_the_limit(port: int, limit_bytes: int, eval_samples:
     config = make_config(eval_samples=eval_samples, per_device_eval_batch_size=10**5)
     task = dataclasses.replace(make_task(config, port), limit_bytes=limit_bytes)
     with ProbeProcess(task) as process:
-        assert ended(process) == ProbeState.OUT_OF_MEMORY, process.outcome.message
-    assert process.outcome.message.startswith(says)
-    assert process.outcome.smaller_may_fit == (not says)
-    assert not process.outcome.of_device
+        outcome = ended(process)
+    assert (outcome.fits, outcome.failed) == (False, False), outcome.message
+    assert outcome.message.startswith(says)
+    assert outcome.smaller_may_fit == (not says)
+    assert not outcome.of_device
 
 
 def script(code: str) -> tuple[str, ...]:
@@ -105,33 +107,35 @@ def script(code: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(
-    ("code", "state", "message"),
+    ("code", "failed", "message"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", ProbeState.OUT_OF_MEMORY, "the kernel killed it"),
-        ("print('what():  std::bad_alloc', file=sys.stderr); os.abort()", ProbeState.OUT_OF_MEMORY, "std::bad_alloc"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", False, "the kernel killed it"),
+        ("print('what():  std::bad_alloc', file=sys.stderr); os.abort()", False, "std::bad_alloc"),
         (
             "sys.exit('libgomp: Thread creation failed: Resource temporarily unavailable')",
-            ProbeState.OUT_OF_MEMORY,
+            False,
             "Thread creation failed",
         ),
-        ("os.abort()", ProbeState.FAILED, "It was killed by SIGABRT"),
-        ("sys.exit('x' * 10_000 + ' the last')", ProbeState.FAILED, "x the last"),
+        ("os.abort()", True, "It was killed by SIGABRT"),
+        ("sys.exit('x' * 10_000 + ' the last')", True, "x the last"),
     ],
 )
-def test_what_an_end_without_a_report_means(code: str, state: ProbeState, message: str) -> None:
+def test_what_an_end_without_a_report_means(code: str, failed: bool, message: str) -> None:
     with ProbeProcess(make_task(make_config(), 1), script(code)) as process:
-        assert ended(process) == state
-    assert message in process.outcome.message
-    assert len(process.outcome.message) < 5000
-    assert process.outcome.smaller_may_fit
+        outcome = ended(process)
+    assert (outcome.fits, outcome.failed) == (False, failed)
+    assert message in outcome.message
+    assert len(outcome.message) < 5000
+    assert outcome.smaller_may_fit
 
 
 def test_host_memory_beside_a_gpu_is_not_helped_by_smaller_micro_batches() -> None:
     task = dataclasses.replace(make_task(make_config(), 1), device="cuda:0")
     with ProbeProcess(task, script("os.kill(os.getpid(), signal.SIGKILL)")) as process:
-        assert ended(process) == ProbeState.OUT_OF_MEMORY
-    assert not process.outcome.of_device
-    assert not process.outcome.smaller_may_fit
+        outcome = ended(process)
+    assert (outcome.fits, outcome.failed) == (False, False)
+    assert not outcome.of_device
+    assert not outcome.smaller_may_fit
 
 
 def test_a_probe_is_ended_by_its_rank_alone_and_with_all_that_it_has_started() -> None:
@@ -145,6 +149,6 @@ def test_a_probe_is_ended_by_its_rank_alone_and_with_all_that_it_has_started() -
             assert time.monotonic() < deadline
             time.sleep(0.02)
         grandchild = psutil.Process(int(said))
-        assert process.poll() == ProbeState.RUNNING
+        assert process.poll() is None
     assert psutil.wait_procs([child, grandchild], timeout=30)[1] == []
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
