@@ -239,6 +239,7 @@ def _schema(options: argparse.Namespace, _: Sequence[str]) -> int:
 
 def _phases(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from ds_encdec.config.load import find_shipped, load_config
+    from ds_encdec.phase_runs.run import run_phases
     from ds_encdec.phases import plan_phases, select_phases
 
     if not options.dry_run and (
@@ -251,8 +252,6 @@ def _phases(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     config = load_config(find_shipped(options.config), overrides, find_shipped(options.deepspeed_config))
     plans = plan_phases(config, phases, options.steps_per_phase)
     if not options.dry_run:
-        from ds_encdec.phase_runs.run import run_phases
-
         outlive_readers()  # the phases are for what they leave, and not for these lines
         run_phases(config, plans, launcher=options.launcher)
         return 0
