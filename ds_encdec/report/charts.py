@@ -22,6 +22,8 @@ NUM_BUCKETS = 400
 """Runs of points that a curve is reduced to: more than a drawing has pixels to tell apart on a phone."""
 MAX_MARKS = 150
 """Alerts marked in one chart, those with the highest values; the table has the others too."""
+FEW_POINTS = 60
+"""Points up to which a curve that is not smoothed has a mark at each."""
 LOG_SCALE_FROM = 20.0
 """Highest value over the median from which a curve is drawn on a logarithmic scale, where that makes sense."""
 LIMIT_WITHIN = 1.0
@@ -44,8 +46,8 @@ class ChartPlan:
 
     `measured_alert`: the one of these types whose `value` is the metric at its step; others are marked on the curve.
 
-    `smoothed`: where there are many points, the raw curve is drawn faint below a smoothed one. `sparse`: each value
-    has a mark. `scale`: factor of the values. `from_zero`: the axis begins at 0. `log`: the axis may be logarithmic.
+    `smoothed`: where there are many points, the raw curve is drawn faint below a smoothed one. `scale`: factor of the
+    values. `from_zero`: the axis begins at 0. `log`: the axis may be logarithmic.
     `limits`: label → dotted name of the configuration's field that is drawn across, or noted if it is far away.
     """
 
@@ -56,7 +58,6 @@ class ChartPlan:
     alerts: tuple[str, ...] = ()
     measured_alert: str = ""
     smoothed: bool = False
-    sparse: bool = False
     scale: float = 1.0
     from_zero: bool = False
     log: bool = False
@@ -78,7 +79,7 @@ GRAD_NORM_PLAN = ChartPlan(
     measured_alert="grad_explosion", smoothed=True, log=True,
     limits={"clipped above": "training.max_grad_norm", "alert above": "monitor.grad_norm_threshold"},
 )  # fmt: skip
-EVAL_PLAN = ChartPlan("eval_loss", "Evaluation loss", _NATS, {"eval/loss": "loss"}, sparse=True, log=True)
+EVAL_PLAN = ChartPlan("eval_loss", "Evaluation loss", _NATS, {"eval/loss": "loss"}, log=True)
 RATE_PLAN = ChartPlan(
     "learning_rate", "Learning rate", "", {"train/learning_rate": "rate"}, ("learning_rate_off",), from_zero=True
 )
@@ -112,7 +113,7 @@ PLANS = (
     ),
     ChartPlan(
         "checkpoint", "Time of a checkpoint", "s",
-        {"ckpt/blocked_s": "training paused", "ckpt/total_s": "copy to commit"}, sparse=True, from_zero=True,
+        {"ckpt/blocked_s": "training paused", "ckpt/total_s": "copy to commit"}, from_zero=True,
     ),
     ChartPlan(
         "slowest_rank", "Slowest rank over the median rank", "", {"health/slowest_rank_ratio": "time ratio"},
@@ -185,7 +186,7 @@ def paint_line(axes: Axes, curve: Curve, plan: ChartPlan, label: str, index: int
     style: dict[str, Any] = {"color": colour, "linestyle": _STYLES[index % len(_STYLES)]}
     points = curve.decimated(NUM_BUCKETS)
     if not plan.smoothed or len(curve) < SMOOTHED_FROM:
-        marker = "o" if plan.sparse and len(curve) <= 60 else "." if plan.smoothed or len(curve) <= 3 else None
+        marker = "o" if len(curve) <= FEW_POINTS else "." if plan.smoothed else None
         axes.plot(points.steps, points.values, label="" if alone else label, marker=marker, **style)
         return
     if len(plan.metrics) == 1:

@@ -80,17 +80,9 @@ def _add_legend(figure: Figure, axes: Axes) -> None:
     # Not axes.get_legend_handles_labels(), which leaves out runs whose names begin with an underscore.
     entries = {label: line for label, line in named.items() if label and not re.fullmatch(r"_child\d+", label)}
     if entries:
-        longest = max(map(len, entries))
-        columns = max(1, int(figure.get_figwidth() * 14 / (longest + 6)))
-        figure.legend(
-            list(entries.values()),
-            list(entries),
-            loc="outside lower left",
-            ncols=min(columns, len(entries)),
-            handlelength=1.8,
-            columnspacing=1.2,
-            borderaxespad=0.1,
-        )
+        columns = max(1, int(figure.get_figwidth() * 14 / (max(map(len, entries)) + 6)))
+        lines, labels = list(entries.values()), list(entries)
+        figure.legend(lines, labels, loc="outside lower left", ncols=min(columns, len(entries)))
 
 
 def _for_page(svg: str, key: str, label: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -72,9 +73,7 @@ def _chart(
 ) -> Chart | None:
     """The plan's metric, where one has logged it; `ends`: 0, and the step that each phase ended at."""
     (metric,) = plan.metrics
-    curves = [
-        run.curve(metric).at(run.curve(metric).steps + start) for (_, run), start in zip(ran, ends[:-1], strict=True)
-    ]
+    curves = [(c := run.curve(metric)).at(c.steps + start) for (_, run), start in zip(ran, ends[:-1], strict=True)]
     whole = Curve(np.concatenate([c.steps for c in curves]), np.concatenate([c.values for c in curves]))
     if not len(whole.known):
         return None
@@ -88,28 +87,18 @@ def _chart(
         set_scale(axes, plan, whole.known)
         axes.set_xlim(left=0)
         for (phase, _), end in zip(ran, ends[1:], strict=True):
-            _mark_phase(axes, phase, end)
+            _mark_gate(axes, phase, end)
 
     key, title = f"phases_{plan.key}", f"{plan.heading}, all phases"
     return draw(key, title, describe({"loss": whole}), paint, pictures, "optimizer step, all phases")
 
 
-def _mark_phase(axes: Axes, phase: Phase, end: float) -> None:
+def _mark_gate(axes: Axes, phase: Phase, end: float) -> None:
     """A line where the phase's gate was, and its name before it."""
-    level, mark, words = phase.state
-    passed = level == "ok"
-    colour = COLOURS["line3" if passed else "rollback"]
-    label = words if phase.verdict is not None else "not judged"
-    axes.axvline(end, color=colour, linewidth=1.2, linestyle="-" if passed else "--", label=label)
-    axes.annotate(
-        f"{phase.name} {mark if phase.verdict is not None else ''}",
-        (end, 1.0),
-        xycoords=("data", "axes fraction"),
-        xytext=(-3, -4),
-        textcoords="offset points",
-        rotation=90,
-        ha="right",
-        va="top",
-        fontsize=8.5,
-        color=COLOURS["muted"],
-    )
+    judged = phase.verdict is not None
+    level, mark, words = phase.state if judged else ("", "", "not judged")
+    colour, dashes = ("line3", "-") if level == "ok" else ("rollback", "--")
+    axes.axvline(end, color=COLOURS[colour], linewidth=1.2, linestyle=dashes, label=words)
+    place: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "xytext": (-3, -4), "textcoords": "offset points"}
+    style: dict[str, Any] = {"rotation": 90, "ha": "right", "va": "top", "fontsize": 8.5, "color": COLOURS["muted"]}
+    axes.annotate(f"{phase.name} {mark}", (end, 1.0), **place, **style)

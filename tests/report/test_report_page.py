@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -262,6 +264,14 @@ def test_untrusted_text_is_escaped(tmp_path: Path) -> None:
     assert page.text.count(attack) >= 6
     assert "_other$<i>" in "".join(label for label in page.charts.values())
     assert ">_other$&lt;i&gt;</text>" in page.source
+
+
+def test_a_report_is_made_without_torch(tmp_path: Path) -> None:
+    """It is read where people sit, which need not be where they train."""
+    run = write_run(tmp_path / "run", only=("train/loss",))
+    code = f"import sys; from ds_encdec.cli import main; main(['report', {str(run)!r}]); print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert result.stdout.splitlines()[-1] == "False", result.stderr
 
 
 def test_the_same_run_gives_the_same_bytes(tmp_path: Path) -> None:
