@@ -308,7 +308,7 @@ def _evaluate(run: Trainer, state: TrainingState, due: Due) -> tuple[TrainingSta
     with run.recorder.clock.spent_on("pause"):
         metrics = evaluate(run.engine, _with_heartbeat(run, run.eval_batches()), run.collectives)
     if metrics:
-        run.recorder.log_eval(state, metrics)
+        run.recorder.publish(state, metrics)
     eval_loss = metrics.get("eval/loss")
     return after_evaluation(state, eval_loss, run.config.training), eval_loss
 
@@ -346,7 +346,7 @@ def _save(run: Trainer, state: TrainingState, due: Due, eval_loss: float | None)
             pointers=("best",) * best + ("final",) * done,
             in_background=in_background,
         )
-        run.recorder.note_save()
+        run.recorder.machine.note_save()
         return state if in_background else _collect_save(run, state, must_succeed=last)
 
 

@@ -19,12 +19,15 @@ meets what came after its checkpoint once more, so an entry may come twice.
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 from typing import Any, Literal
 
 from ds_encdec.config.schema import MonitorConfig
 from ds_encdec.monitor.metrics_file import append_line, strict_json
+
+logger = logging.getLogger(__name__)
 
 TRAINING_ALERTS = ("non_finite", "loss_spike", "grad_explosion", "loss_plateau", "learning_rate_off")
 """Alerts about the training itself: raised by `TrainingMonitor`, saved with its windows."""
@@ -52,6 +55,11 @@ class EventLog:
 
     def write(self, kind: Kind, *, step: int, data_step: int, **facts: Any) -> None:
         """Append an entry. A disk that refuses costs an error in the log, never the run."""
-        if self._path is not None:
-            entry = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "kind": kind, "step": step, "data_step": data_step}
-            append_line(self._path, entry | strict_json(facts))
+        if self._path is None:
+            return
+        entry = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "kind": kind, "step": step, "data_step": data_step}
+        try:
+            with self._path.open("ab", buffering=0) as file:
+                append_line(file, entry | strict_json(facts))
+        except OSError as error:
+            logger.error("%s: an entry could not be written: %s", self._path, error)

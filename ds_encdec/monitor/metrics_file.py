@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from io import SEEK_END, FileIO
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
@@ -45,23 +45,19 @@ def strict_json(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def append_line(path: Path, values: Mapping[str, Any]) -> None:
-    """Append one line, in one write, so that a killed process leaves at most its last line torn.
+def append_line(file: FileIO, values: Mapping[str, Any]) -> None:
+    """Append one line to `file` in one write, so that a killed process leaves at most its last line torn.
 
     A disk that refuses costs an error in the log, never the run, and leaves no torn line behind.
     """
-    text = json.dumps(values, allow_nan=False).encode() + b"\n"
-    size = None
+    text, size = json.dumps(values, allow_nan=False).encode() + b"\n", file.seek(0, SEEK_END)
     try:
-        with path.open("ab", buffering=0) as file:
-            size = file.tell()
-            if file.write(text) != len(text):
-                raise OSError("the disk took only a part of the line")
+        if file.write(text) != len(text):
+            raise OSError("the disk took only a part of the line")
     except OSError as error:
-        logger.error("%s: a line could not be written: %s", path, error)
-        if size is not None:
-            with suppress(OSError):
-                os.truncate(path, size)
+        logger.error("%s: a line could not be written: %s", file.name, error)
+        with suppress(OSError):
+            file.truncate(size)
 
 
 def cut_after(path: Path, step: int, *, aside: Path | None = None, **mark: int) -> None:

@@ -7,7 +7,7 @@ others before a step, and how long each takes for a piece of arithmetic that inv
 
 from __future__ import annotations
 
-import time
+import timeit
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -61,10 +61,10 @@ def measure_arithmetic(device: torch.device) -> float:
     is wall-clock time: a rank whose core is taken away is slow, though its CPU time shows nothing. Costs about ten
     milliseconds at most; the operands stay allocated (24 MiB on a GPU, less than 1 MiB on a CPU).
     """
-    return _measure_gpu(device) if device.type == "cuda" else _measure_cpu()
-
-
-def _measure_gpu(device: torch.device) -> float:
+    if device.type != "cuda":
+        _multiply(cpu := torch.device("cpu"), _WARMUP_PRODUCTS)
+        # The shortest of three: another program's turn on the core is noise, but who is short of a core always waits.
+        return min(timeit.repeat(lambda: _multiply(cpu, 16), repeat=3, number=1))
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     with torch.cuda.device(device):
         _multiply(device, _WARMUP_PRODUCTS)
@@ -73,18 +73,6 @@ def _measure_gpu(device: torch.device) -> float:
         end.record()
         end.synchronize()
     return start.elapsed_time(end) / 1000
-
-
-def _measure_cpu() -> float:
-    """The shortest of three: another program's turn on the core is noise, but who is short of a core always waits."""
-    device = torch.device("cpu")
-    _multiply(device, _WARMUP_PRODUCTS)
-    seconds = []
-    for _ in range(3):
-        began = time.monotonic()
-        _multiply(device, 16)
-        seconds.append(time.monotonic() - began)
-    return min(seconds)
 
 
 def _multiply(device: torch.device, times: int) -> None:

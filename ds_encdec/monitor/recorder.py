@@ -57,7 +57,7 @@ class Recorder:
     What it judges by is gathered from all ranks first, so that all come to the same actions. `state` is the run's when
     it starts. `sinks` is empty on every rank but 0, and `events` writes nothing there. `peak_flops`: of one device, in
     FLOP/s; None where it is not known. `estimated_bytes`: what the largest `mem/peak_bytes` should come to. The loop
-    tells the `clock` when it waits for data or for other ranks, and when it pauses.
+    reports to `clock` when it waits for data or for other ranks or pauses, and to `machine` when it saves.
     """
 
     device: torch.device
@@ -74,7 +74,7 @@ class Recorder:
 
     def __post_init__(self, state: TrainingState) -> None:
         self.clock = IntervalClock()
-        self._machine = MachineWatch(self.settings)
+        self.machine = MachineWatch(self.settings)
         self._steps = StepAccumulator(self.device)
         self._flops = 0.0
         self._last_step = (state.global_step, state.data_step)
@@ -138,10 +138,10 @@ class Recorder:
         self._held_bytes, self._flops = {}, 0.0
         speed = performance["perf/tokens_per_sec"]
         self.monitor.throughput_window.add(speed)
-        of_machines = self._machine.update(state.global_step, rank_stats, tokens_per_second=speed)
+        of_machines = self.machine.update(state.global_step, rank_stats, tokens_per_second=speed)
         actions = self._answer(alerts + [(alert, state.data_step) for alert in of_machines])
         estimate = {} if self.estimated_bytes is None else {"mem/estimated_bytes": self.estimated_bytes}
-        self._publish(
+        self.publish(
             state,
             {
                 **train_metrics(records),
@@ -151,7 +151,7 @@ class Recorder:
                 "train/epoch": state.epoch,
                 "data/bad_rows": state.bad_rows,
                 **performance,
-                **self._machine.metrics(rank_stats),
+                **self.machine.metrics(rank_stats),
                 **estimate,
                 "health/alerts": self._alerts_in_interval.total(),
                 "health/rollbacks": state.rollbacks,
@@ -162,17 +162,9 @@ class Recorder:
         self._once = {}
         return actions
 
-    def log_eval(self, state: TrainingState, metrics: Mapping[str, float]) -> None:
-        """Publish an evaluation."""
-        self._publish(state, dict(metrics))
-
     def log_save(self, *, blocked_seconds: float, seconds: float) -> None:
         """Note how long a checkpoint held training up, and took in all, for the next line of metrics."""
         self._once |= {"ckpt/blocked_s": blocked_seconds, "ckpt/total_s": seconds}
-
-    def note_save(self) -> None:
-        """A save has begun: what it keeps in memory is no growth."""
-        self._machine.note_save()
 
     def go_back(self, saved: Mapping[str, Any], state: TrainingState) -> None:
         """Continue where `saved`, a `state_dict`, was taken; `state` is the one after the rollback."""
@@ -189,14 +181,14 @@ class Recorder:
         return {
             "steps": self._steps.state_dict(),
             "monitor": self.monitor.state_dict(),
-            "machine": self._machine.state_dict(),
+            "machine": self.machine.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken."""
         self._load(state)
         self.monitor.load_state_dict(state["monitor"])
-        self._machine.load_state_dict(state["machine"])
+        self.machine.load_state_dict(state["machine"])
 
     def close(self, exit_code: int, reason: str = "") -> None:
         """Write into the events why the run ended, if not at its end; flush and close the sinks."""
@@ -252,6 +244,7 @@ class Recorder:
                 asked.setdefault("leave" if action == "stop" and kind in MACHINE_ALERTS else action, alert)
         return Actions(**asked)
 
-    def _publish(self, state: TrainingState, metrics: dict[str, float]) -> None:
+    def publish(self, state: TrainingState, metrics: Mapping[str, float]) -> None:
+        """Hand metrics to the sinks: those of an interval, or of an evaluation."""
         for sink in self.sinks:
             sink.log(state.global_step, {"data_step": state.data_step, **metrics})

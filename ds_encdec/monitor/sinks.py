@@ -23,7 +23,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from ds_encdec.config.schema import FullConfig, InfraConfig
-from ds_encdec.launch.atomic_files import flush_folder
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.monitor.metrics_file import append_line, cut_after
 
@@ -121,26 +120,30 @@ class JsonlSink:
 
     def __init__(self, path: Path, *, start_step: int = 0) -> None:
         self._path = path
-        path.touch()
-        cut_after(path, start_step)
+        if path.exists():
+            cut_after(path, start_step)
+        self._file = path.open("ab", buffering=0)  # kept open: never does a line go into a file that replaced this one
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line."""
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        append_line(self._path, {"step": step, **values})
+        append_line(self._file, {"step": step, **values})
 
     def go_back(self, step: int, rollback: int) -> None:
         """Move the lines of later steps to the other file. Where the disk refuses, that is logged as an error."""
         try:
             abandoned = self._path.with_name(f"{self._path.stem}.abandoned{self._path.suffix}")
             cut_after(self._path, step, aside=abandoned, rollback=rollback)
+            replaced, self._file = self._file, self._path.open("ab", buffering=0)
+            replaced.close()
         except OSError as error:
             logger.error("%s: the metrics after step %d could not be put aside: %s", self._path, step, error)
 
     def close(self, exit_code: int = 0) -> None:
-        """Make the lines durable."""
+        """Make the lines durable and close the file."""
         try:
-            flush_folder(self._path)
+            os.fsync(self._file.fileno())
+            self._file.close()
         except OSError as error:
             logger.error("%s: the last metrics may not be on the disk: %s", self._path, error)
 

@@ -69,11 +69,13 @@ class TestJsonl:
         path = tmp_path / "metrics.jsonl"
         sink = JsonlSink(path)
         sink.log(1, METRICS)
-        path.rename(tmp_path / "kept")
-        path.symlink_to("/dev/full")
+        full = tmp_path / "full metrics.jsonl"
+        full.symlink_to("/dev/full")
+        whole_disk, sink._file = sink._file, io.FileIO(full, "ab")
         for step in (2, 3):
             sink.log(step, METRICS)
-        (tmp_path / "kept").replace(path)
+        sink._file.close()
+        sink._file = whole_disk
         sink.log(4, METRICS)
         sink.close()
         assert [line["step"] for line in lines_of(path)] == [1, 4]
@@ -86,13 +88,14 @@ class TestJsonl:
         sink = JsonlSink(path)
         sink.log(1, METRICS)
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9, limits[1]))  # Python ignores its signal
-        try:
-            sink.log(2, METRICS)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        sink.log(3, METRICS)
-        assert [line["step"] for line in lines_of(path)] == [1, 3]
+        for step in (2, 3):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9, limits[1]))  # Python ignores its signal
+            try:
+                sink.log(step, METRICS)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        sink.log(4, METRICS)
+        assert [line["step"] for line in lines_of(path)] == [1, 4]
 
     def test_a_rollback_that_cannot_put_lines_aside_costs_an_error_and_no_line(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
