@@ -1,7 +1,8 @@
-"""Files that appear whole under their names or not at all, and the flushing that makes files and names durable."""
+"""Files that appear whole under their names or not at all, names that are free, and flushing to make all durable."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 from collections.abc import Iterator
@@ -50,3 +51,9 @@ def flush_tree(folder: Path) -> None:
     """Make `folder` and all files in it durable."""
     for path in (folder, *folder.rglob("*")):
         flush_folder(path)
+
+
+def unused_path(path: Path) -> Path:
+    """`path`, or where there is one already, with the first number behind it that is free."""
+    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(name for name in itertools.chain([path], numbered) if not name.exists())
