@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
-from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,13 +23,13 @@ def inspect_data(data: TrainingData, tokenizer: PreTrainedTokenizerFast, *, num_
     Statistics are over the micro-batches that were made for them. Lanes are read one after the other, and only as many
     as are needed. Raises DataError.
     """
-    batches: list[list[Example]] = []
-    for batch in _micro_batches(data):
-        batches.append(batch)
-        if sum(map(len, batches)) >= num_examples:
-            break
-    examples = list(islice((example for batch in batches for example in batch), num_examples))
-    statistics = _statistics(data, batches)
+    lane = cache(partial(Lane, data.pipeline))
+    made: list[Example] = []
+    batches = 0
+    while not batches or len(made) < num_examples:
+        made += next(lane(batches % data.pipeline.num_lanes))
+        batches += 1
+    statistics, examples = _statistics(data, batches, made), made[:num_examples]
     if as_json:
         fields = ("document", "denoiser", "encoder_ids", "decoder_ids")
         rows = [{name: getattr(example, name) for name in fields} for example in examples]
@@ -39,25 +38,17 @@ def inspect_data(data: TrainingData, tokenizer: PreTrainedTokenizerFast, *, num_
     return "\n".join([*shown, *_statistics_lines(statistics)])
 
 
-def _micro_batches(data: TrainingData) -> Iterator[list[Example]]:
-    """The micro-batches of the run, step after step, each in lane order."""
-    lane = cache(partial(Lane, data.pipeline))
-    for number in cycle(range(data.pipeline.num_lanes)):
-        yield next(lane(number))
-
-
-def _statistics(data: TrainingData, batches: Sequence[Sequence[Example]]) -> dict[str, Any]:
-    examples = [example for batch in batches for example in batch]
+def _statistics(data: TrainingData, batches: int, examples: Sequence[Example]) -> dict[str, Any]:
     encoder_tokens = np.array([len(example.encoder_ids) for example in examples])
     decoder_tokens = np.array([len(example.decoder_ids) for example in examples])
     budgets = data.pipeline.budgets
     return {
-        "micro_batches": len(batches),
+        "micro_batches": batches,
         "examples": len(examples),
         "encoder_budget_tokens": budgets.encoder_tokens,
         "decoder_budget_tokens": budgets.decoder_tokens,
-        "encoder_fill": float(encoder_tokens.sum() / (len(batches) * budgets.encoder_tokens)),
-        "decoder_fill": float(decoder_tokens.sum() / (len(batches) * budgets.decoder_tokens)),
+        "encoder_fill": float(encoder_tokens.sum() / (batches * budgets.encoder_tokens)),
+        "decoder_fill": float(decoder_tokens.sum() / (batches * budgets.decoder_tokens)),
         "encoder_tokens": _distribution(encoder_tokens),
         "decoder_tokens": _distribution(decoder_tokens),
         "denoisers": {name: sum(example.denoiser == name for example in examples) for name in DENOISERS},
