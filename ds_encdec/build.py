@@ -39,12 +39,11 @@ from ds_encdec.engines import EngineName
 from ds_encdec.launch.atomic_files import write_atomically
 from ds_encdec.launch.disk import Writing
 from ds_encdec.launch.host_collectives import HostCollectives
-from ds_encdec.launch.peers import Peers, is_broken_connection
+from ds_encdec.launch.peers import Peers, Watchdog, is_broken_connection
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.launch.run_status import ending_recorded, named_error, record
-from ds_encdec.launch.watchdog import Watchdog
 from ds_encdec.launch.world import World, discover
 from ds_encdec.memory.expected import ExpectedMemory, expect
 from ds_encdec.memory.job import Job, make_job
