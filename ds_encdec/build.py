@@ -40,12 +40,11 @@ from ds_encdec.engines import ENGINES, load
 from ds_encdec.launch.atomic_files import write_atomically
 from ds_encdec.launch.context import RunContext
 from ds_encdec.launch.disk import Writing
-from ds_encdec.launch.peers import Peers, is_broken_connection
+from ds_encdec.launch.peers import Peers, Watchdog, is_broken_connection
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.process_group import shutdown
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.launch.run_status import ending_recorded, named_error, record
-from ds_encdec.launch.watchdog import Watchdog
 from ds_encdec.launch.world import World, discover
 from ds_encdec.memory.expected import ExpectedMemory, expect
 from ds_encdec.memory.out_of_memory import out_of_memory_explained

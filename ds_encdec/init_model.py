@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from ds_encdec.checkpoint.export import export_hf
-from ds_encdec.checkpoint.model_card import untrained_model_card
+from ds_encdec.checkpoint.export import export_hf, untrained_model_card
 from ds_encdec.config.model_folder import MODEL_FILES, TOKENIZER_FILES, model_folder
 from ds_encdec.config.schema import ModelConfig
 from ds_encdec.model.parameter_count import count_parameters

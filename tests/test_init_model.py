@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from ds_encdec.init_model import default_vocabulary, init_model
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.parameter_count import parameter_shapes
-from ds_encdec.model.safetensors_folder import write_safetensors_folder
+from ds_encdec.model.weights import write_safetensors_folder
 from ds_encdec.tokenizer.load import pretrained_tokenizer
 from ds_encdec.types import CheckpointError
 

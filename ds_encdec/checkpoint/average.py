@@ -12,10 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ds_encdec.checkpoint.export import export_hf
+from ds_encdec.checkpoint.export import RunFacts, export_hf, model_card
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.checkpoint.manifest import MANIFEST, read_manifest
-from ds_encdec.checkpoint.model_card import RunFacts, model_card
 from ds_encdec.checkpoint.saved_state import open_saved_state, saved_weights
 from ds_encdec.checkpoint.whole_folder import clear_leftovers, refuse_existing
 from ds_encdec.config.load import load_saved

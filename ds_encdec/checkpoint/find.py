@@ -91,7 +91,8 @@ def find_checkpoint(
     """
     if resume is None:
         return None
-    candidates = collectives.on_rank_zero(lambda: _candidates(folder, at_most))
+    newest_first = collectives.on_rank_zero(lambda: sorted(committed_steps(folder).items(), reverse=True))
+    candidates = [path.resolve() for step, path in newest_first if at_most is None or step <= at_most]
     if resume != "auto":
         path = Path(resume).expanduser().resolve()
         collectives.on_every_rank(lambda: read_manifest(path))  # what is no checkpoint is called that
@@ -114,12 +115,6 @@ def find_checkpoint(
             "Restore one, or start a new run in another infra.output_dir."
         )
     return None
-
-
-def _candidates(folder: Path, at_most: int | None) -> list[Path]:
-    """Newest first."""
-    steps = sorted(committed_steps(folder).items(), reverse=True)
-    return [path.resolve() for step, path in steps if at_most is None or step <= at_most]
 
 
 def _verified(path: Path, collectives: HostCollectives, accept: Accept) -> Checkpoint:

@@ -73,7 +73,9 @@ class CheckpointFolder:
                 aside = unused_path(path.with_name(f"abandoned-{path.name}-{time.strftime('%Y%m%dT%H%M%S')}"))
                 path.rename(aside)
                 logger.warning("Going back to step %d: %s is now %s.", step, path.name, aside.name)
-        for path in self._superfluous_abandoned():
+        # By the moment at which they were put aside, which ends their names; then by step.
+        abandoned = sorted(self.path.glob("abandoned-*"), key=lambda path: path.name.split("-", 3)[3:])
+        for path in abandoned[: -self._keep] if self._keep else ():
             logger.warning("training.save_total_limit=%s: deleting %s.", self._keep, path.name)
             delete(path)
         final = self.path / "final"
@@ -121,12 +123,6 @@ class CheckpointFolder:
                 delete(hidden)
         except OSError as error:
             logger.warning("An old checkpoint could not be deleted (training.save_total_limit): %s", error)
-
-    def _superfluous_abandoned(self) -> list[Path]:
-        if self._keep is None:
-            return []
-        # By the moment at which they were put aside, which ends their names; then by step.
-        return sorted(self.path.glob("abandoned-*"), key=lambda path: path.name.split("-", 3)[3:])[: -self._keep]
 
     def _superfluous(self) -> list[Path]:
         if self._keep is None:

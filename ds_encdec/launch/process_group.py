@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from ds_encdec.engines import ENGINES, EngineName, load
-from ds_encdec.launch.jit_cache import build_folder, clear_stale_locks
 from ds_encdec.launch.peers import machine
+from ds_encdec.launch.user_cache import build_folder, clear_stale_locks
 from ds_encdec.launch.world import World
 from ds_encdec.types import ConfigError
 

@@ -8,7 +8,7 @@ OUTPUT_DIR/
   metrics.jsonl                one JSON object per logging interval
   metrics.abandoned.jsonl      the lines that rollbacks took back
   ledger.jsonl                 what happened to the run, and what it did about it (monitor/events.py)
-  stacks/                      what every rank was doing when the run stood still (launch/watchdog.py)
+  stacks/                      what every rank was doing when the run hung (launch/peers.py)
   run.json                     running | completed | preempted | failed, with reason and exit code
   .run.json.spare              room on the disk for the ending, which is to be told on a full one, too
   .lock                        held by rank 0 as long as it lives

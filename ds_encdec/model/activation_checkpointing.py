@@ -100,10 +100,12 @@ def _offloading(forward: Forward, layer: nn.Module) -> Forward:
     """
 
     def offloading_forward(hidden_states: Tensor, *shared: Any, **options: Any) -> Tensor:
-        kept = [*shared, *options.get("rotary", ())]
+        kept = [value for value in (*shared, *options.get("rotary", ())) if isinstance(value, Tensor)]
 
         def pack(tensor: Tensor) -> tuple[torch.device | None, Tensor]:
-            if tensor.numel() == 0 or _shares_memory(tensor, [*kept, *layer.parameters()]):
+            address = tensor.untyped_storage().data_ptr()
+            staying = (other.untyped_storage().data_ptr() for other in (*kept, *layer.parameters()))
+            if tensor.numel() == 0 or address in staying:
                 return None, tensor
             host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
             return tensor.device, host.copy_(tensor, non_blocking=tensor.is_cuda)
@@ -116,8 +118,3 @@ def _offloading(forward: Forward, layer: nn.Module) -> Forward:
             return forward(hidden_states, *shared, **options)
 
     return offloading_forward
-
-
-def _shares_memory(tensor: Tensor, others: list[Any]) -> bool:
-    address = tensor.untyped_storage().data_ptr()
-    return any(isinstance(other, Tensor) and other.untyped_storage().data_ptr() == address for other in others)

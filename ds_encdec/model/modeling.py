@@ -105,7 +105,13 @@ class Qwen3MergedAttention(Qwen3Attention):
         self.layer_idx = layer_idx
 
     def forward(
-        self, hidden_states: Tensor, encoder_states: Tensor, *, rotary: Rotary, layout: Layout, past_key_values: Cache
+        self,
+        hidden_states: Tensor,
+        encoder_states: Tensor,
+        *,
+        rotary: Rotary,
+        layout: Layout,
+        past_key_values: Cache = None,
     ) -> Tensor:
         """[..., Td, hidden] and [..., Te, hidden] → [..., Td, hidden]."""
         queries = self.queries(hidden_states, rotary)

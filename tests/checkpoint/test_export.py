@@ -14,8 +14,13 @@ from fresh_process import without
 from safetensors.torch import load_file
 from saved_checkpoints import config, random_state, save_checkpoint, tokenizer
 
-from ds_encdec.checkpoint.export import export_checkpoint, export_hf
-from ds_encdec.checkpoint.model_card import RunFacts, model_card, untrained_model_card
+from ds_encdec.checkpoint.export import (
+    RunFacts,
+    export_checkpoint,
+    export_hf,
+    model_card,
+    untrained_model_card,
+)
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.generate import fill_sentinels, generate_text
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig

@@ -18,7 +18,7 @@ from ds_encdec.checkpoint.find import find_checkpoint
 from ds_encdec.checkpoint.manifest import MANIFEST, DamagedCheckpointError, read_manifest, record_file
 from ds_encdec.config.plain_files import MAX_RECORD_BYTES
 from ds_encdec.launch.host_collectives import HostCollectives
-from ds_encdec.model.safetensors_folder import INDEX_FILE, SafetensorsFolder
+from ds_encdec.model.weights import INDEX_FILE, SafetensorsFolder
 from ds_encdec.types import CheckpointError
 
 Output = pytest.CaptureFixture[str]

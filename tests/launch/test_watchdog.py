@@ -21,7 +21,7 @@ from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.process_group import init_process_group, shutdown
 from ds_encdec.launch.run_folder import RunFolder
-from ds_encdec.launch.watchdog import Watchdog
+from ds_encdec.launch.peers import Watchdog
 from ds_encdec.launch.world import discover
 import torch
 output, kind, timeout_seconds = sys.argv[1], sys.argv[2], float(sys.argv[3])

@@ -15,9 +15,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from ds_encdec.config.schema import ArchitectureConfig, ModelConfig
 from ds_encdec.model.parameter_count import parameter_shapes
-from ds_encdec.model.safetensors_folder import SafetensorsFolder, write_safetensors_folder
 from ds_encdec.model.source import ModelSource, read_config, resolve_model
-from ds_encdec.model.weights import random_weights
+from ds_encdec.model.weights import SafetensorsFolder, random_weights, write_safetensors_folder
 from ds_encdec.tokenizer.sentinels import Vocabulary
 from ds_encdec.types import CheckpointError, ConfigError
 
