@@ -7,7 +7,8 @@ name ("package.module:attribute"), which the room that uses it resolves with `lo
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 EngineName = Literal["deepspeed", "fsdp"]
@@ -22,6 +23,12 @@ class EngineSpec:
     `state_format`: `format` in its checkpoints' engine.json. Dotted names: `lacks` (FullConfig → conflicts), `build`
     (engine/select.py), `state_reader` (checkpoint folder → SavedState), `memory` (Job → Breakdown), `launcher` (number
     of ranks → the words that start them on this machine).
+
+    What the memory estimate asks: `trace` (Job → StorageLog of a step of the engine itself, or None where only its
+    activations can be traced), `reduction_field` (the field that makes it reduce after every micro-batch, where that
+    can be chosen), `merges_settings` (its zero1 is zero2, and parameters are offloaded with the optimizer),
+    `saves_compute_weights` (checkpoints of unsharded weights hold them in the compute dtype, too), `instead` (by field
+    the value that it refuses, and the one to take).
     """
 
     name: EngineName
@@ -34,6 +41,11 @@ class EngineSpec:
     state_reader: str
     memory: str
     launcher: str
+    trace: str | None = None
+    reduction_field: str | None = None
+    merges_settings: bool = False
+    saves_compute_weights: bool = False
+    instead: Mapping[str, tuple[bool | str, bool | str]] = field(default_factory=dict)
 
 
 ENGINES: dict[str, EngineSpec] = {
@@ -50,6 +62,12 @@ ENGINES: dict[str, EngineSpec] = {
             state_reader="ds_encdec.checkpoint.zero_state:ZeroState",
             memory="ds_encdec.memory.zero:zero_memory",
             launcher="ds_encdec.pipeline.subprocess_run:deepspeed_launcher",
+            saves_compute_weights=True,
+            instead={
+                "infra.fsdp_reduce_every_micro_batch": (True, False),
+                "training.torch_compile": (True, False),
+                "training.activation_checkpointing": ("selective", "full"),
+            },
         ),
         EngineSpec(
             name="fsdp",
@@ -62,6 +80,9 @@ ENGINES: dict[str, EngineSpec] = {
             state_reader="ds_encdec.checkpoint.dcp_state:DcpState",
             memory="ds_encdec.memory.fsdp:fsdp_memory",
             launcher="ds_encdec.pipeline.subprocess_run:torchrun_launcher",
+            trace="ds_encdec.memory.trace:fsdp_step",
+            reduction_field="infra.fsdp_reduce_every_micro_batch",
+            merges_settings=True,
         ),
     )
 }

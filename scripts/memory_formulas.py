@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.memory import gpu_stand_ins
+from ds_encdec.memory import gpu_fakes
 from ds_encdec.memory.activations import KINDS, MODES, TABLE
 from ds_encdec.memory.job import Job, make_job
 from ds_encdec.memory.model_sizes import Sizes
@@ -85,8 +85,8 @@ def formulas(kind: str, mode: str) -> dict[str, Any]:
     ends: dict[str, Formula] = {}
     with ExitStack() as substitutions:
         if job.device == "cuda":  # float32 too: attention without a kernel is in memory/activations.py
-            kernel = lambda _: gpu_stand_ins._varlen_attention  # noqa: E731
-            substitutions.enter_context(gpu_stand_ins.substituted(gpu_stand_ins, "varlen_kernel", kernel))
+            kernel = lambda _: gpu_fakes._varlen_attention  # noqa: E731
+            substitutions.enter_context(gpu_fakes.substituted(gpu_fakes, "varlen_kernel", kernel))
         for part, held in _walk(job, backward=True):
             parts.setdefault(part, []).append(held)
             ends[part] = held

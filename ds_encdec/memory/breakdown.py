@@ -84,7 +84,8 @@ class EngineMemory:
     the step's earlier micro-batches are in `forward` and `backward`. `layer_reduction(done)`: while gradients of the
     last layer of `done` parameters are reduced, its activations gone; None where `backward` has more. `last_reduction`:
     of gradients, at the end of the last backward pass, when no activations are left; none where that happens layer by
-    layer. `host`: of this rank. `build`: everything, while the engine is built.
+    layer. `host`: of this rank. `build`: everything, while the engine is built. `reduces_every_micro_batch`: gradients
+    are reduced more than once a step. `sums_in_16_bits`: those of several micro-batches are added up so.
     """
 
     resting: Breakdown
@@ -95,6 +96,8 @@ class EngineMemory:
     layer_reduction: Callable[[int], Breakdown] | None = None
     last_reduction: Breakdown = Breakdown()
     build: Breakdown = Breakdown()
+    reduces_every_micro_batch: bool = False
+    sums_in_16_bits: bool = False
 
 
 @dataclass(frozen=True, slots=True)

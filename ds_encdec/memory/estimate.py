@@ -11,11 +11,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from ds_encdec.engines import ENGINES, load
 from ds_encdec.memory.activations import MicroBatch
 from ds_encdec.memory.breakdown import GIB, Breakdown, EngineMemory, Estimate, HostBreakdown
-from ds_encdec.memory.fsdp import fsdp_memory
 from ds_encdec.memory.job import Job, with_micro_batch
-from ds_encdec.memory.zero import zero_memory
 
 CUDA_CONTEXT_BYTES = 0.6 * GIB
 """Of a process on its GPU: driver, kernels, cuBLAS workspaces. An assumption, and on the high side."""
@@ -33,17 +32,18 @@ DATA_WORKER_BYTES = 0.3 * GIB
 def estimate(job: Job) -> Estimate:
     """What `job` holds at its worst moment on each device, and on the host for each rank."""
     engine = engine_memory(job)
-    moment, peak = max(moments(job, engine), key=lambda named: named[1].total)
+    moment, peak = max(step_parts(job, engine), key=lambda part: part[1].total)
     peak += Breakdown(framework=_framework(job, peak.total))
     return Estimate(peak=peak, moment=moment, host=_host(job, engine.host))
 
 
 def engine_memory(job: Job) -> EngineMemory:
     """Parameters, gradients, optimizer and communication under the job's engine."""
-    return zero_memory(job) if job.engine == "deepspeed" else fsdp_memory(job)
+    memory: EngineMemory = load(ENGINES[job.engine].memory)(job)
+    return memory
 
 
-def moments(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]]:
+def step_parts(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]]:
     """Every moment that may be the worst of a step, with what is held then; without the framework's share."""
     resting, unit, batch = engine.resting, job.layer_parameters, MicroBatch(job)
     layers = batch.layers()

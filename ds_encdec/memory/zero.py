@@ -8,6 +8,8 @@ formulas in tables. Two rare settings are estimated at their defaults, and remar
 
 from __future__ import annotations
 
+import dataclasses
+
 from ds_encdec.memory.breakdown import Breakdown, EngineMemory, HostBreakdown
 from ds_encdec.memory.job import Job
 from ds_encdec.memory.zero_settings import ZeroSettings, power_of_two, zero_settings
@@ -27,8 +29,14 @@ def zero_memory(job: Job) -> EngineMemory:
     # engine.py _do_optimizer_sanity_check
     is_bf16_optimizer = s.stage == 1 and job.config.training.bf16 and s.accumulation == 4 and not s.offloads_optimizer
     if s.stage == 0 or is_bf16_optimizer:
-        return _replicated(s, is_bf16_optimizer=is_bf16_optimizer)
-    return _sharded(s) if s.stage == 3 else _partitioned(s)
+        memory = _replicated(s, is_bf16_optimizer=is_bf16_optimizer)
+    else:
+        memory = _sharded(s) if s.stage == 3 else _partitioned(s)
+    return dataclasses.replace(
+        memory,
+        reduces_every_micro_batch=s.stage == 2 and s.accumulates,
+        sums_in_16_bits=s.accumulation < 4 and s.accumulates,
+    )
 
 
 def _replicated(s: ZeroSettings, *, is_bf16_optimizer: bool) -> EngineMemory:

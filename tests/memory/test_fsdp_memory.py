@@ -129,7 +129,7 @@ def test_frozen_parts_have_neither_moments_nor_gradients() -> None:
 
 
 def test_a_hybrid_that_does_not_divide_the_ranks_is_refused() -> None:
-    with pytest.raises(ConfigError, match="shards over 3 ranks do not divide the 8 ranks"):
+    with pytest.raises(ConfigError, match=r"3 shards .* do not divide 8 ranks"):
         fsdp_memory(job_of("zero3_hybrid", hybrid_shard_size=3))
 
 

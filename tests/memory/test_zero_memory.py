@@ -227,17 +227,6 @@ def test_pinned_buffers_are_rounded_up_to_powers_of_two() -> None:
     assert pinned - pageable == pytest.approx(2 * (2**29 - PARAMETERS / 2), rel=1e-3)
 
 
-def test_torch_adam_that_is_not_fused_needs_a_copy_of_its_second_moments() -> None:
-    looping: dict[str, Any] = {"deepspeed_extra": {"optimizer": {"params": {"foreach": True}}}}
-    given: dict[str, Any] = {"training": {"torch_adam": True}, "sizes": LARGE}  # no gradient's norm needs more
-    fused, foreach = (zero_memory(job_of("zero2", **given, **extra)) for extra in ({}, looping))
-    assert fused.step.optimizer == 0
-    assert foreach.step.optimizer == pytest.approx(4 * LARGE.parameters / 8)
-    offloaded = job_of("zero2", training={"torch_adam": True}, offload_optimizer="cpu", pin_memory=False, **looping)
-    assert zero_memory(offloaded).step.optimizer == 0
-    assert zero_memory(offloaded).host.states == pytest.approx((4 * 4 + 2 + 8) * PARAMETERS / 8 + 2 * EMBEDDING)
-
-
 def test_sub_groups_bound_the_step_of_stage_3() -> None:
     small = zero_memory(job_of("zero3", deepspeed_extra={"zero_optimization": {"sub_group_size": 20_000_000}}))
     assert small.step.gradients == 4 * (20_000_000 + EMBEDDING // 8)
