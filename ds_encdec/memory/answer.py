@@ -1,4 +1,4 @@
-"""What `estimate_memory` answers: the tables of both engines, the configured run, and the settings to choose."""
+"""The answer of `estimate_memory`: the tables of both engines, the configured run, and the settings to choose."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ds_encdec.memory.variants import (
 LARGEST_WORLD = 4096
 """GPUs up to which a number that would fit is looked for."""
 _WITHOUT_BF16: dict[str, Value] = {"training.bf16": False, "training.fp16": True}
-"""What a GPU without bfloat16 can train with. FSDP2 and zero0 refuse fp16."""
+"""The numbers that a GPU without bfloat16 can train with. FSDP2 and zero0 refuse fp16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class EngineTable:
 
     @property
     def exists(self) -> bool:
-        """Whether the engine can do any of it at all."""
+        """Return whether the engine can do any of it at all."""
         return any(row.estimate is not None for row in self.rows)
 
 
@@ -72,7 +72,7 @@ class Answer:
 
     @property
     def room(self) -> Room:
-        """What a rank may hold."""
+        """The memory that a rank may use."""
         return Room(
             self.gpu.usable_bytes, None if self.host_bytes is None else self.host_bytes / self.job.ranks_per_node
         )
@@ -82,7 +82,7 @@ class Answer:
         return row.estimate is not None and runs_on(self.gpu, row.job) and self.room.fits(row.estimate)
 
     def short_of(self, row: Variant) -> str:
-        """What a row that does not fit lacks."""
+        """Name what a row that does not fit lacks."""
         if row.estimate is None or not runs_on(self.gpu, row.job):
             return "does not run"
         return "host" if Room(self.gpu.usable_bytes).fits(row.estimate) else "GPU"
@@ -117,7 +117,7 @@ def _table(asked: Answer, engine: EngineName) -> EngineTable:
 
 
 def _needed(job: Job, engine: EngineName, gpu: Gpu) -> dict[str, Value]:
-    """What `job` must change to run under `engine` on `gpu` at all, as far as that is the same for all settings."""
+    """The changes without which `job` does not run under `engine` on `gpu`, the same for all settings."""
     needed: dict[str, Value] = {}
     if engine != job.engine:
         needed["infra.distributed_type"] = engine

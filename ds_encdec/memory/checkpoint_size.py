@@ -1,4 +1,4 @@
-"""What a run's checkpoints take on the disk."""
+"""The size of a run's checkpoints on the disk."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ds_encdec.memory.job import Job
 
 
 def checkpoint_bytes_per_parameter(job: Job) -> int:
-    """What the tensors of a checkpoint take: float32 weights and both moments of AdamW; what else DeepSpeed writes.
+    """Bytes of a checkpoint's tensors for each parameter: float32 weights, both moments of AdamW, and more.
 
     Its ZeRO-0 to 2 write the weights that layers compute with, too (in float32 under ZeRO-0 these are the same).
     """

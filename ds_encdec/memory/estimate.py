@@ -17,7 +17,7 @@ from ds_encdec.memory.breakdown import GIB, Breakdown, EngineMemory, Estimate, H
 from ds_encdec.memory.job import Job, with_micro_batch
 
 CUDA_CONTEXT_BYTES = 0.6 * GIB
-"""Of a process on its GPU: driver, kernels, cuBLAS workspaces. An assumption, and on the high side."""
+"""A process's driver, kernels and cuBLAS workspaces on its GPU. An assumption, and on the high side."""
 NCCL_BYTES = 0.6 * GIB
 """Buffers and channels of NCCL's communicators, where there are several ranks. An assumption."""
 FRAGMENTATION = 0.03
@@ -30,7 +30,7 @@ DATA_WORKER_BYTES = 0.3 * GIB
 
 
 def estimate(job: Job) -> Estimate:
-    """What `job` holds at its worst moment on each device, and on the host for each rank."""
+    """Estimate what `job` holds at its worst moment on each device, and on the host for each rank."""
     engine = engine_memory(job)
     moment, peak = max(step_parts(job, engine), key=lambda part: part[1].total)
     peak += Breakdown(framework=_framework(job, peak.total))
@@ -60,8 +60,6 @@ def step_parts(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]
         below = resting + Breakdown(activations=kept)
         yield f"backward of {layer.name}", below + engine.backward(done, unit) + layer.working
         done += unit
-        if engine.layer_reduction is not None:
-            yield f"reduction of {layer.name}", below + engine.layer_reduction(done) + layer.behind
     # Autograd adds the embedding's gradient, which the engine counts, to a waiting one: the sum is a third.
     at_embedding = resting + engine.backward(done, job.embedding_parameters)
     yield "backward of the embedding", at_embedding + batch.at_worst("embedding")
@@ -75,7 +73,7 @@ def step_parts(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]
 
 
 def _framework(job: Job, allocated: float) -> float:
-    """What a device holds beside tensors."""
+    """Bytes that a device holds beside tensors."""
     if job.device == "cpu":
         return RANK_PROCESS_BYTES["cpu"]
     return CUDA_CONTEXT_BYTES + (NCCL_BYTES if job.world_size > 1 else 0.0) + FRAGMENTATION * allocated

@@ -24,7 +24,7 @@ class ExpectedMemory:
 
     @property
     def peak_bytes(self) -> float:
-        """What `mem/peak_bytes` should come to.
+        """The value that `mem/peak_bytes` should come to.
 
         On a GPU that is what torch's allocator has given out, so without the `framework`'s share. On a CPU it is one
         process's resident memory: what it holds already, with its libraries and data, and what the engine and its steps

@@ -1,4 +1,4 @@
-"""What FSDP2 (torch 2.13) holds on a rank for parameters, gradients and optimizer in the parts of a step.
+"""The memory that FSDP2 (torch 2.13) holds on a rank for parameters, gradients and optimizer in the parts of a step.
 
 The engine shards float32 parameters, gathers them in the compute dtype, and reduces gradients in float32. Each layer is
 a group that is gathered and reduced at once; the root group has the rest, above all the embedding, and is the last to
@@ -64,7 +64,7 @@ class _Sharding:
 
 
 def fsdp_memory(job: Job) -> EngineMemory:
-    """What `job` holds under FSDP2. See EngineMemory; `forward`, `backward` and `step` come on top of `resting`.
+    """The memory of `job` under FSDP2. See EngineMemory; `forward`, `backward` and `step` come on top of `resting`.
 
     `step` includes the reduction of the root's gradients: it comes after the backward pass, when no activations are
     left. Of ranks that hold different amounts it is the one with the most. Raises ConfigError for a hybrid that does
@@ -77,7 +77,6 @@ def fsdp_memory(job: Job) -> EngineMemory:
         resting=Breakdown() if s.offloads else Breakdown(master_weights=states, optimizer=moments),
         forward=_forward(s),
         backward=lambda done, unit: _backward(s, done, unit),
-        layer_reduction=(lambda done: _layer_reduction(s, done)) if _copies_to_reduce(s) else None,
         step=_step(s),
         host=_host(s),
         reduces_every_micro_batch=s.accumulates and not s.accumulates_whole,
@@ -129,46 +128,38 @@ def _forward(s: _Sharding) -> Breakdown:
 
 
 def _backward(s: _Sharding, done: int, unit: int) -> Breakdown:
-    """With a layer or the embedding in work. Layers that are done are reduced, and no longer gathered.
+    """A layer or the embedding is in work. Layers that are done are reduced, and no longer gathered.
 
-    All gradients of the layer count, though at its worst moment most of them are still to come.
+    All gradients of the layer count, though at its worst moment most of them are still to come. Where gloo reduces, the
+    worst may come afterwards, with the layer's activations gone: they are counted there too.
     """
-    compute = s.job.compute_bytes
-    is_layer = unit == s.layer.parameters
-    untied_head = _untied_head(s, done)
+    compute, untied_head, buffer = s.job.compute_bytes, _untied_head(s, done), _FLOAT32 * s.layer.gathered * s.trained
     layers_done = (done - untied_head) / s.layer.parameters
-    # FSDPCommContext.reduce_scatter_states: what the last layer was reduced from, until the next one is.
-    communication = _FLOAT32 * s.layer.gathered * s.trained if layers_done else 0.0
-    if s.frees_layers and is_layer:
-        communication += compute * s.layer.gathered + _prefetched(s)
-    return Breakdown(
+    prefetched = compute * s.layer.gathered if s.frees_layers and s.shards > 1 else 0.0  # _backward_prefetch
+    is_layer = unit == s.layer.parameters
+    in_work = Breakdown(
         weights=_kept_weights(s, layers_done),
         gradients=_held_gradients(s, layers_done) + compute * (untied_head + unit),
-        communication=communication,
+        # FSDPCommContext.reduce_scatter_states: what the last layer was reduced from, until the next one is.
+        communication=buffer * bool(layers_done)
+        + is_layer * (prefetched + (compute * s.layer.gathered if s.frees_layers else 0.0)),
     )
-
-
-def _layer_reduction(s: _Sharding, done: int) -> Breakdown:
-    """foreach_reduce of the last layer of `done` parameters: its buffer, and gloo's clone of it."""
-    untied_head = _untied_head(s, done)
-    layers_done = (done - untied_head) / s.layer.parameters
-    # Where earlier micro-batches are reduced, this one's gradients are added to theirs.
+    if not (_copies_to_reduce(s) and is_layer):
+        return in_work
+    # foreach_reduce: the layer's buffer, and gloo's clone of it; where earlier micro-batches are reduced, this one's
+    # gradients are added to theirs.
     added = _FLOAT32 * s.layer.shard * s.trained if s.accumulates and not s.accumulates_whole else 0.0
-    return Breakdown(
-        weights=_kept_weights(s, layers_done),
-        gradients=_held_gradients(s, layers_done) + s.job.compute_bytes * untied_head + added,
-        communication=2 * _FLOAT32 * s.layer.gathered * s.trained + _prefetched(s),
+    reducing = Breakdown(
+        weights=_kept_weights(s, layers_done + 1),
+        gradients=_held_gradients(s, layers_done + 1) + compute * untied_head + added,
+        communication=2 * buffer + prefetched,
     )
+    return max(in_work, reducing, key=lambda held: held.total)
 
 
 def _untied_head(s: _Sharding, done: int) -> int:
     """Parameters of an untied head whose gradients wait for the root's reduction, of `done` parameters."""
     return 0 if s.job.sizes.tie_word_embeddings else min(done, s.job.embedding_parameters)
-
-
-def _prefetched(s: _Sharding) -> float:
-    """The next layer's buffer in the backward pass (_backward_prefetch)."""
-    return s.job.compute_bytes * s.layer.gathered if s.frees_layers and s.shards > 1 else 0.0
 
 
 def _kept_weights(s: _Sharding, layers_done: float) -> float:

@@ -16,7 +16,7 @@ from ds_encdec.tokenizer.sentinels import MODE_TOKENS
 from ds_encdec.types import ConfigError
 
 ROWS_MULTIPLE = 128
-"""As `EMBEDDING_ROWS_MULTIPLE` of model/source.py, which cannot be imported without transformers."""
+"""The same as `EMBEDDING_ROWS_MULTIPLE` of model/source.py, which cannot be imported without transformers."""
 QWEN3_IDS = 151_669
 """Ids that Qwen3's tokenizer has before sentinels are added (tokenizer/sentinels.py)."""
 

@@ -1,4 +1,4 @@
-"""What to say when memory runs out: what was expected, what was measured, and which settings would fit."""
+"""The message when memory runs out: what was expected, what was measured, and which settings would fit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _PAGE_LOCKED = (
     "(containers, WSL): infra.pin_memory=false needs little of it."
 )
 _SHORTFALL = 0.1
-"""By which share settings must need less, where the estimate says that those which ran out of memory fit."""
+"""The share by which settings must need less, where those that ran out of memory should have fitted."""
 
 
 @contextmanager
@@ -95,7 +95,7 @@ def explanation(expected: ExpectedMemory, device: torch.device, rank: int, *, of
 
 
 def is_for_new_run(setting: Recommendation) -> bool:
-    """Whether the run has checkpoints, which do not go on under this setting: its data come in another order."""
+    """Return whether the run has checkpoints that cannot go on under this setting, whose data come in another order."""
     has_checkpoint = (RunFolder(setting.job.config.infra.output_dir).checkpoints / "latest").exists()
     return has_checkpoint and bool(BATCH_FIELDS & setting.overrides.keys())
 

@@ -16,7 +16,7 @@ from ds_encdec.types import ConfigError
 
 
 def indivisible(config: FullConfig, nodes: int) -> Iterator[str]:
-    """What cannot be divided evenly, as a run would find on starting."""
+    """Name what cannot be divided evenly, as a run would find on starting."""
     gpus = config.infra.num_gpus
     if gpus % nodes:
         yield f"--gpus {gpus} --nodes {nodes}: every node must have as many GPUs; give a multiple of {nodes}"

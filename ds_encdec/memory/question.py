@@ -1,4 +1,4 @@
-"""What `estimate_memory` is asked: its options read into a job, a GPU and a host."""
+"""The question that `estimate_memory` is asked: its options read into a job, a GPU and a host."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def read_question(options: argparse.Namespace, overrides: Sequence[str]) -> Ques
 
 
 def _attempt(read: Callable[[], Found], problems: list[str]) -> Found | None:
-    """What `read` returns; None where it raises ConfigError, which becomes one of `problems`."""
+    """Return what `read` returns; None where it raises ConfigError, which becomes one of `problems`."""
     try:
         return read()
     except ConfigError as error:

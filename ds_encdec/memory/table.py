@@ -58,7 +58,7 @@ _HELP = {
     "communication": "smaller buckets in infra.deepspeed_extra, or a smaller model",
     "framework": "a larger GPU",
 }
-"""Of a setting that shards, offloads and recomputes everything already; else: more GPUs, or a smaller model."""
+"""Help for a setting that shards, offloads and recomputes everything already; else: more GPUs, or a smaller model."""
 
 
 def describe(found: Answer) -> str:

@@ -48,18 +48,18 @@ from ds_encdec.types import Batch
 Category = Literal[
     "weights", "master_weights", "gradients", "optimizer", "activations", "logits", "communication", "host"
 ]
-"""Those of `Breakdown`; `host`: what an offloading engine keeps there, which is left out of every sum."""
+"""The categories of `Breakdown`; `host`: what an offloading engine keeps there, which is left out of every sum."""
 
 _ACTIVATIONS: tuple[Category, ...] = ("activations", "logits")
 _ENGINE: tuple[Category, ...] = ("weights", "master_weights", "gradients", "optimizer", *_ACTIVATIONS, "communication")
-"""What a trace finds where the engine itself can be traced, and else."""
+"""The categories that a trace finds without the engine, and with it."""
 
 _DEVICE = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class TracedMemory:
-    """What one rank's device held at its worst moment of a traced step.
+    """The bytes that one rank's device held at its worst moment of a traced step.
 
     `categories`: those of `peak` that were traced; the others are 0 in it. `moment`: the part of the step, and the
     layer in work. `seconds`: what the trace took. `remark`: what the trace leaves out of this job, in whole sentences;
@@ -220,7 +220,7 @@ class _StorageWatch(TorchDispatchMode):
         super().__init__()
         self.log: StorageLog[Category] = StorageLog(get_args(Category))
         self.category: Category = "activations"
-        """Of storages made from now on."""
+        """The category of storages made from now on."""
         self._part = self._module = ""
 
     def __enter__(self) -> _StorageWatch:
@@ -241,7 +241,7 @@ class _StorageWatch(TorchDispatchMode):
         return result
 
     def now_in(self, *, part: str | None = None, module: str | None = None) -> None:
-        """What is in work from now on; None for what stays."""
+        """Set what is in work from now on; None for what stays."""
         self._part = self._part if part is None else part
         self._module = self._module if module is None else module
         self.log.moment = ", ".join(filter(None, (self._part, self._module)))

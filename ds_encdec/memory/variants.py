@@ -28,7 +28,7 @@ from ds_encdec.types import ConfigError
 Value = str | int | bool | None
 """The value of a field that a change sets."""
 Offload = Literal["none", "optimizer", "optimizer+params"]
-"""What is kept in host memory, in the table's words."""
+"""Names of what is kept in host memory, in the table's words."""
 
 HEADROOM = 0.05
 """Share of a device's usable memory that a fitting setting leaves free: for what the estimate may miss."""
@@ -57,7 +57,7 @@ OFFLOADS: dict[Offload, tuple[str, str]] = {
     "optimizer": ("cpu", "none"),
     "optimizer+params": ("cpu", "cpu"),
 }
-"""By what is offloaded, `infra.offload_optimizer` and `infra.offload_params`."""
+"""Name of what is offloaded: `infra.offload_optimizer` and `infra.offload_params`."""
 _SHARDING_ALIASES = ("fsdp_sharding_strategy", "fsdp_activation_checkpointing", "fsdp_cpu_offload")
 
 # What settings are assumed to add to the time of a step, as shares of it: for their order only, and measured only where
@@ -165,7 +165,7 @@ def variant(job: Job, overrides: dict[str, Value]) -> Variant:
 
 
 def fitting(job: Job, changes: Iterable[dict[str, Value]], room: Room) -> Iterator[Recommendation]:
-    """Those of the `changes` to `job` that exist and fit."""
+    """Yield those of the `changes` to `job` that exist and fit."""
     for row in (variant(job, overrides) for overrides in changes):
         if row.estimate is not None and room.fits(row.estimate):
             yield Recommendation(row.overrides, row.job, row.estimate)
@@ -198,7 +198,7 @@ def variants(job: Job) -> list[Variant]:
 
 
 def smallest_variants(job: Job) -> list[Variant]:
-    """What needs least of a device: full checkpointing, micro-batches of 1, sharded parameters, with each offload."""
+    """The settings that need least of a device: everything sharded and recomputed, micro-batches of 1, each offload."""
     smallest = batch_overrides(job, 1)
     if (reduces := ENGINES[job.engine].reduction_field) is not None and not value_of(job.config, reduces):
         smallest[reduces] = True
@@ -206,14 +206,14 @@ def smallest_variants(job: Job) -> list[Variant]:
 
 
 def settings(job: Job) -> Iterator[dict[str, Value]]:
-    """What each row of the table changes of `job`."""
+    """The changes of `job` that make the rows of the table."""
     hybrids = HYBRID_STAGES if job.world_size > job.ranks_per_node else ()
     for stage, offload, checkpointing in itertools.product((*STAGES, *hybrids), OFFLOADS, CHECKPOINTING):
         yield setting(job, stage, offload, checkpointing)
 
 
 def setting(job: Job, stage: str, offload: Offload, checkpointing: str) -> dict[str, Value]:
-    """What it changes of `job` to shard, offload and recompute so; nothing where it does so already."""
+    """The change that makes `job` shard, offload and recompute so; empty where it does so already."""
     optimizer, params = OFFLOADS[offload]
     wanted: dict[str, Value] = {
         "infra.sharding_stage": stage,
@@ -239,9 +239,10 @@ def _freed(job: Job, stage: str) -> dict[str, Value]:
 
 
 def has_other_name(job: Job) -> bool:
-    """Whether the table has the same setting by a more usual name: FSDP2's zero1 is zero2, and it offloads all or none.
+    """Return whether the table has the same setting by a more usual name.
 
-    It scatters gradients as it reduces them, and its parameters are the master weights (engine/fsdp_sharding.py).
+    FSDP2's zero1 is zero2, and it offloads all or none: it scatters gradients as it reduces
+    them, and its parameters are the master weights (engine/fsdp_sharding.py).
     """
     infra = job.config.infra
     if not ENGINES[job.engine].merges_settings or find_conflicts(job.config):
@@ -250,7 +251,7 @@ def has_other_name(job: Job) -> bool:
 
 
 def offload_of(job: Job) -> Offload | None:
-    """What `job` offloads, or None where the table has no word for it (parameters alone)."""
+    """Name what `job` offloads, or None where the table has no word for it (parameters alone)."""
     placed = (job.config.infra.offload_optimizer, job.config.infra.offload_params)
     return next((name for name, places in OFFLOADS.items() if places == placed), None)
 
@@ -327,7 +328,7 @@ def nearest(job: Job, room: Room, count: int = 3) -> list[Recommendation]:
 
 
 def adds_up_in_16_bits(job: Job) -> bool:
-    """Whether the gradients of several micro-batches are added up in bfloat16 or float16."""
+    """Return whether the gradients of several micro-batches are added up in bfloat16 or float16."""
     try:
         return engine_memory(job).sums_in_16_bits
     except ConfigError:  # it does not exist, as its row says

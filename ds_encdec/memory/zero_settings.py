@@ -1,4 +1,4 @@
-"""What DeepSpeed's memory depends on: read from the JSON that a run would hand to DeepSpeed, and the model's sizes.
+"""The settings that DeepSpeed's memory depends on, read from a run's JSON for it, and the model's sizes.
 
 Defaults stand for keys that a JSON may leave out, and are DeepSpeed 0.19.8's (runtime/zero/config.py).
 """
@@ -85,7 +85,7 @@ class ZeroSettings:
 
     @property
     def trainable(self) -> int:
-        """Those of them that are trained."""
+        """The parameters that are trained."""
         return self.job.trainable_parameters
 
     def largest_of(self, unit: int) -> int:
@@ -203,7 +203,7 @@ def _bytes(block: dict[str, Any], key: str, default: int) -> int:
 
 
 def _moment_bytes(rendered: dict[str, Any], master: int, *, offloads: bool) -> int:
-    """As the master weights, but DeepSpeed's CPUAdam keeps float32 unless configured (ops/adam/cpu_adam.py)."""
+    """The master weights' bytes, but DeepSpeed's CPUAdam keeps float32 unless configured (ops/adam/cpu_adam.py)."""
     params = rendered["optimizer"]["params"]
     if not offloads or params["torch_adam"]:
         return master

@@ -47,8 +47,6 @@ def backward_moments(job: Job) -> Iterator[float]:
     for _ in range(job.encoder_layers + job.decoder_layers):
         yield memory.backward(done, job.layer_parameters).total + waiting
         done += job.layer_parameters
-        if memory.layer_reduction is not None:
-            yield memory.layer_reduction(done).total + waiting
     yield memory.backward(done, head).total + waiting
     yield memory.step.total
 

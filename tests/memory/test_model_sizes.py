@@ -88,7 +88,7 @@ def test_the_decoder_alone_has_the_published_parameters(name: str, parameters: i
 
 
 def test_a_decoder_only_folder_gives_both_sides_its_layers(tmp_path: Path) -> None:
-    sizes = sizes_of(write_model(tmp_path, SMALL, ids=900))
+    sizes = sizes_of(write_model(tmp_path, SMALL))
     assert (sizes.num_encoder_layers, sizes.num_hidden_layers, sizes.vocab_size) == (3, 3, 1024)
     assert sizes.tie_word_embeddings
 
