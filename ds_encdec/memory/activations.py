@@ -95,7 +95,7 @@ class MicroBatch:
     def layers(self) -> list[Layer]:
         """All layers in the order of the forward pass."""
         job, layers = self._job, []
-        counts: dict[Side, int] = {"encoder": job.encoder_layers, "decoder": job.decoder_layers}
+        counts: dict[Side, int] = {"encoder": job.sizes.num_encoder_layers, "decoder": job.sizes.num_hidden_layers}
         for side, count in counts.items():
             make = cache(partial(self._layer, side))  # most layers are alike
             for index in range(count):

@@ -45,7 +45,7 @@ def engine_memory(job: Job) -> EngineMemory:
 
 def step_parts(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]]:
     """Every moment that may be the worst of a step, with what is held then; without the framework's share."""
-    resting, unit, batch = engine.resting, job.layer_parameters, MicroBatch(job)
+    resting, unit, batch = engine.resting, job.sizes.layer_parameters, MicroBatch(job)
     layers = batch.layers()
     if job.config.training.activation_offload:  # one layer's are on their way back
         layers = [dataclasses.replace(layer, kept=0.0) for layer in layers]

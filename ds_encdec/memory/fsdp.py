@@ -88,7 +88,10 @@ def _sharding(job: Job) -> _Sharding:
     replicas, shards = mesh_shape(infra, job.world_size, job.ranks_per_node)
     layer = _group([shape for name, shape in shapes.items() if name.startswith("decoder.layers.0.")], shards)
     root = _group([shape for name, shape in shapes.items() if ".layers." not in name], shards)
-    layers, accumulates = job.encoder_layers + job.decoder_layers, job.gradient_accumulation_steps > 1
+    layers, accumulates = (
+        job.sizes.num_encoder_layers + job.sizes.num_hidden_layers,
+        job.gradient_accumulation_steps > 1,
+    )
     offloads = infra.offload_optimizer == "cpu"
     return _Sharding(
         job=job,

@@ -69,21 +69,6 @@ class Job:
         """Parameters of the embedding; an untied output layer has as many again."""
         return self.sizes.vocab_size * self.sizes.hidden_size
 
-    @property
-    def layer_parameters(self) -> int:
-        """Parameters of one layer, of the encoder or the decoder."""
-        return self.sizes.layer_parameters
-
-    @property
-    def encoder_layers(self) -> int:
-        """Layers of the encoder."""
-        return self.sizes.num_encoder_layers
-
-    @property
-    def decoder_layers(self) -> int:
-        """Layers of the decoder."""
-        return self.sizes.num_hidden_layers
-
 
 def make_job(
     config: FullConfig,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -38,17 +38,8 @@ class Sizes:
     @classmethod
     def of(cls, sizes: ModelSizes) -> Sizes:
         """The same sizes, whatever holds them."""
-        return cls(
-            vocab_size=sizes.vocab_size,
-            hidden_size=sizes.hidden_size,
-            num_hidden_layers=sizes.num_hidden_layers,
-            num_encoder_layers=num_encoder_layers(sizes),
-            num_attention_heads=sizes.num_attention_heads,
-            num_key_value_heads=sizes.num_key_value_heads,
-            head_dim=sizes.head_dim,
-            intermediate_size=sizes.intermediate_size,
-            tie_word_embeddings=sizes.tie_word_embeddings,
-        )
+        read = {field.name: getattr(sizes, field.name) for field in fields(cls)}
+        return cls(**read | {"num_encoder_layers": num_encoder_layers(sizes)})
 
     # An answer asks for these thousands of times, of one model.
 
@@ -123,17 +114,7 @@ def published_sizes(name: str) -> Sizes | None:
     if known is None or name == "Qwen/Qwen3-32B-Base":  # never published
         return None
     hidden, layers, heads, intermediate, tied = known
-    return Sizes(
-        vocab_size=QWEN3_ROWS,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_encoder_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        head_dim=128,
-        intermediate_size=intermediate,
-        tie_word_embeddings=tied,
-    )
+    return Sizes(QWEN3_ROWS, hidden, layers, layers, heads, 8, 128, intermediate, tied)
 
 
 def adapter_parameters(sizes: ModelSizes, rank: int) -> int:

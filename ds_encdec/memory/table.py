@@ -32,23 +32,8 @@ _WORDS = {
     "communication": "communication buffers and gathered parameters",
     "framework": "the CUDA context, NCCL and fragmentation",
 }
-_HEADER = (
-    " ",
-    "stage",
-    "offload",
-    "recompute",
-    "weights",
-    "master",
-    "gradients",
-    "optimizer",
-    "activ.",
-    "logits",
-    "commun.",
-    "framew.",
-    "peak",
-    "host",
-    "fits",
-)
+_FIGURES = "weights master gradients optimizer activ. logits commun. framew. peak host fits"
+_HEADER = (" ", "stage", "offload", "recompute", *_FIGURES.split())
 _WORDS_COLUMNS = 4
 _LARGE_HOST_BYTES = 2 * 2**40
 """More than this few machines have."""

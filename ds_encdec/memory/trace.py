@@ -120,13 +120,13 @@ def fsdp_step(job: Job) -> StorageLog[Category]:
             traced.enter_context(substituted(fsdp2, "make_mesh", lambda *_: mesh))
             traced.enter_context(substituted(dist, "new_group", lambda *_, **__: dist.group.WORLD))
             engine = fsdp2.FSDP2Engine(config, world, _DEVICE, _model_config(job), None)
-            return _watched_step(engine, _batch(job), job)
+            return _traced_step(engine, _batch(job), job)
     finally:
         gc.collect()  # engines are cyclic, and hold on to the group
         dist.destroy_process_group()
 
 
-def _watched_step(engine: fsdp2.FSDP2Engine, batch: Batch, job: Job) -> StorageLog[Category]:
+def _traced_step(engine: fsdp2.FSDP2Engine, batch: Batch, job: Job) -> StorageLog[Category]:
     watch = _StorageWatch()
     _note_fsdp_states(engine, watch, on_host=job.config.infra.offload_optimizer == "cpu")
     _follow_modules(engine.model, watch)

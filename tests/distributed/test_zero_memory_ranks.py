@@ -58,9 +58,11 @@ def estimated(job: Job) -> dict[str, float]:
 
 
 def _highest_backward(job: Job, memory: EngineMemory) -> Breakdown:
-    layers = job.encoder_layers + job.decoder_layers
-    moments = [memory.backward(index * job.layer_parameters, job.layer_parameters) for index in range(layers)]
-    moments.append(memory.backward(layers * job.layer_parameters, job.embedding_parameters))
+    layers = job.sizes.num_encoder_layers + job.sizes.num_hidden_layers
+    moments = [
+        memory.backward(index * job.sizes.layer_parameters, job.sizes.layer_parameters) for index in range(layers)
+    ]
+    moments.append(memory.backward(layers * job.sizes.layer_parameters, job.embedding_parameters))
     return max(moments, key=lambda moment: moment.total)
 
 

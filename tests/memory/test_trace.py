@@ -108,7 +108,9 @@ def test_the_arithmetic_is_what_the_trace_finds(world_size: int, infra: dict[str
     held = sum(getattr(traced.peak, name) for name in ENGINE)
     assert traced.moment.startswith("backward pass, decoder.layers.")
     memory = fsdp_memory(job)
-    first, later = (memory.resting + memory.backward(done, job.layer_parameters) for done in (0, job.layer_parameters))
+    first, later = (
+        memory.resting + memory.backward(done, job.sizes.layer_parameters) for done in (0, job.sizes.layer_parameters)
+    )
     # The tied head's gradient, which waits for the embedding's.
     waiting = job.compute_bytes * job.embedding_parameters
     # The moments that hold most of the engine's and most of all need not be the same.
