@@ -125,13 +125,14 @@ class MicroBatch:
 
         torch computes grouped queries under a mask in single operations, document by document, all of them taken to
         be as long as allowed: each keeps its softmax, and keys and values at full width; three of the float32 scores
-        of one document exist at a time.
+        of one document exist at a time, and gradients of queries, keys and values as wide as the queries.
         """
-        job, (queries, keys) = self._job, self._job.longest_document
+        job, symbols, (queries, keys) = self._job, self._symbols, self._job.longest_document
         queries, keys = (queries, queries) if side == "encoder" else (keys, queries + keys)
-        heads, documents = job.sizes.num_attention_heads, self._symbols[side[0].upper()] / queries
-        kept = documents * keys * heads * (queries + 2 * job.sizes.head_dim) * job.compute_bytes
-        return kept, 3 * heads * queries * keys * _FLOAT32
+        heads, tokens, dtype = job.sizes.num_attention_heads, symbols[side[0].upper()], job.compute_bytes
+        kept = tokens / queries * keys * heads * (queries + 2 * job.sizes.head_dim) * dtype
+        all_keys = symbols["E"] + (symbols["D"] if side == "decoder" else 0)
+        return kept, 3 * heads * queries * keys * _FLOAT32 + (tokens + 2 * all_keys) * symbols["Q"] * dtype
 
     def _worst(self, formulas: list[str], without: str) -> Breakdown:
         moments = [

@@ -5,7 +5,7 @@ a group that is gathered and reduced at once; the root group has the rest, above
 be reduced. Every term names the place in torch/distributed/fsdp/_fully_shard/ that makes the tensor.
 
 What layers compute with counts as `weights` where it stays from the forward pass to the backward pass, and as
-`communication` where it comes and goes layer by layer (zero3). docs/memory-fsdp2.md has the formulas.
+`communication` where it comes and goes layer by layer (zero3). docs/memory.md has the principle.
 """
 
 from __future__ import annotations

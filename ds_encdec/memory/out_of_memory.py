@@ -89,7 +89,7 @@ def explanation(expected: ExpectedMemory, device: torch.device, rank: int, *, of
     )
     for number, setting in enumerate(proposed, start=1):
         only = "in a new run only: " if is_for_new_run(setting) else ""
-        needs = ExpectedMemory(setting.job, setting.estimate)
+        needs = dataclasses.replace(expected, job=setting.job, estimate=setting.estimate)
         lines.append(f"  {number}. {only}{as_overrides(setting.overrides)} ({needs})")
     return "\n".join(lines)
 

@@ -242,7 +242,7 @@ def has_other_name(job: Job) -> bool:
     """Return whether the table has the same setting by a more usual name.
 
     FSDP2's zero1 is zero2, and it offloads all or none: it scatters gradients as it reduces
-    them, and its parameters are the master weights (engine/fsdp_sharding.py).
+    them, and its parameters are the master weights (engine/fsdp2.py).
     """
     infra = job.config.infra
     if not ENGINES[job.engine].merges_settings or find_conflicts(job.config):
