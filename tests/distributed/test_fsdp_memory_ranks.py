@@ -19,7 +19,7 @@ WORLD_SIZE = 2
 
 @pytest.fixture(scope="module")
 def measured() -> Measured:
-    """By case, the figures of the ranks, see `_of_ranks`."""
+    """The cases' figures of the ranks, see `_of_ranks`."""
     cases = [(case, "measured", {"case": case}) for case in CASES]
     ranks = run_ranks("fsdp_memory_cases.py:run_cases", WORLD_SIZE, {"cases": cases}, timeout_seconds=300)
     return {case: _of_ranks([rank[case] for rank in ranks]) for case in CASES}

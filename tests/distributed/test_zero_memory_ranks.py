@@ -20,7 +20,7 @@ HEAD_BYTES = 4 * MODEL.vocab_size * MODEL.hidden_size
 
 @pytest.fixture(scope="module")
 def measured() -> dict[str, dict[str, int]]:
-    """By case, the highest figures of two ranks."""
+    """The cases' highest figures of two ranks."""
     cases = [(name, "measured", {"sharding_stage": name.split()[0], **arguments}) for name, arguments in CASES.items()]
     ranks = run_ranks("zero_memory_cases.py:run_cases", 2, {"cases": cases}, timeout_seconds=400)
     return {name: _highest([rank[name] for rank in ranks]) for name in CASES}

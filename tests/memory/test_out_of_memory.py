@@ -1,4 +1,4 @@
-"""What is said when memory runs out, of jobs on GPUs and on CPUs."""
+"""The message when memory runs out, for jobs on GPUs and on CPUs."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_where_the_host_of_gpus_runs_out_its_copies_go_first(engine: EngineName,
 
 
 def test_page_locked_memory_is_the_hosts() -> None:
-    """What the driver refuses while the device (here: this machine) has room."""
+    """The driver refuses it while the device (here: this machine) has room."""
     expected = expected_on("cuda")
     with pytest.raises(OutOfMemoryError) as raised, out_of_memory_explained(expected, torch.device("cpu"), 0):
         raise torch.AcceleratorError("CUDA error: out of memory\nmore")

@@ -88,7 +88,7 @@ def test_a_step_in_one_micro_batch_may_fit_where_smaller_ones_do_not() -> None:
 
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
 def test_no_setting_of_the_table_that_fits_offloads_less(engine: str) -> None:
-    """By trying every one of them, at every micro-batch."""
+    """Every one of them is tried, at every micro-batch."""
     asked = job(f"infra.distributed_type={engine}", "training.gradient_accumulation_steps=2", model="8B")
     found = recommend(asked, Room(30 * GIB))
     assert found is not None

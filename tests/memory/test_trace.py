@@ -37,7 +37,7 @@ ENGINE = ("weights", "master_weights", "gradients", "optimizer", "communication"
 
 
 def job_of(*, world_size: int = 1, device: Any = "cuda", micro_batches: int = 2, **fields: Any) -> Job:
-    """Of `WIDE`, with micro-batches of 192 tokens. `fields`: of `training` and `infra`."""
+    """A job of `WIDE`, with micro-batches of 192 tokens. `fields`: of `training` and `infra`."""
     training = {"gradient_accumulation_steps": micro_batches, "per_device_train_batch_size": 1}
     training |= {name: fields.pop(name) for name in ("bf16", "activation_checkpointing") if name in fields}
     infra = {
@@ -102,7 +102,7 @@ def test_the_trace_is_what_an_engine_holds(one_rank: World, checkpointing: str) 
     ],
 )
 def test_the_arithmetic_is_what_the_trace_finds(world_size: int, infra: dict[str, Any]) -> None:
-    """Of what the engine holds, at the worst moment; on GPUs of any number."""
+    """The engine's part is compared, at the worst moment; on GPUs of any number."""
     job = job_of(world_size=world_size, activation_checkpointing="full", **infra)
     traced = trace_memory(job)
     held = sum(getattr(traced.peak, name) for name in ENGINE)

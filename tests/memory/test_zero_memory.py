@@ -35,7 +35,7 @@ NORMS = 56 * (2 * 1024 + 2 * 128) + 2 * 1024
 LARGE = dataclasses.replace(
     QWEN3_0_6B, vocab_size=32_000, hidden_size=4096, num_attention_heads=32, intermediate_size=11_008
 )
-"""With the parameters spread over many matrices, none of which is larger than a 64th of all."""
+"""Sizes with the parameters spread over many matrices, none of which is larger than a 64th of all."""
 BUCKET = 50_000_000
 BF16_GRADIENTS = {"deepspeed_extra": {"data_types": {"grad_accum_dtype": "bf16"}}}
 GB = 1e9
@@ -85,7 +85,7 @@ def test_the_zero_papers_figures(stage: str, published_gb: float) -> None:
 
 
 def test_float32_accumulation_costs_what_the_paper_does_not_count() -> None:
-    """What this product sets for bf16 at stages 2 and 3: 2 more bytes of gradients for each partitioned parameter."""
+    """At stages 2 and 3 bf16 is accumulated in float32: 2 more bytes of gradients for each partitioned parameter."""
     for stage, bytes_each in (("zero2", 2 + 16 / 64), ("zero3", 18 / 64)):
         memory = zero_memory(job_of(stage, world_size=64))
         assert states(memory.resting + memory.forward) == pytest.approx(bytes_each * PARAMETERS, rel=1e-4)
