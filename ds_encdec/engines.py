@@ -30,6 +30,12 @@ class EngineSpec:
     `run_files` (name of a JSON file in the run's folder → configuration, World, device, accumulation → its content),
     `state_reader` (checkpoint folder → SavedState), `memory` (Job → Breakdown), `launcher` (number of ranks → the words
     that start them on this machine).
+
+    What the memory estimate asks: `trace` (Job → StorageLog of a step of the engine itself, or None where only its
+    activations can be traced), `reduction_field` (the field that makes it reduce after every micro-batch, where that
+    can be chosen), `merges_settings` (its zero1 is zero2, and parameters are offloaded with the optimizer),
+    `saves_compute_weights` (checkpoints of unsharded weights hold them in the compute dtype, too), `instead` (by field
+    the value that it refuses, and the one to take).
     """
 
     name: EngineName
@@ -47,6 +53,11 @@ class EngineSpec:
     compile_optimizer: str | None = None
     run_files: Mapping[str, str] = field(default_factory=dict)
     converted_as: Mapping[str, str] = field(default_factory=dict)
+    trace: str | None = None
+    reduction_field: str | None = None
+    merges_settings: bool = False
+    saves_compute_weights: bool = False
+    instead: Mapping[str, tuple[bool | str, bool | str]] = field(default_factory=dict)
 
 
 ENGINES: dict[str, EngineSpec] = {
@@ -68,6 +79,12 @@ ENGINES: dict[str, EngineSpec] = {
             compile_optimizer="ds_encdec.engine.deepspeed_zero:compile_optimizer",
             run_files={"ds_config.json": "ds_encdec.engine.ds_json:run_json"},
             converted_as={"zero0": "zero1"},  # which has a zero_to_fp32.py
+            saves_compute_weights=True,
+            instead={
+                "infra.fsdp_reduce_every_micro_batch": (True, False),
+                "training.torch_compile": (True, False),
+                "training.activation_checkpointing": ("selective", "full"),
+            },
         ),
         EngineSpec(
             name="fsdp",
@@ -81,6 +98,9 @@ ENGINES: dict[str, EngineSpec] = {
             state_reader="ds_encdec.checkpoint.dcp_state:DcpState",
             memory="ds_encdec.memory.fsdp:fsdp_memory",
             launcher="ds_encdec.phase_runs.subprocess_run:torchrun_launcher",
+            trace="ds_encdec.memory.trace:fsdp_step",
+            reduction_field="infra.fsdp_reduce_every_micro_batch",
+            merges_settings=True,
         ),
     )
 }

@@ -1,4 +1,4 @@
-"""What a run would hold in the memory of its GPUs and hosts, whether it fits, and which settings to choose.
+"""Estimates what a run holds in the memory of its GPUs and hosts, whether it fits, and which settings to choose.
 
     python -m ds_encdec.estimate_memory [--config X] [--model ID_OR_DIR] [--gpus 8] [--nodes 1] [--gpu h100-80gb]
 

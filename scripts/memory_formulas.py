@@ -24,14 +24,14 @@ from typing import Any
 import numpy as np
 
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.memory import gpu_stand_ins
+from ds_encdec.memory import gpu_fakes
 from ds_encdec.memory.activations import KINDS, MODES, TABLE
 from ds_encdec.memory.job import Job, make_job
 from ds_encdec.memory.model_sizes import Sizes
 from ds_encdec.memory.trace import watched_pass
 
 LAYERS = 3
-"""Of each stack: the one in the middle has the same before and behind it as any other.
+"""Layers of each stack: the one in the middle has the same before and behind it as any other.
 
 Nothing waits for a later layer beside the last one: no gradient of the encoder's output yet."""
 HEADS, KEY_HEADS, HEAD_DIM = 31 * 37, 31, 2 * 41
@@ -79,14 +79,14 @@ def written() -> str:
 
 
 def formulas(kind: str, mode: str) -> dict[str, Any]:
-    """What is held in the parts of a pass, in terms of the symbols."""
+    """The bytes held in the parts of a pass, in terms of the symbols."""
     job = _job(kind, mode)
     parts: dict[str, list[Formula]] = {}
     ends: dict[str, Formula] = {}
     with ExitStack() as substitutions:
         if job.device == "cuda":  # float32 too: attention without a kernel is in memory/activations.py
-            kernel = lambda _: gpu_stand_ins._varlen_attention  # noqa: E731
-            substitutions.enter_context(gpu_stand_ins.substituted(gpu_stand_ins, "varlen_kernel", kernel))
+            kernel = lambda _: gpu_fakes._varlen_attention  # noqa: E731
+            substitutions.enter_context(gpu_fakes.substituted(gpu_fakes, "varlen_kernel", kernel))
         for part, held in _walk(job, backward=True):
             parts.setdefault(part, []).append(held)
             ends[part] = held
@@ -105,7 +105,6 @@ def formulas(kind: str, mode: str) -> dict[str, Any]:
         last, middle, below = *(f"backward pass, {side}.layers.{index}" for index in (2, 1)), _plus(before, kept[side])
         found[f"last {side}"] = worst(last, _plus(below, kept[side]))
         found[side] = worst(middle, below)
-        found[f"behind {side}"] = [_text(_minus(ends[middle], below))]
     found["embedding"] = worst("backward pass, shared", Counter())
     # Without a backward pass nothing keeps masks: there is one document's at a time.
     found["evaluation"] = [formula.replace("D*m", "n*m") for formula in _worst(evaluation)]
@@ -149,7 +148,7 @@ def _job(kind: str, mode: str) -> Job:
 
 
 def _walk(job: Job, *, backward: bool) -> Iterator[tuple[str, Formula]]:
-    """What is held of activations and logits after each change, with the part of the pass in work."""
+    """The bytes held of activations and logits after each change, with the part of the pass in work."""
     held: Formula = Counter()
     for part, purpose, change in watched_pass(job, backward=backward).changes():
         if purpose in ("activations", "logits") and abs(change) >= NEGLIGIBLE:
@@ -194,12 +193,12 @@ _KNOWN = list(_known())
 
 
 def _kept(ends: dict[str, Formula], side: str) -> Formula:
-    """What a layer adds in the forward pass: the middle one."""
+    """The bytes that the middle layer adds in the forward pass."""
     return _minus(*(ends[f"forward pass, {side}.layers.{index}"] for index in (1, 0)))
 
 
 def _worst(moments: list[Formula]) -> list[str]:
-    """Those that are the worst for some of the sizes, in the order in which they come."""
+    """The moments that are the worst for some of the sizes, in the order in which they come."""
     distinct = [Counter(dict(items)) for items in dict.fromkeys(tuple(sorted(moment.items())) for moment in moments)]
     products = sorted(set().union(*distinct))
     values = np.array([[_value(product, sizes) for product in products] for sizes in _SAMPLES])

@@ -182,7 +182,7 @@ def test_the_host_is_judged_only_if_it_is_known() -> None:
     assert not answer["configured"]["fits"]
     assert answer["configured"]["short_of"] == "host"
     text = ask("--host-memory", "16GiB")
-    assert "The host has 16.0 GiB, of which 10% must stay free." in text
+    assert "A host has 16.0 GiB, of which 10% must stay free." in text
     assert "no: host" in text
 
 
@@ -291,8 +291,8 @@ def test_the_verb_is_the_module(capsys: pytest.CaptureFixture[str]) -> None:
         (["--gpu", "h100"], ["--gpu h100: not a known GPU", "h100-80gb", "mi300x"]),
         (["--gpu", ""], ["--gpu : not a known GPU. Known are"]),
         (["--host-memory", "64"], ["--host-memory 64: not a size of a machine"]),
-        (["--gpus", "8", "infra.num_gpus=4"], ["--gpus 8 stands for infra.num_gpus, which is set, too"]),
-        (["--model", "Qwen/Qwen3-4B", "model.model_name_or_path=Qwen/Qwen3-8B"], ["give one of the two"]),
+        (["--gpus", "8", "infra.num_gpus=4"], ["--gpus 8 and infra.num_gpus=… set the same field"]),
+        (["--model", "Qwen/Qwen3-4B", "model.model_name_or_path=Qwen/Qwen3-8B"], ["give only one"]),
         (["infra.offload_optimizer=nvme", "infra.nvme_path=/tmp"], ['infra.offload_optimizer = "nvme"', "use cpu"]),
         (
             ["training.per_device_train_batch_size=auto", "training.global_batch_size=100"],
@@ -310,11 +310,11 @@ def test_the_verb_is_the_module(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "/nowhere"], ["/nowhere is not a local folder"]),
         (["training.batch=4"], ["training.batch", "unknown key"]),
         (["infra.sharding_stage=zero0"], ["without sharding there is nothing to offload"]),
-        (["data.num_lanes=63"], ["63 micro-batches", "cannot be shared out evenly to 8 GPUs"]),
-        (["training.global_batch_size=20"], ["5 micro-batches", "evenly to 8 GPUs"]),
+        (["data.num_lanes=63"], ["data.num_lanes=63 cannot be divided evenly among 8 ranks", "1, 3, 7, 9, 21, 63"]),
+        (["training.global_batch_size=20"], ["per_device_train_batch_size=5 cannot be divided evenly among 8 ranks"]),
         (
             ["infra.sharding_stage=zero3_hybrid", "infra.hybrid_shard_size=3"],
-            ["infra.hybrid_shard_size=3 does not divide 8 GPUs"],
+            ["3 shards (infra.hybrid_shard_size) do not divide 8 ranks"],
         ),
         (
             ["--gpu", "tpu", "--nodes", "0", "--host-memory", "x", "training.bf16=maybe"],

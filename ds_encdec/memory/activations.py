@@ -1,4 +1,4 @@
-"""What the forward pass keeps for the backward pass, and what both work on: per layer, and in the loss head.
+"""The bytes that the forward pass keeps for the backward pass, and what both work on: per layer, and in the loss head.
 
 The bytes are sums of products of sizes, such as `8*D*I` for four tensors of decoder tokens × intermediate size in 16
 bits. They are in activations.json, which scripts/memory_formulas.py writes from traces of a small model (trace.py) for
@@ -30,13 +30,13 @@ TABLE = Path(__file__).with_name("activations.json")
 KINDS = ("cuda bf16", "cuda fp16", "cuda fp32", "cpu bf16", "cpu fp32", "cpu bf16 emulated")
 """Devices and numbers; `emulated`: bfloat16 multiplied in float32 (model/precision.py)."""
 MODES = ("none", "full", "selective")
-"""Of activation checkpointing; the layers of `every_n` are those of `full` and `none`."""
+"""Modes of activation checkpointing; the layers of `every_n` are those of `full` and `none`."""
 
 _FLOAT32 = 4
 _HEAD_WEIGHT = "H*V"
 """Gradients of the output layer's weight."""
 _TOKENS_PER_DOCUMENT = 512
-"""Of both sides, in the mean of a micro-batch: web-like documents have 945, and 585 in the worst of 300 batches."""
+"""Both sides of a mean document of a micro-batch: web-like ones have 945, and 585 in the worst of 300 batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +45,14 @@ class Layer:
 
     `offloaded`: the bytes of them in host memory under `training.activation_offload`. Each tensor is copied as often as
     it is saved: the input of three products three times. Pinned copies are rounded up to powers of two, which is taken
-    to cost half of what they hold. Beyond what the layers before it keep there are `working` at the worst moment of its
-    backward pass, and `behind` when that is over: what waits for the layers before, and the batch.
+    to cost half of what they hold. `working`: what there is at the worst moment of its backward pass beyond what the
+    layers before it keep.
     """
 
     name: str
     kept: float
     offloaded: float
     working: Breakdown
-    behind: Breakdown
 
 
 class MicroBatch:
@@ -96,7 +95,7 @@ class MicroBatch:
     def layers(self) -> list[Layer]:
         """All layers in the order of the forward pass."""
         job, layers = self._job, []
-        counts: dict[Side, int] = {"encoder": job.encoder_layers, "decoder": job.decoder_layers}
+        counts: dict[Side, int] = {"encoder": job.sizes.num_encoder_layers, "decoder": job.sizes.num_hidden_layers}
         for side, count in counts.items():
             make = cache(partial(self._layer, side))  # most layers are alike
             for index in range(count):
@@ -119,20 +118,21 @@ class MicroBatch:
         if not recomputes and not job.emulates_bf16:
             offloaded += 3 * self._symbols[side[0].upper()] * job.sizes.hidden_size * job.compute_bytes
         offloaded *= 1.5 if job.device == "cuda" else 1.0
-        return Layer("", kept, offloaded, working, self._worst(formulas[f"behind {side}"], without))
+        return Layer("", kept, offloaded, working)
 
     def _scores(self, side: Side) -> tuple[float, float]:
-        """Of attention without a flash kernel on a GPU: what it keeps, and what its backward pass works on.
+        """Bytes that attention without a flash kernel on a GPU keeps, and that its backward pass works on.
 
         torch computes grouped queries under a mask in single operations, document by document, all of them taken to
         be as long as allowed: each keeps its softmax, and keys and values at full width; three of the float32 scores
-        of one document exist at a time.
+        of one document exist at a time, and gradients of queries, keys and values as wide as the queries.
         """
-        job, (queries, keys) = self._job, self._job.longest_document
+        job, symbols, (queries, keys) = self._job, self._symbols, self._job.longest_document
         queries, keys = (queries, queries) if side == "encoder" else (keys, queries + keys)
-        heads, documents = job.sizes.num_attention_heads, self._symbols[side[0].upper()] / queries
-        kept = documents * keys * heads * (queries + 2 * job.sizes.head_dim) * job.compute_bytes
-        return kept, 3 * heads * queries * keys * _FLOAT32
+        heads, tokens, dtype = job.sizes.num_attention_heads, symbols[side[0].upper()], job.compute_bytes
+        kept = tokens / queries * keys * heads * (queries + 2 * job.sizes.head_dim) * dtype
+        all_keys = symbols["E"] + (symbols["D"] if side == "decoder" else 0)
+        return kept, 3 * heads * queries * keys * _FLOAT32 + (tokens + 2 * all_keys) * symbols["Q"] * dtype
 
     def _worst(self, formulas: list[str], without: str) -> Breakdown:
         moments = [

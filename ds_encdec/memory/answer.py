@@ -1,4 +1,4 @@
-"""What `estimate_memory` answers: the tables of both engines, the configured run, and the settings to choose."""
+"""The answer of `estimate_memory`: the tables of both engines, the configured run, and the settings to choose."""
 
 from __future__ import annotations
 
@@ -8,37 +8,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ds_encdec.engines import EngineName
+from ds_encdec.engines import ENGINES, EngineName
 from ds_encdec.memory.breakdown import CATEGORIES, Breakdown
 from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.gpus import Gpu
 from ds_encdec.memory.job import Job
-from ds_encdec.memory.recommend import fitting_settings, recommend
 from ds_encdec.memory.variants import (
     HEADROOM,
     HOST_HEADROOM,
     Recommendation,
+    Room,
     Value,
     Variant,
     changed,
-    fits,
+    nearest,
     offload_of,
+    recommend,
     smallest_variants,
     value_of,
     variants,
 )
 
-ENGINES: dict[EngineName, str] = {"deepspeed": "DeepSpeed", "fsdp": "FSDP2"}
-"""What people call them."""
 LARGEST_WORLD = 4096
 """GPUs up to which a number that would fit is looked for."""
 _WITHOUT_BF16: dict[str, Value] = {"training.bf16": False, "training.fp16": True}
-"""What a GPU without bfloat16 can train with. FSDP2 and zero0 refuse fp16."""
-_FSDP_ONLY: dict[str, Value] = {
-    "infra.fsdp_reduce_every_micro_batch": False,
-    "training.torch_compile": False,
-}
-"""Fields that DeepSpeed refuses, at the values that it takes."""
+"""The numbers that a GPU without bfloat16 can train with. FSDP2 and zero0 refuse fp16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +51,7 @@ class EngineTable:
 
     @property
     def exists(self) -> bool:
-        """Whether the engine can do any of it at all."""
+        """Return whether the engine can do any of it at all."""
         return any(row.estimate is not None for row in self.rows)
 
 
@@ -76,81 +70,73 @@ class Answer:
     tables: tuple[EngineTable, ...]
     more_gpus: Recommendation | None
 
-    def fits(self, row: Variant) -> bool:
-        """Whether that row fits on the GPU asked about, which can run it, and on its host if that is known."""
-        share = _share(self.job, self.host_bytes)
-        return (
-            row.estimate is not None and runs_on(self.gpu, row.job) and fits(row.estimate, self.gpu.usable_bytes, share)
+    @property
+    def room(self) -> Room:
+        """The memory that a rank may use."""
+        return Room(
+            self.gpu.usable_bytes, None if self.host_bytes is None else self.host_bytes / self.job.ranks_per_node
         )
 
+    def fits(self, row: Variant) -> bool:
+        """Return whether the row fits on the GPU asked about, which can run it, and on its host if that is known."""
+        return row.estimate is not None and runs_on(self.gpu, row.job) and self.room.fits(row.estimate)
+
     def short_of(self, row: Variant) -> str:
-        """What a row that does not fit lacks."""
+        """Name what a row that does not fit lacks."""
         if row.estimate is None or not runs_on(self.gpu, row.job):
             return "does not run"
-        return "GPU" if not fits(row.estimate, self.gpu.usable_bytes) else "host"
+        return "host" if Room(self.gpu.usable_bytes).fits(row.estimate) else "GPU"
 
 
 def runs_on(gpu: Gpu, job: Job) -> bool:
-    """Whether `gpu` computes in the dtypes of `job`."""
+    """Return whether `gpu` computes in the dtypes of `job`."""
     return gpu.has_bf16 or not job.config.training.bf16
-
-
-def _share(job: Job, host_bytes: int | None) -> float | None:
-    """Of a node's memory, the part of each of its ranks."""
-    return None if host_bytes is None else host_bytes / job.ranks_per_node
 
 
 def answer(job: Job, gpu: Gpu, host_bytes: int | None = None) -> Answer:
     """Everything there is to say about `job` on such GPUs and hosts."""
-    engines = sorted(ENGINES, key=lambda engine: engine != job.engine)
-    tables = tuple(_table(job, engine, gpu, host_bytes) for engine in engines)
-    first = tables[0]
-    more_gpus = None
-    if first.recommendation is None and first.exists:
-        more_gpus = _more_gpus(job, _needed(job, first.engine, gpu), gpu, host_bytes)
-    return Answer(job, gpu, host_bytes, Recommendation({}, job, estimate(job)), tables, more_gpus)
+    found = Answer(job, gpu, host_bytes, Recommendation({}, job, estimate(job)), (), None)
+    engines = sorted(ENGINES.values(), key=lambda row: row.name != job.engine)
+    tables = tuple(_table(found, row.name) for row in engines)
+    more = None
+    if tables[0].recommendation is None and tables[0].exists:
+        more = _more_gpus(found)
+    return dataclasses.replace(found, tables=tables, more_gpus=more)
 
 
-def _table(job: Job, engine: EngineName, gpu: Gpu, host_bytes: int | None) -> EngineTable:
-    needed, share = _needed(job, engine, gpu), _share(job, host_bytes)
-    base = changed(job, needed)
+def _table(asked: Answer, engine: EngineName) -> EngineTable:
+    needed = _needed(asked.job, engine, asked.gpu)
+    base = changed(asked.job, needed)
     rows = tuple(dataclasses.replace(row, overrides=needed | row.overrides) for row in variants(base))
-    best = recommend(base, gpu.usable_bytes, share)
-    nearest: list[Recommendation] = []
-    if best is None and engine == job.engine:
-        nearest = fitting_settings(base, gpu.usable_bytes, host_bytes=share)
-    return EngineTable(
-        engine,
-        base,
-        rows,
-        None if best is None else dataclasses.replace(best, overrides=needed | best.overrides),
-        tuple(dataclasses.replace(near, overrides=needed | near.overrides) for near in nearest),
-    )
+    best = recommend(base, asked.room)
+    if best is not None:
+        best = dataclasses.replace(best, overrides=needed | best.overrides)
+    close = nearest(base, asked.room) if best is None and engine == asked.job.engine else []
+    close = [dataclasses.replace(near, overrides=needed | near.overrides) for near in close]
+    return EngineTable(engine, base, rows, best, tuple(close))
 
 
 def _needed(job: Job, engine: EngineName, gpu: Gpu) -> dict[str, Value]:
-    """What `job` must change to run under `engine` on `gpu` at all, as far as that is the same for all settings."""
+    """The changes without which `job` does not run under `engine` on `gpu`, the same for all settings."""
     needed: dict[str, Value] = {}
     if engine != job.engine:
         needed["infra.distributed_type"] = engine
-        if engine == "deepspeed":
-            needed |= _FSDP_ONLY
-            if job.config.training.activation_checkpointing == "selective":
-                needed["training.activation_checkpointing"] = "full"
-    if not runs_on(gpu, job):
-        needed |= _WITHOUT_BF16
-    return {name: value for name, value in needed.items() if value != value_of(job.config, name)}
+        for field, (refused, taken) in ENGINES[engine].instead.items():
+            if value_of(job.config, field) == refused:
+                needed[field] = taken
+    return needed if runs_on(gpu, job) else needed | _WITHOUT_BF16
 
 
-def _more_gpus(job: Job, needed: dict[str, Value], gpu: Gpu, host_bytes: int | None) -> Recommendation | None:
+def _more_gpus(asked: Answer) -> Recommendation | None:
     """A setting that fits on the fewest GPUs, in nodes like those asked about."""
-    base = changed(job, needed)
+    needed = _needed(asked.job, asked.job.engine, asked.gpu)
+    base = changed(asked.job, needed)
     for doublings in itertools.count(1):
-        world_size = job.world_size << doublings
+        world_size = base.world_size << doublings
         if world_size > LARGEST_WORLD:
             return None
         for row in smallest_variants(dataclasses.replace(base, world_size=world_size)):
-            if row.estimate is not None and fits(row.estimate, gpu.usable_bytes, _share(job, host_bytes)):
+            if row.estimate is not None and asked.room.fits(row.estimate):
                 return Recommendation(needed | row.overrides, row.job, row.estimate)
     return None
 

@@ -1,4 +1,4 @@
-"""What memory is spent on: the categories of the estimate, and what an engine holds at the moments of a step."""
+"""The uses of memory: the categories of the estimate, and what an engine holds in the parts of a step."""
 
 from __future__ import annotations
 
@@ -70,21 +70,21 @@ class HostBreakdown:
         return sum(dataclasses.astuple(self))
 
     def scaled(self, ranks: int) -> HostBreakdown:
-        """Of so many ranks."""
+        """The sum of so many ranks alike."""
         return HostBreakdown(*(value * ranks for value in dataclasses.astuple(self)))
 
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """What an engine holds on one rank for parameters, gradients and optimizer, at the moments of a step.
+    """An engine's parameters, gradients and optimizer on one rank, in the parts of a step.
 
     On the device: `resting` between two steps; beyond that, `forward` at the end of the last micro-batch's forward
     pass; `backward(done, unit)` in its backward pass, when the gradients of `done` parameters are computed and the
     layer or embedding in work has `unit` parameters; `step` at the worst moment of the optimizer's step. Gradients of
-    the step's earlier micro-batches are in `forward` and `backward`. `layer_reduction(done)`: while gradients of the
-    last layer of `done` parameters are reduced, its activations gone; None where `backward` has more. `last_reduction`:
-    of gradients, at the end of the last backward pass, when no activations are left; none where that happens layer by
-    layer. `host`: of this rank. `build`: everything, while the engine is built.
+    the step's earlier micro-batches are in `forward` and `backward`. `last_reduction`: of gradients, at the end of the
+    last backward pass, when no activations are left; empty where they are reduced layer by layer. `host`: of this rank.
+    `build`: everything, while the engine is built. `reduces_every_micro_batch`: gradients are reduced more than once a
+    step. `sums_in_16_bits`: those of several micro-batches are added up so.
     """
 
     resting: Breakdown
@@ -92,14 +92,15 @@ class EngineMemory:
     backward: Callable[[int, int], Breakdown]
     step: Breakdown
     host: HostBreakdown
-    layer_reduction: Callable[[int], Breakdown] | None = None
     last_reduction: Breakdown = Breakdown()
     build: Breakdown = Breakdown()
+    reduces_every_micro_batch: bool = False
+    sums_in_16_bits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What one rank's device holds at its worst moment, named `moment`, and what the host holds for this rank."""
+    """The bytes that one rank's device holds at its worst moment, named `moment`, and its host for this rank."""
 
     peak: Breakdown
     moment: str

@@ -1,19 +1,20 @@
-"""What a run's checkpoints take on the disk."""
+"""The size of a run's checkpoints on the disk."""
 
 from __future__ import annotations
 
 from ds_encdec.config.schema import TrainingConfig
+from ds_encdec.engines import ENGINES
 from ds_encdec.memory.job import Job
 
 
 def checkpoint_bytes_per_parameter(job: Job) -> int:
-    """What the tensors of a checkpoint take: float32 weights and both moments of AdamW; what else DeepSpeed writes.
+    """Bytes of a checkpoint's tensors for each parameter: float32 weights, both moments of AdamW, and more.
 
     Its ZeRO-0 to 2 write the weights that layers compute with, too (in float32 under ZeRO-0 these are the same).
     """
-    states = 3 * 4
-    stage = job.config.infra.sharding_stage
-    if job.engine == "fsdp" or stage.startswith("zero3") or (stage == "zero0" and job.compute_bytes == 4):
+    stage, states = job.config.infra.sharding_stage, 3 * 4
+    only_states = stage.startswith("zero3") or (stage == "zero0" and job.compute_bytes == 4)
+    if only_states or not ENGINES[job.engine].saves_compute_weights:
         return states
     return states + job.compute_bytes
 

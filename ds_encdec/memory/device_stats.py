@@ -1,4 +1,4 @@
-"""What memory a device or this machine has, and what this process has taken of it."""
+"""The memory that a device or this machine has, and that this process has taken of it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def clear_memory() -> None:
 
 
 def device_capacity(device: torch.device) -> Capacity:
-    """Of a GPU what the driver says; of the CPU the machine's memory, or this process's control group's."""
+    """A GPU's memory as the driver reports it; a CPU's is the machine's, or this process's control group's."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return Capacity(total, free)

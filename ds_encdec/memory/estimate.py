@@ -11,14 +11,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from ds_encdec.engines import ENGINES, load
 from ds_encdec.memory.activations import MicroBatch
 from ds_encdec.memory.breakdown import GIB, Breakdown, EngineMemory, Estimate, HostBreakdown
-from ds_encdec.memory.fsdp import fsdp_memory
 from ds_encdec.memory.job import Job, with_micro_batch
-from ds_encdec.memory.zero import zero_memory
 
 CUDA_CONTEXT_BYTES = 0.6 * GIB
-"""Of a process on its GPU: driver, kernels, cuBLAS workspaces. An assumption, and on the high side."""
+"""A process's driver, kernels and cuBLAS workspaces on its GPU. An assumption, and on the high side."""
 NCCL_BYTES = 0.6 * GIB
 """Buffers and channels of NCCL's communicators, where there are several ranks. An assumption."""
 FRAGMENTATION = 0.03
@@ -31,21 +30,22 @@ DATA_WORKER_BYTES = 0.3 * GIB
 
 
 def estimate(job: Job) -> Estimate:
-    """What `job` holds at its worst moment on each device, and on the host for each rank."""
+    """Estimate what `job` holds at its worst moment on each device, and on the host for each rank."""
     engine = engine_memory(job)
-    moment, peak = max(moments(job, engine), key=lambda named: named[1].total)
+    moment, peak = max(step_parts(job, engine), key=lambda part: part[1].total)
     peak += Breakdown(framework=_framework(job, peak.total))
     return Estimate(peak=peak, moment=moment, host=_host(job, engine.host))
 
 
 def engine_memory(job: Job) -> EngineMemory:
     """Parameters, gradients, optimizer and communication under the job's engine."""
-    return zero_memory(job) if job.engine == "deepspeed" else fsdp_memory(job)
+    memory: EngineMemory = load(ENGINES[job.engine].memory)(job)
+    return memory
 
 
-def moments(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]]:
+def step_parts(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]]:
     """Every moment that may be the worst of a step, with what is held then; without the framework's share."""
-    resting, unit, batch = engine.resting, job.layer_parameters, MicroBatch(job)
+    resting, unit, batch = engine.resting, job.sizes.layer_parameters, MicroBatch(job)
     layers = batch.layers()
     if job.config.training.activation_offload:  # one layer's are on their way back
         layers = [dataclasses.replace(layer, kept=0.0) for layer in layers]
@@ -60,8 +60,6 @@ def moments(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]]:
         below = resting + Breakdown(activations=kept)
         yield f"backward of {layer.name}", below + engine.backward(done, unit) + layer.working
         done += unit
-        if engine.layer_reduction is not None:
-            yield f"reduction of {layer.name}", below + engine.layer_reduction(done) + layer.behind
     # Autograd adds the embedding's gradient, which the engine counts, to a waiting one: the sum is a third.
     at_embedding = resting + engine.backward(done, job.embedding_parameters)
     yield "backward of the embedding", at_embedding + batch.at_worst("embedding")
@@ -75,7 +73,7 @@ def moments(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]]:
 
 
 def _framework(job: Job, allocated: float) -> float:
-    """What a device holds beside tensors."""
+    """Bytes that a device holds beside tensors."""
     if job.device == "cpu":
         return RANK_PROCESS_BYTES["cpu"]
     return CUDA_CONTEXT_BYTES + (NCCL_BYTES if job.world_size > 1 else 0.0) + FRAGMENTATION * allocated

@@ -1,4 +1,4 @@
-"""What FSDP2 (torch 2.13) holds on a rank for parameters, gradients and optimizer at the moments of a step.
+"""The memory that FSDP2 (torch 2.13) holds on a rank for parameters, gradients and optimizer in the parts of a step.
 
 The engine shards float32 parameters, gathers them in the compute dtype, and reduces gradients in float32. Each layer is
 a group that is gathered and reduced at once; the root group has the rest, above all the embedding, and is the last to
@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from ds_encdec.config.shares import mesh_shape
 from ds_encdec.memory.breakdown import Breakdown, EngineMemory, HostBreakdown
 from ds_encdec.memory.job import Job
 from ds_encdec.memory.zero_settings import power_of_two
-from ds_encdec.types import ConfigError
 
 _FLOAT32 = 4
 """Bytes of a number in shards, moments and reduced gradients."""
@@ -39,57 +39,32 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class _Sharding:
-    """The job's parameters on the mesh of engine/fsdp2.py, `replicas` × `shards` ranks."""
+    """The job's parameters on the mesh of config/shares.py, `replicas` × `shards` ranks.
+
+    `layers`: groups beside the root's. `shard`: parameters that the rank holds. `trained`: share of the parameters that
+    is trained. `frees_layers`: layers let go of gathered parameters between the forward and the backward pass.
+    `accumulates`: earlier micro-batches of the step have left gradients; `accumulates_whole`: whole ones, because
+    nothing is reduced before the last micro-batch. `offloads`: shards, moments and reduced gradients are on the host;
+    `offloads_gradients`: in another memory (on a CPU they stay, and count at each moment).
+    """
 
     job: Job
     replicas: int
     shards: int
     layer: _Group
     root: _Group
-
-    @property
-    def layers(self) -> int:
-        """Groups beside the root's."""
-        return self.job.encoder_layers + self.job.decoder_layers
-
-    @property
-    def shard(self) -> int:
-        """Parameters that the rank holds."""
-        return self.layers * self.layer.shard + self.root.shard
-
-    @property
-    def trained(self) -> float:
-        """Share of the parameters that is trained."""
-        return self.job.trainable_parameters / self.job.parameters
-
-    @property
-    def frees_layers(self) -> bool:
-        """Whether layers let go of gathered parameters between the forward and the backward pass."""
-        return self.job.config.infra.sharding_stage.startswith("zero3")
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether earlier micro-batches of the step have left gradients."""
-        return self.job.gradient_accumulation_steps > 1
-
-    @property
-    def accumulates_whole(self) -> bool:
-        """Whether they have left them whole, because nothing is reduced before the last micro-batch."""
-        return self.accumulates and not self.job.config.infra.fsdp_reduce_every_micro_batch
-
-    @property
-    def offloads(self) -> bool:
-        """Whether shards, moments and reduced gradients are on the host."""
-        return self.job.config.infra.offload_optimizer == "cpu"
-
-    @property
-    def offloads_gradients(self) -> bool:
-        """Whether reduced gradients go to another memory. On a CPU they stay, and count moment by moment."""
-        return self.offloads and self.job.device != "cpu"
+    layers: int
+    shard: int
+    trained: float
+    frees_layers: bool
+    accumulates: bool
+    accumulates_whole: bool
+    offloads: bool
+    offloads_gradients: bool
 
 
 def fsdp_memory(job: Job) -> EngineMemory:
-    """Of `job` under FSDP2. See EngineMemory; `forward`, `backward` and `step` come on top of `resting`.
+    """The memory of `job` under FSDP2. See EngineMemory; `forward`, `backward` and `step` come on top of `resting`.
 
     `step` includes the reduction of the root's gradients: it comes after the backward pass, when no activations are
     left. Of ranks that hold different amounts it is the one with the most. Raises ConfigError for a hybrid that does
@@ -102,38 +77,37 @@ def fsdp_memory(job: Job) -> EngineMemory:
         resting=Breakdown() if s.offloads else Breakdown(master_weights=states, optimizer=moments),
         forward=_forward(s),
         backward=lambda done, unit: _backward(s, done, unit),
-        layer_reduction=(lambda done: _layer_reduction(s, done)) if _copies_to_reduce(s) else None,
         step=_step(s),
         host=_host(s),
+        reduces_every_micro_batch=s.accumulates and not s.accumulates_whole,
     )
 
 
 def _sharding(job: Job) -> _Sharding:
-    replicas, shards = _mesh_shape(job)
-    shapes = job.sizes.parameter_shapes
-    return _Sharding(
-        job,
-        replicas,
-        shards,
-        layer=_group([shape for name, shape in shapes.items() if name.startswith("decoder.layers.0.")], shards),
-        root=_group([shape for name, shape in shapes.items() if ".layers." not in name], shards),
+    infra, shapes = job.config.infra, job.sizes.parameter_shapes
+    replicas, shards = mesh_shape(infra, job.world_size, job.ranks_per_node)
+    layer = _group([shape for name, shape in shapes.items() if name.startswith("decoder.layers.0.")], shards)
+    root = _group([shape for name, shape in shapes.items() if ".layers." not in name], shards)
+    layers, accumulates = (
+        job.sizes.num_encoder_layers + job.sizes.num_hidden_layers,
+        job.gradient_accumulation_steps > 1,
     )
-
-
-def _mesh_shape(job: Job) -> tuple[int, int]:
-    """Ranks that replicate, and ranks that shard: as in engine/fsdp2.py, which imports torch."""
-    infra = job.config.infra
-    if infra.sharding_stage == "zero0":
-        return job.world_size, 1
-    if not infra.sharding_stage.endswith("_hybrid"):
-        return 1, job.world_size
-    shards = infra.hybrid_shard_size or min(job.ranks_per_node, job.world_size)
-    if job.world_size % shards:
-        raise ConfigError(
-            f"infra.sharding_stage={infra.sharding_stage}: shards over {shards} ranks do not divide the "
-            f"{job.world_size} ranks. Set infra.hybrid_shard_size to a divisor of {job.world_size}."
-        )
-    return job.world_size // shards, shards
+    offloads = infra.offload_optimizer == "cpu"
+    return _Sharding(
+        job=job,
+        replicas=replicas,
+        shards=shards,
+        layer=layer,
+        root=root,
+        layers=layers,
+        shard=layers * layer.shard + root.shard,
+        trained=job.trainable_parameters / job.parameters,
+        frees_layers=infra.sharding_stage.startswith("zero3"),
+        accumulates=accumulates,
+        accumulates_whole=accumulates and not infra.fsdp_reduce_every_micro_batch,
+        offloads=offloads,
+        offloads_gradients=offloads and job.device != "cpu",
+    )
 
 
 def _group(shapes: Sequence[tuple[int, ...]], shards: int) -> _Group:
@@ -141,7 +115,7 @@ def _group(shapes: Sequence[tuple[int, ...]], shards: int) -> _Group:
     return _Group(sum(map(prod, shapes)), shard, shard * shards)
 
 
-# ------------------------------------------------------------------------------------------------ the moments of a step
+# -------------------------------------------------------------------------------------------------- parts of a step
 
 
 def _forward(s: _Sharding) -> Breakdown:
@@ -157,46 +131,38 @@ def _forward(s: _Sharding) -> Breakdown:
 
 
 def _backward(s: _Sharding, done: int, unit: int) -> Breakdown:
-    """With a layer or the embedding in work. Layers that are done are reduced, and no longer gathered.
+    """A layer or the embedding is in work. Layers that are done are reduced, and no longer gathered.
 
-    All gradients of the layer count, though at its worst moment most of them are still to come.
+    All gradients of the layer count, though at its worst moment most of them are still to come. Where gloo reduces, the
+    worst may come afterwards, with the layer's activations gone: they are counted there too.
     """
-    compute = s.job.compute_bytes
-    is_layer = unit == s.layer.parameters
-    untied_head = _untied_head(s, done)
+    compute, untied_head, buffer = s.job.compute_bytes, _untied_head(s, done), _FLOAT32 * s.layer.gathered * s.trained
     layers_done = (done - untied_head) / s.layer.parameters
-    # FSDPCommContext.reduce_scatter_states: what the last layer was reduced from, until the next one is.
-    communication = _FLOAT32 * s.layer.gathered * s.trained if layers_done else 0.0
-    if s.frees_layers and is_layer:
-        communication += compute * s.layer.gathered + _prefetched(s)
-    return Breakdown(
+    prefetched = compute * s.layer.gathered if s.frees_layers and s.shards > 1 else 0.0  # _backward_prefetch
+    is_layer = unit == s.layer.parameters
+    in_work = Breakdown(
         weights=_kept_weights(s, layers_done),
         gradients=_held_gradients(s, layers_done) + compute * (untied_head + unit),
-        communication=communication,
+        # FSDPCommContext.reduce_scatter_states: what the last layer was reduced from, until the next one is.
+        communication=buffer * bool(layers_done)
+        + is_layer * (prefetched + (compute * s.layer.gathered if s.frees_layers else 0.0)),
     )
-
-
-def _layer_reduction(s: _Sharding, done: int) -> Breakdown:
-    """foreach_reduce of the last layer of `done` parameters: its buffer, and gloo's clone of it."""
-    untied_head = _untied_head(s, done)
-    layers_done = (done - untied_head) / s.layer.parameters
-    # Where earlier micro-batches are reduced, this one's gradients are added to theirs.
+    if not (_copies_to_reduce(s) and is_layer):
+        return in_work
+    # foreach_reduce: the layer's buffer, and gloo's clone of it; where earlier micro-batches are reduced, this one's
+    # gradients are added to theirs.
     added = _FLOAT32 * s.layer.shard * s.trained if s.accumulates and not s.accumulates_whole else 0.0
-    return Breakdown(
-        weights=_kept_weights(s, layers_done),
-        gradients=_held_gradients(s, layers_done) + s.job.compute_bytes * untied_head + added,
-        communication=2 * _FLOAT32 * s.layer.gathered * s.trained + _prefetched(s),
+    reducing = Breakdown(
+        weights=_kept_weights(s, layers_done + 1),
+        gradients=_held_gradients(s, layers_done + 1) + compute * untied_head + added,
+        communication=2 * buffer + prefetched,
     )
+    return max(in_work, reducing, key=lambda held: held.total)
 
 
 def _untied_head(s: _Sharding, done: int) -> int:
     """Parameters of an untied head whose gradients wait for the root's reduction, of `done` parameters."""
     return 0 if s.job.sizes.tie_word_embeddings else min(done, s.job.embedding_parameters)
-
-
-def _prefetched(s: _Sharding) -> float:
-    """The next layer's buffer in the backward pass (_backward_prefetch)."""
-    return s.job.compute_bytes * s.layer.gathered if s.frees_layers and s.shards > 1 else 0.0
 
 
 def _kept_weights(s: _Sharding, layers_done: float) -> float:
@@ -235,11 +201,8 @@ def _step(s: _Sharding) -> Breakdown:
     else:
         before += s.job.compute_bytes * s.trained * s.root.parameters
     copied = buffer if _copies_to_reduce(s) else 0.0
-    return max(
-        Breakdown(gradients=before, communication=buffer),
-        Breakdown(gradients=after, communication=buffer + copied),
-        key=lambda moment: moment.total,
-    )
+    worst = Breakdown(gradients=before, communication=buffer), Breakdown(gradients=after, communication=buffer + copied)
+    return max(worst, key=lambda held: held.total)
 
 
 # ------------------------------------------------------------------------------------------------------------- the host
@@ -253,8 +216,9 @@ def _host(s: _Sharding) -> HostBreakdown:
     plain = sum(num_bytes * times for num_bytes, times in shards)
     # .pin_memory() of the shards, and .to("cpu", non_blocking=True) of the gradients: each a buffer of its own.
     held = sum(power_of_two(num_bytes) * times for num_bytes, times in shards) if pins else plain
-    # engine/fsdp_state.py: weights and both moments, each copied by one of the replicas; the mean of them.
-    save = 3 * held / s.replicas if s.job.config.training.async_save else 0.0
+    # engine/fsdp_state.py: weights and both moments, each copied by one of the replicas (the mean of them), also where
+    # the run waits for the save (training.async_save=false).
+    save = 3 * held / s.replicas
     if not s.offloads:
         return HostBreakdown(save=save)
     gradients = held * s.trained if s.offloads_gradients else 0.0

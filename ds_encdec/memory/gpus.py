@@ -58,7 +58,7 @@ _WITHOUT_BF16 = {"t4", "v100-16gb", "v100-32gb"}
 GPUS = {name: Gpu(name, int(size * GIB), name not in _WITHOUT_BF16) for name, size in _USABLE_GIB.items()}
 """The known ones by name."""
 DEFAULT_GPU = "a100-80gb"
-"""What is assumed where nothing is said."""
+"""The GPU that is assumed where none is given."""
 
 
 def parse_gpu(text: str) -> Gpu:

@@ -1,4 +1,4 @@
-"""What a training step is made of, as far as memory depends on it; no torch needed."""
+"""The settings and sizes of a training step that its memory depends on; no torch needed."""
 
 from __future__ import annotations
 
@@ -9,19 +9,14 @@ from typing import Literal
 from ds_encdec.config.batch_size import micro_batches_per_step
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.budgets import token_budgets
+from ds_encdec.data.ul2 import denoised_lengths
 from ds_encdec.engines import EngineName
 from ds_encdec.memory.model_sizes import Sizes
 from ds_encdec.model.parameter_count import ModelSizes
+from ds_encdec.types import DENOISERS
 
-# Encoder and decoder tokens that a denoiser makes of one token of a long text, in the order of
-# `data.ul2_task_weights` (see data/ul2.py): noise moves to the decoder, and a sentinel stands for it on either side.
-_TOKENS_PER_RAW_TOKEN = (
-    (0.85 + 0.15 / 3, 0.15 + 0.15 / 3),
-    (0.50 + 0.50 / 12, 0.50 + 0.50 / 12),
-    (0.85 + 0.15 / 32, 0.15 + 0.15 / 32),
-    (0.50 + 0.50 / 32, 0.50 + 0.50 / 32),
-    (0.25, 0.75),
-)
+_LONG_TEXT = 1_200_000
+"""Tokens of a text at whose length the roundings of a denoiser do not show."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +45,12 @@ class Job:
 
     @property
     def uses_flash(self) -> bool:
-        """Whether attention runs in a variable-length flash kernel (model/attention.py, `flash_kernel`)."""
+        """Return whether attention runs in a variable-length flash kernel (model/attention.py, `flash_kernel`)."""
         return self.device == "cuda" and self.compute_bytes == 2 and self.config.model.use_flash_attention
 
     @property
     def trains_embedding(self) -> bool:
-        """Where a part of the model is frozen, the embedding is taken to be in it."""
+        """Return whether the embedding is trained: where a part of the model is frozen, it is taken to be in it."""
         return self.trainable_parameters >= self.parameters
 
     @property
@@ -73,21 +68,6 @@ class Job:
     def embedding_parameters(self) -> int:
         """Parameters of the embedding; an untied output layer has as many again."""
         return self.sizes.vocab_size * self.sizes.hidden_size
-
-    @property
-    def layer_parameters(self) -> int:
-        """Parameters of one layer, of the encoder or the decoder."""
-        return self.sizes.layer_parameters
-
-    @property
-    def encoder_layers(self) -> int:
-        """Layers of the encoder."""
-        return self.sizes.num_encoder_layers
-
-    @property
-    def decoder_layers(self) -> int:
-        """Layers of the decoder."""
-        return self.sizes.num_hidden_layers
 
 
 def make_job(
@@ -144,8 +124,8 @@ def expected_ratio(task_weights: tuple[float, ...]) -> float:
     A run measures its own (data/sample_statistics.py); on web text the two differ by a percent or two, which moves
     tokens from one side to the other and leaves their sum.
     """
+    lengths = [denoised_lengths(_LONG_TEXT, denoiser) for denoiser in DENOISERS]
     encoder, decoder = (
-        sum(weight * tokens[side] for weight, tokens in zip(task_weights, _TOKENS_PER_RAW_TOKEN, strict=True))
-        for side in (0, 1)
+        sum(weight * tokens[side] for weight, tokens in zip(task_weights, lengths, strict=True)) for side in (0, 1)
     )
     return encoder / decoder

@@ -38,7 +38,7 @@ _OPTIMIZER_BYTES = {
     "sgd": 0.0,
     "sgd_momentum": 4.0,
 }
-"""Of the states, per parameter. Adafactor's depend on the width."""
+"""Bytes of the states, per parameter. Adafactor's depend on the width."""
 
 
 def estimate_model_memory(

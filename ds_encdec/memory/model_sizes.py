@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from ds_encdec.config.errors import closest
-from ds_encdec.config.plain_files import MAX_RECORD_BYTES, read_json, read_plain
+from ds_encdec.config.plain_files import read_json
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.model.parameter_count import ModelSizes, count_layer_parameters, num_encoder_layers, parameter_shapes
-from ds_encdec.tokenizer.sentinels import MODE_TOKENS, sentinel
+from ds_encdec.tokenizer.sentinels import MODE_TOKENS
 from ds_encdec.types import ConfigError
 
 ROWS_MULTIPLE = 128
-"""As `EMBEDDING_ROWS_MULTIPLE` of model/source.py, which cannot be imported without transformers."""
+"""The same as `EMBEDDING_ROWS_MULTIPLE` of model/source.py, which cannot be imported without transformers."""
 QWEN3_IDS = 151_669
 """Ids that Qwen3's tokenizer has before sentinels are added (tokenizer/sentinels.py)."""
 
@@ -41,17 +38,8 @@ class Sizes:
     @classmethod
     def of(cls, sizes: ModelSizes) -> Sizes:
         """The same sizes, whatever holds them."""
-        return cls(
-            vocab_size=sizes.vocab_size,
-            hidden_size=sizes.hidden_size,
-            num_hidden_layers=sizes.num_hidden_layers,
-            num_encoder_layers=num_encoder_layers(sizes),
-            num_attention_heads=sizes.num_attention_heads,
-            num_key_value_heads=sizes.num_key_value_heads,
-            head_dim=sizes.head_dim,
-            intermediate_size=sizes.intermediate_size,
-            tie_word_embeddings=sizes.tie_word_embeddings,
-        )
+        read = {field.name: getattr(sizes, field.name) for field in fields(cls)}
+        return cls(**read | {"num_encoder_layers": num_encoder_layers(sizes)})
 
     # An answer asks for these thousands of times, of one model.
 
@@ -104,7 +92,7 @@ _SIZE_KEYS = (
 def run_sizes(config: FullConfig) -> Sizes:
     """The sizes of the model that a run of `config` trains, sentinels included.
 
-    From `model.architecture`, a local folder, the published sizes of a Qwen3, or the Hugging Face cache. Raises
+    From `model.architecture`, a local folder, a published Qwen3's sizes, or the Hugging Face cache. Raises
     ConfigError for a model that is none of these, or that a run would refuse.
     """
     section = config.model
@@ -112,15 +100,12 @@ def run_sizes(config: FullConfig) -> Sizes:
         return Sizes.of(section.architecture)  # its rows are fixed: a run refuses a tokenizer that needs more
     name = section.model_name_or_path
     assert name is not None  # the configuration has one of the two
-    folder = _find_folder(name)
-    if folder is not None:
-        sizes = _stored_sizes(folder)
-    elif (published := published_sizes(name)) is not None:
-        sizes = published
+    folder, published = Path(name).expanduser(), published_sizes(name)
+    if folder.is_dir() or published is None:
+        sizes = _stored_sizes(folder if folder.is_dir() else _cached_folder(name))
     else:
-        raise ConfigError(_not_found(name))
-    rows = _rows_needed(config, sizes.vocab_size)
-    return replace(sizes, vocab_size=rows)
+        sizes = published
+    return replace(sizes, vocab_size=_rows_needed(config)) if sizes.vocab_size == QWEN3_ROWS else sizes
 
 
 def published_sizes(name: str) -> Sizes | None:
@@ -129,17 +114,7 @@ def published_sizes(name: str) -> Sizes | None:
     if known is None or name == "Qwen/Qwen3-32B-Base":  # never published
         return None
     hidden, layers, heads, intermediate, tied = known
-    return Sizes(
-        vocab_size=QWEN3_ROWS,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_encoder_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        head_dim=128,
-        intermediate_size=intermediate,
-        tie_word_embeddings=tied,
-    )
+    return Sizes(QWEN3_ROWS, hidden, layers, layers, heads, 8, 128, intermediate, tied)
 
 
 def adapter_parameters(sizes: ModelSizes, rank: int) -> int:
@@ -183,54 +158,27 @@ def _stored_sizes(folder: Path) -> Sizes:
     )
 
 
-def _rows_needed(config: FullConfig, rows: int) -> int:
-    """`rows` of the embedding, or as many as it grows to where the sentinels and mode tokens do not fit in."""
-    section = config.model
-    wanted = [sentinel(index) for index in range(section.num_sentinel_tokens)]
-    wanted += MODE_TOKENS if config.data.use_mode_tokens else ()
-    ids = _tokenizer_ids(section.tokenizer_name_or_path or section.model_name_or_path or "")
-    if ids is None:
-        # Of a model whose tokenizer cannot be seen, one of Qwen3's rows has Qwen3's; others are taken to have room.
-        if rows != QWEN3_ROWS:
-            return rows
-        ids = {"": QWEN3_IDS - 1}
-    needed = max(ids.values()) + 1 + sum(token not in ids for token in wanted)
-    return rows if needed <= rows else -(-needed // ROWS_MULTIPLE) * ROWS_MULTIPLE
+def _rows_needed(config: FullConfig) -> int:
+    """Rows of Qwen3's embedding, or as many as it grows to where the sentinels and mode tokens do not fit in.
 
-
-def _tokenizer_ids(name: str) -> Mapping[str, int] | None:
-    """The id of every token in the `tokenizer.json` of a local folder or the cache; None if there is none to read."""
-    folder = _find_folder(name)
-    try:
-        stored: Any = json.loads(read_plain(folder / "tokenizer.json", MAX_RECORD_BYTES)) if folder else None
-        return {**stored["model"]["vocab"], **{token["content"]: token["id"] for token in stored["added_tokens"]}}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None  # a run says what is wrong with it; for the size of the model it hardly matters
-
-
-def _find_folder(name: str) -> Path | None:
-    """The local folder `name`, or its newest snapshot in the Hugging Face cache."""
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path
-    return next(_snapshots(name), None) if name.count("/") == 1 else None
-
-
-def _snapshots(name: str) -> Iterator[Path]:
-    """Snapshots of a hub repository in the local cache that hold a `config.json`, that of `main` first.
-
-    The cache's layout is documented: https://huggingface.co/docs/huggingface_hub/guides/manage-cache
+    Other models' tokenizers are not looked at: their rows are taken to have room.
     """
-    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
-    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub")).expanduser()
-    repository = cache / f"models--{name.replace('/', '--')}"
+    added = config.model.num_sentinel_tokens + (len(MODE_TOKENS) if config.data.use_mode_tokens else 0)
+    return max(QWEN3_ROWS, -(-(QWEN3_IDS + added) // ROWS_MULTIPLE) * ROWS_MULTIPLE)
+
+
+def _cached_folder(name: str) -> Path:
+    """The folder of a hub repository's newest commit in the Hugging Face cache. Raises ConfigError if it has none."""
+    from huggingface_hub import try_to_load_from_cache  # takes a tenth of a second
+    from huggingface_hub.errors import HFValidationError
+
     try:
-        commits = [(repository / "refs" / "main").read_text().strip()]
-    except OSError:
-        commits = []
-    found = sorted(repository.glob("snapshots/*/config.json"), key=lambda file: file.stat().st_mtime, reverse=True)
-    folders = [repository / "snapshots" / commit for commit in commits] + [file.parent for file in found]
-    return (folder for folder in folders if (folder / "config.json").is_file())
+        found = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:  # no name of a repository
+        found = None
+    if not isinstance(found, str):
+        raise ConfigError(_not_found(name))
+    return Path(found).parent
 
 
 def _not_found(name: str) -> str:

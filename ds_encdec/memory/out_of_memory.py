@@ -1,4 +1,4 @@
-"""What to say when memory runs out: what was expected, what was measured, and which settings would fit."""
+"""The message when memory runs out: what was expected, what was measured, and which settings would fit."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.memory.breakdown import Breakdown, HostBreakdown
 from ds_encdec.memory.device_stats import GB, device_capacity, get_memory_stats
 from ds_encdec.memory.expected import ExpectedMemory, gib
-from ds_encdec.memory.job import Job
-from ds_encdec.memory.recommend import fitting_settings
 from ds_encdec.memory.variants import (
     BATCH_FIELDS,
     HEADROOM,
     Recommendation,
+    Room,
     Value,
     as_overrides,
-    fits,
-    variant,
-    variants,
+    fitting,
+    nearest,
+    settings,
 )
 from ds_encdec.types import OutOfMemoryError
 
@@ -40,7 +39,7 @@ _PAGE_LOCKED = (
     "(containers, WSL): infra.pin_memory=false needs little of it."
 )
 _SHORTFALL = 0.1
-"""By which share settings must need less, where the estimate says that those which ran out of memory fit."""
+"""The share by which settings must need less, where those that ran out of memory should have fitted."""
 
 
 @contextmanager
@@ -82,21 +81,21 @@ def explanation(expected: ExpectedMemory, device: torch.device, rank: int, *, of
         f"{_itemised(expected.estimate.peak)}; in host memory: {_itemised(expected.estimate.host)}.",
         f"Rank {rank} has held {gib(measured)} at most; {has}.",
     ]
-    settings = settings_that_fit(expected, device_bytes, host_bytes, of_device=of_device)
+    proposed = settings_that_fit(expected, device_bytes, host_bytes, of_device=of_device)
     lines.append(
         "Settings that are estimated to fit, each by itself, the least disturbing first:"
-        if settings
+        if proposed
         else "No other setting of this run is estimated to fit: use more ranks, or a smaller model."
     )
-    for number, setting in enumerate(settings, start=1):
+    for number, setting in enumerate(proposed, start=1):
         only = "in a new run only: " if is_for_new_run(setting) else ""
-        needs = ExpectedMemory(setting.job, setting.estimate)
+        needs = dataclasses.replace(expected, job=setting.job, estimate=setting.estimate)
         lines.append(f"  {number}. {only}{as_overrides(setting.overrides)} ({needs})")
     return "\n".join(lines)
 
 
 def is_for_new_run(setting: Recommendation) -> bool:
-    """Whether the run has checkpoints, which do not go on under this setting: its data come in another order."""
+    """Return whether the run has checkpoints that cannot go on under this setting, whose data come in another order."""
     has_checkpoint = (RunFolder(setting.job.config.infra.output_dir).checkpoints / "latest").exists()
     return has_checkpoint and bool(BATCH_FIELDS & setting.overrides.keys())
 
@@ -108,37 +107,20 @@ def settings_that_fit(
 
     `device_bytes`: of one accelerator. `host_bytes`: of a node, for all its ranks.
     """
-    if of_device:
-        peak = expected.estimate.peak
-        limit = _limit(peak.total, peak.framework, device_bytes)
-        fitting = fitting_settings(expected.job, limit / (1 - HEADROOM), _CANDIDATES)
-    else:
-        fitting = _fitting_host(expected, device_bytes, host_bytes)
-    return sorted(fitting, key=is_for_new_run)[:SETTINGS]
-
-
-def _fitting_host(expected: ExpectedMemory, device_bytes: float, host_bytes: float) -> list[Recommendation]:
     job, estimated = expected.job, expected.estimate
+    if of_device:
+        limit = _limit(estimated.peak.total, estimated.peak.framework, device_bytes)
+        return sorted(nearest(job, Room(limit / (1 - HEADROOM)), _CANDIDATES), key=is_for_new_run)[:SETTINGS]
     fixed = estimated.host.process + (estimated.peak.framework if job.device == "cpu" else 0.0)
     limit = _limit(expected.node_bytes, fixed * job.ranks_per_node, host_bytes)
     if job.device == "cpu":
         room = limit / job.ranks_per_node - estimated.host.total
-        candidates = fitting_settings(job, room / (1 - HEADROOM), _CANDIDATES)
-    else:
-        rows = [*(variant(job, overrides) for overrides in _smaller_copies(job)), *variants(job)]
-        candidates = [
-            Recommendation(row.overrides, row.job, row.estimate)
-            for row in rows
-            if row.estimate is not None and fits(row.estimate, device_bytes)
-        ]
-    return [setting for setting in candidates if ExpectedMemory(setting.job, setting.estimate).node_bytes < limit]
-
-
-def _smaller_copies(job: Job) -> Iterator[dict[str, Value]]:
-    """Without page-locked buffers, which torch rounds up, and without copies that are saved in the background."""
-    yield {"infra.pin_memory": False}
-    if job.engine == "deepspeed":  # FSDP2 copies a rank's part to the host in either case
-        yield {"training.async_save": False}
+        candidates = nearest(job, Room(room / (1 - HEADROOM)), _CANDIDATES)
+    else:  # first without page-locked buffers, which torch rounds up, and without copies for saves in the background
+        copies: list[dict[str, Value]] = [{"infra.pin_memory": False}, {"training.async_save": False}]
+        candidates = list(fitting(job, [*copies, *settings(job)], Room(device_bytes)))
+    needing_less = (each for each in candidates if ExpectedMemory(each.job, each.estimate).node_bytes < limit)
+    return sorted(needing_less, key=is_for_new_run)[:SETTINGS]
 
 
 def _limit(needed: float, fixed: float, capacity: float) -> float:

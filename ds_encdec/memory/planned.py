@@ -7,32 +7,33 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ds_encdec.config.batch_size import global_batch_size, is_auto, micro_batches_per_step
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.shares import mesh_shape, per_rank
+from ds_encdec.memory.estimate import engine_memory
 from ds_encdec.memory.job import Job, make_job
 from ds_encdec.memory.model_sizes import Sizes, adapter_parameters
-from ds_encdec.memory.variants import indivisible_hybrid, refuse_what_runs_refuse, resolve_engine
+from ds_encdec.memory.variants import resolve_engine
+from ds_encdec.types import ConfigError
 
 
 def indivisible(config: FullConfig, nodes: int) -> Iterator[str]:
-    """What cannot be shared out evenly, as a run would find on starting."""
+    """Name what cannot be divided evenly, as a run would find on starting."""
     gpus = config.infra.num_gpus
     if gpus % nodes:
         yield f"--gpus {gpus} --nodes {nodes}: every node must have as many GPUs; give a multiple of {nodes}"
         return
+    for divide in (_divide_batch, lambda config, gpus: mesh_shape(config.infra, gpus, gpus // nodes)):
+        try:
+            divide(config, gpus)
+        except ConfigError as error:
+            yield str(error)
+
+
+def _divide_batch(config: FullConfig, gpus: int) -> None:
     if is_auto(config):
-        sequences = global_batch_size(config, gpus)
-        if sequences % gpus:
-            yield (
-                f"training.global_batch_size={sequences} cannot be shared out evenly among {gpus} GPUs: make it "
-                f"a multiple of {gpus}, such as {-(-sequences // gpus) * gpus}"
-            )
-    elif (lanes := micro_batches_per_step(config, gpus)) % gpus:
-        fitting = [str(number) for number in range(1, lanes + 1) if lanes % number == 0]
-        yield (
-            f"the {lanes} micro-batches of a step (data.num_lanes, or training.global_batch_size over the micro-batch) "
-            f"cannot be shared out evenly to {gpus} GPUs: use {', '.join(fitting)} of them, or change the batch"
-        )
-    if problem := indivisible_hybrid(config, gpus, gpus // nodes):
-        yield problem
+        per_rank(global_batch_size(config, gpus), gpus, "training.global_batch_size", multiple=True)
+    else:
+        by_batch = "training.global_batch_size / training.per_device_train_batch_size"
+        per_rank(micro_batches_per_step(config, gpus), gpus, "data.num_lanes" if config.data.num_lanes else by_batch)
 
 
 _STANDS_FOR = {"--gpus": ("infra.num_gpus",), "--model": ("model.model_name_or_path", "model.architecture")}
@@ -45,7 +46,7 @@ def contradictions(options: Mapping[str, object], overrides: Sequence[str]) -> I
     for option, value in options.items():
         for field in fields if value is not None else ():
             if any(field == name or field.startswith(f"{name}.") for name in _STANDS_FOR[option]):
-                yield f"{option} {value} stands for {field}, which is set, too: give one of the two"
+                yield f"{option} {value} and {field}=… set the same field: give only one"
 
 
 def planned_job(config: FullConfig, sizes: Sizes, nodes: int, lora_rank: int | None = None) -> Job:
@@ -63,5 +64,5 @@ def planned_job(config: FullConfig, sizes: Sizes, nodes: int, lora_rank: int | N
         ranks_per_node=gpus // nodes,
         trainable_parameters=adapters,
     )
-    refuse_what_runs_refuse(job)
+    engine_memory(job)
     return job if adapters is None else dataclasses.replace(job, parameters=job.parameters + adapters)

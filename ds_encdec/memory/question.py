@@ -1,4 +1,4 @@
-"""What `estimate_memory` is asked: its options read into a job, a GPU and a host."""
+"""The question that `estimate_memory` is asked: its options read into a job, a GPU and a host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from ds_encdec.memory.gpus import Gpu, parse_bytes, parse_gpu
 from ds_encdec.memory.job import Job
 from ds_encdec.memory.model_sizes import Sizes, run_sizes
 from ds_encdec.memory.planned import contradictions, indivisible, planned_job
-from ds_encdec.memory.variants import fits
+from ds_encdec.memory.variants import Room
+from ds_encdec.memory.zero_settings import not_estimated
 from ds_encdec.types import ConfigError
 
 Found = TypeVar("Found")
@@ -36,7 +37,7 @@ class Question:
 
 
 def read_question(options: argparse.Namespace, overrides: Sequence[str]) -> Question:
-    """The question in the options. Raises ConfigError that lists every problem in them."""
+    """Read the question in the options. Raises ConfigError that lists every problem in them."""
     problems: list[str] = []
     gpu = _attempt(lambda: parse_gpu(options.gpu), problems)
     host_bytes = _attempt(lambda: _host_bytes(options.host_memory), problems)
@@ -61,7 +62,7 @@ def read_question(options: argparse.Namespace, overrides: Sequence[str]) -> Ques
 
 
 def _attempt(read: Callable[[], Found], problems: list[str]) -> Found | None:
-    """What `read` returns; None where it raises ConfigError, which becomes one of `problems`."""
+    """Return what `read` returns; None where it raises ConfigError, which becomes one of `problems`."""
     try:
         return read()
     except ConfigError as error:
@@ -97,8 +98,8 @@ def _job(config: FullConfig, sizes: Sizes, options: argparse.Namespace, gpu: Gpu
     for size in micro_batch_candidates(config, config.infra.num_gpus):
         tried = with_micro_batch_size(config, size, config.infra.num_gpus)
         job = planned_job(tried, sizes, options.nodes, options.lora_rank)
-        share = None if host_bytes is None else host_bytes / job.ranks_per_node
-        if fits(estimate(job), gpu.usable_bytes, share):
+        room = Room(gpu.usable_bytes, None if host_bytes is None else host_bytes / job.ranks_per_node)
+        if room.fits(estimate(job)):
             break
     return job
 
@@ -114,6 +115,8 @@ def _remarks(options: argparse.Namespace, config: FullConfig, job: Job, gpu: Gpu
             f"A {gpu.name} has neither bfloat16 nor a flash kernel. The tables are of what it can train with: "
             "training.bf16=false training.fp16=true."
         )
+    if job.config.infra.deepspeed_extra and (keys := ", ".join(not_estimated(job))):
+        yield f"infra.deepspeed_extra: {keys}: estimated as DeepSpeed and this program have them by default."
     if job.config.training.torch_compile:
         yield "torch_compile: estimated like layers that are not compiled, whose activations may differ."
     if options.lora_rank is not None:

@@ -1,8 +1,8 @@
 """A log of the sizes of storages: what tensors hold, by what it is for, at every moment that was noted.
 
-A dispatch mode notes the storages that operators make (trace.py, tracked.py). Their deaths and resizes are heard of
-here. What a storage is for may be known only when it has been filled, and storages also die in other threads, gloo's
-above all: so nothing is added up before the log is read.
+A dispatch mode notes the storages that operators make (trace.py, scripts/bench/tracked.py). The log hears of their
+deaths and resizes itself. What a storage is for may be known only when it has been filled, and storages also die in
+other threads, gloo's above all: so nothing is added up before the log is read.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StorageLog(Generic[Purpose]):
 
     def __init__(self, purposes: Iterable[Purpose]) -> None:
         self.moment = ""
-        """What is in work: the name of changes from now on."""
+        """The name of changes from now on: what is in work."""
         self._purposes = tuple(purposes)
         self._alive: dict[int, _Entry[Purpose]] = {}
         self._changes: list[tuple[_Entry[Purpose], int, str]] = []
@@ -58,7 +58,7 @@ class StorageLog(Generic[Purpose]):
             self._follow(storage, purpose).purpose = purpose
 
     def purpose_of(self, storage: UntypedStorage) -> Purpose | None:
-        """What `storage` is for; None if it was never noted."""
+        """Return what `storage` is for; None if it was never noted."""
         entry = self._alive.get(storage._cdata)
         return None if entry is None else entry.purpose
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from ds_encdec.memory.answer import ENGINES, LARGEST_WORLD, Answer, EngineTable, runs_on
+from ds_encdec.engines import ENGINES
+from ds_encdec.memory.answer import LARGEST_WORLD, Answer, EngineTable, runs_on
 from ds_encdec.memory.breakdown import CATEGORIES, Estimate, in_gib
 from ds_encdec.memory.job import Job
-from ds_encdec.memory.recommend import adds_up_in_16_bits
 from ds_encdec.memory.variants import (
     HEADROOM,
     HOST_HEADROOM,
     Recommendation,
+    Room,
     Variant,
+    adds_up_in_16_bits,
     as_overrides,
-    fits,
     has_other_name,
     offload_of,
     smallest_variants,
@@ -31,23 +32,8 @@ _WORDS = {
     "communication": "communication buffers and gathered parameters",
     "framework": "the CUDA context, NCCL and fragmentation",
 }
-_HEADER = (
-    " ",
-    "stage",
-    "offload",
-    "recompute",
-    "weights",
-    "master",
-    "gradients",
-    "optimizer",
-    "activ.",
-    "logits",
-    "commun.",
-    "framew.",
-    "peak",
-    "host",
-    "fits",
-)
+_FIGURES = "weights master gradients optimizer activ. logits commun. framew. peak host fits"
+_HEADER = (" ", "stage", "offload", "recompute", *_FIGURES.split())
 _WORDS_COLUMNS = 4
 _LARGE_HOST_BYTES = 2 * 2**40
 """More than this few machines have."""
@@ -57,7 +43,7 @@ _HELP = {
     "communication": "smaller buckets in infra.deepspeed_extra, or a smaller model",
     "framework": "a larger GPU",
 }
-"""Of a setting that shards, offloads and recomputes everything already; else: more GPUs, or a smaller model."""
+"""Help for a setting that shards, offloads and recomputes everything already; else: more GPUs, or a smaller model."""
 
 
 def describe(found: Answer) -> str:
@@ -74,9 +60,9 @@ def _about(found: Answer) -> str:
     training = f"{job.parameters:,} parameters"
     if job.trainable_parameters != job.parameters:
         training += f", of which {job.trainable_parameters:,} are trained"
-    host = "is not judged: give --host-memory"
+    host = "Host memory is not checked: pass --host-memory."
     if found.host_bytes is not None:
-        host = f"has {in_gib(found.host_bytes)} GiB, of which {HOST_HEADROOM:.0%} must stay free"
+        host = f"A host has {in_gib(found.host_bytes)} GiB, of which {HOST_HEADROOM:.0%} must stay free."
     return "\n".join(
         [
             f"{name}: {training}",
@@ -84,8 +70,8 @@ def _about(found: Answer) -> str:
             f"A micro-batch of {job.config.training.micro_batch_size} has {job.encoder_tokens:,} encoder and "
             f"{job.decoder_tokens:,} decoder tokens; {job.gradient_accumulation_steps} of them make a step of a rank.",
             "GiB per GPU at the worst moment of a step; host: GiB per node. * is the configured run.",
-            f"It fits where {HEADROOM:.0%} of the GPU stay free. The host {host}.",
-            "On GPUs these figures come from sources and traces: none was compared with a run on one yet.",
+            f'"fits" means {HEADROOM:.0%} of GPU memory stays free. {host}',
+            "GPU figures are computed; none has been compared with a GPU run yet.",
         ]
     )
 
@@ -97,7 +83,7 @@ def _describe_table(found: Answer, table: EngineTable) -> str:
     notes = [f"- {reason}" for reason in dict.fromkeys(row.reason for row in table.rows if row.estimate is None)]
     if len(shown) < len(table.rows):  # FSDP2
         notes.append("- zero1 is zero2 here, and parameters are offloaded with the optimizer: each is shown once")
-    return "\n".join([ENGINES[table.engine], _aligned(rows), *notes])
+    return "\n".join([ENGINES[table.engine].title, _aligned(rows), *notes])
 
 
 def _cells(found: Answer, row: Variant, estimated: Estimate) -> tuple[str, ...]:
@@ -141,7 +127,7 @@ def _configured(found: Answer) -> str:
     if not runs_on(found.gpu, job):
         verdict = f"does not run on a {found.gpu.name}, which has no bfloat16"
     return (
-        f"The configured run ({ENGINES[job.engine]}, {_setting(job)}) {verdict}:\n"
+        f"The configured run ({ENGINES[job.engine].title}, {_setting(job)}) {verdict}:\n"
         f"  {in_gib(estimated.peak.total)} of {in_gib(found.gpu.usable_bytes)} GiB per GPU at its worst moment, the "
         f"{estimated.moment}; most of it is {_WORDS[_largest(estimated)]}.\n"
         f"  {_host(found, estimated)}"
@@ -174,14 +160,14 @@ def _host(found: Answer, estimated: Estimate) -> str:
 
 
 def _unjudged(found: Answer, host_bytes: float) -> str:
-    """A warning of a host that few have, where nobody said what it has."""
+    """A warning of a host that few have, where --host-memory does not say what it has."""
     if found.host_bytes is not None or host_bytes <= _LARGE_HOST_BYTES:
         return ""
     return " Few machines have that: give --host-memory."
 
 
 def _recommended(found: Answer, table: EngineTable) -> str:
-    best, name = table.recommendation, ENGINES[table.engine]
+    best, name = table.recommendation, ENGINES[table.engine].title
     if best is not None:
         arguments = as_overrides(best.overrides) or "the configuration as it is"
         return f"Recommended with {name}: {arguments}\n  {_why(found, best)}"
@@ -226,11 +212,11 @@ def _what_would_help(found: Answer, table: EngineTable) -> list[str]:
 
 def _smallest(found: Answer, smallest: Sequence[Estimate]) -> str:
     """`smallest`: a micro-batch of 1 with everything sharded and recomputed, with each offload."""
-    if on_host := [estimated.host.total for estimated in smallest if fits(estimated, found.gpu.usable_bytes)]:
+    if on_host := [estimated.host.total for estimated in smallest if Room(found.gpu.usable_bytes).fits(estimated)]:
         host = in_gib(min(on_host) * found.job.ranks_per_node)
         return (
             "The GPUs have room for a micro-batch of 1 with everything sharded and recomputed, but then a host needs "
-            f"{host} GiB at least, which it has not. training.async_save=false, fewer "
+            f"{host} GiB at least, more than it has. training.async_save=false, fewer "
             "data.preprocessing_num_workers, and fewer GPUs per host (--nodes) need less."
         )
     least = min(smallest, key=lambda estimated: estimated.peak.total)

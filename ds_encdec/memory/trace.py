@@ -5,7 +5,7 @@ tensors have shapes and no data, in a process group that is a fake of any size. 
 to operator (storage_log.py). So a machine without a GPU can tell within a minute what a rank of a cluster would hold,
 down to each temporary, and the arithmetic of the estimate is checked against it.
 
-What runs is what a GPU would run (gpu_stand_ins.py). What operators allocate inside and give back before they return is
+What runs is what a GPU would run (gpu_fakes.py). What operators allocate inside and give back before they return is
 not seen, except in flash attention's backward pass.
 """
 
@@ -34,11 +34,12 @@ from transformers.initialization import no_init_weights
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine import fsdp2
 from ds_encdec.engine.forward import compute_dtype, packed_forward
+from ds_encdec.engines import ENGINES, load
 from ds_encdec.launch.context import RunContext
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.world import World
 from ds_encdec.memory.breakdown import Breakdown
-from ds_encdec.memory.gpu_stand_ins import as_on_device, substituted, varlen_kernel
+from ds_encdec.memory.gpu_fakes import as_on_device, substituted, varlen_kernel
 from ds_encdec.memory.job import Job
 from ds_encdec.memory.storage_log import StorageLog, storages_of
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
@@ -49,20 +50,18 @@ from ds_encdec.types import Batch
 Category = Literal[
     "weights", "master_weights", "gradients", "optimizer", "activations", "logits", "communication", "host"
 ]
-"""Those of `Breakdown`; `host`: what an offloading engine keeps there, which is left out of every sum."""
+"""The categories of `Breakdown`; `host`: what an offloading engine keeps there, which is left out of every sum."""
 
-_TRACED: dict[str, tuple[Category, ...]] = {
-    "deepspeed": ("activations", "logits"),
-    "fsdp": ("weights", "master_weights", "gradients", "optimizer", "activations", "logits", "communication"),
-}
-"""By engine, what a trace finds."""
+_ACTIVATIONS: tuple[Category, ...] = ("activations", "logits")
+_ENGINE: tuple[Category, ...] = ("weights", "master_weights", "gradients", "optimizer", *_ACTIVATIONS, "communication")
+"""The categories that a trace finds without the engine, and with it."""
 
 _DEVICE = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class TracedMemory:
-    """What one rank's device held at its worst moment of a traced step.
+    """The bytes that one rank's device held at its worst moment of a traced step.
 
     `categories`: those of `peak` that were traced; the others are 0 in it. `moment`: the part of the step, and the
     layer in work. `seconds`: what the trace took. `remark`: what the trace leaves out of this job, in whole sentences;
@@ -83,18 +82,16 @@ def trace_memory(job: Job) -> TracedMemory:
 
     For DeepSpeed, whose engine cannot run without memory, only the activations and logits of one micro-batch.
     """
-    start = time.monotonic()
-    if job.engine == "deepspeed":
-        held, moment = watched_pass(job).peak(counted=_TRACED["deepspeed"])
-    else:
-        held, moment = _traced_fsdp(job)
+    start, traced = time.monotonic(), ENGINES[job.engine].trace
+    log: StorageLog[Category] = watched_pass(job) if traced is None else load(traced)(job)
+    held, moment = log.peak(counted=_ACTIVATIONS if traced is None else _ENGINE)
     return TracedMemory(Breakdown(**held), tuple(held), moment, time.monotonic() - start, " ".join(_remarks(job)))
 
 
 def _remarks(job: Job) -> Iterator[str]:
     training = job.config.training
-    if job.engine == "deepspeed":
-        yield "DeepSpeed's engine cannot be traced: these are activations and logits alone."
+    if ENGINES[job.engine].trace is None:
+        yield f"{ENGINES[job.engine].title}'s engine cannot be traced: these are activations and logits alone."
     elif job.config.infra.offload_optimizer == "cpu":
         yield "What is copied between host and device for the offload is left out."
     if job.trainable_parameters < job.parameters:
@@ -107,7 +104,11 @@ def _remarks(job: Job) -> Iterator[str]:
         yield "Attention is traced document by document: this torch has no variable-length kernel for it."
 
 
-def _traced_fsdp(job: Job) -> tuple[dict[Category, int], str]:
+def fsdp_step(job: Job) -> StorageLog[Category]:
+    """The log of a step of the FSDP2 engine, but for the optimizer's part.
+
+    That works in place: beside its states it holds no more than the gradients.
+    """
     config, local_ranks = _traceable_config(job), min(job.ranks_per_node, job.world_size)
     num_nodes = -(-job.world_size // local_ranks)
     world = World(0, 0, job.world_size, local_ranks, 0, num_nodes, "localhost", 0, "trace")
@@ -128,8 +129,7 @@ def _traced_fsdp(job: Job) -> tuple[dict[Category, int], str]:
         dist.destroy_process_group()
 
 
-def _traced_step(engine: fsdp2.FSDP2Engine, batch: Batch, job: Job) -> tuple[dict[Category, int], str]:
-    """All but the optimizer's step, which works in place: beside its states it holds no more than the gradients."""
+def _traced_step(engine: fsdp2.FSDP2Engine, batch: Batch, job: Job) -> StorageLog[Category]:
     watch = _StorageWatch()
     _note_fsdp_states(engine, watch, on_host=job.config.infra.offload_optimizer == "cpu")
     _follow_modules(engine.model, watch)
@@ -140,7 +140,7 @@ def _traced_step(engine: fsdp2.FSDP2Engine, batch: Batch, job: Job) -> tuple[dic
             loss_sum = engine.forward(batch)
             watch.now_in(part="backward pass")
             engine.backward(loss_sum, target_tokens=batch.target_tokens, last=index == micro_batches - 1)
-    return watch.log.peak(counted=_TRACED["fsdp"])
+    return watch.log
 
 
 def watched_pass(job: Job, *, backward: bool = True) -> StorageLog[Category]:
@@ -223,7 +223,7 @@ class _StorageWatch(TorchDispatchMode):
         super().__init__()
         self.log: StorageLog[Category] = StorageLog(get_args(Category))
         self.category: Category = "activations"
-        """Of storages made from now on."""
+        """The category of storages made from now on."""
         self._part = self._module = ""
 
     def __enter__(self) -> _StorageWatch:
@@ -239,12 +239,12 @@ class _StorageWatch(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if active_fake_mode() is self._fake_mode:  # else DTensor tries out which shapes would result
             self.log.note(storages_of(tree_leaves(result)), self.category)
-            if func.namespace == "fsdp":
+            if func.namespace == torch.ops.fsdp.name:
                 self._claim_buffers(tree_leaves((args, kwargs, result)))
         return result
 
     def now_in(self, *, part: str | None = None, module: str | None = None) -> None:
-        """What is in work from now on; None for what stays."""
+        """Set what is in work from now on; None for what stays."""
         self._part = self._part if part is None else part
         self._module = self._module if module is None else module
         self.log.moment = ", ".join(filter(None, (self._part, self._module)))

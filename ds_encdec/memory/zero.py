@@ -1,4 +1,4 @@
-"""What DeepSpeed 0.19.8 holds on a rank for parameters, gradients and optimizer in the parts of a step.
+"""The memory that DeepSpeed 0.19.8 holds on a rank for parameters, gradients and optimizer in the parts of a step.
 
 Every term names the place in deepspeed/runtime/ that makes the tensor. Collectives of optimizer steps need nothing:
 stages 1 and 2 gather the new weights in place (utils.py all_gather_dp_groups). Norms and overflow checks look at one
@@ -8,16 +8,18 @@ formulas in tables. Two rare settings are estimated at their defaults, and remar
 
 from __future__ import annotations
 
+import dataclasses
+
 from ds_encdec.memory.breakdown import Breakdown, EngineMemory, HostBreakdown
 from ds_encdec.memory.job import Job
 from ds_encdec.memory.zero_settings import ZeroSettings, power_of_two, zero_settings
 
 _ALL_REDUCE_ELEMENTS = 500_000_000
-"""What is all-reduced at once where nothing is sharded: engine.py MEMORY_OPT_ALLREDUCE_SIZE."""
+"""Elements that are all-reduced at once where nothing is sharded: engine.py MEMORY_OPT_ALLREDUCE_SIZE."""
 
 
 def zero_memory(job: Job) -> EngineMemory:
-    """What `job` holds under DeepSpeed. See EngineMemory; `forward`, `backward` and `step` come on top of `resting`.
+    """The memory of `job` under DeepSpeed. See EngineMemory; `forward`, `backward` and `step` come on top of `resting`.
 
     Where ranks differ, it is the rank with the most.
 
@@ -27,8 +29,14 @@ def zero_memory(job: Job) -> EngineMemory:
     # engine.py _do_optimizer_sanity_check
     is_bf16_optimizer = s.stage == 1 and job.config.training.bf16 and s.accumulation == 4 and not s.offloads_optimizer
     if s.stage == 0 or is_bf16_optimizer:
-        return _replicated(s, is_bf16_optimizer=is_bf16_optimizer)
-    return _sharded(s) if s.stage == 3 else _partitioned(s)
+        memory = _replicated(s, is_bf16_optimizer=is_bf16_optimizer)
+    else:
+        memory = _sharded(s) if s.stage == 3 else _partitioned(s)
+    return dataclasses.replace(
+        memory,
+        reduces_every_micro_batch=s.stage == 2 and s.accumulates,
+        sums_in_16_bits=s.accumulation < 4 and s.accumulates,
+    )
 
 
 def _replicated(s: ZeroSettings, *, is_bf16_optimizer: bool) -> EngineMemory:
@@ -142,12 +150,12 @@ def _partitioned(s: ZeroSettings) -> EngineMemory:
 
 
 def _is_compact(s: ZeroSettings) -> bool:
-    """Whether a rank accumulates its partition in float32: _use_compact_grad_partition_buffer."""
+    """Return whether a rank accumulates its partition in float32: _use_compact_grad_partition_buffer."""
     return s.accumulation == 4 and s.weight != 4
 
 
 def _gradient_partition(s: ZeroSettings) -> float:
-    """What a rank keeps of reduced gradients, on the device also with offload where it is compact.
+    """Bytes that a rank keeps of reduced gradients, on the device also with offload where it is compact.
 
     `averaged_gradients` as one flat float32 partition, or `grads_in_partition`: the parameters that the partition
     touches, in full.
@@ -158,7 +166,7 @@ def _gradient_partition(s: ZeroSettings) -> float:
 
 
 def _reduced_bytes(s: ZeroSettings, bytes_each: int) -> int:
-    """Of one element in allreduce_bucket: a flat copy, and one more where the collective has a dtype of its own."""
+    """Bytes of an element in allreduce_bucket: a flat copy, and another where the collective has a dtype of its own."""
     return bytes_each + (s.communication if s.communication != bytes_each else 0)
 
 
@@ -178,7 +186,7 @@ def _summand(s: ZeroSettings, largest: int) -> float:
 
 
 def _is_filled(s: ZeroSettings, done: int, unit: int) -> bool:
-    """Whether a bucket has been full by then in this micro-batch, and so was reduced.
+    """Return whether a bucket has been full by then in this micro-batch, and so was reduced.
 
     The embedding's gradient comes to the buckets last of all: what that leads to is in `_last_reduction`.
     """
@@ -186,7 +194,7 @@ def _is_filled(s: ZeroSettings, done: int, unit: int) -> bool:
 
 
 def _is_reducing(s: ZeroSettings, done: int, unit: int) -> bool:
-    """Whether a bucket may be on its way while the backward pass of `unit` is at its worst."""
+    """Return whether a bucket may be on its way while the backward pass of `unit` is at its worst."""
     return _is_filled(s, done, unit) and (s.overlaps or unit != s.job.embedding_parameters)
 
 
@@ -228,7 +236,7 @@ def _partitioned_step(s: ZeroSettings) -> Breakdown:
 
 
 def _partitioned_host(s: ZeroSettings) -> HostBreakdown:
-    """What stages 1 and 2 offload: partitions of float32 weights, moments, float32 gradients, and new weights."""
+    """The host's part of stages 1 and 2: partitions of float32 weights, moments, float32 gradients, and new weights."""
     save = _saved(s, s.weight * s.parameters, _optimizer_tensors(s), ranks=s.job.world_size)
     if not s.offloads_optimizer:
         return HostBreakdown(save=save)
@@ -289,7 +297,7 @@ def _sharded(s: ZeroSettings) -> EngineMemory:
 
 
 def _is_gathered(s: ZeroSettings) -> bool:
-    """Whether whole parameters are tensors of their own: one rank's are its partition (NoGatherHandle)."""
+    """Return whether whole parameters are tensors of their own: one rank's are its partition (NoGatherHandle)."""
     return s.job.world_size > 1 or (s.offloads_parameters and s.job.device != "cpu")
 
 
@@ -329,7 +337,7 @@ def _scattering(s: ZeroSettings, elements: int, *, alone: bool) -> float:
 
 
 def _sharded_host(s: ZeroSettings) -> HostBreakdown:
-    """What stage 3 offloads."""
+    """The host's part of stage 3."""
     states = parameters = 0.0
     if s.offloads_optimizer:
         # grad_partitions_flat_buffer, and fp32_partitioned_groups_flat[i].grad

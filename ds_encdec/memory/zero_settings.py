@@ -1,17 +1,20 @@
-"""What DeepSpeed's memory depends on: read from the JSON that a run would hand to DeepSpeed, and the model's sizes.
+"""The settings that DeepSpeed's memory depends on, read from a run's JSON for it, and the model's sizes.
 
 Defaults stand for keys that a JSON may leave out, and are DeepSpeed 0.19.8's (runtime/zero/config.py).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil, prod
 from typing import Any
 
 from ds_encdec.engine.ds_json import render_deepspeed_json
 from ds_encdec.memory.job import Job
+from ds_encdec.memory.model_sizes import Sizes
 from ds_encdec.types import ConfigError
 
 _BYTES = {"fp32": 4, "float32": 4, "fp16": 2, "float16": 2, "bf16": 2, "bfloat16": 2}
@@ -44,10 +47,11 @@ class ZeroSettings:
     page-locked. `largest`: the largest trained parameter, the embedding. `persistent`: parameters so small that stage 3
     keeps them whole on every rank. `live`: the most that stage 3 has gathered beside the module in work.
 
-    `weight_partition`: one rank's part of all parameters under stage 3, each split and rounded up; `partition`: the
-    trained ones; under stages 1 and 2 of each group of parameters, to an even number. `sub_group`: what stage 3 steps
-    at once, closed by the parameter that fills it. `owned`: all parameters that a partition of stages 1 and 2 touches,
-    in full, on the rank with the most; one across the border of two partitions counts on both.
+    `sizes`: those of the model's parameters. `weight_partition`: one rank's part of all parameters under stage 3, each
+    split and rounded up; `partition`: the trained ones; under stages 1 and 2 of each group of parameters, to an even
+    number. `sub_group`: what stage 3 steps at once, closed by the parameter that fills it. `owned`: all parameters that
+    a partition of stages 1 and 2 touches, in full, on the rank with the most; one across the border of two partitions
+    counts on both.
     """
 
     job: Job
@@ -65,7 +69,7 @@ class ZeroSettings:
     offloads_optimizer: bool
     offloads_parameters: bool
     pins_optimizer: bool
-    sizes: tuple[int, ...]
+    sizes: frozenset[int]
     largest: int
     persistent: int
     live: int
@@ -81,12 +85,12 @@ class ZeroSettings:
 
     @property
     def trainable(self) -> int:
-        """Those of them that are trained."""
+        """The parameters that are trained."""
         return self.job.trainable_parameters
 
     def largest_of(self, unit: int) -> int:
         """Elements of the largest parameter of a layer, or an embedding, of `unit` parameters."""
-        return max((size for size in set(self.sizes) if size <= unit), default=unit)
+        return max((size for size in self.sizes if size <= unit), default=unit)
 
     def pinned(self, num_bytes: float) -> float:
         """Bytes of a host buffer of the offloaded optimizer: torch rounds pinned ones up to a power of two."""
@@ -100,16 +104,17 @@ def zero_settings(job: Job) -> ZeroSettings:
     offload = zero.get("offload_optimizer", {})
     offloads = offload.get("device", "none") != "none"
     ranks, trained = job.world_size, job.trainable_parameters / job.parameters
-    sizes = tuple(map(prod, job.sizes.parameter_shapes.values()))
+    sizes, owned = _sizes(job.sizes), _owned(job.sizes, ranks)
     low_master = any(rendered[name].get(f"{name}_master_weights_and_grads", False) for name in ("bf16", "fp16"))
     master = 2 if low_master and stage > 0 else 4
-    weight_partition = sum(ceil(size / ranks) for size in sizes)
+    weight_partition = sum(times * ceil(size / ranks) for size, times in sizes.items())
     partition = round(weight_partition * trained) if stage == 3 else 2 * ceil(job.trainable_parameters / (2 * ranks))
     largest = min(max(sizes), job.trainable_parameters)
     overlaps = bool(zero.get("overlap_comm", stage == 3))
     # The prefetcher runs ahead, a bucket for each module entered, and what it has passed on its way from a use in the
     # forward pass to the next is not released (__params_to_release, fetch_sub_module).
     live = max(_number(zero, "stage3_max_live_parameters"), _number(zero, "stage3_max_reuse_distance") // 2)
+    threshold = _number(zero, "stage3_param_persistence_threshold")
     return ZeroSettings(
         job=job,
         stage=stage,
@@ -126,14 +131,14 @@ def zero_settings(job: Job) -> ZeroSettings:
         offloads_optimizer=offloads,
         offloads_parameters=zero.get("offload_param", {}).get("device", "none") != "none",
         pins_optimizer=bool(offload.get("pin_memory", False)) and job.device != "cpu",
-        sizes=sizes,
+        sizes=frozenset(sizes),
         largest=largest,
-        persistent=sum(size for size in sizes if size <= _number(zero, "stage3_param_persistence_threshold")),
+        persistent=sum(size * times for size, times in sizes.items() if size <= threshold),
         live=live + _number(zero, "stage3_prefetch_bucket_size") + max(sizes),
         weight_partition=weight_partition,
         partition=partition,
         sub_group=min(partition, _number(zero, "sub_group_size") + ceil(largest / ranks)),
-        owned=round(_owned(sizes, ranks) * trained),
+        owned=round(owned * trained),
     )
 
 
@@ -161,12 +166,22 @@ def _rendered(job: Job) -> dict[str, Any]:
     )
 
 
-def _owned(sizes: tuple[int, ...], ranks: int) -> int:
+# An answer asks for these thousands of times, of one model.
+
+
+@lru_cache
+def _sizes(sizes: Sizes) -> Counter[int]:
+    """Elements of the model's parameters, and how many have as many."""
+    return Counter(map(prod, sizes.parameter_shapes.values()))
+
+
+@lru_cache
+def _owned(sizes: Sizes, ranks: int) -> int:
     """Elements of all parameters that a partition touches, on the rank with the most."""
     by_rank = [0] * ranks
-    share = sum(sizes) / ranks
+    share = sizes.parameters / ranks
     start = 0
-    for size in sizes:
+    for size in map(prod, sizes.parameter_shapes.values()):
         for rank in range(int(start / share), min(int((start + size - 1) / share), ranks - 1) + 1):
             by_rank[rank] += size
         start += size
@@ -188,7 +203,7 @@ def _bytes(block: dict[str, Any], key: str, default: int) -> int:
 
 
 def _moment_bytes(rendered: dict[str, Any], master: int, *, offloads: bool) -> int:
-    """As the master weights, but DeepSpeed's CPUAdam keeps float32 unless configured (ops/adam/cpu_adam.py)."""
+    """The master weights' bytes, but DeepSpeed's CPUAdam keeps float32 unless configured (ops/adam/cpu_adam.py)."""
     params = rendered["optimizer"]["params"]
     if not offloads or params["torch_adam"]:
         return master

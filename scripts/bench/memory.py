@@ -1,10 +1,10 @@
-"""What steps of small models really hold at their peak, beside what the estimate says of them.
+"""Measures what steps of small models hold at their peak, and compares it with their estimates.
 
     torchrun --standalone --nproc-per-node 2 scripts/bench/memory.py --quick
     torchrun --standalone --nproc-per-node 2 scripts/bench/memory.py --device cpu --json rows.json
 
 Each row is an engine of its own: one step makes what stays, two are measured, of which the lower peak counts, on full
-micro-batches of random tokens. On a CPU storages are followed from operator to operator (memory/tracked.py), and what
+micro-batches of random tokens. On a CPU storages are followed from operator to operator (tracked.py), and what
 is offloaded lies in the same memory, so the estimate is the device's plus the host's. On a GPU torch's allocator says
 it. Neither sees the `framework` category, which is left out.
 
@@ -76,7 +76,7 @@ CHECKPOINTING = {"deepspeed": ("none", "full", "every_n"), "fsdp": ("none", "ful
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is run. `micro_batch`: in sequences of at most 256 encoder and 128 decoder tokens."""
+    """A run to measure. `micro_batch`: in sequences of at most 256 encoder and 128 decoder tokens."""
 
     engine: Any
     stage: str
@@ -207,7 +207,7 @@ def measure(row: Row, world: World, device: torch.device) -> dict[str, Any]:
 
 
 def held_bytes(device: torch.device) -> int:
-    """What is held without any engine: what earlier ones have left behind."""
+    """Bytes held without any engine: what earlier ones have left behind."""
     gc.collect()
     with tracking(nn.Module(), None, device) as tracked:
         pass

@@ -1,4 +1,4 @@
-"""What the steps of an engine really hold: the peak in bytes, phase by phase, split by what it is spent on.
+"""Measures what the steps of an engine hold: the peak in bytes, phase by phase, split by what it is spent on.
 
     with tracking(engine.model, optimizer, device) as tracked:
         loss_sum = engine.forward(batch)
@@ -49,12 +49,12 @@ class Tracked(Protocol):
     """Measures while tracking lasts; read it afterwards."""
 
     resting_bytes: int
-    """What was held when tracking began."""
+    """Bytes held when tracking began."""
     phases: dict[str, Phase]
-    """By name. Of a name that ended several times: its highest peak, and what was held at its last end."""
+    """The phases by name. One that ended several times has its highest peak, and what was held at its last end."""
 
     def end_phase(self, name: str) -> None:
-        """What was done since the last end, or since tracking began, was the phase `name`."""
+        """Call what was done since the last end, or since tracking began, the phase `name`."""
         ...
 
     @property
@@ -64,7 +64,7 @@ class Tracked(Protocol):
 
     @property
     def at_peak(self) -> Mapping[Kind, int]:
-        """What that was spent on."""
+        """The split of that peak."""
         ...
 
 

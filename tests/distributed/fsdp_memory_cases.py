@@ -1,4 +1,4 @@
-"""What FSDP2 engines really hold on a rank: runs inside the ranks of test_fsdp_memory_ranks.py."""
+"""Measures what FSDP2 engines really hold on a rank: runs inside the ranks of test_fsdp_memory_ranks.py."""
 
 from __future__ import annotations
 

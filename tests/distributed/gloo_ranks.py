@@ -62,7 +62,7 @@ def _server(engine: EngineName) -> subprocess.Popen[str]:
         return _servers[engine]
     _servers[engine] = server = subprocess.Popen(
         [sys.executable, str(SERVER), engine],
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -19,7 +19,7 @@ WORLD_SIZE = 2
 
 @pytest.fixture(scope="module")
 def measured() -> Measured:
-    """By case, the figures of the ranks, see `_of_ranks`."""
+    """The cases' figures of the ranks, see `_of_ranks`."""
     cases = [(case, "measured", {"case": case}) for case in CASES]
     ranks = run_ranks("fsdp_memory_cases.py:run_cases", WORLD_SIZE, {"cases": cases}, timeout_seconds=300)
     return {case: _of_ranks([rank[case] for rank in ranks]) for case in CASES}
@@ -44,11 +44,9 @@ def backward_moments(job: Job) -> Iterator[float]:
     yield memory.forward.total + (4 + compute if compute < 4 else 4) * head
     # A tied head's gradient waits for the embedding's; an untied one is an ordinary gradient.
     waiting, done = (compute * head, 0) if job.sizes.tie_word_embeddings else (0, head)
-    for _ in range(job.encoder_layers + job.decoder_layers):
-        yield memory.backward(done, job.layer_parameters).total + waiting
-        done += job.layer_parameters
-        if memory.layer_reduction is not None:
-            yield memory.layer_reduction(done).total + waiting
+    for _ in range(job.sizes.num_encoder_layers + job.sizes.num_hidden_layers):
+        yield memory.backward(done, job.sizes.layer_parameters).total + waiting
+        done += job.sizes.layer_parameters
     yield memory.backward(done, head).total + waiting
     yield memory.step.total
 

@@ -20,7 +20,7 @@ HEAD_BYTES = 4 * MODEL.vocab_size * MODEL.hidden_size
 
 @pytest.fixture(scope="module")
 def measured() -> dict[str, dict[str, int]]:
-    """By case, the highest figures of two ranks."""
+    """The cases' highest figures of two ranks."""
     cases = [(name, "measured", {"sharding_stage": name.split()[0], **arguments}) for name, arguments in CASES.items()]
     ranks = run_ranks("zero_memory_cases.py:run_cases", 2, {"cases": cases}, timeout_seconds=400)
     return {name: _highest([rank[name] for rank in ranks]) for name in CASES}
@@ -58,9 +58,11 @@ def estimated(job: Job) -> dict[str, float]:
 
 
 def _highest_backward(job: Job, memory: EngineMemory) -> Breakdown:
-    layers = job.encoder_layers + job.decoder_layers
-    moments = [memory.backward(index * job.layer_parameters, job.layer_parameters) for index in range(layers)]
-    moments.append(memory.backward(layers * job.layer_parameters, job.embedding_parameters))
+    layers = job.sizes.num_encoder_layers + job.sizes.num_hidden_layers
+    moments = [
+        memory.backward(index * job.sizes.layer_parameters, job.sizes.layer_parameters) for index in range(layers)
+    ]
+    moments.append(memory.backward(layers * job.sizes.layer_parameters, job.embedding_parameters))
     return max(moments, key=lambda moment: moment.total)
 
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed engines really hold on a rank: runs inside the ranks of test_zero_memory_ranks.py."""
+"""Measures what DeepSpeed engines really hold on a rank: runs inside the ranks of test_zero_memory_ranks.py."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def measured(**overrides: Any) -> dict[str, int]:
 
 
 def _all_tensor_bytes() -> int:
-    """Of this process: DeepSpeed's globals keep parts of the engines of earlier cases."""
+    """The sum of this process: DeepSpeed's globals keep parts of the engines of earlier cases."""
     with tracking(torch.nn.Module(), None, CPU) as tracked:
         pass
     return tracked.resting_bytes

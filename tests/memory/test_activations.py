@@ -79,7 +79,7 @@ def layout() -> PackedLayout:
 
 
 def bytes_saved(side: Literal["encoder", "decoder"], job: Job, mode: str) -> int:
-    """What autograd saves in one layer: unique storages that are no parameter and not shared by all layers."""
+    """Bytes that autograd saves in one layer: unique storages that are no parameter and not shared by all layers."""
     dtype = torch.float32 if job.compute_bytes == 4 else torch.bfloat16
     config = Qwen3Seq2SeqConfig(**SIZES)
     model = Qwen3ForSeq2SeqLM(config).to(dtype)
@@ -117,7 +117,7 @@ def layer_of(job: Job, side: Literal["encoder", "decoder"], index: int = 0) -> L
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_table_is_what_traces_give(kind: str) -> None:
-    """Where this fails, the model or torch has changed: run scripts/memory_formulas.py."""
+    """If this fails, the model or torch has changed: run scripts/memory_formulas.py."""
     shipped = json.loads(TABLE.read_text())[kind]
     assert {mode: memory_formulas.formulas(kind, mode) for mode in shipped} == shipped
 
@@ -135,7 +135,7 @@ def test_a_layer_that_recomputes_keeps_its_input(side: Literal["encoder", "decod
 
 
 def test_every_nth_layer_recomputes() -> None:
-    """Of two layers the first."""
+    """The first of two layers does."""
     job = job_of("bfloat16", "every_n")
     for index, mode in enumerate(("full", "none")):
         assert layer_of(job, "decoder", index).kept == layer_of(job_of("bfloat16", mode), "decoder").kept

@@ -1,4 +1,4 @@
-"""What is said of memory, against memory that was really taken."""
+"""Reported memory, against memory that was really taken."""
 
 from __future__ import annotations
 

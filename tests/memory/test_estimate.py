@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.memory.estimate import engine_memory, moments
+from ds_encdec.memory.estimate import engine_memory, step_parts
 from ds_encdec.memory.job import Job, make_job
 from ds_encdec.memory.model_sizes import Sizes
 from ds_encdec.memory.trace import watched_pass
@@ -68,5 +68,5 @@ def test_activations_at_their_worst(
     job = job_of(device, numbers, mode, ratio)
     held, _ = watched_pass(job).peak(counted=("activations", "logits"))
     found = sum(held.values())
-    expected = max(held.activations + held.logits for _, held in moments(job, engine_memory(job)))
+    expected = max(held.activations + held.logits for _, held in step_parts(job, engine_memory(job)))
     assert 0.995 * found < expected < 1.015 * found

@@ -7,11 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from ds_encdec.config.load import load_config
-from ds_encdec.memory.model_sizes import QWEN3_IDS, ROWS_MULTIPLE, Sizes, adapter_parameters, published_sizes, run_sizes
+from ds_encdec.memory.model_sizes import QWEN3_IDS, Sizes, adapter_parameters, published_sizes, run_sizes
 from ds_encdec.model.parameter_count import count_parameters
-from ds_encdec.tokenizer.sentinels import sentinel
 from ds_encdec.types import ConfigError
 
 SMALL = {
@@ -31,11 +31,8 @@ def sizes_of(folder: Path, *overrides: str) -> Sizes:
     return run_sizes(load_config(None, [f"model.model_name_or_path={folder}", *overrides]))
 
 
-def write_model(folder: Path, fields: dict[str, object], ids: int = 0) -> Path:
+def write_model(folder: Path, fields: dict[str, object]) -> Path:
     (folder / "config.json").write_text(json.dumps(fields))
-    if ids:
-        vocabulary = {f"token {index}": index for index in range(ids)}
-        (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": []}))
     return folder
 
 
@@ -91,7 +88,7 @@ def test_the_decoder_alone_has_the_published_parameters(name: str, parameters: i
 
 
 def test_a_decoder_only_folder_gives_both_sides_its_layers(tmp_path: Path) -> None:
-    sizes = sizes_of(write_model(tmp_path, SMALL, ids=900))
+    sizes = sizes_of(write_model(tmp_path, SMALL))
     assert (sizes.num_encoder_layers, sizes.num_hidden_layers, sizes.vocab_size) == (3, 3, 1024)
     assert sizes.tie_word_embeddings
 
@@ -100,21 +97,6 @@ def test_an_encoder_decoder_folder_has_its_own_encoder(tmp_path: Path) -> None:
     fields = SMALL | {"model_type": "qwen3_seq2seq", "num_encoder_layers": 1}
     sizes = sizes_of(write_model(tmp_path, fields))
     assert (sizes.num_encoder_layers, sizes.num_hidden_layers) == (1, 3)
-
-
-def test_sentinels_beyond_the_unused_rows_enlarge_the_embedding(tmp_path: Path) -> None:
-    folder = write_model(tmp_path, SMALL, ids=1000)
-    assert sizes_of(folder, "model.num_sentinel_tokens=24").vocab_size == 1024
-    assert sizes_of(folder, "model.num_sentinel_tokens=25").vocab_size == 1024 + ROWS_MULTIPLE
-    assert sizes_of(folder, "model.num_sentinel_tokens=20", "data.use_mode_tokens=true").vocab_size == 1024 + 128
-
-
-def test_sentinels_that_the_tokenizer_has_are_not_counted_again(tmp_path: Path) -> None:
-    folder = write_model(tmp_path, SMALL, ids=924)
-    stored = json.loads((folder / "tokenizer.json").read_text())
-    stored["added_tokens"] = [{"id": 924 + index, "content": sentinel(index)} for index in range(100)]
-    (folder / "tokenizer.json").write_text(json.dumps(stored))
-    assert sizes_of(folder).vocab_size == 1024
 
 
 def test_qwen3_has_room_for_267_sentinels() -> None:
@@ -130,10 +112,9 @@ def test_the_local_cache_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         write_model(snapshot, SMALL | {"num_hidden_layers": layers})
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("old")
-    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     assert sizes_of(Path("someone/some-qwen3")).num_hidden_layers == 2
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "elsewhere"))
     with pytest.raises(ConfigError, match="not in the Hugging Face cache"):
         sizes_of(Path("someone/some-qwen3"))
 

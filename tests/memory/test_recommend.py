@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 
 import pytest
@@ -14,19 +15,21 @@ from ds_encdec.memory.gpus import GPUS
 from ds_encdec.memory.job import Job
 from ds_encdec.memory.model_sizes import run_sizes
 from ds_encdec.memory.planned import planned_job
-from ds_encdec.memory.recommend import adds_up_in_16_bits, fitting_settings, recommend
 from ds_encdec.memory.variants import (
     HEADROOM,
     HOST_HEADROOM,
+    Room,
+    adds_up_in_16_bits,
     as_overrides,
     batch_overrides,
     changed,
-    fits,
     has_other_name,
+    nearest,
+    recommend,
     settings,
 )
 
-A100 = GPUS["a100-80gb"].usable_bytes
+A100 = Room(GPUS["a100-80gb"].usable_bytes)
 FSDP = ("infra.distributed_type=fsdp", "infra.offload_optimizer=none")
 
 
@@ -69,14 +72,14 @@ def test_what_is_recommended_can_be_pasted(model: str, gpus: int, nodes: int, ov
         assert (pasted.config, pasted.engine) == (best.job.config, table.engine)
         assert sequences(pasted) == sequences(best.job) == sequences(asked)
         assert estimate(pasted) == best.estimate
-        assert fits(best.estimate, A100)
+        assert A100.fits(best.estimate)
 
 
 def test_a_step_in_one_micro_batch_may_fit_where_smaller_ones_do_not() -> None:
     """FSDP2 accumulates all gradients in float32, here 56 GiB."""
     asked = job(*FSDP, "training.per_device_train_batch_size=2", "training.gradient_accumulation_steps=1", model="8B")
-    assert fits(estimate(asked), A100)
-    assert not fits(estimate(changed(asked, batch_overrides(asked, 1))), A100)
+    assert A100.fits(estimate(asked))
+    assert not A100.fits(estimate(changed(asked, batch_overrides(asked, 1))))
     found = recommend(asked, A100)
     assert found is not None
     assert found.job.config.infra.offload_optimizer == "none"
@@ -85,9 +88,9 @@ def test_a_step_in_one_micro_batch_may_fit_where_smaller_ones_do_not() -> None:
 
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
 def test_no_setting_of_the_table_that_fits_offloads_less(engine: str) -> None:
-    """By trying every one of them, at every micro-batch."""
+    """Every one of them is tried, at every micro-batch."""
     asked = job(f"infra.distributed_type={engine}", "training.gradient_accumulation_steps=2", model="8B")
-    found = recommend(asked, 30 * GIB)
+    found = recommend(asked, Room(30 * GIB))
     assert found is not None
     assert found.job.config.infra.offload_optimizer == "cpu"
     for overrides in settings(asked):
@@ -95,7 +98,7 @@ def test_no_setting_of_the_table_that_fits_offloads_less(engine: str) -> None:
             other = changed(asked, overrides | batch_overrides(asked, batch))
             infra = other.config.infra
             if infra.offload_optimizer == infra.offload_params == "none":
-                assert not fits(estimate(other), 30 * GIB)
+                assert not Room(30 * GIB).fits(estimate(other))
 
 
 def test_fsdp2_reduces_every_micro_batch_rather_than_to_offload() -> None:
@@ -119,7 +122,7 @@ def test_the_fastest_setting_is_recommended_with_the_largest_micro_batch() -> No
         "none",
     )
     larger = changed(found.job, batch_overrides(found.job, 2 * training.micro_batch_size))
-    assert not fits(estimate(larger), A100)
+    assert not A100.fits(estimate(larger))
 
 
 @pytest.mark.parametrize("gpus", [8, 64])
@@ -147,7 +150,7 @@ def test_activations_on_the_host_are_offload() -> None:
     found = recommend(job("training.activation_offload=true"), A100)
     assert found is not None
     assert not found.job.config.training.activation_offload
-    assert found == recommend(job("training.activation_offload=true"), A100, host_bytes=100 * GIB)
+    assert found == recommend(job("training.activation_offload=true"), dataclasses.replace(A100, host_bytes=100 * GIB))
 
 
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
@@ -159,8 +162,8 @@ def test_fsdp2_has_one_name_for_one_setting(stage: str) -> None:
 
 
 def test_nothing_is_recommended_where_nothing_fits() -> None:
-    assert recommend(job(), 1 * GIB) is None
-    assert fitting_settings(job(), 1 * GIB) == []
+    assert recommend(job(), Room(1 * GIB)) is None
+    assert nearest(job(), Room(1 * GIB)) == []
 
 
 def test_the_host_decides_too() -> None:
@@ -169,15 +172,18 @@ def test_the_host_decides_too() -> None:
     found = recommend(asked, A100)
     assert found is not None
     assert found.job.config.infra.offload_optimizer == "cpu"
-    assert recommend(asked, A100, host_bytes=found.estimate.host.total / (1 - HOST_HEADROOM) + 1) == found
-    assert recommend(asked, A100, host_bytes=found.estimate.host.total) != found
-    assert recommend(asked, A100, host_bytes=50 * GIB) is None
+    assert (
+        recommend(asked, dataclasses.replace(A100, host_bytes=found.estimate.host.total / (1 - HOST_HEADROOM) + 1))
+        == found
+    )
+    assert recommend(asked, dataclasses.replace(A100, host_bytes=found.estimate.host.total)) != found
+    assert recommend(asked, dataclasses.replace(A100, host_bytes=50 * GIB)) is None
 
 
 def test_fitting_settings_disturb_little_and_differ_in_kind() -> None:
     asked = job("training.activation_checkpointing=none")
-    assert not fits(estimate(asked), 30 * GIB)
-    found = fitting_settings(asked, 30 * GIB)
+    assert not Room(30 * GIB).fits(estimate(asked))
+    found = nearest(asked, Room(30 * GIB))
     assert len(found) == 3
     assert all(setting.estimate.peak.total <= 30 * GIB * (1 - HEADROOM) for setting in found)
     kinds = [frozenset(setting.overrides) for setting in found]

@@ -18,7 +18,7 @@ from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.world import World
 from ds_encdec.memory.breakdown import Breakdown
 from ds_encdec.memory.fsdp import fsdp_memory
-from ds_encdec.memory.gpu_stand_ins import as_on_device
+from ds_encdec.memory.gpu_fakes import as_on_device
 from ds_encdec.memory.job import Job, make_job
 from ds_encdec.memory.model_sizes import Sizes
 from ds_encdec.memory.trace import _batch, _model_config, trace_memory
@@ -39,7 +39,7 @@ ENGINE = ("weights", "master_weights", "gradients", "optimizer", "communication"
 
 
 def job_of(*, world_size: int = 1, device: Any = "cuda", micro_batches: int = 2, **fields: Any) -> Job:
-    """Of `WIDE`, with micro-batches of 192 tokens. `fields`: of `training` and `infra`."""
+    """A job of `WIDE`, with micro-batches of 192 tokens. `fields`: of `training` and `infra`."""
     training = {"gradient_accumulation_steps": micro_batches, "per_device_train_batch_size": 1}
     training |= {name: fields.pop(name) for name in ("bf16", "activation_checkpointing") if name in fields}
     infra = {
@@ -104,13 +104,15 @@ def test_the_trace_is_what_an_engine_holds(one_rank: World, checkpointing: str) 
     ],
 )
 def test_the_arithmetic_is_what_the_trace_finds(world_size: int, infra: dict[str, Any]) -> None:
-    """Of what the engine holds, at the worst moment; on GPUs of any number."""
+    """The engine's part is compared, at the worst moment; on GPUs of any number."""
     job = job_of(world_size=world_size, activation_checkpointing="full", **infra)
     traced = trace_memory(job)
     held = sum(getattr(traced.peak, name) for name in ENGINE)
     assert traced.moment.startswith("backward pass, decoder.layers.")
     memory = fsdp_memory(job)
-    first, later = (memory.resting + memory.backward(done, job.layer_parameters) for done in (0, job.layer_parameters))
+    first, later = (
+        memory.resting + memory.backward(done, job.sizes.layer_parameters) for done in (0, job.sizes.layer_parameters)
+    )
     # The tied head's gradient, which waits for the embedding's.
     waiting = job.compute_bytes * job.embedding_parameters
     # The moments that hold most of the engine's and most of all need not be the same.

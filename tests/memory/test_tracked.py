@@ -1,4 +1,4 @@
-"""What is measured of a step, against sizes known by hand."""
+"""Measured steps, against sizes known by hand."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor) 
 
 @pytest.fixture(scope="module")
 def left_over_bytes() -> int:
-    """What other tests of this process have left behind."""
+    """Bytes that other tests of this process have left behind."""
     with tracking(nn.Module(), None, CPU) as tracked:
         pass
     return tracked.resting_bytes

@@ -14,11 +14,11 @@ from ds_encdec.memory.job import Job
 from ds_encdec.memory.model_sizes import adapter_parameters, run_sizes
 from ds_encdec.memory.planned import planned_job
 from ds_encdec.memory.variants import (
+    Room,
     Variant,
     as_overrides,
     batch_overrides,
     changed,
-    fits,
     micro_batches,
     variants,
 )
@@ -88,7 +88,7 @@ def test_the_default_run_fits_eight_a100() -> None:
 
     In GiB: 2.9 of activations, 2.0 of gathered weights, 1.4 of framework, 0.5 of the rest.
     """
-    assert fits(estimate(job()), A100)
+    assert Room(A100).fits(estimate(job()))
     assert estimate(job()).peak.total / GIB == pytest.approx(6.8, abs=0.35)
 
 

@@ -1,4 +1,4 @@
-"""What a GPU would run, on fake tensors of the CPU: torch has no fake GPU where it has no CUDA.
+"""Fakes of what a GPU would run, on fake tensors of the CPU: torch has no fake GPU where it has no CUDA.
 
 Where the model asks what its device can do, the answer is of a job's device. What stands in for a GPU's kernels
 computes nothing, and allocates, keeps for the backward pass and gives back what the kernels do.
@@ -43,7 +43,7 @@ def substituted(owner: Any, name: str, value: object) -> Iterator[None]:
 
 
 def varlen_kernel(q: Tensor) -> attention.Kernel | None:
-    """As `attention.flash_kernel`, for a tensor that is on a GPU."""
+    """Stand in for `attention.flash_kernel`, as for a tensor on a GPU."""
     return _varlen_attention if q.dtype in (torch.bfloat16, torch.float16) else None
 
 
@@ -70,7 +70,7 @@ def _allocate_backward_workspace(grad: Tensor, query: torch.Size, key: torch.Siz
 
 
 def _rms_norm(x: Tensor, _shape: tuple[int, ...], weight: Tensor, _epsilon: float) -> Tensor:
-    """What `rms_norm` is on a GPU: one operator, aten::_fused_rms_norm. A CPU computes it in single ones."""
+    """Do what `rms_norm` does on a GPU in one operator, aten::_fused_rms_norm. A CPU computes it in single ones."""
     return _FusedRmsNorm.apply(x, weight)
 
 
