@@ -140,20 +140,8 @@ def test_every_dotted_name_of_an_engine_resolves(engine: str, field: str, dotted
 
 
 ENGINE_WORDS = {word for row in ENGINES.values() for word in (row.name, *row.distributed_types)}
-# Where an engine may be known by its name, and what still does; the second list is to become empty.
+# Where an engine may be known by its name.
 ENGINE_ROOMS = ("engines.py", "engine/", "config/")
-STILL_BY_NAME = (
-    "pipeline/subprocess_run.py",
-    "checkpoint/saved_state.py",
-    "checkpoint/convert.py",
-    "memory/answer.py",
-    "memory/out_of_memory.py",
-    "memory/checkpoint_size.py",
-    "memory/trace.py",
-    "memory/estimate.py",
-    "memory/recommend.py",
-    "memory/variants.py",
-)
 
 
 def engine_names(tree: ast.Module) -> Iterator[ast.AST]:
@@ -210,16 +198,11 @@ def test_only_the_engines_own_rooms_decide_by_an_engines_name() -> None:
         for path in PACKAGE.rglob("*.py")
         if not (where := path.relative_to(PACKAGE).as_posix()).startswith(ENGINE_ROOMS)
     }
-    assert {where for where, lines in found.items() if lines} <= set(STILL_BY_NAME), found
+    assert {where: lines for where, lines in found.items() if lines} == {}
 
 
 # Docstrings are sentences. Rooms whose docstrings are still to be rewritten; to become empty.
 BROKEN_BEGINNINGS = {"Of", "As", "By", "With", "Those", "What", "Whether", "Where"}
-STILL_BROKEN = (
-    *(f"{room}/" for room in ("checkpoint", "config", "data", "launch", "memory", "model", "monitor", "optim")),
-    *(f"{room}/" for room in ("pipeline", "report", "tokenizer")),
-    *("cli.py", "estimate_memory.py", "evaluate.py", "phases.py", "plan.py", "trainer.py", "types.py"),
-)
 
 
 def test_no_docstring_begins_in_mid_sentence() -> None:
@@ -229,6 +212,6 @@ def test_no_docstring_begins_in_mid_sentence() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             text = node.value.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) else None
             first = text.split()[0].strip(".,:;") if isinstance(text, str) and text.strip() else ""
-            if first in BROKEN_BEGINNINGS and not where.startswith(STILL_BROKEN):
+            if first in BROKEN_BEGINNINGS:
                 found.append(f"{where}:{node.lineno} {first}")
     assert found == []

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ds_encdec.config.rules import engine_conflicts, find_conflicts
+from ds_encdec.config.rules import engine_candidates, engine_conflicts, find_conflicts
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.shares import mesh_shape
 from ds_encdec.engines import ENGINES, EngineName
@@ -118,11 +118,7 @@ class Room:
 
 def resolve_engine(config: FullConfig) -> EngineName:
     """The engine that `infra.distributed_type` means where every engine is installed (see engine/select.py)."""
-    kind, rows = config.infra.distributed_type, tuple(ENGINES.values())
-    for row in rows:
-        if kind in row.distributed_types or (kind == "auto" and not engine_conflicts(config, row.name)):
-            return row.name
-    return rows[-1].name
+    return engine_candidates(config)[0].name
 
 
 def changed(job: Job, overrides: Mapping[str, Value]) -> Job:
