@@ -46,7 +46,7 @@ from ds_encdec.launch.process_group import shutdown
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.launch.run_status import ending_recorded, named_error, record
 from ds_encdec.launch.world import World, discover
-from ds_encdec.memory.expected import ExpectedMemory, expect
+from ds_encdec.memory.expected import ExpectedMemory, estimate_run
 from ds_encdec.memory.out_of_memory import out_of_memory_explained
 from ds_encdec.model.parameter_count import count_parameters, training_flops
 from ds_encdec.monitor.events import EventLog
@@ -304,7 +304,7 @@ def _expect_memory(run: _Run, ratio: float) -> ExpectedMemory | None:
     """Estimate and log this rank's share of a step, and check the disk's room for its checkpoints. Collective."""
     job = job_here(run.config, run.context, run.model.config, run.plan.gradient_accumulation_steps, ratio)
     run.context.collectives.on_rank_zero(lambda: check_room(run.folder.checkpoints, run.config, job))
-    expected = expect(job)
+    expected = estimate_run(job)
     if expected is not None:
         logger.info("%s", expected)
     return expected

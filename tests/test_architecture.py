@@ -201,7 +201,7 @@ def test_only_the_engines_own_rooms_decide_by_an_engines_name() -> None:
     assert {where: lines for where, lines in found.items() if lines} == {}
 
 
-# Docstrings are sentences. Rooms whose docstrings are still to be rewritten; to become empty.
+# Docstrings are sentences.
 BROKEN_BEGINNINGS = {"Of", "As", "By", "With", "Those", "What", "Whether", "Where"}
 
 

@@ -11,11 +11,14 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ds_encdec.launch.atomic_files import flush_folder, flush_tree
 from ds_encdec.launch.disk import Writing
-from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.types import CheckpointError
+
+if TYPE_CHECKING:  # it imports torch, which a report of a run does without
+    from ds_encdec.launch.host_collectives import HostCollectives
 
 _REPLACED = ".replaced-"
 

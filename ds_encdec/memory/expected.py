@@ -55,7 +55,7 @@ class ExpectedMemory:
         return f"estimated peak per {per} ({self.estimate.moment}), host {gib(self.node_bytes)} per node"
 
 
-def expect(job: Job) -> ExpectedMemory | None:
+def estimate_run(job: Job) -> ExpectedMemory | None:
     """The estimate of `job`. Returns None and warns if it fails; training goes on."""
     try:
         return ExpectedMemory(job, estimate(job), psutil.Process().memory_info().rss)

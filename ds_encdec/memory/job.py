@@ -9,7 +9,7 @@ from typing import Literal
 from ds_encdec.config.batch_size import micro_batches_per_step
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.budgets import token_budgets
-from ds_encdec.data.ul2 import denoised_lengths
+from ds_encdec.denoisers import denoised_lengths
 from ds_encdec.engines import EngineName
 from ds_encdec.memory.model_sizes import Sizes
 from ds_encdec.model.parameter_count import ModelSizes

@@ -15,7 +15,7 @@ from ds_encdec.engines import EngineName
 from ds_encdec.memory.breakdown import CATEGORIES
 from ds_encdec.memory.device_stats import device_capacity
 from ds_encdec.memory.estimate import engine_memory
-from ds_encdec.memory.expected import KERNEL_CACHE_BYTES, ExpectedMemory, expect, gib
+from ds_encdec.memory.expected import KERNEL_CACHE_BYTES, ExpectedMemory, estimate_run, gib
 from ds_encdec.memory.job import make_job
 from ds_encdec.memory.model_sizes import run_sizes
 from ds_encdec.memory.out_of_memory import explanation, out_of_memory_explained, settings_that_fit
@@ -31,7 +31,7 @@ def expected_on(
 ) -> ExpectedMemory:
     config = load_config(config_file, overrides)
     job = make_job(config, run_sizes(config), engine, world_size=8, ranks_per_node=8, device=device)
-    expected = expect(job)
+    expected = estimate_run(job)
     assert expected is not None
     return expected
 
@@ -138,7 +138,7 @@ def test_other_errors_and_runs_without_an_estimate_are_left_alone() -> None:
 
 def test_an_estimate_that_fails_is_no_reason_not_to_train(caplog: pytest.LogCaptureFixture) -> None:
     job = expected_on("cpu").job
-    assert expect(dataclasses.replace(job, sizes=None)) is None  # type: ignore[arg-type]
+    assert estimate_run(dataclasses.replace(job, sizes=None)) is None  # type: ignore[arg-type]
     assert "could not be estimated" in caplog.text
 
 
