@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from ds_encdec.config.errors import closest
 from ds_encdec.config.plain_files import read_json
@@ -38,8 +39,8 @@ class Sizes:
     @classmethod
     def of(cls, sizes: ModelSizes) -> Sizes:
         """The same sizes, whatever holds them."""
-        read = {field.name: getattr(sizes, field.name) for field in fields(cls)}
-        return cls(**read | {"num_encoder_layers": num_encoder_layers(sizes)})
+        own: dict[str, Any] = {"num_encoder_layers": num_encoder_layers(sizes)}
+        return cls(**own, **{field.name: getattr(sizes, field.name) for field in fields(cls) if field.name not in own})
 
     # An answer asks for these thousands of times, of one model.
 

@@ -115,14 +115,14 @@ def test_zero3_by_hand() -> None:
     # The embedding, larger than a bucket, goes alone, converted to float32 while it and its gradient are there.
     assert memory.last_reduction == Breakdown(gradients=2 * EMBEDDING, communication=(2 + 4) * EMBEDDING)
     on_its_way = 4 * BUCKET  # a full bucket, put together
-    layer = job_of("zero3").layer_parameters
+    layer = job_of("zero3").sizes.layer_parameters
     empty, full = (memory.backward(done, 1024).communication + 2 * done for done in (0, 4 * layer))
     assert full - empty == on_its_way
 
 
 def test_gathered_parameters_go_with_the_layers_that_are_done() -> None:
     memory = zero_memory(job_of("zero3"))
-    layer = job_of("zero3").layer_parameters
+    layer = job_of("zero3").sizes.layer_parameters
     start, later = (memory.backward(done, layer).communication for done in (4 * layer, 28 * layer))
     assert start - later == 2 * 24 * layer
 
@@ -179,7 +179,7 @@ def test_stage_2_adds_gradients_up_in_one_float32_partition() -> None:
 def test_an_output_layer_waits_for_the_gradient_after_it() -> None:
     """Untied and larger than a bucket, it is still in p.grad while it is reduced in the first layer's backward pass."""
     sizes = dataclasses.replace(QWEN3_0_6B, tie_word_embeddings=False)
-    layer = job_of("zero2").layer_parameters
+    layer = job_of("zero2").sizes.layer_parameters
     for stage in ("zero2", "zero3"):
         memory = zero_memory(job_of(stage, sizes=sizes))
         first, second = (memory.backward(EMBEDDING + done, layer).total for done in (0, layer))

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from ds_encdec.engine.held_bytes import HOST_STATES
 
+from ds_encdec.engine.sharded_engine import HOST_STATES
 from ds_encdec.monitor.machine import MachineWatch
 from ds_encdec.monitor.metrics import eval_metrics, loss_metrics
 from ds_encdec.monitor.performance import Lap
