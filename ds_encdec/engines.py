@@ -98,6 +98,7 @@ ENGINES: dict[str, EngineSpec] = {
             state_reader="ds_encdec.checkpoint.dcp_state:DcpState",
             memory="ds_encdec.memory.fsdp:fsdp_memory",
             launcher="ds_encdec.phase_runs.subprocess_run:torchrun_launcher",
+            check="ds_encdec.engine.select:check_mesh",
             trace="ds_encdec.memory.trace:fsdp_step",
             reduction_field="infra.fsdp_reduce_every_micro_batch",
             merges_settings=True,

@@ -157,11 +157,12 @@ class CheckpointManager:
 
         Raises what went wrong other than on the disk.
         """
-        save, self._save = self._save, None
+        save = self._save
         if save is None:
             return None
         began = time.monotonic()
         error = save.written.exception()
+        self._save = None  # not before: an interrupted wait leaves it to `close`
         save.blocked_seconds += time.monotonic() - began
         if error is not None and not isinstance(error, DiskRefusedError):
             raise error

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,8 +40,11 @@ def read_deepspeed_json(path: Path, problems: list[Problem], named_by: Mention |
     if text is None:
         return Settings()
 
+    line_starts = [0, *(match.end() for match in re.finditer("\n", text))]
+
     def place(offset: int) -> tuple[int, int]:
-        return text.count("\n", 0, offset) + 1, offset - text.rfind("\n", 0, offset)
+        line = bisect_right(line_starts, offset)
+        return line, offset - line_starts[line - 1] + 1
 
     keys: list[tuple[int, str]] = []
     try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ds_encdec.config.batch_size import with_micro_batch_size
 from ds_encdec.config.rules import NATIVE_SCHEDULES
 from ds_encdec.config.schema import FullConfig, InfraConfig, TrainingConfig
-from ds_encdec.config.shares import mesh_shape, replicas
+from ds_encdec.config.shares import replicas
 from ds_encdec.launch.world import World
 from ds_encdec.types import ConfigError
 
@@ -65,9 +65,7 @@ def render_deepspeed_json(
         "bf16": {"enabled": training.bf16},
         "fp16": {"enabled": training.fp16},
         "optimizer": _optimizer(training),
-        "zero_optimization": _zero(
-            config.infra, device, mesh_shape(config.infra, world_size, ranks_per_node or world_size)[1]
-        ),
+        "zero_optimization": _zero(config.infra, device, ranks_per_node or world_size),
         # On by default, and waits for the device in every forward pass; nobody reads it.
         "timers": {"throughput": {"enabled": False}},
     }
@@ -84,7 +82,11 @@ def render_deepspeed_json(
     if _reduces_in_float32(rendered, world_size):
         rendered.setdefault("communication_data_type", "fp32")
     partition = rendered["zero_optimization"].get("zero_hpz_partition_size", 1)
-    replicas(world_size, partition, f"zero_hpz_partition_size: partitions of {partition} ranks")
+    replicas(
+        world_size,
+        partition,
+        f"zero3_hybrid: partitions of {partition} ranks (infra.hybrid_shard_size or zero_hpz_partition_size)",
+    )
     return rendered
 
 
@@ -165,7 +167,7 @@ def _scheduler(training: TrainingConfig) -> dict[str, Any]:
     return {"type": training.lr_scheduler_type, "params": params}
 
 
-def _zero(infra: InfraConfig, device: str, shards: int) -> dict[str, Any]:
+def _zero(infra: InfraConfig, device: str, ranks_per_node: int) -> dict[str, Any]:
     stage = zero_stage(infra)
     if stage == 0:
         return {"stage": 0}
@@ -187,7 +189,7 @@ def _zero(infra: InfraConfig, device: str, shards: int) -> dict[str, Any]:
     else:
         zero["allgather_bucket_size"] = bucket
     if infra.sharding_stage == "zero3_hybrid":
-        zero["zero_hpz_partition_size"] = shards
+        zero["zero_hpz_partition_size"] = infra.hybrid_shard_size or ranks_per_node
     pin_memory = infra.pin_memory and device != "cpu"
     if infra.offload_optimizer != "none":
         zero["offload_optimizer"] = {"device": infra.offload_optimizer, "pin_memory": pin_memory}

@@ -55,9 +55,14 @@ def fallback_engine(config: FullConfig) -> EngineName | None:
 
 def check_engine(engine: EngineName, config: FullConfig, world: World, device: torch.device) -> None:
     """Raise ConfigError for what `engine` cannot do on these ranks: before any time is spent on data."""
-    mesh_shape(config.infra, world.world_size, world.local_world_size)
     if check := ENGINES[engine].check:
         load(check)(config, world, device)
+
+
+def check_mesh(config: FullConfig, world: World, device: torch.device) -> None:
+    """Raise ConfigError for shards that do not divide the ranks: the check of engines that shard by `mesh_shape`."""
+    del device  # decides nothing
+    mesh_shape(config.infra, world.world_size, world.local_world_size)
 
 
 def join_ranks(config: FullConfig, world: World, *, met: Callable[[], None] = lambda: None) -> RunContext:

@@ -111,9 +111,12 @@ def environment_facts() -> dict[str, Any]:
 
 
 _DRIVER = ("--query-gpu=driver_version", "--format=csv,noheader")
-_SECRET = r"[\w.-]*(?:secret|passw|credential|token(?!s|iz)|key(?![\w.-]))[\w.-]*"
+_SECRET = (
+    r"[\w.-]*(?:secret|passw|passphrase|pass(?![a-z])|pwd|credential|auth(?!or(?!iz))|bearer|token(?!s|iz)"
+    r"|key(?:[_-]?(?:id|file|path))?(?![\w.-]))[\w.-]*"
+)
 _SECRETS = re.compile(
-    rf"""(?i)({_SECRET}=).+|({_SECRET}["']?\s*:\s*)(?:"[^"]*"|'[^']*'|[^\s,}}]+)|(?<=://)[^/@\s]+(?=@)"""
+    rf"""(?is)({_SECRET}=).+|({_SECRET}["']?\s*:\s*)(?:"[^"]*"|'(?:''|[^'])*'|[^,}}]+)|(?<=://)[^@\s]+(?=@)"""
 )
 
 

@@ -71,7 +71,9 @@ def build_folder(environ: Mapping[str, str]) -> Path:
         return Path(chosen)
     cache = Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME", "/tmp")) / ".cache")
     parts = [platform.python_version(), platform.machine(), _cpu_flags()]
-    parts += [importlib.metadata.version(name) for name in ("torch", "deepspeed")]
+    for name in ("torch", "deepspeed"):
+        with suppress(importlib.metadata.PackageNotFoundError):  # FSDP2 does without deepspeed
+            parts.append(importlib.metadata.version(name))
     fingerprint = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
     return cache / "ds_encdec" / f"torch_extensions-{fingerprint}"
 

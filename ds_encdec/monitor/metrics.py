@@ -51,7 +51,8 @@ class MetricWindow:
     @property
     def std(self) -> float:
         """Population standard deviation."""
-        return statistics.pstdev(self.values) if self.values else 0.0
+        mean = self.mean  # statistics.pstdev raises AttributeError for what is not finite
+        return math.sqrt(math.fsum((value - mean) ** 2 for value in self.values) / max(len(self.values), 1))
 
     @property
     def min(self) -> float:

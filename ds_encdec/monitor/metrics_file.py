@@ -9,13 +9,15 @@ import json
 import logging
 import math
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from io import SEEK_END, FileIO
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
-from ds_encdec.launch.run_folder import RunFolder, write_atomically
+from ds_encdec.launch.atomic_files import write_atomically
+from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.types import DataError
 
 logger = logging.getLogger(__name__)
@@ -103,7 +105,8 @@ def _parse(text: bytes) -> dict[str, Any] | None:
 
 def is_number(value: object) -> TypeGuard[float]:
     """True for a finite number. JSON has no NaN: what was not finite is null, but some writers put NaN."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # A whole number may be larger than any float.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def measured_tokens_per_second(run: Path) -> float:

@@ -63,5 +63,6 @@ def _write_phases(root: Path, folder: Path, *, png: bool) -> Path:
 
 
 def _write(folder: Path, text: str) -> Path:
-    write_atomically(folder / "index.html", text)
+    # JSON may hold halves of surrogate pairs, which no encoding has.
+    write_atomically(folder / "index.html", text.encode("utf-8", "replace"))
     return folder / "index.html"

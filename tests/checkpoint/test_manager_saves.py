@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -53,6 +54,28 @@ def test_a_save_says_when_it_is_over(tmp_path: Path) -> None:
         time.sleep(0.01)
     assert collect(manager).state.global_step == 1
     assert not manager.save_is_over
+
+
+def test_a_second_interrupt_leaves_the_save_that_was_waited_for_to_close(tmp_path: Path) -> None:
+    manager = make_manager(tmp_path)
+    waited_for, go_on = threading.Event(), threading.Event()
+
+    def interrupt() -> None:
+        waited_for.wait()
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        go_on.wait()
+
+    begin(manager, 1, stage=engine(before_writing=interrupt), in_background=True)
+
+    def collect_now() -> None:
+        waited_for.set()  # the interrupt may come before the wait has begun, but no sooner than here
+        manager.collect()
+
+    with pytest.raises(KeyboardInterrupt):
+        collect_now()
+    go_on.set()
+    manager.close()
+    assert list(committed_steps(tmp_path)) == [1]
 
 
 def test_waiting_for_a_save_is_time_that_training_was_held_up(tmp_path: Path) -> None:

@@ -45,10 +45,10 @@ def test_ranks_end_with_who_started_them(tmp_path: Path, victim: str, error: typ
     began = time.monotonic()
     arguments = {"folder": tmp_path, "test": os.getpid(), "victim": victim}
     with pytest.raises(error):
-        run_ranks("test_gloo_ranks.py:signal_and_sleep", 2, arguments, engine="fsdp2", timeout_seconds=SLEEP_SECONDS)
+        run_ranks("test_gloo_ranks.py:signal_and_sleep", 2, arguments, engine="fsdp", timeout_seconds=SLEEP_SECONDS)
     ranks = [int(path.name) for path in tmp_path.iterdir()]
     assert len(ranks) == 2
     while any(runs(pid) for pid in ranks):
         time.sleep(0.05)
     assert time.monotonic() - began < SLEEP_SECONDS / 2
-    assert run_ranks("test_gloo_ranks.py:twice", 2, {"number": 21}, engine="fsdp2") == [42, 42]
+    assert run_ranks("test_gloo_ranks.py:twice", 2, {"number": 21}, engine="fsdp") == [42, 42]

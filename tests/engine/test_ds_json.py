@@ -245,8 +245,12 @@ def test_the_hybrid_partition_is_a_node() -> None:
     config = load_config(None, ["infra.sharding_stage=zero3_hybrid", "infra.hybrid_shard_size=4"])
     assert size(16, ranks_per_node=8) == 4
     config = load_config(None, ["infra.sharding_stage=zero3_hybrid"])
-    with pytest.raises(ConfigError, match=r"8 shards .* do not divide 12 ranks"):
+    with pytest.raises(ConfigError, match=r"partitions of 8 ranks .* do not divide 12 ranks"):
         size(12, ranks_per_node=8)
+    config = load_config(
+        None, ["infra.sharding_stage=zero3_hybrid", extra("{zero_optimization: {zero_hpz_partition_size: 3}}")]
+    )
+    assert size(12, ranks_per_node=8) == 3  # what the JSON says counts, not what it replaces
 
 
 def test_a_hybrid_partition_given_in_json_is_kept(tmp_path: Path) -> None:

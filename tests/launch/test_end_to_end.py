@@ -176,5 +176,5 @@ def test_config_errors_come_before_anything_is_built(tmp_path: Path) -> None:
     result = run(
         [*launcher("torchrun"), "--config", QUICKSTART, *overrides(tmp_path / "run", data__num_lanes=3)], tmp_path
     )
-    assert "3 lanes" in result.stdout
+    assert "data.num_lanes=3" in result.stdout
     assert not (tmp_path / "run").exists()

@@ -57,6 +57,12 @@ def test_window_keeps_only_the_last_values() -> None:
     assert (window.min, window.max, len(window)) == (1.0, 4.0, 3)
 
 
+def test_a_window_of_what_is_not_finite_has_no_deviation() -> None:
+    window = MetricWindow(3)
+    window.add(math.inf)
+    assert math.isnan(window.std)
+
+
 def test_empty_window_is_zero_and_size_zero_is_refused() -> None:
     window = MetricWindow(5)
     assert (window.mean, window.std, window.min, window.max) == (0.0, 0.0, 0.0, 0.0)
