@@ -97,7 +97,7 @@ def _parse() -> argparse.Namespace:
 
 
 def _passes(victim: Victim, action: Callable[..., None], *arguments: Any) -> bool:
-    """Whether everything was as it must be; otherwise what was not is printed."""
+    """Return whether everything was as it must be; anything that was not is printed."""
     try:
         action(victim, *arguments)
     except Exception:

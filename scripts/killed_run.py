@@ -50,12 +50,12 @@ T = TypeVar("T")
 
 
 class CheckFailedError(Exception):
-    """What a run left, or how it went on, is not as it must be."""
+    """A run left, or went on with, something that is not as it must be."""
 
 
 @dataclass
 class Tally:
-    """What was seen of one way.
+    """The results of one way of ending runs.
 
     `unfinished`: ends that left a `step-N.tmp`, so they hit a save before its commit. `lost`: of each end, the
     finished steps since the newest visible checkpoint.
@@ -258,7 +258,7 @@ class Victim:
             time.sleep(0.02)
 
     def _await(self, pids: list[int], seen: Callable[[], T], what: str, *, patience: float = 0.0) -> T:
-        """What `seen`, asked often, returns when it is neither None nor False. `patience`: seconds more than usual."""
+        """Ask `seen` often until its answer is neither None nor False. `patience`: seconds more than usual."""
         deadline = time.monotonic() + PATIENCE_SECONDS + patience
         while (value := seen()) is None or value is False:
             if time.monotonic() > deadline:

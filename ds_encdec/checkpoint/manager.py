@@ -53,7 +53,7 @@ class SaveOutcome:
     """How a save ended; equal on all ranks but for the seconds.
 
     `state`: the one that was saved. `num_bytes`: of all files. `blocked_seconds`: how long this rank's training was
-    held up; `seconds`: from the staging copy to the commit, or 0. `problem`: None, or why there is no such checkpoint.
+    paused; `seconds`: from the staging copy to the commit, or 0. `problem`: None, or why there is no such checkpoint.
     `failures`: saves in a row that have failed, with this one. `newest_step`: of the newest checkpoint that the run
     can go on from, if there is one.
     """

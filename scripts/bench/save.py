@@ -152,7 +152,7 @@ def _deepspeed_save(engine: Any, folder: Path) -> None:
 
 
 def _dcp_save(engine: Any, folder: Path) -> None:
-    """What a user of FSDP2 writes: model and optimizer by torch.distributed.checkpoint's own state dicts."""
+    """Save as a user of FSDP2 would: model and optimizer by torch.distributed.checkpoint's own state dicts."""
     model, optimizer = get_state_dict(engine.model, engine.optimizer)
     dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
 
