@@ -88,10 +88,8 @@ def read_question(options: argparse.Namespace, overrides: Sequence[str]) -> Ques
         # Flash kernels need as much as bfloat16 does: attention then runs without (model/attention.py).
         config = config.model_copy(update={"model": config.model.model_copy(update={"use_flash_attention": False})})
     num_gpus = config.infra.num_gpus
-    sized = [config]
-    if is_auto(config):  # the largest that fits, or 1
-        sized = [with_micro_batch_size(config, size, num_gpus) for size in micro_batch_candidates(config, num_gpus)]
-    for tried in sized:
+    sizes_to_try = micro_batch_candidates(config, num_gpus) if is_auto(config) else []  # the largest that fits, or 1
+    for tried in [with_micro_batch_size(config, size, num_gpus) for size in sizes_to_try] or [config]:
         asked = Question(planned_job(tried, sizes, options.nodes, options.lora_rank), gpu, host_bytes)
         if asked.fits(variant(asked.job, {})):
             break

@@ -36,8 +36,6 @@ HOST_HEADROOM = 0.1
 that takes the last of it is killed silently."""
 EFFICIENT_TOKENS = 4096
 """Tokens of a micro-batch that occupy a GPU well; smaller ones are recommended only where nothing else fits."""
-SMALLEST_LOSS_CHUNK = 128
-"""Tokens; below this the head's matrix products are too small to be fast."""
 BATCH_FIELDS = {
     "training.per_device_train_batch_size",
     "training.gradient_accumulation_steps",
@@ -47,6 +45,8 @@ BATCH_FIELDS = {
 """Any of them decides how many micro-batches a step has."""
 STAGES = ("zero0", "zero1", "zero2", "zero3")
 HYBRID_STAGES = ("zero2_hybrid", "zero3_hybrid")
+_SHARDING_ALIASES = ["infra.fsdp_sharding_strategy", "infra.fsdp_activation_checkpointing", "infra.fsdp_cpu_offload"]
+_HYBRID_SIZE = "infra.hybrid_shard_size"
 OFFLOADS = {"none": ("none", "none"), "optimizer": ("cpu", "none"), "optimizer+params": ("cpu", "cpu")}
 """The words of the table for what is kept in host memory, with `infra.offload_optimizer` and `infra.offload_params`."""
 _NOWHERE = Estimate(Breakdown(framework=math.inf), "", HostBreakdown())
@@ -88,8 +88,7 @@ def changed(job: Job, change: Mapping[str, Any]) -> Job:
     config, engine, steps = job.config, job.engine, job.gradient_accumulation_steps
     for name, value in change.items():
         section, field_name = name.split(".")
-        changed_section = getattr(config, section).model_copy(update={field_name: value})
-        config = config.model_copy(update={section: changed_section})
+        config = config.model_copy(update={section: getattr(config, section).model_copy(update={field_name: value})})
     if "infra.distributed_type" in change:
         engine = engine_candidates(config)[0].name
     if BATCH_FIELDS & change.keys():
@@ -156,18 +155,14 @@ def setting(job: Job, stage: str, offload: str, checkpointing: str) -> Change:
         "infra.offload_params": params,
         "training.activation_checkpointing": checkpointing,
     }
-    change = {name: value for name, value in wanted.items() if value != attrgetter(name)(job.config)}
-    if not change:
+    if all(attrgetter(name)(job.config) == value for name, value in wanted.items()):
         return {}
-    in_the_way = [f"infra.fsdp_{alias}" for alias in ("sharding_strategy", "activation_checkpointing", "cpu_offload")]
-    if stage not in HYBRID_STAGES:
-        in_the_way.append("infra.hybrid_shard_size")
-    change |= {name: None for name in in_the_way if attrgetter(name)(job.config) is not None}
+    wanted |= dict.fromkeys(_SHARDING_ALIASES if stage in HYBRID_STAGES else [*_SHARDING_ALIASES, _HYBRID_SIZE])
     # Under `auto` the change may undo what only this engine could do; `ddp` is zero0.
     kind = job.config.infra.distributed_type
-    if kind != job.engine and (stage != "zero0" if kind != "auto" else job.engine != next(iter(ENGINES))):
-        change["infra.distributed_type"] = job.engine
-    return change
+    if job.engine != next(iter(ENGINES)) if kind == "auto" else stage != "zero0":
+        wanted["infra.distributed_type"] = job.engine
+    return {name: value for name, value in wanted.items() if value != attrgetter(name)(job.config)}
 
 
 def has_other_name(job: Job) -> bool:
@@ -197,12 +192,11 @@ def batch_overrides(job: Job, batch: int) -> Change:
     """The change to a micro-batch of `batch`, one of `micro_batches`, with the accumulation that keeps the global."""
     configured = job.config.training.micro_batch_size
     steps = configured * job.gradient_accumulation_steps // batch
-    if batch == configured:
-        return {}
-    if job.config.data.num_lanes:
-        return {"training.per_device_train_batch_size": batch, "data.num_lanes": steps * job.world_size}
     # Set even where a global_batch_size decides it: that may be this run's own, of `auto`, and not the user's.
-    return {"training.per_device_train_batch_size": batch, "training.gradient_accumulation_steps": steps}
+    accumulation = {"training.gradient_accumulation_steps": steps}
+    if job.config.data.num_lanes:
+        accumulation = {"data.num_lanes": steps * job.world_size}
+    return {"training.per_device_train_batch_size": batch, **accumulation} if batch != configured else {}
 
 
 # --------------------------------------------------------------------------------------------------- which to choose
@@ -260,7 +254,7 @@ def _cost(job: Job, change: Change) -> tuple[int, bool, float, int]:
     nothing. What does not exist may come anywhere, as it fits nowhere.
     """
     other = changed(job, change)
-    infra, training = other.config.infra, other.config.training
+    stage, training = other.config.infra.sharding_stage, other.config.training
     try:
         engine = engine_memory(other)
     except ConfigError:
@@ -272,12 +266,10 @@ def _cost(job: Job, change: Change) -> tuple[int, bool, float, int]:
         "zero3": 0.30 if several_nodes else 0.10,  # every layer's weights are gathered twice a micro-batch
         "zero3_hybrid": 0.10,  # the same inside a node
     }
-    if alone:
-        by_stage = {stage: 0.001 * number for number, stage in enumerate((*STAGES, *HYBRID_STAGES))}
     slowdown = (
         # A second forward pass is a quarter of the arithmetic; published runs lose 21 % of their throughput.
         0.25 * (training.activation_checkpointing != "none")
-        + by_stage.get(infra.sharding_stage, 0.0)
+        + (0.001 * (*STAGES, *HYBRID_STAGES).index(stage) if alone else by_stage.get(stage, 0.0))
         # Gradients are reduced after every micro-batch and not once a step.
         + (0.10 if several_nodes else 0.03) * (engine.reduces_every_micro_batch and not alone)
         # Half the micro-batch means twice as many of them.
@@ -311,10 +303,11 @@ def _smaller(job: Job) -> Iterator[Change]:
     offloads = list(OFFLOADS)[list(OFFLOADS).index(offload_of(job) or "optimizer") :]
     sharing = itertools.product(stages, offloads, dict.fromkeys((training.activation_checkpointing, "full")))
     evaluating: Change = {"training.per_device_eval_batch_size": 1}
-    smaller_chunk: Change = {"model.loss_chunk_tokens": max(SMALLEST_LOSS_CHUNK, chunk // 4)}
+    # In chunks of fewer than 128 tokens the head's matrix products are too small to be fast.
+    smaller_chunk: Change = {"model.loss_chunk_tokens": max(128, chunk // 4)}
     choices = (
         [{}, evaluating] if training.per_device_eval_batch_size > 1 else [{}],
-        [{}, smaller_chunk] if chunk > SMALLEST_LOSS_CHUNK else [{}],
+        [{}, smaller_chunk] if chunk > 128 else [{}],
         [change for change in _reductions(job) if True in change.values() or not change],
         [batch_overrides(job, batch) for batch in micro_batches(job) if batch <= training.micro_batch_size],
         [{}, *filter(None, itertools.starmap(partial(setting, job), sharing))],
