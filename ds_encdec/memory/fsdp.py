@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from math import prod
 
 from ds_encdec.config.shares import mesh_shape
-from ds_encdec.memory.breakdown import Breakdown, EngineMemory, HostBreakdown
+from ds_encdec.memory.breakdown import Breakdown, EngineMemory, HostBreakdown, power_of_two
 from ds_encdec.memory.job import Job
-from ds_encdec.memory.zero_settings import power_of_two
 
 _FLOAT32 = 4
 """Bytes of a number in shards, moments and reduced gradients."""

@@ -20,7 +20,7 @@ from ds_encdec.memory.job import Job
 from ds_encdec.memory.model_sizes import Sizes, run_sizes
 from ds_encdec.memory.planned import contradictions, indivisible, planned_job
 from ds_encdec.memory.variants import Room
-from ds_encdec.memory.zero_settings import not_estimated
+from ds_encdec.memory.zero import not_estimated
 from ds_encdec.types import ConfigError
 
 Found = TypeVar("Found")
