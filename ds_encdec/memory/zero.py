@@ -264,14 +264,15 @@ def _partitioned(s: _Settings) -> EngineMemory:
     accumulates_whole, accumulates_parts = (s.accumulates and s.stage == stage for stage in (1, 2))
 
     def partitions(is_filled: bool) -> float:
-        """It comes with the first reduction and stays; not compact, each micro-batch makes one of its own.
+        """Return the bytes of the partition, which comes with the first reduction and stays.
 
-        These are grads_in_partition, beside all_grad_tensors of the earlier micro-batches.
+        Where it is not compact, each micro-batch makes one of its own: grads_in_partition, beside all_grad_tensors of
+        the earlier ones.
         """
         return s.kept * min(is_filled + accumulates_parts, 1 if s.is_compact else 2)
 
     def reducing(gradients: float, largest: int, *, adds: bool) -> Breakdown:
-        """A bucket's slices, put together to be reduced; of a parameter larger than a bucket, all of it.
+        """Add a bucket's slices, put together to be reduced; of a parameter larger than a bucket, all of it.
 
         With offload such a gradient is cloned before (reduce_independent_p_g_buckets_and_remove_grads): no more than
         this. `adds`: one parameter's is there in the dtype of the partition, too: _add_to_grad_partition_buffer.
@@ -387,17 +388,22 @@ def _scattering(s: _Settings, elements: int, *, alone: bool) -> float:
 
 
 def _host(s: _Settings) -> HostBreakdown:
-    """What is offloaded; and copies that a background save is written from, as the mean of the first node's ranks."""
-    on_gpu, on_node, training = s.job.device != "cpu", s.job.ranks_per_node, s.job.config.training
+    """Return what is offloaded, and the copies that a background save is written from.
+
+    Of those it is the mean of the first node's ranks (engine/zero_files.py). Rank 0 saves the weights; of stage 3 each
+    rank only the frozen ones, which the optimizer does not have (FROZEN_PARAM_FRAGMENTS). Ranks save their optimizers'
+    states, the first one's alone where all have them whole.
+    """
+    on_gpu, on_node, infra = s.job.device != "cpu", s.job.ranks_per_node, s.job.config.infra
     states = parameters = save = 0.0
     if s.offloads_optimizer:
-        # Stage 3: fp32_partitioned_groups_flat[i].grad and grad_partitions_flat_buffer. Else of
-        # single_partition_of_fp32_groups .grad and itself, param_buffer_of_bit16_for_cpu_offload_groups, and
+        # fp32_partitioned_groups_flat[i].grad and grad_partitions_flat_buffer; of stages 1 and 2
+        # single_partition_of_fp32_groups and their .grad, param_buffer_of_bit16_for_cpu_offload_groups, and
         # temp_grad_buffer_for_cpu_offload.
-        own = (s.accumulation,) if s.stage == 3 else (s.master, s.weight)
-        pinned = [each * s.partition for each in (s.master, *own)] + [s.weight * s.largest] * (s.stage < 3)
-        # torch rounds pinned buffers up to a power of two
-        states = sum(map(power_of_two if s.pins_optimizer else float, pinned))
+        buffers = [s.master * s.partition, s.accumulation * s.partition]
+        if s.stage < 3:
+            buffers = [*2 * [s.master * s.partition], s.weight * s.partition, s.weight * s.largest]
+        states = sum(map(power_of_two if s.pins_optimizer else float, buffers))
         states += (2 * s.moment + s.master * (s.stage == 3)) * s.partition
         if s.stage == 2 and s.accumulates and not s.is_compact and s.master == 4:
             # accumulated_grads_in_cpu: one buffer for each parameter that the partition touches
@@ -405,14 +411,11 @@ def _host(s: _Settings) -> HostBreakdown:
     if s.offloads_parameters:
         # param_groups_fp16_flat_cpu_memory: pinned whatever the configuration says
         parameters = (power_of_two if on_gpu else float)(s.weight * s.weight_partition)
-    if training.async_save:  # engine/zero_files.py
-        copied = power_of_two if s.job.config.infra.pin_memory and on_gpu else float
-        # Rank 0 saves the weights; of stage 3 each rank only the frozen ones, which the optimizer does not have:
-        # FROZEN_PARAM_FRAGMENTS. Ranks save the states of their optimizer, which all have alike where it is whole.
-        tensors = [each * s.states for each in (s.master, s.moment, s.moment)]
-        frozen, weights = (
-            (s.weight * (s.weight_partition - s.partition), 0) if s.stage == 3 else (0, s.weight * s.parameters)
-        )
-        ranks = min(s.job.world_size, on_node) if s.stage else 1
-        save = (copied(weights) + ranks * sum(map(copied, (*tensors, frozen)))) / on_node
+    if s.job.config.training.async_save:
+        weights, frozen = s.weight * s.parameters, 0
+        if s.stage == 3:
+            weights, frozen = 0, s.weight * (s.weight_partition - s.partition)
+        copied = power_of_two if infra.pin_memory and on_gpu else float
+        each = sum(map(copied, (s.master * s.states, s.moment * s.states, s.moment * s.states, frozen)))
+        save = (copied(weights) + each * (min(s.job.world_size, on_node) if s.stage else 1)) / on_node
     return HostBreakdown(states=states, parameters=parameters, save=save)
