@@ -37,6 +37,7 @@ from ds_encdec.engine.ds_json import render_deepspeed_json
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine, join_ranks
 from ds_encdec.engines import ENGINES, load
+from ds_encdec.gpus import peak_flops
 from ds_encdec.launch.atomic_files import write_atomically
 from ds_encdec.launch.context import RunContext
 from ds_encdec.launch.disk import Writing
@@ -51,7 +52,6 @@ from ds_encdec.memory.out_of_memory import out_of_memory_explained
 from ds_encdec.model.parameter_count import count_parameters, training_flops
 from ds_encdec.monitor.events import EventLog
 from ds_encdec.monitor.monitor import TrainingMonitor
-from ds_encdec.monitor.performance import peak_flops
 from ds_encdec.monitor.recorder import Recorder
 from ds_encdec.monitor.sinks import open_sinks
 from ds_encdec.resume import load_engine, refuse_other_model, restore_data

@@ -29,7 +29,7 @@ LAYERS = (
     ("checkpoint", "evaluate", "run_model"),
     ("memory",),
     ("data", "engine", "monitor"),
-    ("model", "tokenizer", "optim"),
+    ("model", "tokenizer", "optim", "gpus"),
     ("launch", "config"),
     ("engines", "types"),
     ("denoisers", "source_kinds"),

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_encdec.engines import ENGINES, EngineName
+from ds_encdec.gpus import Gpu
 from ds_encdec.memory.breakdown import CATEGORIES, Breakdown
 from ds_encdec.memory.estimate import estimate
-from ds_encdec.memory.gpus import Gpu
 from ds_encdec.memory.job import Job
 from ds_encdec.memory.variants import (
     HEADROOM,

@@ -12,10 +12,10 @@ from typing import TypeVar
 from ds_encdec.config.batch_size import is_auto, micro_batch_candidates, with_micro_batch_size
 from ds_encdec.config.load import find_shipped, load_config
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.gpus import Gpu, parse_bytes, parse_gpu
 from ds_encdec.memory.answer import runs_on
 from ds_encdec.memory.breakdown import GIB
 from ds_encdec.memory.estimate import estimate
-from ds_encdec.memory.gpus import Gpu, parse_bytes, parse_gpu
 from ds_encdec.memory.job import Job
 from ds_encdec.memory.model_sizes import Sizes, run_sizes
 from ds_encdec.memory.planned import contradictions, indivisible, planned_job
