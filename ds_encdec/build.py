@@ -47,8 +47,7 @@ from ds_encdec.launch.process_group import shutdown
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.launch.run_status import ending_recorded, named_error, record
 from ds_encdec.launch.world import World, discover
-from ds_encdec.memory.expected import ExpectedMemory, estimate_run
-from ds_encdec.memory.out_of_memory import out_of_memory_explained
+from ds_encdec.memory.expected import ExpectedMemory, estimate_run, out_of_memory_explained
 from ds_encdec.model.parameter_count import count_parameters, training_flops
 from ds_encdec.monitor.events import EventLog
 from ds_encdec.monitor.monitor import TrainingMonitor

@@ -272,7 +272,7 @@ def _rate(options: argparse.Namespace) -> float | None:
 
 
 def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    from ds_encdec.memory.planned import contradictions
+    from ds_encdec.memory.question import contradictions
     from ds_encdec.phases import plan_phases
     from ds_encdec.plan import describe_plan, plan_run
 
