@@ -23,8 +23,7 @@ from ds_encdec.config.batch_size import is_auto, micro_batch_candidates, with_mi
 from ds_encdec.config.load import load_saved
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engines import load
-from ds_encdec.launch.context import RunContext
-from ds_encdec.launch.host_collectives import HostCollectives, attempt
+from ds_encdec.launch.host_collectives import HostCollectives, RunContext, attempt
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.memory.device_stats import device_capacity
 from ds_encdec.memory.estimate import estimate
