@@ -230,7 +230,8 @@ def attend_by_document(q: Tensor, k: Tensor, v: Tensor, segments: Segments, caus
     *documents, tail = zip(queries, keys, values, strict=True)
     out = [_attend_one(*document, causal) for document in documents if len(document[0])]
     if segments.query_tail:
-        row = _attend_one(*(x[:1] for x in tail), causal=False)
+        query, key, value = (x[:1] for x in tail)
+        row = _attend_one(query, key, value, causal=False)
         out.append((row * 0.0).expand(segments.query_tail, -1, -1))
     return torch.cat(out) if out else q
 
@@ -283,8 +284,9 @@ def _attend_one(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     mask = None
     if causal and len(q) != len(k):
         mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(len(k) - len(q))
-    operands = (x[None].to(product_dtype(q)) for x in (q, k, v))
-    return _masked_attention(*operands, mask, is_causal=causal and mask is None)[0].to(q.dtype)
+    dtype, multiply_in = q.dtype, product_dtype(q)
+    q, k, v = (x[None].to(multiply_in) for x in (q, k, v))
+    return _masked_attention(q, k, v, mask, is_causal=causal and mask is None)[0].to(dtype)
 
 
 def _masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool = False) -> Tensor:
