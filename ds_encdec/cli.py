@@ -318,7 +318,7 @@ def _export(options: argparse.Namespace, _: Sequence[str]) -> None:
 
 
 def _average(options: argparse.Namespace, _: Sequence[str]) -> None:
-    from ds_encdec.checkpoint.average import average_checkpoints
+    from ds_encdec.checkpoint.export import average_checkpoints
     from ds_encdec.launch.run_folder import RunFolder
 
     run = RunFolder(str(options.run_folder))

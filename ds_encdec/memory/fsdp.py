@@ -216,7 +216,7 @@ def _host(s: _Sharding) -> HostBreakdown:
     plain = sum(num_bytes * times for num_bytes, times in shards)
     # .pin_memory() of the shards, and .to("cpu", non_blocking=True) of the gradients: each a buffer of its own.
     held = sum(power_of_two(num_bytes) * times for num_bytes, times in shards) if pins else plain
-    # engine/fsdp_state.py: weights and both moments, each copied by one of the replicas (the mean of them), also where
+    # engine/fsdp2.py: weights and both moments, each copied by one of the replicas (the mean of them), also where
     # the run waits for the save (training.async_save=false).
     save = 3 * held / s.replicas
     if not s.offloads:

@@ -361,7 +361,7 @@ def _optimizer_tensors(s: ZeroSettings) -> tuple[float, ...]:
 
 
 def _saved(s: ZeroSettings, weights: float, tensors: tuple[float, ...], *, ranks: int) -> float:
-    """Copies that a background save is written from (engine/zero_files.py), as the mean of the first node's ranks.
+    """Copies that a background save is written from (engine/deepspeed_zero.py), as the mean of the first node's ranks.
 
     Rank 0 saves the `weights`, and each of the first `ranks` ranks its optimizer's `tensors`.
     """

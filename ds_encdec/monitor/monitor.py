@@ -16,7 +16,7 @@ from ds_encdec.config.schema import FullConfig, MonitorConfig
 from ds_encdec.monitor.events import make_alert
 from ds_encdec.monitor.metrics import MetricWindow
 from ds_encdec.monitor.metrics_file import strict_json
-from ds_encdec.optim.schedules import learning_rate
+from ds_encdec.optim import learning_rate
 
 MAX_LOSS_SPIKES = 5
 """Loss spikes that a phase may have and still pass."""
