@@ -30,10 +30,8 @@ from typing import TYPE_CHECKING
 from ds_encdec.checkpoint.manifest import MANIFEST, FileRecord, Manifest, record_file, verify_checkpoint
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.protocol import EngineRecord, StagedSave, read_record
-from ds_encdec.launch.atomic_files import flush_folder, flush_tree, unused_path
-from ds_encdec.launch.disk import DiskRefusedError, Writing, free_bytes
-from ds_encdec.memory.checkpoint_size import checkpoint_bytes, checkpoints_at_once
-from ds_encdec.memory.job import Job
+from ds_encdec.launch.disk import DiskRefusedError, Writing, flush_folder, free_bytes, unused_path
+from ds_encdec.memory.job import Job, checkpoint_bytes, checkpoints_at_once
 from ds_encdec.types import CheckpointError
 
 if TYPE_CHECKING:  # it imports torch, which a report of a run does without
@@ -120,7 +118,8 @@ def written_whole(
         collectives.on_rank_zero(told) if collectives is not None else told()
 
     def commit() -> None:
-        flush_tree(unfinished(out))  # a network's file system may refuse only now
+        for path in (unfinished(out), *unfinished(out).rglob("*")):
+            flush_folder(path)  # a network's file system may refuse only now
         replaced = name_it(out)
         flush_folder(out.absolute().parent)
         delete(replaced)

@@ -55,8 +55,7 @@ from ds_encdec.engine.deepspeed_private import (
 from ds_encdec.engine.ds_json import accumulates_in_bf16, run_json
 from ds_encdec.engine.protocol import TAG, EngineRecord, StagedSave, Veto, write_record
 from ds_encdec.engine.sharded_engine import Shard, ShardedEngine, assert_ties, compute_dtype, full_shape
-from ds_encdec.launch.context import RunContext
-from ds_encdec.launch.host_collectives import attempt
+from ds_encdec.launch.host_collectives import RunContext, attempt
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM

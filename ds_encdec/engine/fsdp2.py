@@ -57,8 +57,8 @@ from ds_encdec.config.schema import FullConfig, InfraConfig, TrainingConfig
 from ds_encdec.config.shares import mesh_shape
 from ds_encdec.engine.protocol import DCP_FOLDER, EngineRecord, Piece, StagedSave, Veto, write_record
 from ds_encdec.engine.sharded_engine import Shard, ShardedEngine, compute_dtype
-from ds_encdec.launch.context import RunContext
 from ds_encdec.launch.disk import disk_error
+from ds_encdec.launch.host_collectives import RunContext
 from ds_encdec.launch.memory_errors import is_out_of_memory, out_of_memory
 from ds_encdec.launch.world import World
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ds_encdec.config.schema import FullConfig, TrainingConfig
 from ds_encdec.engine.protocol import EngineRecord, Piece
-from ds_encdec.launch.context import RunContext
+from ds_encdec.launch.host_collectives import RunContext
 from ds_encdec.model.attention import PackedLayout
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.optim import parameter_groups

@@ -16,7 +16,7 @@ from io import SEEK_END, FileIO
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
-from ds_encdec.launch.atomic_files import write_atomically
+from ds_encdec.launch.disk import write_atomically
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.types import DataError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ds_encdec.launch.atomic_files import write_atomically
+from ds_encdec.launch.disk import write_atomically
 from ds_encdec.report.charts import charts_of
 from ds_encdec.report.compare import compare_runs
 from ds_encdec.report.page import render
