@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Verb = Callable[[argparse.Namespace, Sequence[str]], int | None]
 """Does what its options and overrides say; its exit code is 0 where it returns None."""
 Arguments = dict[str, dict[str, Any]]
-"""What argparse is given for each argument, by its names (between blanks). `only_one`: of those that have it."""
+"""Keywords of argparse for each argument, by its names (separated by blanks); at most one with `only_one` may be given."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -221,7 +221,7 @@ def _export(options: argparse.Namespace, _: Sequence[str]) -> None:
 
 
 def _average(options: argparse.Namespace, _: Sequence[str]) -> None:
-    from ds_encdec.checkpoint.average import average_checkpoints
+    from ds_encdec.checkpoint.export import average_checkpoints
     from ds_encdec.launch.run_folder import RunFolder
 
     run = RunFolder(str(options.run_folder))
@@ -403,7 +403,7 @@ VERBS: dict[str, tuple[Verb, bool, str]] = {
     "report": (_report, False, "write one page with pictures about a run, or a pipeline of phases"),
     "generate": (_generate, False, "fill sentinels in a text, or continue it"),
 }
-"""What each verb runs, whether settings may follow its arguments, and its summary."""
+"""For each verb: the function that runs it, whether settings may follow its arguments, and its summary."""
 
 
 if __name__ == "__main__":
