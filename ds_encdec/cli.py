@@ -208,7 +208,7 @@ def _inspect_data(options: argparse.Namespace, overrides: Sequence[str]) -> None
 
 
 def _init_model(options: argparse.Namespace, _: Sequence[str]) -> None:
-    from ds_encdec.init_model import init_model
+    from ds_encdec.model_folders import init_model
 
     print(init_model(options.source, options.out, options.num_sentinel_tokens, seed=options.seed))
 
@@ -270,7 +270,7 @@ def _sanity_check(options: argparse.Namespace, overrides: Sequence[str]) -> None
 
 
 def _generate(options: argparse.Namespace, _: Sequence[str]) -> None:
-    from ds_encdec.generate import generate_text
+    from ds_encdec.model_folders import generate_text
 
     how = {name: getattr(options, name) for name in ("max_new_tokens", "num_beams", "temperature", "seed")}
     print(generate_text(options.model, options.text, **how))
