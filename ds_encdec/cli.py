@@ -115,8 +115,8 @@ def _load(options: argparse.Namespace, overrides: Sequence[str]) -> FullConfig:
 
 
 def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    from ds_encdec.config.errors import show
     from ds_encdec.config.load import check_config, find_shipped
+    from ds_encdec.config.settings import show
 
     path, overrides = options.config, list(overrides)
     if path is not None and "=" in str(path):  # an override in the place of the file

@@ -13,14 +13,14 @@ import logging
 import re
 from bisect import bisect_right
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ds_encdec.config.deepspeed_keys import IGNORED, PASSED_ON, SCHEMA_FIELDS, check_keys
-from ds_encdec.config.errors import Mention, Problem, show
 from ds_encdec.config.plain_files import JSON_TOKEN, MAX_NODES, TooMuchError, bound_json
-from ds_encdec.config.settings import LONGEST_NAME, Settings, join, whole_number
+from ds_encdec.config.settings import LONGEST_NAME, Mention, Problem, Settings, join, show, whole_number
 from ds_encdec.config.validation import default_of, mention, wrong_value
 from ds_encdec.config.yaml_text import file_problem, read_text
 
@@ -197,7 +197,7 @@ class _Merger:
 
     def merged(self) -> Settings:
         """The settings, with every claim put in where nothing was set; where something was, the two must agree."""
-        result = self.settings.copy()
+        result = deepcopy(self.settings)
         for claim in self.claims.values():
             present = self.settings.get(claim.field)
             if present is not None and not self._agree(present, claim):

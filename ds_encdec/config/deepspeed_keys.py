@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ds_encdec.config.errors import show, unknown_key
+from ds_encdec.config.settings import show, unknown_key
 
 _SNAPSHOT: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text())
 _BLOCKS_WITH_CLASS: dict[str, dict[str, str]] = _SNAPSHOT["blocks"]

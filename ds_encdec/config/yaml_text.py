@@ -13,9 +13,18 @@ from typing import Any, NoReturn
 
 import yaml
 
-from ds_encdec.config.errors import COMMAND_LINE, Mention, Problem, show
 from ds_encdec.config.plain_files import MAX_CONFIG_BYTES, MAX_DEPTH, MAX_NODES, read_plain
-from ds_encdec.config.settings import Settings, Unreadable, is_name, join, whole_number
+from ds_encdec.config.settings import (
+    COMMAND_LINE,
+    Mention,
+    Problem,
+    Settings,
+    Unreadable,
+    is_name,
+    join,
+    show,
+    whole_number,
+)
 
 _IMPLICIT_TYPES = (
     ("tag:yaml.org,2002:bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),

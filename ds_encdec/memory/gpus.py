@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ds_encdec.config.errors import closest
+from ds_encdec.config.settings import closest
 from ds_encdec.memory.breakdown import GIB
 from ds_encdec.types import ConfigError
 
