@@ -35,7 +35,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.initialization import no_init_weights
 
-from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine import fsdp2
 from ds_encdec.engine.forward import compute_dtype, packed_forward
 from ds_encdec.engines import ENGINES, load
@@ -114,9 +113,11 @@ def fsdp_step(job: Job) -> StorageLog[Category]:
 
     That works in place: beside its states it holds no more than the gradients.
     """
-    config, local_ranks = _traceable_config(job), min(job.ranks_per_node, job.world_size)
-    num_nodes = -(-job.world_size // local_ranks)
-    world = World(0, 0, job.world_size, local_ranks, 0, num_nodes, "localhost", 0, "trace")
+    # Without what needs real memory: addresses, and kernels to be compiled.
+    training = job.config.training.model_copy(update={"activation_offload": False, "torch_compile": False})
+    config = job.config.model_copy(update={"training": training})
+    local_ranks = min(job.ranks_per_node, job.world_size)
+    world = World(0, 0, job.world_size, local_ranks, 0, -(-job.world_size // local_ranks), "localhost", 0, "trace")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=job.world_size)
     try:
         mesh = fsdp2.make_mesh(config.infra, world, _DEVICE)  # made of real tensors, whose values it reads
@@ -145,7 +146,7 @@ def fsdp_step(job: Job) -> StorageLog[Category]:
 
 def watched_pass(job: Job, *, backward: bool = True) -> StorageLog[Category]:
     """The log of one micro-batch's pass through a model that is not sharded: forward, and `backward` unless False."""
-    training = _traceable_config(job).training
+    training = job.config.training
     with FakeTensorMode(), as_on_device(job), no_init_weights(), torch.set_grad_enabled(backward):
         model = Qwen3ForSeq2SeqLM._from_config(_model_config(job), dtype=compute_dtype(training))
         apply_activation_checkpointing(
@@ -163,12 +164,6 @@ def watched_pass(job: Job, *, backward: bool = True) -> StorageLog[Category]:
                 watch.now_in(part="backward pass")
                 loss_sum.total.backward()
     return watch.log
-
-
-def _traceable_config(job: Job) -> FullConfig:
-    """Without what needs real memory: addresses, and kernels to be compiled."""
-    training = job.config.training.model_copy(update={"activation_offload": False, "torch_compile": False})
-    return job.config.model_copy(update={"training": training})
 
 
 def _model_config(job: Job) -> Qwen3Seq2SeqConfig:
