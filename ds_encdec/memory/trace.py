@@ -38,8 +38,7 @@ from transformers.initialization import no_init_weights
 from ds_encdec.engine import fsdp2
 from ds_encdec.engine.forward import compute_dtype, packed_forward
 from ds_encdec.engines import ENGINES, load
-from ds_encdec.launch.context import RunContext
-from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import World
 from ds_encdec.memory.breakdown import Breakdown
 from ds_encdec.memory.job import Job
