@@ -30,10 +30,8 @@ from .configuration import Qwen3EncoderConfig, Qwen3Seq2SeqConfig
 from .loss import IGNORE_INDEX, linear_cross_entropy
 from .precision import Linear
 
-Rotary = tuple[Tensor, Tensor]
-"""Cosines and sines, [..., tokens, 1, head_dim], in the dtype of the states."""
-Cache: TypeAlias = EncoderDecoderCache | None
-"""Keys and values of a generation so far; None in training."""
+Rotary = tuple[Tensor, Tensor]  # cosines and sines, [..., tokens, 1, head_dim], in the dtype of the states
+Cache: TypeAlias = EncoderDecoderCache | None  # keys and values of a generation so far; None in training
 
 
 def rotary_tables(positions: Tensor, config: Qwen3Seq2SeqConfig, dtype: torch.dtype) -> Rotary:

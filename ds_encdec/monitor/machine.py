@@ -27,8 +27,7 @@ from ds_encdec.monitor.performance import Lap
 
 PERSISTENT_INTERVALS = 3
 """Logging intervals in a row in which anything but memory must be seen to be an alert: one is noise."""
-MIN_THROUGHPUT_VALUES = 5
-"""Intervals that must be in the throughput window before a drop can be seen."""
+MIN_THROUGHPUT_VALUES = 5  # intervals that must be in the throughput window before a drop can be seen
 MEMORY_BASELINE_INTERVALS = range(2, 5)
 """Intervals of this process, and then after its first save, whose largest memory is the baseline: what is allocated
 late belongs to it."""
@@ -115,8 +114,9 @@ class MachineWatch:
     def __init__(self, settings: MonitorConfig) -> None:
         self._settings = settings
         self._intervals = 0
-        # Tokens per second and rank: comparable with what it was before a resume on more or fewer ranks.
-        self._throughput = MetricWindow(settings.window_size)
+        # Tokens per second and rank: comparable with what it was before a resume on more or fewer ranks. It is saved;
+        # memory and streaks are this process's own, and start anew.
+        self.throughput = MetricWindow(settings.window_size)
         self._streaks: dict[tuple[str, int], int] = {}
         self._memory_intervals = 0
         self._memory_levels: dict[str, list[float]] = {}
@@ -157,14 +157,6 @@ class MachineWatch:
             metrics |= {"health/latest_rank": latest, "health/latest_rank_late_frac": lateness}
         return metrics
 
-    def state_dict(self) -> dict[str, Any]:
-        """The throughput window, strictly JSON-able. Memory and streaks are this process's own, and start anew."""
-        return {"throughput": self._throughput.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` gave. For a resume; a rollback changes nothing about the machines."""
-        self._throughput.load_state_dict(state["throughput"])
-
     def _judge_persistent(self, step: int, rank_stats: Sequence[RankStats], speed: float) -> list[dict[str, Any]]:
         """Alerts of what has now been beyond its threshold in `PERSISTENT_INTERVALS` intervals in a row.
 
@@ -200,9 +192,9 @@ class MachineWatch:
         """The mean of the window before this interval; 0 while there are too few values to compare `speed` with."""
         if self._intervals == 1 or math.isnan(speed):
             return 0.0
-        usual = self._throughput.mean if len(self._throughput) >= MIN_THROUGHPUT_VALUES else 0.0
+        usual = self.throughput.mean if len(self.throughput) >= MIN_THROUGHPUT_VALUES else 0.0
         # A low value counts like any other: a speed that stays becomes the one to be compared with.
-        self._throughput.add(speed)
+        self.throughput.add(speed)
         return usual
 
     def _judge_memory(self, step: int, place: str, now: Sequence[float]) -> list[dict[str, Any]]:

@@ -24,16 +24,14 @@ from ds_encdec.types import Batch, LossSum, StepResult, TrainingState
 
 logger = logging.getLogger(__name__)
 
-BatchFlops = Callable[[Batch], float]
-"""Model FLOPs, forward and backward without recomputation, of one micro-batch."""
+BatchFlops = Callable[[Batch], float]  # Model FLOPs, forward and backward without recomputation, of one micro-batch
 
 
 STEPS_TO_HELD = 2
 """The step of a process in which the engine's tensors are counted, before it is made: the first one has made them all.
 """
 
-Alert = Mapping[str, Any]
-"""An alert of `events.make_alert`."""
+Alert = Mapping[str, Any]  # see `make_alert`
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,14 +178,14 @@ class Recorder:
         return {
             "steps": self._steps.state_dict(),
             "monitor": self.monitor.state_dict(),
-            "machine": self.machine.state_dict(),
+            "machine": {"throughput": self.machine.throughput.state_dict()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken."""
+        """Continue where `state_dict` was taken: a resume. (A rollback changes nothing about the machines.)"""
         self._load(state)
         self.monitor.load_state_dict(state["monitor"])
-        self.machine.load_state_dict(state["machine"])
+        self.machine.throughput.load_state_dict(state["machine"]["throughput"])
 
     def close(self, exit_code: int, reason: str = "") -> None:
         """Write into the events why the run ended, if not at its end; flush and close the sinks."""
