@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeGuard
 
 from ds_encdec.config.schema import MonitorConfig
-from ds_encdec.launch.atomic_files import write_atomically
+from ds_encdec.launch.disk import write_atomically
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.types import DataError
 
