@@ -142,9 +142,8 @@ class _Search:
     def _needed_bytes(self, size: int) -> float:
         """Bytes that a rank needs on its device; on a CPU, which is the host, with its share of the host's memory."""
         expected = self._expected(size)
-        if self._context.device.type == "cuda":
-            return expected.estimate.peak.total
-        return expected.node_bytes / expected.job.ranks_per_node
+        on_gpu = self._context.device.type == "cuda"
+        return expected.estimate.peak.total if on_gpu else expected.node_bytes / expected.job.ranks_per_node
 
     def _try(self, size: int) -> Outcome:
         """Probe `size` on all ranks, which wait for each other; once it has failed on one, the others' are ended."""

@@ -215,8 +215,8 @@ class Qwen3Decoder(Qwen3Stack):
         self, inputs_embeds: Tensor, encoder_states: Tensor, *, layout: Layout, past_key_values: Cache = None
     ) -> Tensor:
         """[..., Td, hidden] embeddings and [..., Te, hidden] encoder states → [..., Td, hidden] states."""
-        shared = {"layout": layout, "past_key_values": past_key_values}
-        return self._run(inputs_embeds, encoder_states, positions=layout.decoder_positions, **shared)
+        positions, past = layout.decoder_positions, past_key_values
+        return self._run(inputs_embeds, encoder_states, positions=positions, layout=layout, past_key_values=past)
 
 
 class LanguageModelHead(Linear):

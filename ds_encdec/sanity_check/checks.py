@@ -104,8 +104,7 @@ class Subject:
 
     def __init__(self, config: FullConfig, context: RunContext) -> None:
         self.config, self.context, self.device = config, context, context.device
-        self.opened = ExitStack()
-        """Ends what runs."""
+        self.opened = ExitStack()  # ends what runs
 
     def forget_plain_model(self) -> None:
         """Make room for the engine's."""
