@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 EngineName = Literal["deepspeed", "fsdp"]
+DistributedType = Literal[EngineName, "ddp", "auto"]
+"""The values of `infra.distributed_type`: an engine's name, or another word of its row, or the choice of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +25,13 @@ class EngineSpec:
     `state_format`: `format` in its checkpoints' engine.json. `converted_as`: the sharding stages instead of which
     `ds-encdec convert` writes another one.
 
-    Dotted names, with what they are called with: `lacks` (configuration → conflicts), `check` (configuration, World,
-    device; raises ConfigError for what these ranks cannot do, before they meet), `join` (World, device, timeout, store;
-    makes the default process group), `compile_optimizer` (configuration; compiles what takes minutes, once on a
-    machine), `build` (configuration, RunContext, the model's configuration, weights, accumulation → Engine),
-    `run_files` (name of a JSON file in the run's folder → configuration, World, device, accumulation → its content),
-    `state_reader` (checkpoint folder → SavedState), `memory` (Job → Breakdown), `launcher` (number of ranks → the words
-    that start them on this machine).
+    Dotted names, with what they are called with: `lacks` (configuration → `Rules`, broken by what it cannot do),
+    `check` (configuration, World, device; raises ConfigError for what these ranks cannot do, before they meet), `join`
+    (World, device, timeout, store; makes the default process group), `compile_optimizer` (configuration; compiles what
+    takes minutes, once on a machine), `build` (configuration, RunContext, the model's configuration, weights,
+    accumulation → Engine), `run_files` (name of a JSON file in the run's folder → configuration, World, device,
+    accumulation → its content), `state_reader` (checkpoint folder → SavedState), `memory` (Job → Breakdown), `launcher`
+    (number of ranks → the words that start them on this machine).
 
     What the memory estimate asks: `trace` (Job → StorageLog of a step of the engine itself, or None where only its
     activations can be traced), `reduction_field` (the field that makes it reduce after every micro-batch, where that

@@ -19,8 +19,7 @@ from ds_encdec.config.load import load_config
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.select import create_engine, resolve_engine
 from ds_encdec.engines import STATE_FORMATS, EngineSpec
-from ds_encdec.launch.context import RunContext
-from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
 from ds_encdec.launch.world import discover
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig

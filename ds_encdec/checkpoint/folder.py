@@ -25,10 +25,8 @@ from ds_encdec.checkpoint.manifest import MANIFEST, Manifest, verify_checkpoint
 from ds_encdec.checkpoint.whole_folder import clear_leftovers, delete, name_it
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.record import EngineRecord, read_record
-from ds_encdec.launch.atomic_files import flush_folder, unused_path
-from ds_encdec.launch.disk import DiskRefusedError, free_bytes
-from ds_encdec.memory.checkpoint_size import checkpoint_bytes, checkpoints_at_once
-from ds_encdec.memory.job import Job
+from ds_encdec.launch.disk import DiskRefusedError, flush_folder, free_bytes, unused_path
+from ds_encdec.memory.job import Job, checkpoint_bytes, checkpoints_at_once
 from ds_encdec.types import CheckpointError
 
 logger = logging.getLogger(__name__)

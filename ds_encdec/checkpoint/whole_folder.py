@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_encdec.launch.atomic_files import flush_folder, flush_tree
-from ds_encdec.launch.disk import Writing
+from ds_encdec.launch.disk import Writing, flush_folder
 from ds_encdec.types import CheckpointError
 
 if TYPE_CHECKING:  # it imports torch, which a report of a run does without
@@ -96,7 +95,8 @@ def written_whole(
         collectives.on_rank_zero(told) if collectives is not None else told()
 
     def commit() -> None:
-        flush_tree(unfinished(out))  # a network's file system may refuse only now
+        for path in (unfinished(out), *unfinished(out).rglob("*")):
+            flush_folder(path)  # a network's file system may refuse only now
         replaced = name_it(out)
         flush_folder(out.absolute().parent)
         delete(replaced)

@@ -20,8 +20,8 @@ MOST_SHOWN = 100
 """Problems that a report lists."""
 
 
-Rules = Iterator[tuple[object, str | tuple[str, ...], str]]
-"""For each rule, whether it is broken, the fields it is about (in a string, between blanks), and what is allowed."""
+Rules = dict[str, object]
+"""Rules by their text, "FIELDS: what is allowed" (dotted names, between blanks): true for one that is broken."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,8 @@ class Conflict:
 
 def broken(rules: Rules, at: str = "") -> Iterator[Conflict]:
     """Yield those of the `rules` that are broken. `at`: the dotted path of the section that they are about."""
-    for is_broken, fields, message in rules:
-        if is_broken:
-            names = fields.split() if isinstance(fields, str) else fields
-            yield Conflict(tuple(join(at, name) for name in names), message)
+    for fields, _, message in (text.partition(": ") for text, is_broken in rules.items() if is_broken):
+        yield Conflict(tuple(join(at, name) for name in fields.split()), message)
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from ds_encdec.config.errors import DEFAULT, Conflict, Mention, Problem, closest, show, unknown_key
-from ds_encdec.config.rules import find_conflicts
-from ds_encdec.config.sections import Sections, fields
+from ds_encdec.config.rules import Sections, fields, find_conflicts
 from ds_encdec.config.settings import Settings, join
 
 _EXPECTED = {

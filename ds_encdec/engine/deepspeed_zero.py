@@ -41,8 +41,7 @@ from ds_encdec.engine.protocol import StagedSave, Veto
 from ds_encdec.engine.sharded_engine import Shard, ShardedEngine, assert_ties, full_shape
 from ds_encdec.engine.step_gate import step_gate
 from ds_encdec.engine.zero_files import HostBuffers, StagingArea, collect, staged_save
-from ds_encdec.launch.context import RunContext
-from ds_encdec.launch.host_collectives import attempt
+from ds_encdec.launch.host_collectives import RunContext, attempt
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM

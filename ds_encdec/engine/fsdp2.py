@@ -42,7 +42,7 @@ from ds_encdec.engine.forward import backward_seed, compute_dtype
 from ds_encdec.engine.fsdp_state import HostCopies, StateWriter, keys_to_write, state_tensors
 from ds_encdec.engine.protocol import StagedSave, Veto
 from ds_encdec.engine.sharded_engine import Piece, Shard, ShardedEngine
-from ds_encdec.launch.context import RunContext
+from ds_encdec.launch.host_collectives import RunContext
 from ds_encdec.launch.world import World
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig

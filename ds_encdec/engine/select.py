@@ -14,8 +14,7 @@ from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.shares import mesh_shape
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engines import ENGINES, EngineName, EngineSpec, load
-from ds_encdec.launch.context import RunContext
-from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.process_group import choose_device, init_process_group
 from ds_encdec.launch.world import World
 from ds_encdec.types import ConfigError, WeightSource

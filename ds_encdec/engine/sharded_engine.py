@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.forward import packed_forward
 from ds_encdec.engine.record import EngineRecord
-from ds_encdec.launch.context import RunContext
+from ds_encdec.launch.host_collectives import RunContext
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.optim.param_groups import parameter_groups
 from ds_encdec.types import MOMENTS, Batch, CheckpointError, LossSum, SavedState

@@ -25,7 +25,7 @@ from ds_encdec.monitor.metrics_file import is_number, read_step_lines
 from ds_encdec.types import CheckpointError, ConfigError, DataError
 
 Entry = Mapping[str, Any]
-"""A line of `ledger.jsonl` (monitor/events.py) or a file of JSON: what others wrote, believed as little as possible."""
+"""A line of `ledger.jsonl` (monitor/metrics_file.py) or a file of JSON: believed as little as possible."""
 
 SMOOTHED_PART = 40
 """A smoothed value is the mean of at most this part of the curve's points: the whole divided by it."""

@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from ds_encdec.config.schema import PhasesConfig
-from ds_encdec.launch.atomic_files import write_atomically
+from ds_encdec.launch.disk import write_atomically
 from ds_encdec.report.charts import (
     COLOURS,
     EVAL_PLAN,

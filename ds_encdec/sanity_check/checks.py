@@ -41,7 +41,7 @@ from ds_encdec.data.ul2 import MIN_RAW_TOKENS, max_raw_length, reconstruct
 from ds_encdec.engine.forward import packed_forward
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine
-from ds_encdec.launch.context import RunContext
+from ds_encdec.launch.host_collectives import RunContext
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.parameter_count import count_parameters

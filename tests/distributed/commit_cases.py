@@ -18,8 +18,7 @@ from ds_encdec.checkpoint.manager import CheckpointManager
 from ds_encdec.checkpoint.manifest import verify_checkpoint
 from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.engine.select import create_engine, resolve_engine
-from ds_encdec.launch.context import RunContext
-from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import discover
 from ds_encdec.types import DataError, DsEncDecError, TrainingState
 

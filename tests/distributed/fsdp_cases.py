@@ -27,8 +27,7 @@ from ds_encdec.engine.fsdp2 import FSDP2Engine
 from ds_encdec.engine.fsdp_state import HostCopies
 from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.engine.select import create_engine, resolve_engine
-from ds_encdec.launch.context import RunContext
-from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import discover
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.types import CheckpointError, ConfigError, DsEncDecError, StateKind, WeightSource

@@ -61,8 +61,8 @@ class PlainEngine(TorchOracle):
         return {"weights": sum(parameter.nbytes for parameter in self._names)}
 
 
-def lacks_nothing(config: FullConfig) -> list[Any]:
-    return []
+def lacks_nothing(config: FullConfig) -> dict[str, Any]:
+    return {}
 
 
 ROW: dict[str, Any] = {
