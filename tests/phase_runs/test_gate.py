@@ -12,7 +12,7 @@ from finished_runs import finish_run
 
 from ds_encdec.config.load import load_config
 from ds_encdec.monitor.monitor import TrainingMonitor
-from ds_encdec.phase_runs.gate import judge
+from ds_encdec.phase_runs.run import judge
 from ds_encdec.phases import PlannedPhase, TrainingPhase, plan_phase
 from ds_encdec.types import CheckpointError
 
