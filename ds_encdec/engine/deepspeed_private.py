@@ -108,18 +108,18 @@ def adam_state(optimizer: torch.optim.Optimizer, weights: Tensor) -> dict[str, A
 
 def computing_parameters(engine: DeepSpeedEngine) -> Iterator[Any]:
     """The tensors that layers compute with: under stage 3 this rank's part (with hpZ its node's), and what is whole."""
-    for parameter in engine.module.parameters():
-        yield parameter
-        yield getattr(parameter, "ds_tensor", None)
-        yield getattr(parameter, "ds_secondary_tensor", None)
+    names = ("ds_tensor", "ds_secondary_tensor")
+    parts = (getattr(parameter, name, None) for parameter in engine.module.parameters() for name in names)
+    return chain(engine.module.parameters(), parts)
 
 
 def gradients(engine: DeepSpeedEngine, shards: Sequence[Shard]) -> Iterator[Any]:
     """The gradients that there are now, as tensors, containers of them, or None: of parameters, and of `shards`."""
-    for parameter in engine.module.parameters():
-        yield from (getattr(parameter, name, None) for name in _GRADIENTS_OF_PARAMETER)
-    yield from (shard.weights.grad for shard in shards)
-    yield from (getattr(engine.optimizer, name, None) for name in _GRADIENTS_OF_OPTIMIZER)
+    return chain(
+        (getattr(one, name, None) for one in engine.module.parameters() for name in _GRADIENTS_OF_PARAMETER),
+        (shard.weights.grad for shard in shards),
+        (getattr(engine.optimizer, name, None) for name in _GRADIENTS_OF_OPTIMIZER),
+    )
 
 
 def undo_first_step(engine: DeepSpeedEngine) -> None:

@@ -191,6 +191,10 @@ class DeepSpeedEngine(ShardedEngine):
         fails to read, or CheckpointError for another shape, is raised by all ranks, after the last broadcast, in which
         the others would wait for a failed one for ever.
         """
+
+        def read(_: str, start: int, stop: int) -> Tensor:
+            return full.view(-1)[start:stop]
+
         held, error = shards(self._engine), None
         for name, parameter in self.model.named_parameters():
             full = torch.zeros(full_shape(parameter), dtype=torch.float32, device=self.device)
@@ -198,7 +202,7 @@ class DeepSpeedEngine(ShardedEngine):
                 _, error = attempt(partial(_read, weights, name, full))
             dist.broadcast(full, src=0)
             for shard in held:
-                shard.fill_parameter(name, full.view(-1))
+                shard.fill(shard.weights, read, only=name)
         self._collectives.raise_first(error)
         refresh_parameters(self._engine)
 
