@@ -392,20 +392,17 @@ def _writing_config(config: FullConfig, row: EngineSpec, ranks: int) -> FullConf
     Stages keep what they shard, but not over whom.
     """
     stage = config.infra.sharding_stage.removesuffix("_hybrid")
-    training = {
-        "bf16": False,
-        "fp16": False,
-        "torch_adam": True,
-        "activation_checkpointing": "none",
-        "torch_compile": False,
-    }
-    infra = {
-        "distributed_type": config.infra.distributed_type,
-        "num_gpus": ranks,
-        "device": "cpu",
-        "sharding_stage": row.converted_as.get(stage, stage),
-        "offload_optimizer": "none",
-    }
+    training = {"bf16": False, "fp16": False, "torch_adam": True, "activation_checkpointing": "none"}
     return FullConfig.model_validate(
-        {**config.model_dump(), "training": config.training.model_dump() | training, "infra": infra}
+        {
+            **config.model_dump(),
+            "training": config.training.model_dump() | training | {"torch_compile": False},
+            "infra": {
+                "distributed_type": config.infra.distributed_type,
+                "num_gpus": ranks,
+                "device": "cpu",
+                "sharding_stage": row.converted_as.get(stage, stage),
+                "offload_optimizer": "none",
+            },
+        }
     )

@@ -167,10 +167,12 @@ def set_loss_scaler_state(engine: DeepSpeedEngine, state: Mapping[str, float | i
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     if state is None or not isinstance(scaler, DynamicLossScaler):
         return
-    scaler.cur_scale = state["scale"]
-    scaler.last_overflow_iter = -1
-    scaler.cur_iter = int(state.get("steps_since_overflow", 0))
-    scaler.cur_hysteresis = int(state.get("hysteresis", scaler.delayed_shift))
+    vars(scaler).update(
+        cur_scale=state["scale"],
+        last_overflow_iter=-1,
+        cur_iter=int(state.get("steps_since_overflow", 0)),
+        cur_hysteresis=int(state.get("hysteresis", scaler.delayed_shift)),
+    )
 
 
 class StepGate:

@@ -109,13 +109,12 @@ class DeepSpeedEngine(ShardedEngine):
         self._area = StagingArea(pin_memory=config.infra.pin_memory and device.type == "cuda")
         with _device_as_local_rank(device):
             model = _build_model(model_config, ds_json, dtype=compute_dtype(training), device=device)
-        apply_activation_checkpointing(
-            model,
-            checkpointing,
-            every_n=training.activation_checkpointing_every_n,
-            offload=training.activation_offload,
-        )
-        with _device_as_local_rank(device):
+            apply_activation_checkpointing(
+                model,
+                checkpointing,
+                every_n=training.activation_checkpointing_every_n,
+                offload=training.activation_offload,
+            )
             self._engine, *_ = deepspeed.initialize(
                 model=model,
                 model_parameters=self._parameter_groups(model),
@@ -142,8 +141,7 @@ class DeepSpeedEngine(ShardedEngine):
     def step(self, veto: Veto | None = None) -> StepResult:
         """See protocol.Engine. A step with a non-finite norm is skipped, whatever the dtype and stage."""
         learning_rate = float(self._engine.get_lr()[0])
-        applied, grad_norm = self._gate.step(veto)
-        return StepResult(applied=applied, grad_norm=grad_norm, learning_rate=learning_rate)
+        return StepResult(*self._gate.step(veto), learning_rate)
 
     def stage(self, directory: Path, *, copy: bool) -> StagedSave:
         """See protocol.Engine."""

@@ -187,17 +187,13 @@ def split_by_denoiser(total: Tensor, token_losses: Tensor, batch: Batch) -> Loss
 
 def compute_dtype(training: TrainingConfig) -> torch.dtype:
     """The dtype of activations, and of the parameters that layers compute with."""
-    if training.bf16:
-        return torch.bfloat16
-    return torch.float16 if training.fp16 else torch.float32
+    return torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else torch.float32
 
 
 def set_adam_step(state: dict[str, Any], applied_steps: int) -> None:
     """Put a shard's own counter to `applied_steps`; it is a tensor in torch's AdamW and an integer in DeepSpeed's."""
-    if isinstance(state["step"], Tensor):
-        state["step"].fill_(applied_steps)
-    else:
-        state["step"] = applied_steps
+    step = state["step"]
+    state["step"] = step.fill_(applied_steps) if isinstance(step, Tensor) else applied_steps
 
 
 def full_shape(parameter: nn.Parameter) -> torch.Size:
