@@ -46,12 +46,19 @@ from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.launch.world import World, discover
 from ds_encdec.memory.expected import ExpectedMemory, estimate_run, out_of_memory_explained
 from ds_encdec.model.parameter_count import count_parameters, training_flops
-from ds_encdec.monitor.events import EventLog
+from ds_encdec.monitor.metrics_file import EventLog
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.recorder import Recorder
 from ds_encdec.monitor.sinks import open_sinks
-from ds_encdec.resume import load_engine, refuse_other_model, restore_data
-from ds_encdec.run_model import RunModel, new_model, run_tokenizer, saved_model
+from ds_encdec.resume import (
+    RunModel,
+    load_engine,
+    new_model,
+    refuse_other_model,
+    restore_data,
+    run_tokenizer,
+    saved_model,
+)
 from ds_encdec.trainer import CheckpointContent, Trainer, train
 from ds_encdec.types import HangError, LostRankError, Preempted, TrainingState
 

@@ -45,7 +45,7 @@ from ds_encdec.launch.host_collectives import RunContext
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.parameter_count import count_parameters
-from ds_encdec.run_model import RunModel, new_model
+from ds_encdec.resume import RunModel, new_model
 from ds_encdec.tokenizer.sentinels import Vocabulary
 from ds_encdec.types import DENOISERS, Batch, CheckpointError, LossSum, TrainingState
 

@@ -21,10 +21,10 @@ from ds_encdec.checkpoint.export import (
     untrained_model_card,
 )
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.generate import fill_sentinels, generate_text
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.weights import random_weights
+from ds_encdec.model_folders import fill_sentinels, generate_text
 from ds_encdec.types import CheckpointError, TrainingState
 
 
