@@ -14,8 +14,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ds_encdec.gpus import DEFAULT_GPU
 from ds_encdec.launch.standard_output import reader_may_leave
-from ds_encdec.memory.gpus import DEFAULT_GPU
 from ds_encdec.types import DsEncDecError
 
 
