@@ -20,7 +20,7 @@ from ds_encdec.memory.variants import (
     Fits,
     Variant,
     as_overrides,
-    batch_overrides,
+    batches,
     changed,
     has_other_name,
     nearest,
@@ -89,7 +89,7 @@ def test_a_step_in_one_micro_batch_may_fit_where_smaller_ones_do_not() -> None:
     """FSDP2 accumulates all gradients in float32, here 56 GiB."""
     asked = job(*FSDP, "training.per_device_train_batch_size=2", "training.gradient_accumulation_steps=1", model="8B")
     assert fits(asked)
-    assert not fits(changed(asked, batch_overrides(asked, 1)))
+    assert not fits(changed(asked, batches(asked)[1]))
     found = recommend(asked, A100)
     assert found is not None
     assert found.job.config.infra.offload_optimizer == "none"
@@ -105,7 +105,7 @@ def test_no_setting_of_the_table_that_fits_offloads_less(engine: str) -> None:
     assert found.job.config.infra.offload_optimizer == "cpu"
     for overrides in settings(asked):
         for batch in (1, 2, 4, 8):
-            other = changed(asked, overrides | batch_overrides(asked, batch))
+            other = changed(asked, overrides | batches(asked)[batch])
             infra = other.config.infra
             if infra.offload_optimizer == infra.offload_params == "none":
                 assert not fits(other, room(30 * GIB))
@@ -131,7 +131,7 @@ def test_the_fastest_setting_is_recommended_with_the_largest_micro_batch() -> No
         "none",
         "none",
     )
-    larger = changed(found.job, batch_overrides(found.job, 2 * training.micro_batch_size))
+    larger = changed(found.job, batches(found.job)[2 * training.micro_batch_size])
     assert not fits(larger)
 
 

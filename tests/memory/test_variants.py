@@ -16,9 +16,8 @@ from ds_encdec.memory.question import Question, planned_job
 from ds_encdec.memory.variants import (
     Variant,
     as_overrides,
-    batch_overrides,
+    batches,
     changed,
-    micro_batches,
     variants,
 )
 from ds_encdec.types import ConfigError
@@ -156,8 +155,8 @@ def test_aliases_give_way() -> None:
 )
 def test_micro_batches_keep_the_global_batch(overrides: tuple[str, ...], batch: int, expected: dict[str, int]) -> None:
     asked = job(*overrides)
-    assert micro_batches(asked) == [1, 2, 4, 8, 16, 32]
-    assert batch_overrides(asked, batch) == expected
+    assert list(batches(asked)) == [1, 2, 4, 8, 16, 32]
+    assert batches(asked)[batch] == expected
     other = changed(asked, expected)
     assert other.config.training.micro_batch_size * other.gradient_accumulation_steps == 32
     assert other == job(*overrides, *as_overrides(expected).split())
