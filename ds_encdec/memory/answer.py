@@ -156,7 +156,7 @@ def as_json(asked: Question, tables: Sequence[EngineTable], traced: TracedMemory
 
 def _row(asked: Question, row: Variant) -> dict[str, Any]:
     infra = row.job.config.infra
-    setting = {
+    setting: dict[str, Any] = {
         "overrides": row.overrides,
         "configured": not row.overrides,
         "sharding_stage": infra.sharding_stage,
@@ -193,21 +193,28 @@ def _batch(job: Job) -> dict[str, int]:
 
 def describe(asked: Question, tables: Sequence[EngineTable], traced: TracedMemory | None) -> str:
     """The answer as text."""
-    parts = [_about(asked), *(_describe_table(asked, table) for table in tables), _configured(asked)]
-    parts += [*(_recommended(asked, table) for table in tables), *asked.remarks]
-    parts += [] if traced is None else [_beside(asked, traced), *filter(None, [traced.remark])]
-    return "\n\n".join(parts)
+    parts = (
+        _about(asked),
+        *(_describe_table(asked, table) for table in tables),
+        _configured(asked),
+        *(_recommended(asked, table) for table in tables),
+        *asked.remarks,
+        *([] if traced is None else [_beside(asked, traced), traced.remark]),
+    )
+    return "\n\n".join(filter(None, parts))
 
 
 def _about(asked: Question) -> str:
     job, gpu = asked.job, asked.gpu
-    trained = f", of which {job.trainable_parameters:,} are trained"
+    trained = (
+        f", of which {job.trainable_parameters:,} are trained" if job.trainable_parameters != job.parameters else ""
+    )
     host = "Host memory is not checked: pass --host-memory."
     if asked.host_bytes is not None:
         host = f"A host has {in_gib(asked.host_bytes)} GiB, of which {HOST_HEADROOM:.0%} must stay free."
     return (
         f"{job.config.model.model_name_or_path or 'model.architecture'}: {job.parameters:,} parameters"
-        f"{trained if job.trainable_parameters != job.parameters else ''}\n"
+        f"{trained}\n"
         f"{job.world_size} x {gpu.name} ({in_gib(gpu.usable_bytes)} GiB usable each) on {_nodes(job)} node(s)\n"
         f"A micro-batch of {job.config.training.micro_batch_size} has {job.encoder_tokens:,} encoder and "
         f"{job.decoder_tokens:,} decoder tokens; {job.gradient_accumulation_steps} of them make a step of a rank.\n"
@@ -250,8 +257,8 @@ def _offload_name(job: Job) -> str:
 
 def _configured(asked: Question) -> str:
     job, row = asked.job, variant(asked.job, {})
-    held = row.estimate
-    verdict = "fits" if asked.fits(row) else f"does not fit (short of: {asked.short_of(row)})"
+    held, short_of = row.estimate, asked.short_of(row)
+    verdict = f"does not fit (short of: {short_of})" if short_of else "fits"
     if not asked.runs(job):
         verdict = f"does not run on a {asked.gpu.name}, which has no bfloat16"
     on_host = held.host.scaled(job.ranks_per_node)

@@ -124,10 +124,10 @@ def explanation(expected: ExpectedMemory, device: torch.device, rank: int, *, of
         if proposed
         else "No other setting of this run is estimated to fit: use more ranks, or a smaller model.",
     ]
-    for number, setting in enumerate(proposed, start=1):
-        only = "in a new run only: " if is_for_new_run(setting) else ""
-        needs = dataclasses.replace(expected, job=setting.job, estimate=setting.estimate)
-        lines.append(f"  {number}. {only}{as_overrides(setting.overrides)} ({needs})")
+    for number, row in enumerate(proposed, start=1):
+        only = "in a new run only: " if is_for_new_run(row) else ""
+        needs = dataclasses.replace(expected, job=row.job, estimate=row.estimate)
+        lines.append(f"  {number}. {only}{as_overrides(row.overrides)} ({needs})")
     return "\n".join(lines)
 
 

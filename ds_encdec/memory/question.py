@@ -70,7 +70,8 @@ def read_question(options: argparse.Namespace, overrides: Sequence[str]) -> Ques
     counts = {"--gpus": options.gpus, "--nodes": options.nodes, "--lora-rank": options.lora_rank}
     wrong = [f"{name} {count}: must be at least 1" for name, count in counts.items() if count is not None and count < 1]
     problems += [*wrong, *contradictions({"--gpus": options.gpus, "--model": options.model}, overrides)]
-    model = [] if options.model is None else _model_overrides(options.model)
+    name = json.dumps(options.model)
+    model = [f"model.model_name_or_path={name}", "model.architecture=null"] if options.model is not None else []
     gpus = [f"infra.num_gpus={options.gpus}"] if options.gpus is not None and options.gpus > 0 else []
     config = _attempt(
         problems,
@@ -92,7 +93,7 @@ def read_question(options: argparse.Namespace, overrides: Sequence[str]) -> Ques
         asked = Question(planned_job(tried, sizes, options.nodes, options.lora_rank), gpu, host_bytes)
         if asked.fits(variant(asked.job, {})):
             break
-    return replace(asked, remarks=tuple(_remarks(options, config, asked)))
+    return replace(asked, remarks=tuple(_remarks(options, model, config, asked)))
 
 
 def _attempt(problems: list[str], read: Callable[..., Found], *arguments: Any) -> Found | None:
@@ -104,14 +105,10 @@ def _attempt(problems: list[str], read: Callable[..., Found], *arguments: Any) -
         return None
 
 
-def _model_overrides(model: str) -> list[str]:
-    return [f"model.model_name_or_path={json.dumps(model)}", "model.architecture=null"]
-
-
-def _remarks(options: argparse.Namespace, config: FullConfig, asked: Question) -> list[str]:
+def _remarks(options: argparse.Namespace, model: list[str], config: FullConfig, asked: Question) -> list[str]:
+    """How the question was understood. `model`: the overrides that --model stands for."""
     training = asked.job.config.training
     keys = ", ".join(not_estimated(asked.job)) if config.infra.deepspeed_extra else ""
-    stands_for = " ".join(_model_overrides(options.model or ""))
     remarks = (
         (
             is_auto(config),
@@ -129,7 +126,7 @@ def _remarks(options: argparse.Namespace, config: FullConfig, asked: Question) -
             "torch_compile: estimated like layers that are not compiled, whose activations may differ.",
         ),
         (options.lora_rank, "LoRA: what such a run would hold; the engines do not train adapters alone yet."),
-        (options.model is not None, f"To train what is recommended, add what --model stands for: {stands_for}"),
+        (model, f"To train what is recommended, add what --model stands for: {' '.join(model)}"),
         (
             options.deepspeed_config,
             f"What {options.deepspeed_config} sets must be changed in it, too: a run refuses settings that disagree.",

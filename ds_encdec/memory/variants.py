@@ -193,9 +193,10 @@ def batches(job: Job) -> dict[int, Change]:
     name, ranks = "training.gradient_accumulation_steps", 1
     if job.config.data.num_lanes:
         name, ranks = "data.num_lanes", job.world_size
-    sizes = [size for size in range(1, sequences + 1) if sequences % size == 0]
     found: dict[int, Change] = {
-        size: {"training.per_device_train_batch_size": size, name: sequences // size * ranks} for size in sizes
+        size: {"training.per_device_train_batch_size": size, name: sequences // size * ranks}
+        for size in range(1, sequences + 1)
+        if sequences % size == 0
     }
     return found | {configured: {}}
 
