@@ -18,10 +18,9 @@ from typing import Any
 import torch
 
 from ds_encdec.auto_batch.resolve import job_here, resolve_batch_size
-from ds_encdec.checkpoint.average import average_last_checkpoints, clear_averaged
-from ds_encdec.checkpoint.find import Checkpoint, find_checkpoint
+from ds_encdec.checkpoint.export import average_last_checkpoints, clear_averaged
 from ds_encdec.checkpoint.folder import check_room
-from ds_encdec.checkpoint.manager import MAKE_ROOM, CheckpointManager
+from ds_encdec.checkpoint.manager import MAKE_ROOM, Checkpoint, CheckpointManager, find_checkpoint
 from ds_encdec.config.batch_size import (
     is_auto,
     micro_batch_candidates,
@@ -51,8 +50,15 @@ from ds_encdec.monitor.metrics_file import EventLog
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.recorder import Recorder
 from ds_encdec.monitor.sinks import open_sinks
-from ds_encdec.resume import load_engine, refuse_other_model, restore_data
-from ds_encdec.run_model import RunModel, new_model, run_tokenizer, saved_model
+from ds_encdec.resume import (
+    RunModel,
+    load_engine,
+    new_model,
+    refuse_other_model,
+    restore_data,
+    run_tokenizer,
+    saved_model,
+)
 from ds_encdec.trainer import CheckpointContent, Trainer, train
 from ds_encdec.types import HangError, LostRankError, Preempted, TrainingState
 

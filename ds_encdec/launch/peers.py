@@ -258,7 +258,17 @@ class Watchdog:
     def _end(self, why: str) -> NoReturn:
         """Write, wait for the others, and end. `why` is true of some rank, and the same on all."""
         try:
-            self._write_stacks()
+            self.stacks.mkdir(parents=True, exist_ok=True)
+            names = "".join(f"  0x{thread.ident or 0:016x} {thread.name}\n" for thread in threading.enumerate())
+            with atomic_file(self.stacks / f"rank-{self._rank}.txt") as file:  # what the others see is complete
+                file.write(
+                    f"rank {self._rank} of {self._world_size}, process {os.getpid()} on {socket.gethostname()}, "
+                    f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n"
+                    f"heartbeat {self._heartbeat.beats} was {self._heartbeat.silent_seconds:.1f} s ago "
+                    f"(0: busy with a save)\nthreads:\n{names}\n".encode()
+                )
+                file.flush()
+                faulthandler.dump_traceback(file)  # reads no source file: the file system may be what hangs
             awaited(self._grace_seconds, lambda: not self._missing())
             missing = self._missing()
             silent = f" (rank {', '.join(map(str, missing))} wrote none: stopped, or gone)" if missing else ""
@@ -269,19 +279,6 @@ class Watchdog:
             logger.exception("rank %d: %s, and its stacks cannot be written: ending.", self._rank, why)
         finally:
             end_process(HangError.exit_code)
-
-    def _write_stacks(self) -> None:
-        self.stacks.mkdir(parents=True, exist_ok=True)
-        names = "".join(f"  0x{thread.ident or 0:016x} {thread.name}\n" for thread in threading.enumerate())
-        with atomic_file(self.stacks / f"rank-{self._rank}.txt") as file:  # what the others see is complete
-            file.write(
-                f"rank {self._rank} of {self._world_size}, process {os.getpid()} on {socket.gethostname()}, "
-                f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n"
-                f"heartbeat {self._heartbeat.beats} was {self._heartbeat.silent_seconds:.1f} s ago "
-                f"(0: busy with a save)\nthreads:\n{names}\n".encode()
-            )
-            file.flush()
-            faulthandler.dump_traceback(file)  # reads no source file: the file system may be what hangs
 
     def _missing(self) -> list[int]:
         """The ranks that have written nothing in this start of the run."""

@@ -15,7 +15,7 @@ import socket
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -184,37 +184,27 @@ def shutdown() -> None:
     dist.destroy_process_group()
 
 
-class _Place(NamedTuple):
-    """A rank's machine and host name, the numbers of the cores that it may run on, and its GPU's identity."""
-
-    rank: int
-    machine: str
-    host: str
-    cores: list[int]
-    uuid: str | None
-
-
 def _share_the_node(world: World, device: torch.device, store: dist.Store) -> None:
     """Divide cores among the ranks that have the same ones; raise ConfigError, on all ranks, if two have one GPU."""
     uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
     # Containers and taskset allow fewer cores than there are.
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-    mine = _Place(world.rank, machine(), socket.gethostname(), cores, uuid)
-    places = [_Place(*place) for place in _everyones(mine, dist.PrefixStore("node", store), world)]
-    neighbours = [place for place in places if place.machine == mine.machine]  # not every launcher says how many
-    threads = openmp_threads(os.environ, mine.cores, [place.cores for place in neighbours])
+    mine = {"rank": world.rank, "machine": machine(), "host": socket.gethostname(), "cores": cores, "uuid": uuid}
+    places = _everyones(mine, dist.PrefixStore("node", store), world)
+    neighbours = [place for place in places if place["machine"] == mine["machine"]]  # not every launcher says how many
+    threads = openmp_threads(os.environ, cores, [place["cores"] for place in neighbours])
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
         torch.set_num_threads(threads)  # OpenMP may have read its variable already
-    on_gpu: dict[tuple[str, str | int], list[_Place]] = {}
+    on_gpu: dict[Any, list[dict[str, Any]]] = {}
     for place in places:
-        on_gpu.setdefault((place.machine, place.uuid or place.rank), []).append(place)
+        on_gpu.setdefault((place["machine"], place["uuid"] or place["rank"]), []).append(place)
     for crowded in on_gpu.values():
         if len(crowded) > 1:
             raise ConfigError(
-                f"Ranks {', '.join(str(place.rank) for place in crowded)} were started on the same GPU "
-                f"({crowded[0].host}, {crowded[0].uuid}). Start one rank for each GPU, or have the launcher give each "
-                "rank its own (Slurm: --gpus-per-task=1)."
+                f"Ranks {', '.join(str(place['rank']) for place in crowded)} were started on the same GPU "
+                f"({crowded[0]['host']}, {crowded[0]['uuid']}). Start one rank for each GPU, or have the launcher "
+                "give each rank its own (Slurm: --gpus-per-task=1)."
             )
 
 

@@ -55,10 +55,8 @@ def cached(name: str, made_from: Iterable[bytes], make: Callable[[], str]) -> st
 
 
 def _digest(parts: Iterable[bytes]) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(hashlib.sha256(part).digest())
-    return digest.hexdigest()[:32]
+    digests = b"".join(hashlib.sha256(part).digest() for part in parts)
+    return hashlib.sha256(digests).hexdigest()[:32]
 
 
 def build_folder(environ: Mapping[str, str]) -> Path:

@@ -99,8 +99,7 @@ The variable that tells it → the program, and how the number of tasks is read 
 
 def free_port() -> int:
     """A TCP port on the loopback interface that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
 
 

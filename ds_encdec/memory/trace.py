@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.initialization import no_init_weights
 
 from ds_encdec.engine import fsdp2
-from ds_encdec.engine.forward import compute_dtype, packed_forward
+from ds_encdec.engine.sharded_engine import compute_dtype, packed_forward
 from ds_encdec.engines import ENGINES, load
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import World

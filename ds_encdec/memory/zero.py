@@ -16,8 +16,7 @@ from typing import Any
 
 from ds_encdec.engine.ds_json import render_deepspeed_json
 from ds_encdec.memory.breakdown import Breakdown, EngineMemory, HostBreakdown, power_of_two
-from ds_encdec.memory.job import Job
-from ds_encdec.memory.model_sizes import Sizes
+from ds_encdec.memory.job import Job, Sizes
 from ds_encdec.types import ConfigError
 
 _ALL_REDUCE_ELEMENTS = 500_000_000
@@ -384,9 +383,9 @@ def _scattering(s: _Settings, elements: int, *, alone: bool) -> float:
 def _host(s: _Settings) -> HostBreakdown:
     """Return what is offloaded, and the copies that a background save is written from.
 
-    Of those it is the mean of the first node's ranks (engine/zero_files.py). Rank 0 saves the weights; of stage 3 each
-    rank only the frozen ones, which the optimizer does not have (FROZEN_PARAM_FRAGMENTS). Ranks save their optimizers'
-    states, the first one's alone where all have them whole.
+    Of those it is the mean of the first node's ranks (deepspeed_zero.StagingArea). Rank 0 saves the weights; of stage 3
+    each rank only the frozen ones, which the optimizer does not have (FROZEN_PARAM_FRAGMENTS). Ranks save their
+    optimizers' states, the first one's alone where all have them whole.
     """
     on_gpu, on_node, infra = s.job.device != "cpu", s.job.ranks_per_node, s.job.config.infra
     states = parameters = save = 0.0

@@ -16,7 +16,7 @@ from torch import nn
 from ds_encdec.config.schema import FullConfig, MonitorConfig
 from ds_encdec.monitor.metrics import MetricWindow
 from ds_encdec.monitor.metrics_file import make_alert, strict_json
-from ds_encdec.optim.schedules import learning_rate
+from ds_encdec.optim import learning_rate
 
 MAX_LOSS_SPIKES = 5
 """Loss spikes that a phase may have and still pass."""

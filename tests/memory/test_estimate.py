@@ -7,8 +7,7 @@ import torch
 
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.memory.estimate import engine_memory, step_parts
-from ds_encdec.memory.job import Job, make_job
-from ds_encdec.memory.model_sizes import Sizes
+from ds_encdec.memory.job import Job, Sizes, make_job
 from ds_encdec.memory.trace import watched_pass
 from ds_encdec.model import precision
 
