@@ -231,7 +231,7 @@ def _average(options: argparse.Namespace, _: Sequence[str]) -> None:
 
 
 def _convert(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    from ds_encdec.checkpoint.convert import convert_checkpoint
+    from ds_encdec.checkpoint.export import convert_checkpoint
 
     convert_checkpoint(options.checkpoint, options.out, to=options.to, overrides=overrides)
     if os.environ.get("RANK", "0") == "0":
