@@ -20,14 +20,18 @@ from ds_encdec.config.settings import closest
 from ds_encdec.data.budgets import token_budgets
 from ds_encdec.denoisers import denoised_lengths
 from ds_encdec.engines import ENGINES, EngineName
-from ds_encdec.model.parameter_count import ModelSizes, count_layer_parameters, num_encoder_layers, parameter_shapes
+from ds_encdec.model.parameter_count import (
+    EMBEDDING_ROWS_MULTIPLE,
+    ModelSizes,
+    count_layer_parameters,
+    num_encoder_layers,
+    parameter_shapes,
+)
 from ds_encdec.tokenizer.sentinels import MODE_TOKENS
 from ds_encdec.types import DENOISERS, ConfigError
 
 _LONG_TEXT = 1_200_000
 """Tokens of a text at whose length the roundings of a denoiser do not show."""
-ROWS_MULTIPLE = 128
-"""The same as `EMBEDDING_ROWS_MULTIPLE` of model/source.py, which cannot be imported without transformers."""
 QWEN3_IDS = 151_669
 """Ids that Qwen3's tokenizer has before sentinels are added (tokenizer/sentinels.py)."""
 
@@ -203,8 +207,6 @@ def checkpoints_at_once(training: TrainingConfig, saves: int) -> int:
     return min(saves, keep + bool(training.eval_samples) + 1)
 
 
-# ---------------------------------------------------------------------------------------------------- sizes of models
-
 QWEN3_ROWS = 151_936
 _BOTH = ("", "-Base")
 PUBLISHED = {
@@ -221,14 +223,8 @@ PUBLISHED = {
 }
 """The sizes of the encoder-decoder made from each Qwen3 by its hub id, from its config.json on
 https://huggingface.co/Qwen/<name>. All have 151,936 rows, 8 key/value heads and heads of 128."""
-_SIZE_KEYS = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "intermediate_size",
-)
+_DEFAULTED = ("num_encoder_layers", "head_dim", "tie_word_embeddings")
+"""Sizes that a config.json may leave out."""
 
 
 def run_sizes(config: FullConfig) -> Sizes:
@@ -251,7 +247,7 @@ def run_sizes(config: FullConfig) -> Sizes:
         return sizes  # other models' tokenizers are not looked at: their rows are taken to have room
     # Qwen3's embedding grows where the sentinels and mode tokens do not fit in.
     ids = QWEN3_IDS + section.num_sentinel_tokens + len(MODE_TOKENS) * config.data.use_mode_tokens
-    return replace(sizes, vocab_size=max(QWEN3_ROWS, -(-ids // ROWS_MULTIPLE) * ROWS_MULTIPLE))
+    return replace(sizes, vocab_size=max(QWEN3_ROWS, -(-ids // EMBEDDING_ROWS_MULTIPLE) * EMBEDDING_ROWS_MULTIPLE))
 
 
 def adapter_parameters(sizes: ModelSizes, rank: int) -> int:
@@ -277,12 +273,13 @@ def _stored_sizes(file: Path) -> Sizes:
         )
     if kind == "qwen3" and stored.get("attention_bias"):
         raise ConfigError(f"model.model_name_or_path: {file}: attention_bias is not supported")
-    wrong = [key for key in _SIZE_KEYS if not (isinstance(stored.get(key), int) and stored[key] > 0)]
+    keys = [field.name for field in fields(Sizes) if field.name not in _DEFAULTED]
+    wrong = [key for key in keys if not (isinstance(stored.get(key), int) and stored[key] > 0)]
     if wrong:
         raise ConfigError(f"model.model_name_or_path: {file} lacks {', '.join(wrong)} (whole numbers above 0)")
     layers = stored["num_hidden_layers"]
     return Sizes(
-        **{key: stored[key] for key in _SIZE_KEYS},
+        **{key: stored[key] for key in keys},
         num_encoder_layers=(stored.get("num_encoder_layers") if kind == "qwen3_seq2seq" else None) or layers,
         head_dim=stored.get("head_dim") or stored["hidden_size"] // stored["num_attention_heads"],
         tie_word_embeddings=bool(stored.get("tie_word_embeddings", False)),

@@ -92,15 +92,13 @@ def trace_memory(job: Job) -> TracedMemory:
 
 def _remarks(job: Job) -> str:
     engine, training = ENGINES[job.engine], job.config.training
+    offloads, on_host = job.config.infra.offload_optimizer == "cpu", training.activation_offload
     without_kernel = job.device == "cuda" and varlen_kernel(torch.empty(0, dtype=compute_dtype(training))) is None
     remarks = {
         f"{engine.title}'s engine cannot be traced: these are activations and logits alone.": engine.trace is None,
-        "What is copied between host and device for the offload is left out.": engine.trace is not None
-        and job.config.infra.offload_optimizer == "cpu",
+        "What is copied between host and device for the offload is left out.": engine.trace is not None and offloads,
         "Frozen parts are traced as if they were trained.": job.trainable_parameters < job.parameters,
-        "Activations are traced as if they stayed on the device (training.activation_offload=false).": (
-            training.activation_offload
-        ),
+        "Activations are traced as if they stayed on the device (training.activation_offload=false).": on_host,
         "Layers are traced as they are without torch.compile.": training.torch_compile,
         "Attention is traced document by document: this torch has no variable-length kernel for it.": without_kernel,
     }
@@ -204,9 +202,6 @@ def _even_lengths(tokens: int, documents: int) -> tuple[int, ...]:
     return tuple(tokens * (index + 1) // documents - tokens * index // documents for index in range(documents))
 
 
-# -------------------------------------------------------------------------------------------------- what is followed
-
-
 class _StorageWatch(TorchDispatchMode):
     """Logs the storages that operators make, with the part of the step and the layer of `model` that are in work."""
 
@@ -277,9 +272,6 @@ def _post_backward(group: Any, original: Any, watch: _StorageWatch, on_host: boo
     for parameter in group.fsdp_params:
         watch.claim([parameter.unsharded_accumulated_grad], "gradients")
         watch.claim([parameter.sharded_param.grad], "host" if on_host else "gradients")
-
-
-# ------------------------------------------------------------------------------------------- what stands in for a GPU
 
 
 @contextmanager

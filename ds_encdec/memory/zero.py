@@ -75,9 +75,6 @@ def not_estimated(job: Job) -> list[str]:
     ]
 
 
-# ----------------------------------------------------------------------------------------------------- the settings
-
-
 class _Settings:
     """One rank's share of a run under DeepSpeed, in the terms of its source. Sizes are elements.
 
@@ -210,9 +207,6 @@ def _owned(sizes: Sizes, ranks: int) -> int:
             by_rank[rank] += size
         start += size
     return max(by_rank)
-
-
-# ------------------------------------------------------------------------------------------------------- the stages
 
 
 def _replicated(s: _Settings) -> EngineMemory:
@@ -375,9 +369,6 @@ def _scattering(s: _Settings, elements: int, *, alone: bool) -> float:
         ),
     )
     return sum(num_bytes for is_there, num_bytes in parts if is_there)
-
-
-# --------------------------------------------------------------------------------------------------------- the host
 
 
 def _host(s: _Settings) -> HostBreakdown:
