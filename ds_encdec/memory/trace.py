@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
@@ -86,7 +86,7 @@ def trace_memory(job: Job) -> TracedMemory:
     """
     start, traced = time.monotonic(), ENGINES[job.engine].trace
     log: StorageLog[Category] = watched_pass(job) if traced is None else load(traced)(job)
-    held, moment = log.peak(counted=_ACTIVATIONS if traced is None else _ENGINE)
+    held, moment = log.peak(_ACTIVATIONS if traced is None else _ENGINE)
     return TracedMemory(Breakdown(**held), tuple(held), moment, time.monotonic() - start, _remarks(job))
 
 
@@ -207,7 +207,7 @@ class _StorageWatch(TorchDispatchMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.log: StorageLog[Category] = StorageLog(get_args(Category))
+        self.log: StorageLog[Category] = StorageLog()
         self._fake_mode = active_fake_mode()
         self._category: Category = "activations"  # of storages made from now on
         self._part = self._module = ""

@@ -65,7 +65,7 @@ def test_activations_at_their_worst(
     emulated = frozenset({torch.bfloat16}) if numbers == "emulated" else frozenset()
     monkeypatch.setattr(precision, "_EMULATED_ON_CPU", emulated)
     job = job_of(device, numbers, mode, ratio)
-    held, _ = watched_pass(job).peak(counted=("activations", "logits"))
+    held, _ = watched_pass(job).peak(("activations", "logits"))
     found = sum(held.values())
     expected = max(held.activations + held.logits for _, held in step_parts(job, engine_memory(job)))
     assert 0.995 * found < expected < 1.015 * found
