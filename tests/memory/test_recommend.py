@@ -11,8 +11,7 @@ from ds_encdec.gpus import GPUS, Gpu
 from ds_encdec.memory.answer import answer
 from ds_encdec.memory.breakdown import GIB
 from ds_encdec.memory.estimate import engine_memory, estimate
-from ds_encdec.memory.job import Job
-from ds_encdec.memory.model_sizes import run_sizes
+from ds_encdec.memory.job import Job, run_sizes
 from ds_encdec.memory.question import Question, planned_job
 from ds_encdec.memory.variants import (
     HEADROOM,
