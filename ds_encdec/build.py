@@ -18,10 +18,9 @@ from typing import Any
 import torch
 
 from ds_encdec.auto_batch.resolve import job_here, resolve_batch_size
-from ds_encdec.checkpoint.average import average_last_checkpoints, clear_averaged
-from ds_encdec.checkpoint.find import Checkpoint, find_checkpoint
+from ds_encdec.checkpoint.export import average_last_checkpoints, clear_averaged
 from ds_encdec.checkpoint.folder import check_room
-from ds_encdec.checkpoint.manager import MAKE_ROOM, CheckpointManager
+from ds_encdec.checkpoint.manager import MAKE_ROOM, Checkpoint, CheckpointManager, find_checkpoint
 from ds_encdec.config.batch_size import (
     is_auto,
     micro_batch_candidates,
@@ -37,25 +36,29 @@ from ds_encdec.engine.ds_json import render_deepspeed_json
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine, join_ranks
 from ds_encdec.engines import ENGINES, load
-from ds_encdec.launch.atomic_files import write_atomically
-from ds_encdec.launch.context import RunContext
-from ds_encdec.launch.disk import Writing
-from ds_encdec.launch.peers import Peers, Watchdog, is_broken_connection
+from ds_encdec.gpus import peak_flops
+from ds_encdec.launch.disk import Writing, write_atomically
+from ds_encdec.launch.host_collectives import RunContext
+from ds_encdec.launch.peers import Peers, Watchdog, ending_recorded, is_broken_connection, named_error, record
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.process_group import shutdown
 from ds_encdec.launch.run_folder import RunFolder
-from ds_encdec.launch.run_status import ending_recorded, named_error, record
 from ds_encdec.launch.world import World, discover
-from ds_encdec.memory.expected import ExpectedMemory, estimate_run
-from ds_encdec.memory.out_of_memory import out_of_memory_explained
+from ds_encdec.memory.expected import ExpectedMemory, estimate_run, out_of_memory_explained
 from ds_encdec.model.parameter_count import count_parameters, training_flops
-from ds_encdec.monitor.events import EventLog
+from ds_encdec.monitor.metrics_file import EventLog
 from ds_encdec.monitor.monitor import TrainingMonitor
-from ds_encdec.monitor.performance import peak_flops
 from ds_encdec.monitor.recorder import Recorder
 from ds_encdec.monitor.sinks import open_sinks
-from ds_encdec.resume import load_engine, refuse_other_model, restore_data
-from ds_encdec.run_model import RunModel, new_model, run_tokenizer, saved_model
+from ds_encdec.resume import (
+    RunModel,
+    load_engine,
+    new_model,
+    refuse_other_model,
+    restore_data,
+    run_tokenizer,
+    saved_model,
+)
 from ds_encdec.trainer import CheckpointContent, Trainer, train
 from ds_encdec.types import HangError, LostRankError, Preempted, TrainingState
 

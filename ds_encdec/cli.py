@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Verb = Callable[[argparse.Namespace, Sequence[str]], int | None]
 """Does what its options and overrides say; its exit code is 0 where it returns None."""
 Arguments = dict[str, dict[str, Any]]
-"""What argparse is given for each argument, by its names (between blanks). `only_one`: of those that have it."""
+"""Keywords of argparse for each argument, by its names (between blanks); of those with `only_one` one may be given."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -175,7 +175,7 @@ def _rate(options: argparse.Namespace) -> float | None:
 
 
 def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    from ds_encdec.memory.planned import contradictions
+    from ds_encdec.memory.question import contradictions
     from ds_encdec.phases import plan_phases
     from ds_encdec.plan import describe_plan, plan_run
 
@@ -208,7 +208,7 @@ def _inspect_data(options: argparse.Namespace, overrides: Sequence[str]) -> None
 
 
 def _init_model(options: argparse.Namespace, _: Sequence[str]) -> None:
-    from ds_encdec.init_model import init_model
+    from ds_encdec.model_folders import init_model
 
     print(init_model(options.source, options.out, options.num_sentinel_tokens, seed=options.seed))
 
@@ -221,7 +221,7 @@ def _export(options: argparse.Namespace, _: Sequence[str]) -> None:
 
 
 def _average(options: argparse.Namespace, _: Sequence[str]) -> None:
-    from ds_encdec.checkpoint.average import average_checkpoints
+    from ds_encdec.checkpoint.export import average_checkpoints
     from ds_encdec.launch.run_folder import RunFolder
 
     run = RunFolder(str(options.run_folder))
@@ -270,7 +270,7 @@ def _sanity_check(options: argparse.Namespace, overrides: Sequence[str]) -> None
 
 
 def _generate(options: argparse.Namespace, _: Sequence[str]) -> None:
-    from ds_encdec.generate import generate_text
+    from ds_encdec.model_folders import generate_text
 
     how = {name: getattr(options, name) for name in ("max_new_tokens", "num_beams", "temperature", "seed")}
     print(generate_text(options.model, options.text, **how))
@@ -403,7 +403,7 @@ VERBS: dict[str, tuple[Verb, bool, str]] = {
     "report": (_report, False, "write one page with pictures about a run, or a pipeline of phases"),
     "generate": (_generate, False, "fill sentinels in a text, or continue it"),
 }
-"""What each verb runs, whether settings may follow its arguments, and its summary."""
+"""For each verb: the function that runs it, whether settings may follow its arguments, and its summary."""
 
 
 if __name__ == "__main__":

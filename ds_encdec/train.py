@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.standard_output import outlive_readers
@@ -49,13 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Preempted as error:
         print(error, flush=True)
         return error.exit_code
-    except ConfigError as error:
-        if os.environ.get("RANK", "0") == "0":  # every rank reads the same configuration and finds the same
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        else:
-            time.sleep(RANK_ZERO_SPEAKS_SECONDS)
-        return error.exit_code
     except DsEncDecError as error:
+        if isinstance(error, ConfigError) and os.environ.get("RANK", "0") != "0":
+            time.sleep(RANK_ZERO_SPEAKS_SECONDS)  # every rank reads the same configuration and finds the same
+            return error.exit_code
         if type(error) is DsEncDecError:  # none of the foreseen ones: show where it comes from
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -109,23 +106,15 @@ def _load(options: argparse.Namespace, overrides: Sequence[str]) -> FullConfig:
     return load_config(find_shipped(options.config), overrides, find_shipped(options.deepspeed_config))
 
 
-def _leave(exit_code: int) -> NoReturn:
-    """End the process with this very exit code.
-
-    A rank that failed cannot destroy its process groups in order; left to the interpreter's exit, gloo's
-    threads would sometimes abort and hide the code.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if exit_code:
-        os._exit(exit_code)
-    sys.exit(0)
-
-
 if __name__ == "__main__":
     try:
         code = main()
     except Exception:
         traceback.print_exc()
         code = 1
-    _leave(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        # A rank that failed cannot destroy its process groups in order. Were it left to the interpreter's exit, gloo's
+        # threads would sometimes abort and hide the code.
+        os._exit(code)

@@ -42,8 +42,7 @@ from ds_encdec.data.loader import collate
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine
 from ds_encdec.engines import EngineName
-from ds_encdec.launch.context import RunContext
-from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.memory_errors import in_one_line, is_of_device, is_out_of_memory, says_out_of_memory
 from ds_encdec.launch.preemption import stop_signals_left_to_this_process
 from ds_encdec.launch.process_group import init_process_group

@@ -18,19 +18,17 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from ds_encdec.auto_batch.probe import Outcome, ProbeProcess, ProbeTask
-from ds_encdec.checkpoint.find import Checkpoint
+from ds_encdec.checkpoint.manager import Checkpoint
 from ds_encdec.config.batch_size import is_auto, micro_batch_candidates, with_micro_batch_size
 from ds_encdec.config.load import load_saved
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engines import load
-from ds_encdec.launch.context import RunContext
-from ds_encdec.launch.host_collectives import HostCollectives, attempt
+from ds_encdec.launch.host_collectives import HostCollectives, RunContext, attempt
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.memory.device_stats import device_capacity
 from ds_encdec.memory.estimate import estimate
-from ds_encdec.memory.expected import ExpectedMemory, gib
+from ds_encdec.memory.expected import ExpectedMemory, explanation, gib
 from ds_encdec.memory.job import Job, make_job
-from ds_encdec.memory.out_of_memory import explanation
 from ds_encdec.memory.variants import HEADROOM
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.precision import product_dtype

@@ -12,15 +12,14 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from ds_encdec.checkpoint.manifest import FileRecord, read_manifest, record_file, seal, verify_checkpoint
+from ds_encdec.checkpoint.folder import refuse_existing, written_shards, written_whole
+from ds_encdec.checkpoint.manifest import read_manifest, seal, verify_checkpoint
 from ds_encdec.checkpoint.saved_state import open_saved_state
-from ds_encdec.checkpoint.whole_folder import refuse_existing, written_whole
 from ds_encdec.config.load import load_config
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.select import create_engine, resolve_engine
 from ds_encdec.engines import STATE_FORMATS, EngineSpec
-from ds_encdec.launch.context import RunContext
-from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
 from ds_encdec.launch.world import discover
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
@@ -56,12 +55,6 @@ def convert_checkpoint(checkpoint: Path, out: Path, *, to: str, overrides: Seque
         written_as = _writing_config(config, row, world.world_size)
         engine = create_engine(written_as, RunContext(world, device, row.name, collectives), model_config, None, 1)
         engine.load(saved)
-        staged = engine.stage(unfinished, copy=False)
-        needed = sum(collectives.gather(staged.num_bytes))
-
-        @writing.refusals_told()
-        def write() -> list[FileRecord]:
-            return [record_file(path, unfinished) for path in staged.write()]
 
         @writing.refusals_told()
         def write_rest() -> None:
@@ -71,10 +64,8 @@ def convert_checkpoint(checkpoint: Path, out: Path, *, to: str, overrides: Seque
             config.to_yaml(unfinished / "config.yaml")
             seal(unfinished, step=step, world_size=world.world_size, engine=row.name, engine_files=records)
 
-        collectives.on_every_rank(lambda: writing.require_space(needed))
-        own = collectives.on_every_rank(write)
+        records = written_shards(engine.stage(unfinished, copy=False), unfinished, writing, collectives)
         engine.close()
-        records = [record for rank_records in collectives.gather(own) for record in rank_records]
         collectives.on_rank_zero(write_rest)
     shutdown()
 

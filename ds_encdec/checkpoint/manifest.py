@@ -20,7 +20,7 @@ from pydantic import ConfigDict, Field, StrictInt, StrictStr, TypeAdapter, Valid
 from pydantic.dataclasses import dataclass
 
 from ds_encdec.config.plain_files import kind_of, open_plain, read_json
-from ds_encdec.launch.atomic_files import flush_folder, write_atomically
+from ds_encdec.launch.disk import flush_folder, write_atomically
 from ds_encdec.types import CheckpointError
 
 MANIFEST = "manifest.json"

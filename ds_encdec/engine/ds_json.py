@@ -141,7 +141,7 @@ def _reduces_in_float32(rendered: dict[str, Any], world_size: int) -> bool:
 
 
 def _optimizer(training: TrainingConfig) -> dict[str, Any]:
-    """AdamW. Parameter groups bring their own weight decay, see `optim.param_groups`."""
+    """AdamW. Parameter groups bring their own weight decay, see `optim.parameter_groups`."""
     params = {
         "lr": training.learning_rate,
         "betas": [training.adam_beta1, training.adam_beta2],

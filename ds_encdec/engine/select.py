@@ -14,8 +14,7 @@ from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.shares import mesh_shape
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engines import ENGINES, EngineName, EngineSpec, load
-from ds_encdec.launch.context import RunContext
-from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.process_group import choose_device, init_process_group
 from ds_encdec.launch.world import World
 from ds_encdec.types import ConfigError, WeightSource
@@ -105,7 +104,7 @@ def _is_installed(engine: EngineSpec) -> bool:
 
 def _say_attention(config: FullConfig, device: torch.device) -> None:
     """Log what attention runs in. On a GPU one call per document is many times slower, and nobody would know why."""
-    from ds_encdec.engine.forward import compute_dtype  # both need torch
+    from ds_encdec.engine.sharded_engine import compute_dtype  # both need torch
     from ds_encdec.model.attention import choose_kernel
 
     kernel, name = choose_kernel(device, compute_dtype(config.training))

@@ -16,29 +16,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ds_encdec.config.schema import FullConfig
-from ds_encdec.engine.forward import packed_forward
-from ds_encdec.engine.record import EngineRecord
-from ds_encdec.launch.context import RunContext
+from ds_encdec.config.schema import FullConfig, TrainingConfig
+from ds_encdec.engine.protocol import EngineRecord, Piece
+from ds_encdec.launch.host_collectives import RunContext
+from ds_encdec.model.attention import PackedLayout
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
-from ds_encdec.optim.param_groups import parameter_groups
-from ds_encdec.types import MOMENTS, Batch, CheckpointError, LossSum, SavedState
+from ds_encdec.optim import parameter_groups
+from ds_encdec.types import DENOISERS, IGNORE_INDEX, MOMENTS, Batch, CheckpointError, LossSum, SavedState
 
 Read = Callable[[str, int, int], Tensor]
 """Elements [start, stop) of the flattened parameter of this name."""
 
 HOST_STATES = "host_states"
 """The category of what is held for a device but is not on it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Elements [start, start + length) of the flattened parameter `name`; they begin at `offset` in a shard."""
-
-    name: str
-    start: int
-    length: int
-    offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +82,16 @@ class ShardedEngine(ABC):
             return self.forward(batch)
         finally:
             self._engine.train()
+
+    def _seed(self, loss_sum: LossSum, target_tokens: int) -> Tensor:
+        """The scalar to call backward on: the loss, which engines average over ranks, for a mean over `target_tokens`.
+
+        A step without any target has a zero gradient. A loss may be infinite with finite gradients: then this one's is
+        NaN, because the step must be skipped on all ranks, and the gradient's norm is what all of them see. Does not
+        wait for the device.
+        """
+        scale = self._context.world.world_size / max(target_tokens, 1)
+        return loss_sum.total * torch.where(torch.isfinite(loss_sum.total.detach()), scale, torch.nan)
 
     def load(self, saved: SavedState) -> None:
         """See protocol.Engine. Between two steps, before the first one, or after any."""
@@ -155,6 +155,42 @@ class ShardedEngine(ABC):
             for kind in MOMENTS:
                 shard.fill(state[kind], partial(saved.read, kind))
             set_adam_step(state, saved.applied_steps)
+
+
+def packed_forward(model: nn.Module, batch: Batch) -> LossSum:
+    """The loss of `batch` (on the device). `model`: a Qwen3ForSeq2SeqLM, or an engine's wrapper of one."""
+    output = model(
+        input_ids=batch.encoder_ids,
+        decoder_input_ids=batch.decoder_input_ids,
+        labels=batch.labels,
+        packing=PackedLayout.build(
+            batch.encoder_cu_seqlens,
+            batch.decoder_cu_seqlens,
+            batch.encoder_lengths,
+            batch.decoder_lengths,
+            batch.encoder_positions,
+            batch.decoder_positions,
+        ),
+    )
+    return split_by_denoiser(output.loss, output.token_losses, batch)
+
+
+def split_by_denoiser(total: Tensor, token_losses: Tensor, batch: Batch) -> LossSum:
+    """Split the loss of a batch by denoiser. `token_losses`: float32 [Td], 0 where the label is -100."""
+    has_loss = (batch.labels != IGNORE_INDEX).float()
+    zeros = torch.zeros(len(DENOISERS), device=token_losses.device)
+    return LossSum(
+        total=total,
+        by_denoiser=zeros.index_add(0, batch.denoiser_ids, token_losses),
+        tokens_by_denoiser=zeros.index_add(0, batch.denoiser_ids, has_loss),
+    )
+
+
+def compute_dtype(training: TrainingConfig) -> torch.dtype:
+    """The dtype of activations, and of the parameters that layers compute with."""
+    if training.bf16:
+        return torch.bfloat16
+    return torch.float16 if training.fp16 else torch.float32
 
 
 def set_adam_step(state: dict[str, Any], applied_steps: int) -> None:

@@ -1,13 +1,20 @@
-"""File systems that do not take what is written: recognised in errors, reported with what is free and what to do."""
+"""Files that appear whole under their names or not at all, and file systems that do not take what is written.
+
+Those are recognised in errors, and reported with what is free and what to do.
+"""
 
 from __future__ import annotations
 
 import errno
+import itertools
+import os
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from ds_encdec.types import CheckpointError, DsEncDecError
 
@@ -62,15 +69,13 @@ class Writing:
         """Raise DiskRefusedError where what is wrapped, a block or a function, raises a file system's error."""
         try:
             yield
-        except DsEncDecError:
-            raise  # told already
         except Exception as error:
-            refusal = disk_error(error)
+            refusal = None if isinstance(error, DsEncDecError) else disk_error(error)  # ours says it already
             if refusal is None:
                 raise
             # Ranks that write together all raise the error of one, which says whose it is.
             named = self.rank is None or (refusal.strerror or "").startswith("rank ")
-            cause = str(refusal) if named else f"rank {self.rank}: {refusal}"
+            cause = f"{'' if named else f'rank {self.rank}: '}{refusal}"
             advice = self.make_room if refusal.errno in NO_SPACE else _ADVICE.get(refusal.errno or 0, _LOOK)
             raise self._refused(cause, advice) from error
 
@@ -87,3 +92,45 @@ class Writing:
         free = free_bytes(self.folder)
         has = "an unknown amount" if free is None else f"{free:,}"
         return DiskRefusedError(f"{cause}. {self.what} {takes}has {has} free in {self.folder}. {advice}")
+
+
+@contextmanager
+def atomic_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """Open a file that takes the name `path` when the block is left without an error, and is removed otherwise.
+
+    A reader, or a crash, sees the old content or the new one and nothing between. Until then it is called
+    `.NAME.HOST.PID.tmp`, beside `path`; only a kill leaves that behind. `mode`: its permissions, before the umask.
+    Raises OSError.
+    """
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    flush_folder(path.parent)
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replace the content of `path`, text in UTF-8, by way of an `atomic_file`. Raises OSError."""
+    with atomic_file(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def flush_folder(path: Path) -> None:
+    """Make the names in a folder, or the content of a file, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def unused_path(path: Path) -> Path:
+    """Return `path`, or where there is one already, `path` with the first number behind it that is free."""
+    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(name for name in itertools.chain([path], numbered) if not name.exists())

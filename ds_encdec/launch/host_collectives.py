@@ -1,4 +1,4 @@
-"""Collectives of the ranks outside the engine: small exchanges on the host, over gloo.
+"""The place of a run, and collectives of its ranks outside the engine: small exchanges on the host, over gloo.
 
 They never touch the accelerator, so none of them waits for a kernel. All are no-ops for one process.
 """
@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from ds_encdec.engines import ENGINES, EngineName, EngineSpec
 from ds_encdec.launch.memory_errors import is_out_of_memory, out_of_memory
+from ds_encdec.launch.world import World
 from ds_encdec.types import DsEncDecError
 
 logger = logging.getLogger(__name__)
@@ -87,6 +90,25 @@ class HostCollectives:
         for other in self.gather(error):
             if other is not None:
                 raise other
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """This rank among the others, its device, its engine, and how the ranks' main threads talk to each other.
+
+    It is handed down from the start of a run to everybody who asks. `collectives` has the one host-side group of a run:
+    a thread beside the main one asks it for a group of its own.
+    """
+
+    world: World
+    device: torch.device
+    engine: EngineName
+    collectives: HostCollectives
+
+    @property
+    def engine_spec(self) -> EngineSpec:
+        """The row of the engine."""
+        return ENGINES[self.engine]
 
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:

@@ -20,25 +20,28 @@ from __future__ import annotations
 import faulthandler
 import json
 import logging
+import math
 import os
 import shutil
 import socket
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
 import torch.distributed as dist
 
-from ds_encdec.launch.atomic_files import atomic_file, unused_path
+from ds_encdec.launch.disk import atomic_file, unused_path
 from ds_encdec.launch.host_collectives import HostCollectives
-from ds_encdec.launch.preemption import StopRequest, end_process, is_alive
-from ds_encdec.launch.run_folder import RunFolder
-from ds_encdec.types import DsEncDecError, HangError, LostRankError
+from ds_encdec.launch.memory_errors import is_out_of_memory, out_of_memory
+from ds_encdec.launch.preemption import StopRequest, awaited, end_process, is_alive
+from ds_encdec.launch.run_folder import RunFolder, RunFolderGoneError, environment_facts
+from ds_encdec.launch.world import World
+from ds_encdec.types import DsEncDecError, HangError, LostRankError, OutOfMemoryError, Preempted
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +90,8 @@ class Peers:
         own = Peer(collectives.rank, os.getpid(), socket.gethostname(), machine())
         self._all: list[Peer] = collectives.gather(own)
         self._rank = own.rank
-        self._here = {peer: _process(peer.pid) for peer in self._all if peer.machine == own.machine}
+        processes = {process.pid: process for process in psutil.process_iter()}
+        self._here = {peer: processes.get(peer.pid) for peer in self._all if peer.machine == own.machine}
         self._elsewhere = [peer for peer in self._all if peer not in self._here]
         self._left = threading.Event()
 
@@ -104,19 +108,16 @@ class Peers:
 
         Where a connection broke this takes as long as it takes to find the rank, `search_seconds` at most.
         """
-        broken = is_broken_connection(error)
-        if len(self._all) == 1 or not (broken or self._gone_here()):
+        if len(self._all) == 1 or not (is_broken_connection(error) or self._gone_here()):
             return None
         if self._elsewhere:
             self._touch("search")
-        deadline = time.monotonic() + self._search_seconds
-        while True:
+
+        def found() -> DsEncDecError | None:
             gone = self._gone_here()
-            if (told := self._told()) is not None:  # looked at last: a rank tells, then goes
-                return told
-            if gone or time.monotonic() > deadline:
-                return LostRankError(_words(gone or self._silent(), error))
-            time.sleep(0.05)
+            return self._told() or (LostRankError(_words(gone)) if gone else None)  # a rank tells, then goes
+
+        return awaited(self._search_seconds, found) or LostRankError(_words(self._silent(), error))
 
     def _told(self) -> DsEncDecError | None:
         """The end of this start that another rank has written down, as an error with its exit code."""
@@ -133,9 +134,11 @@ class Peers:
         Before the run runs a rank that leaves may have been refused, as this one then is in a moment.
         """
         while not self._left.wait(self._poll_seconds):
-            if self._elsewhere:
-                self._answer()
             gone = self._gone_here()
+            living = [peer.rank for peer in self._here if peer not in gone]
+            speaks = bool(self._elsewhere) and self._rank == min(living, default=-1)
+            if speaks and (self._run.signs / "search").exists():  # somebody who looks for lost ranks of any machine
+                self._touch(json.dumps(living))
             status = self._run.read_status()
             if not gone or (status.get("state") in ("completed", "preempted") and status != self._run.earlier):
                 continue  # it has saved itself, and has said so before it went
@@ -155,18 +158,10 @@ class Peers:
         """The ranks of this machine whose processes have ended."""
         return [peer for peer, process in self._here.items() if process is None or not is_alive(process)]
 
-    def _answer(self) -> None:
-        """Answer a rank that looks for lost ones: name those of this machine that live. One of them does it for all."""
-        gone = self._gone_here()
-        living = [peer.rank for peer in self._here if peer not in gone]
-        if self._rank == min(living, default=-1) and (self._run.signs / "search").exists():
-            self._touch(json.dumps(living))
-
     def _silent(self) -> list[Peer]:
         """The ranks of other machines of which nobody has said that they live."""
         with suppress(OSError):
-            answers = [name for name in os.listdir(self._run.signs) if name.startswith("[")]
-            living = {rank for name in answers for rank in json.loads(name)}
+            living = {rank for name in os.listdir(self._run.signs) if name[0] == "[" for rank in json.loads(name)}
             return [peer for peer in self._elsewhere if peer.rank not in living]
         return []
 
@@ -179,10 +174,8 @@ class Peers:
 def is_broken_connection(error: BaseException | None) -> bool:
     """True if `error` is, or comes of, a connection between ranks that broke. One that timed out did not."""
     while error is not None:
-        text = str(error)
-        if isinstance(error, dist.DistNetworkError) or any(words in text for words in _BROKEN_NCCL):
-            return True
-        if "gloo" in text and any(words in text for words in _BROKEN):
+        known = (*_BROKEN_NCCL, *(_BROKEN if "gloo" in str(error) else ()))
+        if isinstance(error, dist.DistNetworkError) or any(words in str(error) for words in known):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -200,22 +193,14 @@ def machine() -> str:
     return " ".join(facts)
 
 
-def _process(pid: int) -> psutil.Process | None:
-    try:
-        return psutil.Process(pid)
-    except psutil.NoSuchProcess:
-        return None
-
-
 def _words(lost: Sequence[Peer], error: BaseException | None = None) -> str:
     """`error`: what was met, where nobody is known to be gone."""
     if not lost:
         return f"the connection between the ranks broke, but none is known to be gone: look at the network ({error})"
-    names = ", ".join(map(str, lost))
-    are = "is" if len(lost) == 1 else "are"
     return (
-        f"{names} {are} gone without a word: killed (by a signal, or for lack of memory: see `dmesg`), crashed, or cut "
-        "off. The other ranks are not at fault; `--resume auto` goes on from the newest checkpoint."
+        f"{', '.join(map(str, lost))} {'is' if len(lost) == 1 else 'are'} gone without a word: killed (by a signal, or "
+        "for lack of memory: see `dmesg`), crashed, or cut off. The other ranks are not at fault; `--resume auto` goes "
+        "on from the newest checkpoint."
     )
 
 
@@ -238,7 +223,7 @@ class Watchdog:
     ) -> None:
         """Collective. `timeout_minutes`: None for no watch. `grace_seconds`: how long to wait for others' stacks."""
         self._heartbeat = stop.heartbeat
-        self._timeout_seconds = None if timeout_minutes is None else timeout_minutes * 60
+        self._timeout_seconds = math.inf if timeout_minutes is None else timeout_minutes * 60
         self._run = run
         self._rank, self._world_size = collectives.rank, collectives.world_size
         # One folder per start: what an earlier start of the run left behind is no news, and is kept.
@@ -246,37 +231,46 @@ class Watchdog:
         self._grace_seconds = grace_seconds
         self._poll_seconds = poll_seconds
         self._left = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
-        if self._timeout_seconds is not None:
-            watch = threading.Thread(target=self._watch, args=(self._timeout_seconds,), name="watchdog", daemon=True)
-            watch.start()
-            self._thread = watch
+        if self._timeout_seconds < math.inf:
+            self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._left.set()
-        if self._thread is not None:
+        if self._timeout_seconds < math.inf:
             # A rank gets here by the errors of peers that have ended, while its own watchdog is still waiting for
             # others: then the watchdog has the last word, and its exit code.
             self._thread.join()
             faulthandler.cancel_dump_traceback_later()
 
-    def _watch(self, timeout_seconds: float) -> None:
+    def _watch(self) -> None:
         while not self._left.wait(self._poll_seconds):
             silent_seconds = self._heartbeat.silent_seconds if self._heartbeat.beats else 0.0
-            remaining_seconds = max(0.0, timeout_seconds - silent_seconds)
+            remaining_seconds = max(0.0, self._timeout_seconds - silent_seconds)
             # Started anew at every turn, so that it runs out only where this thread no longer turns.
             faulthandler.dump_traceback_later(remaining_seconds + 2 * self._grace_seconds, exit=True, file=STDERR)
-            if silent_seconds > timeout_seconds or self._written():
-                self._end(f"no step for more than {timeout_seconds:g} s")
+            if silent_seconds > self._timeout_seconds or len(self._missing()) < self._world_size:
+                self._end(f"no step for more than {self._timeout_seconds:g} s")
 
     def _end(self, why: str) -> NoReturn:
         """Write, wait for the others, and end. `why` is true of some rank, and the same on all."""
         try:
-            self._write_stacks()
-            missing = self._await_others()
+            self.stacks.mkdir(parents=True, exist_ok=True)
+            names = "".join(f"  0x{thread.ident or 0:016x} {thread.name}\n" for thread in threading.enumerate())
+            with atomic_file(self.stacks / f"rank-{self._rank}.txt") as file:  # what the others see is complete
+                file.write(
+                    f"rank {self._rank} of {self._world_size}, process {os.getpid()} on {socket.gethostname()}, "
+                    f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n"
+                    f"heartbeat {self._heartbeat.beats} was {self._heartbeat.silent_seconds:.1f} s ago "
+                    f"(0: busy with a save)\nthreads:\n{names}\n".encode()
+                )
+                file.flush()
+                faulthandler.dump_traceback(file)  # reads no source file: the file system may be what hangs
+            awaited(self._grace_seconds, lambda: not self._missing())
+            missing = self._missing()
             silent = f" (rank {', '.join(map(str, missing))} wrote none: stopped, or gone)" if missing else ""
             reason = f"{why}; stacks in {self.stacks}{silent}"
             self._run.write_status("failed", reason=reason, exit_code=HangError.exit_code)
@@ -286,36 +280,73 @@ class Watchdog:
         finally:
             end_process(HangError.exit_code)
 
-    def _write_stacks(self) -> None:
-        self.stacks.mkdir(parents=True, exist_ok=True)
-        names = "".join(f"  0x{thread.ident or 0:016x} {thread.name}\n" for thread in threading.enumerate())
-        with atomic_file(self.stacks / _stacks_name(self._rank)) as file:  # what the others see is complete
-            file.write(
-                f"rank {self._rank} of {self._world_size}, process {os.getpid()} on {socket.gethostname()}, "
-                f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n"
-                f"heartbeat {self._heartbeat.beats} was {self._heartbeat.silent_seconds:.1f} s ago "
-                f"(0: busy with a save)\nthreads:\n{names}\n".encode()
+    def _missing(self) -> list[int]:
+        """The ranks that have written nothing in this start of the run."""
+        written = {path.name for path in self.stacks.glob("rank-*.txt")}
+        return [rank for rank in range(self._world_size) if f"rank-{rank}.txt" not in written]
+
+
+@contextmanager
+def ending_recorded(folder: RunFolder, world: World, peers: Peers, *, spare: bool) -> Iterator[Callable[[], None]]:
+    """Keep `run.json` true: running once the function it yields is called, then completed, preempted or failed.
+
+    What goes wrong before that is recorded too, unless `spare`: a resume that is refused leaves the good end of the
+    earlier start alone, but no failure, which a supervisor would act on once more. Any rank may be the one that
+    fails; the folder keeps the first reason. Every error leaves as a DsEncDecError, and none is replaced by one of the
+    recording.
+    """
+    began = False
+
+    def begin() -> None:
+        nonlocal began
+        began = True
+        if world.is_main:
+            record(
+                folder,
+                "running",
+                started_at=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                world_size=world.world_size,
+                launcher=world.launcher,
+                **environment_facts(),
             )
-            file.flush()
-            faulthandler.dump_traceback(file)  # reads no source file: the file system may be what hangs
 
-    def _await_others(self) -> list[int]:
-        """The ranks that have written nothing when all have, or the grace period is over."""
-        deadline = time.monotonic() + self._grace_seconds
-        while True:
-            written = self._written()
-            missing = [rank for rank in range(self._world_size) if _stacks_name(rank) not in written]
-            if not missing or time.monotonic() > deadline:
-                return missing
-            time.sleep(0.1)
-
-    def _written(self) -> set[str]:
-        """The names of the files that ranks have written in this start of the run."""
-        try:
-            return {name for name in os.listdir(self.stacks) if name.startswith("rank-")}
-        except FileNotFoundError:
-            return set()
+    try:
+        yield begin
+    except BaseException as error:
+        named = named_error(error, world.rank, peers)
+        refused = spare and not began and not isinstance(named, LostRankError)
+        spared = refused and folder.earlier.get("state") in ("completed", "preempted")
+        if not spared and not isinstance(named, RunFolderGoneError):
+            state = "preempted" if isinstance(named, Preempted) else "failed"
+            record(folder, state, reason=str(named), exit_code=named.exit_code)
+        if named is error:
+            raise
+        raise named from error
+    if world.is_main:
+        record(folder, "completed", exit_code=0)
 
 
-def _stacks_name(rank: int) -> str:
-    return f"rank-{rank}.txt"
+def record(folder: RunFolder, state: str, **facts: Any) -> None:
+    """Write `run.json`, or log why that cannot be: it is no reason for a run to end otherwise than it does."""
+    try:
+        folder.write_status(state, **facts)
+    except Exception as error:
+        logger.error(
+            "%s could not be written, so it does not say that the run is %s: %s", folder.run_json, state, error
+        )
+
+
+def named_error(error: BaseException, rank: int, peers: Peers | None = None) -> DsEncDecError:
+    """The error as one of ours, with an exit code. Where there are `peers`, one of theirs that is gone is named."""
+    if isinstance(error, DsEncDecError) and type(error) is not DsEncDecError:
+        return error
+    if is_out_of_memory(error):
+        return OutOfMemoryError(
+            f"{out_of_memory(error, rank)} A GPU needs less with training.activation_checkpointing=full, "
+            "a higher infra.sharding_stage or infra.offload_optimizer=cpu, and in a new run with a smaller "
+            "training.per_device_train_batch_size; the host with infra.pin_memory=false, training.async_save=false "
+            "or infra.offload_optimizer=none."
+        )
+    lost = peers.explain(error) if peers is not None else None
+    ours = error if isinstance(error, DsEncDecError) else None
+    return lost or ours or DsEncDecError(f"rank {rank}: {type(error).__name__}: {error}")

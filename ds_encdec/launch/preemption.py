@@ -15,6 +15,7 @@ the others answers no signal: there the watch ends the process.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
@@ -25,9 +26,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import NoReturn
+from types import FrameType
+from typing import NoReturn, TypeVar
 
 import psutil
 
@@ -35,6 +37,8 @@ from ds_encdec.launch.world import LAUNCHER_PROGRAMS, SINGLE_PROCESS, World
 from ds_encdec.types import HangError, Preempted
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
@@ -87,6 +91,7 @@ class Heartbeat:
         self._last = now
 
 
+@dataclass(eq=False)
 class StopRequest:
     """Notices that this run should end. Use as a context manager around the run, in the main thread.
 
@@ -97,34 +102,25 @@ class StopRequest:
     with HangError's exit code, since nothing else would end it, and `before_end` is told why.
     """
 
-    def __init__(
-        self,
-        world: World,
-        grace_seconds: float = 300.0,
-        poll_seconds: float = 2.0,
-        stuck_seconds: float = 60.0,
-        whole_process: bool = False,
-    ) -> None:
-        self._world = world
-        self._whole_process = whole_process
-        self._met = not whole_process
-        self._launchers = [] if world.launcher == SINGLE_PROCESS else launchers_above(os.getpid())
-        self._grace_seconds = grace_seconds
-        self._poll_seconds = poll_seconds
-        self._stuck_seconds = stuck_seconds
-        self.reason: str | None = None
+    world: World
+    grace_seconds: float = 300.0
+    poll_seconds: float = 2.0
+    stuck_seconds: float = 60.0
+    whole_process: bool = False
+    before_end: Callable[[str], None] = lambda why: None
+    reason: str | None = field(default=None, init=False)
+    heartbeat: Heartbeat = field(default_factory=Heartbeat, init=False)
+
+    def __post_init__(self) -> None:
+        self._met = not self.whole_process
+        self._launchers = [] if self.world.launcher == SINGLE_PROCESS else launchers_above(os.getpid())
         self._signalled_at = 0.0
-        self._terminated = False
         self._interrupted = False
+        self._seen = False
         self._arrivals, self._noted = socket.socketpair()
         self._arrivals.setblocking(False)
         self._noted.setblocking(False)  # as set_wakeup_fd demands
-        self._previous_wakeup_fd = -1
-        self._seen = False
-        self.heartbeat = Heartbeat()
-        self.before_end: Callable[[str], None] = lambda why: None
         self._left = threading.Event()
-        self._previous_handlers: dict[int, object] = {}
 
     @property
     def requested(self) -> bool:
@@ -148,31 +144,27 @@ class StopRequest:
 
     def comes_within(self, seconds: float) -> bool:
         """True if this rank has been asked to stop, or is while this waits, for `seconds` at most."""
-        deadline = time.monotonic() + seconds
-        while self.reason is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return self.reason is not None
+        return awaited(seconds, lambda: self.reason is not None)
 
     def __enter__(self) -> StopRequest:
         # First, so that every signal with a handler is written down.
         self._previous_wakeup_fd = signal.set_wakeup_fd(self._noted.fileno(), warn_on_full_buffer=False)
-        for number in STOP_SIGNALS:
-            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                continue  # nohup: the run is meant to outlive its terminal
-            self._previous_handlers[number] = signal.signal(number, self._on_signal)
+        self._previous_handlers = {
+            number: signal.signal(number, self._on_signal)
+            for number in STOP_SIGNALS
+            # nohup: the run is meant to outlive its terminal
+            if not (number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN)
+        }
         threading.Thread(target=self._watch, name="stop-watch", daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._left.set()
         with suppress(BlockingIOError):
             self._noted.send(b"\0")  # the watch need not wait for its next turn
-        ended_well = kind is None or issubclass(kind, Preempted)
+        over = self.whole_process and (error is None or isinstance(error, Preempted))
         for number, handler in self._previous_handlers.items():
-            after = signal.SIG_IGN if self._whole_process and ended_well else handler
-            signal.signal(number, after)  # type: ignore[arg-type]  # what signal.signal returned
+            signal.signal(number, signal.SIG_IGN if over else handler)
         signal.set_wakeup_fd(self._previous_wakeup_fd)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -182,15 +174,14 @@ class StopRequest:
             raise KeyboardInterrupt  # the second Ctrl-C: now, without a checkpoint
         self._signalled_at = now
         self.reason = self.reason or signal.Signals(number).name
-        self._terminated = self._terminated or number == signal.SIGTERM
 
     def _watch(self) -> None:
         """Look after launchers and heartbeats, in a thread: the main one may sit in a collective for ever."""
-        first_at = math.inf
+        first_at, terminated = math.inf, False
         while not self._left.is_set():
             arrived = self._arrived()
             again = signal.SIGINT in arrived and time.monotonic() - first_at > SAME_CTRL_C_SECONDS
-            if again and not self._left.wait(self._poll_seconds) and not self._interrupted:
+            if again and not self._left.wait(self.poll_seconds) and not self._interrupted:
                 self._end("A second Ctrl-C, which the rank does not answer")
             if arrived:
                 first_at = min(first_at, time.monotonic())
@@ -202,21 +193,20 @@ class StopRequest:
             if gone:
                 self.reason = self.reason or gone
                 logger.error("%s: saving and stopping.", gone.capitalize())
-                if not self._left.wait(self._grace_seconds):
-                    self._end(f"Still running {self._grace_seconds:.0f} s after the launcher went")
+                if not self._left.wait(self.grace_seconds):
+                    self._end(f"Still running {self.grace_seconds:.0f} s after the launcher went")
                 return
-            self._terminated = self._terminated or signal.SIGTERM in arrived
+            terminated = terminated or signal.SIGTERM in arrived
             silent_seconds = self.heartbeat.silent_seconds
-            if self._terminated and not self._seen and silent_seconds > self._patience_seconds():
+            if terminated and not self._seen and silent_seconds > self.patience_seconds:
                 self._end(f"Asked to stop, and no step for {silent_seconds:.0f} s: another rank is probably gone")
-            select.select([self._arrivals], [], [], self._poll_seconds)
+            select.select([self._arrivals], [], [], self.poll_seconds)
 
     def _gone_launcher(self) -> str | None:
         """Which of the launchers above this process is no more, in words."""
-        gone = [launcher for launcher in self._launchers if not is_alive(launcher)]
-        if gone:
-            return f"launcher {gone[0].pid} gone"
-        return "launcher gone" if not self._launchers and is_orphan(self._world) else None
+        if not self._launchers:
+            return "launcher gone" if is_orphan(self.world) else None
+        return next((f"launcher {gone.pid} gone" for gone in self._launchers if not is_alive(gone)), None)
 
     def _arrived(self) -> list[signal.Signals]:
         """The stop signals that have come since the last call.
@@ -230,8 +220,10 @@ class StopRequest:
             return []
         return [number for number in STOP_SIGNALS if number in numbers]
 
-    def _patience_seconds(self) -> float:
-        return max(self._stuck_seconds, 2 * self.heartbeat.longest_pause_seconds)
+    @property
+    def patience_seconds(self) -> float:
+        """How long without a heartbeat a rank that got SIGTERM is not yet taken for stuck."""
+        return max(self.stuck_seconds, 2 * self.heartbeat.longest_pause_seconds)
 
     def _end(self, why: str) -> None:
         logger.error("%s: ending.", why)
@@ -242,15 +234,22 @@ class StopRequest:
         end_process(HangError.exit_code)
 
 
+def awaited(seconds: float, look: Callable[[], T]) -> T:
+    """Return the answer of `look` as soon as that is true, or when `seconds` are over."""
+    deadline = time.monotonic() + seconds
+    while not (found := look()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
 def end_process(exit_code: int) -> NoReturn:
     """End this process, whose main thread may never return, with `exit_code`; and its children.
 
     A data worker ends at its next write after its parent's death, which one that hangs itself never makes.
     """
-    try:
+    children: list[psutil.Process] = []
+    with suppress(psutil.Error):
         children = psutil.Process().children(recursive=True)
-    except psutil.Error:
-        children = []
     for child in children:
         with suppress(psutil.Error):  # gone meanwhile
             child.kill()
@@ -264,17 +263,12 @@ def launchers_above(pid: int) -> list[psutil.Process]:
     terminal or a scheduler ends. Shells and ssh above them may go without harm, so the walk
     stops at the first ancestor that is no launcher.
     """
-    found: list[psutil.Process] = []
-    for ancestor in psutil.Process(pid).parents():
-        try:
-            interpreter, *arguments = ancestor.cmdline() or [""]
-        except psutil.Error:
-            break
-        program = {Path(argument).name for argument in arguments[:3]}  # after python's own -u and -m
-        if not Path(interpreter).name.startswith("python") or program.isdisjoint(LAUNCHER_PROGRAMS):
-            break
-        found.append(ancestor)
-    return found
+
+    def launches(ancestor: psutil.Process) -> bool:
+        words = _python_words(ancestor.pid)[1:4]  # after python's own -u and -m
+        return not LAUNCHER_PROGRAMS.isdisjoint(Path(word).name for word in words)
+
+    return list(itertools.takewhile(launches, psutil.Process(pid).parents()))
 
 
 def is_orphan(world: World) -> bool:
@@ -282,13 +276,15 @@ def is_orphan(world: World) -> bool:
 
     A launcher may be a container's first process itself, but it would be a python program.
     """
-    if world.launcher not in LAUNCHER_PROGRAMS or os.getppid() != 1:
-        return False
-    try:
-        interpreter = (psutil.Process(1).cmdline() or [""])[0]
-    except psutil.Error:
-        interpreter = ""
-    return not Path(interpreter).name.startswith("python")
+    return world.launcher in LAUNCHER_PROGRAMS and os.getppid() == 1 and not _python_words(1)
+
+
+def _python_words(pid: int) -> list[str]:
+    """The command line of a python program; empty for any other, and where it cannot be seen."""
+    with suppress(psutil.Error):
+        words = psutil.Process(pid).cmdline()
+        return words if words and Path(words[0]).name.startswith("python") else []
+    return []
 
 
 @contextmanager

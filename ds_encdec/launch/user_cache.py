@@ -7,7 +7,6 @@ build ends. A build that is killed leaves it behind, and every later start then 
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import logging
 import os
@@ -15,11 +14,12 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
 
-from ds_encdec.launch.atomic_files import write_atomically
+from ds_encdec.launch.disk import write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +55,8 @@ def cached(name: str, made_from: Iterable[bytes], make: Callable[[], str]) -> st
 
 
 def _digest(parts: Iterable[bytes]) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(hashlib.sha256(part).digest())
-    return digest.hexdigest()[:32]
+    digests = b"".join(hashlib.sha256(part).digest() for part in parts)
+    return hashlib.sha256(digests).hexdigest()[:32]
 
 
 def build_folder(environ: Mapping[str, str]) -> Path:
@@ -70,21 +68,27 @@ def build_folder(environ: Mapping[str, str]) -> Path:
     if chosen := environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(chosen)
     cache = Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME", "/tmp")) / ".cache")
-    parts = [platform.python_version(), platform.machine(), _cpu_flags()]
-    for name in ("torch", "deepspeed"):
-        with suppress(importlib.metadata.PackageNotFoundError):  # FSDP2 does without deepspeed
-            parts.append(importlib.metadata.version(name))
+    # Operators are compiled with -march=native; FSDP2 does without deepspeed.
+    parts = [platform.python_version(), platform.machine(), cpu_line("flags", "Features")]
+    parts += installed_versions("torch", "deepspeed").values()
     fingerprint = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
     return cache / "ds_encdec" / f"torch_extensions-{fingerprint}"
 
 
-def _cpu_flags() -> str:
-    """The instruction sets of this CPU: operators are compiled with -march=native."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+def cpu_line(*beginnings: str) -> str:
+    """The first line of /proc/cpuinfo with one of these beginnings; empty where there is none, as outside Linux."""
+    with suppress(OSError), open("/proc/cpuinfo") as lines:
+        return next((line.rstrip("\n") for line in lines if line.startswith(beginnings)), "")
+    return ""
+
+
+def installed_versions(*packages: str) -> dict[str, str]:
+    """The versions of those of `packages` that are installed, by name."""
+    versions = {}
+    for name in packages:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions
 
 
 def clear_stale_locks(folder: Path, stale_after_minutes: float = STALE_AFTER_MINUTES) -> None:
@@ -96,32 +100,22 @@ def clear_stale_locks(folder: Path, stale_after_minutes: float = STALE_AFTER_MIN
     rank per node, before the ranks meet: no rank of this run can be building then.
     """
     for lock in sorted(folder.glob("*/lock")):
-        try:
+        with suppress(FileNotFoundError):  # released between glob and stat
             age_minutes = (time.time() - lock.stat().st_mtime) / 60
-        except FileNotFoundError:
-            continue  # released between glob and stat
-        if _is_open_anywhere(lock):
-            logger.warning("Waiting for another process that compiles %s (%s).", lock.parent.name, lock)
-        elif age_minutes > stale_after_minutes:
-            lock.unlink(missing_ok=True)
-            logger.warning("Removed %s: left behind by a build that was killed %.0f minutes ago.", lock, age_minutes)
-        else:
-            logger.warning(
-                "%s is %.1f minutes old and no process of this machine holds it. If no other machine or container is "
-                "compiling %s, its build was killed and this run will wait for ever: delete the file and start again.",
-                lock,
-                age_minutes,
-                lock.parent.name,
-            )
-
-
-def _is_open_anywhere(path: Path) -> bool:
-    """True if a process has the file open, as far as this user may look."""
-    target = str(path.resolve())
-    for process in psutil.process_iter():
-        try:
-            if any(opened.path == target for opened in process.open_files()):
-                return True
-        except psutil.Error:
-            continue  # gone, or another user's
-    return False
+            opened = (process.info["open_files"] or () for process in psutil.process_iter(["open_files"]))
+            if str(lock.resolve()) in {file.path for files in opened for file in files}:  # as far as this user may look
+                logger.warning("Waiting for another process that compiles %s (%s).", lock.parent.name, lock)
+            elif age_minutes > stale_after_minutes:
+                lock.unlink(missing_ok=True)
+                logger.warning(
+                    "Removed %s: left behind by a build that was killed %.0f minutes ago.", lock, age_minutes
+                )
+            else:
+                logger.warning(
+                    "%s is %.1f minutes old and no process of this machine holds it. If no other machine or container "
+                    "is compiling %s, its build was killed and this run will wait for ever: delete the file and start "
+                    "again.",
+                    lock,
+                    age_minutes,
+                    lock.parent.name,
+                )

@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from ds_encdec.memory.model_memory import GB
-from ds_encdec.monitor.rank_stats import peak_host_bytes
+from ds_encdec.monitor.machine import peak_host_bytes
 from ds_encdec.types import ConfigError
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_encdec.engine.forward import compute_dtype
+from ds_encdec.engine.sharded_engine import compute_dtype
 from ds_encdec.memory.job import Job
 from ds_encdec.model import attention, loss, precision
 

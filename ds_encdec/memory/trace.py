@@ -33,10 +33,9 @@ from transformers.initialization import no_init_weights
 
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine import fsdp2
-from ds_encdec.engine.forward import compute_dtype, packed_forward
+from ds_encdec.engine.sharded_engine import compute_dtype, packed_forward
 from ds_encdec.engines import ENGINES, load
-from ds_encdec.launch.context import RunContext
-from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import World
 from ds_encdec.memory.breakdown import Breakdown
 from ds_encdec.memory.gpu_fakes import as_on_device, substituted, varlen_kernel

@@ -1,16 +1,29 @@
-"""Watches the machines under a run: throughput, slow and late ranks, memory, and waits for data."""
+"""The machines under a run: measured on every rank once per logging interval, and watched for what slows it.
+
+Throughput, slow and late ranks, memory, and waits for data. In synchronous training every rank has the same step time,
+since the others wait for the slow one inside collectives (under ZeRO-3 in the forward pass of every layer). What does
+tell them apart: how long each of them waits for the others before a step, and how long each takes for a piece of
+arithmetic that involves nobody else.
+"""
 
 from __future__ import annotations
 
 import math
+import timeit
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
 from statistics import median_low
 from typing import Any
 
+import psutil
+import torch
+from torch import Tensor
+
 from ds_encdec.config.schema import MonitorConfig
-from ds_encdec.monitor.events import make_alert
 from ds_encdec.monitor.metrics import MetricWindow
-from ds_encdec.monitor.rank_stats import RankStats
+from ds_encdec.monitor.metrics_file import make_alert
+from ds_encdec.monitor.performance import Lap
 
 PERSISTENT_INTERVALS = 3
 """Logging intervals in a row in which anything but memory must be seen to be an alert: one is noise."""
@@ -19,6 +32,77 @@ MIN_THROUGHPUT_VALUES = 5
 MEMORY_BASELINE_INTERVALS = range(2, 5)
 """Intervals of this process, and then after its first save, whose largest memory is the baseline: what is allocated
 late belongs to it."""
+_WARMUP_PRODUCTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RankStats(Lap):
+    """One rank in one logging interval; gathered from all ranks, so that all judge by the same.
+
+    `exchange_wait_s`: in the exchange before each step the last rank to come waits least. `arithmetic_s`:
+    `measure_arithmetic`. `memory`, in bytes: `host`, resident memory of the process now; `device`, allocated on its
+    accelerator now, if it has one; `peak`, the largest device memory so far, without an accelerator the largest host
+    memory; `reserved`, what the allocator has taken from the accelerator's driver; and once in a process the engine's
+    tensors by category (engine/protocol.py).
+    """
+
+    arithmetic_s: float
+    memory: Mapping[str, float]
+
+
+def measure_rank_stats(device: torch.device, lap: Lap, held_bytes: Mapping[str, int]) -> RankStats:
+    """This rank's statistics: the seconds and what is held as they are given, the rest measured now."""
+    host = psutil.Process().memory_info().rss
+    # The kernel brings its peak up to date a little later.
+    memory = {"host": host, "peak": max(peak_host_bytes(), host)}
+    if device.type == "cuda":
+        memory |= {"peak": torch.cuda.max_memory_allocated(device), "device": torch.cuda.memory_allocated(device)}
+        memory["reserved"] = torch.cuda.memory_reserved(device)
+    return RankStats(**asdict(lap), arithmetic_s=measure_arithmetic(device), memory={**memory, **held_bytes})
+
+
+def peak_host_bytes() -> int:
+    """The most resident memory that this process has had."""
+    import resource  # Unix only, and only here
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def measure_arithmetic(device: torch.device) -> float:
+    """Seconds that `device` takes for a fixed number of matrix products; waits for them.
+
+    On a GPU this is the time between two events of its stream, so what was queued before is not in it. On a CPU it
+    is wall-clock time: a rank whose core is taken away is slow, though its CPU time shows nothing. Costs about ten
+    milliseconds at most; the operands stay allocated (24 MiB on a GPU, less than 1 MiB on a CPU).
+    """
+    if device.type != "cuda":
+        _multiply(cpu := torch.device("cpu"), _WARMUP_PRODUCTS)
+        # The shortest of three: another program's turn on the core is noise, but who is short of a core always waits.
+        return min(timeit.repeat(lambda: _multiply(cpu, 16), repeat=3, number=1))
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    with torch.cuda.device(device):
+        _multiply(device, _WARMUP_PRODUCTS)
+        start.record()
+        _multiply(device, 50)
+        end.record()
+        end.synchronize()
+    return start.elapsed_time(end) / 1000
+
+
+def _multiply(device: torch.device, times: int) -> None:
+    left, right, product = _operands(device)
+    for _ in range(times):
+        torch.mm(left, right, out=product)
+
+
+@cache
+def _operands(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Two random square matrices (zeros would draw less power) and room for their product."""
+    # float16 is fast on every GPU with tensor cores; 2,048 wide, a product takes longer than its launch.
+    size, dtype = (2048, torch.float16) if device.type == "cuda" else (256, torch.float32)
+    generator = torch.Generator(device).manual_seed(0)
+    left, right = (torch.randn(size, size, device=device, dtype=dtype, generator=generator) for _ in range(2))
+    return left, right, torch.empty_like(left)
 
 
 class MachineWatch:
@@ -86,25 +170,29 @@ class MachineWatch:
 
         `speed`: tokens per second and rank.
         """
-        settings, seen = self._settings, {}
+        settings = self._settings
         least = settings.throughput_drop_threshold * self._usual_speed(speed)
-        if speed < least:
-            message = f"{speed:.1f} tokens/s per rank are below {least:.1f}"
-            seen["throughput", 0] = make_alert("throughput_drop", step, speed, least, message)
         shares = [rank.data_wait_s / max(rank.training_s, 1e-9) for rank in rank_stats]
-        if (share := max(shares)) > settings.data_wait_threshold:
-            message = f"rank {shares.index(share)} waits for its next batch for {share:.0%} of the time"
-            # Whichever rank it is: they take turns.
-            seen["data_wait", 0] = make_alert("data_wait", step, share, settings.data_wait_threshold, message)
-        for rank, ratio in enumerate(_slowness(rank_stats)):
-            if ratio > settings.straggler_threshold:
-                times = f"it takes {ratio:.2f} times as long as the median rank for the same arithmetic"
-                message = f"rank {rank} is slow: {times}"
-                seen["slow", rank] = make_alert("straggler", step, ratio, settings.straggler_threshold, message)
-        rank, lateness = _latest(rank_stats)
-        if lateness > settings.straggler_late_threshold:
-            message = f"rank {rank} is late: others wait for it before the steps, for {lateness:.0%} of the time"
-            seen["late", rank] = make_alert("straggler", step, lateness, settings.straggler_late_threshold, message)
+        share, (latest, lateness) = max(shares), _latest(rank_stats)
+        # What and whose, whether it is beyond its threshold, and the alert. Of waits for data the rank does not count:
+        # they take turns.
+        rows = [
+            (("throughput", 0), speed < least, "throughput_drop", speed, least,
+             f"{speed:.1f} tokens/s per rank are below {least:.1f}"),
+            (("data_wait", 0), share > settings.data_wait_threshold, "data_wait", share, settings.data_wait_threshold,
+             f"rank {shares.index(share)} waits for its next batch for {share:.0%} of the time"),
+            *((("slow", rank), ratio > settings.straggler_threshold, "straggler", ratio, settings.straggler_threshold,
+               f"rank {rank} is slow: it takes {ratio:.2f} times as long as the median rank for the same arithmetic")
+              for rank, ratio in enumerate(_slowness(rank_stats))),
+            (("late", latest), lateness > settings.straggler_late_threshold,
+             "straggler", lateness, settings.straggler_late_threshold,
+             f"rank {latest} is late: others wait for it before the steps, for {lateness:.0%} of the time"),
+        ]  # fmt: skip
+        seen = {
+            key: make_alert(kind, step, value, threshold, message)
+            for key, is_beyond, kind, value, threshold, message in rows
+            if is_beyond
+        }
         self._streaks = {key: self._streaks.get(key, 0) + 1 for key in seen}
         return [alert for key, alert in seen.items() if self._streaks[key] == PERSISTENT_INTERVALS]
 

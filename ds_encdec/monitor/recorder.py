@@ -14,12 +14,11 @@ from torch import Tensor
 
 from ds_encdec.config.schema import MonitorConfig
 from ds_encdec.launch.host_collectives import HostCollectives
-from ds_encdec.monitor.events import MACHINE_ALERTS, EventLog, answer
-from ds_encdec.monitor.machine import MachineWatch
+from ds_encdec.monitor.machine import MachineWatch, measure_arithmetic, measure_rank_stats
 from ds_encdec.monitor.metrics import StepAccumulator, by_denoiser, mean_loss, sum_in_rank_order, train_metrics
+from ds_encdec.monitor.metrics_file import MACHINE_ALERTS, EventLog, answer
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.performance import IntervalClock, performance_metrics
-from ds_encdec.monitor.rank_stats import measure_arithmetic, measure_rank_stats
 from ds_encdec.monitor.sinks import Sink
 from ds_encdec.types import Batch, LossSum, StepResult, TrainingState
 

@@ -1,23 +1,35 @@
-"""The charts of one run: which metrics belong together, and what happened to the run marked on their curves."""
+"""The charts of a run: what each shows and marks, and how it is drawn.
+
+A chart is SVG to stand in a page, whose light or dark colours it takes, and PNG for everywhere else.
+"""
 
 from __future__ import annotations
 
+import io
+import re
+import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullLocator
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 
 from ds_encdec.monitor.metrics_file import is_number
-from ds_encdec.report.drawing import COLOURS, LINES, Chart, draw
 from ds_encdec.report.page import number
 from ds_encdec.report.read_run import NO_CURVE, SMOOTHED_FROM, Curve, Entry, Run, back_to
 from ds_encdec.types import DENOISERS
 
+COLOURS: dict[str, str] = dict(
+    re.findall(r"--(\w+): (#[0-9a-f]{6})", Path(__file__).with_name("page.css").read_text().partition("@media")[0])
+)
+"""The colours of a light page by name, as its stylesheet has them: no two are the same."""
 NUM_BUCKETS = 400
 """Runs of points that a curve is reduced to: more than a drawing has pixels to tell apart on a phone."""
 MAX_MARKS = 150
@@ -29,7 +41,42 @@ LOG_SCALE_FROM = 20.0
 LIMIT_WITHIN = 1.0
 """Distance from the data, in heights of the data, up to which a limit is drawn: one further away would make the axis
 more than twice as high, and the curve flat."""
-_STYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
+
+Style = Mapping[str, Any]
+Stroke = tuple[Callable[..., Any], tuple[Any, ...], Style]
+"""One thing that is drawn: a method of matplotlib's Axes, its positional arguments, and those by name."""
+
+_PNG_DPI = 160
+_STYLE_SHEET = Path(__file__).with_name("drawing.mplstyle")
+_COLOURED = {
+    "ink": ("text.color", "axes.titlecolor"),
+    "grid": ("axes.edgecolor", "grid.color", "xtick.color", "ytick.color"),
+    "muted": ("axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"),
+}
+_LINES = tuple(name for name in COLOURS if name.startswith("line"))
+_DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
+_TAKEN_BACK = {
+    "label": "taken back", "color": COLOURS["abandoned"], "linewidth": 1, "alpha": 0.8, "linestyle": "--",
+}  # fmt: skip
+_LOWEST = {"label": "lowest", "color": COLOURS["line2"], "linestyle": "none", "marker": "*", "markersize": 10}
+_LIMITS = ({"color": COLOURS["line3"], "linestyle": ":"}, {"color": COLOURS["alert"], "linestyle": "--"})
+_RESTART = {"label": "restart", "color": COLOURS["muted"], "linewidth": 0.9, "linestyle": ":"}
+_ROLLBACK = {"label": "rollback", "color": COLOURS["rollback"], "linewidth": 1.1}
+_STEPS_BACK = {"color": COLOURS["rollback"], "alpha": 0.09, "linewidth": 0}
+_ALERT = {
+    "label": "alert", "color": COLOURS["alert"], "linestyle": "none", "marker": "v", "markersize": 5.5,
+    "markeredgecolor": COLOURS["paper"], "markeredgewidth": 0.5, "zorder": 3,
+}  # fmt: skip
+_TIMES = {
+    "xytext": (5, 0), "textcoords": "offset points", "va": "center", "fontsize": 8.5, "color": COLOURS["alert"],
+}  # fmt: skip
+
+
+class Chart(NamedTuple):
+    """A finished chart: `caption` has its key figures, `svg` is an element coloured by the CSS variables `--NAME`."""
+
+    caption: str
+    svg: str
 
 
 class AlertMark(NamedTuple):
@@ -135,29 +182,44 @@ def charts_of(run: Run, pictures: Path | None = None) -> tuple[list[Chart], list
 def _chart(run: Run, plan: ChartPlan, pictures: Path | None) -> Chart:
     logged = {label: run.curve(metric).scaled(plan.scale) for metric, label in plan.metrics.items()}
     curves = {label: curve for label, curve in logged.items() if len(curve.known)}
+    first, *others = plan.metrics
+    taken_back = [] if others else [branch.get(first, NO_CURVE).scaled(plan.scale) for branch in run.abandoned.values()]
     marks = alert_marks(run, plan)
     known = np.concatenate([[mark.value for mark in marks], *(curve.known for curve in curves.values())])
     limits = {f"{label} {number(v)}": v for label, path in plan.limits.items() if (v := run.number(path)) is not None}
     reach = LIMIT_WITHIN * np.ptp(known)
     far = [label for label, limit in limits.items() if not known.min() - reach <= limit <= known.max() + reach]
-
-    def paint(axes: Axes) -> None:
-        if len(plan.metrics) == 1:
-            _paint_abandoned(axes, run, plan)
-        for index, (label, curve) in enumerate(curves.items()):
-            paint_line(axes, curve, plan, label, index, alone=len(plan.metrics) == 1)
-        if plan is EVAL_PLAN:
-            lowest = int(np.nanargmin(curve.values))
-            at = (curve.steps[lowest], curve.values[lowest])
-            axes.plot(*at, "*", color=COLOURS["line2"], markersize=10, label="lowest")
-        for (label, limit), colour, dashes in zip(limits.items(), ("line3", "alert"), (":", "--"), strict=False):
-            if label not in far:
-                axes.axhline(limit, color=COLOURS[colour], linewidth=1.1, linestyle=dashes, label=label)
-        _paint_events(axes, run)
-        _paint_alerts(axes, marks)
-        set_scale(axes, plan, known)
-
-    return draw(plan.key, plan.heading, "; ".join([describe(curves, marks), *far]), paint, pictures)
+    rollbacks = [(back_to(entry), entry["step"]) for entry in run.entries("rollback")]
+    strokes: list[Stroke] = [
+        *(_line(curve, _TAKEN_BACK) for curve in taken_back if len(curve)),
+        *(
+            line
+            for index, (label, curve) in enumerate(curves.items())
+            for line in lines(curve, plan, label, index, alone=not others)
+        ),
+        *(
+            (Axes.plot, (curve.steps[lowest], curve.values[lowest]), _LOWEST)
+            for curve in curves.values()
+            for lowest in [int(np.nanargmin(curve.values))]
+            if plan is EVAL_PLAN
+        ),
+        *(
+            (Axes.axhline, (limit,), {"label": label, "linewidth": 1.1, **style})
+            for (label, limit), style in zip(limits.items(), _LIMITS, strict=False)
+            if label not in far
+        ),
+        *((Axes.axvline, (e["step"],), _RESTART) for e in run.entries("start") if e.get("resumed_from")),
+        *((Axes.axvline, (end,), _ROLLBACK) for _, end in rollbacks),
+        *((Axes.axvspan, span, _STEPS_BACK) for span in rollbacks),
+        # A triangle a mark, with the number of its alerts where it stands for several.
+        *((Axes.plot, tuple(zip(*marks[:MAX_MARKS], strict=True))[:2], _ALERT) for _ in marks[:1]),
+        *(
+            (Axes.annotate, (f"×{mark.times}", (mark.step, mark.value)), _TIMES)
+            for mark in marks[:MAX_MARKS]
+            if mark.times > 1
+        ),
+    ]
+    return draw(plan, "; ".join([describe(curves, marks), *far]), strokes, known, pictures=pictures)
 
 
 def describe(curves: Mapping[str, Curve], marks: Sequence[AlertMark] = ()) -> str:
@@ -166,65 +228,36 @@ def describe(curves: Mapping[str, Curve], marks: Sequence[AlertMark] = ()) -> st
         return "last " + ", ".join(f"{label} {number(curve.known[-1])}" for label, curve in curves.items())
     (curve,) = curves.values()
     lowest, highest = int(np.nanargmin(curve.values)), int(np.nanargmax(curve.values))
-    top, at, remark = curve.values[highest], curve.steps[highest], ""
-    if marks and marks[0].value > top:
-        top, at, remark = marks[0].value, marks[0].step, " (alert)"
+    logged = (curve.values[highest], curve.steps[highest], "")
+    alerted = [(mark.value, mark.step, " (alert)") for mark in marks[:1]]
+    top, at, remark = max([logged, *alerted], key=lambda point: float(point[0]))
+    gaps = len(curve) - len(curve.known)
     return (
         f"first {number(curve.known[0])}, last {number(curve.known[-1])}, "
         f"lowest {number(curve.values[lowest])} at step {curve.steps[lowest]:,.0f}, "
         f"highest {number(top)} at step {at:,.0f}{remark}"
-    ) + (f", {curve.gaps} not finite" if curve.gaps else "")
+    ) + (f", {gaps} not finite" if gaps else "")
 
 
-def paint_line(axes: Axes, curve: Curve, plan: ChartPlan, label: str, index: int = 0, *, alone: bool) -> None:
-    """Draw one curve; one of a `smoothed` plan with points enough as a smoothed line above the faint raw one.
+def lines(curve: Curve, plan: ChartPlan, label: str, index: int = 0, *, alone: bool) -> list[Stroke]:
+    """One curve; one of a `smoothed` plan with points enough as a smoothed line above the faint raw one.
 
     `index`: of the curve in its chart. `alone`: it is the only one, so that the legend does not repeat the title, but
     names its two lines. If a chart has several metrics, only the smoothed lines are drawn.
     """
-    colour = COLOURS[LINES[index % len(LINES)]]
-    style: dict[str, Any] = {"color": colour, "linestyle": _STYLES[index % len(_STYLES)]}
-    points = curve.decimated(NUM_BUCKETS)
+    colour = COLOURS[_LINES[index % len(_LINES)]]
+    style: Style = {"color": colour, "linestyle": _DASHES[index % len(_DASHES)], "label": "" if alone else label}
     if not plan.smoothed or len(curve) < SMOOTHED_FROM:
         marker = "o" if len(curve) <= FEW_POINTS else "." if plan.smoothed else None
-        axes.plot(points.steps, points.values, label="" if alone else label, marker=marker, **style)
-        return
-    if len(plan.metrics) == 1:
-        name = "as logged" if alone else ""
-        axes.plot(points.steps, points.values, color=colour, alpha=0.4, linewidth=0.8, label=name)
-    line = curve.smoothed().decimated(NUM_BUCKETS)
-    axes.plot(line.steps, line.values, label="smoothed" if alone else label, **style)
+        return [_line(curve, {**style, "marker": marker})]
+    smoothed = _line(curve.smoothed(), {**style, "label": "smoothed"} if alone else style)
+    faint = {"color": colour, "alpha": 0.4, "linewidth": 0.8, "label": "as logged" if alone else ""}
+    return [_line(curve, faint), smoothed] if len(plan.metrics) == 1 else [smoothed]
 
 
-def _paint_abandoned(axes: Axes, run: Run, plan: ChartPlan) -> None:
-    (metric,) = plan.metrics
-    style: dict[str, Any] = {"color": COLOURS["abandoned"], "linewidth": 1, "alpha": 0.8, "linestyle": "--"}
-    for branch in run.abandoned.values():
-        points = branch.get(metric, NO_CURVE).scaled(plan.scale).decimated(NUM_BUCKETS)
-        if len(points):
-            axes.plot(points.steps, points.values, label="taken back", **style)
-
-
-def _paint_events(axes: Axes, run: Run) -> None:
-    """Restarts, and rollbacks with the steps they took back."""
-    for entry in run.entries("start"):
-        if entry.get("resumed_from"):
-            axes.axvline(entry["step"], color=COLOURS["muted"], linewidth=0.9, linestyle=":", label="restart")
-    for entry in run.entries("rollback"):
-        axes.axvline(entry["step"], color=COLOURS["rollback"], linewidth=1.1, label="rollback")
-        axes.axvspan(back_to(entry), entry["step"], color=COLOURS["rollback"], alpha=0.09, linewidth=0)
-
-
-def _paint_alerts(axes: Axes, marks: Sequence[AlertMark]) -> None:
-    """A triangle a mark, with the number of its alerts where it stands for several."""
-    steps, values, times = zip(*marks[:MAX_MARKS], strict=True) if marks else ((), (), ())
-    if marks:
-        axes.plot(steps, values, linestyle="none", marker="v", markersize=5.5, color=COLOURS["alert"],
-                  markeredgecolor=COLOURS["paper"], markeredgewidth=0.5, label="alert", zorder=3)  # fmt: skip
-    for step, value, count in zip(steps, values, times, strict=True):
-        if count > 1:
-            axes.annotate(f"×{count}", (step, value), xytext=(5, 0), textcoords="offset points",
-                          va="center", fontsize=8.5, color=COLOURS["alert"])  # fmt: skip
+def _line(curve: Curve, style: Style) -> Stroke:
+    points = curve.decimated(NUM_BUCKETS)
+    return Axes.plot, (points.steps, points.values), style
 
 
 def alert_marks(run: Run, plan: ChartPlan) -> list[AlertMark]:
@@ -238,23 +271,19 @@ def alert_marks(run: Run, plan: ChartPlan) -> list[AlertMark]:
         kind = str(entry.get("type"))
         if entry["kind"] == "alert" and (kind in plan.alerts or (plan is LOSS_PLAN and kind not in _MARKED)):
             branch = _branch_of(run, index)
-            height = _height(run, entry, plan, branch)
-            if height is not None:
-                heights[entry["step"], branch].append(height * plan.scale)
+            heights[entry["step"], branch].append(_height(run, entry, plan, branch) * plan.scale)
     marks = [AlertMark(step, max(values), len(values)) for (step, _), values in heights.items()]
-    return sorted(marks, key=lambda mark: -mark.value)
+    return sorted((mark for mark in marks if not np.isnan(mark.value)), key=lambda mark: -mark.value)
 
 
-def _height(run: Run, alert: Entry, plan: ChartPlan, branch: int | None) -> float | None:
-    """The alert's own value where it is the metric; else that of the branch's curve at its step, if it has one."""
+def _height(run: Run, alert: Entry, plan: ChartPlan, branch: int | None) -> float:
+    """The alert's own value where it is the metric; else that of the branch's curve at its step; NaN without one."""
     value = alert.get("value")
     if alert.get("type") == plan.measured_alert and is_number(value):
         return value
     metric = next(iter(plan.metrics))
     taken_back = NO_CURVE if branch is None else run.abandoned.get(branch, {}).get(metric, NO_CURVE)
-    curve = taken_back if len(taken_back.known) else run.curve(metric)
-    finite = np.isfinite(curve.values)
-    return float(np.interp(alert["step"], curve.steps[finite], curve.values[finite])) if finite.any() else None
+    return float((taken_back if len(taken_back.known) else run.curve(metric)).at(np.array([alert["step"]]))[0])
 
 
 def _branch_of(run: Run, index: int) -> int | None:
@@ -265,13 +294,71 @@ def _branch_of(run: Run, index: int) -> int | None:
     return number if isinstance(number, int) else None
 
 
-def set_scale(axes: Axes, plan: ChartPlan, known: np.ndarray) -> None:
-    """Choose the vertical scale by the values (float64 [n], finite), and label it as other numbers are written."""
-    if plan.log and known.min() > 0 and known.max() > LOG_SCALE_FROM * float(np.median(known)):
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=7))
-        axes.yaxis.set_minor_locator(NullLocator())
-    elif plan.from_zero:
-        axes.set_ylim(bottom=0, top=None if known.max() > 0 else 1)
-    plain = FuncFormatter(lambda value, _: number(value))
-    axes.yaxis.set_major_formatter(EngFormatter(sep="") if known.max() >= 10_000 else plain)
+def draw(
+    plan: ChartPlan,
+    caption: str,
+    strokes: Iterable[Stroke],
+    known: np.ndarray,
+    over: str = "optimizer step",
+    pictures: Path | None = None,
+) -> Chart:
+    """Draw `strokes` into one pair of axes over the horizontal axis `over`.
+
+    `plan`: its key is unique in the page; its vertical scale is chosen by the values `known` (float64 [n], finite). A
+    screen reader reads its heading and `caption`. `pictures`: a folder that gets the drawing as KEY.png, too. The same
+    strokes give the same bytes.
+    """
+    coloured: dict[Any, Any] = {name: COLOURS[colour] for colour, names in _COLOURED.items() for name in names}
+    with matplotlib.rc_context({**coloured, "svg.hashsalt": plan.key}, _STYLE_SHEET), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # a run may be named in any script
+        figure = Figure()
+        axes = figure.add_subplot(title=plan.heading, xlabel=over)
+        for method, values, style in strokes:
+            method(axes, *values, **style)
+        if plan.log and known.min() > 0 and known.max() > LOG_SCALE_FROM * float(np.median(known)):
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=7))
+            axes.yaxis.set_minor_locator(NullLocator())
+        elif plan.from_zero:
+            axes.set_ylim(bottom=0, top=None if known.max() > 0 else 1)
+        # The labels are written as other numbers of the page are.
+        large = EngFormatter(sep="")
+        axes.yaxis.set_major_formatter(large if known.max() >= 10_000 else lambda value, _: number(value))
+        _add_legend(figure, axes)
+        # More ticks than intervals between points would be where nothing was logged.
+        intervals = max([4, *(np.size(line.get_xdata()) - 1 for line in axes.lines)])
+        axes.xaxis.set_major_locator(MaxNLocator(min(6, intervals), steps=[1, 2, 5, 10], integer=True))
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        svg = io.StringIO()
+        figure.savefig(svg, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        if pictures is not None:
+            figure.set_layout_engine("none")  # it is laid out; a second time would take as long again
+            png = pictures / f"{plan.key}.png"
+            figure.savefig(png, format="png", dpi=_PNG_DPI, facecolor="white", metadata={"Software": None})
+    return Chart(caption, _for_page(svg.getvalue(), plan.key, f"{plan.heading}: {caption}"))
+
+
+def _add_legend(figure: Figure, axes: Axes) -> None:
+    """One entry a label, in a row or more below the drawing, where no curve can be under it."""
+    named = {str(line.get_label()): line for line in axes.lines}
+    # Not axes.get_legend_handles_labels(), which leaves out runs whose names begin with an underscore.
+    entries = {label: line for label, line in named.items() if label and not re.fullmatch(r"_child\d+", label)}
+    if entries:
+        columns = max(1, int(figure.get_figwidth() * 14 / (max(map(len, entries)) + 6)))
+        columns = min(columns, len(entries))
+        figure.legend(list(entries.values()), list(entries), loc="outside lower left", ncols=columns)
+
+
+def _for_page(svg: str, key: str, label: str) -> str:
+    """The `<svg>` element alone, with names of its own, variables for colours, and a description."""
+    head, body = svg[svg.index("<svg") :].split(">", 1)
+    view_box = head.split('viewBox="')[1].split('"')[0]
+    rows = [
+        (r'\bid="', f'id="{key}-'),
+        (r'(url\(|href=")#', rf"\g<1>#{key}-"),
+        (r" font-family: [^;\"]*;", ""),
+        *((colour, f"var(--{name})") for name, colour in COLOURS.items()),
+    ]
+    for pattern, text in rows:
+        body = re.sub(pattern, text, body)
+    return f'<svg role="img" aria-label="{escape(label)}" viewBox="{view_box}">{body.strip()}'

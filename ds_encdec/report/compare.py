@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 
 from ds_encdec.config.schema import Mark, marked
 from ds_encdec.report.charts import (
+    COLOURS,
     EVAL_PLAN,
     GRAD_NORM_PLAN,
     LOSS_PLAN,
     RATE_PLAN,
     THROUGHPUT_PLAN,
+    Chart,
     ChartPlan,
-    paint_line,
-    set_scale,
+    Stroke,
+    draw,
+    lines,
 )
-from ds_encdec.report.drawing import COLOURS, Chart, draw
 from ds_encdec.report.page import differences, number, outcomes
 from ds_encdec.report.read_run import NO_CURVE, Curve, Run
 from ds_encdec.types import DataError
@@ -47,25 +50,13 @@ _DATA_FACTS = {
 """The same by the facts that the checkpoints of comparable runs agree in (data/fingerprint.py)."""
 
 
-class Comparison(NamedTuple):
-    """All that the page shows of several runs, the first of which is the page's own.
+def compare_runs(runs: Sequence[Run], pictures: Path | None = None) -> dict[str, Any]:
+    """Lay `runs`, of which the first is the page's own, over each other; `pictures`: see `charts_of`.
 
-    `charts`: the same ones over tokens seen, where they are known, and over optimizer steps. `outcomes`: rows of a name
-    and a value for each run; `differing`: by field of the configuration.
-    """
-
-    names: list[str]
-    warnings: list[str]
-    charts: dict[str, list[Chart]]
-    outcomes: list[list[str]]
-    differing: list[tuple[str, list[str]]]
-
-
-def compare_runs(runs: Sequence[Run], pictures: Path | None = None) -> Comparison:
-    """Lay `runs` over each other; `pictures`: see `charts_of`.
-
-    Raises DataError where two of the runs have no loss in common; runs whose losses mean different things are
-    drawn, with a warning, since their throughput and stability can still be compared.
+    Returns all that the page shows of them: the `names` and `warnings`; `charts`, the same ones over `tokens` seen,
+    where they are known, and over optimizer `steps`; `outcomes`, rows of a name and a value for each run; `differing`,
+    the same by field of the configuration. Raises DataError where two of the runs have no loss in common; runs whose
+    losses mean different things are drawn, with a warning, since their throughput and stability can still be compared.
     """
     for other in runs[1:]:
         if not any(len(runs[0].curve(metric).known) and len(other.curve(metric).known) for metric in _LOSSES):
@@ -75,18 +66,18 @@ def compare_runs(runs: Sequence[Run], pictures: Path | None = None) -> Compariso
             )
     names = distinct_names(runs)
     charts = {over: [_chart(plan, runs, names, over, pictures) for plan in COMPARED] for over in _ABSCISSAE}
-    return Comparison(
-        names,
-        incomparable(runs, names),
-        {over: [chart for chart in drawn if chart] for over, drawn in charts.items()},
-        [[rows[0][0], *(value for _, value in rows)] for rows in zip(*map(outcomes, runs), strict=True)],
-        differences([run.config for run in runs]),
-    )
+    return {
+        "names": names,
+        "warnings": incomparable(runs, names),
+        "charts": {over: [chart for chart in drawn if chart] for over, drawn in charts.items()},
+        "outcomes": [[rows[0][0], *(value for _, value in rows)] for rows in zip(*map(outcomes, runs), strict=True)],
+        "differing": differences([run.config for run in runs]),
+    }
 
 
 def distinct_names(runs: Sequence[Run]) -> list[str]:
     """The names of the runs' folders, with folders above them where runs of one name are compared."""
-    names = [run.name for run in runs]
+    names = [run.path.name for run in runs]
     for depth in range(2, 1 + max(len(run.path.parts) for run in runs)):
         repeated = {name for name, times in Counter(names).items() if times > 1}
         names = [
@@ -118,36 +109,29 @@ def _chart(
 ) -> Chart | None:
     """The plan's metric of all runs over steps or over tokens; None where no run has logged it."""
     (metric,) = plan.metrics
-    curves = {}  # by number of the run, which has its colour in every chart
-    for index, run in enumerate(runs):
-        curve = run.curve(metric)
-        curve = curve if over == "steps" else curve.at(run.tokens_at(curve.steps))
-        if len(curve.known) and np.isfinite(curve.steps).all():
-            curves[index] = curve
+    logged = [run.curve(metric) for run in runs]
+    if over == "tokens":
+        logged = [Curve(run.tokens_at(curve.steps), curve.values) for run, curve in zip(runs, logged, strict=True)]
+    # By number of the run, which has its colour in every chart.
+    curves = {i: curve for i, curve in enumerate(logged) if len(curve.known) and np.isfinite(curve.steps).all()}
+    strokes: list[Stroke] = []
+    labels = dict(enumerate(names))
     if plan is DIFFERENCE_PLAN:
         first = curves.pop(0, NO_CURVE)
-        curves = {index: gap for index, curve in curves.items() if len((gap := difference(curve, first)).known)}
+        curves = {i: gap for i, curve in curves.items() if len((gap := difference(curve, first)).known)}
+        labels = {i: f"{name} − {names[0]}" for i, name in labels.items()}
+        strokes.append((Axes.axhline, (0,), {"color": COLOURS["muted"], "linewidth": 0.9}))
     if not curves:
         return None
-    labels = {index: names[index] + (f" − {names[0]}" if plan is DIFFERENCE_PLAN else "") for index in curves}
-
-    def paint(axes: Axes) -> None:
-        if plan is DIFFERENCE_PLAN:
-            axes.axhline(0, color=COLOURS["muted"], linewidth=0.9)
-        for index, curve in curves.items():
-            paint_line(axes, curve, plan, labels[index], index, alone=False)
-        set_scale(axes, plan, np.concatenate([curve.known for curve in curves.values()]))
-
-    caption = "last " + ", ".join(f"{labels[index]} {number(curve.known[-1])}" for index, curve in curves.items())
-    key, title = f"compare_{plan.key}_by_{over}", f"{plan.title} over {over}"
-    return draw(key, title, caption, paint, pictures, _ABSCISSAE[over])
+    strokes += [line for i, curve in curves.items() for line in lines(curve, plan, labels[i], i, alone=False)]
+    known = np.concatenate([curve.known for curve in curves.values()])
+    caption = "last " + ", ".join(f"{labels[i]} {number(curve.known[-1])}" for i, curve in curves.items())
+    shown = replace(plan, key=f"compare_{plan.key}_by_{over}", title=f"{plan.title} over {over}", unit="")
+    return draw(shown, caption, strokes, known, _ABSCISSAE[over], pictures)
 
 
 def difference(curve: Curve, first: Curve) -> Curve:
     """How much higher `curve` is than `first`, between the first and the last step that `first` is known at."""
-    finite = np.isfinite(first.values)
-    if not finite.any():
-        return NO_CURVE
-    at, values = first.steps[finite], first.values[finite]
-    inside = (curve.steps >= at[0]) & (curve.steps <= at[-1])
-    return Curve(curve.steps[inside], curve.values[inside] - np.interp(curve.steps[inside], at, values))
+    expected = first.at(curve.steps, beyond=np.nan)
+    inside = np.isfinite(expected)
+    return Curve(curve.steps[inside], (curve.values - expected)[inside])

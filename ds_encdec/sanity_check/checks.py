@@ -38,14 +38,14 @@ from ds_encdec.data.lane import LanePipeline
 from ds_encdec.data.randomness import keyed_generator
 from ds_encdec.data.sources import OpenSource, sample_documents, source_entries
 from ds_encdec.data.ul2 import MIN_RAW_TOKENS, max_raw_length, reconstruct
-from ds_encdec.engine.forward import packed_forward
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine
-from ds_encdec.launch.context import RunContext
+from ds_encdec.engine.sharded_engine import packed_forward
+from ds_encdec.launch.host_collectives import RunContext
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.parameter_count import count_parameters
-from ds_encdec.run_model import RunModel, new_model
+from ds_encdec.resume import RunModel, new_model
 from ds_encdec.tokenizer.sentinels import Vocabulary
 from ds_encdec.types import DENOISERS, Batch, CheckpointError, LossSum, TrainingState
 

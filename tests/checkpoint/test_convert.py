@@ -16,7 +16,7 @@ from saved_checkpoints import KINDS, State, config, flip_byte, random_state, sav
 from ds_encdec import cli
 from ds_encdec.checkpoint.saved_state import open_saved_state
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.engine.record import read_record
+from ds_encdec.engine.protocol import read_record
 
 pytestmark = [pytest.mark.distributed, pytest.mark.one_process]
 

@@ -18,10 +18,9 @@ from ds_encdec.config.load import load_config
 from ds_encdec.engine import select
 from ds_encdec.launch import peers
 from ds_encdec.launch.host_collectives import HostCollectives
-from ds_encdec.launch.peers import Peer, Peers
+from ds_encdec.launch.peers import Peer, Peers, ending_recorded
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.run_folder import RunFolder
-from ds_encdec.launch.run_status import ending_recorded
 from ds_encdec.launch.world import discover
 from ds_encdec.types import CheckpointError, DsEncDecError, LostRankError, Preempted
 

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_encdec.config.schema import MonitorConfig
-from ds_encdec.monitor.machine import MachineWatch
-from ds_encdec.monitor.rank_stats import RankStats
+from ds_encdec.monitor.machine import MachineWatch, RankStats
 
 GIB = 2.0**30
 WELL = RankStats(

@@ -22,8 +22,7 @@ from run_folders import (
 )
 
 from ds_encdec import cli
-from ds_encdec.report.charts import GRAD_NORM_PLAN, LOSS_PLAN, PLANS, AlertMark, alert_marks, charts_of
-from ds_encdec.report.drawing import COLOURS
+from ds_encdec.report.charts import COLOURS, GRAD_NORM_PLAN, LOSS_PLAN, PLANS, AlertMark, alert_marks, charts_of
 from ds_encdec.report.page import number
 from ds_encdec.report.read_run import read_run
 from ds_encdec.report.write import write_report

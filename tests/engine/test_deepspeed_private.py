@@ -14,14 +14,13 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from torch import Tensor
 
-from ds_encdec.engine.optimizer_shards import (
-    Piece,
-    Shard,
+from ds_encdec.engine.deepspeed_private import (
     adam_state,
     loss_scaler_state,
     set_loss_scaler_state,
 )
-from ds_encdec.engine.sharded_engine import set_adam_step
+from ds_encdec.engine.protocol import Piece
+from ds_encdec.engine.sharded_engine import Shard, set_adam_step
 
 
 def engine_with(scaler: Any) -> DeepSpeedEngine:
