@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Verb = Callable[[argparse.Namespace, Sequence[str]], int | None]
 """Does what its options and overrides say; its exit code is 0 where it returns None."""
 Arguments = dict[str, dict[str, Any]]
-"""Keywords of argparse for each argument, by its names (between blanks); of those with `only_one` one may be given."""
+"""Keywords of argparse for each argument, by its names (separated by blanks); at most one with `only_one` is taken."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
