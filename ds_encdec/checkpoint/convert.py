@@ -15,8 +15,7 @@ from pathlib import Path
 from ds_encdec.checkpoint.folder import refuse_existing, written_shards, written_whole
 from ds_encdec.checkpoint.manifest import read_manifest, seal, verify_checkpoint
 from ds_encdec.checkpoint.saved_state import open_saved_state
-from ds_encdec.config.load import load_config
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.schema import FullConfig, load_config
 from ds_encdec.engine.select import create_engine, resolve_engine
 from ds_encdec.engines import STATE_FORMATS, EngineSpec
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext

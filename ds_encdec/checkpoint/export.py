@@ -26,8 +26,7 @@ from ds_encdec.checkpoint.folder import clear_leftovers, committed_steps, refuse
 from ds_encdec.checkpoint.manager import Checkpoint
 from ds_encdec.checkpoint.manifest import MANIFEST, read_manifest
 from ds_encdec.checkpoint.saved_state import open_saved_state, saved_weights
-from ds_encdec.config.load import load_saved
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.schema import FullConfig, load_saved
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.model import attention, configuration, loss, modeling, precision
 from ds_encdec.model.configuration import Qwen3EncoderConfig, Qwen3Seq2SeqConfig

@@ -8,11 +8,13 @@ shared out among the ranks.
 from __future__ import annotations
 
 import logging
-from typing import Literal
+from typing import Literal, TypeVar
 
-from ds_encdec.config.schema import FullConfig, TrainingConfig
+from ds_encdec.config.rules import Sections
 from ds_encdec.config.shares import per_rank
+from ds_encdec.config.training_sections import TrainingConfig
 
+Run = TypeVar("Run", bound=Sections)
 logger = logging.getLogger(__name__)
 
 AUTO: Literal["auto"] = "auto"
@@ -21,12 +23,12 @@ DEFAULT_MICRO_BATCH_SIZE: int = TrainingConfig.model_fields["per_device_train_ba
 """The size that stands in for `auto` where the global batch follows from one."""
 
 
-def is_auto(config: FullConfig) -> bool:
+def is_auto(config: Sections) -> bool:
     """Return whether the micro-batch size is still to be found."""
     return config.training.per_device_train_batch_size == AUTO
 
 
-def global_batch_size(config: FullConfig, world_size: int) -> int:
+def global_batch_size(config: Sections, world_size: int) -> int:
     """Sequences of one optimizer step over all ranks, at a first start on `world_size` ranks.
 
     `training.global_batch_size`, or what micro-batches of the configured size (for `auto`, the default one) make.
@@ -38,7 +40,7 @@ def global_batch_size(config: FullConfig, world_size: int) -> int:
     return size * (config.data.num_lanes or world_size * training.gradient_accumulation_steps)
 
 
-def micro_batches_per_step(config: FullConfig, world_size: int) -> int:
+def micro_batches_per_step(config: Sections, world_size: int) -> int:
     """Micro-batches of one optimizer step over all ranks: the lanes of a run that first starts on `world_size` ranks.
 
     They need not divide among the ranks. Raises ConfigError while the micro-batch size is `auto`.
@@ -46,7 +48,7 @@ def micro_batches_per_step(config: FullConfig, world_size: int) -> int:
     return global_batch_size(config, world_size) // config.training.micro_batch_size
 
 
-def micro_batch_candidates(config: FullConfig, world_size: int) -> list[int]:
+def micro_batch_candidates(config: Sections, world_size: int) -> list[int]:
     """The sizes that `auto` may take, largest first: all that divide one rank's share of the global batch.
 
     Raises ConfigError where the ranks do not divide the global batch.
@@ -56,7 +58,7 @@ def micro_batch_candidates(config: FullConfig, world_size: int) -> list[int]:
     return [size for size in range(share, 0, -1) if share % size == 0]
 
 
-def with_micro_batch_size(config: FullConfig, micro_batch_size: int, world_size: int) -> FullConfig:
+def with_micro_batch_size(config: Run, micro_batch_size: int, world_size: int) -> Run:
     """`config` with this number as its micro-batch size, and the accumulation that keeps its global batch.
 
     The size must be one of `micro_batch_candidates`.
@@ -70,7 +72,7 @@ def with_micro_batch_size(config: FullConfig, micro_batch_size: int, world_size:
     return config.model_copy(update={"training": config.training.model_copy(update=batch)})
 
 
-def with_assumed_batch_size(config: FullConfig, world_size: int) -> FullConfig:
+def with_assumed_batch_size(config: Run, world_size: int) -> Run:
     """`config` with a number as its micro-batch size, for what cannot try any; says so where that was `auto`.
 
     The number is the default where it divides the global batch of each of `world_size` ranks, else the next smaller one

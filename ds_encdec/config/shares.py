@@ -6,7 +6,7 @@ one message.
 
 from __future__ import annotations
 
-from ds_encdec.config.schema import InfraConfig
+from ds_encdec.config.training_sections import InfraConfig
 from ds_encdec.types import ConfigError
 
 

@@ -39,7 +39,7 @@ _IMPLICIT_TYPES = {
     "merge": (r"<<", ["<"]),
     "null": (r"~|null|Null|NULL|", [*"~nN", ""]),
 }
-"""What a plain scalar is by how it looks: the kinds with their patterns and first characters."""
+"""The kinds that a plain scalar may be by how it looks, with their patterns and first characters."""
 _READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "str": (r"(?s:.*)", str),
     "null": (_IMPLICIT_TYPES["null"][0], lambda _: None),
@@ -50,7 +50,7 @@ _READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
         lambda text: float(text.replace("_", "").lower().replace(".inf", "inf").replace(".nan", "nan")),
     ),
 }
-"""What a scalar of each kind, which may be written (`!!float 3`), must look like, and how it is read."""
+"""The kinds that a scalar may be, also by a tag (`!!float 3`): how it must look, and how it is read."""
 
 
 class _Loader(yaml.SafeLoader):

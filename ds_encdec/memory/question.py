@@ -19,9 +19,8 @@ from ds_encdec.config.batch_size import (
     micro_batches_per_step,
     with_micro_batch_size,
 )
-from ds_encdec.config.load import find_shipped, load_config
 from ds_encdec.config.rules import engine_candidates
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.schema import FullConfig, find_shipped, load_config
 from ds_encdec.config.shares import mesh_shape, per_rank
 from ds_encdec.gpus import Gpu, parse_bytes, parse_gpu
 from ds_encdec.memory.breakdown import GIB

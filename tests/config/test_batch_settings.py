@@ -16,8 +16,7 @@ from ds_encdec.config.batch_size import (
     with_assumed_batch_size,
     with_micro_batch_size,
 )
-from ds_encdec.config.load import load_config
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.schema import FullConfig, load_config
 from ds_encdec.types import ConfigError
 
 

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from finished_runs import finish_run
 
-from ds_encdec.config.load import load_config
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.schema import FullConfig, load_config
 from ds_encdec.phase_runs.records import PhaseRecords, only_one_pipeline
 from ds_encdec.phase_runs.run import run_phases
 from ds_encdec.phases import PlannedPhase, TrainingPhase, plan_phase
