@@ -15,7 +15,6 @@ from pathlib import Path
 
 from pydantic import ValidationError, ValidationInfo, model_validator
 
-from ds_encdec.config.batch_size import is_auto, micro_batches_per_step
 from ds_encdec.config.deepspeed_json import merge_deepspeed_json, read_deepspeed_json
 from ds_encdec.config.model_folder import is_hub_name
 from ds_encdec.config.rules import Sections, find_conflicts, marked  # noqa: F401
@@ -30,7 +29,7 @@ from ds_encdec.config.sections import (  # noqa: F401  who has the whole finds i
     Source,
 )
 from ds_encdec.config.settings import COMMAND_LINE, Conflict, Mention, Problem, Settings, raise_if_any, show, unusable
-from ds_encdec.config.shares import per_rank
+from ds_encdec.config.shares import is_auto, micro_batches_per_step, per_rank
 from ds_encdec.config.training_sections import (  # noqa: F401
     InfraConfig,
     MonitorConfig,

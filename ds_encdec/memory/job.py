@@ -6,8 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from ds_encdec.config.batch_size import micro_batches_per_step
 from ds_encdec.config.schema import FullConfig, TrainingConfig
+from ds_encdec.config.shares import micro_batches_per_step
 from ds_encdec.data.budgets import token_budgets
 from ds_encdec.denoisers import denoised_lengths
 from ds_encdec.engines import ENGINES, EngineName
