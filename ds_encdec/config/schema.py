@@ -30,13 +30,7 @@ from ds_encdec.config.sections import (  # noqa: F401  who has the whole finds i
 )
 from ds_encdec.config.settings import COMMAND_LINE, Conflict, Mention, Problem, Settings, raise_if_any, show, unusable
 from ds_encdec.config.shares import is_auto, micro_batches_per_step, per_rank
-from ds_encdec.config.training_sections import (  # noqa: F401
-    InfraConfig,
-    MonitorConfig,
-    PhaseOverrides,
-    PhasesConfig,
-    TrainingConfig,
-)
+from ds_encdec.config.training_sections import InfraConfig, MonitorConfig, PhaseOverrides, PhasesConfig, TrainingConfig  # noqa: F401
 from ds_encdec.config.validation import mention, mention_all, validate
 from ds_encdec.config.yaml_text import apply_overrides, file_problem, read_text, read_yaml, write_yaml
 from ds_encdec.types import ConfigError
