@@ -7,22 +7,12 @@ never changed after loading, and run state lives elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    field_validator,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WrapValidator, field_validator, model_validator
+from pydantic_core import PydanticCustomError, ValidationError
 
 from ds_encdec.config.settings import Conflict, Rules, broken, join, unknown_key
 from ds_encdec.denoisers import DENOISERS
@@ -55,7 +45,7 @@ def one_or_many(value: Any) -> Any:
     return value
 
 
-def _by_denoiser(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+def _by_denoiser(value: Any, validate: Callable[[Any], Any]) -> Any:
     """A mapping stands for the list of its weights in the order of `DENOISERS`; what it does not name has weight 0.
 
     A wrong length is a mistake beside those of the items. Pydantic would end at the first.

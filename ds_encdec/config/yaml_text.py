@@ -14,17 +14,13 @@ from typing import Any, NoReturn
 import yaml
 
 from ds_encdec.config.plain_files import MAX_CONFIG_BYTES, MAX_DEPTH, MAX_NODES, read_plain
-from ds_encdec.config.settings import (
-    COMMAND_LINE,
-    Mention,
-    Problem,
-    Settings,
-    Unreadable,
-    is_name,
-    join,
-    show,
-    whole_number,
-)
+from ds_encdec.config.settings import COMMAND_LINE, Mention, Problem, Settings, Unreadable, is_name, join, show
+
+
+def whole_number(digits: str) -> int | float:
+    """The number that decimal `digits` stand for; infinity where Python would refuse to read so many."""
+    return int(digits) if len(digits) < 400 else float(digits)
+
 
 _PREFIX = "tag:yaml.org,2002:"
 _INT = r"[-+]?(?:0|[1-9][0-9_]*)"
