@@ -21,14 +21,14 @@ from ds_encdec.auto_batch.resolve import job_here, resolve_batch_size
 from ds_encdec.checkpoint.export import average_last_checkpoints, clear_averaged
 from ds_encdec.checkpoint.folder import check_room
 from ds_encdec.checkpoint.manager import MAKE_ROOM, Checkpoint, CheckpointManager, find_checkpoint
-from ds_encdec.config.batch_size import (
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.shares import (
     is_auto,
     micro_batch_candidates,
     micro_batches_per_step,
+    per_rank,
     with_assumed_batch_size,
 )
-from ds_encdec.config.schema import FullConfig
-from ds_encdec.config.shares import per_rank
 from ds_encdec.data.build import TrainingData, build_data
 from ds_encdec.data.inspect import inspect_data
 from ds_encdec.data.tables import resolve_commits

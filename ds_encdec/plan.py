@@ -9,9 +9,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ds_encdec.config.batch_size import global_batch_size, with_assumed_batch_size
 from ds_encdec.config.rules import ROLLBACK_FIELDS
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.shares import global_batch_size, with_assumed_batch_size
 from ds_encdec.memory.breakdown import in_gib
 from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.job import Job, checkpoint_bytes, checkpoint_bytes_per_parameter, checkpoints_at_once, run_sizes

@@ -19,9 +19,8 @@ import torch
 
 from ds_encdec.auto_batch.probe import Outcome, ProbeProcess, ProbeTask
 from ds_encdec.checkpoint.manager import Checkpoint
-from ds_encdec.config.batch_size import is_auto, micro_batch_candidates, with_micro_batch_size
-from ds_encdec.config.load import load_saved
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.schema import FullConfig, load_saved
+from ds_encdec.config.shares import is_auto, micro_batch_candidates, with_micro_batch_size
 from ds_encdec.engines import load
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.preemption import StopRequest

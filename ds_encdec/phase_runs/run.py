@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from ds_encdec.checkpoint.folder import committed_steps
-from ds_encdec.config.load import load_saved
 from ds_encdec.config.plain_files import read_json
-from ds_encdec.config.schema import FullConfig, Mark, marked
+from ds_encdec.config.schema import FullConfig, Mark, load_saved, marked
 from ds_encdec.launch.disk import write_atomically
 from ds_encdec.launch.run_folder import RunFolder, lock_file
 from ds_encdec.launch.world import LAUNCHERS
