@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_encdec.launch.standard_output import reader_may_leave
+from ds_encdec.launch.preemption import reader_may_leave
 from ds_encdec.memory.breakdown import in_gib
 from ds_encdec.memory.gpus import DEFAULT_GPU
 from ds_encdec.types import DsEncDecError

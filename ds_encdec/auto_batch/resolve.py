@@ -158,7 +158,7 @@ class _Search:
         )
         process, error = attempt(lambda: ProbeProcess(task))
         holding: AbstractContextManager[object] = process or nullcontext()
-        with self._stop.busy(), holding:  # however long it takes, this rank is not stuck
+        with self._stop.heartbeat.busy(), holding:  # however long it takes, this rank is not stuck
             context.collectives.raise_first(error)
             assert process is not None
             outcome = agreed_outcome(
