@@ -9,10 +9,11 @@ import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from ds_encdec.engines import ENGINES, load
+from ds_encdec.engines import ENGINES, DistributedType, load
 
 PACKAGE = Path(__file__).parents[1] / "ds_encdec"
 
@@ -29,7 +30,8 @@ LAYERS = (
     ("checkpoint", "evaluate"),
     ("memory",),
     ("data", "engine", "monitor"),
-    ("model", "tokenizer", "optim"),
+    ("model", "optim", "gpus"),
+    ("tokenizer",),
     ("launch", "config"),
     ("engines", "types"),
     ("denoisers", "source_kinds"),
@@ -122,6 +124,13 @@ def test_help_and_configuration_errors_do_not_pay_for_torch(module: str) -> None
     code = f"import sys, {module}; print(*({{'torch', 'transformers', 'deepspeed', 'datasets'}} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert (result.returncode, result.stdout.strip()) == (0, ""), result.stdout + result.stderr
+
+
+def test_every_word_for_an_engine_can_be_written_in_a_configuration() -> None:
+    words = [row.name for row in ENGINES.values()] + [
+        word for row in ENGINES.values() for word in row.distributed_types
+    ]
+    assert {*words, "auto"} == set(get_args(DistributedType))
 
 
 DOTTED_NAMES = [

@@ -18,6 +18,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import astuple
 from functools import partial
 from itertools import chain
 from math import prod
@@ -29,14 +30,14 @@ from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from ds_encdec.checkpoint.saved_state import Fragment, FragmentedState
-from ds_encdec.engine.record import TAG, EngineRecord, read_record
+from ds_encdec.engine.protocol import TAG, EngineRecord, Piece, end_to_end, own_parts, read_record
 from ds_encdec.types import MOMENTS, CheckpointError, StateKind
 
 _Shape = tuple[int, ...]
 _Tensors = Mapping[str, Tensor]
 """Flat tensors of one length that belong together: `weight`, and the moments where there are any."""
-_Piece = tuple[str, int, int, Callable[[], _Tensors], int]
-"""A parameter's name, the first and the number of its elements in a part, the part, and where in it they begin."""
+_Placed = tuple[Piece, Callable[[], _Tensors]]
+"""A piece of a parameter, and the part of a file in which it begins at its offset."""
 
 
 class ZeroState(FragmentedState):
@@ -48,27 +49,26 @@ class ZeroState(FragmentedState):
         with _layout_checked(folder):
             shapes, pieces = _read_layout(folder, record)
         fragments: dict[str, list[Fragment]] = {name: [] for name in shapes}
-        for name, start, length, part, offset in pieces:
-            fragments[name].append(Fragment(start, start + length, partial(self._copy, name, part, offset)))
+        for piece, part in pieces:
+            copy = partial(self._copy, piece, part)
+            fragments[piece.name].append(Fragment(piece.start, piece.start + piece.length, copy))
         kinds = ("weight", *MOMENTS)
         super().__init__(
             record, folder, shapes, {f"{kind}.{name}": fragments[name] for kind in kinds for name in shapes}
         )
 
-    def _copy(
-        self, name: str, part: Callable[[], _Tensors], offset: int, kind: StateKind, out: Tensor, first: int
-    ) -> None:
-        """Copy into `out` what `part` has from `offset` + `first` on. Moments before the first step are zeros."""
+    def _copy(self, piece: Piece, part: Callable[[], _Tensors], kind: StateKind, out: Tensor, first: int) -> None:
+        """Copy into `out` what `part` has of `piece` from `first` on. Moments before the first step are zeros."""
         tensors = part()
         if kind in tensors:
-            out.copy_(tensors[kind].narrow(0, offset + first, len(out)))
+            out.copy_(tensors[kind].narrow(0, piece.offset + first, len(out)))
         elif self.applied_steps > 0:
-            raise CheckpointError(f"{self._folder} has no {kind} of {name}")
+            raise CheckpointError(f"{self._folder} has no {kind} of {piece.name}")
         else:
             out.zero_()
 
 
-def _read_layout(folder: Path, record: EngineRecord) -> tuple[dict[str, _Shape], list[_Piece]]:
+def _read_layout(folder: Path, record: EngineRecord) -> tuple[dict[str, _Shape], list[_Placed]]:
     """The shapes in the model's order, and where the elements of each parameter are."""
     stage = int(record.sharding_stage.removeprefix("zero").removesuffix("_hybrid"))
     states = _load(folder / ("zero_pp_rank_0_" * (stage == 3) + "mp_rank_00_model_states.pt"))
@@ -78,8 +78,7 @@ def _read_layout(folder: Path, record: EngineRecord) -> tuple[dict[str, _Shape],
         pieces = list(_replicated(module, states["optimizer"], groups))
     else:
         groups = [{name: tuple(shape) for name, shape in group.items()} for group in states["param_shapes"]]
-        parts = _Parts(folder, stage, record.world_size)
-        pieces = list((_cut_parameters if stage == 3 else _cut_groups)(parts, groups))
+        pieces = list(_cut(_Parts(folder, stage, record.world_size), groups, by_parameter=stage == 3))
     shapes = {name: shape for group in groups for name, shape in group.items()}
     # The module's own dict has the model's order; a tied parameter stands in it under every name.
     return {name: shapes[name] for name in module if name in shapes}, pieces
@@ -95,8 +94,16 @@ class _Parts:
     def __init__(self, folder: Path, stage: int, world_size: int) -> None:
         self._stage = stage
         self.world_size = world_size
-        names = [path.name for path in folder.iterdir()]
-        self._files = [folder / _only_file_of(rank, names, folder) for rank in range(world_size)]
+        self._files: list[Path] = []
+        paths = list(folder.iterdir())
+        for rank in range(world_size):
+            ending = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"  # bf16_… in bfloat16
+            found = [path for path in paths if path.name.endswith(ending)]
+            if len(found) != 1:
+                raise CheckpointError(
+                    f"{folder}: {len(found)} files of optimizer states of rank {rank}, instead of one"
+                )
+            self._files += found
         self._opened: dict[int, list[_Tensors]] = {}
         self.sizes: Sequence[int] = ()
         """Elements of a part of each group, padding included."""
@@ -129,14 +136,6 @@ class _Parts:
         self._opened[rank] = [{"weight": weight} | moments for weight, moments in parts]
 
 
-def _only_file_of(rank: int, names: Sequence[str], folder: Path) -> str:
-    ending = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"  # bf16_… in bfloat16
-    found = [name for name in names if name.endswith(ending)]
-    if len(found) != 1:
-        raise CheckpointError(f"{folder}: {len(found)} files of optimizer states of rank {rank}, instead of one")
-    return found[0]
-
-
 @contextmanager
 def _layout_checked(path: Path) -> Iterator[None]:
     """Raise CheckpointError, naming `path`, where the code inside stumbles over another layout."""
@@ -148,7 +147,7 @@ def _layout_checked(path: Path) -> Iterator[None]:
 
 def _replicated(
     module: Mapping[str, Tensor], optimizer: Mapping[str, Any], groups: Sequence[Mapping[str, _Shape]]
-) -> Iterator[_Piece]:
+) -> Iterator[_Placed]:
     """Stage 0: everything in full. `optimizer`: torch's state dict, in 16 bit inside that of DeepSpeed's wrapper."""
     base = optimizer.get("optimizer_state_dict", optimizer)
     names = [name for group in groups for name in group]
@@ -161,39 +160,30 @@ def _replicated(
         weights, held = list(masters), [{name: shape} for group in groups for name, shape in group.items()]
     for weight, moments, within in zip(weights, _moments(base), held, strict=True):
         tensors = {"weight": weight.reshape(-1)} | {kind: moment.reshape(-1) for kind, moment in moments.items()}
-        for name, begin, numel in _laid_out(within):
-            yield name, 0, numel, partial(dict, tensors), begin
+        for piece in end_to_end(_numels(within)):
+            yield piece, partial(dict, tensors)
 
 
-def _cut_groups(parts: _Parts, groups: Sequence[Mapping[str, _Shape]]) -> Iterator[_Piece]:
-    """Stages 1 and 2: a group's parameters end to end, cut into equal parts regardless of where one begins."""
-    cuts = zip(groups, parts.sizes, parts.alignments, strict=True)
-    for index, (group, size, alignment) in enumerate(cuts):
-        for name, begin, numel in _laid_out(group, alignment):
-            end = min(begin + numel, parts.world_size * size)
+def _cut(parts: _Parts, groups: Sequence[Mapping[str, _Shape]], *, by_parameter: bool) -> Iterator[_Placed]:
+    """Stages 1 and 2: a group's parameters end to end, cut into equal parts regardless of where one begins.
+
+    Stage 3 cuts `by_parameter`: a rank's part of each, end to end.
+    """
+    ranks = parts.world_size
+    for index, (group, size, alignment) in enumerate(zip(groups, parts.sizes, parts.alignments, strict=True)):
+        numels = _numels(group)
+        for rank in range(ranks * by_parameter):
+            yield from ((piece, partial(parts.part, rank, index)) for piece in own_parts(numels, rank, ranks))
+        for name, _, numel, begin in map(astuple, () if by_parameter else end_to_end(numels, alignment)):
+            end = min(begin + numel, ranks * size)
             for rank in range(begin // size, -(-end // size)):
                 first, last = max(begin, rank * size), min(end, (rank + 1) * size)
-                yield name, first - begin, last - first, partial(parts.part, rank, index), first - rank * size
+                piece = Piece(name, first - begin, last - first, first - rank * size)
+                yield piece, partial(parts.part, rank, index)
 
 
-def _cut_parameters(parts: _Parts, groups: Sequence[Mapping[str, _Shape]]) -> Iterator[_Piece]:
-    """Stage 3: each parameter cut into equal parts, the last ones padded; a rank's part of each, end to end."""
-    for index, (group, _) in enumerate(zip(groups, parts.sizes, strict=True)):
-        offset = 0
-        for name, _, numel in _laid_out(group):
-            size = -(-numel // parts.world_size)
-            for rank in range(-(-numel // size)):
-                length = min(size, numel - rank * size)
-                yield name, rank * size, length, partial(parts.part, rank, index), offset
-            offset += size
-
-
-def _laid_out(group: Mapping[str, _Shape], paddings: Sequence[int] = ()) -> Iterator[tuple[str, int, int]]:
-    """Name, offset and number of elements of parameters laid end to end, each with its padding behind it."""
-    offset = 0
-    for index, (name, shape) in enumerate(group.items()):
-        yield name, offset, prod(shape)
-        offset += prod(shape) + (paddings[index] if paddings else 0)
+def _numels(group: Mapping[str, _Shape]) -> dict[str, int]:
+    return {name: prod(shape) for name, shape in group.items()}
 
 
 def _moments(base: Mapping[str, Any]) -> list[dict[str, Tensor]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, islice
+from itertools import islice
 from pathlib import Path
 from zipfile import BadZipFile
 
@@ -19,13 +19,14 @@ from ds_encdec.data.budgets import Budgets
 from ds_encdec.data.lane import LanePipeline
 from ds_encdec.data.loader import collate
 from ds_encdec.data.packing import Packer, Waiting
-from ds_encdec.data.randomness import Permutation
-from ds_encdec.data.sources import OpenSource, Row, StreamSource, readable
+from ds_encdec.data.sources import OpenSource, Row, all_rows, readable
 from ds_encdec.launch.disk import atomic_file
 from ds_encdec.types import DENOISERS, Batch, DataError, Example
 
 _SEED = 0
 """Evaluation does not depend on the run's seed, so that runs can be compared."""
+
+_NAMES = list(DENOISERS)
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ def _by_weight(sources: Sequence[OpenSource]) -> Iterator[Row]:
 
     The next one is of the source that is furthest behind its share. A source that has no more drops out.
     """
-    queues = [_held_out_documents(opened) for opened in sources]
+    queues = [all_rows(opened.source, "evaluation", opened.holds_out) for opened in sources]
     due = {number: 1 / opened.weight for number, opened in enumerate(sources) if opened.held_out_below}
     while due:
         number = min(due, key=lambda candidate: due[candidate])
@@ -101,22 +102,9 @@ def _by_weight(sources: Sequence[OpenSource]) -> Iterator[Row]:
             del due[number]
 
 
-def _held_out_documents(opened: OpenSource) -> Iterator[Row]:
-    """The held-out documents of a source. Keys come first: others are not read where the source can avoid it."""
-    source = opened.source
-    if isinstance(source, StreamSource):
-        for unit in range(source.num_units):
-            yield from source.documents(unit, 0, opened.holds_out)
-    else:
-        for index in Permutation(len(source), _SEED, "evaluation"):
-            if opened.holds_out(source.key(index)):
-                yield source.document(index)
-
-
 def _write_examples(path: Path, examples: Sequence[Example]) -> None:
     """Write one .npz file of flat ids, lengths, denoisers and document keys. It appears complete, or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    numbers = {name: number for number, name in enumerate(DENOISERS)}
     with atomic_file(path) as file:
         np.savez(
             file,
@@ -124,7 +112,7 @@ def _write_examples(path: Path, examples: Sequence[Example]) -> None:
             encoder_lengths=np.array([len(example.encoder_ids) for example in examples]),
             decoder_ids=np.concatenate([example.decoder_ids for example in examples]),
             decoder_lengths=np.array([len(example.decoder_ids) for example in examples]),
-            denoisers=np.array([numbers[example.denoiser] for example in examples]),
+            denoisers=np.array([_NAMES.index(example.denoiser) for example in examples]),
             documents=np.array([example.document for example in examples]),
         )
 
@@ -136,18 +124,8 @@ def _read_examples(path: Path) -> list[Example]:
             arrays = {name: stored[name] for name in stored.files}
     except (OSError, ValueError, EOFError, BadZipFile) as error:
         raise DataError(f"{path}: cannot be read ({error}). Delete it: it is made again") from error
-    names = list(DENOISERS)
-    return [
-        Example(encoder_ids, decoder_ids, names[denoiser], str(document))
-        for encoder_ids, decoder_ids, denoiser, document in zip(
-            _split(arrays["encoder_ids"], arrays["encoder_lengths"]),
-            _split(arrays["decoder_ids"], arrays["decoder_lengths"]),
-            arrays["denoisers"],
-            arrays["documents"],
-            strict=True,
-        )
-    ]
-
-
-def _split(flat: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
-    return np.split(flat, list(accumulate(lengths.tolist()))[:-1])
+    encoder_ids, decoder_ids = (
+        np.split(arrays[f"{side}_ids"], np.cumsum(arrays[f"{side}_lengths"])[:-1]) for side in ("encoder", "decoder")
+    )
+    denoisers = [_NAMES[number] for number in arrays["denoisers"]]
+    return list(map(Example, encoder_ids, decoder_ids, denoisers, arrays["documents"].tolist()))

@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ds_encdec.data.budgets import Budgets
-from ds_encdec.data.chunks import Chunk, Chunker, Tokenize
+from ds_encdec.data.chunks import Chunker, Tokenize
 from ds_encdec.data.packing import Packer, Waiting
 from ds_encdec.data.readers import LaneShare, Located, MixtureReader, Reference
 from ds_encdec.data.sources import BadRow, OpenSource, bad_rows_of, check_bad_rows
-from ds_encdec.data.ul2 import MIN_RAW_TOKENS
 from ds_encdec.types import DataError, Example
 
 BARREN_DOCUMENTS = 10_000
 """Documents in a row without a usable one (empty, or held out) after which the data is called empty."""
+
+_ALL_CHUNKS = range(1 << 62)
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +55,11 @@ class _Origin(NamedTuple):
 
 
 class _Made(NamedTuple):
+    """An example, its place, and that of the next one of its document."""
+
     example: Example
     origin: _Origin
+    next: _Origin | None
 
 
 class Lane:
@@ -85,7 +86,7 @@ class Lane:
         """The examples of the next micro-batch. Raises DataError."""
         made = self._packer.pack(self._arrivals)
         self._batches += 1
-        return [example for example, _ in made]
+        return [example for example, _, _ in made]
 
     @property
     def record(self) -> dict[str, Any]:
@@ -108,46 +109,36 @@ class Lane:
         wanted: dict[tuple[Reference, int], set[int]] = {}
         for reference, epoch, chunk in origins:
             wanted.setdefault((reference, epoch), set()).add(chunk)
-        entries: dict[_Origin, Waiting[_Made]] = {}
-        for (reference, epoch), chunks in wanted.items():
-            document = self._open_again(reference, epoch)
-            again = [chunk for chunk in islice(document.chunks(), max(chunks) + 1) if chunk.index in chunks]
-            entries |= {entry.item.origin: entry for entry in map(document.entry, again)}
+        made = (self._cut(self._fetch(*place), chunks) for place, chunks in wanted.items())
+        entries = {entry.item.origin: entry for document in made for entry in document}
         return [
             dataclasses.replace(entries[origin], waited_batches=waited)
             for origin, (*_, waited) in zip(origins, waiting, strict=True)
         ]
 
     def _read_examples(self) -> Iterator[Waiting[_Made]]:
-        """Examples in the order of reading, endlessly; `_next_chunk` points behind the last one."""
+        """Examples in the order of reading, endlessly; `_next_chunk` points behind the last one.
+
+        They are of documents that are not held out and have text. Raises DataError when there seems to be none.
+        """
         if self._next_chunk:
             reference, epoch, chunk = self._next_chunk
-            yield from self._cut(self._open_again(reference, epoch), chunk)
-        while True:
-            yield from self._cut(self._next_document())
-
-    def _cut(self, document: _OpenDocument, first_chunk: int = 0) -> Iterator[Waiting[_Made]]:
-        for chunk in islice(document.chunks(), first_chunk, None):
-            entry = document.entry(chunk)
-            is_last = chunk.start + chunk.length == len(document.tokens)
-            self._next_chunk = None if is_last else entry.item.origin._replace(chunk=chunk.index + 1)
-            yield entry
-
-    def _next_document(self) -> _OpenDocument:
-        """The next document that is not held out and has text. Raises DataError when there seems to be none."""
+            for entry in self._cut(self._fetch(reference, epoch), _ALL_CHUNKS[chunk:]):
+                self._next_chunk = entry.item.next
+                yield entry
         # A look that meets more bad rows than two passes may have has gone over all documents.
         most = BARREN_DOCUMENTS + 2 * self._pipeline.bad_row_limit
-        for _ in range(most):
+        barren = 0
+        while barren < most:
+            barren += 1
             located = next(self._reader)
             if isinstance(located.document, BadRow):
                 self._pass_over(located.document, located.epoch)
-                continue
-            if self._reader.sources[located.reference[0]].holds_out(located.document.key):
-                continue
-            document = self._open(located)
-            if len(document.tokens) >= MIN_RAW_TOKENS:
-                return document
-            self._skipped_documents += 1
+            elif not self._reader.sources[located.reference[0]].holds_out(located.document.key):
+                for entry in self._cut(located):
+                    barren, self._next_chunk = 0, entry.item.next
+                    yield entry
+                self._skipped_documents += barren > 0
         raise DataError(
             f"lane {self._number} read {most} documents in a row without finding text to train on: all "
             "were empty, held out or not readable. Check data.text_column and data.eval_fraction"
@@ -164,32 +155,24 @@ class Lane:
             logger.warning("passed over: %s", row.problem)
         self._last_bad_row = [self._batches, row.problem]
 
-    def _open_again(self, reference: Reference, epoch: int) -> _OpenDocument:
+    def _fetch(self, reference: Reference, epoch: int) -> Located:
         document = self._reader.fetch(reference)
         if isinstance(document, BadRow):
             raise DataError(f"{document.problem}. It could be read when the checkpoint was made")
-        return self._open(Located(document, reference, epoch))
+        return Located(document, reference, epoch)
 
-    def _open(self, located: Located) -> _OpenDocument:
-        assert not isinstance(located.document, BadRow)
-        return _OpenDocument(located, self._pipeline.tokenize(located.document), self._pipeline.chunker)
-
-
-class _OpenDocument(NamedTuple):
-    """A tokenised document on its way through the chunker."""
-
-    located: Located
-    tokens: np.ndarray
-    chunker: Chunker
-
-    def chunks(self) -> Iterator[Chunk]:
-        return self.chunker.chunks(len(self.tokens), self.located.document.key, self.located.epoch)
-
-    def entry(self, chunk: Chunk) -> Waiting[_Made]:
-        """The example of `chunk`, for the packer."""
-        example = self.chunker.example(chunk, self.tokens, self.located.document.key)
-        origin = _Origin(self.located.reference, self.located.epoch, chunk.index)
-        return Waiting(_Made(example, origin), len(example.encoder_ids), len(example.decoder_ids))
+    def _cut(self, located: Located, wanted: Container[int] = _ALL_CHUNKS) -> Iterator[Waiting[_Made]]:
+        """The examples of the `wanted` chunks of a document, for the packer. One without text has none."""
+        document, reference, epoch = located
+        assert not isinstance(document, BadRow)
+        tokens, chunker = self._pipeline.tokenize(document), self._pipeline.chunker
+        for chunk in chunker.chunks(len(tokens), document.key, epoch):
+            if chunk.index in wanted:
+                example = chunker.example(chunk, tokens, document.key)
+                is_last = chunk.start + chunk.length == len(tokens)
+                behind = None if is_last else _Origin(reference, epoch, chunk.index + 1)
+                made = _Made(example, _Origin(reference, epoch, chunk.index), behind)
+                yield Waiting(made, len(example.encoder_ids), len(example.decoder_ids))
 
 
 def _origin(reference: list[int], epoch: int, chunk: int) -> _Origin:

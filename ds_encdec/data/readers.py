@@ -51,32 +51,22 @@ class MapReader:
     ) -> None:
         if len(source) <= share.lane:
             raise share.nothing_to_read(f"{len(source)} documents")
-        self._source = source
-        self._number = source_number
-        self._share = share
-        start = position or {"epoch": 0, "index": share.lane}
-        self._begin(start["epoch"], start["index"])
-
-    @property
-    def position(self) -> dict[str, Any]:
-        """Epoch, and index in the epoch's permutation, of the next document."""
-        return {"epoch": self.epoch, "index": self._index}
+        self._source, self._number, self._share = source, source_number, share
+        self.position = position or {"epoch": 0, "index": share.lane}
+        """Epoch, and index in the epoch's permutation, of the next document. Replaced, never changed."""
 
     def __next__(self) -> Located:
-        if self._index >= len(self._permutation):
-            self._begin(self.epoch + 1, self._share.lane)
-        reference = (self._permutation[self._index],)
-        self._index += self._share.num_lanes
-        return Located(self.fetch(reference), reference, self.epoch)
+        epoch, index = self.position["epoch"], self.position["index"]
+        if index >= len(self._source):
+            epoch, index = epoch + 1, self._share.lane
+        self.position = {"epoch": epoch, "index": index + self._share.num_lanes}
+        order = Permutation(len(self._source), self._share.seed, "documents", self._number, epoch)
+        reference = (order[index],)
+        return Located(self.fetch(reference), reference, epoch)
 
     def fetch(self, reference: Reference) -> Row:
         """Document number `reference[0]`."""
         return self._source.document(reference[0])
-
-    def _begin(self, epoch: int, index: int) -> None:
-        self.epoch = epoch
-        self._index = index
-        self._permutation = Permutation(len(self._source), self._share.seed, "documents", self._number, epoch)
 
 
 class StreamReader:
@@ -91,30 +81,18 @@ class StreamReader:
     def __init__(
         self, source: StreamSource, source_number: int, share: LaneShare, position: dict[str, Any] | None
     ) -> None:
-        self._source = source
-        self._number = source_number
-        self._share = share
-        self._shares_units = source.num_units < share.num_lanes
-        start = position or {"epoch": 0, "window": 0, "unit": 0, "row": 0, "taken": 0}
-        self.epoch: int = start["epoch"]
-        self._window_number: int = start["window"]
-        self._window_start = self._next_start = (start["unit"], start["row"])
-        self._taken: int = start["taken"]
+        self._source, self._number, self._share = source, source_number, share
+        self.position = position or {"epoch": 0, "window": 0, "unit": 0, "row": 0, "taken": 0}
+        """See the class. Replaced, never changed."""
         self._rows = self._read_rows()
         self._window: list[tuple[Reference, Row]] | None = None
 
-    @property
-    def position(self) -> dict[str, Any]:
-        """See the class."""
-        unit, row = self._window_start
-        return {"epoch": self.epoch, "window": self._window_number, "unit": unit, "row": row, "taken": self._taken}
-
     def __next__(self) -> Located:
-        while self._taken >= len(window := self._current_window()):
+        while self.position["taken"] >= len(window := self._current_window()):
             self._advance(len(window))
-        reference, document = window[self._taken]
-        self._taken += 1
-        return Located(document, reference, self.epoch)
+        reference, document = window[self.position["taken"]]
+        self.position = {**self.position, "taken": self.position["taken"] + 1}
+        return Located(document, reference, self.position["epoch"])
 
     def fetch(self, reference: Reference) -> Row:
         """Row `reference[1]` of unit `reference[0]`."""
@@ -123,46 +101,38 @@ class StreamReader:
 
     def _advance(self, window_size: int) -> None:
         """Move on to the window after the current one, in the next epoch if it was the last."""
+        epoch, window = self.position["epoch"], self.position["window"]
         if window_size == self._share.shuffle_buffer_size:
-            self._window_number += 1
-            self._window_start = self._next_start
-        elif self._window_number == 0 and not window_size:
+            unit, row = self._next_start
+            self.position = {"epoch": epoch, "window": window + 1, "unit": unit, "row": row, "taken": 0}
+        elif window == 0 and not window_size:
             raise self._share.nothing_to_read("too few documents")
         else:
-            self.epoch, self._window_number = self.epoch + 1, 0
-            self._window_start = (0, 0)
+            self.position = {"epoch": epoch + 1, "window": 0, "unit": 0, "row": 0, "taken": 0}
             self._rows = self._read_rows()
-        self._taken = 0
         self._window = None
 
     def _current_window(self) -> list[tuple[Reference, Row]]:
         """The documents of the current window in its order, read at its first use."""
         if self._window is None:
-            window = []
-            for start, reference, document in islice(self._rows, self._share.shuffle_buffer_size):
-                window.append((reference, document))
-                self._next_start = start
-            share = self._share
-            rng = keyed_generator(share.seed, "window", self._number, share.lane, self.epoch, self._window_number)
-            self._window = [window[index] for index in rng.permutation(len(window))]
+            window = list(islice(self._rows, self._share.shuffle_buffer_size))
+            self._next_start = window[-1][0] if window else (0, 0)
+            purpose = ("window", self._number, self._share.lane, self.position["epoch"], self.position["window"])
+            order = keyed_generator(self._share.seed, *purpose).permutation(len(window))
+            self._window = [window[index][1:] for index in order]
         return self._window
 
     def _read_rows(self) -> Iterator[tuple[tuple[int, int], Reference, Row]]:
         """(position behind it, reference, document) of each row from the window's start to the epoch's end."""
-        (first_place, first_row), units = self._window_start, self._units()
-        for place in range(first_place, len(units)):
-            start = first_row if place == first_place else 0
-            for row, document in enumerate(self._source.documents(units[place], start), start=start):
-                if not self._shares_units or row % self._share.num_lanes == self._share.lane:
-                    yield (place, row + 1), (units[place], row), document
-
-    def _units(self) -> list[int]:
-        """The units that this lane reads in this epoch, in order."""
-        if not self._source.num_units:
-            return []
-        order = Permutation(self._source.num_units, self._share.seed, "units", self._number, self.epoch)
-        mine = slice(None) if self._shares_units else slice(self._share.lane, None, self._share.num_lanes)
-        return [order[place] for place in range(len(order))[mine]]
+        count, share, first_row = self._source.num_units, self._share, self.position["row"]
+        shares_units = count < share.num_lanes
+        order = Permutation(max(1, count), share.seed, "units", self._number, self.position["epoch"])
+        places = range(count) if shares_units else range(share.lane, count, share.num_lanes)
+        for place, unit in islice(enumerate(map(order.__getitem__, places)), self.position["unit"], None):
+            for row, document in enumerate(self._source.documents(unit, first_row), start=first_row):
+                if not shares_units or row % share.num_lanes == share.lane:
+                    yield (place, row + 1), (unit, row), document
+            first_row = 0
 
 
 class MixtureReader:
@@ -182,14 +152,14 @@ class MixtureReader:
             kind: type[Any] = StreamReader if isinstance(opened.source, StreamSource) else MapReader
             self._readers[opened.number] = kind(opened.source, opened.number, share, positions.get(opened.number))
         total = sum(opened.weight for opened in sources)
-        self._shares = [opened.weight / total for opened in sources]
+        self._weights = [opened.weight / total for opened in sources]
         self._share = share
         self._draws: int = start["draws"]
 
     @property
     def epoch(self) -> int:
         """Complete passes over the source that is furthest behind."""
-        return min(reader.epoch for reader in self._readers.values())
+        return min(reader.position["epoch"] for reader in self._readers.values())
 
     @property
     def position(self) -> dict[str, Any]:
@@ -200,12 +170,11 @@ class MixtureReader:
         }
 
     def __next__(self) -> Located:
-        drawn = 0
-        if len(self.sources) > 1:
+        (number, *others) = self.sources
+        if others:
             rng = keyed_generator(self._share.seed, "mixture", self._share.lane, self._draws)
-            drawn = int(rng.choice(len(self.sources), p=self._shares))
+            number = [number, *others][rng.choice(len(self.sources), p=self._weights)]
         self._draws += 1
-        number = list(self.sources)[drawn]
         located = next(self._readers[number])
         return located._replace(reference=(number, *located.reference))
 

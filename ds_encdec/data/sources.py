@@ -11,7 +11,8 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, zip_longest
+from functools import partial
+from itertools import count, islice, zip_longest
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from ds_encdec.config.schema import DataConfig, MixtureSource, Source
@@ -156,36 +157,44 @@ def held_out_below(keys: Iterable[str], eval_fraction: float) -> float:
 
 def readable(rows: Iterable[Row], bad_row_limit: int) -> Iterator[Document]:
     """The documents among `rows`. Raises DataError for more than `bad_row_limit` others."""
-    count = 0
+    bad = count(1)
     for row in rows:
         if isinstance(row, BadRow):
-            count += 1
-            check_bad_rows(count, bad_row_limit, row.problem)
+            check_bad_rows(next(bad), bad_row_limit, row.problem)
         else:
             yield row
 
 
-def sample_documents(source: AnySource, count: int, bad_row_limit: int) -> Iterator[Document]:
-    """Up to `count` `readable` documents, the same on every machine: spread over a map, the first of a stream."""
-    return islice(readable(_documents(source), bad_row_limit), count)
+def sample_documents(source: AnySource, most: int, bad_row_limit: int) -> Iterator[Document]:
+    """Up to `most` `readable` documents, the same on every machine: spread over a map, the first of a stream."""
+    return islice(readable(all_rows(source, "sample"), bad_row_limit), most)
 
 
-def _documents(source: AnySource) -> Iterator[Row]:
+def all_rows(source: AnySource, purpose: str, wanted: Callable[[str], bool] | None = None) -> Iterator[Row]:
+    """Every row of a source once; those whose key is `wanted`, if given, and no others are read where it can help it.
+
+    A stream's come in its order, a map's in one of their own for each `purpose`, equal in all runs.
+    """
     if isinstance(source, StreamSource):
         for unit in range(source.num_units):
-            yield from source.documents(unit, 0)
+            yield from source.documents(unit, 0, wanted)
     elif len(source):
-        yield from map(source.document, Permutation(len(source), 0, "sample"))
+        order = Permutation(len(source), 0, purpose)
+        yield from (source.document(index) for index in order if wanted is None or wanted(source.key(index)))
 
 
 def _keys(source: AnySource) -> Iterator[str]:
     if isinstance(source, StreamSource):
-        return (document.key for document in _documents(source))
+        return (document.key for document in all_rows(source, "sample"))
     return map(source.key, range(len(source)))
 
 
-def text_document(key: str, value: Any, where: str) -> Row:
-    """The document of a text field's value: null is an empty text, anything but a string a bad row."""
+def text_document(key: str, read: Callable[[], Any], where: str) -> Row:
+    """The document of the text field that `read` returns: null is an empty text, anything but a string a bad row."""
+    try:
+        value = read()
+    except UnicodeDecodeError as error:
+        return BadRow(key, f"{where}: not UTF-8 text ({error.reason})")
     if value is None or isinstance(value, str):
         return Document(key, value or "")
     return BadRow(key, f"{where}: expected text, found {type(value).__name__} {reprlib.repr(value)}")
@@ -195,7 +204,7 @@ def field_document(key: str, record: Mapping[str, Any], column: str, where: str)
     """The document of the field `column` of a record; a bad row where it has none."""
     if column not in record:
         return BadRow(key, missing_column(column, where, list(record)))
-    return text_document(key, record[column], where)
+    return text_document(key, partial(record.__getitem__, column), where)
 
 
 def missing_column(column: str, where: str, existing: Sequence[str]) -> str:
@@ -214,9 +223,9 @@ def sum_by_pass(counts: Iterable[Sequence[int]]) -> list[int]:
     return [sum(one_pass) for one_pass in zip_longest(*counts, fillvalue=0)]
 
 
-def check_bad_rows(count: int, limit: int, last: str) -> None:
-    """Raise DataError where `count` rows, the newest with the problem `last`, are more than `limit`; 0 allows none."""
-    if count <= limit:
+def check_bad_rows(found: int, limit: int, last: str) -> None:
+    """Raise DataError where `found` rows, the newest with the problem `last`, are more than `limit`; 0 allows none."""
+    if found <= limit:
         return
     if limit == 0:
         raise DataError(f"{last}. Mend it, or pass over such rows: data.on_bad_row=skip")

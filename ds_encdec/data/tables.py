@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -35,6 +35,10 @@ RETRY_DELAYS_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 60.0)
 
 _REFUSED = {401, 403, 404, 410}
 """HTTP statuses that another attempt does not change."""
+
+_POINTLESS = (FileNotFoundError, PermissionError, ValueError)
+"""Errors that it does not change either; every fsspec protocol raises classes of its own, so others may be transient.
+ValueError covers pyarrow's ArrowInvalid: a file that arrived, and is not parquet."""
 
 _HTTP_CLIENTS = ("httpx", "httpcore", "requests", "aiohttp")
 
@@ -56,9 +60,10 @@ class ParquetFiles:
         self._files = files
         self._names = short_names(files)
         self._text_column = text_column
-        self._units: list[tuple[int, int | None]] = [(file, None) for file in range(len(files))]
         has_few = len(files) < self.FILES_PER_LANE * num_lanes
-        groups = [self._open(file).num_row_groups for file in range(len(files) if has_few else 1)]
+        looked_into = range(len(files) if has_few else 1)
+        groups = [next(self._tried_again(partial(self._opened, file), 0, file)).num_row_groups for file in looked_into]
+        self._units: list[tuple[int, int | None]] = [(file, None) for file in range(len(files))]
         if has_few:
             self._units = [(file, group) for file, count in enumerate(groups) for group in range(count)]
         self.num_units = len(self._units)
@@ -74,39 +79,26 @@ class ParquetFiles:
         Only those whose key is `wanted`, if given; a row group without any is not read. A remote file whose
         connection breaks is opened again where it was.
         """
-        path = self._files[self._units[unit][0]]
-        read = partial(self._rows, unit, wanted)
-        rows = _retry_rows(read, first_row, path) if _is_remote(path) else read(first_row)
+        rows = self._tried_again(partial(self._rows, unit, wanted), first_row, self._units[unit][0])
         return (document for document in rows if document is not None)
 
     def _rows(self, unit: int, wanted: Callable[[str], bool] | None, first_row: int) -> Iterator[Row | None]:
         """Every row of `unit` from `first_row` on; None for one that is not wanted."""
         file, only_group = self._units[unit]
-        parquet = self._open_once(file)
-        skip = first_row
+        parquet = self._open(file)
         for group in range(parquet.num_row_groups) if only_group is None else [only_group]:
+            where = f"{self._names[file]}, row group {group}"
             num_rows = parquet.metadata.row_group(group).num_rows
-            keys = [f"{self._names[file]}:{group}:{row}" for row in range(skip, num_rows)]
-            yield from self._documents(parquet, file, group, keys, wanted)
-            skip = max(0, skip - num_rows)
-
-    def _documents(
-        self, parquet: Any, file: int, group: int, keys: list[str], wanted: Callable[[str], bool] | None
-    ) -> Iterator[Row | None]:
-        """The last rows of a row group, as many as there are `keys`."""
-        chosen = [wanted is None or wanted(key) for key in keys]
-        if not any(chosen):
-            yield from [None] * len(keys)
-            return
-        where = f"{self._names[file]}, row group {group}"
-        column = self._read(parquet, file, group)
-        for row, (key, is_chosen) in enumerate(zip(keys, chosen, strict=True), start=-len(keys)):
-            if not is_chosen:
-                yield None
-            elif isinstance(column, str):  # damaged: none of its rows can be read
-                yield BadRow(key, f"{where}: {column}")
-            else:
-                yield _document(key, column[row].as_py, f"{where}, row {len(column) + row}")
+            read = cache(partial(self._read, parquet, file, group))
+            for row in range(first_row, num_rows):
+                key = f"{self._names[file]}:{group}:{row}"
+                if wanted is not None and not wanted(key):
+                    yield None
+                elif isinstance(column := read(), str):  # damaged: none of its rows can be read
+                    yield BadRow(key, f"{where}: {column}")
+                else:
+                    yield text_document(key, column[row].as_py, f"{where}, row {row}")
+            first_row = max(0, first_row - num_rows)
 
     def _read(self, parquet: Any, file: int, group: int) -> Any:
         """The texts of a row group, an Arrow array; for a damaged one of a local file, what is wrong with it."""
@@ -122,13 +114,15 @@ class ParquetFiles:
                 raise DataError(f"{path}: cannot be read (row group {group}: {error})") from error
             return f"cannot be read ({error})"
 
-    def _open(self, file: int) -> Any:
+    def _tried_again(self, read: Callable[[int], Iterator[T]], first_row: int, file: int) -> Iterator[T]:
+        """The rows of `read(first_row)`, with patience where the file is remote."""
         path = self._files[file]
-        if not _is_remote(path):
-            return self._open_once(file)
-        return next(_retry_rows(lambda _: iter([self._open_once(file)]), 0, path))
+        return _retry_rows(read, first_row, path) if _is_remote(path) else read(first_row)
 
-    def _open_once(self, file: int) -> Any:
+    def _opened(self, file: int, _first_row: int) -> Iterator[Any]:
+        yield self._open(file)
+
+    def _open(self, file: int) -> Any:
         # Imported here because it takes 0.2 s, and most runs read no parquet.
         import fsspec  # type: ignore[import-untyped]
         from pyarrow.parquet import ParquetFile
@@ -191,7 +185,7 @@ class HubTable:
     def document(self, index: int) -> Row:
         """Row `index`."""
         key = self.key(index)
-        return _document(key, lambda: self._table[index][self._column], key)
+        return text_document(key, lambda: self._table[index][self._column], key)
 
 
 class HubStream:
@@ -269,14 +263,6 @@ def _require_column(column: str, where: str, existing: Sequence[str]) -> None:
         raise DataError(missing_column(column, where, existing))
 
 
-def _document(key: str, read: Callable[[], Any], where: str) -> Row:
-    """The document of the field that `read` takes from a table."""
-    try:
-        return text_document(key, read(), where)
-    except UnicodeDecodeError as error:
-        return BadRow(key, f"{where}: not UTF-8 text ({error.reason})")
-
-
 def _is_remote(path: str) -> bool:
     return "://" in path
 
@@ -303,7 +289,8 @@ def _retry_rows(read: Callable[[int], Iterator[T]], first_row: int, what: str) -
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            if not _is_transient(error):
+            status = getattr(getattr(error, "response", None), "status_code", None)
+            if isinstance(error, _POINTLESS) or status in _REFUSED:
                 raise DataError(f"{what}: cannot be read ({reason})") from error
             attempts = len(RETRY_DELAYS_SECONDS) + 1
             failures += 1
@@ -316,12 +303,3 @@ def _retry_rows(read: Callable[[int], Iterator[T]], first_row: int, what: str) -
             message = "%s: attempt %d of %d failed (%s); trying again in %g s"
             logger.warning(message, what, failures, attempts, reason, delay)
             time.sleep(delay)
-
-
-def _is_transient(error: Exception) -> bool:
-    """True if another attempt may succeed. Every fsspec protocol raises classes of its own, so this lists what may not.
-
-    ValueError covers pyarrow's ArrowInvalid: a file that arrived, and is not parquet.
-    """
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    return not isinstance(error, FileNotFoundError | PermissionError | ValueError) and status not in _REFUSED

@@ -58,9 +58,8 @@ def check_engine(engine: EngineName, config: FullConfig, world: World, device: t
         load(check)(config, world, device)
 
 
-def check_mesh(config: FullConfig, world: World, device: torch.device) -> None:
+def check_mesh(config: FullConfig, world: World, _: torch.device) -> None:
     """Raise ConfigError for shards that do not divide the ranks: the check of engines that shard by `mesh_shape`."""
-    del device  # decides nothing
     mesh_shape(config.infra, world.world_size, world.local_world_size)
 
 
@@ -104,7 +103,7 @@ def _is_installed(engine: EngineSpec) -> bool:
 
 def _say_attention(config: FullConfig, device: torch.device) -> None:
     """Log what attention runs in. On a GPU one call per document is many times slower, and nobody would know why."""
-    from ds_encdec.engine.forward import compute_dtype  # both need torch
+    from ds_encdec.engine.sharded_engine import compute_dtype  # both need torch
     from ds_encdec.model.attention import choose_kernel
 
     kernel, name = choose_kernel(device, compute_dtype(config.training))

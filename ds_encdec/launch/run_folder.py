@@ -7,7 +7,7 @@ OUTPUT_DIR/
   config.yaml  ds_config.json  what the run was started with; the latter where DeepSpeed runs
   metrics.jsonl                one JSON object per logging interval
   metrics.abandoned.jsonl      the lines that rollbacks took back
-  ledger.jsonl                 what happened to the run, and what it did about it (monitor/events.py)
+  ledger.jsonl                 what happened to the run, and what it did about it (monitor/metrics_file.py)
   stacks/                      what every rank was doing when the run hung (launch/peers.py)
   run.json                     running | completed | preempted | failed, with reason and exit code
   .run.json.spare              room on the disk for the ending, which is to be told on a full one, too

@@ -1,4 +1,4 @@
-"""The settings and sizes of a training step that its memory depends on; no torch needed."""
+"""The settings and sizes of a training step that its memory, and its checkpoints' size, depend on; no torch needed."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ds_encdec.config.batch_size import micro_batches_per_step
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.schema import FullConfig, TrainingConfig
 from ds_encdec.data.budgets import token_budgets
 from ds_encdec.denoisers import denoised_lengths
-from ds_encdec.engines import EngineName
+from ds_encdec.engines import ENGINES, EngineName
 from ds_encdec.memory.model_sizes import Sizes
 from ds_encdec.model.parameter_count import ModelSizes
 from ds_encdec.types import DENOISERS
@@ -87,14 +87,9 @@ def make_job(
 
     `gradient_accumulation_steps` None: what the configured batch and the ranks leave.
     """
-    training = config.training
-    if gradient_accumulation_steps is None:
-        gradient_accumulation_steps = max(1, micro_batches_per_step(config, world_size) // world_size)
-    if ratio is None:
-        ratio = expected_ratio(config.data.ul2_task_weights)
-    budgets = token_budgets(config.data, training.micro_batch_size, ratio)
-    own_sizes = Sizes.of(sizes)
-    parameters = own_sizes.parameters
+    steps = gradient_accumulation_steps or max(1, micro_batches_per_step(config, world_size) // world_size)
+    ratio = expected_ratio(config.data.ul2_task_weights) if ratio is None else ratio
+    budgets, own_sizes = token_budgets(config.data, config.training.micro_batch_size, ratio), Sizes.of(sizes)
     return Job(
         config=config,
         sizes=own_sizes,
@@ -104,9 +99,9 @@ def make_job(
         device=device,
         encoder_tokens=budgets.encoder_tokens,
         decoder_tokens=budgets.decoder_tokens,
-        gradient_accumulation_steps=gradient_accumulation_steps,
-        parameters=parameters,
-        trainable_parameters=parameters if trainable_parameters is None else trainable_parameters,
+        gradient_accumulation_steps=steps,
+        parameters=own_sizes.parameters,
+        trainable_parameters=own_sizes.parameters if trainable_parameters is None else trainable_parameters,
         emulates_bf16=emulates_bf16,
         ratio=ratio,
     )
@@ -129,3 +124,27 @@ def expected_ratio(task_weights: tuple[float, ...]) -> float:
         sum(weight * tokens[side] for weight, tokens in zip(task_weights, lengths, strict=True)) for side in (0, 1)
     )
     return encoder / decoder
+
+
+def checkpoint_bytes_per_parameter(job: Job) -> int:
+    """Bytes of a checkpoint's tensors for each parameter: float32 weights, both moments of AdamW, and more.
+
+    An engine that `saves_compute_weights` also writes those that layers compute with, under ZeRO-0 to 2 (in float32
+    under ZeRO-0 these are the same).
+    """
+    stage = job.config.infra.sharding_stage
+    only_states = stage.startswith("zero3") or (stage == "zero0" and job.compute_bytes == 4)
+    weights = 0 if only_states or not ENGINES[job.engine].saves_compute_weights else job.compute_bytes
+    return 3 * 4 + weights
+
+
+def checkpoint_bytes(job: Job) -> int:
+    """The tensors of one checkpoint; what else is in it, the tokenizer above all, is some megabytes."""
+    return job.parameters * checkpoint_bytes_per_parameter(job)
+
+
+def checkpoints_at_once(training: TrainingConfig, saves: int) -> int:
+    """The most that are there at a time, of so many saves: those that are kept, the best, and the one being written."""
+    keep = saves if training.save_total_limit is None else training.save_total_limit
+    best = 1 if training.eval_samples else 0  # the best may be none of the newest
+    return min(saves, keep + best + 1)  # a new one is whole before an old one goes

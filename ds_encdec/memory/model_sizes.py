@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from ds_encdec.config.errors import closest
 from ds_encdec.config.plain_files import read_json
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.settings import closest
 from ds_encdec.model.parameter_count import ModelSizes, count_layer_parameters, num_encoder_layers, parameter_shapes
 from ds_encdec.tokenizer.sentinels import MODE_TOKENS
 from ds_encdec.types import ConfigError
@@ -22,7 +23,7 @@ QWEN3_IDS = 151_669
 """Ids that Qwen3's tokenizer has before sentinels are added (tokenizer/sentinels.py)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Sizes:
     """The sizes of an encoder-decoder; see `config.schema.ArchitectureConfig`. `vocab_size` in rows."""
 
@@ -39,47 +40,45 @@ class Sizes:
     @classmethod
     def of(cls, sizes: ModelSizes) -> Sizes:
         """The same sizes, whatever holds them."""
+        if isinstance(sizes, cls):
+            return sizes
         own: dict[str, Any] = {"num_encoder_layers": num_encoder_layers(sizes)}
         return cls(**own, **{field.name: getattr(sizes, field.name) for field in fields(cls) if field.name not in own})
 
     # An answer asks for these thousands of times, of one model.
 
-    @property
+    @cached_property
     def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of every parameter by its canonical name, in the model's order."""
-        return _parameter_shapes(self)
+        return parameter_shapes(self)
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """Parameters of the whole model; a tied embedding counts once."""
-        return _parameters(self)
+        return sum(map(prod, self.parameter_shapes.values()))
 
-    @property
+    @cached_property
     def layer_parameters(self) -> int:
         """Parameters of one layer, of the encoder or the decoder."""
-        return _layer_parameters(self)
+        return count_layer_parameters(self)
 
 
-_parameter_shapes = lru_cache(parameter_shapes)
-_layer_parameters = lru_cache(count_layer_parameters)
-
-
-@lru_cache
-def _parameters(sizes: Sizes) -> int:
-    return sum(map(prod, sizes.parameter_shapes.values()))
-
-
-# hidden, layers, query heads, intermediate, tied embeddings; of each published config.json, on
-# https://huggingface.co/Qwen/<name>. All have 151,936 rows, 8 key/value heads and heads of 128.
-_PUBLISHED = {
-    "Qwen/Qwen3-0.6B": (1024, 28, 16, 3072, True),
-    "Qwen/Qwen3-1.7B": (2048, 28, 16, 6144, True),
-    "Qwen/Qwen3-4B": (2560, 36, 32, 9728, True),
-    "Qwen/Qwen3-8B": (4096, 36, 32, 12288, False),
-    "Qwen/Qwen3-14B": (5120, 40, 40, 17408, False),
-    "Qwen/Qwen3-32B": (5120, 64, 64, 25600, False),
-}
 QWEN3_ROWS = 151_936
+_BOTH = ("", "-Base")
+PUBLISHED = {
+    f"Qwen/Qwen3-{name}{suffix}": Sizes(QWEN3_ROWS, hidden, layers, layers, heads, 8, 128, inner, tied)
+    for name, suffixes, hidden, layers, heads, inner, tied in (
+        ("0.6B", _BOTH, 1024, 28, 16, 3072, True),
+        ("1.7B", _BOTH, 2048, 28, 16, 6144, True),
+        ("4B", _BOTH, 2560, 36, 32, 9728, True),
+        ("8B", _BOTH, 4096, 36, 32, 12288, False),
+        ("14B", _BOTH, 5120, 40, 40, 17408, False),
+        ("32B", ("",), 5120, 64, 64, 25600, False),  # its base was never published
+    )
+    for suffix in suffixes
+}
+"""The sizes of the encoder-decoder made from each Qwen3 by its hub id, from its config.json on
+https://huggingface.co/Qwen/<name>. All have 151,936 rows, 8 key/value heads and heads of 128."""
 _SIZE_KEYS = (
     "vocab_size",
     "hidden_size",
@@ -101,21 +100,16 @@ def run_sizes(config: FullConfig) -> Sizes:
         return Sizes.of(section.architecture)  # its rows are fixed: a run refuses a tokenizer that needs more
     name = section.model_name_or_path
     assert name is not None  # the configuration has one of the two
-    folder, published = Path(name).expanduser(), published_sizes(name)
-    if folder.is_dir() or published is None:
-        sizes = _stored_sizes(folder if folder.is_dir() else _cached_folder(name))
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        sizes = _stored_sizes(folder / "config.json")
     else:
-        sizes = published
-    return replace(sizes, vocab_size=_rows_needed(config)) if sizes.vocab_size == QWEN3_ROWS else sizes
-
-
-def published_sizes(name: str) -> Sizes | None:
-    """The sizes of the encoder-decoder made from a Qwen3 of that hub id; None for an unknown one."""
-    known = _PUBLISHED.get(name.removesuffix("-Base"))
-    if known is None or name == "Qwen/Qwen3-32B-Base":  # never published
-        return None
-    hidden, layers, heads, intermediate, tied = known
-    return Sizes(QWEN3_ROWS, hidden, layers, layers, heads, 8, 128, intermediate, tied)
+        sizes = PUBLISHED.get(name) or _stored_sizes(_cached_config(name))
+    if sizes.vocab_size != QWEN3_ROWS:
+        return sizes  # other models' tokenizers are not looked at: their rows are taken to have room
+    # Qwen3's embedding grows where the sentinels and mode tokens do not fit in.
+    ids = QWEN3_IDS + section.num_sentinel_tokens + len(MODE_TOKENS) * config.data.use_mode_tokens
+    return replace(sizes, vocab_size=max(QWEN3_ROWS, -(-ids // ROWS_MULTIPLE) * ROWS_MULTIPLE))
 
 
 def adapter_parameters(sizes: ModelSizes, rank: int) -> int:
@@ -123,18 +117,12 @@ def adapter_parameters(sizes: ModelSizes, rank: int) -> int:
 
     A projection from m to n numbers gets two matrices, of m x rank and rank x n.
     """
-    hidden, inner = sizes.hidden_size, sizes.intermediate_size
-    query, key = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
-    query_and_output = 2 * (hidden + query)
-    key_and_value = 2 * (hidden + key)
-    gate_up_and_down = 3 * (hidden + inner)
-    layers = num_encoder_layers(sizes) + sizes.num_hidden_layers
-    return rank * layers * (query_and_output + key_and_value + gate_up_and_down)
+    shapes = parameter_shapes(sizes).items()
+    return rank * sum(sum(shape) for name, shape in shapes if name.endswith("_proj.weight"))
 
 
-def _stored_sizes(folder: Path) -> Sizes:
+def _stored_sizes(file: Path) -> Sizes:
     """The sizes in the `config.json` of a decoder-only Qwen3 or of an encoder-decoder made here."""
-    file = folder / "config.json"
     try:
         stored = read_json(file)
     except (OSError, ValueError) as error:
@@ -159,36 +147,18 @@ def _stored_sizes(folder: Path) -> Sizes:
     )
 
 
-def _rows_needed(config: FullConfig) -> int:
-    """Rows of Qwen3's embedding, or as many as it grows to where the sentinels and mode tokens do not fit in.
-
-    Other models' tokenizers are not looked at: their rows are taken to have room.
-    """
-    added = config.model.num_sentinel_tokens + (len(MODE_TOKENS) if config.data.use_mode_tokens else 0)
-    return max(QWEN3_ROWS, -(-(QWEN3_IDS + added) // ROWS_MULTIPLE) * ROWS_MULTIPLE)
-
-
-def _cached_folder(name: str) -> Path:
-    """The folder of a hub repository's newest commit in the Hugging Face cache. Raises ConfigError if it has none."""
+def _cached_config(name: str) -> Path:
+    """The config.json of a hub repository's newest commit in the Hugging Face cache. ConfigError if it has none."""
     from huggingface_hub import try_to_load_from_cache  # takes a tenth of a second
     from huggingface_hub.errors import HFValidationError
 
-    try:
-        found = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:  # no name of a repository
-        found = None
-    if not isinstance(found, str):
-        raise ConfigError(_not_found(name))
-    return Path(found).parent
-
-
-def _not_found(name: str) -> str:
-    known = [f"{base}{suffix}" for base in _PUBLISHED for suffix in ("", "-Base") if published_sizes(base + suffix)]
-    meant = closest(name, known)
-    suggestion = f" Did you mean {meant}?" if meant else ""
-    return (
+    with suppress(HFValidationError):  # no name of a repository
+        if isinstance(found := try_to_load_from_cache(name, "config.json"), str):
+            return Path(found)
+    meant = closest(name, PUBLISHED)
+    raise ConfigError(
         f"model.model_name_or_path: {name} is not a local folder, not in the Hugging Face cache, and not one of the "
-        f"models whose sizes are known here ({', '.join(known)}); nothing is downloaded for an estimate.{suggestion} "
-        "Give a folder that holds its config.json, or its sizes: model.architecture.hidden_size=… and so on, with "
-        "model.tokenizer_name_or_path=builtin"
+        f"models whose sizes are known here ({', '.join(PUBLISHED)}); nothing is downloaded for an estimate."
+        f"{f' Did you mean {meant}?' if meant else ''} Give a folder that holds its config.json, or its sizes: "
+        "model.architecture.hidden_size=… and so on, with model.tokenizer_name_or_path=builtin"
     )

@@ -14,7 +14,7 @@ from saved_checkpoints import Attribute
 
 from ds_encdec.checkpoint import zero_state
 from ds_encdec.checkpoint.zero_state import ZeroState
-from ds_encdec.engine.record import TAG, EngineRecord, write_record
+from ds_encdec.engine.protocol import TAG, EngineRecord, write_record
 from ds_encdec.types import CheckpointError
 
 NAMES = ("a.weight", "b.weight")

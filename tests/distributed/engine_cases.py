@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_encdec.checkpoint.zero_state import ZeroState
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.engine.deepspeed_private import shards
 from ds_encdec.engine.deepspeed_zero import DeepSpeedEngine
-from ds_encdec.engine.optimizer_shards import shards
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine, resolve_engine
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext

@@ -8,18 +8,18 @@ import shlex
 import pytest
 
 from ds_encdec.config.load import load_config
+from ds_encdec.gpus import GPUS
 from ds_encdec.memory.answer import answer
 from ds_encdec.memory.breakdown import GIB
-from ds_encdec.memory.estimate import estimate
-from ds_encdec.memory.gpus import GPUS
+from ds_encdec.memory.estimate import engine_memory, estimate
 from ds_encdec.memory.job import Job
 from ds_encdec.memory.model_sizes import run_sizes
-from ds_encdec.memory.planned import planned_job
+from ds_encdec.memory.question import Question, planned_job
 from ds_encdec.memory.variants import (
     HEADROOM,
     HOST_HEADROOM,
     Room,
-    adds_up_in_16_bits,
+    Variant,
     as_overrides,
     batch_overrides,
     changed,
@@ -36,6 +36,10 @@ FSDP = ("infra.distributed_type=fsdp", "infra.offload_optimizer=none")
 def job(*overrides: str, model: str = "0.6B", gpus: int = 8, nodes: int = 1) -> Job:
     config = load_config(None, [f"infra.num_gpus={gpus}", f"model.model_name_or_path=Qwen/Qwen3-{model}", *overrides])
     return planned_job(config, run_sizes(config), nodes)
+
+
+def fits(asked: Job, room: Room = A100) -> bool:
+    return room.fits(Variant(asked, estimate(asked)))
 
 
 def sequences(asked: Job) -> int:
@@ -62,24 +66,24 @@ def sequences(asked: Job) -> int:
 def test_what_is_recommended_can_be_pasted(model: str, gpus: int, nodes: int, overrides: tuple[str, ...]) -> None:
     """For both engines: a valid configuration, the same run, the same global batch, and it fits."""
     asked = job(*overrides, model=model, gpus=gpus, nodes=nodes)
-    for table in answer(asked, GPUS["a100-80gb"]).tables:
+    for table in answer(Question(asked, GPUS["a100-80gb"], None)):
         best = table.recommendation
-        if "training.fp16=true" in overrides and table.engine == "fsdp":
+        if "training.fp16=true" in overrides and table.job.engine == "fsdp":
             assert best is None
             continue
         assert best is not None
         pasted = job(*overrides, *shlex.split(as_overrides(best.overrides)), model=model, gpus=gpus, nodes=nodes)
-        assert (pasted.config, pasted.engine) == (best.job.config, table.engine)
+        assert (pasted.config, pasted.engine) == (best.job.config, table.job.engine)
         assert sequences(pasted) == sequences(best.job) == sequences(asked)
         assert estimate(pasted) == best.estimate
-        assert A100.fits(best.estimate)
+        assert A100.fits(best)
 
 
 def test_a_step_in_one_micro_batch_may_fit_where_smaller_ones_do_not() -> None:
     """FSDP2 accumulates all gradients in float32, here 56 GiB."""
     asked = job(*FSDP, "training.per_device_train_batch_size=2", "training.gradient_accumulation_steps=1", model="8B")
-    assert A100.fits(estimate(asked))
-    assert not A100.fits(estimate(changed(asked, batch_overrides(asked, 1))))
+    assert fits(asked)
+    assert not fits(changed(asked, batch_overrides(asked, 1)))
     found = recommend(asked, A100)
     assert found is not None
     assert found.job.config.infra.offload_optimizer == "none"
@@ -98,7 +102,7 @@ def test_no_setting_of_the_table_that_fits_offloads_less(engine: str) -> None:
             other = changed(asked, overrides | batch_overrides(asked, batch))
             infra = other.config.infra
             if infra.offload_optimizer == infra.offload_params == "none":
-                assert not Room(30 * GIB).fits(estimate(other))
+                assert not fits(other, Room(30 * GIB))
 
 
 def test_fsdp2_reduces_every_micro_batch_rather_than_to_offload() -> None:
@@ -122,7 +126,7 @@ def test_the_fastest_setting_is_recommended_with_the_largest_micro_batch() -> No
         "none",
     )
     larger = changed(found.job, batch_overrides(found.job, 2 * training.micro_batch_size))
-    assert not A100.fits(estimate(larger))
+    assert not fits(larger)
 
 
 @pytest.mark.parametrize("gpus", [8, 64])
@@ -139,8 +143,8 @@ def test_one_gpu_adds_up_in_float32() -> None:
     found = recommend(job(gpus=1), A100)
     assert found is not None
     assert found.job.config.infra.sharding_stage == "zero2"
-    assert not adds_up_in_16_bits(found.job)
-    assert adds_up_in_16_bits(changed(found.job, {"infra.sharding_stage": "zero0"}))
+    assert not engine_memory(found.job).sums_in_16_bits
+    assert engine_memory(changed(found.job, {"infra.sharding_stage": "zero0"})).sums_in_16_bits
     whole = recommend(job("training.gradient_accumulation_steps=1", gpus=1), A100)
     assert whole is not None
     assert whole.job.config.infra.sharding_stage == "zero0"
@@ -182,7 +186,7 @@ def test_the_host_decides_too() -> None:
 
 def test_fitting_settings_disturb_little_and_differ_in_kind() -> None:
     asked = job("training.activation_checkpointing=none")
-    assert not Room(30 * GIB).fits(estimate(asked))
+    assert not fits(asked, Room(30 * GIB))
     found = nearest(asked, Room(30 * GIB))
     assert len(found) == 3
     assert all(setting.estimate.peak.total <= 30 * GIB * (1 - HEADROOM) for setting in found)
