@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_encdec import estimate_memory, train
 from ds_encdec.engines import STATE_FORMATS
-from ds_encdec.launch.standard_output import outlive_readers, reader_may_leave
+from ds_encdec.launch.preemption import outlive_readers, reader_may_leave
 from ds_encdec.types import ConfigError, DsEncDecError, Preempted
 
 if TYPE_CHECKING:

@@ -130,8 +130,7 @@ def generate_text(
 
 def fill_sentinels(text: str, target: str) -> str:
     """Put the spans of `target` ("<extra_id_0> span <extra_id_1> span …") in the place of the sentinels of `text`."""
-    pieces = _SENTINEL.split(target)[1:]
-    spans = dict(zip(_SENTINEL.findall(target), pieces, strict=True))
+    spans = dict(zip(_SENTINEL.findall(target), _SENTINEL.split(target)[1:], strict=True))
     return _SENTINEL.sub(lambda match: spans.get(match.group(), match.group()), text)
 
 

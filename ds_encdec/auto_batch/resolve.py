@@ -161,7 +161,7 @@ class _Search:
             limit_bytes=self._limit_bytes,
         )
         timeout_seconds = 60 * self._config.infra.distributed_timeout_minutes
-        with self._stop.busy(), ExitStack() as opened:  # however long it takes, this rank is not stuck
+        with self._stop.heartbeat.busy(), ExitStack() as opened:  # however long it takes, this rank is not stuck
             process = context.collectives.on_every_rank(lambda: opened.enter_context(ProbeProcess(task)))
             outcome = agreed_outcome(process, context.collectives, self._stop, timeout_seconds)
         how = f"fit, with {gib(outcome.peak_bytes)}" if outcome.fits else f"do not fit ({outcome.message})"
