@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from ds_encdec.auto_batch.probe import Outcome, ProbeProcess, ProbeTask
-from ds_encdec.checkpoint.manager import Checkpoint
+from ds_encdec.checkpoint.folder import Checkpoint
 from ds_encdec.config.batch_size import is_auto, micro_batch_candidates, with_micro_batch_size
 from ds_encdec.config.load import load_saved
 from ds_encdec.config.schema import FullConfig

@@ -120,11 +120,6 @@ def check_deepspeed(config: FullConfig, world: World, device: torch.device) -> N
     run_json(with_micro_batch_size(config, 1, world.world_size), world, device, 1)
 
 
-def zero_stage(infra: InfraConfig) -> int:
-    """DeepSpeed's number of `infra.sharding_stage`: 0 to 3, a hybrid's without the hybrid."""
-    return int(infra.sharding_stage.removeprefix("zero").removesuffix("_hybrid"))
-
-
 def accumulates_in_bf16(rendered: dict[str, Any]) -> bool:
     """Return whether a run of this JSON adds several micro-batches' gradients up in bfloat16."""
     several = rendered["gradient_accumulation_steps"] > 1
@@ -166,7 +161,7 @@ def _scheduler(training: TrainingConfig) -> dict[str, Any]:
 
 
 def _zero(infra: InfraConfig, device: str, ranks_per_node: int) -> dict[str, Any]:
-    stage = zero_stage(infra)
+    stage = int(infra.sharding_stage.removeprefix("zero").removesuffix("_hybrid"))
     if stage == 0:
         return {"stage": 0}
     bucket = _BUCKET_ELEMENTS["cpu" if device == "cpu" else "cuda"]

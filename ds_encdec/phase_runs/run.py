@@ -23,8 +23,6 @@ from ds_encdec.phases import (
 from ds_encdec.types import CheckpointError, ConfigError, DsEncDecError, GateError, Preempted
 
 _say = partial(print, flush=True)  # at once: the runs write to the screen, too
-MAX_SHARD_BYTES = 5_000_000_000
-"""Largest file of an export, as `ds-encdec export` has it."""
 
 
 def run_phases(config: FullConfig, plans: Sequence[PlannedPhase], *, launcher: str | None = None) -> None:
@@ -154,7 +152,6 @@ def _judge_and_hand_on(planned: PlannedPhase, records: PhaseRecords, pipeline_in
             planned.folder / "checkpoints" / "final",
             records.export,
             dtype=torch.float32,
-            max_shard_bytes=MAX_SHARD_BYTES,
         )
     records.write_result(verdict.to_dict())
     _say(f"phase {planned.phase} {'passed its gate' if verdict.passed else 'did not pass its gate'}:")
