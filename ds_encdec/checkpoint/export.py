@@ -65,10 +65,7 @@ REMOTE_CODE = (configuration, precision, attention, loss, modeling)
 
 _CARD_TEMPLATE = Path(__file__).with_name("model_card.md.j2")
 
-AUTO_MAP = {
-    "AutoConfig": "configuration.Qwen3Seq2SeqConfig",
-    "AutoModelForSeq2SeqLM": "modeling.Qwen3ForSeq2SeqLM",
-}
+AUTO_MAP = {"AutoConfig": "configuration.Qwen3Seq2SeqConfig", "AutoModelForSeq2SeqLM": "modeling.Qwen3ForSeq2SeqLM"}
 ENCODER_AUTO_MAP = {"AutoConfig": "configuration.Qwen3EncoderConfig", "AutoModel": "modeling.Qwen3EncoderModel"}
 
 MIN_AVERAGED = 3

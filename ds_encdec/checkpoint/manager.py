@@ -24,13 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from ds_encdec.checkpoint.folder import Checkpoint, CheckpointFolder, begin, committed_steps, unfinished, written_shards
-from ds_encdec.checkpoint.manifest import (
-    DamagedCheckpointError,
-    read_manifest,
-    seal,
-    verify_files,
-    verify_listing,
-)
+from ds_encdec.checkpoint.manifest import DamagedCheckpointError, read_manifest, seal, verify_files, verify_listing
 from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.launch.disk import DiskRefusedError, Writing
 from ds_encdec.launch.host_collectives import HostCollectives

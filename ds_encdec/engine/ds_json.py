@@ -40,14 +40,12 @@ def render_deepspeed_json(
 ) -> dict[str, Any]:
     """The complete DeepSpeed configuration of a run.
 
-    `gradient_accumulation_steps`: micro-batches of this rank in one optimizer step (it follows from
-    `data.num_lanes`). `device`: "cpu" or an accelerator's name. `ranks_per_node`: the size of zero3_hybrid's
-    secondary partition (hpZ, ZeRO++, arXiv 2306.10209) where `infra.hybrid_shard_size` names none; None: all ranks
-    are on one node.
+    `gradient_accumulation_steps`: micro-batches of this rank in one optimizer step (it follows from `data.num_lanes`).
+    `device`: "cpu" or an accelerator's name. `ranks_per_node`: the size of zero3_hybrid's secondary partition (hpZ,
+    ZeRO++, arXiv 2306.10209) where `infra.hybrid_shard_size` names none; None: all ranks are on one node.
 
-    The schedule is part of the JSON only where it is DeepSpeed's own class; the engine hooks the others in.
-    Batch sizes are bookkeeping: DeepSpeed never sees a data loader, and one "sample" of theirs is a packed
-    sequence of ours.
+    The schedule is part of the JSON only where it is DeepSpeed's own class; the engine hooks the others in. Batch sizes
+    are bookkeeping: DeepSpeed never sees a data loader, and one "sample" of theirs is a packed sequence of ours.
 
     Raises ConfigError for a JSON file that nobody has read, and for ranks that do not divide into hpZ partitions.
     """

@@ -312,11 +312,7 @@ class _DiskWriter(dcp.FileSystemWriter):
 
 
 def _write(
-    tensors: dict[str, DTensor],
-    keys: frozenset[str],
-    record: EngineRecord,
-    directory: Path,
-    group: dist.ProcessGroup,
+    tensors: dict[str, DTensor], keys: frozenset[str], record: EngineRecord, directory: Path, group: dist.ProcessGroup
 ) -> list[Path]:
     """Write `record` and all `tensors` under `directory`, of those `keys` from this rank; all of `group` do."""
     folder, rank = directory / DCP_FOLDER, dist.get_rank()
