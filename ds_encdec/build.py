@@ -19,8 +19,8 @@ import torch
 
 from ds_encdec.auto_batch.resolve import job_here, resolve_batch_size
 from ds_encdec.checkpoint.export import average_last_checkpoints, clear_averaged
-from ds_encdec.checkpoint.folder import check_room
-from ds_encdec.checkpoint.manager import MAKE_ROOM, Checkpoint, CheckpointManager, find_checkpoint
+from ds_encdec.checkpoint.folder import Checkpoint, check_room
+from ds_encdec.checkpoint.manager import MAKE_ROOM, CheckpointManager, find_checkpoint
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.shares import (
     is_auto,

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 import torch
 
 from ds_encdec.auto_batch.probe import Outcome, ProbeProcess, ProbeTask
-from ds_encdec.checkpoint.manager import Checkpoint
+from ds_encdec.checkpoint.folder import Checkpoint
 from ds_encdec.config.schema import FullConfig, load_saved
 from ds_encdec.config.shares import is_auto, micro_batch_candidates, with_micro_batch_size
 from ds_encdec.engines import load

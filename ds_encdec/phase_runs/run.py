@@ -53,8 +53,6 @@ from ds_encdec.types import (
 
 _say = partial(print, flush=True)  # at once: the runs write to the screen, too
 LOSSES = ("train/loss", "eval/loss")
-MAX_SHARD_BYTES = 5_000_000_000
-"""Largest file of an export, as `ds-encdec export` has it."""
 
 
 class PhaseFolder(RunFolder):
@@ -270,7 +268,7 @@ def _judge_and_hand_on(planned: PlannedPhase, folder: PhaseFolder, pipeline_init
     passed = verdict["passed"]
     if passed and not folder.export.exists():
         final = planned.folder / "checkpoints" / "final"
-        export_checkpoint(final, folder.export, dtype=torch.float32, max_shard_bytes=MAX_SHARD_BYTES)
+        export_checkpoint(final, folder.export, dtype=torch.float32)
     folder.write_result(verdict)
     _say(f"phase {planned.phase} {'passed its gate' if passed else 'did not pass its gate'}:")
     for check in verdict["checks"]:
