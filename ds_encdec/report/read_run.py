@@ -153,7 +153,9 @@ class Run:
 
     @property
     def parameters(self) -> int | None:
-        """Parameters of the model that the configuration describes; None where its sizes are not known here."""
+        """Parameters of the model: as the run counted them, or else as configured; None where they are not known here."""
+        if is_number(counted := self.status.get("parameters")):
+            return int(counted)
         try:
             return run_sizes(FullConfig.model_validate(self.config)).parameters
         except (ConfigError, ValueError):  # another version's configuration, or a model that is elsewhere

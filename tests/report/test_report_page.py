@@ -435,3 +435,5 @@ def test_what_ran_and_on_what_is_among_the_facts(tmp_path: Path) -> None:
     assert facts["git commit"] == "0123456789ab, changed since"
     assert (facts["device"], facts["host memory"]) == ("8 × H200", "1,024 GiB")
     assert facts["last eval loss"] == "–"
+    (run / "run.json").write_text(json.dumps(status | {"parameters": 51_456}))  # counted where the model was at hand
+    assert Page(write_report(run)[0]).facts["parameters"] == "51,456"
