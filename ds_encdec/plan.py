@@ -20,8 +20,6 @@ from ds_encdec.memory.question import indivisible, planned_job
 from ds_encdec.phases import PlannedPhase, estimate_steps_for_tokens, estimate_training_time
 from ds_encdec.types import ConfigError
 
-GB = 1e9
-MB = 1e6
 EXPORT_BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes per parameter of a Hugging Face folder (`ds-encdec export --dtype`)."""
 FEWEST_TO_AVERAGE = 3
@@ -131,7 +129,7 @@ def describe_plan(plan: Mapping[str, Any]) -> str:
 
 
 def _gb(number: float) -> str:
-    return f"{number / GB:,.1f} GB" if number >= GB else f"{number / MB:,.1f} MB"
+    return f"{number / 1e9:,.1f} GB" if number >= 1e9 else f"{number / 1e6:,.1f} MB"
 
 
 def plan_of_phases(

@@ -129,14 +129,9 @@ class PhaseFolder(RunFolder):
 
     def write_result(self, values: Mapping[str, Any]) -> None:
         """Replace result.json by `values`, when the phase began and ended, and its numbers."""
-        record = {
-            "phase": self._settings.phase,
-            **values,
-            "started": _read(self._started).get("started"),
-            "ended": _now(),
-            "phase_config": dataclasses.asdict(self._settings),
-        }
-        _write(self._result, record)
+        started = {"started": _read(self._started).get("started"), "ended": _now()}
+        numbers = {"phase_config": dataclasses.asdict(self._settings)}
+        _write(self._result, {"phase": self._settings.phase, **values, **started, **numbers})
 
     def is_judged_as_now(self) -> bool:
         """True if its result is by the numbers that it has now."""

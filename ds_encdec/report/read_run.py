@@ -40,12 +40,6 @@ class Curve:
     steps: np.ndarray
     values: np.ndarray
 
-    @classmethod
-    def of(cls, points: Iterable[tuple[float, float]]) -> Curve:
-        """The curve through (step, value) points."""
-        table = np.array(list(points), dtype=np.float64).reshape(-1, 2)
-        return cls(table[:, 0], table[:, 1])
-
     def __len__(self) -> int:
         return len(self.steps)
 
@@ -99,7 +93,7 @@ class Curve:
         return Curve(self.steps[chosen], self.values[chosen])
 
 
-NO_CURVE = Curve.of(())
+NO_CURVE = Curve(np.empty(0), np.empty(0))
 
 
 @dataclass(frozen=True)
@@ -153,7 +147,7 @@ class Run:
 
     @property
     def parameters(self) -> int | None:
-        """Parameters of the model: as the run counted them, or else as configured; None where they are not known here."""
+        """Parameters of the model: as the run counted them, or else as configured; None where neither is known."""
         if is_number(counted := self.status.get("parameters")):
             return int(counted)
         try:
@@ -192,7 +186,7 @@ def read_run(path: Path) -> Run:
             "Give the infra.output_dir of a run."
         )
     notes: list[str] = []
-    problems: list[Problem] = []
+    problems: list[Problem] = []  # of the configuration
     status = read_json(folder.run_json, notes) or {}
     curves = _curves(_read_lines(folder.metrics, notes))
     if not curves:
@@ -214,15 +208,12 @@ def read_run(path: Path) -> Run:
     saved = committed_steps(folder.checkpoints)
     trainer = read_json(saved[max(saved)] / "trainer.json", []) if saved else None
     facts = _value_at(trainer, "data.fingerprint", None)
+    every = _value_at(config, "training.save_steps", None)
+    curves |= {name: _at_saves(curve, saved, every) for name, curve in curves.items() if name.startswith("ckpt/")}
     return Run(
         path=root,
         status=status,
-        curves={
-            name: _at_saves(curve, saved, _value_at(config, "training.save_steps", None))
-            if name.startswith("ckpt/")
-            else curve
-            for name, curve in curves.items()
-        },
+        curves=curves,
         abandoned={number: _curves(lines) for number, lines in sorted(branches.items())},
         events=events,
         config=config,
@@ -281,7 +272,7 @@ def _curves(lines: Sequence[Entry]) -> dict[str, Curve]:
     for step, name, value in ((line["step"], *item) for line in lines for item in line.items()):
         if "/" in name and isinstance(value, int | float | None):
             points[name].append((step, value if is_number(value) else math.nan))
-    return {name: Curve.of(found) for name, found in points.items()}
+    return {name: Curve(*np.array(found, dtype=np.float64).T) for name, found in points.items()}
 
 
 def _at_saves(curve: Curve, kept: Iterable[int], save_steps: object) -> Curve:
