@@ -183,12 +183,12 @@ def describe_plan_of_phases(plan: Mapping[str, Any]) -> str:
     cells = [[_cell(row[name]) for name in columns] for row in (columns, *rows, total)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
-    lines.append(
-        f"{plan['phases'][0]['tokens_per_step']:,} tokens a step, padding included, on "
-        f"{plan['num_gpus']} GPU(s) as infra.num_gpus says."
-    )
     rate = plan["tokens_per_second"]
-    lines.append(HOW_TO_KNOW_THE_TIME if rate is None else f"At {rate:,.0f} tokens/s. {NOT_COUNTED}")
+    lines += [
+        f"{plan['phases'][0]['tokens_per_step']:,} tokens a step, padding included, on "
+        f"{plan['num_gpus']} GPU(s) as infra.num_gpus says.",
+        HOW_TO_KNOW_THE_TIME if rate is None else f"At {rate:,.0f} tokens/s. {NOT_COUNTED}",
+    ]
     return "\n".join(lines)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ds_encdec.checkpoint.folder import committed_steps
-from ds_encdec.checkpoint.manifest import Manifest, read_manifest, verify_listing
+from ds_encdec.checkpoint.manifest import read_manifest, verify_listing
 from ds_encdec.config.errors import Problem
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.yaml_text import read_yaml
@@ -97,22 +97,14 @@ NO_CURVE = Curve(np.empty(0), np.empty(0))
 
 
 @dataclass(frozen=True)
-class SavedCheckpoint:
-    """One committed checkpoint. `pointers` of latest, best, final; `damage`: what its listing lacks, if anything."""
-
-    step: int
-    manifest: Manifest | None
-    pointers: tuple[str, ...]
-    damage: str
-
-
-@dataclass(frozen=True)
 class Run:
     """The content of the folder `path`. `curves`: by metric name; `abandoned`: by number of the rollback, then by name.
 
     `config`: nested, as in `config.yaml`, not validated: an older version may have written it. `data`: the facts that
-    the newest checkpoint keeps of tokenizer and sources. `verdict`: of the phase, where the run is one. `notes`: what
-    could not be read, in whole sentences.
+    the newest checkpoint keeps of tokenizer and sources. `checkpoints`: of every committed one, by rising `step`, the
+    `manifest`, None where it cannot be read; the `pointers` to it, of latest, best and final; and the `damage`: what
+    its listing lacks, if anything. `verdict`: of the phase, where the run is one. `notes`: what could not be read, in
+    whole sentences.
     """
 
     path: Path
@@ -122,7 +114,7 @@ class Run:
     events: Sequence[Entry]
     config: Mapping[str, Any]
     data: Entry
-    checkpoints: Sequence[SavedCheckpoint]
+    checkpoints: Sequence[Entry]
     verdict: Entry | None
     notes: Sequence[str]
 
@@ -303,9 +295,9 @@ def _read_events(path: Path, notes: list[str]) -> list[Entry]:
     ]
 
 
-def _read_checkpoints(folder: Path) -> list[SavedCheckpoint]:
+def _read_checkpoints(folder: Path) -> list[Entry]:
     pointed = {name: (folder / name).resolve() for name in ("latest", "best", "final") if (folder / name).exists()}
-    found = []
+    found: list[Entry] = []
     for step, path in sorted(committed_steps(folder).items()):
         manifest, damage = None, ""
         try:
@@ -313,6 +305,6 @@ def _read_checkpoints(folder: Path) -> list[SavedCheckpoint]:
             verify_listing(path, manifest)
         except CheckpointError as error:
             damage = str(error)
-        pointers = tuple(name for name, target in pointed.items() if target == path.resolve())
-        found.append(SavedCheckpoint(step, manifest, pointers, damage))
+        pointers = [name for name, target in pointed.items() if target == path.resolve()]
+        found.append({"step": step, "manifest": manifest, "pointers": pointers, "damage": damage})
     return found

@@ -192,8 +192,8 @@ def test_checkpoints_are_compared_with_their_manifests(troubled: Path, page: Pag
         damaged = read_run(troubled)
     finally:
         (troubled / "trainer.json").rename(troubled / "checkpoints" / "step-00090000" / "trainer.json")
-    assert "missing, but the manifest lists it" in damaged.checkpoints[0].damage
-    assert damaged.checkpoints[1].damage == ""
+    assert "missing, but the manifest lists it" in damaged.checkpoints[0]["damage"]
+    assert damaged.checkpoints[1]["damage"] == ""
 
 
 def test_the_alert_before_a_rollback_is_marked_on_the_branch_that_was_taken_back(tmp_path: Path) -> None:
