@@ -314,6 +314,7 @@ def _open_recorder(run: _Run, state: TrainingState, expected: ExpectedMemory | N
     with Writing(folder.root, "The run", MAKE_ROOM).refusals_told():
         if is_main:
             _write_run_configuration(run)
+            run.folder.write_status("running", parameters=count_parameters(run.model.config))
         return Recorder(
             device=device,
             collectives=run.context.collectives,
