@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from ds_encdec.config.batch_size import global_batch_size, is_auto, micro_batches_per_step
-from ds_encdec.config.errors import closest
 from ds_encdec.config.rules import ROLLBACK_FIELDS, find_conflicts
-from ds_encdec.config.schema import FullConfig, ModelConfig, MonitorConfig, PhasesConfig
+from ds_encdec.config.schema import FullConfig, MonitorConfig, PhasesConfig
+from ds_encdec.config.settings import closest
 from ds_encdec.types import ConfigError
 
 
@@ -88,9 +87,9 @@ def select_phases(only: str | None, first: str | None, last: str | None) -> Sequ
     if only is not None:
         if first is not None or last is not None:
             raise ConfigError("--only names a single phase: leave out --from and --to, or --only")
-        return (parse_phase(only),)
-    start = PHASES.index(parse_phase(first)) if first is not None else 0
-    stop = PHASES.index(parse_phase(last)) if last is not None else len(PHASES) - 1
+        first = last = only
+    ends = (PHASES[0] if first is None else first, PHASES[-1] if last is None else last)
+    start, stop = (PHASES.index(parse_phase(name)) for name in ends)
     if stop < start:
         raise ConfigError(f"--to {last} comes before --from {first}; the order is {', '.join(PHASES)}")
     return PHASES[start : stop + 1]
@@ -176,6 +175,8 @@ def plan_phase(config: FullConfig, phase: TrainingPhase, max_steps: int | None =
     """
     settings = phase_config(config, phase)
     training, data, infra = config.training, config.data, config.infra
+    before = phase_before(phase)
+    logging_dir, name = Path(infra.logging_dir), infra.wandb_run_name
     sequences = global_batch_size(config, infra.num_gpus)
     length = data.max_encoder_length + data.max_decoder_length
     # However many micro-batches a step is divided into, and whichever ranks make them.
@@ -184,7 +185,16 @@ def plan_phase(config: FullConfig, phase: TrainingPhase, max_steps: int | None =
     save_steps, monitor, remarks = _room_for_rollbacks(config, min(settings.save_steps, steps), steps)
     overlaid = config.model_copy(
         update={
-            "model": _model_of(config, phase),
+            # The configured model for the first phase; later ones start from the export of the phase before.
+            "model": config.model
+            if before is None
+            else config.model.model_copy(
+                update={
+                    "model_name_or_path": str(exported_weights(phase_folder(config, before))),
+                    "architecture": None,
+                    "tokenizer_name_or_path": None,
+                }
+            ),
             # None where the run finds its micro-batch size, and so its lanes, when it starts.
             "data": data.model_copy(
                 update={"num_lanes": None if is_auto(config) else micro_batches_per_step(config, infra.num_gpus)}
@@ -200,7 +210,14 @@ def plan_phase(config: FullConfig, phase: TrainingPhase, max_steps: int | None =
                     "seed": training.seed + PHASES.index(phase),
                 }
             ),
-            "infra": infra.model_copy(update=_places_of(config, phase)),
+            # What keeps the runs of the phases apart.
+            "infra": infra.model_copy(
+                update={
+                    "output_dir": str(phase_folder(config, phase)),
+                    "logging_dir": str(logging_dir / phase) if logging_dir.is_absolute() else infra.logging_dir,
+                    "wandb_run_name": name and f"{name}-{phase}",
+                }
+            ),
             "monitor": monitor,
             "phases": PhasesConfig(),  # gates are the pipeline's, and may change while the run's configuration does not
         }
@@ -218,27 +235,6 @@ def plan_phases(
     if max_steps is not None and max_steps < 2:
         raise ConfigError(f"--steps-per-phase {max_steps}: give at least 2, one for the warm-up and one after it")
     return [plan_phase(config, phase, max_steps) for phase in phases]
-
-
-def _model_of(config: FullConfig, phase: TrainingPhase) -> ModelConfig:
-    """The configured model for the first phase; later ones start from the export of the phase before."""
-    before = phase_before(phase)
-    if before is None:
-        return config.model
-    source = str(exported_weights(phase_folder(config, before)))
-    return config.model.model_copy(
-        update={"model_name_or_path": source, "architecture": None, "tokenizer_name_or_path": None}
-    )
-
-
-def _places_of(config: FullConfig, phase: TrainingPhase) -> dict[str, Any]:
-    """The fields of `infra` that keep the runs of the phases apart."""
-    logging_dir, name = Path(config.infra.logging_dir), config.infra.wandb_run_name
-    return {
-        "output_dir": str(phase_folder(config, phase)),
-        "logging_dir": str(logging_dir / phase) if logging_dir.is_absolute() else config.infra.logging_dir,
-        "wandb_run_name": name and f"{name}-{phase}",
-    }
 
 
 def _warmup_steps(config: FullConfig, settings: PhaseConfig, steps: int) -> int:
@@ -267,9 +263,9 @@ def _room_for_rollbacks(config: FullConfig, save_steps: int, steps: int) -> tupl
         changed = ", ".join(f"monitor.{field}={answer}" for field, answer in answers.items())
         return save_steps, monitor.model_copy(update=answers), (f"{steps} steps are too few to go back in: {changed}",)
     quarter = max(1, steps // 4)
-    fitted = monitor.model_copy(update={"rollback_min_steps": min(monitor.rollback_min_steps, quarter)})
+    save, room = min(save_steps, quarter), min(monitor.rollback_min_steps, quarter)
     remark = (
-        f"so that {steps} steps leave room for a rollback, training.save_steps={min(save_steps, quarter)} (not "
-        f"{save_steps}) and monitor.rollback_min_steps={fitted.rollback_min_steps} (not {monitor.rollback_min_steps})"
+        f"so that {steps} steps leave room for a rollback, training.save_steps={save} (not {save_steps}) and "
+        f"monitor.rollback_min_steps={room} (not {monitor.rollback_min_steps})"
     )
-    return min(save_steps, quarter), fitted, (remark,)
+    return save, monitor.model_copy(update={"rollback_min_steps": room}), (remark,)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -25,7 +26,6 @@ from ds_encdec.memory.variants import (
     BATCH_FIELDS,
     HEADROOM,
     Change,
-    Room,
     Variant,
     as_overrides,
     nearest,
@@ -141,23 +141,23 @@ def settings_that_fit(expected: Variant, device_bytes: float, host_bytes: float,
 
     `device_bytes`: of one accelerator. `host_bytes`: of a node, for all its ranks.
     """
-    job, peak, host = expected.job, expected.estimate.peak, expected.estimate.host
-    on_cpu = job.device == "cpu"
-    found: Iterable[Variant]
+    job, peak, host, on_cpu = expected.job, expected.estimate.peak, expected.estimate.host, expected.job.device == "cpu"
+    fixed = host.process + (peak.framework if on_cpu else 0.0)
+    node_limit = _limit(expected.node_bytes, fixed * job.ranks_per_node, host_bytes)
     if of_device:
-        limit = _limit(peak.total, peak.framework, device_bytes)
-        found = nearest(job, Room(limit / (1 - HEADROOM)), _CANDIDATES)
+        limit, node_limit = _limit(peak.total, peak.framework, device_bytes), math.inf
     else:
-        fixed = host.process + (peak.framework if on_cpu else 0.0)
-        limit = _limit(expected.node_bytes, fixed * job.ranks_per_node, host_bytes)
-        # First without page-locked buffers, which torch rounds up, and without copies for saves in the background.
-        copies: list[Change] = [{"infra.pin_memory": False}, {"training.async_save": False}]
-        if on_cpu:
-            found = nearest(job, Room((limit / job.ranks_per_node - host.total) / (1 - HEADROOM)), _CANDIDATES)
-        else:
-            found = filter(Room(device_bytes).fits, (variant(job, change) for change in (*copies, *settings(job))))
-        found = (each for each in found if each.node_bytes < limit)
-    return sorted(found, key=is_for_new_run)[:SETTINGS]
+        limit = node_limit / job.ranks_per_node - host.total if on_cpu else device_bytes * (1 - HEADROOM)
+
+    def fits(row: Variant) -> bool:
+        return row.estimate.peak.total <= limit
+
+    # On a GPU's host page-locked buffers go first, which torch rounds up, and copies for saves in the background.
+    copies: list[Change] = [{"infra.pin_memory": False}, {"training.async_save": False}]
+    found: Iterable[Variant] = filter(fits, (variant(job, change) for change in (*copies, *settings(job))))
+    if of_device or on_cpu:
+        found = nearest(job, fits, _CANDIDATES)
+    return sorted((row for row in found if row.node_bytes < node_limit), key=is_for_new_run)[:SETTINGS]
 
 
 def is_for_new_run(setting: Variant) -> bool:

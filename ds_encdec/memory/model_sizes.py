@@ -10,9 +10,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ds_encdec.config.errors import closest
 from ds_encdec.config.plain_files import read_json
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.settings import closest
 from ds_encdec.model.parameter_count import ModelSizes, count_layer_parameters, num_encoder_layers, parameter_shapes
 from ds_encdec.tokenizer.sentinels import MODE_TOKENS
 from ds_encdec.types import ConfigError

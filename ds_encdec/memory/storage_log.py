@@ -7,10 +7,12 @@ other threads, gloo's above all: so nothing is added up before the log is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Generic, TypeVar
-from weakref import ref
+from unittest.mock import patch
+from weakref import finalize
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -19,15 +21,12 @@ from torch.distributed._tools.common_utils import get_untyped_storages
 Purpose = TypeVar("Purpose", bound=str)
 
 
+@dataclass
 class _Entry(Generic[Purpose]):
-    """One storage: its bytes now, or at last, and what it is for."""
+    """One storage: what it is for, and its bytes now, or at last."""
 
-    __slots__ = ("num_bytes", "purpose", "reference")
-
-    def __init__(self, purpose: Purpose) -> None:
-        self.purpose = purpose
-        self.num_bytes = 0
-        self.reference: ref[UntypedStorage] | None = None
+    purpose: Purpose
+    num_bytes: int = 0
 
 
 class StorageLog(Generic[Purpose]):
@@ -76,16 +75,14 @@ class StorageLog(Generic[Purpose]):
 
         From the position `begin` to the position `end` (None: to the last); of equals the first, and "" for `begin`.
         """
-        counted = self._purposes if counted is None else counted
-        held = {purpose: num_bytes for purpose, num_bytes in self.held(begin).items() if purpose in counted}
-        total = highest = sum(held.values())
+        held = self.held(begin)
+        held = {purpose: held[purpose] for purpose in (self._purposes if counted is None else counted)}
         at_peak, moment = dict(held), ""
         for entry, change, when in self._changes[begin:end]:
             if entry.purpose in held:
                 held[entry.purpose] += change
-                total += change
-                if total > highest:
-                    highest, at_peak, moment = total, dict(held), when
+                if sum(held.values()) > sum(at_peak.values()):
+                    at_peak, moment = dict(held), when
         return at_peak, moment
 
     def changes(self) -> Iterator[tuple[str, Purpose, int]]:
@@ -103,22 +100,15 @@ class StorageLog(Generic[Purpose]):
                 self._log_size(entry, storage.nbytes())
             return resized
 
-        UntypedStorage.resize_ = resize_  # type: ignore[assignment, method-assign]
-        try:
+        with patch.object(UntypedStorage, "resize_", resize_):
             yield
-        finally:
-            UntypedStorage.resize_ = original  # type: ignore[method-assign]
 
     def _follow(self, storage: UntypedStorage, purpose: Purpose) -> _Entry[Purpose]:
-        entry = self._alive.get(storage._cdata)
-        if entry is None:
-            entry = self._alive[storage._cdata] = _Entry(purpose)
-            entry.reference = ref(storage, self._on_death(storage._cdata))
-        self._log_size(entry, storage.nbytes())
-        return entry
-
-    def _on_death(self, key: int) -> Callable[[object], None]:
-        return lambda _: self._log_size(self._alive.pop(key), 0)
+        if (key := storage._cdata) not in self._alive:
+            self._alive[key] = _Entry(purpose)
+            finalize(storage, lambda: self._log_size(self._alive.pop(key), 0)).atexit = False
+        self._log_size(self._alive[key], storage.nbytes())
+        return self._alive[key]
 
     def _log_size(self, entry: _Entry[Purpose], num_bytes: int) -> None:
         if num_bytes != entry.num_bytes:

@@ -11,14 +11,14 @@ import itertools
 import json
 import math
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from ds_encdec.config.batch_size import micro_batches_per_step
 from ds_encdec.config.rules import engine_candidates, engine_conflicts, find_conflicts
-from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.shares import mesh_shape
 from ds_encdec.engines import ENGINES
 from ds_encdec.memory.breakdown import Breakdown, Estimate, HostBreakdown
@@ -36,8 +36,6 @@ HOST_HEADROOM = 0.1
 that takes the last of it is killed silently."""
 EFFICIENT_TOKENS = 4096
 """Tokens of a micro-batch that occupy a GPU well; smaller ones are recommended only where nothing else fits."""
-MORE_ROOM = 0.9
-"""Share of another setting's peak below which one of the same kind is worth naming beside it."""
 SMALLEST_LOSS_CHUNK = 128
 """Tokens; below this the head's matrix products are too small to be fast."""
 BATCH_FIELDS = {
@@ -75,17 +73,8 @@ class Variant:
         return (on_device + self.estimate.host.total) * self.job.ranks_per_node
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
-    """Usable bytes of a device, and a rank's share of its node's memory (infinite where that is not judged)."""
-
-    device_bytes: float
-    host_bytes: float = math.inf
-
-    def fits(self, row: Variant) -> bool:
-        """Return whether the peak leaves `HEADROOM` of the device free, and the host's part `HOST_HEADROOM` of that."""
-        on_device, on_host = row.estimate.peak.total, row.estimate.host.total
-        return on_device <= self.device_bytes * (1 - HEADROOM) and on_host <= self.host_bytes * (1 - HOST_HEADROOM)
+Fits = Callable[[Variant], bool]
+"""Tells of a setting whether it fits into the memory there is."""
 
 
 # ------------------------------------------------------------------------------------------------------ changed jobs
@@ -124,14 +113,9 @@ def variant(job: Job, change: Change) -> Variant:
 
 def as_overrides(change: Mapping[str, Any]) -> str:
     """A change as a shell's command line takes it."""
-    words = (f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in change.items())
-    return shlex.join(words)
-
-
-def value_of(config: FullConfig, name: str) -> Any:
-    """The value of the field `section.field`."""
-    section, field_name = name.split(".")
-    return getattr(getattr(config, section), field_name)
+    return shlex.join(
+        f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in change.items()
+    )
 
 
 # ----------------------------------------------------------------------------------------------- settings of the table
@@ -149,15 +133,15 @@ def variants(job: Job) -> list[Variant]:
 def smallest_variants(job: Job) -> list[Variant]:
     """The settings that need least of a device: everything sharded and recomputed, micro-batches of 1, each offload."""
     smallest = batch_overrides(job, 1)
-    if (reduces := ENGINES[job.engine].reduction_field) is not None and not value_of(job.config, reduces):
+    if (reduces := ENGINES[job.engine].reduction_field) is not None and not attrgetter(reduces)(job.config):
         smallest[reduces] = True
     return [variant(job, setting(job, "zero3", offload, "full") | smallest) for offload in OFFLOADS]
 
 
 def settings(job: Job) -> Iterator[Change]:
     """The changes of `job` that make the rows of the table."""
-    hybrids = HYBRID_STAGES if job.world_size > job.ranks_per_node else ()
-    return itertools.starmap(partial(setting, job), itertools.product((*STAGES, *hybrids), OFFLOADS, ("none", "full")))
+    stages = (*STAGES, *HYBRID_STAGES) if job.world_size > job.ranks_per_node else STAGES
+    return itertools.starmap(partial(setting, job), itertools.product(stages, OFFLOADS, ("none", "full")))
 
 
 def setting(job: Job, stage: str, offload: str, checkpointing: str) -> Change:
@@ -172,13 +156,13 @@ def setting(job: Job, stage: str, offload: str, checkpointing: str) -> Change:
         "infra.offload_params": params,
         "training.activation_checkpointing": checkpointing,
     }
-    change = {name: value for name, value in wanted.items() if value != value_of(job.config, name)}
+    change = {name: value for name, value in wanted.items() if value != attrgetter(name)(job.config)}
     if not change:
         return {}
     in_the_way = [f"infra.fsdp_{alias}" for alias in ("sharding_strategy", "activation_checkpointing", "cpu_offload")]
     if stage not in HYBRID_STAGES:
         in_the_way.append("infra.hybrid_shard_size")
-    change |= {name: None for name in in_the_way if value_of(job.config, name) is not None}
+    change |= {name: None for name in in_the_way if attrgetter(name)(job.config) is not None}
     # Under `auto` the change may undo what only this engine could do; `ddp` is zero0.
     kind = job.config.infra.distributed_type
     if kind != job.engine and (stage != "zero0" if kind != "auto" else job.engine != next(iter(ENGINES))):
@@ -212,26 +196,25 @@ def micro_batches(job: Job) -> list[int]:
 def batch_overrides(job: Job, batch: int) -> Change:
     """The change to a micro-batch of `batch`, one of `micro_batches`, with the accumulation that keeps the global."""
     configured = job.config.training.micro_batch_size
+    steps = configured * job.gradient_accumulation_steps // batch
     if batch == configured:
         return {}
-    steps = configured * job.gradient_accumulation_steps // batch
-    # Set even where a global_batch_size decides it: that may be this run's own, of `auto`, and not the user's.
-    accumulating = {"training.gradient_accumulation_steps": steps}
     if job.config.data.num_lanes:
-        accumulating = {"data.num_lanes": steps * job.world_size}
-    return {"training.per_device_train_batch_size": batch, **accumulating}
+        return {"training.per_device_train_batch_size": batch, "data.num_lanes": steps * job.world_size}
+    # Set even where a global_batch_size decides it: that may be this run's own, of `auto`, and not the user's.
+    return {"training.per_device_train_batch_size": batch, "training.gradient_accumulation_steps": steps}
 
 
 # --------------------------------------------------------------------------------------------------- which to choose
 
 
-def recommend(job: Job, room: Room) -> Variant | None:
+def recommend(job: Job, fits: Fits) -> Variant | None:
     """The first setting of `job` and its engine that fits, with its largest micro-batch; None where none does.
 
     The global batch is kept: the micro-batch divides what a rank reads in one step.
     """
     data, training = job.config.data, job.config.training
-    kept = _perhaps({"training.activation_offload": False}, when=training.activation_offload)
+    kept: list[Change] = [{}, {"training.activation_offload": False}] if training.activation_offload else [{}]
     asked = [
         change
         for change in _combined(settings(job), kept, _reductions(job))
@@ -241,19 +224,17 @@ def recommend(job: Job, room: Room) -> Variant | None:
     for smallest in dict.fromkeys((min(training.micro_batch_size, efficient), 1)):
         # A whole step in one micro-batch leaves out all that accumulation needs, so it may fit where smaller ones fail.
         batches = [batch for batch in micro_batches(job) if batch >= smallest]
-        groups = [
-            (group, changed(job, batch_overrides(job, group[0]))) for group in (batches[-1:], batches[:-1]) if group
-        ]
-        candidates = itertools.product(asked, groups)
-        for change, (group, _) in sorted(candidates, key=lambda each: _cost(each[1][1], each[0])):
+        candidates = itertools.product(asked, filter(None, (batches[-1:], batches[:-1])))
+        by_cost = sorted(candidates, key=lambda each: _cost(changed(job, batch_overrides(job, each[1][0])), each[0]))
+        for change, group in by_cost:
             # From the smallest: most settings that fail do so at once.
             rows = (variant(job, change | batch_overrides(job, batch)) for batch in group)
-            if fitting := list(itertools.takewhile(room.fits, rows)):
+            if fitting := list(itertools.takewhile(fits, rows)):
                 return fitting[-1]
     return None
 
 
-def nearest(job: Job, room: Room, count: int = 3) -> list[Variant]:
+def nearest(job: Job, fits: Fits, count: int = 3) -> list[Variant]:
     """The first `count` changes to `job` that need less and fit; fewer where no more do.
 
     They differ in kind: none changes all that an earlier one changes, and more. Where these are too few, others follow
@@ -263,12 +244,11 @@ def nearest(job: Job, room: Room, count: int = 3) -> list[Variant]:
     found: list[Variant] = []
     for change in changes:
         if len(found) < count and not any(near.overrides.keys() <= change.keys() for near in found):
-            found += filter(room.fits, [variant(job, change)])
+            found += filter(fits, [variant(job, change)])
     for change in changes if found else ():
         if len(found) < count:
-            least = MORE_ROOM * min(near.estimate.peak.total for near in found)
-            narrower = replace(room, device_bytes=min(room.device_bytes, least))
-            found += filter(narrower.fits, [variant(job, change)])
+            most = 0.9 * (1 - HEADROOM) * min(near.estimate.peak.total for near in found)
+            found += (row for row in [variant(job, change)] if fits(row) and row.estimate.peak.total <= most)
     return found
 
 
@@ -315,40 +295,28 @@ def _combined(*choices: Iterable[Change]) -> Iterator[Change]:
         yield {name: value for part in parts for name, value in part.items()}
 
 
-def _perhaps(change: Change, *, when: bool) -> list[Change]:
-    """No change, and where it is possible this one."""
-    return [{}, change] if when else [{}]
-
-
 def _reductions(job: Job) -> list[Change]:
     """Reducing once a step and after every micro-batch, for an engine that leaves the choice."""
     name = ENGINES[job.engine].reduction_field
-    if name is None or job.gradient_accumulation_steps == 1:
-        return [{}]
-    return [{}, {name: not value_of(job.config, name)}]
+    return [{}, {name: not attrgetter(name)(job.config)}] if name and job.gradient_accumulation_steps > 1 else [{}]
 
 
 def _smaller(job: Job) -> Iterator[Change]:
-    """Changes to `job` that need less memory than it, alone and together."""
-    training, chunk = job.config.training, job.config.model.loss_chunk_tokens
+    """Changes to `job` that need less memory than it, alone and together.
+
+    They shard, offload and recompute at least as much as `job` does (a hybrid stays as it is).
+    """
+    training, stage, chunk = job.config.training, job.config.infra.sharding_stage, job.config.model.loss_chunk_tokens
+    stages = STAGES[STAGES.index(stage) :] if stage in STAGES else ()
+    offloads = list(OFFLOADS)[list(OFFLOADS).index(offload_of(job) or "optimizer") :]
+    sharing = itertools.product(stages, offloads, dict.fromkeys((training.activation_checkpointing, "full")))
+    evaluating: Change = {"training.per_device_eval_batch_size": 1}
     smaller_chunk: Change = {"model.loss_chunk_tokens": max(SMALLEST_LOSS_CHUNK, chunk // 4)}
     choices = (
-        _perhaps({"training.per_device_eval_batch_size": 1}, when=training.per_device_eval_batch_size > 1),
-        _perhaps(smaller_chunk, when=chunk > SMALLEST_LOSS_CHUNK),
+        [{}, evaluating] if training.per_device_eval_batch_size > 1 else [{}],
+        [{}, smaller_chunk] if chunk > SMALLEST_LOSS_CHUNK else [{}],
         [change for change in _reductions(job) if True in change.values() or not change],
         [batch_overrides(job, batch) for batch in micro_batches(job) if batch <= training.micro_batch_size],
-        _more_sharing(job),
+        [{}, *filter(None, itertools.starmap(partial(setting, job), sharing))],
     )
     return filter(None, _combined(*choices))
-
-
-def _more_sharing(job: Job) -> Iterator[Change]:
-    """Settings of the table that shard, offload or recompute at least as much as `job` does; itself included."""
-    yield {}
-    stage, checkpointing = job.config.infra.sharding_stage, job.config.training.activation_checkpointing
-    if stage not in STAGES:  # a hybrid
-        return
-    stages, offloads = STAGES[STAGES.index(stage) :], list(OFFLOADS)
-    offloads = offloads[offloads.index(offload_of(job) or "optimizer") :]
-    choices = itertools.product(stages, offloads, dict.fromkeys((checkpointing, "full")))
-    yield from filter(None, itertools.starmap(partial(setting, job), choices))
