@@ -7,8 +7,6 @@
 4. Where the first try passes and leaves room for the next larger candidate, that is tried too, twice at most.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import time
