@@ -13,10 +13,10 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
-from ds_encdec.config.batch_size import micro_batches_per_step
 from ds_encdec.config.plain_files import read_json
 from ds_encdec.config.schema import FullConfig, TrainingConfig
 from ds_encdec.config.settings import closest
+from ds_encdec.config.shares import micro_batches_per_step
 from ds_encdec.data.budgets import token_budgets
 from ds_encdec.denoisers import denoised_lengths
 from ds_encdec.engines import ENGINES, EngineName

@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, TypeVar
 
-from ds_encdec.config.batch_size import (
+from ds_encdec.config.rules import engine_candidates
+from ds_encdec.config.schema import FullConfig, find_shipped, load_config
+from ds_encdec.config.shares import (
     is_auto,
+    mesh_shape,
     micro_batch_candidates,
     micro_batches_per_step,
+    per_rank,
     with_micro_batch_size,
 )
-from ds_encdec.config.load import find_shipped, load_config
-from ds_encdec.config.rules import engine_candidates
-from ds_encdec.config.schema import FullConfig
-from ds_encdec.config.shares import mesh_shape, per_rank
 from ds_encdec.gpus import Gpu, parse_bytes, parse_gpu
 from ds_encdec.memory.breakdown import GIB
 from ds_encdec.memory.estimate import engine_memory

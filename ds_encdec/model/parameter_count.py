@@ -8,8 +8,6 @@ normalisation and element-wise work (PaLM, arXiv 2204.02311, appendix B, counts 
 attention in full).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 from math import prod

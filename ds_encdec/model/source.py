@@ -1,7 +1,5 @@
 """The model that a run starts from: random weights, a decoder-only Qwen3, or an encoder-decoder of our own."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from ds_encdec.config.load import load_config
+from ds_encdec.config.schema import load_config
 from ds_encdec.gpus import GPUS, Gpu
 from ds_encdec.memory.answer import answer
 from ds_encdec.memory.breakdown import GIB

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from ds_encdec.config.load import load_config
+from ds_encdec.config.schema import load_config
 from ds_encdec.gpus import GPUS, Gpu
 from ds_encdec.memory.breakdown import GIB
 from ds_encdec.memory.estimate import engine_memory, estimate
