@@ -26,7 +26,7 @@ import numpy as np
 
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.memory import trace
-from ds_encdec.memory.activations import KINDS, MODES, TABLE
+from ds_encdec.memory.estimate import KINDS, MODES, TABLE
 from ds_encdec.memory.job import Job, Sizes, make_job
 
 LAYERS = 3
@@ -35,7 +35,7 @@ LAYERS = 3
 Nothing waits for a later layer beside the last one: no gradient of the encoder's output yet."""
 HEADS, KEY_HEADS, HEAD_DIM = 31 * 37, 31, 2 * 41
 TOKENS = {"E": 10_007, "D": 101 * 103, "C": 101, "": 1}
-"""Symbols as in memory/activations.py; a chunk of the loss divides the decoder's tokens."""
+"""Symbols as in memory/estimate.py; a chunk of the loss divides the decoder's tokens."""
 WIDTHS = {
     "": 1,
     "H": 211,
@@ -83,7 +83,7 @@ def formulas(kind: str, mode: str) -> dict[str, Any]:
     parts: dict[str, list[Formula]] = {}
     ends: dict[str, Formula] = {}
     with ExitStack() as substitutions:
-        if job.device == "cuda":  # float32 too: attention without a kernel is in memory/activations.py
+        if job.device == "cuda":  # float32 too: attention without a kernel is in memory/estimate.py
             kernel = lambda _: trace._varlen_attention  # noqa: E731
             substitutions.enter_context(patch.object(trace, "varlen_kernel", kernel))
         for part, held in _walk(job, backward=True):

@@ -4,15 +4,31 @@ the worst one.
 A step is walked through once: the loss (all activations are there), the head's backward pass, each layer's (activations
 go, gradients come), the embedding's, the optimizer's step, and an evaluation. The estimate is the moment with the most
 bytes, and says which one it is.
+
+The bytes that the forward pass keeps for the backward pass, and what both work on, per layer and in the loss head, are
+sums of products of sizes, such as `8*D*I` for four tensors of decoder tokens × intermediate size in 16 bits. They are
+in activations.json, which scripts/memory_formulas.py writes from traces of a small model (trace.py) for each kind of
+numbers and each mode of activation checkpointing: exact in every storage, for models of any size. A test compares them
+with new traces. docs/memory.md explains the terms.
+
+Symbols: `E`, `D` encoder and decoder tokens of a micro-batch; `C` tokens of a chunk of the loss; `n` decoder tokens of
+the longest document, `m` its keys under merged attention; `s` segments of a flash kernel. `H`, `I`, `V` hidden and
+intermediate size and rows of the vocabulary; `h`, `k` query and key/value heads, `d` their width; `Q` = h·d, `K` = k·d.
+
+Formulas remain for what no trace without a GPU shows: attention there without a flash kernel.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import json
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from math import ceil, prod
+from pathlib import Path
+from typing import Any, Literal
 
 from ds_encdec.engines import ENGINES, load
-from ds_encdec.memory.activations import MicroBatch
 from ds_encdec.memory.breakdown import GIB, Breakdown, EngineMemory, Estimate
 from ds_encdec.memory.job import Job, with_micro_batch
 
@@ -27,6 +43,18 @@ RANK_PROCESS_BYTES = {"cuda": 3.0 * GIB, "cpu": 0.45 * GIB}
 a CPU with torch 2.13 and DeepSpeed 0.19; with CUDA an assumption."""
 DATA_WORKER_BYTES = 0.3 * GIB
 """Resident memory of a data worker's process."""
+Side = Literal["encoder", "decoder"]
+TABLE = Path(__file__).with_name("activations.json")
+KINDS = ("cuda bf16", "cuda fp16", "cuda fp32", "cpu bf16", "cpu fp32", "cpu bf16 emulated")
+"""Devices and numbers; `emulated`: bfloat16 multiplied in float32 (model/precision.py)."""
+MODES = ("none", "full", "selective")
+"""Modes of activation checkpointing; the layers of `every_n` are those of `full` and `none`."""
+
+_FLOAT32 = 4
+_HEAD_WEIGHT = "H*V"
+"""Gradients of the output layer's weight."""
+_TOKENS_PER_DOCUMENT = 512
+"""Both sides of a mean document of a micro-batch: web-like ones have 945, and 585 in the worst of 300 batches."""
 
 
 def estimate(job: Job) -> Estimate:
@@ -40,7 +68,7 @@ def estimate(job: Job) -> Estimate:
         framework = CUDA_CONTEXT_BYTES + (NCCL_BYTES if job.world_size > 1 else 0.0) + FRAGMENTATION * peak.total
         process += RANK_PROCESS_BYTES["cuda"]
     offloaded = sum(layer.offloaded for layer in MicroBatch(job).layers()) if training.activation_offload else 0.0
-    host = dataclasses.replace(engine.host, activations=offloaded, process=process)
+    host = replace(engine.host, activations=offloaded, process=process)
     return Estimate(peak + Breakdown(framework=framework), moment, host)
 
 
@@ -55,7 +83,7 @@ def step_parts(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]
     resting, unit, batch = engine.resting, job.sizes.layer_parameters, MicroBatch(job)
     layers = batch.layers()
     if job.config.training.activation_offload:  # one layer's are on their way back
-        layers = [dataclasses.replace(layer, kept=0.0) for layer in layers]
+        layers = [replace(layer, kept=0.0) for layer in layers]
     kept = sum(layer.kept for layer in layers)
     at_loss = resting + engine.forward + Breakdown(activations=kept)
     yield "loss", at_loss + batch.at_worst("loss")
@@ -73,7 +101,141 @@ def step_parts(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]
     yield "reduction after the backward pass", resting + engine.last_reduction
     yield "optimizer step", resting + engine.step
     if job.config.training.eval_samples:
-        sized = dataclasses.replace(job, gradient_accumulation_steps=1)  # there are no earlier gradients
+        sized = replace(job, gradient_accumulation_steps=1)  # there are no earlier gradients
         sized = with_micro_batch(sized, job.config.training.per_device_eval_batch_size)
         yield "evaluation", resting + engine_memory(sized).forward + MicroBatch(sized).at_worst("evaluation")
     yield "building of the engine", engine.build
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A layer's pass over a micro-batch. `kept`: bytes from its forward to its backward pass.
+
+    `offloaded`: the bytes of them in host memory under `training.activation_offload`. Each tensor is copied as often as
+    it is saved: the input of three products three times. Pinned copies are rounded up to powers of two, which is taken
+    to cost half of what they hold. `working`: what there is at the worst moment of its backward pass beyond what the
+    layers before it keep.
+    """
+
+    name: str
+    kept: float
+    offloaded: float
+    working: Breakdown
+
+
+class MicroBatch:
+    """The pass of `job`'s model over one micro-batch of it on one rank."""
+
+    def __init__(self, job: Job) -> None:
+        sizes, (encoder_length, decoder_length) = job.sizes, job.longest_document
+        self._job = job
+        self._symbols = {
+            "E": job.encoder_tokens,
+            "D": job.decoder_tokens,
+            "C": min(job.config.model.loss_chunk_tokens, job.decoder_tokens),
+            "m": encoder_length + decoder_length,
+            "n": min(decoder_length, job.decoder_tokens),
+            "s": _segments(job) if job.uses_flash else 0,
+            "H": sizes.hidden_size,
+            "I": sizes.intermediate_size,
+            "V": sizes.vocab_size,
+            "h": sizes.num_attention_heads,
+            "k": sizes.num_key_value_heads,
+            "d": sizes.head_dim,
+            "0": 0,
+            "Q": sizes.num_attention_heads * sizes.head_dim,
+            "K": sizes.num_key_value_heads * sizes.head_dim,
+        }
+        training = job.config.training
+        mode = training.activation_checkpointing
+        self._mode = "full" if mode == "every_n" else mode
+        self._interval = {"none": 0, "every_n": training.activation_checkpointing_every_n}.get(mode, 1)
+        numbers = "bf16" if training.bf16 else "fp16" if training.fp16 else "fp32"
+        self._kind = f"{job.device} {numbers}{' emulated' * (job.emulates_bf16 and training.bf16)}"
+
+    def at_worst(self, part: str) -> Breakdown:
+        """Beyond what layers keep: in the `loss`, the `head`'s backward pass, that of the `embedding`, `evaluation`."""
+        is_counted = self._job.trains_embedding and (part != "embedding" or self._job.sizes.tie_word_embeddings)
+        return self._worst(_formulas(self._kind, self._mode)[part], "" if is_counted else _HEAD_WEIGHT)
+
+    def layers(self) -> list[Layer]:
+        """All layers in the order of the forward pass."""
+        sizes, make = self._job.sizes, cache(self._layer)  # most layers are alike
+        counts: dict[Side, int] = {"encoder": sizes.num_encoder_layers, "decoder": sizes.num_hidden_layers}
+        return [
+            replace(
+                make(side, bool(self._interval) and index % self._interval == 0, is_last=index == count - 1),
+                name=f"{side} layer {index}",
+            )
+            for side, count in counts.items()
+            for index in range(count)
+        ]
+
+    def _layer(self, side: Side, recomputes: bool, *, is_last: bool) -> Layer:
+        job, formulas = self._job, _formulas(self._kind, self._mode if recomputes else "none")
+        # A tied head's gradient waits beside all layers; an untied one's is one of the engine's.
+        without = "" if job.trains_embedding and job.sizes.tie_word_embeddings else _HEAD_WEIGHT
+        at_work: list[str] = formulas[f"last {side}" if is_last else side]
+        kept, working = self._value(formulas["kept"][side]), self._worst(at_work, without)
+        if job.device == "cuda" and not job.uses_flash:
+            scores, gradients = self._scores(side)
+            kept += 0 if recomputes else scores
+            swiglu = self._value(at_work[0]) - self._value(at_work[0].replace("*I", "*0"))  # done by then
+            working += Breakdown(activations=scores + max(gradients - swiglu, 0.0))
+        inputs = 3 * self._symbols[side[0].upper()] * job.sizes.hidden_size * job.compute_bytes
+        copied = kept + (0 if recomputes or job.emulates_bf16 else inputs)
+        return Layer("", kept, copied * (1.5 if job.device == "cuda" else 1.0), working)
+
+    def _scores(self, side: Side) -> tuple[float, float]:
+        """Bytes that attention without a flash kernel on a GPU keeps, and that its backward pass works on.
+
+        torch computes grouped queries under a mask in single operations, document by document, all of them taken to
+        be as long as allowed: each keeps its softmax, and keys and values at full width; three of the float32 scores
+        of one document exist at a time, and gradients of queries, keys and values as wide as the queries.
+        """
+        job, symbols, (queries, keys) = self._job, self._symbols, self._job.longest_document
+        queries, keys = (queries, queries) if side == "encoder" else (keys, queries + keys)
+        heads, tokens, dtype = job.sizes.num_attention_heads, symbols[side[0].upper()], job.compute_bytes
+        kept = tokens / queries * keys * heads * (queries + 2 * job.sizes.head_dim) * dtype
+        all_keys = symbols["E"] + (symbols["D"] if side == "decoder" else 0)
+        return kept, 3 * heads * queries * keys * _FLOAT32 + (tokens + 2 * all_keys) * symbols["Q"] * dtype
+
+    def _worst(self, formulas: list[str], without: str) -> Breakdown:
+        moments = [
+            Breakdown(activations=self._value(formula, without), logits=self._value(formula, without, logits=True))
+            for formula in formulas
+        ]
+        return max(moments, key=lambda moment: moment.total)
+
+    def _value(self, formula: str, without: str = "", *, logits: bool = False) -> float:
+        """Bytes of the formula's terms with the vocabulary (`logits`), or of the others."""
+        symbols = self._symbols
+        return sum(
+            times * prod([symbols[name] for name in product.split("*")])
+            for times, product in _terms(formula, logits)
+            if product != without
+        )
+
+
+@cache
+def _formulas(kind: str, mode: str) -> dict[str, Any]:
+    table: dict[str, dict[str, dict[str, Any]]] = json.loads(TABLE.read_text())
+    return table[kind][mode]
+
+
+@cache
+def _terms(formula: str, logits: bool) -> tuple[tuple[int, str], ...]:
+    """Coefficients and products of the terms with a `V`, or of the others."""
+    terms = (term.partition("*") for term in formula.split(" + "))
+    return tuple((int(times), product) for times, _, product in terms if ("V" in product) == logits)
+
+
+def _segments(job: Job) -> int:
+    """Documents of a micro-batch, of `_TOKENS_PER_DOCUMENT` tokens or as long as allowed if shorter; and padding."""
+    encoder_length, decoder_length = job.longest_document
+    shares = (
+        (job.encoder_tokens + job.decoder_tokens) / _TOKENS_PER_DOCUMENT,
+        job.encoder_tokens / encoder_length,
+        job.decoder_tokens / decoder_length,
+    )
+    return min(ceil(max(shares)), job.config.data.max_examples_per_micro_batch) + 1

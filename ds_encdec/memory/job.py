@@ -20,13 +20,7 @@ from ds_encdec.config.shares import micro_batches_per_step
 from ds_encdec.data.budgets import token_budgets
 from ds_encdec.denoisers import denoised_lengths
 from ds_encdec.engines import ENGINES, EngineName
-from ds_encdec.model.parameter_count import (
-    EMBEDDING_ROWS_MULTIPLE,
-    ModelSizes,
-    count_layer_parameters,
-    num_encoder_layers,
-    parameter_shapes,
-)
+from ds_encdec.model.parameter_count import EMBEDDING_ROWS_MULTIPLE, ModelSizes, num_encoder_layers, parameter_shapes
 from ds_encdec.tokenizer.sentinels import MODE_TOKENS
 from ds_encdec.types import DENOISERS, ConfigError
 
@@ -73,7 +67,7 @@ class Sizes:
     @cached_property
     def layer_parameters(self) -> int:
         """Parameters of one layer, of the encoder or the decoder."""
-        return count_layer_parameters(self)
+        return sum(prod(shape) for name, shape in self.parameter_shapes.items() if name.startswith("decoder.layers.0."))
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,9 +181,7 @@ def _batch(job: Job) -> Batch:
         -(-job.encoder_tokens // data.max_encoder_length), -(-job.decoder_tokens // data.max_decoder_length)
     )
     boundaries = torch.zeros(data.max_examples_per_micro_batch + 1, dtype=torch.int32)
-    encoder_ids, decoder_ids = (
-        torch.zeros(count, dtype=torch.int64) for count in (job.encoder_tokens, job.decoder_tokens)
-    )
+    encoder_ids, decoder_ids = (torch.zeros(n, dtype=torch.int64) for n in (job.encoder_tokens, job.decoder_tokens))
     return Batch(
         encoder_ids=encoder_ids,
         decoder_input_ids=decoder_ids,
@@ -255,9 +253,8 @@ def _note_fsdp_states(engine: fsdp2.FSDP2Engine, watch: _StorageWatch, *, on_hos
     for module in engine.model.modules():
         if isinstance(module, FSDPModule):
             group: Any = module._get_fsdp_state()._fsdp_param_group
-            watch.claim(
-                [parameter.sharded_param for parameter in group.fsdp_params], "host" if on_host else "master_weights"
-            )
+            shards = [parameter.sharded_param for parameter in group.fsdp_params]
+            watch.claim(shards, "host" if on_host else "master_weights")
             group.post_backward = partial(_post_backward, group, group.post_backward, watch, on_host)
 
 

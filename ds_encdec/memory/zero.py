@@ -356,17 +356,14 @@ def _sharded(s: _Settings) -> EngineMemory:
 
 def _scattering(s: _Settings, elements: int, *, alone: bool) -> float:
     """Bytes beyond what goes into the collective; `alone`: of a parameter that goes past the bucket."""
+    ranks, is_cpu = s.job.world_size, s.job.device == "cpu"
     parts = (
         # a dtype that the collective does not take: __avg_scatter_grads
         (alone and s.communication != s.weight, s.communication * elements),
-        (s.communication != s.accumulation, s.accumulation * elements / s.job.world_size),  # after it
-        # torch's ProcessGroupGloo works on a copy
-        (s.job.device == "cpu" and s.job.world_size > 1, s.communication * elements),
+        (s.communication != s.accumulation, s.accumulation * elements / ranks),  # after it
+        (is_cpu and ranks > 1, s.communication * elements),  # torch's ProcessGroupGloo works on a copy
         # partition_grads: one parameter's, on the device to be added
-        (
-            s.offloads_optimizer and s.job.device != "cpu",
-            s.accumulation * min(elements, s.largest) / s.job.world_size,
-        ),
+        (s.offloads_optimizer and not is_cpu, s.accumulation * min(elements, s.largest) / ranks),
     )
     return sum(num_bytes for is_there, num_bytes in parts if is_there)
 

@@ -65,11 +65,6 @@ def count_parameters(sizes: ModelSizes) -> int:
     return sum(map(prod, parameter_shapes(sizes).values()))
 
 
-def count_layer_parameters(sizes: ModelSizes) -> int:
-    """Parameters of one layer; those of the encoder and of the decoder have as many."""
-    return sum(map(prod, _layer_shapes(sizes).values()))
-
-
 def _layer_shapes(sizes: ModelSizes) -> dict[str, tuple[int, ...]]:
     hidden, inner = sizes.hidden_size, sizes.intermediate_size
     query, key = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.memory.activations import KINDS, TABLE, Layer, MicroBatch
+from ds_encdec.memory.estimate import KINDS, TABLE, Layer, MicroBatch
 from ds_encdec.memory.job import Job, make_job
 from ds_encdec.model import precision
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
