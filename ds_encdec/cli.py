@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_encdec import estimate_memory, train
 from ds_encdec.engines import STATE_FORMATS
-from ds_encdec.launch.standard_output import outlive_readers, reader_may_leave
+from ds_encdec.launch.preemption import outlive_readers, reader_may_leave
 from ds_encdec.types import ConfigError, DsEncDecError, Preempted
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ def _average(options: argparse.Namespace, _: Sequence[str]) -> None:
 
 
 def _convert(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    from ds_encdec.checkpoint.convert import convert_checkpoint
+    from ds_encdec.checkpoint.export import convert_checkpoint
 
     convert_checkpoint(options.checkpoint, options.out, to=options.to, overrides=overrides)
     if os.environ.get("RANK", "0") == "0":

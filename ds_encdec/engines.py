@@ -6,7 +6,7 @@ name ("package.module:attribute"), which the room that uses it resolves with `lo
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -74,7 +74,7 @@ ENGINES: dict[str, EngineSpec] = {
             lacks="ds_encdec.config.rules:deepspeed_lacks",
             join="ds_encdec.launch.process_group:join_deepspeed",
             build="ds_encdec.engine.deepspeed_zero:DeepSpeedEngine",
-            state_reader="ds_encdec.checkpoint.zero_state:ZeroState",
+            state_reader="ds_encdec.checkpoint.saved_state:ZeroState",
             memory="ds_encdec.memory.zero:zero_memory",
             launcher="ds_encdec.phase_runs.subprocess_run:deepspeed_launcher",
             check="ds_encdec.engine.ds_json:check_deepspeed",
@@ -115,5 +115,4 @@ STATE_FORMATS: dict[str, EngineSpec] = {row.state_format: row for row in ENGINES
 
 def load(dotted: str) -> Any:
     """Import the module of a row's dotted name and return what it names there."""
-    module, _, attribute = dotted.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    return pkgutil.resolve_name(dotted)

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_encdec.checkpoint.manager import Checkpoint, CheckpointManager, find_checkpoint
+from ds_encdec.checkpoint.folder import Checkpoint
+from ds_encdec.checkpoint.manager import CheckpointManager, find_checkpoint
 from ds_encdec.checkpoint.saved_state import open_saved_state
 from ds_encdec.config.schema import FullConfig, load_saved
 from ds_encdec.data.build import TrainingData

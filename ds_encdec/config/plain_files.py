@@ -11,8 +11,9 @@ import json
 import os
 import re
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 MAX_CONFIG_BYTES = 1_000_000
 """Largest YAML or JSON file that people write."""
@@ -43,7 +44,7 @@ class TooMuchError(json.JSONDecodeError):
         return self.msg
 
 
-def open_plain(path: str | Path) -> BinaryIO:
+def open_plain(path: str | Path) -> BufferedReader:
     """`path` opened for reading bytes. Raises OSError, also for what is no plain file."""
     _refuse_other_kinds(os.stat(path), path)  # to open some devices is to do something
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import torch
+
 from ds_encdec.config.rules import engine_candidates, engine_conflicts
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.shares import mesh_shape
@@ -20,8 +22,6 @@ from ds_encdec.launch.world import World
 from ds_encdec.types import ConfigError, WeightSource
 
 if TYPE_CHECKING:
-    import torch
-
     from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 
 logger = logging.getLogger(__name__)
@@ -58,9 +58,8 @@ def check_engine(engine: EngineName, config: FullConfig, world: World, device: t
         load(check)(config, world, device)
 
 
-def check_mesh(config: FullConfig, world: World, device: torch.device) -> None:
+def check_mesh(config: FullConfig, world: World, _: torch.device) -> None:
     """Raise ConfigError for shards that do not divide the ranks: the check of engines that shard by `mesh_shape`."""
-    del device  # decides nothing
     mesh_shape(config.infra, world.world_size, world.local_world_size)
 
 

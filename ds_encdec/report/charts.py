@@ -23,7 +23,7 @@ from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 
 from ds_encdec.monitor.metrics_file import is_number
 from ds_encdec.report.page import number
-from ds_encdec.report.read_run import NO_CURVE, SMOOTHED_FROM, Curve, Entry, Run, back_to
+from ds_encdec.report.read_run import NO_CURVE, SMOOTHED_FROM, Curve, Run, back_to
 from ds_encdec.types import DENOISERS
 
 COLOURS: dict[str, str] = dict(
@@ -45,9 +45,9 @@ more than twice as high, and the curve flat."""
 Style = Mapping[str, Any]
 Stroke = tuple[Callable[..., Any], tuple[Any, ...], Style]
 """One thing that is drawn: a method of matplotlib's Axes, its positional arguments, and those by name."""
+AlertMark = tuple[float, float, int]
+"""A mark of alerts: their step, the highest of their values in the unit of the chart, and how many there are."""
 
-_PNG_DPI = 160
-_STYLE_SHEET = Path(__file__).with_name("drawing.mplstyle")
 _COLOURED = {
     "ink": ("text.color", "axes.titlecolor"),
     "grid": ("axes.edgecolor", "grid.color", "xtick.color", "ytick.color"),
@@ -55,21 +55,25 @@ _COLOURED = {
 }
 _LINES = tuple(name for name in COLOURS if name.startswith("line"))
 _DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
-_TAKEN_BACK = {
-    "label": "taken back", "color": COLOURS["abandoned"], "linewidth": 1, "alpha": 0.8, "linestyle": "--",
+_STYLES: Mapping[str, Style] = {
+    label: {"label": label, **style}
+    for label, style in {
+        "taken back": {"color": COLOURS["abandoned"], "linewidth": 1, "alpha": 0.8, "linestyle": "--"},
+        "lowest": {"color": COLOURS["line2"], "linestyle": "none", "marker": "*", "markersize": 10},
+        "restart": {"color": COLOURS["muted"], "linewidth": 0.9, "linestyle": ":"},
+        "rollback": {"color": COLOURS["rollback"], "linewidth": 1.1},
+        "steps of the rollback": {"color": COLOURS["rollback"], "alpha": 0.09, "linewidth": 0},
+        "alert": {
+            "color": COLOURS["alert"], "linestyle": "none", "marker": "v", "markersize": 5.5,
+            "markeredgecolor": COLOURS["paper"], "markeredgewidth": 0.5, "zorder": 3,
+        },
+        "alerts": {
+            "xytext": (5, 0), "textcoords": "offset points", "va": "center", "fontsize": 8.5, "color": COLOURS["alert"],
+        },
+    }.items()
 }  # fmt: skip
-_LOWEST = {"label": "lowest", "color": COLOURS["line2"], "linestyle": "none", "marker": "*", "markersize": 10}
+"""How the marks of a chart are drawn, by their labels in the legend, which names lines only."""
 _LIMITS = ({"color": COLOURS["line3"], "linestyle": ":"}, {"color": COLOURS["alert"], "linestyle": "--"})
-_RESTART = {"label": "restart", "color": COLOURS["muted"], "linewidth": 0.9, "linestyle": ":"}
-_ROLLBACK = {"label": "rollback", "color": COLOURS["rollback"], "linewidth": 1.1}
-_STEPS_BACK = {"color": COLOURS["rollback"], "alpha": 0.09, "linewidth": 0}
-_ALERT = {
-    "label": "alert", "color": COLOURS["alert"], "linestyle": "none", "marker": "v", "markersize": 5.5,
-    "markeredgecolor": COLOURS["paper"], "markeredgewidth": 0.5, "zorder": 3,
-}  # fmt: skip
-_TIMES = {
-    "xytext": (5, 0), "textcoords": "offset points", "va": "center", "fontsize": 8.5, "color": COLOURS["alert"],
-}  # fmt: skip
 
 
 class Chart(NamedTuple):
@@ -77,14 +81,6 @@ class Chart(NamedTuple):
 
     caption: str
     svg: str
-
-
-class AlertMark(NamedTuple):
-    """The place where a chart marks `times` alerts: at the highest of their values, in the unit of the chart."""
-
-    step: float
-    value: float
-    times: int
 
 
 @dataclass(frozen=True)
@@ -117,57 +113,37 @@ class ChartPlan:
 
 
 _NATS = "nats per token"
-LOSS_PLAN = ChartPlan(
-    "loss", "Training loss", _NATS, {"train/loss": "loss"}, ("loss_spike", "loss_plateau", "non_finite"),
-    measured_alert="loss_spike", smoothed=True, log=True,
-)  # fmt: skip
-GRAD_NORM_PLAN = ChartPlan(
-    "grad_norm", "Gradient norm", "before clipping", {"train/grad_norm": "norm"}, ("grad_explosion", "non_finite"),
-    measured_alert="grad_explosion", smoothed=True, log=True,
-    limits={"clipped above": "training.max_grad_norm", "alert above": "monitor.grad_norm_threshold"},
-)  # fmt: skip
-EVAL_PLAN = ChartPlan("eval_loss", "Evaluation loss", _NATS, {"eval/loss": "loss"}, log=True)
-RATE_PLAN = ChartPlan(
-    "learning_rate", "Learning rate", "", {"train/learning_rate": "rate"}, ("learning_rate_off",), from_zero=True
-)
-THROUGHPUT_PLAN = ChartPlan(
-    "tokens_per_sec", "Throughput", "tokens/s", {"perf/tokens_per_sec": "throughput"}, ("throughput_drop",),
-    smoothed=True, from_zero=True,
-)  # fmt: skip
-PLANS = (
-    LOSS_PLAN,
-    ChartPlan(
-        "loss_by_denoiser", "Loss by denoiser", _NATS, {f"train/loss_{d}": d for d in DENOISERS},
-        smoothed=True, log=True,
-    ),
-    EVAL_PLAN,
-    GRAD_NORM_PLAN,
-    RATE_PLAN,
-    THROUGHPUT_PLAN,
-    ChartPlan("mfu", "MFU", "% of the peak FLOP/s", {"perf/mfu": "MFU"}, smoothed=True, scale=100, from_zero=True),
-    ChartPlan(
-        "step_time", "Time of an optimizer step", "s", {"perf/step_time_s": "time"}, ("straggler",),
-        smoothed=True, from_zero=True, log=True,
-    ),
-    ChartPlan(
-        "memory", "Memory of the largest rank", "GiB",
-        {"mem/peak_bytes": "peak", "mem/host_bytes": "host", "mem/device_bytes": "device"},
-        ("memory_growth",), scale=2**-30, from_zero=True,
-    ),
-    ChartPlan(
-        "data_wait", "Waiting for data", "% of the time", {"perf/data_wait_frac": "share"}, ("data_wait",),
-        smoothed=True, scale=100, from_zero=True,
-    ),
-    ChartPlan(
-        "checkpoint", "Time of a checkpoint", "s",
-        {"ckpt/blocked_s": "training paused", "ckpt/total_s": "copy to commit"}, from_zero=True,
-    ),
-    ChartPlan(
-        "slowest_rank", "Slowest rank over the median rank", "", {"health/slowest_rank_ratio": "time ratio"},
-        ("straggler",), limits={"alert above": "monitor.straggler_threshold"},
-    ),
-)  # fmt: skip
-_MARKED = {kind for plan in PLANS for kind in plan.alerts}
+PLANS = {
+    plan.key: plan
+    for plan in (
+        ChartPlan("loss", "Training loss", _NATS, {"train/loss": "loss"}, ("loss_spike", "loss_plateau", "non_finite"),
+                  measured_alert="loss_spike", smoothed=True, log=True),
+        ChartPlan("loss_by_denoiser", "Loss by denoiser", _NATS, {f"train/loss_{name}": name for name in DENOISERS},
+                  smoothed=True, log=True),
+        ChartPlan("eval_loss", "Evaluation loss", _NATS, {"eval/loss": "loss"}, log=True),
+        ChartPlan("grad_norm", "Gradient norm", "before clipping", {"train/grad_norm": "norm"},
+                  ("grad_explosion", "non_finite"), measured_alert="grad_explosion", smoothed=True, log=True,
+                  limits={"clipped above": "training.max_grad_norm", "alert above": "monitor.grad_norm_threshold"}),
+        ChartPlan("learning_rate", "Learning rate", "", {"train/learning_rate": "rate"}, ("learning_rate_off",),
+                  from_zero=True),
+        ChartPlan("tokens_per_sec", "Throughput", "tokens/s", {"perf/tokens_per_sec": "throughput"},
+                  ("throughput_drop",), smoothed=True, from_zero=True),
+        ChartPlan("mfu", "MFU", "% of the peak FLOP/s", {"perf/mfu": "MFU"}, smoothed=True, scale=100, from_zero=True),
+        ChartPlan("step_time", "Time of an optimizer step", "s", {"perf/step_time_s": "time"}, ("straggler",),
+                  smoothed=True, from_zero=True, log=True),
+        ChartPlan("memory", "Memory of the largest rank", "GiB",
+                  {"mem/peak_bytes": "peak", "mem/host_bytes": "host", "mem/device_bytes": "device"},
+                  ("memory_growth",), scale=2**-30, from_zero=True),
+        ChartPlan("data_wait", "Waiting for data", "% of the time", {"perf/data_wait_frac": "share"}, ("data_wait",),
+                  smoothed=True, scale=100, from_zero=True),
+        ChartPlan("checkpoint", "Time of a checkpoint", "s",
+                  {"ckpt/blocked_s": "training paused", "ckpt/total_s": "copy to commit"}, from_zero=True),
+        ChartPlan("slowest_rank", "Slowest rank over the median rank", "", {"health/slowest_rank_ratio": "time ratio"},
+                  ("straggler",), limits={"alert above": "monitor.straggler_threshold"}),
+    )
+}  # fmt: skip
+"""The charts of a run by their keys."""
+_MARKED = {kind for plan in PLANS.values() for kind in plan.alerts}
 
 
 def charts_of(run: Run, pictures: Path | None = None) -> tuple[list[Chart], list[str]]:
@@ -175,8 +151,9 @@ def charts_of(run: Run, pictures: Path | None = None) -> tuple[list[Chart], list
 
     `pictures`: a folder that gets each chart as KEY.png.
     """
-    shown = [plan for plan in PLANS if any(len(run.curve(metric).known) for metric in plan.metrics)]
-    return [_chart(run, plan, pictures) for plan in shown], [plan.title for plan in PLANS if plan not in shown]
+    shown = {key: any(len(run.curve(metric).known) for metric in plan.metrics) for key, plan in PLANS.items()}
+    charts = [_chart(run, plan, pictures) for key, plan in PLANS.items() if shown[key]]
+    return charts, [plan.title for key, plan in PLANS.items() if not shown[key]]
 
 
 def _chart(run: Run, plan: ChartPlan, pictures: Path | None) -> Chart:
@@ -185,39 +162,35 @@ def _chart(run: Run, plan: ChartPlan, pictures: Path | None) -> Chart:
     first, *others = plan.metrics
     taken_back = [] if others else [branch.get(first, NO_CURVE).scaled(plan.scale) for branch in run.abandoned.values()]
     marks = alert_marks(run, plan)
-    known = np.concatenate([[mark.value for mark in marks], *(curve.known for curve in curves.values())])
+    known = np.concatenate([[value for _, value, _ in marks], *(curve.known for curve in curves.values())])
     limits = {f"{label} {number(v)}": v for label, path in plan.limits.items() if (v := run.number(path)) is not None}
     reach = LIMIT_WITHIN * np.ptp(known)
     far = [label for label, limit in limits.items() if not known.min() - reach <= limit <= known.max() + reach]
     rollbacks = [(back_to(entry), entry["step"]) for entry in run.entries("rollback")]
     strokes: list[Stroke] = [
-        *(_line(curve, _TAKEN_BACK) for curve in taken_back if len(curve)),
+        *(_line(curve, _STYLES["taken back"]) for curve in taken_back if len(curve)),
         *(
             line
             for index, (label, curve) in enumerate(curves.items())
             for line in lines(curve, plan, label, index, alone=not others)
         ),
         *(
-            (Axes.plot, (curve.steps[lowest], curve.values[lowest]), _LOWEST)
+            (Axes.plot, (curve.steps[lowest], curve.values[lowest]), _STYLES["lowest"])
             for curve in curves.values()
             for lowest in [int(np.nanargmin(curve.values))]
-            if plan is EVAL_PLAN
+            if plan.key == "eval_loss"
         ),
         *(
             (Axes.axhline, (limit,), {"label": label, "linewidth": 1.1, **style})
             for (label, limit), style in zip(limits.items(), _LIMITS, strict=False)
             if label not in far
         ),
-        *((Axes.axvline, (e["step"],), _RESTART) for e in run.entries("start") if e.get("resumed_from")),
-        *((Axes.axvline, (end,), _ROLLBACK) for _, end in rollbacks),
-        *((Axes.axvspan, span, _STEPS_BACK) for span in rollbacks),
+        *((Axes.axvline, (e["step"],), _STYLES["restart"]) for e in run.entries("start") if e.get("resumed_from")),
+        *((Axes.axvline, (end,), _STYLES["rollback"]) for _, end in rollbacks),
+        *((Axes.axvspan, span, _STYLES["steps of the rollback"]) for span in rollbacks),
         # A triangle a mark, with the number of its alerts where it stands for several.
-        *((Axes.plot, tuple(zip(*marks[:MAX_MARKS], strict=True))[:2], _ALERT) for _ in marks[:1]),
-        *(
-            (Axes.annotate, (f"×{mark.times}", (mark.step, mark.value)), _TIMES)
-            for mark in marks[:MAX_MARKS]
-            if mark.times > 1
-        ),
+        *((Axes.plot, tuple(zip(*marks[:MAX_MARKS], strict=True))[:2], _STYLES["alert"]) for _ in marks[:1]),
+        *((Axes.annotate, (f"×{n}", mark), _STYLES["alerts"]) for *mark, n in marks[:MAX_MARKS] if n > 1),
     ]
     return draw(plan, "; ".join([describe(curves, marks), *far]), strokes, known, pictures=pictures)
 
@@ -229,7 +202,7 @@ def describe(curves: Mapping[str, Curve], marks: Sequence[AlertMark] = ()) -> st
     (curve,) = curves.values()
     lowest, highest = int(np.nanargmin(curve.values)), int(np.nanargmax(curve.values))
     logged = (curve.values[highest], curve.steps[highest], "")
-    alerted = [(mark.value, mark.step, " (alert)") for mark in marks[:1]]
+    alerted = [(value, step, " (alert)") for step, value, _ in marks[:1]]
     top, at, remark = max([logged, *alerted], key=lambda point: float(point[0]))
     gaps = len(curve) - len(curve.known)
     return (
@@ -263,35 +236,27 @@ def _line(curve: Curve, style: Style) -> Stroke:
 def alert_marks(run: Run, plan: ChartPlan) -> list[AlertMark]:
     """The marks of a chart, the highest first.
 
-    Alerts of one step and branch have one mark together: they would hide each other, as those of skipped steps do,
-    which are all at the applied step before.
+    An alert is at its own value where that is the metric, or else on the curve, of the branch that it lies on if a
+    rollback took that back. Alerts of one step and branch have one mark together, at the highest: they would hide each
+    other, as those of skipped steps do, which are all at the applied step before.
     """
-    heights: dict[tuple[float, int | None], list[float]] = defaultdict(list)
-    for index, entry in enumerate(run.events):
-        kind = str(entry.get("type"))
-        if entry["kind"] == "alert" and (kind in plan.alerts or (plan is LOSS_PLAN and kind not in _MARKED)):
-            branch = _branch_of(run, index)
-            heights[entry["step"], branch].append(_height(run, entry, plan, branch) * plan.scale)
-    marks = [AlertMark(step, max(values), len(values)) for (step, _), values in heights.items()]
-    return sorted((mark for mark in marks if not np.isnan(mark.value)), key=lambda mark: -mark.value)
-
-
-def _height(run: Run, alert: Entry, plan: ChartPlan, branch: int | None) -> float:
-    """The alert's own value where it is the metric; else that of the branch's curve at its step; NaN without one."""
-    value = alert.get("value")
-    if alert.get("type") == plan.measured_alert and is_number(value):
-        return value
+    heights: dict[tuple[float, int], list[float]] = defaultdict(list)
     metric = next(iter(plan.metrics))
-    taken_back = NO_CURVE if branch is None else run.abandoned.get(branch, {}).get(metric, NO_CURVE)
-    return float((taken_back if len(taken_back.known) else run.curve(metric)).at(np.array([alert["step"]]))[0])
-
-
-def _branch_of(run: Run, index: int) -> int | None:
-    """The rollback that took back what the event at `index` lies on; None where none did."""
-    step = run.events[index]["step"]
-    rollbacks = (later for later in run.events[index:] if later["kind"] == "rollback" and back_to(later) < step)
-    number = next(rollbacks, {}).get("number")
-    return number if isinstance(number, int) else None
+    for index, alert in enumerate(run.events):
+        kind, step, value = str(alert.get("type")), alert["step"], alert.get("value")
+        is_marked = kind in plan.alerts or (plan.key == "loss" and kind not in _MARKED)
+        if alert["kind"] != "alert" or not is_marked:
+            continue
+        later = (entry for entry in run.events[index:] if entry["kind"] == "rollback" and back_to(entry) < step)
+        number = next(later, {}).get("number")
+        branch = number if isinstance(number, int) else -1
+        if kind != plan.measured_alert or not is_number(value):
+            taken_back = run.abandoned.get(branch, {}).get(metric, NO_CURVE)
+            value = float((taken_back if len(taken_back.known) else run.curve(metric)).at(np.array([step]))[0])
+        if not np.isnan(value):
+            heights[step, branch].append(value * plan.scale)
+    marks = [(step, max(values), len(values)) for (step, _), values in heights.items()]
+    return sorted(marks, key=lambda mark: -mark[1])
 
 
 def draw(
@@ -309,7 +274,8 @@ def draw(
     strokes give the same bytes.
     """
     coloured: dict[Any, Any] = {name: COLOURS[colour] for colour, names in _COLOURED.items() for name in names}
-    with matplotlib.rc_context({**coloured, "svg.hashsalt": plan.key}, _STYLE_SHEET), warnings.catch_warnings():
+    sheet = Path(__file__).with_name("drawing.mplstyle")
+    with matplotlib.rc_context({**coloured, "svg.hashsalt": plan.key}, sheet), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # a run may be named in any script
         figure = Figure()
         axes = figure.add_subplot(title=plan.heading, xlabel=over)
@@ -334,7 +300,7 @@ def draw(
         if pictures is not None:
             figure.set_layout_engine("none")  # it is laid out; a second time would take as long again
             png = pictures / f"{plan.key}.png"
-            figure.savefig(png, format="png", dpi=_PNG_DPI, facecolor="white", metadata={"Software": None})
+            figure.savefig(png, format="png", dpi=160, facecolor="white", metadata={"Software": None})
     return Chart(caption, _for_page(svg.getvalue(), plan.key, f"{plan.heading}: {caption}"))
 
 
@@ -344,8 +310,7 @@ def _add_legend(figure: Figure, axes: Axes) -> None:
     # Not axes.get_legend_handles_labels(), which leaves out runs whose names begin with an underscore.
     entries = {label: line for label, line in named.items() if label and not re.fullmatch(r"_child\d+", label)}
     if entries:
-        columns = max(1, int(figure.get_figwidth() * 14 / (max(map(len, entries)) + 6)))
-        columns = min(columns, len(entries))
+        columns = max(1, min(len(entries), int(figure.get_figwidth() * 14 / (max(map(len, entries)) + 6))))
         figure.legend(list(entries.values()), list(entries), loc="outside lower left", ncols=columns)
 
 

@@ -17,6 +17,7 @@ from jinja2 import Environment, FileSystemLoader
 
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.settings import join, show
+from ds_encdec.launch.disk import write_atomically
 from ds_encdec.monitor.metrics_file import is_number
 from ds_encdec.report.read_run import Entry, Run, read_time
 
@@ -24,33 +25,30 @@ NOTHING = "–"
 """Shown in the place of a missing value."""
 MAX_EVENTS = 200
 """Rows of the table of events, the newest ones; all are in ledger.jsonl."""
-PLACES = ("infra.output_dir",)
-"""Fields in which any two runs differ."""
 _LAST = itemgetter(-1)
-_SIZES = "model.architecture"
 _ANSWERS = ("rollback", "no_rollback", "stop", "start")
 """Events that decide what became of the rollbacks asked for before them; after a start they were never answered."""
 
 
-def render(template: str, **values: Any) -> str:
-    """The page that `template` makes of `values`."""
+def write_page(folder: Path, template: str, **values: Any) -> Path:
+    """Write the page that `template` makes of `values`, as index.html into `folder`; returns its path."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     filters = (number, count, when, flat, outcomes, events, changes)
     environment.filters |= {function.__name__: function for function in filters}
-    return environment.get_template(template).render(values)
+    # JSON may hold halves of surrogate pairs, which no encoding has.
+    content = environment.get_template(template).render(values).encode("utf-8", "replace")
+    write_atomically(folder / "index.html", content)
+    return folder / "index.html"
 
 
 def number(value: object, unit: str = "", digits: int = 4) -> str:
     """A number of so many significant digits, and its unit; `NOTHING` for no value, other values as they are."""
     if not is_number(value):
         return ("" if value is None else str(value)) or NOTHING
-    if abs(value) >= 1000:
-        text = f"{value:,.0f}"
-    elif value == 0 or abs(value) >= 1e-3:
-        text = f"{value:.{digits}g}"
-    else:
+    text = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
+    if 0 < abs(value) < 1e-3:
         mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
         raised = str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
         text = f"{float(mantissa):g}×10{raised}"
@@ -75,8 +73,7 @@ def duration(seconds: float | None) -> str:
 
 def when(written: object) -> str:
     """A time of run.json or the events as one reads it, with its zone; empty for anything else."""
-    time = read_time(written)
-    return f"{time:%Y-%m-%d %H:%M:%S %z}" if time else ""
+    return f"{time:%Y-%m-%d %H:%M:%S %z}" if (time := read_time(written)) else ""
 
 
 def flat(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -153,19 +150,17 @@ def differences(configs: Sequence[Mapping[str, Any]], *, apart: bool = True) -> 
 
     `apart`: they are those of several runs, which are in several places, and the sizes of the model have a row each.
     """
-    leaves = [dict(_leaves(config, whole=() if apart else (_SIZES,))) for config in configs]
+    leaves = [dict(_leaves(config, whole="" if apart else "model.architecture")) for config in configs]
     order = {section: index for index, section in enumerate(FullConfig.model_fields)}
-    names = dict.fromkeys(name for values in leaves for name in values if not (apart and name in PLACES))
-    rows = [
-        (name, [_text(values[name]) if name in values else NOTHING for values in leaves])
-        for name in sorted(names, key=lambda name: order.get(name.split(".")[0], len(order)))
-    ]
+    names = dict.fromkeys(name for values in leaves for name in values if not (apart and name == "infra.output_dir"))
+    rows = [(name, [_text(values[name]) if name in values else NOTHING for values in leaves]) for name in names]
     # A field that is a mapping in one and null in another is shown by what is in the mapping.
-    return [
+    found = [
         (name, shown)
         for name, shown in rows
         if len(set(shown)) > 1 and not any(other.startswith(f"{name}.") for other in names)
     ]
+    return sorted(found, key=lambda row: order.get(row[0].split(".")[0], len(order)))
 
 
 def _text(value: Any) -> str:
@@ -175,9 +170,9 @@ def _text(value: Any) -> str:
     )
 
 
-def _leaves(value: Any, path: str = "", whole: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:
-    """The values by their dotted names; the mappings named in `whole`, and empty ones, are not taken apart."""
-    if isinstance(value, Mapping) and (value or not path) and path not in whole:
+def _leaves(value: Any, path: str = "", whole: str = "") -> Iterator[tuple[str, Any]]:
+    """The values by their dotted names; the mapping `whole`, and empty ones, are not taken apart."""
+    if isinstance(value, Mapping) and (not path or (value and path != whole)):
         for key, child in value.items():
             yield from _leaves(child, join(path, key), whole)
     else:

@@ -3,8 +3,6 @@
 What the checks are given, and what becomes of their findings. The checks: checks.py.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -45,10 +43,7 @@ class SanityReport:
 
 
 def check_config(
-    config: FullConfig,
-    tell: Callable[[CheckResult], None] = lambda result: None,
-    *,
-    checks: Sequence[Check] = CHECKS,
+    config: FullConfig, tell: Callable[[CheckResult], None] = lambda result: None, *, checks: Sequence[Check] = CHECKS
 ) -> SanityReport:
     """Run `checks` (all: `CHECKS`) on a configuration, in this process alone; `tell` is called with each as it ends.
 
