@@ -40,11 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with reader_may_leave():
             return options.run(options, rest) or 0
-    except Preempted as error:
-        print(error, flush=True)
-        return error.exit_code
     except DsEncDecError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        is_end = isinstance(error, Preempted)
+        print(error if is_end else f"error: {error}", file=sys.stdout if is_end else sys.stderr, flush=True)
         return error.exit_code
 
 
@@ -139,8 +137,9 @@ def _phases(options: argparse.Namespace, overrides: Sequence[str]) -> None:
 
     asks_for_it = options.json or options.measured or options.tokens_per_second or options.price_per_gpu_hour
     if asks_for_it and not options.dry_run:
-        message = "--json, --tokens-per-second, --measured and --price-per-gpu-hour belong to --dry-run: add it"
-        raise ConfigError(message)
+        raise ConfigError(
+            "--json, --tokens-per-second, --measured and --price-per-gpu-hour belong to --dry-run: add it"
+        )
     phases = select_phases(options.only, options.first, options.last)
     config = _load(options, overrides)
     plans = plan_phases(config, phases, options.steps_per_phase)

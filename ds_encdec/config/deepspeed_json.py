@@ -63,7 +63,7 @@ def read_deepspeed_json(path: Path, problems: list[Problem], named_by: Mention |
             message = f"`{key.rpartition('.')[2]}` is set twice in one block"
             problems.append(file_problem(path, message, *place(offset), field=key))
         document.places[key] = ":".join(map(str, (path, *place(offset))))
-    for key, message in dict(document.unusable()).items():
+    for key, message in document.unusable().items():
         problems.append(Problem((_mention(document, key, document.get(key)),), message))
         document.put(key, None, document.place_of(key))
     return document

@@ -78,7 +78,7 @@ class Settings:
                 return False
         target[last] = value
         self.places = {known: at for known, at in self.places.items() if not known.startswith(path + ".")}
-        self.places.update(dict.fromkeys([path, *(inner for inner, _ in _paths_in(value, path))], place))
+        self.places |= dict.fromkeys([path, *(inner for inner, _ in _paths_in(value, path))], place)
         return True
 
     def place_of(self, path: str) -> str:
@@ -87,11 +87,9 @@ class Settings:
             path = above(path)
         return self.places.get(path, "")
 
-    def unusable(self) -> Iterator[tuple[str, str]]:
+    def unusable(self) -> dict[str, str]:
         """The dotted paths of values that no field can hold, and why."""
-        for path, value in _paths_in(self.values, ""):
-            if message := unusable(value):
-                yield path, message
+        return {path: message for path, value in _paths_in(self.values, "") if (message := unusable(value))}
 
 
 def join(path: str, key: str | int) -> str:

@@ -37,7 +37,7 @@ def validate(settings: Settings, problems: list[Problem]) -> dict[str, Any] | No
     rest is checked again. Contradictions that involve one of these fields are dropped, since nobody
     knows what was meant there; so is what a misspelt key explains about the field it was meant for.
     """
-    rest, unusable = deepcopy(settings), dict(settings.unusable())
+    rest, unusable = deepcopy(settings), settings.unusable()
     problems.extend(Problem((mention(settings, path),), message) for path, message in unusable.items())
     broken = _take_out(rest, unusable)
     while True:

@@ -128,19 +128,18 @@ def read_yaml(path: Path, problems: list[Problem]) -> Settings:
     text = read_text(path, problems)
     if text is None:
         return Settings()
-    line, field = None, ""
     try:
         root = _compose(text)
-        if isinstance(root, yaml.MappingNode):
-            reader = _NodeReader(lambda line: f"{path}:{line}", problems)
-            values = reader.read(root, "")
-            return Settings(values if isinstance(values, dict) else {}, reader.places)
-        kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
-        message = f"the file holds {kind}; sections with `field: value` lines are needed"
-        message, line = ("the file is empty", None) if root is None else (message, _line(root))
     except UnreadableError as error:
-        message, line, field = f"not valid YAML: {error}", error.line, error.field
-    problems.append(file_problem(path, message, line, field=field))
+        problems.append(file_problem(path, f"not valid YAML: {error}", error.line, field=error.field))
+        return Settings()
+    if isinstance(root, yaml.MappingNode):
+        reader = _NodeReader(lambda line: f"{path}:{line}", problems)
+        values = reader.read(root, "")
+        return Settings(values if isinstance(values, dict) else {}, reader.places)
+    kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
+    message = f"the file holds {kind}; sections with `field: value` lines are needed" if root else "the file is empty"
+    problems.append(file_problem(path, message, _line(root) if root else None))
     return Settings()
 
 
@@ -247,7 +246,11 @@ class _NodeReader:
         if isinstance(node, yaml.SequenceNode):
             return [self._read_item(item, item, join(path, index)) for index, item in enumerate(node.value)]
         assert isinstance(node, yaml.MappingNode)
-        self._find_repeated_keys(node, path)
+        first: dict[str, int] = {}
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != _PREFIX + "merge"):
+            if key.value in first:
+                self._report(key, join(path, key.value), f"the key is already set in line {first[key.value]}")
+            first.setdefault(key.value, _line(key))
         pairs = [(key, value) for key, value in self._merged(node, path) if self._is_name(key, path)]
         return {key.value: self._read_item(key, value, join(path, key.value)) for key, value in pairs}
 
@@ -277,15 +280,6 @@ class _NodeReader:
         self._report(key, join(path, name), "not a key: sections are nested, with one `field: value` line each")
         return False
 
-    def _find_repeated_keys(self, node: yaml.MappingNode, path: str) -> None:
-        first: dict[str, int] = {}
-        for key, _ in node.value:
-            if key.tag == _PREFIX + "merge" or not isinstance(key, yaml.ScalarNode):
-                continue
-            if key.value in first:
-                self._report(key, join(path, key.value), f"the key is already set in line {first[key.value]}")
-            first.setdefault(key.value, _line(key))
-
     def _report(self, node: yaml.Node, path: str, message: str) -> None:
         self.problems.append(Problem((Mention(self.place(_line(node)), path),), message))
 
@@ -294,11 +288,10 @@ def _scalar(node: yaml.ScalarNode) -> Any:
     """The value of a node, whose tag may be written (`!!float 3`) or follow from how it looks."""
     kind = node.tag.removeprefix(_PREFIX)
     pattern, read = _READERS.get(kind, ("", None))
-    if read is None:
-        return Unreadable(f"{_written(node.tag)} {node.value}", "unknown tag: write a plain value")
-    if not re.fullmatch(pattern, node.value):
-        return Unreadable(f"{_written(node.tag)} {node.value}", f"this is no {kind}")
-    return read(node.value)
+    if read is not None and re.fullmatch(pattern, node.value):
+        return read(node.value)
+    message = "unknown tag: write a plain value" if read is None else f"this is no {kind}"
+    return Unreadable(f"{_written(node.tag)} {node.value}", message)
 
 
 def _written(tag: str) -> str:
