@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from ds_encdec.checkpoint.export import export_hf, untrained_model_card
+from ds_encdec.checkpoint.export import MAX_SHARD_BYTES, export_hf, untrained_model_card
 from ds_encdec.checkpoint.manifest import MANIFEST
 from ds_encdec.config.model_folder import MODEL_FILES, TOKENIZER_FILES, model_folder
 from ds_encdec.config.schema import ModelConfig
@@ -29,9 +29,6 @@ from ds_encdec.types import DENOISERS, CheckpointError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-MAX_SHARD_BYTES = 5_000_000_000
-"""Size of one safetensors file, as Hugging Face cuts them."""
-
 _SENTINEL = re.compile(r"<extra_id_\d+>")
 
 
@@ -39,9 +36,8 @@ def init_model(source: str, out: Path, num_sentinel_tokens: int = 100, *, seed: 
     """Write the folder `out` with the weights of `source` (a folder or hub id) on both sides, and new sentinel rows.
 
     Tensors are copied one at a time in the source's dtype: peak memory is about three times the embedding (its stored
-    form, the one with sentinel rows, and pieces of its statistics), whatever the size of the model. Without a
-    tokenizer in the source the weights are written all the same, with sentinels at the default ids. Returns the lines
-    to show.
+    form, the one with sentinel rows, and pieces of its statistics), whatever the size of the model. Without a tokenizer
+    in the source the weights are written all the same, with sentinels at the default ids. Returns the lines to show.
     Raises CheckpointError for a source that cannot be read and for an `out` that is not empty.
     """
     section = ModelConfig(model_name_or_path=source, num_sentinel_tokens=num_sentinel_tokens)

@@ -263,8 +263,8 @@ def launchers_above(pid: int) -> list[psutil.Process]:
     """
 
     def launches(ancestor: psutil.Process) -> bool:
-        words = _python_words(ancestor.pid)[1:4]  # after python's own -u and -m
-        return not LAUNCHER_PROGRAMS.isdisjoint(Path(word).name for word in words)
+        # The program comes after python's own -u and -m.
+        return not LAUNCHER_PROGRAMS.isdisjoint(Path(word).name for word in _python_words(ancestor.pid)[1:4])
 
     return list(itertools.takewhile(launches, psutil.Process(pid).parents()))
 
@@ -328,14 +328,10 @@ def outlive_readers() -> None:
             with suppress(OSError):
                 stream.flush()
             file = _Output(stream.fileno(), "w", closefd=False)
-            replaced = io.TextIOWrapper(
-                file if stream.write_through else io.BufferedWriter(file),  # like Python's own, which with -u has none
-                encoding=stream.encoding,
-                errors=stream.errors,
-                line_buffering=stream.line_buffering,
-                write_through=stream.write_through,
-            )
-            setattr(sys, name, replaced)
+            buffered = file if stream.write_through else io.BufferedWriter(file)  # Python's own has none with -u
+            kept = ("encoding", "errors", "line_buffering", "write_through")
+            options = {option: getattr(stream, option) for option in kept}
+            setattr(sys, name, io.TextIOWrapper(buffered, **options))
 
 
 class _Output(io.FileIO):

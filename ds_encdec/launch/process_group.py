@@ -181,8 +181,9 @@ def _share_the_node(world: World, device: torch.device, store: dist.Store) -> No
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     mine = {"rank": world.rank, "machine": machine(), "host": socket.gethostname(), "cores": cores, "uuid": uuid}
     places = _everyones(mine, dist.PrefixStore("node", store), world)
-    neighbours = [place for place in places if place["machine"] == mine["machine"]]  # not every launcher says how many
-    threads = openmp_threads(os.environ, cores, [place["cores"] for place in neighbours])
+    # Those of this machine, since not every launcher says how many there are.
+    neighbours = [place["cores"] for place in places if place["machine"] == mine["machine"]]
+    threads = openmp_threads(os.environ, cores, neighbours)
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
         torch.set_num_threads(threads)  # OpenMP may have read its variable already
