@@ -17,7 +17,7 @@ from ds_encdec.checkpoint.export import MAX_SHARD_BYTES, export_hf, untrained_mo
 from ds_encdec.checkpoint.manifest import MANIFEST
 from ds_encdec.config.model_folder import MODEL_FILES, TOKENIZER_FILES, model_folder
 from ds_encdec.config.schema import ModelConfig
-from ds_encdec.memory.model_sizes import QWEN3_IDS, QWEN3_ROWS
+from ds_encdec.memory.job import QWEN3_IDS, QWEN3_ROWS
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.parameter_count import count_parameters
@@ -58,7 +58,6 @@ def init_model(source: str, out: Path, num_sentinel_tokens: int = 100, *, seed: 
         tokenizer,
         out,
         dtype={"float32": torch.float32, "float16": torch.float16}.get(str(dtype), torch.bfloat16),
-        max_shard_bytes=MAX_SHARD_BYTES,
         card=untrained_model_card(model.description, model.config),
     )
     ids, what = vocabulary.sentinel_ids, f"{model.description}, {count_parameters(model.config):,} parameters"

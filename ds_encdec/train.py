@@ -99,7 +99,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _load(options: argparse.Namespace, overrides: Sequence[str]) -> FullConfig:
-    from ds_encdec.config.load import find_shipped, load_config
+    from ds_encdec.config.schema import find_shipped, load_config
 
     return load_config(find_shipped(options.config), overrides, find_shipped(options.deepspeed_config))
 

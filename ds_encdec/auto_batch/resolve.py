@@ -7,8 +7,6 @@
 4. Where the first try passes and leaves room for the next larger candidate, that is tried too, twice at most.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import time
@@ -18,10 +16,9 @@ from contextlib import ExitStack
 import torch
 
 from ds_encdec.auto_batch.probe import Outcome, ProbeProcess, ProbeTask
-from ds_encdec.checkpoint.manager import Checkpoint
-from ds_encdec.config.batch_size import is_auto, micro_batch_candidates, with_micro_batch_size
-from ds_encdec.config.load import load_saved
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.checkpoint.folder import Checkpoint
+from ds_encdec.config.schema import FullConfig, load_saved
+from ds_encdec.config.shares import is_auto, micro_batch_candidates, with_micro_batch_size
 from ds_encdec.engines import load
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.preemption import StopRequest

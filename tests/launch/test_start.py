@@ -14,7 +14,7 @@ import pytest
 from tiny_run import QUICKSTART, overrides
 
 from ds_encdec import build
-from ds_encdec.config.load import load_config
+from ds_encdec.config.schema import load_config
 from ds_encdec.engine import select
 from ds_encdec.launch import peers
 from ds_encdec.launch.host_collectives import HostCollectives
