@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from ds_encdec.checkpoint.export import MAX_SHARD_BYTES, export_hf, untrained_model_card
+from ds_encdec.checkpoint.export import export_hf, untrained_model_card
 from ds_encdec.checkpoint.manifest import MANIFEST
 from ds_encdec.config.model_folder import MODEL_FILES, TOKENIZER_FILES, model_folder
 from ds_encdec.config.schema import ModelConfig

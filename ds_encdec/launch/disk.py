@@ -98,8 +98,7 @@ class Writing:
     def require_space(self, num_bytes: int) -> None:
         """Take note of what the files take. Raises DiskRefusedError where less is free."""
         self.num_bytes = num_bytes
-        free = free_bytes(self.folder)
-        if free is not None and free < num_bytes:
+        if (free := free_bytes(self.folder)) is not None and free < num_bytes:
             raise self._refused("too little space is free", self.make_room)
 
     def _refused(self, cause: str, advice: str) -> DiskRefusedError:
@@ -232,15 +231,10 @@ def clear_stale_locks(folder: Path) -> None:
                 logger.warning("Waiting for another process that compiles %s (%s).", lock.parent.name, lock)
             elif age_minutes > STALE_AFTER_MINUTES:
                 lock.unlink(missing_ok=True)
-                logger.warning(
-                    "Removed %s: left behind by a build that was killed %.0f minutes ago.", lock, age_minutes
-                )
+                logger.warning(f"Removed {lock}: left behind by a build that was killed {age_minutes:.0f} minutes ago.")
             else:
                 logger.warning(
-                    "%s is %.1f minutes old and no process of this machine holds it. If no other machine or container "
-                    "is compiling %s, its build was killed and this run will wait for ever: delete the file and start "
-                    "again.",
-                    lock,
-                    age_minutes,
-                    lock.parent.name,
+                    f"{lock} is {age_minutes:.1f} minutes old and no process of this machine holds it. If no other "
+                    f"machine or container is compiling {lock.parent.name}, its build was killed and this run will "
+                    "wait for ever: delete the file and start again."
                 )

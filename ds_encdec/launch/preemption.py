@@ -50,9 +50,6 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 SAME_CTRL_C_SECONDS = 2.0
 """One Ctrl-C reaches a rank from the terminal, and again from a launcher that passes it on."""
 
-TELL_SECONDS = 10.0
-"""How long writing down why a stuck process is ended may take."""
-
 
 class Heartbeat:
     """When this rank last showed that it lives, which tells a rank that hangs from one that is slow.
@@ -225,10 +222,10 @@ class StopRequest:
 
     def _end(self, why: str) -> None:
         logger.error("%s: ending.", why)
-        # In a thread, for a file system may be what hangs.
+        # In a thread, which has ten seconds, for a file system may be what hangs.
         teller = threading.Thread(target=self.before_end, args=(why,), name="before-end", daemon=True)
         teller.start()
-        teller.join(TELL_SECONDS)
+        teller.join(10.0)
         end_process(HangError.exit_code)
 
 

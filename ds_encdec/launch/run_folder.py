@@ -88,8 +88,8 @@ class RunFolder:
             holder = lock.read().strip() or "unknown process"
             lock.close()
             raise OutputLockedError(
-                f"infra.output_dir: {self.root} is in use by {holder}. "
-                "Wait for that run to end, or choose another infra.output_dir; nothing was changed."
+                f"infra.output_dir: {self.root} is in use by {holder}. Wait for that run to end, or choose another "
+                "infra.output_dir; nothing was changed."
             )
         if not resume and self.is_used():
             lock.close()
