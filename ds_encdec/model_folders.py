@@ -36,9 +36,8 @@ def init_model(source: str, out: Path, num_sentinel_tokens: int = 100, *, seed: 
     """Write the folder `out` with the weights of `source` (a folder or hub id) on both sides, and new sentinel rows.
 
     Tensors are copied one at a time in the source's dtype: peak memory is about three times the embedding (its stored
-    form, the one with sentinel rows, and pieces of its statistics), whatever the size of the model. Without a
-    tokenizer in the source the weights are written all the same, with sentinels at the default ids. Returns the lines
-    to show.
+    form, the one with sentinel rows, and pieces of its statistics), whatever the size of the model. Without a tokenizer
+    in the source the weights are written all the same, with sentinels at the default ids. Returns the lines to show.
     Raises CheckpointError for a source that cannot be read and for an `out` that is not empty.
     """
     section = ModelConfig(model_name_or_path=source, num_sentinel_tokens=num_sentinel_tokens)

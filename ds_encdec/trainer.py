@@ -9,10 +9,12 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
+
+import torch
 
 from ds_encdec.checkpoint.manager import CheckpointManager
 from ds_encdec.config.schema import FullConfig, TrainingConfig
@@ -20,12 +22,12 @@ from ds_encdec.data.loader import LaneLoader
 from ds_encdec.data.sources import check_bad_rows, sum_by_pass
 from ds_encdec.data.workers import WorkerKilledError
 from ds_encdec.engine.protocol import Engine
-from ds_encdec.evaluate import evaluate
 from ds_encdec.launch.host_collectives import HostCollectives, attempt
 from ds_encdec.launch.preemption import StopRequest
+from ds_encdec.monitor.metrics import by_denoiser, eval_metrics
 from ds_encdec.monitor.recorder import Actions, Recorder
 from ds_encdec.resume import roll_back
-from ds_encdec.types import Batch, CheckpointError, DivergedError, Preempted, StepResult, TrainingState
+from ds_encdec.types import DENOISERS, Batch, CheckpointError, DivergedError, Preempted, StepResult, TrainingState
 
 logger = logging.getLogger(__name__)
 
@@ -292,18 +294,27 @@ def _evaluate(run: Trainer, state: TrainingState, due: Due) -> tuple[TrainingSta
     if not due.evaluate:
         return state, None
     with run.recorder.clock.spent_on("pause"):
-        metrics = evaluate(run.engine, _with_heartbeat(run, run.eval_batches()), run.collectives)
+        metrics = evaluate(run)
     if metrics:
         run.recorder.publish(state, metrics)
     eval_loss = metrics.get("eval/loss")
     return after_evaluation(state, eval_loss, run.config.training), eval_loss
 
 
-def _with_heartbeat(run: Trainer, batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield the batches; asking for one shows that this rank lives."""
-    for batch in batches:
+def evaluate(run: Trainer) -> dict[str, float]:
+    """Mean loss on the held-out split (nats per target token) and perplexity, in all and for each denoiser that occurs.
+
+    It is weighted like the training loss: per target token, over all ranks. Every rank must bring equally many batches
+    (empty ones where it has no data): the engine's collectives are per module call. Returns {} where no rank has a
+    target token.
+    """
+    sums = torch.zeros(2, len(DENOISERS), dtype=torch.float64, device=run.engine.device)
+    for batch in run.eval_batches():
         run.stop.heartbeat.beat()
-        yield batch
+        loss = run.engine.evaluate(batch)
+        sums += torch.stack((loss.by_denoiser, loss.tokens_by_denoiser)).double()
+    losses, tokens = by_denoiser(torch.stack(run.collectives.gather(sums.cpu())).sum(dim=0))
+    return eval_metrics(losses, tokens) if any(tokens.values()) else {}
 
 
 def _save(run: Trainer, state: TrainingState, due: Due, eval_loss: float | None) -> TrainingState:

@@ -27,7 +27,7 @@ LAYERS = (
     ("build",),
     ("trainer",),
     ("resume", "auto_batch"),
-    ("checkpoint", "evaluate"),
+    ("checkpoint",),
     ("memory",),
     ("data", "engine", "monitor"),
     ("model", "optim", "gpus"),

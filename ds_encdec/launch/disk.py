@@ -98,8 +98,7 @@ class Writing:
     def require_space(self, num_bytes: int) -> None:
         """Take note of what the files take. Raises DiskRefusedError where less is free."""
         self.num_bytes = num_bytes
-        free = free_bytes(self.folder)
-        if free is not None and free < num_bytes:
+        if (free := free_bytes(self.folder)) is not None and free < num_bytes:
             raise self._refused("too little space is free", self.make_room)
 
     def _refused(self, cause: str, advice: str) -> DiskRefusedError:
@@ -216,31 +215,26 @@ def installed_versions(*packages: str) -> dict[str, str]:
     return versions
 
 
-def clear_stale_locks(folder: Path, stale_after_minutes: float = STALE_AFTER_MINUTES) -> None:
+def clear_stale_locks(folder: Path) -> None:
     """Remove locks of builds that were killed; say so when that cannot be known.
 
-    A lock is removed when no process of this machine holds it open and it is older than
-    `stale_after_minutes`. A younger one may belong to a build on another machine, or in another
-    container, that shares the folder: it is left, and the log names the file to delete. Call it on one
-    rank per node, before the ranks meet: no rank of this run can be building then.
+    A lock is removed when no process of this machine holds it open and it is older than `STALE_AFTER_MINUTES`. A
+    younger one may belong to a build on another machine, or in another container, that shares the folder: it is left,
+    and the log names the file to delete. Call it on one rank per node, before the ranks meet: no rank of this run can
+    be building then.
     """
     for lock in sorted(folder.glob("*/lock")):
         with suppress(FileNotFoundError):  # released between glob and stat
             age_minutes = (time.time() - lock.stat().st_mtime) / 60
-            opened = (process.info["open_files"] or () for process in psutil.process_iter(["open_files"]))
-            if str(lock.resolve()) in {file.path for files in opened for file in files}:  # as far as this user may look
+            everyones = (process.info["open_files"] or () for process in psutil.process_iter(["open_files"]))
+            if str(lock.resolve()) in {file.path for files in everyones for file in files}:  # that this user may see
                 logger.warning("Waiting for another process that compiles %s (%s).", lock.parent.name, lock)
-            elif age_minutes > stale_after_minutes:
+            elif age_minutes > STALE_AFTER_MINUTES:
                 lock.unlink(missing_ok=True)
-                logger.warning(
-                    "Removed %s: left behind by a build that was killed %.0f minutes ago.", lock, age_minutes
-                )
+                logger.warning(f"Removed {lock}: left behind by a build that was killed {age_minutes:.0f} minutes ago.")
             else:
                 logger.warning(
-                    "%s is %.1f minutes old and no process of this machine holds it. If no other machine or container "
-                    "is compiling %s, its build was killed and this run will wait for ever: delete the file and start "
-                    "again.",
-                    lock,
-                    age_minutes,
-                    lock.parent.name,
+                    f"{lock} is {age_minutes:.1f} minutes old and no process of this machine holds it. If no other "
+                    f"machine or container is compiling {lock.parent.name}, its build was killed and this run will "
+                    "wait for ever: delete the file and start again."
                 )

@@ -39,14 +39,12 @@ from ds_encdec.launch.disk import atomic_file, unused_path
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.memory_errors import is_out_of_memory, out_of_memory
 from ds_encdec.launch.preemption import StopRequest, awaited, end_process, is_alive
-from ds_encdec.launch.run_folder import RunFolder, RunFolderGoneError, environment_facts
+from ds_encdec.launch.run_folder import RunFolder, RunFolderGoneError, start_facts
 from ds_encdec.launch.world import World
 from ds_encdec.types import DsEncDecError, HangError, LostRankError, OutOfMemoryError, Preempted
 
 logger = logging.getLogger(__name__)
 
-STDERR = 2
-"""Its file descriptor: the stream of that name may have been replaced by one that has none."""
 _BROKEN = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe")
 _BROKEN_NCCL = ("ncclRemoteError", "remote process exited", "NCCL communicator was aborted")
 
@@ -159,7 +157,8 @@ class Peers:
             gone = self._gone_here()
             living = [peer.rank for peer in self._here if peer not in gone]
             speaks = bool(self._elsewhere) and self._rank == min(living, default=-1)
-            if speaks and (self._run.signs / "search").exists():  # somebody who looks for lost ranks of any machine
+            # Somebody on any machine looks for lost ranks; no answer of the file system is no such sign.
+            if speaks and os.path.exists(self._run.signs / "search"):
                 self._touch(json.dumps(living))
             status = self._run.read_status() if gone else {}
             if not gone or (status.get("state") in ("completed", "preempted") and status != self._run.earlier):
@@ -173,9 +172,10 @@ class Peers:
 
     def _look_for_hangs(self) -> None:
         silent_seconds = self._heartbeat.silent_seconds if self._heartbeat.beats else 0.0
-        # Started anew at every turn, so that it runs out only where this thread no longer turns.
+        # Started anew at every turn, so that it runs out only where this thread no longer turns. Standard error by its
+        # file descriptor: the stream of that name may have been replaced by one that has none.
         faulthandler.dump_traceback_later(
-            max(0.0, self._hang_seconds - silent_seconds) + 2 * self._grace_seconds, exit=True, file=STDERR
+            max(0.0, self._hang_seconds - silent_seconds) + 2 * self._grace_seconds, exit=True, file=2
         )
         if silent_seconds > self._hang_seconds or len(self._missing()) < len(self._all):
             self._end_hung(f"no step for more than {self._hang_seconds:g} s")
@@ -281,14 +281,7 @@ def ending_recorded(folder: RunFolder, world: World, peers: Peers, *, spare: boo
         nonlocal began
         began = True
         if world.is_main:
-            record(
-                folder,
-                "running",
-                started_at=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-                world_size=world.world_size,
-                launcher=world.launcher,
-                **environment_facts(),
-            )
+            record(folder, "running", **start_facts(world))
 
     try:
         yield begin

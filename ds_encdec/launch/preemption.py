@@ -50,9 +50,6 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 SAME_CTRL_C_SECONDS = 2.0
 """One Ctrl-C reaches a rank from the terminal, and again from a launcher that passes it on."""
 
-TELL_SECONDS = 10.0
-"""How long writing down why a stuck process is ended may take."""
-
 
 class Heartbeat:
     """When this rank last showed that it lives, which tells a rank that hangs from one that is slow.
@@ -225,10 +222,10 @@ class StopRequest:
 
     def _end(self, why: str) -> None:
         logger.error("%s: ending.", why)
-        # In a thread, for a file system may be what hangs.
+        # In a thread, which has ten seconds, for a file system may be what hangs.
         teller = threading.Thread(target=self.before_end, args=(why,), name="before-end", daemon=True)
         teller.start()
-        teller.join(TELL_SECONDS)
+        teller.join(10.0)
         end_process(HangError.exit_code)
 
 
@@ -263,8 +260,8 @@ def launchers_above(pid: int) -> list[psutil.Process]:
     """
 
     def launches(ancestor: psutil.Process) -> bool:
-        words = _python_words(ancestor.pid)[1:4]  # after python's own -u and -m
-        return not LAUNCHER_PROGRAMS.isdisjoint(Path(word).name for word in words)
+        # The program comes after python's own -u and -m.
+        return not LAUNCHER_PROGRAMS.isdisjoint(Path(word).name for word in _python_words(ancestor.pid)[1:4])
 
     return list(itertools.takewhile(launches, psutil.Process(pid).parents()))
 
@@ -328,14 +325,10 @@ def outlive_readers() -> None:
             with suppress(OSError):
                 stream.flush()
             file = _Output(stream.fileno(), "w", closefd=False)
-            replaced = io.TextIOWrapper(
-                file if stream.write_through else io.BufferedWriter(file),  # like Python's own, which with -u has none
-                encoding=stream.encoding,
-                errors=stream.errors,
-                line_buffering=stream.line_buffering,
-                write_through=stream.write_through,
-            )
-            setattr(sys, name, replaced)
+            buffered = file if stream.write_through else io.BufferedWriter(file)  # Python's own has none with -u
+            kept = ("encoding", "errors", "line_buffering", "write_through")
+            options = {option: getattr(stream, option) for option in kept}
+            setattr(sys, name, io.TextIOWrapper(buffered, **options))
 
 
 class _Output(io.FileIO):

@@ -137,24 +137,16 @@ def join_deepspeed(world: World, device: torch.device, timeout: timedelta, store
     import deepspeed
 
     backend = "nccl" if device.type == "cuda" else "gloo"
+    # As DeepSpeed itself makes it (comm/torch.py): one rank has nobody to connect to.
+    bound = device if device.type == "cuda" and world.world_size > 1 else None
     dist.init_process_group(
-        backend,
-        timeout=timeout,
-        store=store,
-        world_size=world.world_size,
-        rank=world.rank,
-        # As DeepSpeed itself makes it (comm/torch.py): one rank has nobody to connect to.
-        device_id=device if device.type == "cuda" and world.world_size > 1 else None,
+        backend, timeout=timeout, store=store, world_size=world.world_size, rank=world.rank, device_id=bound
     )
     if device.type == "cpu":
         # An optional all-reduce over shared memory that is compiled on first use: minutes, to save microseconds.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(
-        dist_backend=backend,
-        auto_mpi_discovery=False,  # the environment is complete; discovery would ask for mpi4py
-        timeout=timeout,
-        verbose=False,
-    )
+    # The environment is complete; discovery would ask for mpi4py.
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=timeout, verbose=False)
 
 
 def shutdown() -> None:
@@ -181,9 +173,9 @@ def _share_the_node(world: World, device: torch.device, store: dist.Store) -> No
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     mine = {"rank": world.rank, "machine": machine(), "host": socket.gethostname(), "cores": cores, "uuid": uuid}
     places = _everyones(mine, dist.PrefixStore("node", store), world)
-    neighbours = [place for place in places if place["machine"] == mine["machine"]]  # not every launcher says how many
-    threads = openmp_threads(os.environ, cores, [place["cores"] for place in neighbours])
-    if threads is not None:
+    # Those of this machine, since not every launcher says how many there are.
+    neighbours = [place["cores"] for place in places if place["machine"] == mine["machine"]]
+    if (threads := openmp_threads(os.environ, cores, neighbours)) is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
         torch.set_num_threads(threads)  # OpenMP may have read its variable already
     on_gpu: dict[Any, list[dict[str, Any]]] = {}

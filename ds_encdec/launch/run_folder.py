@@ -37,6 +37,7 @@ from typing import IO, Any
 import psutil
 
 from ds_encdec.launch.disk import NO_SPACE, cpu_line, flush_folder, installed_versions, write_atomically
+from ds_encdec.launch.world import World
 from ds_encdec.types import CheckpointError, ConfigError, LostRankError, OutputLockedError
 
 SPARE_BYTES = 16384
@@ -87,8 +88,8 @@ class RunFolder:
             holder = lock.read().strip() or "unknown process"
             lock.close()
             raise OutputLockedError(
-                f"infra.output_dir: {self.root} is in use by {holder}. "
-                "Wait for that run to end, or choose another infra.output_dir; nothing was changed."
+                f"infra.output_dir: {self.root} is in use by {holder}. Wait for that run to end, or choose another "
+                "infra.output_dir; nothing was changed."
             )
         if not resume and self.is_used():
             lock.close()
@@ -139,8 +140,8 @@ class RunFolder:
             previous = self.read_status()
             if state == "failed" and previous != self.earlier and previous.get("state") not in (None, "running"):
                 return
-            now = {"exit_code": exit_code, "updated_at": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-            record = {**previous, **facts, "state": state, "reason": reason, **now}
+            ending = {"state": state, "reason": reason, "exit_code": exit_code}
+            record = {**previous, **facts, **ending, "updated_at": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
             try:
                 write_atomically(self.run_json, json.dumps(record, indent=2) + "\n")
             except OSError as error:
@@ -203,16 +204,20 @@ def lock_file(file: IO[str], *, wait: bool = False) -> bool:
     return True
 
 
-def environment_facts() -> dict[str, Any]:
-    """The command and its commit, this host and its devices, and the versions that decide a run's numbers.
+def start_facts(world: World) -> dict[str, Any]:
+    """When and how a run starts: its ranks, the command and its commit, this host, its devices, and versions.
 
-    Facts that cannot be had here, such as the commit of an installed wheel, are left out.
+    Those versions are given that decide a run's numbers. Facts that cannot be had here, such as the commit of an
+    installed wheel, are left out.
     """
     import torch  # which a report does without
 
     # Linux names the model there; elsewhere the architecture has to do.
     cpu = cpu_line("model name").partition(": ")[2] or platform.processor() or platform.machine()
     facts = {
+        "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "world_size": world.world_size,
+        "launcher": world.launcher,
         "command": masked(sys.argv),
         **git_state(Path(__file__).resolve().parent),
         "host": socket.gethostname(),

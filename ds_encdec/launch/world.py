@@ -84,7 +84,6 @@ LAUNCHERS = (
 """Tried in this order: the most particular marker first."""
 LAUNCHER_PROGRAMS = frozenset(program for launcher in LAUNCHERS for program in launcher.programs)
 
-
 TASK_STARTERS: dict[str, tuple[str, Callable[[str], int]]] = {
     "SLURM_STEP_NUM_TASKS": ("srun", int),
     "OMPI_COMM_WORLD_SIZE": ("Open MPI", int),
@@ -112,8 +111,7 @@ def discover(environ: Mapping[str, str], choose_port: Callable[[], int] = free_p
     """
     if launcher := next((row for row in LAUNCHERS if row.marker in environ), None):
         return _read(launcher, environ)
-    stray = [name for name in ("WORLD_SIZE", "LOCAL_RANK") if name in environ]
-    if stray:
+    if stray := [name for name in ("WORLD_SIZE", "LOCAL_RANK") if name in environ]:
         raise ConfigError(
             f"{' and '.join(stray)} set without RANK: this looks like part of a launcher's environment. "
             f"Unset {', '.join(stray)} to run one process, or start with deepspeed or torchrun."

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_encdec.launch.run_folder import environment_facts, git_state, masked
+from ds_encdec.launch.run_folder import git_state, masked, start_facts
+from ds_encdec.launch.world import discover
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ def test_the_commit_of_a_checkout_and_none_of_anything_else(tmp_path: Path) -> N
 
 def test_the_machine_is_described_without_git_or_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    facts = environment_facts()
+    facts = start_facts(discover({}))
     assert "git_commit" not in facts
     assert facts["host_memory_bytes"] > 2**28
     assert {"command", "host", "device", "cpu", "python", "torch"} <= facts.keys()
