@@ -136,10 +136,9 @@ def export_checkpoint(
     """
     refuse_existing(out)  # before minutes of reading
     path = checkpoint.expanduser().resolve()
-    weights = saved_weights(open_saved_state(path))
     _export_trained(
         path,
-        weights,
+        saved_weights(open_saved_state(path)),
         f"checkpoint `{path.name}`",
         out,
         field="CHECKPOINT",
@@ -156,14 +155,12 @@ def _export_trained(
     out: Path,
     *,
     field: str,
-    dtype: torch.dtype,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
     encoder_only: bool = False,
-    replace: bool = False,
+    **how: Any,
 ) -> None:
     """Export `weights`, `described` in words, with the tokenizer, the configuration and the facts of `checkpoint`.
 
-    `field`: the argument that named it.
+    `field`: the argument that named it. `how`: for `export_hf`.
     """
     config = Qwen3Seq2SeqConfig.from_pretrained(checkpoint / "model")
     state = Checkpoint(checkpoint, read_manifest(checkpoint)).training_state()
@@ -172,10 +169,8 @@ def _export_trained(
         Qwen3EncoderConfig.of(config) if encoder_only else config,
         pretrained_tokenizer(str(checkpoint / "model"), field=field),
         out,
-        dtype=dtype,
-        max_shard_bytes=max_shard_bytes,
-        replace=replace,
         card=model_card(load_saved(checkpoint / "config.yaml"), state, described, encoder_only=encoder_only),
+        **how,
     )
 
 
