@@ -4,14 +4,11 @@ The only place that knows everybody. It reads top to bottom in the order in whic
 the machine, the output folder, the data and the model's source, the engine.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +18,14 @@ from ds_encdec.auto_batch.resolve import job_here, resolve_batch_size
 from ds_encdec.checkpoint.export import average_last_checkpoints, clear_averaged
 from ds_encdec.checkpoint.folder import Checkpoint, check_room
 from ds_encdec.checkpoint.manager import MAKE_ROOM, CheckpointManager, find_checkpoint
-from ds_encdec.config.batch_size import (
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.shares import (
     is_auto,
     micro_batch_candidates,
     micro_batches_per_step,
+    per_rank,
     with_assumed_batch_size,
 )
-from ds_encdec.config.schema import FullConfig
-from ds_encdec.config.shares import per_rank
 from ds_encdec.data.build import TrainingData, build_data
 from ds_encdec.data.inspect import inspect_data
 from ds_encdec.data.tables import resolve_commits
@@ -39,8 +36,8 @@ from ds_encdec.engines import ENGINES, load
 from ds_encdec.gpus import peak_flops
 from ds_encdec.launch.disk import Writing, write_atomically
 from ds_encdec.launch.host_collectives import RunContext
-from ds_encdec.launch.peers import Peers, Watchdog, ending_recorded, is_broken_connection, named_error, record
-from ds_encdec.launch.preemption import StopRequest
+from ds_encdec.launch.peers import Peers, ending_recorded, is_broken_connection, named_error, record
+from ds_encdec.launch.preemption import StopRequest, awaited
 from ds_encdec.launch.process_group import shutdown
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.launch.world import World, discover
@@ -87,19 +84,17 @@ def run_training(
         folder, "failed", reason=f"rank {world.rank}: {why}", exit_code=HangError.exit_code
     )
     # By default well before a collective would give up; 0 is never.
-    infra = config.infra
-    given = infra.hang_timeout_minutes
-    hang_minutes = infra.distributed_timeout_minutes * 2 / 3 if given is None else given
+    given, longest = config.infra.hang_timeout_minutes, config.infra.distributed_timeout_minutes
+    hang_minutes = longest * 2 / 3 if given is None else given
     with (
-        Peers(folder, context.collectives) as peers,
+        Peers(folder, context.collectives, stop, hang_minutes or None) as peers,
         ending_recorded(folder, world, peers, spare=resume is not None) as begin,
-        Watchdog(stop, hang_minutes or None, folder, context.collectives),
     ):
         trainer, expected = _wire(config, context, folder, stop, resume, allow_data_change)
         begin()
         state = _train_and_close(trainer, peers, expected)
     del trainer
-    with stop.busy():  # no step follows, and nobody is stuck
+    with stop.heartbeat.busy():  # no step follows, and nobody is stuck
         shutdown()
         if world.is_main:
             average_last_checkpoints(folder, last=config.training.average_checkpoints)
@@ -113,7 +108,7 @@ def _meet(config: FullConfig, world: World, stop: StopRequest) -> RunContext:
         context = join_ranks(config, world, met=stop.ranks_have_met)
         context.collectives.all_gather_ints([0])
     except RuntimeError as error:  # torch's; a launcher stops those whom one has left
-        if is_broken_connection(error) and stop.comes_within(seconds=10):
+        if is_broken_connection(error) and awaited(10, lambda: stop.reason is not None):
             raise Preempted(f"stopped by {stop.reason} while the ranks met: there was nothing to save") from error
         raise
     return context
@@ -143,7 +138,7 @@ def _train_and_close(
             raise named from error
         raise
     finally:
-        with trainer.stop.busy():
+        with trainer.stop.heartbeat.busy():
             trainer.checkpoints.close()
             trainer.loader.close()
             trainer.recorder.close(exit_code, reason)
@@ -158,12 +153,13 @@ def plan_lanes(config: FullConfig, world_size: int, saved_lanes: int | None = No
     A saved run's lanes never change. Raises ConfigError where the ranks do not divide them.
     """
     lanes = saved_lanes or micro_batches_per_step(config, world_size)
-    if saved_lanes:
-        origin = "data.num_lanes (fixed when this run first started)"
-    elif config.data.num_lanes:
-        origin = "data.num_lanes"
-    else:
-        origin = "training.global_batch_size / training.per_device_train_batch_size"
+    origin = (
+        "data.num_lanes (fixed when this run first started)"
+        if saved_lanes
+        else "data.num_lanes"
+        if config.data.num_lanes
+        else "training.global_batch_size / training.per_device_train_batch_size"
+    )
     return lanes, per_rank(lanes, world_size, origin)
 
 
@@ -171,9 +167,8 @@ def planned_deepspeed_json(config: FullConfig, environ: Mapping[str, str]) -> di
     """The JSON that DeepSpeed would be given here; for a plain process, on the planned `infra.num_gpus` ranks."""
     world = discover(environ)
     ranks = world.world_size if world.world_size > 1 else config.infra.num_gpus
-    device = config.infra.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = "cuda" if torch.cuda.is_available() else "cpu"
+    device = found if config.infra.device == "auto" else config.infra.device
     config = with_assumed_batch_size(config, ranks)
     _, accumulation = plan_lanes(config, ranks)
     return render_deepspeed_json(config, world_size=ranks, gradient_accumulation_steps=accumulation, device=device)
@@ -254,7 +249,7 @@ def _wire(
         recorder=recorder,
         checkpoints=checkpoints,
         stop=stop,
-        run_files=partial(_run_files, run=run, data=data),
+        run_files=lambda *content: _run_files(run, data, *content),
         state=state,
         require_folder=folder.require_present,
     )
@@ -308,31 +303,34 @@ def _build_engine(run: _Run, ratio: float) -> tuple[Engine, ExpectedMemory | Non
     return engine, expected
 
 
-def _open_recorder(run: _Run, state: TrainingState, expected: ExpectedMemory | None) -> Recorder:
-    """Write the run's configuration, then open what it records. Raises DiskRefusedError."""
-    config, device, folder, sizes = run.config, run.context.device, run.folder, run.model.config
-    is_main = run.context.world.is_main
-    with Writing(folder.root, "The run", MAKE_ROOM).refusals_told():
-        if is_main:
-            _write_run_configuration(run)
-        return Recorder(
-            device=device,
-            collectives=run.context.collectives,
-            state=state,
-            warmup_steps=config.training.warmup_steps,
-            settings=config.monitor,
-            monitor=TrainingMonitor.from_config(config),
-            events=EventLog(folder.events if is_main else None),
-            sinks=open_sinks(config, folder.root, rank=run.context.world.rank, start_step=state.global_step),
-            batch_flops=lambda batch: training_flops(sizes, batch.encoder_lengths, batch.decoder_lengths),
-            peak_flops=peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
-            estimated_bytes=expected.peak_bytes if expected is not None else None,
-        )
-
-
 def _begin_recording(run: _Run, state: TrainingState, expected: ExpectedMemory | None) -> Recorder:
-    """The recorder, with the windows of the checkpoint if there is one, after the event of this start. Collective."""
-    recorder = run.context.collectives.on_every_rank(lambda: _open_recorder(run, state, expected))
+    """The recorder, with the windows of the checkpoint if there is one, after the event of this start. Collective.
+
+    The run's configuration is written first. Raises DiskRefusedError.
+    """
+    config, folder, sizes = run.config, run.folder, run.model.config
+    world, device = run.context.world, run.context.device
+
+    def open_recorder() -> Recorder:
+        with Writing(folder.root, "The run", MAKE_ROOM).refusals_told():
+            if world.is_main:
+                _write_run_configuration(run)
+                folder.write_status("running", parameters=count_parameters(sizes))
+            return Recorder(
+                device=device,
+                collectives=run.context.collectives,
+                state=state,
+                warmup_steps=config.training.warmup_steps,
+                settings=config.monitor,
+                monitor=TrainingMonitor.from_config(config),
+                events=EventLog(folder.events if world.is_main else None),
+                sinks=open_sinks(config, folder.root, rank=world.rank, start_step=state.global_step),
+                batch_flops=lambda batch: training_flops(sizes, batch.encoder_lengths, batch.decoder_lengths),
+                peak_flops=peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
+                estimated_bytes=expected.peak_bytes if expected is not None else None,
+            )
+
+    recorder = run.context.collectives.on_every_rank(open_recorder)
     if run.found:
         recorder.load_state_dict(run.found.read_json("trainer.json")["recorder"])
     recorder.events.write(
@@ -340,14 +338,14 @@ def _begin_recording(run: _Run, state: TrainingState, expected: ExpectedMemory |
         step=state.global_step,
         data_step=state.data_step,
         resumed_from=str(run.found.path) if run.found else None,
-        world_size=run.context.world.world_size,
+        world_size=world.world_size,
         engine=run.context.engine,
     )
     return recorder
 
 
 def _run_files(
-    state: TrainingState, recorder: dict[str, Any], lanes: list[dict[str, Any]], *, run: _Run, data: TrainingData
+    run: _Run, data: TrainingData, state: TrainingState, recorder: dict[str, Any], lanes: list[dict[str, Any]]
 ) -> Callable[[Path], None]:
     """Return what writes all that a checkpoint holds beside the engine's files; see docs/checkpoints.md."""
     trainer = {"state": state.to_dict(), "num_lanes": run.num_lanes, "data": data.saved(), "recorder": recorder}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_encdec.gpus import DEFAULT_GPU
-from ds_encdec.launch.standard_output import reader_may_leave
+from ds_encdec.launch.preemption import reader_may_leave
 from ds_encdec.types import DsEncDecError
 
 

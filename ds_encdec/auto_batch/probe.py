@@ -39,7 +39,6 @@ from torch import Tensor
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.budgets import token_budgets
 from ds_encdec.data.loader import collate
-from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine
 from ds_encdec.engines import EngineName
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
@@ -114,8 +113,13 @@ def measure(task: ProbeTask) -> Outcome:
         accumulation = config.training.gradient_accumulation_steps
         engine = create_engine(config, context, model, zero_weights(model), accumulation)
         batch = full_batch(config, config.training.micro_batch_size, model.vocab_size)
+        micro_batches = min(accumulation, MICRO_BATCHES)
+        target_tokens = batch.target_tokens * micro_batches * task.world.world_size
         for _ in range(STEPS):
-            _step(engine, batch, min(accumulation, MICRO_BATCHES), task.world.world_size)
+            for number in range(1, micro_batches + 1):
+                engine.backward(engine.forward(batch), target_tokens=target_tokens, last=number == micro_batches)
+            if not engine.step().applied:
+                raise DsEncDecError("a step of the probe was skipped, so that the optimizer has no states")
         if config.training.eval_samples:
             in_evaluation = True
             engine.evaluate(full_batch(config, config.training.per_device_eval_batch_size, model.vocab_size))
@@ -128,15 +132,6 @@ def measure(task: ProbeTask) -> Outcome:
         # Beside a GPU, the host holds what is offloaded, which no micro-batch changes.
         smaller_may_fit = not in_evaluation and (of_device or device.type == "cpu")
         return Outcome(False, 0, where + in_one_line(error), of_device, smaller_may_fit)
-
-
-def _step(engine: Engine, batch: Batch, micro_batches: int, world_size: int) -> None:
-    target_tokens = batch.target_tokens * micro_batches * world_size
-    for index in range(1, micro_batches + 1):
-        loss = engine.forward(batch)
-        engine.backward(loss, target_tokens=target_tokens, last=index == micro_batches)
-    if not engine.step().applied:
-        raise DsEncDecError("a step of the probe was skipped, so that the optimizer has no states")
 
 
 def full_batch(config: FullConfig, micro_batch_size: int, vocab_size: int) -> Batch:
@@ -177,8 +172,8 @@ def _limit(device: torch.device, task: ProbeTask) -> None:
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)  # the context of this process is taken from `free` already
-        reserve = task.available_bytes - task.limit_bytes
-        torch.cuda.set_per_process_memory_fraction(max(0, free - reserve) / total, device)
+        usable = max(0, free - (task.available_bytes - task.limit_bytes))
+        torch.cuda.set_per_process_memory_fraction(usable / total, device)
         return
     # What is limited is what has been mapped, whether it is used or not: stacks and arenas of threads mostly are not.
     torch.zeros(2**22).add_(1)  # starts them

@@ -39,8 +39,7 @@ from ds_encdec.checkpoint.folder import (
 )
 from ds_encdec.checkpoint.manifest import MANIFEST, read_manifest, seal, verify_checkpoint
 from ds_encdec.checkpoint.saved_state import open_saved_state, saved_weights
-from ds_encdec.config.load import load_config, load_saved
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.schema import FullConfig, load_config, load_saved
 from ds_encdec.engine.select import create_engine, resolve_engine
 from ds_encdec.engines import STATE_FORMATS, EngineSpec
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext

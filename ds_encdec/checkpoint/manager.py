@@ -87,7 +87,7 @@ class CheckpointManager:
         self.folder = folder
         self._files = CheckpointFolder(folder, keep=keep)
         self._collectives = collectives
-        self._background = collectives.new_group()
+        self._background = HostCollectives(collectives.timeout, own_group=True)
         self._engine_name = engine_name
         self._save: _SaveUnderWay | None = None
         self._failures = 0

@@ -9,10 +9,9 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
-from ds_encdec.config.batch_size import with_micro_batch_size
 from ds_encdec.config.rules import NATIVE_SCHEDULES
 from ds_encdec.config.schema import FullConfig, InfraConfig, TrainingConfig
-from ds_encdec.config.shares import replicas
+from ds_encdec.config.shares import replicas, with_micro_batch_size
 from ds_encdec.launch.world import World
 from ds_encdec.types import ConfigError
 

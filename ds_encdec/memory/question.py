@@ -12,21 +12,20 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, TypeVar
 
-from ds_encdec.config.batch_size import (
+from ds_encdec.config.rules import engine_candidates
+from ds_encdec.config.schema import FullConfig, find_shipped, load_config
+from ds_encdec.config.shares import (
     is_auto,
+    mesh_shape,
     micro_batch_candidates,
     micro_batches_per_step,
+    per_rank,
     with_micro_batch_size,
 )
-from ds_encdec.config.load import find_shipped, load_config
-from ds_encdec.config.rules import engine_candidates
-from ds_encdec.config.schema import FullConfig
-from ds_encdec.config.shares import mesh_shape, per_rank
 from ds_encdec.gpus import Gpu, parse_bytes, parse_gpu
 from ds_encdec.memory.breakdown import GIB
 from ds_encdec.memory.estimate import engine_memory
-from ds_encdec.memory.job import Job, make_job
-from ds_encdec.memory.model_sizes import Sizes, adapter_parameters, run_sizes
+from ds_encdec.memory.job import Job, Sizes, adapter_parameters, make_job, run_sizes
 from ds_encdec.memory.variants import HEADROOM, HOST_HEADROOM, Variant, variant
 from ds_encdec.memory.zero import not_estimated
 from ds_encdec.types import ConfigError

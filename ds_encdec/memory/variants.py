@@ -16,9 +16,8 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
-from ds_encdec.config.batch_size import micro_batches_per_step
 from ds_encdec.config.rules import engine_candidates, engine_conflicts, find_conflicts
-from ds_encdec.config.shares import mesh_shape
+from ds_encdec.config.shares import mesh_shape, micro_batches_per_step
 from ds_encdec.engines import ENGINES
 from ds_encdec.memory.breakdown import Breakdown, Estimate, HostBreakdown
 from ds_encdec.memory.estimate import engine_memory, estimate

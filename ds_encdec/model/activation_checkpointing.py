@@ -9,8 +9,6 @@ other products, norms, rotations, activations) is computed again. It needs a par
 layer runs, as under FSDP2; inside compiled code it would see none of these operations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Literal

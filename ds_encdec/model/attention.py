@@ -107,8 +107,7 @@ class PackedLayout:
         [Te] and [Td].
         """
         encoder_tokens, decoder_tokens = encoder_positions.shape[0], decoder_positions.shape[0]
-        encoder_tail = encoder_tokens - sum(encoder_lengths)
-        decoder_tail = decoder_tokens - sum(decoder_lengths)
+        encoder_tail, decoder_tail = encoder_tokens - sum(encoder_lengths), decoder_tokens - sum(decoder_lengths)
         if len(encoder_lengths) != len(decoder_lengths) or encoder_tail < 0 or decoder_tail < 0:
             raise ValueError(
                 f"{len(encoder_lengths)} encoder and {len(decoder_lengths)} decoder documents of "

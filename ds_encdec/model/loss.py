@@ -10,8 +10,6 @@ are the logits, but for CPUs with instructions for 16 bits: these round each pro
 Part of the exported remote code: it imports nothing of ds_encdec outside its own folder.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

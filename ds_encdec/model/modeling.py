@@ -12,8 +12,6 @@ that owns them, and each module is called equally often for any packed batch: Ze
 Part of the exported remote code: it imports nothing of ds_encdec outside its own folder.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 

@@ -8,13 +8,12 @@ normalisation and element-wise work (PaLM, arXiv 2204.02311, appendix B, counts 
 attention in full).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 from math import prod
 from typing import Protocol
 
+EMBEDDING_ROWS_MULTIPLE = 128  # embeddings that must grow do so to a multiple of this, which matrix kernels like
 BACKWARD_PER_FORWARD = 2
 """The backward pass makes two products of each one: for the gradient of the input and of the weight."""
 

@@ -7,8 +7,6 @@ The numbers are the same: bf16 products are accumulated in float32 and rounded o
 Part of the exported remote code: it imports nothing of ds_encdec outside its own folder.
 """
 
-from __future__ import annotations
-
 import platform
 from typing import Any
 

@@ -10,8 +10,6 @@ size) are drawn from the normal distribution that the trained rows have, dimensi
 Folders of safetensors are read and written one tensor at a time, so that no whole model is ever in memory.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -115,15 +113,11 @@ def _qwen3_name(name: str) -> str:
 
 def _row_statistics(weights: WeightSource, name: str, count: int, width: int) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation over the first `count` rows, float32 [width] each, summed in float64 by pieces."""
-    total = torch.zeros(width, dtype=torch.float64)
-    total_of_squares = torch.zeros_like(total)
-    for start in range(0, count, _STATISTICS_ROWS):
-        values = weights(name, slice(start, min(start + _STATISTICS_ROWS, count))).double()
-        total += values.sum(0)
-        total_of_squares += values.square().sum(0)
-    mean = total / count
-    variance = (total_of_squares / count - mean.square()).clamp_min(0.0)
-    return mean.float(), variance.sqrt().float()
+    starts = range(0, count, _STATISTICS_ROWS)
+    pieces = (weights(name, slice(start, min(start + _STATISTICS_ROWS, count))).double() for start in starts)
+    sums = (torch.stack((values.sum(0), values.square().sum(0))) for values in pieces)
+    mean, of_squares = sum(sums, torch.zeros(2, width, dtype=torch.float64)) / count
+    return mean.float(), (of_squares - mean.square()).clamp_min(0.0).sqrt().float()
 
 
 class SafetensorsFolder:

@@ -6,8 +6,6 @@ ZeRO-3 in the forward pass of every layer). What does tell them apart: how long 
 a step, and how long each takes for a piece of arithmetic that involves nobody else.
 """
 
-from __future__ import annotations
-
 import math
 import time
 import timeit

@@ -20,8 +20,6 @@ A rollback trains on nothing of the data steps after `to_data_step` up to `data_
 meets what came after its checkpoint once more, so an entry may come twice.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

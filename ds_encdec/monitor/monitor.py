@@ -198,15 +198,16 @@ class TrainingMonitor:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the history, strictly JSON-able."""
-        scalars = {saved.name: getattr(self, saved.name) for saved in fields(self) if not saved.init}
         windows = {name: getattr(self, name).state_dict() for name in _WINDOWS}
-        return {**scalars, **windows, "alerts": strict_json(_newest(self.alerts))}
+        return {
+            **{name: getattr(self, name) for name in _SAVED},
+            **windows,
+            "alerts": strict_json(_newest(self.alerts)),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` gave."""
-        for saved in fields(self):
-            if not saved.init:
-                setattr(self, saved.name, state[saved.name])
+        vars(self).update({name: state[name] for name in _SAVED})
         for name in _WINDOWS:
             getattr(self, name).load_state_dict(state[name])
         self.alerts = [
@@ -272,6 +273,7 @@ class TrainingMonitor:
         return [make_alert("learning_rate_off", step, difference, tolerance, message)]
 
 
+_SAVED = tuple(field.name for field in fields(TrainingMonitor) if not field.init)
 _WINDOWS = ("loss_window", "grad_norm_window", "throughput_window")
 
 

@@ -1,7 +1,5 @@
 """Turns what the loop reports into metrics and into answers to alerts: one object, so that the loop stays a loop."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections import Counter
@@ -29,9 +27,8 @@ from ds_encdec.types import Batch, LossSum, StepResult, TrainingState
 
 logger = logging.getLogger(__name__)
 
+# The step of a process in which the engine's tensors are counted, before it is made: the first one has made them all.
 STEPS_TO_HELD = 2
-"""The step of a process in which the engine's tensors are counted, before it is made: the first one has made them all.
-"""
 
 Alert = Mapping[str, Any]  # see `make_alert`
 

@@ -5,8 +5,6 @@ the loop never asks who it is. A tracker that fails is dropped with one warning,
 worth the run. metrics.jsonl is not dropped: it says so at each line it cannot write, and goes on trying.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import math
@@ -72,9 +70,9 @@ def open_sinks(config: FullConfig, run_dir: Path, *, rank: int, start_step: int 
         "tensorboard": lambda: TensorBoardSink(logging_dir / "tensorboard", start_step=start_step),
         "wandb": lambda: WandbSink(logging_dir, config.infra, config.model_dump(mode="json")),
     }
-    chosen = [name for name in openers if name in ("console", *config.training.report_to)]
+    chosen = ("console", *config.training.report_to)
     metrics_file = JsonlSink(RunFolder(str(run_dir)).metrics, start_step=start_step)
-    return [metrics_file, *(GuardedSink(name, openers[name]) for name in chosen)]
+    return [metrics_file, *(GuardedSink(name, opener) for name, opener in openers.items() if name in chosen)]
 
 
 class GuardedSink(Sink):
@@ -125,8 +123,8 @@ class JsonlSink(Sink):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line."""
-        values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        append_line(self._file, {"step": step, **values})
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        append_line(self._file, {"step": step} | finite)
 
     def go_back(self, step: int, rollback: int) -> None:
         """Move the lines of later steps to the other file. Where the disk refuses, that is logged as an error."""

@@ -5,8 +5,6 @@ They use what a run uses: its model, its data, its engine and its checkpoints. W
 gradients in shards.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import math
@@ -200,10 +198,9 @@ def _texts_of(opened: OpenSource, pipeline: LanePipeline) -> list[tuple[str, np.
 
 def _gives_back(tokens: np.ndarray, denoiser: str, key: str, pipeline: LanePipeline, vocabulary: Vocabulary) -> bool:
     """Return whether the longest example of `tokens` that the budgets allow is made of those very tokens."""
-    chunker = pipeline.chunker
-    length = min(len(tokens), max_raw_length(denoiser, chunker.bounds))
+    length = min(len(tokens), max_raw_length(denoiser, pipeline.chunker.bounds))
     rng = keyed_generator(pipeline.seed, "sanity check", key, denoiser)
-    example = chunker.example(Chunk(0, 0, length, denoiser, rng), tokens, key)
+    example = pipeline.chunker.example(Chunk(0, 0, length, denoiser, rng), tokens, key)
     again = reconstruct(example.encoder_ids, example.decoder_ids, vocabulary)
     return bool(np.array_equal(again, tokens[:length]))
 

@@ -3,8 +3,6 @@
 What the checks are given, and what becomes of their findings. The checks: checks.py.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -13,9 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_encdec.config.batch_size import with_assumed_batch_size
-from ds_encdec.config.load import load_config
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.schema import FullConfig, load_config
+from ds_encdec.config.shares import with_assumed_batch_size
 from ds_encdec.engine.select import join_ranks
 from ds_encdec.launch.memory_errors import is_out_of_memory
 from ds_encdec.launch.process_group import shutdown
@@ -46,10 +43,7 @@ class SanityReport:
 
 
 def check_config(
-    config: FullConfig,
-    tell: Callable[[CheckResult], None] = lambda result: None,
-    *,
-    checks: Sequence[Check] = CHECKS,
+    config: FullConfig, tell: Callable[[CheckResult], None] = lambda result: None, *, checks: Sequence[Check] = CHECKS
 ) -> SanityReport:
     """Run `checks` (all: `CHECKS`) on a configuration, in this process alone; `tell` is called with each as it ends.
 

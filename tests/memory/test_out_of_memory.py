@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from ds_encdec.config.load import load_config
+from ds_encdec.config.schema import load_config
 from ds_encdec.engines import EngineName
 from ds_encdec.memory.breakdown import CATEGORIES
 from ds_encdec.memory.device_stats import device_capacity
@@ -25,8 +25,7 @@ from ds_encdec.memory.expected import (
     out_of_memory_explained,
     settings_that_fit,
 )
-from ds_encdec.memory.job import make_job
-from ds_encdec.memory.model_sizes import run_sizes
+from ds_encdec.memory.job import make_job, run_sizes
 from ds_encdec.memory.variants import BATCH_FIELDS, as_overrides
 from ds_encdec.types import OutOfMemoryError
 

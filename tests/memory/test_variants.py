@@ -6,12 +6,11 @@ import dataclasses
 
 import pytest
 
-from ds_encdec.config.load import load_config
+from ds_encdec.config.schema import load_config
 from ds_encdec.gpus import GPUS, Gpu
 from ds_encdec.memory.breakdown import GIB
 from ds_encdec.memory.estimate import engine_memory, estimate
-from ds_encdec.memory.job import Job
-from ds_encdec.memory.model_sizes import adapter_parameters, run_sizes
+from ds_encdec.memory.job import Job, adapter_parameters, run_sizes
 from ds_encdec.memory.question import Question, planned_job
 from ds_encdec.memory.variants import (
     Variant,
