@@ -224,8 +224,7 @@ def _card(rows: Mapping[str, str], encoder_only: bool = False, **header: Any) ->
 
 def _hub_id(name: str | None) -> str | None:
     """`name`, where it can be one of the Hugging Face hub: not the path of a folder, and not a kind of local files."""
-    is_id = name is not None and name.count("/") == 1 and not name.startswith((".", "/", "~"))
-    return name if is_id else None
+    return name if name and name.count("/") == 1 and not name.startswith((".", "/", "~")) else None
 
 
 def average_last_checkpoints(run: RunFolder, *, last: int) -> None:
