@@ -135,10 +135,9 @@ def export_checkpoint(
     """
     refuse_existing(out)  # before minutes of reading
     path = checkpoint.expanduser().resolve()
-    weights = saved_weights(open_saved_state(path))
     _export_trained(
         path,
-        weights,
+        saved_weights(open_saved_state(path)),
         f"checkpoint `{path.name}`",
         out,
         field="CHECKPOINT",
@@ -155,14 +154,12 @@ def _export_trained(
     out: Path,
     *,
     field: str,
-    dtype: torch.dtype,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
     encoder_only: bool = False,
-    replace: bool = False,
+    **how: Any,
 ) -> None:
     """Export `weights`, `described` in words, with the tokenizer, the configuration and the facts of `checkpoint`.
 
-    `field`: the argument that named it.
+    `field`: the argument that named it. `how`: for `export_hf`.
     """
     config = Qwen3Seq2SeqConfig.from_pretrained(checkpoint / "model")
     state = Checkpoint(checkpoint, read_manifest(checkpoint)).training_state()
@@ -171,10 +168,8 @@ def _export_trained(
         Qwen3EncoderConfig.of(config) if encoder_only else config,
         pretrained_tokenizer(str(checkpoint / "model"), field=field),
         out,
-        dtype=dtype,
-        max_shard_bytes=max_shard_bytes,
-        replace=replace,
         card=model_card(load_saved(checkpoint / "config.yaml"), state, described, encoder_only=encoder_only),
+        **how,
     )
 
 
@@ -229,8 +224,7 @@ def _card(rows: Mapping[str, str], encoder_only: bool = False, **header: Any) ->
 
 def _hub_id(name: str | None) -> str | None:
     """`name`, where it can be one of the Hugging Face hub: not the path of a folder, and not a kind of local files."""
-    is_id = name is not None and name.count("/") == 1 and not name.startswith((".", "/", "~"))
-    return name if is_id else None
+    return name if name and name.count("/") == 1 and not name.startswith((".", "/", "~")) else None
 
 
 def average_last_checkpoints(run: RunFolder, *, last: int) -> None:

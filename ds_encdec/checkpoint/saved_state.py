@@ -146,19 +146,13 @@ class DcpState(FragmentedState):
             raise CheckpointError(f"{path} is not readable: {error!r}") from error
         if not isinstance(metadata, Metadata):
             raise CheckpointError(f"{path} holds a {type(metadata).__name__}, not the metadata of a checkpoint.")
-        tensors = {
-            key: entry
-            for key, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
+        entries = metadata.state_dict_metadata.items()
+        tensors = {key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
         self._data_offset = cache(_data_offset)  # until a chunk is read again, its archive need not be opened again
         fragments = {key: self._fragments_of(folder, key, tensor, metadata) for key, tensor in tensors.items()}
         # The planner's table keeps the order of the state dict that was saved; the other goes by the ranks that wrote.
-        shapes = {
-            key.removeprefix("weight."): tuple(tensors[key].size)
-            for key in metadata.planner_data or tensors
-            if key.startswith("weight.")
-        }
+        weights = [key for key in metadata.planner_data or tensors if key.startswith("weight.")]
+        shapes = {key.removeprefix("weight."): tuple(tensors[key].size) for key in weights}
         super().__init__(read_record(checkpoint), folder, shapes, fragments)
 
     def _fragments_of(

@@ -71,12 +71,10 @@ def compile_optimizer(config: FullConfig) -> None:
     DeepSpeed's own Adam is C++ or CUDA. The other ranks of a node wait for the one that compiles. Comes after
     `init_process_group`, which says where to.
     """
-    if config.training.torch_adam:
-        return
-    from deepspeed.ops.op_builder import CPUAdamBuilder, FusedAdamBuilder
+    if not config.training.torch_adam:
+        from deepspeed.ops.op_builder import CPUAdamBuilder, FusedAdamBuilder
 
-    builder = FusedAdamBuilder if config.infra.offload_optimizer == "none" else CPUAdamBuilder
-    builder().load()
+        (FusedAdamBuilder if config.infra.offload_optimizer == "none" else CPUAdamBuilder)().load()
 
 
 class DeepSpeedEngine(ShardedEngine):
@@ -96,8 +94,7 @@ class DeepSpeedEngine(ShardedEngine):
         """
         super().__init__(config, context)
         training, device = config.training, context.device
-        checkpointing = training.activation_checkpointing
-        assert checkpointing != "selective"  # the schema leaves that to FSDP2
+        assert training.activation_checkpointing != "selective"  # the schema leaves that to FSDP2
         ds_json = run_json(config, context.world, device, gradient_accumulation_steps)
         if context.world.is_main and accumulates_in_bf16(ds_json):
             logger.warning(
@@ -111,7 +108,7 @@ class DeepSpeedEngine(ShardedEngine):
             model = _build_model(model_config, ds_json, dtype=compute_dtype(training), device=device)
             apply_activation_checkpointing(
                 model,
-                checkpointing,
+                training.activation_checkpointing,
                 every_n=training.activation_checkpointing_every_n,
                 offload=training.activation_offload,
             )
@@ -295,7 +292,6 @@ class StagingArea:
         self._pin_memory = pin_memory
         self._kept: list[torch.UntypedStorage] = []
         self._storages: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
-        self._copies = False
 
     def take_all(self, item: Any, *, copy: bool) -> tuple[int, Any]:
         """The bytes of the tensors in `item`, and `item` with them copied to the host or, without `copy`, referred to.

@@ -103,7 +103,7 @@ def _is_installed(engine: EngineSpec) -> bool:
 
 def _say_attention(config: FullConfig, device: torch.device) -> None:
     """Log what attention runs in. On a GPU one call per document is many times slower, and nobody would know why."""
-    from ds_encdec.engine.sharded_engine import compute_dtype  # both need torch
+    from ds_encdec.engine.sharded_engine import compute_dtype  # both need transformers
     from ds_encdec.model.attention import choose_kernel
 
     kernel, name = choose_kernel(device, compute_dtype(config.training))
