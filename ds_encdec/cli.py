@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Verb = Callable[[argparse.Namespace, Sequence[str]], int | None]
 """Does what its options and overrides say; its exit code is 0 where it returns None."""
 Arguments = dict[str, dict[str, Any]]
-"""Keywords of argparse for each argument, by its names (separated by blanks); of those with `only_one` one may be given."""
+"""Keywords of argparse for each argument, by its names (separated by blanks); at most one with `only_one` is taken."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -115,8 +115,8 @@ def _load(options: argparse.Namespace, overrides: Sequence[str]) -> FullConfig:
 
 
 def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    from ds_encdec.config.errors import show
     from ds_encdec.config.load import check_config, find_shipped
+    from ds_encdec.config.settings import show
 
     path, overrides = options.config, list(overrides)
     if path is not None and "=" in str(path):  # an override in the place of the file
@@ -231,7 +231,7 @@ def _average(options: argparse.Namespace, _: Sequence[str]) -> None:
 
 
 def _convert(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    from ds_encdec.checkpoint.convert import convert_checkpoint
+    from ds_encdec.checkpoint.export import convert_checkpoint
 
     convert_checkpoint(options.checkpoint, options.out, to=options.to, overrides=overrides)
     if os.environ.get("RANK", "0") == "0":

@@ -6,7 +6,7 @@ name ("package.module:attribute"), which the room that uses it resolves with `lo
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -115,5 +115,4 @@ STATE_FORMATS: dict[str, EngineSpec] = {row.state_format: row for row in ENGINES
 
 def load(dotted: str) -> Any:
     """Import the module of a row's dotted name and return what it names there."""
-    module, _, attribute = dotted.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    return pkgutil.resolve_name(dotted)

@@ -17,7 +17,7 @@ from ds_encdec.checkpoint.export import export_hf, untrained_model_card
 from ds_encdec.checkpoint.manifest import MANIFEST
 from ds_encdec.config.model_folder import MODEL_FILES, TOKENIZER_FILES, model_folder
 from ds_encdec.config.schema import ModelConfig
-from ds_encdec.memory.model_sizes import QWEN3_IDS, QWEN3_ROWS
+from ds_encdec.memory.job import QWEN3_IDS, QWEN3_ROWS
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.parameter_count import count_parameters

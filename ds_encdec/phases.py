@@ -14,9 +14,9 @@ from enum import StrEnum
 from pathlib import Path
 
 from ds_encdec.config.batch_size import global_batch_size, is_auto, micro_batches_per_step
-from ds_encdec.config.errors import closest
 from ds_encdec.config.rules import ROLLBACK_FIELDS, find_conflicts
 from ds_encdec.config.schema import FullConfig, PhasesConfig
+from ds_encdec.config.settings import closest
 from ds_encdec.types import ConfigError
 
 

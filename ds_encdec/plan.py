@@ -14,8 +14,7 @@ from ds_encdec.config.rules import ROLLBACK_FIELDS
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.memory.breakdown import in_gib
 from ds_encdec.memory.estimate import estimate
-from ds_encdec.memory.job import Job, checkpoint_bytes, checkpoint_bytes_per_parameter, checkpoints_at_once
-from ds_encdec.memory.model_sizes import run_sizes
+from ds_encdec.memory.job import Job, checkpoint_bytes, checkpoint_bytes_per_parameter, checkpoints_at_once, run_sizes
 from ds_encdec.memory.question import indivisible, planned_job
 from ds_encdec.phases import PlannedPhase, estimate_steps_for_tokens, estimate_training_time
 from ds_encdec.types import ConfigError

@@ -296,20 +296,14 @@ def verify_checkpoints(path: Path) -> Iterator[VerifiedCheckpoint]:
     Yields the whole ones, each after all its files were read and hashed. Raises CheckpointError in the end for those
     that are damaged, naming a file of each, and at once where there is no checkpoint.
     """
+    path = path.expanduser().resolve()
     damage = []
-    for checkpoint in _checkpoints_at(path.expanduser().resolve()):
+    found = {} if os.path.lexists(path / MANIFEST) else committed_steps(path / "checkpoints") or committed_steps(path)
+    # What is neither a run nor a folder of checkpoints should be one: what is wrong is for its manifest to say.
+    for _, checkpoint in sorted(found.items()) or [(0, path)]:
         try:
             yield VerifiedCheckpoint(checkpoint, verify_checkpoint(checkpoint), read_record(checkpoint))
         except CheckpointError as error:
             damage.append(str(error))
     if damage:
         raise CheckpointError("\n".join(damage))
-
-
-def _checkpoints_at(path: Path) -> list[Path]:
-    """`path` itself unless it is a run or a folder of checkpoints: what it should be is for its manifest to say."""
-    if not os.path.lexists(path / MANIFEST):
-        for folder in (path / "checkpoints", path):
-            if found := committed_steps(folder):
-                return [found[step] for step in sorted(found)]
-    return [path]

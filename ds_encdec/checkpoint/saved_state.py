@@ -18,7 +18,7 @@ from enum import Enum
 from functools import cache, partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -97,8 +97,7 @@ def open_saved_state(checkpoint: Path, *, verified: bool = False) -> SavedState:
     written_as = read_record(checkpoint).format
     if written_as not in STATE_FORMATS:
         raise CheckpointError(f"{checkpoint}: engine.json names an unknown format, {written_as!r}.")
-    state: SavedState = load(STATE_FORMATS[written_as].state_reader)(checkpoint)
-    return state
+    return cast(SavedState, load(STATE_FORMATS[written_as].state_reader)(checkpoint))
 
 
 def saved_weights(saved: SavedState) -> WeightSource:

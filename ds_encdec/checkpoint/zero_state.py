@@ -94,8 +94,16 @@ class _Parts:
     def __init__(self, folder: Path, stage: int, world_size: int) -> None:
         self._stage = stage
         self.world_size = world_size
-        names = [path.name for path in folder.iterdir()]
-        self._files = [folder / _only_file_of(rank, names, folder) for rank in range(world_size)]
+        self._files: list[Path] = []
+        paths = list(folder.iterdir())
+        for rank in range(world_size):
+            ending = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"  # bf16_… in bfloat16
+            found = [path for path in paths if path.name.endswith(ending)]
+            if len(found) != 1:
+                raise CheckpointError(
+                    f"{folder}: {len(found)} files of optimizer states of rank {rank}, instead of one"
+                )
+            self._files += found
         self._opened: dict[int, list[_Tensors]] = {}
         self.sizes: Sequence[int] = ()
         """Elements of a part of each group, padding included."""
@@ -126,14 +134,6 @@ class _Parts:
             raise ValueError(f"parts of {sizes} elements, and of {self.sizes} on rank 0")
         parts = zip(weights, _moments(base), strict=True)
         self._opened[rank] = [{"weight": weight} | moments for weight, moments in parts]
-
-
-def _only_file_of(rank: int, names: Sequence[str], folder: Path) -> str:
-    ending = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"  # bf16_… in bfloat16
-    found = [name for name in names if name.endswith(ending)]
-    if len(found) != 1:
-        raise CheckpointError(f"{folder}: {len(found)} files of optimizer states of rank {rank}, instead of one")
-    return found[0]
 
 
 @contextmanager

@@ -15,9 +15,9 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from ds_encdec.config.batch_size import is_auto, micro_batches_per_step
-from ds_encdec.config.errors import Conflict, Problem, raise_if_any
 from ds_encdec.config.model_folder import is_hub_name
 from ds_encdec.config.schema import LOCAL_FORMATS, FullConfig, load_config
+from ds_encdec.config.settings import Conflict, Problem, raise_if_any
 from ds_encdec.config.shares import per_rank
 from ds_encdec.config.yaml_text import file_problem, read_text, read_yaml
 from ds_encdec.types import ConfigError

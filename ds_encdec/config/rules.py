@@ -14,9 +14,8 @@ from typing import Any, get_args
 from pydantic import field_validator
 from pydantic.fields import FieldInfo
 
-from ds_encdec.config.errors import Conflict, Rules, broken
 from ds_encdec.config.sections import DataConfig, Mark, ModelConfig, Section
-from ds_encdec.config.settings import Settings, join
+from ds_encdec.config.settings import Conflict, Rules, Settings, broken, join
 from ds_encdec.config.training_sections import LARGEST_LOSS, InfraConfig, MonitorConfig, PhasesConfig, TrainingConfig
 from ds_encdec.denoisers import DENOISERS
 from ds_encdec.engines import ENGINES, EngineName, EngineSpec, load

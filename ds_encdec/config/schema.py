@@ -11,7 +11,6 @@ from pathlib import Path
 from pydantic import ValidationInfo, model_validator
 
 from ds_encdec.config.deepspeed_json import merge_deepspeed_json, read_deepspeed_json
-from ds_encdec.config.errors import COMMAND_LINE, Conflict, Mention, Problem, raise_if_any, show
 from ds_encdec.config.rules import Sections, find_conflicts, marked  # noqa: F401
 from ds_encdec.config.sections import (  # noqa: F401  who has the whole finds its parts here, too
     LOCAL_FORMATS,
@@ -23,7 +22,7 @@ from ds_encdec.config.sections import (  # noqa: F401  who has the whole finds i
     Section,
     Source,
 )
-from ds_encdec.config.settings import Settings, unusable
+from ds_encdec.config.settings import COMMAND_LINE, Conflict, Mention, Problem, Settings, raise_if_any, show, unusable
 from ds_encdec.config.training_sections import (  # noqa: F401
     InfraConfig,
     MonitorConfig,

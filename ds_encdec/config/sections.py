@@ -24,8 +24,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from ds_encdec.config.errors import Conflict, Rules, broken, unknown_key
-from ds_encdec.config.settings import join
+from ds_encdec.config.settings import Conflict, Rules, broken, join, unknown_key
 from ds_encdec.denoisers import DENOISERS
 from ds_encdec.source_kinds import LOCAL_SOURCES
 

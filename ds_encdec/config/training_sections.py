@@ -12,9 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
 
 from ds_encdec.config.deepspeed_keys import check_extra
-from ds_encdec.config.errors import Conflict, Rules
 from ds_encdec.config.sections import Mark, Section, one_or_many
-from ds_encdec.config.settings import join
+from ds_encdec.config.settings import Conflict, Rules, join
 from ds_encdec.engines import DistributedType
 from ds_encdec.types import ConfigError
 

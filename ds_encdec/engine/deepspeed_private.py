@@ -108,18 +108,18 @@ def adam_state(optimizer: torch.optim.Optimizer, weights: Tensor) -> dict[str, A
 
 def computing_parameters(engine: DeepSpeedEngine) -> Iterator[Any]:
     """The tensors that layers compute with: under stage 3 this rank's part (with hpZ its node's), and what is whole."""
-    for parameter in engine.module.parameters():
-        yield parameter
-        yield getattr(parameter, "ds_tensor", None)
-        yield getattr(parameter, "ds_secondary_tensor", None)
+    names = ("ds_tensor", "ds_secondary_tensor")
+    parts = (getattr(parameter, name, None) for parameter in engine.module.parameters() for name in names)
+    return chain(engine.module.parameters(), parts)
 
 
 def gradients(engine: DeepSpeedEngine, shards: Sequence[Shard]) -> Iterator[Any]:
     """The gradients that there are now, as tensors, containers of them, or None: of parameters, and of `shards`."""
-    for parameter in engine.module.parameters():
-        yield from (getattr(parameter, name, None) for name in _GRADIENTS_OF_PARAMETER)
-    yield from (shard.weights.grad for shard in shards)
-    yield from (getattr(engine.optimizer, name, None) for name in _GRADIENTS_OF_OPTIMIZER)
+    return chain(
+        (getattr(one, name, None) for one in engine.module.parameters() for name in _GRADIENTS_OF_PARAMETER),
+        (shard.weights.grad for shard in shards),
+        (getattr(engine.optimizer, name, None) for name in _GRADIENTS_OF_OPTIMIZER),
+    )
 
 
 def undo_first_step(engine: DeepSpeedEngine) -> None:
@@ -167,10 +167,12 @@ def set_loss_scaler_state(engine: DeepSpeedEngine, state: Mapping[str, float | i
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     if state is None or not isinstance(scaler, DynamicLossScaler):
         return
-    scaler.cur_scale = state["scale"]
-    scaler.last_overflow_iter = -1
-    scaler.cur_iter = int(state.get("steps_since_overflow", 0))
-    scaler.cur_hysteresis = int(state.get("hysteresis", scaler.delayed_shift))
+    vars(scaler).update(
+        cur_scale=state["scale"],
+        last_overflow_iter=-1,
+        cur_iter=int(state.get("steps_since_overflow", 0)),
+        cur_hysteresis=int(state.get("hysteresis", scaler.delayed_shift)),
+    )
 
 
 class StepGate:

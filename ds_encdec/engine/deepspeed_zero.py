@@ -109,13 +109,12 @@ class DeepSpeedEngine(ShardedEngine):
         self._area = StagingArea(pin_memory=config.infra.pin_memory and device.type == "cuda")
         with _device_as_local_rank(device):
             model = _build_model(model_config, ds_json, dtype=compute_dtype(training), device=device)
-        apply_activation_checkpointing(
-            model,
-            checkpointing,
-            every_n=training.activation_checkpointing_every_n,
-            offload=training.activation_offload,
-        )
-        with _device_as_local_rank(device):
+            apply_activation_checkpointing(
+                model,
+                checkpointing,
+                every_n=training.activation_checkpointing_every_n,
+                offload=training.activation_offload,
+            )
             self._engine, *_ = deepspeed.initialize(
                 model=model,
                 model_parameters=self._parameter_groups(model),
@@ -142,8 +141,7 @@ class DeepSpeedEngine(ShardedEngine):
     def step(self, veto: Veto | None = None) -> StepResult:
         """See protocol.Engine. A step with a non-finite norm is skipped, whatever the dtype and stage."""
         learning_rate = float(self._engine.get_lr()[0])
-        applied, grad_norm = self._gate.step(veto)
-        return StepResult(applied=applied, grad_norm=grad_norm, learning_rate=learning_rate)
+        return StepResult(*self._gate.step(veto), learning_rate)
 
     def stage(self, directory: Path, *, copy: bool) -> StagedSave:
         """See protocol.Engine."""
@@ -191,6 +189,10 @@ class DeepSpeedEngine(ShardedEngine):
         fails to read, or CheckpointError for another shape, is raised by all ranks, after the last broadcast, in which
         the others would wait for a failed one for ever.
         """
+
+        def read(_: str, start: int, stop: int) -> Tensor:
+            return full.view(-1)[start:stop]
+
         held, error = shards(self._engine), None
         for name, parameter in self.model.named_parameters():
             full = torch.zeros(full_shape(parameter), dtype=torch.float32, device=self.device)
@@ -198,7 +200,7 @@ class DeepSpeedEngine(ShardedEngine):
                 _, error = attempt(partial(_read, weights, name, full))
             dist.broadcast(full, src=0)
             for shard in held:
-                shard.fill_parameter(name, full.view(-1))
+                shard.fill(shard.weights, read, only=name)
         self._collectives.raise_first(error)
         refresh_parameters(self._engine)
 

@@ -64,7 +64,17 @@ def render_deepspeed_json(
         "gradient_clipping": training.max_grad_norm,
         "bf16": {"enabled": training.bf16},
         "fp16": {"enabled": training.fp16},
-        "optimizer": _optimizer(training),
+        # Parameter groups bring their own weight decay, see `optim.parameter_groups`.
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "lr": training.learning_rate,
+                "betas": [training.adam_beta1, training.adam_beta2],
+                "eps": training.adam_epsilon,
+                "weight_decay": training.weight_decay,
+                "torch_adam": training.torch_adam,
+            },
+        },
         "zero_optimization": _zero(config.infra, device, ranks_per_node or world_size),
         # On by default, and waits for the device in every forward pass; nobody reads it.
         "timers": {"throughput": {"enabled": False}},
@@ -140,18 +150,6 @@ def _reduces_in_float32(rendered: dict[str, Any], world_size: int) -> bool:
     )
 
 
-def _optimizer(training: TrainingConfig) -> dict[str, Any]:
-    """AdamW. Parameter groups bring their own weight decay, see `optim.parameter_groups`."""
-    params = {
-        "lr": training.learning_rate,
-        "betas": [training.adam_beta1, training.adam_beta2],
-        "eps": training.adam_epsilon,
-        "weight_decay": training.weight_decay,
-        "torch_adam": training.torch_adam,
-    }
-    return {"type": "AdamW", "params": params}
-
-
 def _scheduler(training: TrainingConfig) -> dict[str, Any]:
     """One of DeepSpeed's schedules (runtime/lr_schedules.py), each with the parameters its class takes."""
     params: dict[str, Any] = {
@@ -190,11 +188,9 @@ def _zero(infra: InfraConfig, device: str, ranks_per_node: int) -> dict[str, Any
         zero["allgather_bucket_size"] = bucket
     if infra.sharding_stage == "zero3_hybrid":
         zero["zero_hpz_partition_size"] = infra.hybrid_shard_size or ranks_per_node
-    pin_memory = infra.pin_memory and device != "cpu"
-    if infra.offload_optimizer != "none":
-        zero["offload_optimizer"] = {"device": infra.offload_optimizer, "pin_memory": pin_memory}
-    if infra.offload_params != "none":
-        zero["offload_param"] = {"device": infra.offload_params, "pin_memory": pin_memory}
+    for name, place in (("offload_optimizer", infra.offload_optimizer), ("offload_param", infra.offload_params)):
+        if place != "none":
+            zero[name] = {"device": place, "pin_memory": infra.pin_memory and device != "cpu"}
     return zero
 
 

@@ -41,7 +41,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 from torch.distributed.checkpoint.api import CheckpointException
@@ -95,7 +95,9 @@ class FSDP2Engine(ShardedEngine):
         model = build_sharded_model(config, model_config, mesh, context.device)
         assert isinstance(model, FSDPModule)
         self.model = self._engine = model
-        self._parameters = sharded_parameters(model)
+        # By FQN, tied ones once. While a module is gathered it shows others; these stay the shards.
+        self._parameters = cast(dict[str, DTensor], dict(model.named_parameters()))
+        assert all(isinstance(parameter, DTensor) for parameter in self._parameters.values())
         if weights is not None:
             self._collectives.on_every_rank(lambda: _fill_local(self._parameters, weights))
         self.optimizer = _adamw(self._parameter_groups(model), config.training)
@@ -252,15 +254,6 @@ def build_sharded_model(
     return model
 
 
-def sharded_parameters(model: nn.Module) -> dict[str, DTensor]:
-    """FQN → parameter, tied ones once. While a module is gathered it shows others; these stay the shards."""
-    found: dict[str, DTensor] = {}
-    for name, parameter in model.named_parameters():
-        assert isinstance(parameter, DTensor), f"{name} is not sharded"
-        found[name] = parameter
-    return found
-
-
 def local_rows(parameter: DTensor) -> slice:
     """Rows of the full parameter that this rank holds; FSDP2 cuts dimension 0 as `torch.chunk` does."""
     mesh = parameter.device_mesh
@@ -288,10 +281,10 @@ def _fill_local(parameters: dict[str, DTensor], weights: WeightSource) -> None:
 
 def state_tensors(parameters: Mapping[str, DTensor], optimizer: torch.optim.Optimizer) -> dict[str, DTensor]:
     """`KIND.NAME` → the sharded tensor itself, for every weight and moment."""
-    tensors: dict[str, Tensor] = {f"weight.{name}": parameter.detach() for name, parameter in parameters.items()}
-    for kind in MOMENTS:
-        tensors |= {f"{kind}.{name}": optimizer.state[parameter][kind] for name, parameter in parameters.items()}
-    return cast(dict[str, DTensor], tensors)  # what DTensor's operations return is typed as Tensor
+    weights = {f"weight.{name}": parameter.detach() for name, parameter in parameters.items()}
+    states = {name: optimizer.state[parameter] for name, parameter in parameters.items()}
+    moments = {f"{kind}.{name}": state[kind] for kind in MOMENTS for name, state in states.items()}
+    return cast(dict[str, DTensor], weights | moments)  # what DTensor's operations return is typed as Tensor
 
 
 def keys_to_write(tensors: Mapping[str, DTensor]) -> list[str]:

@@ -51,7 +51,6 @@ class Engine(Protocol):
 
     def forward(self, batch: Batch) -> LossSum:
         """Run one micro-batch (already on any device) in training mode."""
-        ...
 
     def backward(self, loss_sum: LossSum, *, target_tokens: int, last: bool) -> None:
         """Accumulate the gradient of `loss_sum.total / target_tokens`, summed over ranks.
@@ -59,15 +58,12 @@ class Engine(Protocol):
         `target_tokens` of the whole optimizer step, over all micro-batches and all ranks. `last` marks
         the step's last micro-batch on this rank.
         """
-        ...
 
     def step(self, veto: Veto | None = None) -> StepResult:
         """Clip, step the optimizer and the schedule, and clear gradients; or skip all three."""
-        ...
 
     def evaluate(self, batch: Batch) -> LossSum:
         """The loss of one micro-batch without gradients, in evaluation mode."""
-        ...
 
     def stage(self, directory: Path, *, copy: bool) -> StagedSave:
         """Prepare to write weights, optimizer state and an `EngineRecord` under `directory`, which exists, shared.
@@ -75,7 +71,6 @@ class Engine(Protocol):
         Collective. With `copy` everything is copied to host memory now, so that training may go on before and while it
         is written; the buffers are kept for the next save. Without, it must be written before the next step.
         """
-        ...
 
     def load(self, saved: SavedState) -> None:
         """Take over weights, moments and counters, whatever engine saved them; also into an engine that has trained.
@@ -84,7 +79,6 @@ class Engine(Protocol):
         this run's configuration: rates, betas, decay, clipping, the schedule and its length. Raises CheckpointError, on
         every rank, where the state is another model's.
         """
-        ...
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes of the engine's own tensors on this rank now: `weights`, `master_weights`, `gradients`, `optimizer`.
@@ -93,11 +87,9 @@ class Engine(Protocol):
         optimizer steps are `weights`. Gradients are there between a step's last backward pass and its `step`. Not a
         collective; sharded_engine.py says how it is counted.
         """
-        ...
 
     def close(self) -> None:
         """Release the process-wide resources that the engine took."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

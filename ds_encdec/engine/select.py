@@ -58,9 +58,8 @@ def check_engine(engine: EngineName, config: FullConfig, world: World, device: t
         load(check)(config, world, device)
 
 
-def check_mesh(config: FullConfig, world: World, device: torch.device) -> None:
+def check_mesh(config: FullConfig, world: World, _: torch.device) -> None:
     """Raise ConfigError for shards that do not divide the ranks: the check of engines that shard by `mesh_shape`."""
-    del device  # decides nothing
     mesh_shape(config.infra, world.world_size, world.local_world_size)
 
 

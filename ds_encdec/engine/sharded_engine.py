@@ -38,19 +38,18 @@ class Shard:
     weights: Tensor
     pieces: tuple[Piece, ...]
 
-    def fill(self, target: Tensor, read: Read) -> None:
-        """Fill `target`, the weights or one of their moments, with what `read` gives; padding with zeros."""
-        flat = target.detach().view(-1)
-        flat.zero_()
-        for piece in self.pieces:
-            flat[piece.offset : piece.offset + piece.length] = read(piece.name, piece.start, piece.start + piece.length)
+    def fill(self, target: Tensor, read: Read, *, only: str | None = None) -> None:
+        """Fill `target`, the weights or one of their moments, with what `read` gives; padding with zeros.
 
-    def fill_parameter(self, name: str, full: Tensor) -> None:
-        """Fill this shard's weights of one parameter, given in full and flattened."""
-        flat = self.weights.detach().view(-1)
+        `only`: fill the elements of the parameter of this name, and leave all others.
+        """
+        flat = target.detach().view(-1)
+        if only is None:
+            flat.zero_()
         for piece in self.pieces:
-            if piece.name == name:
-                flat[piece.offset : piece.offset + piece.length] = full[piece.start : piece.start + piece.length]
+            if only in (None, piece.name):
+                stop = piece.start + piece.length
+                flat[piece.offset : piece.offset + piece.length] = read(piece.name, piece.start, stop)
 
 
 class ShardedEngine(ABC):
@@ -188,17 +187,13 @@ def split_by_denoiser(total: Tensor, token_losses: Tensor, batch: Batch) -> Loss
 
 def compute_dtype(training: TrainingConfig) -> torch.dtype:
     """The dtype of activations, and of the parameters that layers compute with."""
-    if training.bf16:
-        return torch.bfloat16
-    return torch.float16 if training.fp16 else torch.float32
+    return torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else torch.float32
 
 
 def set_adam_step(state: dict[str, Any], applied_steps: int) -> None:
     """Put a shard's own counter to `applied_steps`; it is a tensor in torch's AdamW and an integer in DeepSpeed's."""
-    if isinstance(state["step"], Tensor):
-        state["step"].fill_(applied_steps)
-    else:
-        state["step"] = applied_steps
+    step = state["step"]
+    state["step"] = step.fill_(applied_steps) if isinstance(step, Tensor) else applied_steps
 
 
 def full_shape(parameter: nn.Parameter) -> torch.Size:
@@ -234,13 +229,11 @@ def check_same_model(saved: SavedState, shapes: Mapping[str, tuple[int, ...]]) -
         )
 
 
-def _local_tensors(item: Any) -> Iterator[Tensor]:
-    if isinstance(item, DTensor):
-        yield item.to_local()
-    elif isinstance(item, Tensor):
-        yield item.detach()
-    elif isinstance(item, Mapping):
-        yield from _local_tensors(item.values())
-    elif isinstance(item, Iterable) and not isinstance(item, str):
-        for inner in item:
-            yield from _local_tensors(inner)
+def _local_tensors(item: Any) -> list[Tensor]:
+    """The tensors in nested containers, of sharded ones this rank's part."""
+    if isinstance(item, Tensor):
+        return [item.to_local() if isinstance(item, DTensor) else item.detach()]
+    inner = item.values() if isinstance(item, Mapping) else item
+    if isinstance(inner, str) or not isinstance(inner, Iterable):
+        return []
+    return [tensor for one in inner for tensor in _local_tensors(one)]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from ds_encdec.engines import ENGINES
-from ds_encdec.memory.breakdown import CATEGORIES, Breakdown, in_gib
+from ds_encdec.memory.breakdown import CATEGORIES, in_gib
 from ds_encdec.memory.estimate import engine_memory
 from ds_encdec.memory.job import Job
 from ds_encdec.memory.question import Question
@@ -16,7 +16,6 @@ from ds_encdec.memory.variants import (
     HEADROOM,
     HOST_HEADROOM,
     Change,
-    Room,
     Variant,
     as_overrides,
     changed,
@@ -25,7 +24,6 @@ from ds_encdec.memory.variants import (
     offload_of,
     recommend,
     smallest_variants,
-    value_of,
     variant,
     variants,
 )
@@ -46,9 +44,10 @@ _WORDS = {
     "framework": "the CUDA context, NCCL and fragmentation",
 }
 _HOST_WORDS = ("offloaded states", "parameters", "activations", "copies for saves", "processes")
-_FIGURES = "weights master gradients optimizer activ. logits commun. framew. peak host fits"
-_HEADER = (" ", "stage", "offload", "recompute", *_FIGURES.split())
-_WORDS_COLUMNS = 4
+_HEADER = (
+    *(" ", "stage", "offload", "recompute"),
+    *("weights", "master", "gradients", "optimizer", "activ.", "logits", "commun.", "framew.", "peak", "host", "fits"),
+)
 _LARGE_HOST_BYTES = 2 * 2**40
 """More than this few machines have."""
 _HELP = {
@@ -86,7 +85,7 @@ def _table(asked: Question, engine: str) -> EngineTable:
     if engine != asked.job.engine:
         needed["infra.distributed_type"] = engine
         instead = ENGINES[engine].instead.items()
-        needed |= {name: taken for name, (refused, taken) in instead if value_of(asked.job.config, name) == refused}
+        needed |= {name: taken for name, (refused, taken) in instead if attrgetter(name)(asked.job.config) == refused}
     if not asked.runs(asked.job):
         needed |= {"training.bf16": False, "training.fp16": True}  # FSDP2 and zero0 refuse fp16
     base = changed(asked.job, needed)
@@ -94,22 +93,16 @@ def _table(asked: Question, engine: str) -> EngineTable:
     def of_configured(row: Variant) -> Variant:
         return replace(row, overrides=needed | row.overrides)
 
-    best = recommend(base, asked.room)
+    best = recommend(base, asked.fits)
     table = EngineTable(base, [*map(of_configured, variants(base))], best and of_configured(best))
-    if best is not None or engine != asked.job.engine or not _exists(table):
+    if best is not None or engine != asked.job.engine:
         return table
-    worlds = itertools.takewhile(
-        lambda world_size: world_size <= LARGEST_WORLD,
-        (base.world_size << doublings for doublings in itertools.count(1)),
+    worlds = [base.world_size << doublings for doublings in range(1, LARGEST_WORLD.bit_length())]
+    larger = (
+        row for size in worlds if size <= LARGEST_WORLD for row in smallest_variants(replace(base, world_size=size))
     )
-    larger = (row for world_size in worlds for row in smallest_variants(replace(base, world_size=world_size)))
-    more = next(map(of_configured, filter(asked.room.fits, larger)), None)
-    return replace(table, nearest=[*map(of_configured, nearest(base, asked.room))], more_gpus=more)
-
-
-def _exists(table: EngineTable) -> bool:
-    """Return whether the engine can do any of it at all."""
-    return not all(row.reason for row in table.rows)
+    more = next(map(of_configured, filter(asked.fits, larger)), None)
+    return replace(table, nearest=[*map(of_configured, nearest(base, asked.fits))], more_gpus=more)
 
 
 def _nodes(job: Job) -> int:
@@ -150,16 +143,15 @@ def as_json(asked: Question, tables: Sequence[EngineTable], traced: TracedMemory
         "more_gpus": more and {"gpus": more.job.world_size, "nodes": _nodes(more.job), **_row(asked, more)},
         "remarks": asked.remarks,
     }
-    if traced is None:
-        return found
-    seen = _bytes(traced.peak).items()
-    trace = {
-        "bytes": {name: held if name in (*traced.categories, "peak") else None for name, held in seen},
-        "moment": traced.moment,
-        "seconds": traced.seconds,
-        "remark": traced.remark,
-    }
-    return found | {"trace": trace}
+    if traced is not None:
+        seen = {name: held if name in traced.categories else None for name, held in asdict(traced.peak).items()}
+        found["trace"] = {
+            "bytes": {**seen, "peak": traced.peak.total},
+            "moment": traced.moment,
+            "seconds": traced.seconds,
+            "remark": traced.remark,
+        }
+    return found
 
 
 def _row(asked: Question, row: Variant) -> dict[str, Any]:
@@ -176,19 +168,15 @@ def _row(asked: Question, row: Variant) -> dict[str, Any]:
     }
     if row.reason:
         return setting
-    host, short_of = row.estimate.host.scaled(row.job.ranks_per_node), asked.short_of(row)
+    host = row.estimate.host.scaled(row.job.ranks_per_node)
+    short_of = asked.short_of(row) if asked.runs(row.job) else "does not run"
     return setting | {
-        "bytes": _bytes(row.estimate.peak),
+        "bytes": {**asdict(row.estimate.peak), "peak": row.estimate.peak.total},
         "moment": row.estimate.moment,
         "host_bytes_per_node": {**asdict(host), "total": host.total},
         "fits": short_of is None,
         "short_of": short_of,
     }
-
-
-def _bytes(held: Breakdown) -> dict[str, float]:
-    """The categories in bytes, and their sum as `peak`."""
-    return {**asdict(held), "peak": held.total}
 
 
 def _batch(job: Job) -> dict[str, int]:
@@ -207,8 +195,7 @@ def describe(asked: Question, tables: Sequence[EngineTable], traced: TracedMemor
     """The answer as text."""
     parts = [_about(asked), *(_describe_table(asked, table) for table in tables), _configured(asked)]
     parts += [*(_recommended(asked, table) for table in tables), *asked.remarks]
-    if traced is not None:
-        parts += [_beside(asked, traced), *filter(None, [traced.remark])]
+    parts += [] if traced is None else [_beside(asked, traced), *filter(None, [traced.remark])]
     return "\n\n".join(parts)
 
 
@@ -235,8 +222,11 @@ def _describe_table(asked: Question, table: EngineTable) -> str:
     # One line for what does not exist, however much it recomputes.
     rows = list(dict.fromkeys([_HEADER, *(_cells(asked, row) for row in shown)]))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    aligned = [str.ljust] * _WORDS_COLUMNS + [str.rjust] * (len(widths) - _WORDS_COLUMNS)
-    lines = [" ".join(map(lambda align, *cell: align(*cell), aligned, row, widths)).rstrip() for row in rows]
+    signs = "<<<<" + ">" * (len(widths) - 4)  # words, then figures
+    lines = [
+        " ".join(f"{cell:{sign}{width}}" for cell, sign, width in zip(row, signs, widths, strict=True)).rstrip()
+        for row in rows
+    ]
     notes = [f"- {reason}" for reason in dict.fromkeys(row.reason for row in table.rows) if reason]
     if len(shown) < len(table.rows):  # FSDP2
         notes.append("- zero1 is zero2 here, and parameters are offloaded with the optimizer: each is shown once")
@@ -260,8 +250,8 @@ def _offload_name(job: Job) -> str:
 
 def _configured(asked: Question) -> str:
     job, row = asked.job, variant(asked.job, {})
-    held, short_of = row.estimate, asked.short_of(row)
-    verdict = "fits" if short_of is None else f"does not fit (short of: {short_of})"
+    held = row.estimate
+    verdict = "fits" if asked.fits(row) else f"does not fit (short of: {asked.short_of(row)})"
     if not asked.runs(job):
         verdict = f"does not run on a {asked.gpu.name}, which has no bfloat16"
     on_host = held.host.scaled(job.ranks_per_node)
@@ -282,14 +272,13 @@ def _largest(row: Variant) -> str:
 
 def _unjudged(asked: Question, row: Variant) -> str:
     """A warning of a host that few have, where --host-memory does not say what it has."""
-    if asked.host_bytes is not None or row.node_bytes <= _LARGE_HOST_BYTES:
-        return ""
-    return " Few machines have that: give --host-memory."
+    unknown = asked.host_bytes is None and row.node_bytes > _LARGE_HOST_BYTES
+    return " Few machines have that: give --host-memory." if unknown else ""
 
 
 def _recommended(asked: Question, table: EngineTable) -> str:
     best, name = table.recommendation, ENGINES[table.job.engine].title
-    if best is None and not _exists(table):
+    if all(row.reason for row in table.rows):
         return f"{name} cannot run this: {table.rows[0].reason}."
     if best is None:
         return "\n".join([f"{name}: nothing fits.", *_what_would_help(asked, table)])
@@ -324,7 +313,7 @@ def _what_would_help(asked: Question, table: EngineTable) -> list[str]:
 
 def _smallest(asked: Question, smallest: Sequence[Variant]) -> str:
     """`smallest`: a micro-batch of 1 with everything sharded and recomputed, with each offload."""
-    if on_host := [row.node_bytes for row in smallest if Room(asked.gpu.usable_bytes).fits(row)]:
+    if on_host := [row.node_bytes for row in smallest if asked.short_of(row) != "GPU"]:
         return (
             "The GPUs have room for a micro-batch of 1 with everything sharded and recomputed, but then a host needs "
             f"{in_gib(min(on_host))} GiB at least, more than it has. training.async_save=false, fewer "

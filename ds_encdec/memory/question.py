@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, TypeVar
 
 from ds_encdec.config.batch_size import (
-    global_batch_size,
     is_auto,
     micro_batch_candidates,
     micro_batches_per_step,
@@ -26,9 +25,8 @@ from ds_encdec.config.shares import mesh_shape, per_rank
 from ds_encdec.gpus import Gpu, parse_bytes, parse_gpu
 from ds_encdec.memory.breakdown import GIB
 from ds_encdec.memory.estimate import engine_memory
-from ds_encdec.memory.job import Job, make_job
-from ds_encdec.memory.model_sizes import Sizes, adapter_parameters, run_sizes
-from ds_encdec.memory.variants import Room, Variant, variant
+from ds_encdec.memory.job import Job, Sizes, adapter_parameters, make_job, run_sizes
+from ds_encdec.memory.variants import HEADROOM, HOST_HEADROOM, Variant, variant
 from ds_encdec.memory.zero import not_estimated
 from ds_encdec.types import ConfigError
 
@@ -46,29 +44,28 @@ class Question:
     host_bytes: int | None
     remarks: tuple[str, ...] = ()
 
-    @property
-    def room(self) -> Room:
-        """The memory that a rank may use."""
-        return Room(self.gpu.usable_bytes, (self.host_bytes or inf) / self.job.ranks_per_node)
-
     def runs(self, job: Job) -> bool:
         """Return whether the GPU computes in the dtypes of `job`."""
         return self.gpu.has_bf16 or not job.config.training.bf16
 
     def short_of(self, row: Variant) -> str | None:
-        """Name what a row that exists lacks to fit on the GPU, and on its host if that is known; None where it fits."""
-        if not self.runs(row.job):
-            return "does not run"
-        if self.room.fits(row):
-            return None
-        return "host" if Room(self.gpu.usable_bytes).fits(row) else "GPU"
+        """Name what a row lacks; None where `HEADROOM` of the GPU stays free, and `HOST_HEADROOM` of a known host."""
+        if row.estimate.peak.total > self.gpu.usable_bytes * (1 - HEADROOM):
+            return "GPU"
+        return "host" if row.node_bytes > (self.host_bytes or inf) * (1 - HOST_HEADROOM) else None
+
+    def fits(self, row: Variant) -> bool:
+        """Return whether the row fits on the GPU, and on its host if that is known."""
+        return self.short_of(row) is None
 
 
 def read_question(options: argparse.Namespace, overrides: Sequence[str]) -> Question:
     """Read the question in the options. Raises ConfigError that lists every problem in them."""
     problems: list[str] = []
     gpu = _attempt(problems, parse_gpu, options.gpu)
-    host_bytes = _attempt(problems, _host_bytes, options.host_memory)
+    host_bytes = parse_bytes(options.host_memory or "")
+    if options.host_memory is not None and (host_bytes or 0) < GIB:
+        problems.append(f"--host-memory {options.host_memory}: not a size of a machine; write 512GiB, 1TB or bytes")
     counts = {"--gpus": options.gpus, "--nodes": options.nodes, "--lora-rank": options.lora_rank}
     wrong = [f"{name} {count}: must be at least 1" for name, count in counts.items() if count is not None and count < 1]
     problems += [*wrong, *contradictions({"--gpus": options.gpus, "--model": options.model}, overrides)]
@@ -89,12 +86,10 @@ def read_question(options: argparse.Namespace, overrides: Sequence[str]) -> Ques
         # Flash kernels need as much as bfloat16 does: attention then runs without (model/attention.py).
         config = config.model_copy(update={"model": config.model.model_copy(update={"use_flash_attention": False})})
     num_gpus = config.infra.num_gpus
-    sized = [config]
-    if is_auto(config):  # the largest that fits, or 1
-        sized = [with_micro_batch_size(config, size, num_gpus) for size in micro_batch_candidates(config, num_gpus)]
-    for tried in sized:
+    sizes_to_try = micro_batch_candidates(config, num_gpus) if is_auto(config) else []  # the largest that fits, or 1
+    for tried in [with_micro_batch_size(config, size, num_gpus) for size in sizes_to_try] or [config]:
         asked = Question(planned_job(tried, sizes, options.nodes, options.lora_rank), gpu, host_bytes)
-        if asked.room.fits(variant(asked.job, {})):
+        if asked.fits(variant(asked.job, {})):
             break
     return replace(asked, remarks=tuple(_remarks(options, config, asked)))
 
@@ -108,41 +103,38 @@ def _attempt(problems: list[str], read: Callable[..., Found], *arguments: Any) -
         return None
 
 
-def _host_bytes(text: str | None) -> int | None:
-    if text is None:
-        return None
-    num_bytes = parse_bytes(text)
-    if num_bytes is None or num_bytes < GIB:
-        raise ConfigError(f"--host-memory {text}: not a size of a machine; write 512GiB, 1TB or bytes")
-    return num_bytes
-
-
 def _model_overrides(model: str) -> list[str]:
     return [f"model.model_name_or_path={json.dumps(model)}", "model.architecture=null"]
 
 
-def _remarks(options: argparse.Namespace, config: FullConfig, asked: Question) -> Iterator[str]:
-    training, gpu = asked.job.config.training, asked.gpu
-    if is_auto(config):
-        yield (
+def _remarks(options: argparse.Namespace, config: FullConfig, asked: Question) -> list[str]:
+    training = asked.job.config.training
+    keys = ", ".join(not_estimated(asked.job)) if config.infra.deepspeed_extra else ""
+    stands_for = " ".join(_model_overrides(options.model or ""))
+    remarks = (
+        (
+            is_auto(config),
             "training.per_device_train_batch_size=auto: taken to be the largest that fits by this estimate, "
-            f"{training.micro_batch_size}. A run tries real steps."
-        )
-    if not asked.runs(asked.job):
-        yield (
-            f"A {gpu.name} has neither bfloat16 nor a flash kernel. The tables are of what it can train with: "
-            "training.bf16=false training.fp16=true."
-        )
-    if config.infra.deepspeed_extra and (keys := ", ".join(not_estimated(asked.job))):
-        yield f"infra.deepspeed_extra: {keys}: estimated as DeepSpeed and this program have them by default."
-    if training.torch_compile:
-        yield "torch_compile: estimated like layers that are not compiled, whose activations may differ."
-    if options.lora_rank is not None:
-        yield "LoRA: what such a run would hold; the engines do not train adapters alone yet."
-    if options.model is not None:
-        yield f"To train what is recommended, add what --model stands for: {' '.join(_model_overrides(options.model))}"
-    if options.deepspeed_config is not None:
-        yield f"What {options.deepspeed_config} sets must be changed in it, too: a run refuses settings that disagree."
+            f"{training.micro_batch_size}. A run tries real steps.",
+        ),
+        (
+            not asked.runs(asked.job),
+            f"A {asked.gpu.name} has neither bfloat16 nor a flash kernel. The tables are of what it can train with: "
+            "training.bf16=false training.fp16=true.",
+        ),
+        (keys, f"infra.deepspeed_extra: {keys}: estimated as DeepSpeed and this program have them by default."),
+        (
+            training.torch_compile,
+            "torch_compile: estimated like layers that are not compiled, whose activations may differ.",
+        ),
+        (options.lora_rank, "LoRA: what such a run would hold; the engines do not train adapters alone yet."),
+        (options.model is not None, f"To train what is recommended, add what --model stands for: {stands_for}"),
+        (
+            options.deepspeed_config,
+            f"What {options.deepspeed_config} sets must be changed in it, too: a run refuses settings that disagree.",
+        ),
+    )
+    return [remark for applies, remark in remarks if applies]
 
 
 def contradictions(options: Mapping[str, object], overrides: Sequence[str]) -> list[str]:
@@ -162,11 +154,11 @@ def indivisible(config: FullConfig, nodes: int) -> list[str]:
     if gpus % nodes:
         return [f"--gpus {gpus} --nodes {nodes}: every node must have as many GPUs; give a multiple of {nodes}"]
     if is_auto(config):
-        batch, what = global_batch_size(config, gpus), "training.global_batch_size"
+        _attempt(problems, micro_batch_candidates, config, gpus)
     else:
         by_batch = "training.global_batch_size / training.per_device_train_batch_size"
-        batch, what = micro_batches_per_step(config, gpus), "data.num_lanes" if config.data.num_lanes else by_batch
-    _attempt(problems, lambda: per_rank(batch, gpus, what, multiple=is_auto(config)))
+        what = "data.num_lanes" if config.data.num_lanes else by_batch
+        _attempt(problems, per_rank, micro_batches_per_step(config, gpus), gpus, what)
     _attempt(problems, mesh_shape, config.infra, gpus, gpus // nodes)
     return problems
 

@@ -11,14 +11,13 @@ import itertools
 import json
 import math
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from ds_encdec.config.batch_size import micro_batches_per_step
 from ds_encdec.config.rules import engine_candidates, engine_conflicts, find_conflicts
-from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.shares import mesh_shape
 from ds_encdec.engines import ENGINES
 from ds_encdec.memory.breakdown import Breakdown, Estimate, HostBreakdown
@@ -36,10 +35,6 @@ HOST_HEADROOM = 0.1
 that takes the last of it is killed silently."""
 EFFICIENT_TOKENS = 4096
 """Tokens of a micro-batch that occupy a GPU well; smaller ones are recommended only where nothing else fits."""
-MORE_ROOM = 0.9
-"""Share of another setting's peak below which one of the same kind is worth naming beside it."""
-SMALLEST_LOSS_CHUNK = 128
-"""Tokens; below this the head's matrix products are too small to be fast."""
 BATCH_FIELDS = {
     "training.per_device_train_batch_size",
     "training.gradient_accumulation_steps",
@@ -49,6 +44,7 @@ BATCH_FIELDS = {
 """Any of them decides how many micro-batches a step has."""
 STAGES = ("zero0", "zero1", "zero2", "zero3")
 HYBRID_STAGES = ("zero2_hybrid", "zero3_hybrid")
+_SHARDING_ALIASES = ["infra.fsdp_sharding_strategy", "infra.fsdp_activation_checkpointing", "infra.fsdp_cpu_offload"]
 OFFLOADS = {"none": ("none", "none"), "optimizer": ("cpu", "none"), "optimizer+params": ("cpu", "cpu")}
 """The words of the table for what is kept in host memory, with `infra.offload_optimizer` and `infra.offload_params`."""
 _NOWHERE = Estimate(Breakdown(framework=math.inf), "", HostBreakdown())
@@ -75,17 +71,8 @@ class Variant:
         return (on_device + self.estimate.host.total) * self.job.ranks_per_node
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
-    """Usable bytes of a device, and a rank's share of its node's memory (infinite where that is not judged)."""
-
-    device_bytes: float
-    host_bytes: float = math.inf
-
-    def fits(self, row: Variant) -> bool:
-        """Return whether the peak leaves `HEADROOM` of the device free, and the host's part `HOST_HEADROOM` of that."""
-        on_device, on_host = row.estimate.peak.total, row.estimate.host.total
-        return on_device <= self.device_bytes * (1 - HEADROOM) and on_host <= self.host_bytes * (1 - HOST_HEADROOM)
+Fits = Callable[[Variant], bool]
+"""Tells of a setting whether it fits into the memory there is."""
 
 
 # ------------------------------------------------------------------------------------------------------ changed jobs
@@ -99,8 +86,7 @@ def changed(job: Job, change: Mapping[str, Any]) -> Job:
     config, engine, steps = job.config, job.engine, job.gradient_accumulation_steps
     for name, value in change.items():
         section, field_name = name.split(".")
-        changed_section = getattr(config, section).model_copy(update={field_name: value})
-        config = config.model_copy(update={section: changed_section})
+        config = config.model_copy(update={section: getattr(config, section).model_copy(update={field_name: value})})
     if "infra.distributed_type" in change:
         engine = engine_candidates(config)[0].name
     if BATCH_FIELDS & change.keys():
@@ -124,14 +110,9 @@ def variant(job: Job, change: Change) -> Variant:
 
 def as_overrides(change: Mapping[str, Any]) -> str:
     """A change as a shell's command line takes it."""
-    words = (f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in change.items())
-    return shlex.join(words)
-
-
-def value_of(config: FullConfig, name: str) -> Any:
-    """The value of the field `section.field`."""
-    section, field_name = name.split(".")
-    return getattr(getattr(config, section), field_name)
+    return shlex.join(
+        f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in change.items()
+    )
 
 
 # ----------------------------------------------------------------------------------------------- settings of the table
@@ -148,16 +129,16 @@ def variants(job: Job) -> list[Variant]:
 
 def smallest_variants(job: Job) -> list[Variant]:
     """The settings that need least of a device: everything sharded and recomputed, micro-batches of 1, each offload."""
-    smallest = batch_overrides(job, 1)
-    if (reduces := ENGINES[job.engine].reduction_field) is not None and not value_of(job.config, reduces):
+    smallest, reduces = batches(job)[1], ENGINES[job.engine].reduction_field
+    if reduces is not None and not attrgetter(reduces)(job.config):
         smallest[reduces] = True
     return [variant(job, setting(job, "zero3", offload, "full") | smallest) for offload in OFFLOADS]
 
 
 def settings(job: Job) -> Iterator[Change]:
     """The changes of `job` that make the rows of the table."""
-    hybrids = HYBRID_STAGES if job.world_size > job.ranks_per_node else ()
-    return itertools.starmap(partial(setting, job), itertools.product((*STAGES, *hybrids), OFFLOADS, ("none", "full")))
+    stages = (*STAGES, *HYBRID_STAGES) if job.world_size > job.ranks_per_node else STAGES
+    return (setting(job, *row) for row in itertools.product(stages, OFFLOADS, ("none", "full")))
 
 
 def setting(job: Job, stage: str, offload: str, checkpointing: str) -> Change:
@@ -172,18 +153,16 @@ def setting(job: Job, stage: str, offload: str, checkpointing: str) -> Change:
         "infra.offload_params": params,
         "training.activation_checkpointing": checkpointing,
     }
-    change = {name: value for name, value in wanted.items() if value != value_of(job.config, name)}
-    if not change:
+    if all(attrgetter(name)(job.config) == value for name, value in wanted.items()):
         return {}
-    in_the_way = [f"infra.fsdp_{alias}" for alias in ("sharding_strategy", "activation_checkpointing", "cpu_offload")]
+    wanted |= dict.fromkeys(_SHARDING_ALIASES)
     if stage not in HYBRID_STAGES:
-        in_the_way.append("infra.hybrid_shard_size")
-    change |= {name: None for name in in_the_way if value_of(job.config, name) is not None}
+        wanted["infra.hybrid_shard_size"] = None
     # Under `auto` the change may undo what only this engine could do; `ddp` is zero0.
     kind = job.config.infra.distributed_type
-    if kind != job.engine and (stage != "zero0" if kind != "auto" else job.engine != next(iter(ENGINES))):
-        change["infra.distributed_type"] = job.engine
-    return change
+    if job.engine != next(iter(ENGINES)) if kind == "auto" else stage != "zero0":
+        wanted["infra.distributed_type"] = job.engine
+    return {name: value for name, value in wanted.items() if value != attrgetter(name)(job.config)}
 
 
 def has_other_name(job: Job) -> bool:
@@ -192,9 +171,9 @@ def has_other_name(job: Job) -> bool:
     FSDP2's zero1 is zero2, and it offloads all or none: it scatters gradients as it reduces
     them, and its parameters are the master weights (engine/fsdp2.py).
     """
-    infra = job.config.infra
-    renamed = infra.sharding_stage == "zero1" or infra.offload_params == "cpu"
-    return renamed and ENGINES[job.engine].merges_settings and not find_conflicts(job.config)
+    infra, engine = job.config.infra, ENGINES[job.engine]
+    renamed = engine.merges_settings and (infra.sharding_stage == "zero1" or infra.offload_params == "cpu")
+    return renamed and not find_conflicts(job.config)
 
 
 def offload_of(job: Job) -> str | None:
@@ -203,35 +182,34 @@ def offload_of(job: Job) -> str | None:
     return next((name for name, places in OFFLOADS.items() if places == placed), None)
 
 
-def micro_batches(job: Job) -> list[int]:
-    """Micro-batches that make the same global batch, the smallest first: divisors of what a rank reads in a step."""
-    sequences = job.config.training.micro_batch_size * job.gradient_accumulation_steps
-    return [batch for batch in range(1, sequences + 1) if sequences % batch == 0]
+def batches(job: Job) -> dict[int, Change]:
+    """The changes to the micro-batches, the smallest first, that keep the global batch, with the accumulation for it.
 
-
-def batch_overrides(job: Job, batch: int) -> Change:
-    """The change to a micro-batch of `batch`, one of `micro_batches`, with the accumulation that keeps the global."""
+    They divide what a rank reads in a step.
+    """
     configured = job.config.training.micro_batch_size
-    if batch == configured:
-        return {}
-    steps = configured * job.gradient_accumulation_steps // batch
+    sequences = configured * job.gradient_accumulation_steps
     # Set even where a global_batch_size decides it: that may be this run's own, of `auto`, and not the user's.
-    accumulating = {"training.gradient_accumulation_steps": steps}
+    name, ranks = "training.gradient_accumulation_steps", 1
     if job.config.data.num_lanes:
-        accumulating = {"data.num_lanes": steps * job.world_size}
-    return {"training.per_device_train_batch_size": batch, **accumulating}
+        name, ranks = "data.num_lanes", job.world_size
+    sizes = [size for size in range(1, sequences + 1) if sequences % size == 0]
+    found: dict[int, Change] = {
+        size: {"training.per_device_train_batch_size": size, name: sequences // size * ranks} for size in sizes
+    }
+    return found | {configured: {}}
 
 
 # --------------------------------------------------------------------------------------------------- which to choose
 
 
-def recommend(job: Job, room: Room) -> Variant | None:
+def recommend(job: Job, fits: Fits) -> Variant | None:
     """The first setting of `job` and its engine that fits, with its largest micro-batch; None where none does.
 
     The global batch is kept: the micro-batch divides what a rank reads in one step.
     """
     data, training = job.config.data, job.config.training
-    kept = _perhaps({"training.activation_offload": False}, when=training.activation_offload)
+    kept: list[Change] = [{}, {"training.activation_offload": False}] if training.activation_offload else [{}]
     asked = [
         change
         for change in _combined(settings(job), kept, _reductions(job))
@@ -240,35 +218,30 @@ def recommend(job: Job, room: Room) -> Variant | None:
     efficient = -(-EFFICIENT_TOKENS // (data.max_encoder_length + data.max_decoder_length))
     for smallest in dict.fromkeys((min(training.micro_batch_size, efficient), 1)):
         # A whole step in one micro-batch leaves out all that accumulation needs, so it may fit where smaller ones fail.
-        batches = [batch for batch in micro_batches(job) if batch >= smallest]
-        groups = [
-            (group, changed(job, batch_overrides(job, group[0]))) for group in (batches[-1:], batches[:-1]) if group
-        ]
-        candidates = itertools.product(asked, groups)
-        for change, (group, _) in sorted(candidates, key=lambda each: _cost(each[1][1], each[0])):
+        sized = [batch for size, batch in batches(job).items() if size >= smallest]
+        candidates = itertools.product(asked, filter(None, (sized[-1:], sized[:-1])))
+        for change, group in sorted(candidates, key=lambda each: _cost(changed(job, each[1][0]), each[0])):
             # From the smallest: most settings that fail do so at once.
-            rows = (variant(job, change | batch_overrides(job, batch)) for batch in group)
-            if fitting := list(itertools.takewhile(room.fits, rows)):
+            if fitting := list(itertools.takewhile(fits, (variant(job, change | batch) for batch in group))):
                 return fitting[-1]
     return None
 
 
-def nearest(job: Job, room: Room, count: int = 3) -> list[Variant]:
+def nearest(job: Job, fits: Fits, count: int = 3) -> list[Variant]:
     """The first `count` changes to `job` that need less and fit; fewer where no more do.
 
     They differ in kind: none changes all that an earlier one changes, and more. Where these are too few, others follow
     that leave clearly more room.
     """
-    changes = sorted(_smaller(job), key=partial(_cost, job))
+    changes = sorted(_smaller(job), key=lambda change: _cost(job, change))
     found: list[Variant] = []
     for change in changes:
         if len(found) < count and not any(near.overrides.keys() <= change.keys() for near in found):
-            found += filter(room.fits, [variant(job, change)])
+            found += filter(fits, [variant(job, change)])
     for change in changes if found else ():
         if len(found) < count:
-            least = MORE_ROOM * min(near.estimate.peak.total for near in found)
-            narrower = replace(room, device_bytes=min(room.device_bytes, least))
-            found += filter(narrower.fits, [variant(job, change)])
+            most = 0.9 * (1 - HEADROOM) * min(near.estimate.peak.total for near in found)
+            found += (row for row in [variant(job, change)] if fits(row) and row.estimate.peak.total <= most)
     return found
 
 
@@ -280,7 +253,7 @@ def _cost(job: Job, change: Change) -> tuple[int, bool, float, int]:
     nothing. What does not exist may come anywhere, as it fits nowhere.
     """
     other = changed(job, change)
-    infra, training = other.config.infra, other.config.training
+    stage, training = other.config.infra.sharding_stage, other.config.training
     try:
         engine = engine_memory(other)
     except ConfigError:
@@ -292,12 +265,10 @@ def _cost(job: Job, change: Change) -> tuple[int, bool, float, int]:
         "zero3": 0.30 if several_nodes else 0.10,  # every layer's weights are gathered twice a micro-batch
         "zero3_hybrid": 0.10,  # the same inside a node
     }
-    if alone:
-        by_stage = {stage: 0.001 * number for number, stage in enumerate((*STAGES, *HYBRID_STAGES))}
     slowdown = (
         # A second forward pass is a quarter of the arithmetic; published runs lose 21 % of their throughput.
         0.25 * (training.activation_checkpointing != "none")
-        + by_stage.get(infra.sharding_stage, 0.0)
+        + (0.001 * (*STAGES, *HYBRID_STAGES).index(stage) if alone else by_stage.get(stage, 0.0))
         # Gradients are reduced after every micro-batch and not once a step.
         + (0.10 if several_nodes else 0.03) * (engine.reduces_every_micro_batch and not alone)
         # Half the micro-batch means twice as many of them.
@@ -315,40 +286,29 @@ def _combined(*choices: Iterable[Change]) -> Iterator[Change]:
         yield {name: value for part in parts for name, value in part.items()}
 
 
-def _perhaps(change: Change, *, when: bool) -> list[Change]:
-    """No change, and where it is possible this one."""
-    return [{}, change] if when else [{}]
-
-
 def _reductions(job: Job) -> list[Change]:
     """Reducing once a step and after every micro-batch, for an engine that leaves the choice."""
     name = ENGINES[job.engine].reduction_field
-    if name is None or job.gradient_accumulation_steps == 1:
-        return [{}]
-    return [{}, {name: not value_of(job.config, name)}]
+    return [{}, {name: not attrgetter(name)(job.config)}] if name and job.gradient_accumulation_steps > 1 else [{}]
 
 
 def _smaller(job: Job) -> Iterator[Change]:
-    """Changes to `job` that need less memory than it, alone and together."""
-    training, chunk = job.config.training, job.config.model.loss_chunk_tokens
-    smaller_chunk: Change = {"model.loss_chunk_tokens": max(SMALLEST_LOSS_CHUNK, chunk // 4)}
+    """Changes to `job` that need less memory than it, alone and together.
+
+    They shard, offload and recompute at least as much as `job` does (a hybrid stays as it is).
+    """
+    training, stage, chunk = job.config.training, job.config.infra.sharding_stage, job.config.model.loss_chunk_tokens
+    stages = STAGES[STAGES.index(stage) :] if stage in STAGES else ()
+    offloads = list(OFFLOADS)[list(OFFLOADS).index(offload_of(job) or "optimizer") :]
+    sharing = itertools.product(stages, offloads, dict.fromkeys((training.activation_checkpointing, "full")))
+    evaluating: Change = {"training.per_device_eval_batch_size": 1}
+    # In chunks of fewer than 128 tokens the head's matrix products are too small to be fast.
+    smaller_chunk: Change = {"model.loss_chunk_tokens": max(128, chunk // 4)}
     choices = (
-        _perhaps({"training.per_device_eval_batch_size": 1}, when=training.per_device_eval_batch_size > 1),
-        _perhaps(smaller_chunk, when=chunk > SMALLEST_LOSS_CHUNK),
+        [{}, evaluating] if training.per_device_eval_batch_size > 1 else [{}],
+        [{}, smaller_chunk] if chunk > 128 else [{}],
         [change for change in _reductions(job) if True in change.values() or not change],
-        [batch_overrides(job, batch) for batch in micro_batches(job) if batch <= training.micro_batch_size],
-        _more_sharing(job),
+        [batch for size, batch in batches(job).items() if size <= training.micro_batch_size],
+        [{}, *filter(None, (setting(job, *row) for row in sharing))],
     )
     return filter(None, _combined(*choices))
-
-
-def _more_sharing(job: Job) -> Iterator[Change]:
-    """Settings of the table that shard, offload or recompute at least as much as `job` does; itself included."""
-    yield {}
-    stage, checkpointing = job.config.infra.sharding_stage, job.config.training.activation_checkpointing
-    if stage not in STAGES:  # a hybrid
-        return
-    stages, offloads = STAGES[STAGES.index(stage) :], list(OFFLOADS)
-    offloads = offloads[offloads.index(offload_of(job) or "optimizer") :]
-    choices = itertools.product(stages, offloads, dict.fromkeys((checkpointing, "full")))
-    yield from filter(None, itertools.starmap(partial(setting, job), choices))

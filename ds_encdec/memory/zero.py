@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
 from functools import lru_cache
 from math import ceil, prod
 from typing import Any
 
 from ds_encdec.engine.ds_json import render_deepspeed_json
 from ds_encdec.memory.breakdown import Breakdown, EngineMemory, HostBreakdown, power_of_two
-from ds_encdec.memory.job import Job
-from ds_encdec.memory.model_sizes import Sizes
+from ds_encdec.memory.job import Job, Sizes
 from ds_encdec.types import ConfigError
 
 _ALL_REDUCE_ELEMENTS = 500_000_000
@@ -50,7 +48,8 @@ def zero_memory(job: Job) -> EngineMemory:
     Raises ConfigError for settings of which no JSON for DeepSpeed can be made, and for values in it that are no sizes.
     """
     s = _Settings(job)
-    memory = (_replicated if s.is_replicated else _sharded if s.stage == 3 else _partitioned)(s)
+    is_replicated = s.stage == 0 or s.is_bf16_optimizer
+    memory = (_replicated if is_replicated else _sharded if s.stage == 3 else _partitioned)(s)
     on_device = 0 if s.offloads_optimizer else s.states
     states = Breakdown(
         weights=0 if s.offloads_parameters else s.weight * s.weight_partition,  # bit16_groups_flat, lp_param_buffer
@@ -67,16 +66,13 @@ def zero_memory(job: Job) -> EngineMemory:
     )
 
 
-def not_estimated(job: Job) -> Iterator[str]:
+def not_estimated(job: Job) -> list[str]:
     """Settings of the JSON that change memory in a way that the estimate does not follow."""
     rendered = _rendered(job)
     blocks = {"zero_optimization": rendered["zero_optimization"], "optimizer.params": rendered["optimizer"]["params"]}
-    for block, key, estimated in _NOT_ESTIMATED:
-        if blocks[block].get(key, estimated) != estimated:
-            yield f"{block}.{key}"
-
-
-# ----------------------------------------------------------------------------------------------------- the settings
+    return [
+        f"{block}.{key}" for block, key, estimated in _NOT_ESTIMATED if blocks[block].get(key, estimated) != estimated
+    ]
 
 
 class _Settings:
@@ -84,18 +80,14 @@ class _Settings:
 
     `weight`, `accumulation`, `communication`, `master`, `moment`: bytes of one number of the parameters, the
     accumulated gradients, the gradients in a collective, the optimizer's weights, and each of Adam's moments. `each`:
-    of the gradients that are collected in a `bucket`, a buffer, of which there are `buffers`; `reduced`: in
-    allreduce_bucket, a flat copy, and another where the collective has a dtype of its own. `overlaps`: gradients are
-    reduced while the backward pass goes on. `secondary_ranks`: ranks that hold hpZ's second copy together (1: there is
-    none). `accumulates`: earlier micro-batches of a step leave gradients behind. `largest`: the largest trained
-    parameter, the embedding. `persistent`: parameters so small that stage 3 keeps them whole on every rank. `live`: the
-    most that stage 3 has gathered beside the module in work. `is_gathered`: whole parameters are tensors of their own,
-    as one rank's are not, being its partition (NoGatherHandle).
+    of the gradients that are collected in a `bucket`; `reduced`: in allreduce_bucket, a flat copy, and another where
+    the collective has a dtype of its own. `overlaps`: gradients are reduced while the backward pass goes on.
+    `accumulates`: earlier micro-batches of a step leave gradients behind. `number`: the JSON's by key of `_DEFAULTS`.
 
-    `sizes`: those of the model's parameters. `weight_partition`: what a rank has of all parameters, under stage 3 a
-    part of each, rounded up; `partition`: of the trained ones; under stages 1 and 2 of each group of parameters, to an
-    even number. `states`: the parameters that the rank's optimizer has. `sub_group`: what stage 3 steps at once, closed
-    by the parameter that fills it.
+    `sizes`: those of the model's parameters, and how many have each. `largest`: the largest trained parameter, the
+    embedding. `weight_partition`: what a rank has of all parameters, under stage 3 a part of each, rounded up;
+    `partition`: of the trained ones; under stages 1 and 2 of each group of parameters, to an even number. `states`: the
+    parameters that the rank's optimizer has.
 
     `is_compact`: under stages 1 and 2 a rank accumulates its partition in float32: _use_compact_grad_partition_buffer.
     `kept`: bytes that it then keeps of reduced gradients, also with offload on the device, as one flat partition
@@ -106,7 +98,7 @@ class _Settings:
     def __init__(self, job: Job) -> None:
         rendered = _rendered(job)
         zero, params = rendered["zero_optimization"], rendered["optimizer"]["params"]
-        number = {key: _number(key, value) for key, value in (_DEFAULTS | zero).items() if key in _DEFAULTS}
+        self.number = {key: _number(key, value) for key, value in (_DEFAULTS | zero).items() if key in _DEFAULTS}
         ranks, trained = job.world_size, job.trainable_parameters / job.parameters
         offload = zero.get("offload_optimizer", {})
         self.job, self.parameters, self.trainable = job, job.parameters, job.trainable_parameters
@@ -120,44 +112,32 @@ class _Settings:
         self.accumulation = _bytes(rendered.get("data_types", {}), "grad_accum_dtype", self.weight)
         self.communication = _bytes(rendered, "communication_data_type", self.weight)
         low_master = any(rendered[name].get(f"{name}_master_weights_and_grads", False) for name in ("bf16", "fp16"))
-        self.master = 2 if low_master and self.stage > 0 else 4
+        master = 2 if low_master and self.stage > 0 else 4
+        self.master = master if self.stage or self.weight < 4 else 0
         # DeepSpeed's CPUAdam keeps float32 unless configured (ops/adam/cpu_adam.py).
         low = rendered["bf16"].get("bf16_optimizer_states", False) or not params.get("fp32_optimizer_states", True)
-        self.moment = self.master if low or not self.offloads_optimizer or params["torch_adam"] else 4
+        self.moment = master if low or not self.offloads_optimizer or params["torch_adam"] else 4
         # engine.py _do_optimizer_sanity_check
         self.is_bf16_optimizer = (
             self.stage == 1 and job.config.training.bf16 and self.accumulation == 4 and not self.offloads_optimizer
         )
-        self.is_replicated = self.stage == 0 or self.is_bf16_optimizer
-        if self.is_replicated and self.weight == 4:
-            self.master = 0
         self.each = self.accumulation if self.stage == 1 else self.weight
         self.reduced = self.each + (self.communication if self.communication != self.each else 0)
 
-        sizes = _sizes(job.sizes)
-        self.sizes, self.largest = frozenset(sizes), min(max(sizes), self.trainable)
+        self.sizes = _sizes(job.sizes)
+        self.largest = min(max(self.sizes), self.trainable)
         self.weight_partition, self.partition = self.parameters, 2 * ceil(self.trainable / (2 * ranks))
         if self.stage == 3:
-            self.weight_partition = sum(times * ceil(size / ranks) for size, times in sizes.items())
+            self.weight_partition = sum(times * ceil(size / ranks) for size, times in self.sizes.items())
             self.partition = round(self.weight_partition * trained)
         self.states = self.partition if self.stage else self.trainable
         self.is_compact = self.accumulation == 4 and self.weight != 4
         self.owned = round(_owned(job.sizes, ranks) * trained)
-        self.kept = 0.0 if self.offloads_optimizer else float(self.weight * self.owned)
-        if self.is_compact:
-            self.kept = float(self.accumulation * self.partition)
+        whole = 0 if self.offloads_optimizer else self.weight * self.owned
+        self.kept = self.accumulation * self.partition if self.is_compact else whole
 
         self.overlaps = bool(zero.get("overlap_comm", self.stage == 3))
-        self.bucket, self.buffers = number["reduce_bucket_size"], 2 if self.overlaps and self.stage < 3 else 1
-        self.secondary_ranks = number["zero_hpz_partition_size"]
-        self.sub_group = min(self.partition, number["sub_group_size"] + ceil(self.largest / ranks))
-        threshold = number["stage3_param_persistence_threshold"]
-        self.persistent = sum(size * times for size, times in sizes.items() if size <= threshold)
-        # The prefetcher runs ahead, a bucket for each module entered, and what it has passed on its way from a use in
-        # the forward pass to the next is not released (__params_to_release, fetch_sub_module).
-        live = max(number["stage3_max_live_parameters"], number["stage3_max_reuse_distance"] // 2)
-        self.live = live + number["stage3_prefetch_bucket_size"] + max(sizes)
-        self.is_gathered = ranks > 1 or (self.offloads_parameters and job.device != "cpu")
+        self.bucket = self.number["reduce_bucket_size"]
 
     def largest_of(self, unit: int) -> int:
         """Elements of the largest parameter of a layer, or an embedding, of `unit` parameters."""
@@ -229,9 +209,6 @@ def _owned(sizes: Sizes, ranks: int) -> int:
     return max(by_rank)
 
 
-# ------------------------------------------------------------------------------------------------------- the stages
-
-
 def _replicated(s: _Settings) -> EngineMemory:
     """Stage 0: torch's own optimizer in float32, else fp16/fused_optimizer.py or fp16/unfused_optimizer.py.
 
@@ -260,7 +237,7 @@ def _partitioned(s: _Settings) -> EngineMemory:
     otherwise after it (reduce_gradients). Each goes as soon as it is reduced, while the partition's are allocated with
     the first of them. What is in a bucket is nowhere else: p.grad is a view of it then.
     """
-    buckets, reduces_late = s.each * s.bucket * s.buffers, s.stage == 1 and not s.overlaps  # setup_buckets
+    buckets, reduces_late = s.each * s.bucket * (1 + s.overlaps), s.stage == 1 and not s.overlaps  # setup_buckets
     accumulates_whole, accumulates_parts = (s.accumulates and s.stage == stage for stage in (1, 2))
 
     def partitions(is_filled: bool) -> float:
@@ -308,9 +285,8 @@ def _partitioned(s: _Settings) -> EngineMemory:
     flat = 0 if s.is_compact or s.master == s.weight else s.weight * s.partition
     copied = 0 if s.is_compact and s.master == s.accumulation else flat + s.master * s.partition
     return EngineMemory(
-        resting=Breakdown(
-            communication=s.weight * s.largest * s.offloads_optimizer
-        ),  # temp_grad_buffer_for_gpu_offload
+        # temp_grad_buffer_for_gpu_offload
+        resting=Breakdown(communication=s.weight * s.largest * s.offloads_optimizer),
         # Under stage 1 a micro-batch that reduces nothing leaves its buckets to the next.
         forward=Breakdown(
             gradients=s.kept * accumulates_parts + s.each * s.trainable * accumulates_whole,
@@ -326,9 +302,18 @@ def _partitioned(s: _Settings) -> EngineMemory:
 
 def _sharded(s: _Settings) -> EngineMemory:
     """zero/stage3.py, and the gathering of parameters in zero/partitioned_param_coordinator.py."""
-    on_device = 0 if s.offloads_optimizer else s.partition
+    number, ranks, on_device = s.number, s.job.world_size, 0 if s.offloads_optimizer else s.partition
     # hpZ's second partition, from the first forward pass to the end of the step: ds_secondary_tensor.
-    secondary = s.weight * s.parameters / s.secondary_ranks if s.secondary_ranks > 1 else 0.0
+    secondary_ranks = number["zero_hpz_partition_size"]
+    secondary = s.weight * s.parameters / secondary_ranks if secondary_ranks > 1 else 0.0
+    # Parameters so small that they are whole on every rank. One rank's are no tensors of their own (NoGatherHandle).
+    threshold = number["stage3_param_persistence_threshold"]
+    persistent = sum(size * times for size, times in s.sizes.items() if size <= threshold)
+    is_gathered = ranks > 1 or (s.offloads_parameters and s.job.device != "cpu")
+    # The prefetcher runs ahead, a bucket for each module entered, and what it has passed on its way from a use in the
+    # forward pass to the next is not released (__params_to_release, fetch_sub_module).
+    live = max(number["stage3_max_live_parameters"], number["stage3_max_reuse_distance"] // 2)
+    live += number["stage3_prefetch_bucket_size"] + max(s.sizes)
     bucket = min(s.bucket, s.trainable)
     # A bucket on its way is put together by rank (reduce_scatter_coalesced); itself it is in the collective's dtype.
     scattered = s.communication * bucket + _scattering(s, bucket, alone=False)
@@ -340,7 +325,7 @@ def _sharded(s: _Settings) -> EngineMemory:
         prefetch has begun and what the module in work needs; and while its parameters are used one after the other,
         the buffer that a prefetch was received in stays (__inflight_param_registry).
         """
-        return secondary + s.weight * max(min(s.parameters - s.persistent - done, s.live), 0) * s.is_gathered
+        return secondary + s.weight * max(min(s.parameters - persistent - done, live), 0) * is_gathered
 
     def backward(done: int, unit: int) -> Breakdown:
         head = s.waiting_head(done)
@@ -349,20 +334,22 @@ def _sharded(s: _Settings) -> EngineMemory:
 
     # At the end of the backward pass, when the embedding is still gathered: the bucket that it fills, or it alone.
     last = max(scattered, _scattering(s, s.largest, alone=True) if s.largest > s.bucket else 0)
-    # _prepare_fp32_grad_for_sub_group: one sub-group's gradients, flat, in the master weights' dtype.
+    # _prepare_fp32_grad_for_sub_group: the gradients of one sub-group, which the parameter that fills it closes, flat,
+    # in the master weights' dtype.
+    sub_group = min(s.partition, number["sub_group_size"] + ceil(s.largest / ranks))
     prepared = s.accumulation + (0 if s.master == s.accumulation else s.master)
     return EngineMemory(
         resting=Breakdown(
             gradients=s.accumulation * on_device,  # grad_partitions_flat_buffer
             # persistent_parameters, gathered in _post_step; ipg_buckets
-            communication=s.weight * s.persistent * s.is_gathered + s.communication * s.bucket,
+            communication=s.weight * persistent * is_gathered + s.communication * s.bucket,
         ),
         forward=Breakdown(communication=gathered(0)),
         backward=backward,
-        step=Breakdown(gradients=0 if s.offloads_optimizer else prepared * s.sub_group, communication=secondary),
+        step=Breakdown(gradients=0 if s.offloads_optimizer else prepared * sub_group, communication=secondary),
         last_reduction=Breakdown(
             gradients=s.weight * s.largest if s.trainable > s.bucket else 0,
-            communication=last + gathered(s.parameters - s.persistent - s.largest),
+            communication=last + gathered(s.parameters - persistent - s.largest),
         ),
     )
 
@@ -382,9 +369,6 @@ def _scattering(s: _Settings, elements: int, *, alone: bool) -> float:
         ),
     )
     return sum(num_bytes for is_there, num_bytes in parts if is_there)
-
-
-# --------------------------------------------------------------------------------------------------------- the host
 
 
 def _host(s: _Settings) -> HostBreakdown:

@@ -30,10 +30,8 @@ from .configuration import Qwen3EncoderConfig, Qwen3Seq2SeqConfig
 from .loss import IGNORE_INDEX, linear_cross_entropy
 from .precision import Linear
 
-Rotary = tuple[Tensor, Tensor]
-"""Cosines and sines, [..., tokens, 1, head_dim], in the dtype of the states."""
-Cache: TypeAlias = EncoderDecoderCache | None
-"""Keys and values of a generation so far; None in training."""
+Rotary = tuple[Tensor, Tensor]  # cosines and sines, [..., tokens, 1, head_dim], in the dtype of the states
+Cache: TypeAlias = EncoderDecoderCache | None  # keys and values of a generation so far; None in training
 
 
 def rotary_tables(positions: Tensor, config: Qwen3Seq2SeqConfig, dtype: torch.dtype) -> Rotary:
@@ -217,8 +215,8 @@ class Qwen3Decoder(Qwen3Stack):
         self, inputs_embeds: Tensor, encoder_states: Tensor, *, layout: Layout, past_key_values: Cache = None
     ) -> Tensor:
         """[..., Td, hidden] embeddings and [..., Te, hidden] encoder states → [..., Td, hidden] states."""
-        shared = {"layout": layout, "past_key_values": past_key_values}
-        return self._run(inputs_embeds, encoder_states, positions=layout.decoder_positions, **shared)
+        positions, past = layout.decoder_positions, past_key_values
+        return self._run(inputs_embeds, encoder_states, positions=positions, layout=layout, past_key_values=past)
 
 
 class LanguageModelHead(Linear):

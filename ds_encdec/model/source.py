@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ds_encdec.config.model_folder import MODEL_FILES, model_folder
 from ds_encdec.config.plain_files import read_json
 from ds_encdec.config.schema import ModelConfig
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.model.parameter_count import count_parameters
+from ds_encdec.model.parameter_count import EMBEDDING_ROWS_MULTIPLE, count_parameters
 from ds_encdec.model.weights import random_weights, stored_weights
+from ds_encdec.tokenizer.sentinels import Vocabulary
 from ds_encdec.types import CheckpointError, ConfigError, WeightSource
-
-EMBEDDING_ROWS_MULTIPLE = 128
-"""Embeddings that must grow do so to a multiple of this, which matrix kernels like."""
 
 _NO_ARCHITECTURE = ("loss_chunk_tokens", "use_flash_attention", "use_cache", "transformers_version", "dtype")
 
@@ -35,21 +33,6 @@ _NOT_COPIED = {"auto_map", "architectures", "dtype"}
 """Fields of an encoder-decoder's `config.json` that say how it was saved."""
 
 
-class TokenIds(Protocol):
-    """The token ids a model must know; `tokenizer.sentinels.Vocabulary` is one."""
-
-    @property
-    def sentinel_ids(self) -> tuple[int, ...]: ...  # noqa: D102 - see Vocabulary
-    @property
-    def mode_token_ids(self) -> tuple[int, ...]: ...  # noqa: D102
-    @property
-    def eos_id(self) -> int: ...  # noqa: D102
-    @property
-    def pad_id(self) -> int: ...  # noqa: D102
-    @property
-    def vocab_size(self) -> int: ...  # noqa: D102
-
-
 @dataclass(frozen=True)
 class ModelSource:
     """A model before it is built: its configuration, where its weights come from, and that in words."""
@@ -59,7 +42,7 @@ class ModelSource:
     description: str
 
 
-def resolve_model(section: ModelConfig, vocabulary: TokenIds, seed: int) -> ModelSource:
+def resolve_model(section: ModelConfig, vocabulary: Vocabulary, seed: int) -> ModelSource:
     """The model that `section` asks for, for the token ids of `vocabulary`.
 
     Downloads configuration and safetensors of a hub model that is not cached. The names and shapes of its tensors are
@@ -146,7 +129,7 @@ def architecture(config: Qwen3Seq2SeqConfig) -> dict[str, Any]:
     return {name: value for name, value in config.to_dict().items() if name not in _NO_ARCHITECTURE}
 
 
-def _config(section: ModelConfig, fields: dict[str, Any], vocabulary: TokenIds) -> Qwen3Seq2SeqConfig:
+def _config(section: ModelConfig, fields: dict[str, Any], vocabulary: Vocabulary) -> Qwen3Seq2SeqConfig:
     """The configuration of `fields`, with what `section` and the vocabulary decide, whatever a folder says.
 
     Raises ValueError for impossible sizes.

@@ -31,10 +31,8 @@ from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.types import CheckpointError, WeightSource
 
-VOCABULARY_PARAMETERS = ("shared.weight", "lm_head.weight")
-"""Parameters with one row for each token id."""
-_STATISTICS_ROWS = 2048
-"""Rows of the embedding read and converted to float64 at one time."""
+VOCABULARY_PARAMETERS = ("shared.weight", "lm_head.weight")  # parameters with one row for each token id
+_STATISTICS_ROWS = 2048  # rows of the embedding read and converted to float64 at one time
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

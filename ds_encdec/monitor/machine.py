@@ -1,20 +1,23 @@
-"""The machines under a run: measured on every rank once per logging interval, and watched for what slows it.
+"""How fast the run is, and the machines under it: clocked, measured on every rank once per logging interval, watched.
 
-Throughput, slow and late ranks, memory, and waits for data. In synchronous training every rank has the same step time,
-since the others wait for the slow one inside collectives (under ZeRO-3 in the forward pass of every layer). What does
-tell them apart: how long each of them waits for the others before a step, and how long each takes for a piece of
-arithmetic that involves nobody else.
+Tokens per second, model FLOPs utilisation, and where the time goes; slow and late ranks, memory, and waits for data. In
+synchronous training every rank has the same step time, since the others wait for the slow one inside collectives (under
+ZeRO-3 in the forward pass of every layer). What does tell them apart: how long each of them waits for the others before
+a step, and how long each takes for a piece of arithmetic that involves nobody else.
 """
 
 from __future__ import annotations
 
 import math
+import time
 import timeit
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from statistics import median_low
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -23,16 +26,80 @@ from torch import Tensor
 from ds_encdec.config.schema import MonitorConfig
 from ds_encdec.monitor.metrics import MetricWindow
 from ds_encdec.monitor.metrics_file import make_alert
-from ds_encdec.monitor.performance import Lap
 
 PERSISTENT_INTERVALS = 3
 """Logging intervals in a row in which anything but memory must be seen to be an alert: one is noise."""
-MIN_THROUGHPUT_VALUES = 5
-"""Intervals that must be in the throughput window before a drop can be seen."""
+MIN_THROUGHPUT_VALUES = 5  # intervals that must be in the throughput window before a drop can be seen
 MEMORY_BASELINE_INTERVALS = range(2, 5)
 """Intervals of this process, and then after its first save, whose largest memory is the baseline: what is allocated
 late belongs to it."""
 _WARMUP_PRODUCTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Lap:
+    """Seconds of one interval. `training_s` contains the waits, for data and for other ranks, and no pauses."""
+
+    training_s: float
+    data_wait_s: float
+    exchange_wait_s: float
+
+
+class IntervalClock:
+    """Monotonic time since the last lap, kept apart by what it was spent on.
+
+    The first lap begins with the first wait for data: building or loading a model is no training time.
+    """
+
+    def __init__(self) -> None:
+        self._has_begun, self._lap_began, self._seconds = False, time.monotonic(), defaultdict[str, float](float)
+
+    @contextmanager
+    def spent_on(self, what: Literal["data", "ranks", "pause"]) -> Iterator[None]:
+        """Time that the loop waits for its next batch, or for the other ranks to come to the next step.
+
+        A `pause` is no training time: evaluation, checkpoints.
+        """
+        if what == "data" and not self._has_begun:
+            self.lap()
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds[what] += time.monotonic() - max(began, self._lap_began)  # a lap may have ended in between
+
+    def lap(self) -> Lap:
+        """The time since the last lap, and start a new one."""
+        now, spent = time.monotonic(), self._seconds
+        lap = Lap(now - self._lap_began - spent["pause"], spent["data"], spent["ranks"])
+        self._has_begun, self._lap_began, self._seconds = True, now, defaultdict(float)
+        return lap
+
+
+def performance_metrics(
+    lap: Lap,
+    *,
+    num_steps: int,
+    tokens: float,
+    num_devices: int,
+    flops: float | None = None,
+    peak_flops_per_device: float | None = None,
+) -> dict[str, float]:
+    """The `perf/` metrics of an interval.
+
+    `tokens`: non-padding tokens of both sides over all ranks. `flops`: model FLOPs of the interval over all
+    ranks, recomputation not counted. `perf/mfu` (a fraction) is there where FLOPs and the peak are known.
+    """
+    seconds = max(lap.training_s, 1e-9)
+    metrics = {
+        "perf/tokens_per_sec": tokens / seconds,
+        "perf/tokens_per_sec_per_gpu": tokens / seconds / num_devices,
+        "perf/step_time_s": seconds / max(num_steps, 1),
+        "perf/data_wait_frac": lap.data_wait_s / seconds,
+    }
+    if flops is not None and peak_flops_per_device is not None:
+        metrics["perf/mfu"] = flops / seconds / (peak_flops_per_device * num_devices)
+    return metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +123,11 @@ def measure_rank_stats(device: torch.device, lap: Lap, held_bytes: Mapping[str, 
     # The kernel brings its peak up to date a little later.
     memory = {"host": host, "peak": max(peak_host_bytes(), host)}
     if device.type == "cuda":
-        memory |= {"peak": torch.cuda.max_memory_allocated(device), "device": torch.cuda.memory_allocated(device)}
-        memory["reserved"] = torch.cuda.memory_reserved(device)
+        memory |= {
+            "peak": torch.cuda.max_memory_allocated(device),
+            "device": torch.cuda.memory_allocated(device),
+            "reserved": torch.cuda.memory_reserved(device),
+        }
     return RankStats(**asdict(lap), arithmetic_s=measure_arithmetic(device), memory={**memory, **held_bytes})
 
 
@@ -114,11 +184,11 @@ class MachineWatch:
 
     def __init__(self, settings: MonitorConfig) -> None:
         self._settings = settings
-        self._intervals = 0
-        # Tokens per second and rank: comparable with what it was before a resume on more or fewer ranks.
-        self._throughput = MetricWindow(settings.window_size)
+        self._intervals = self._memory_intervals = 0
+        # Tokens per second and rank: comparable with what it was before a resume on more or fewer ranks. It is saved;
+        # memory and streaks are this process's own, and start anew.
+        self.throughput = MetricWindow(settings.window_size)
         self._streaks: dict[tuple[str, int], int] = {}
-        self._memory_intervals = 0
         self._memory_levels: dict[str, list[float]] = {}
         self._saved = False
 
@@ -138,9 +208,7 @@ class MachineWatch:
     def note_save(self) -> None:
         """A checkpoint was saved. The first one of a process keeps its staging buffers: memory has a new baseline."""
         if not self._saved:
-            self._saved = True
-            self._memory_intervals = 0
-            self._memory_levels = {}
+            self._saved, self._memory_intervals, self._memory_levels = True, 0, {}
 
     @staticmethod
     def metrics(rank_stats: Sequence[RankStats]) -> dict[str, float]:
@@ -157,21 +225,17 @@ class MachineWatch:
             metrics |= {"health/latest_rank": latest, "health/latest_rank_late_frac": lateness}
         return metrics
 
-    def state_dict(self) -> dict[str, Any]:
-        """The throughput window, strictly JSON-able. Memory and streaks are this process's own, and start anew."""
-        return {"throughput": self._throughput.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` gave. For a resume; a rollback changes nothing about the machines."""
-        self._throughput.load_state_dict(state["throughput"])
-
     def _judge_persistent(self, step: int, rank_stats: Sequence[RankStats], speed: float) -> list[dict[str, Any]]:
         """Alerts of what has now been beyond its threshold in `PERSISTENT_INTERVALS` intervals in a row.
 
         `speed`: tokens per second and rank.
         """
-        settings = self._settings
-        least = settings.throughput_drop_threshold * self._usual_speed(speed)
+        settings, usual = self._settings, self.throughput.mean
+        is_compared = self._intervals > 1 and len(self.throughput) >= MIN_THROUGHPUT_VALUES
+        least = settings.throughput_drop_threshold * usual if is_compared else 0.0
+        if self._intervals > 1 and not math.isnan(speed):
+            # A low value counts like any other: a speed that stays becomes the one to be compared with.
+            self.throughput.add(speed)
         shares = [rank.data_wait_s / max(rank.training_s, 1e-9) for rank in rank_stats]
         share, (latest, lateness) = max(shares), _latest(rank_stats)
         # What and whose, whether it is beyond its threshold, and the alert. Of waits for data the rank does not count:
@@ -195,15 +259,6 @@ class MachineWatch:
         }
         self._streaks = {key: self._streaks.get(key, 0) + 1 for key in seen}
         return [alert for key, alert in seen.items() if self._streaks[key] == PERSISTENT_INTERVALS]
-
-    def _usual_speed(self, speed: float) -> float:
-        """The mean of the window before this interval; 0 while there are too few values to compare `speed` with."""
-        if self._intervals == 1 or math.isnan(speed):
-            return 0.0
-        usual = self._throughput.mean if len(self._throughput) >= MIN_THROUGHPUT_VALUES else 0.0
-        # A low value counts like any other: a speed that stays becomes the one to be compared with.
-        self._throughput.add(speed)
-        return usual
 
     def _judge_memory(self, step: int, place: str, now: Sequence[float]) -> list[dict[str, Any]]:
         """One alert for all ranks that have grown: mostly they do so together."""

@@ -106,13 +106,9 @@ class StepRecord:
         """Non-padding tokens of both sides."""
         return self.encoder_tokens + sum(self.target_tokens.values())
 
-    def to_dict(self) -> dict[str, Any]:
-        """A strictly JSON-able dict, for `from_dict`."""
-        return strict_json(dataclasses.asdict(self))
-
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StepRecord:
-        """Restore exactly what `to_dict` wrote. Older checkpoints have lists instead of names, and no `extra`."""
+        """Restore exactly what was saved. Older checkpoints have lists instead of names, and no `extra`."""
 
         def named(part: str) -> dict[str, float]:
             saved = values.get(part, {})
@@ -139,16 +135,16 @@ class StepAccumulator:
 
     def add(self, loss_sum: LossSum, *, encoder_tokens: int) -> None:
         """Add one micro-batch of this rank to the current step. Does not wait for the device."""
-        self._sums += torch.stack((loss_sum.by_denoiser, loss_sum.tokens_by_denoiser)).detach()
+        self.sums += torch.stack((loss_sum.by_denoiser, loss_sum.tokens_by_denoiser)).detach()
         self._encoder_tokens += encoder_tokens
 
     def end_step(self, result: StepResult, *, global_step: int, data_step: int) -> None:
         """Close the current step, applied or not; the counters are those after it."""
         names = dict.fromkeys(result.extra, math.nan)
         step = StepRecord(global_step, data_step, result.applied, result.learning_rate, math.nan, {}, {}, 0, names)
-        metrics = [value.detach().to(self._sums) for value in (result.grad_norm, *result.extra.values())]
-        tokens = self._sums.new_full((1,), self._encoder_tokens)
-        self._pending.append((step, torch.cat([self._sums.flatten(), tokens, torch.stack(metrics)])))
+        metrics = [value.detach().to(self.sums) for value in (result.grad_norm, *result.extra.values())]
+        tokens = self.sums.new_full((1,), self._encoder_tokens)
+        self._pending.append((step, torch.cat([self.sums.flatten(), tokens, torch.stack(metrics)])))
         self._begin_step()
 
     def reduce(self) -> list[StepRecord]:
@@ -160,30 +156,22 @@ class StepAccumulator:
             self._records += [_summed(step, totals, len(ranks)) for step, _ in pending]
         return list(self._records)
 
-    def current_sums(self) -> Tensor:
-        """This rank's sums of the step that has not ended: float64 [2, denoisers] on the CPU, losses and target tokens.
-
-        Waits for the device.
-        """
-        return self._sums.cpu()
-
     def take(self) -> list[StepRecord]:
         """`reduce`, and begin a new interval."""
-        records = self.reduce()
-        self._records = []
+        records, self._records = self.reduce(), []
         return records
 
     def state_dict(self) -> dict[str, Any]:
         """The records of the interval so far, JSON-able and equal on all ranks. A collective, like `reduce`."""
-        return {"records": [record.to_dict() for record in self.reduce()]}
+        return {"records": [strict_json(dataclasses.asdict(record)) for record in self.reduce()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the interval that `state_dict` was taken in."""
-        self._records = [StepRecord.from_dict(values) for values in state["records"]]
-        self._pending = []
+        self._records, self._pending = [StepRecord.from_dict(values) for values in state["records"]], []
 
     def _begin_step(self) -> None:
-        self._sums = torch.zeros(2, len(DENOISERS), dtype=torch.float64, device=self.device)
+        # This rank's losses and target tokens of the step that has not ended.
+        self.sums = torch.zeros(2, len(DENOISERS), dtype=torch.float64, device=self.device)
         self._encoder_tokens = 0
 
 

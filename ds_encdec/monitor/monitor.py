@@ -10,7 +10,6 @@ from functools import partial
 from itertools import count
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import nn
 
 from ds_encdec.config.schema import FullConfig, MonitorConfig
@@ -18,14 +17,12 @@ from ds_encdec.monitor.metrics import MetricWindow
 from ds_encdec.monitor.metrics_file import make_alert, strict_json
 from ds_encdec.optim import learning_rate
 
-MAX_LOSS_SPIKES = 5
-"""Loss spikes that a phase may have and still pass."""
+MAX_LOSS_SPIKES = 5  # loss spikes that a phase may have and still pass
 
 MAX_ALERTS_OF_A_TYPE = 200
 """Alerts of each type that are kept, the newest ones: many of one type do not push another's out."""
 
-MAX_HISTORY = 10_000
-"""Observations that `TrainingMonitor.history` keeps, the newest ones."""
+MAX_HISTORY = 10_000  # observations that `TrainingMonitor.history` keeps, the newest ones
 
 LEARNING_RATE_ROUNDING = 1e-12
 """Difference between two learning rates that is never an alert: what is left of a rate of 0 after rounding."""
@@ -289,9 +286,9 @@ def _number(value: float | None, reason: str) -> str:
 
 
 def compute_gradient_norm(model: nn.Module) -> float:
-    """Global L2 norm of the gradients that lie in `p.grad`; 0.0 without any.
+    """Global L2 norm, in float32, of the gradients that lie in `p.grad`; 0.0 without any.
 
     For unsharded models (the engines report their own norm, since ZeRO keeps `p.grad` empty). Waits for the device.
     """
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+    gradients = [parameter.grad.float() for parameter in model.parameters() if parameter.grad is not None]
+    return float(nn.utils.get_total_norm(gradients))

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, FileSystemLoader
 
-from ds_encdec.config.errors import show
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.config.settings import join
+from ds_encdec.config.settings import join, show
 from ds_encdec.launch.disk import write_atomically
 from ds_encdec.monitor.metrics_file import is_number
 from ds_encdec.report.read_run import Entry, Run, read_time

@@ -16,11 +16,11 @@ import numpy as np
 
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.checkpoint.manifest import read_manifest, verify_listing
-from ds_encdec.config.errors import Problem
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.settings import Problem
 from ds_encdec.config.yaml_text import read_yaml
 from ds_encdec.launch.run_folder import RunFolder
-from ds_encdec.memory.model_sizes import run_sizes
+from ds_encdec.memory.job import run_sizes
 from ds_encdec.monitor.metrics_file import is_number, read_step_lines
 from ds_encdec.types import CheckpointError, ConfigError, DataError
 

@@ -104,7 +104,7 @@ def test_deepspeeds_own_script_reads_what_one_process_wrote(
 
 CONVERT = """
 from pathlib import Path
-from ds_encdec.checkpoint.convert import convert_checkpoint
+from ds_encdec.checkpoint.export import convert_checkpoint
 convert_checkpoint(Path(sys.argv[1]), Path(sys.argv[2]), to="dcp", overrides=["infra.sharding_stage=zero1"])
 print("done")
 """

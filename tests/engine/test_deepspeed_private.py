@@ -38,7 +38,7 @@ def test_a_shard_is_filled_by_ranges_and_its_padding_zeroed() -> None:
     values = {"a": torch.arange(10.0), "b": torch.tensor([20.0, 21.0])}
     shard.fill(shard.weights, lambda name, start, stop: values[name][start:stop])
     assert shard.weights.tolist() == [2, 3, 4, 0, 20, 21, 0, 0]
-    shard.fill_parameter("b", torch.tensor([30.0, 31.0]))
+    shard.fill(shard.weights, lambda name, start, stop: torch.tensor([30.0, 31.0])[start:stop], only="b")
     assert shard.weights.tolist() == [2, 3, 4, 0, 30, 31, 0, 0]
 
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from ds_encdec.monitor.performance import IntervalClock, Lap, performance_metrics
+from ds_encdec.monitor.machine import IntervalClock, Lap, performance_metrics
 
 
 def test_performance_of_an_interval() -> None:

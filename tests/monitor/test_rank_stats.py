@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from ds_encdec.monitor import machine
-from ds_encdec.monitor.machine import measure_arithmetic, measure_rank_stats
-from ds_encdec.monitor.performance import Lap
+from ds_encdec.monitor.machine import Lap, measure_arithmetic, measure_rank_stats
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 
