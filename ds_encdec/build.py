@@ -16,11 +16,16 @@ import torch
 
 from ds_encdec.auto_batch.resolve import job_here, resolve_batch_size
 from ds_encdec.checkpoint.export import average_last_checkpoints, clear_averaged
-from ds_encdec.checkpoint.folder import check_room
-from ds_encdec.checkpoint.manager import MAKE_ROOM, Checkpoint, CheckpointManager, find_checkpoint
-from ds_encdec.config.batch_size import is_auto, micro_batch_candidates, micro_batches_per_step, with_assumed_batch_size
+from ds_encdec.checkpoint.folder import Checkpoint, check_room
+from ds_encdec.checkpoint.manager import MAKE_ROOM, CheckpointManager, find_checkpoint
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.config.shares import per_rank
+from ds_encdec.config.shares import (
+    is_auto,
+    micro_batch_candidates,
+    micro_batches_per_step,
+    per_rank,
+    with_assumed_batch_size,
+)
 from ds_encdec.data.build import TrainingData, build_data
 from ds_encdec.data.inspect import inspect_data
 from ds_encdec.data.tables import resolve_commits
@@ -31,8 +36,8 @@ from ds_encdec.engines import ENGINES, load
 from ds_encdec.gpus import peak_flops
 from ds_encdec.launch.disk import Writing, write_atomically
 from ds_encdec.launch.host_collectives import RunContext
-from ds_encdec.launch.peers import Peers, Watchdog, ending_recorded, is_broken_connection, named_error, record
-from ds_encdec.launch.preemption import StopRequest
+from ds_encdec.launch.peers import Peers, ending_recorded, is_broken_connection, named_error, record
+from ds_encdec.launch.preemption import StopRequest, awaited
 from ds_encdec.launch.process_group import shutdown
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.launch.world import World, discover
@@ -82,15 +87,14 @@ def run_training(
     given, longest = config.infra.hang_timeout_minutes, config.infra.distributed_timeout_minutes
     hang_minutes = longest * 2 / 3 if given is None else given
     with (
-        Peers(folder, context.collectives) as peers,
+        Peers(folder, context.collectives, stop, hang_minutes or None) as peers,
         ending_recorded(folder, world, peers, spare=resume is not None) as begin,
-        Watchdog(stop, hang_minutes or None, folder, context.collectives),
     ):
         trainer, expected = _wire(config, context, folder, stop, resume, allow_data_change)
         begin()
         state = _train_and_close(trainer, peers, expected)
     del trainer
-    with stop.busy():  # no step follows, and nobody is stuck
+    with stop.heartbeat.busy():  # no step follows, and nobody is stuck
         shutdown()
         if world.is_main:
             average_last_checkpoints(folder, last=config.training.average_checkpoints)
@@ -104,7 +108,7 @@ def _meet(config: FullConfig, world: World, stop: StopRequest) -> RunContext:
         context = join_ranks(config, world, met=stop.ranks_have_met)
         context.collectives.all_gather_ints([0])
     except RuntimeError as error:  # torch's; a launcher stops those whom one has left
-        if is_broken_connection(error) and stop.comes_within(seconds=10):
+        if is_broken_connection(error) and awaited(10, lambda: stop.reason is not None):
             raise Preempted(f"stopped by {stop.reason} while the ranks met: there was nothing to save") from error
         raise
     return context
@@ -134,7 +138,7 @@ def _train_and_close(
             raise named from error
         raise
     finally:
-        with trainer.stop.busy():
+        with trainer.stop.heartbeat.busy():
             trainer.checkpoints.close()
             trainer.loader.close()
             trainer.recorder.close(exit_code, reason)
@@ -306,6 +310,7 @@ def _begin_recording(run: _Run, state: TrainingState, expected: ExpectedMemory |
         with Writing(folder.root, "The run", MAKE_ROOM).refusals_told():
             if world.is_main:
                 _write_run_configuration(run)
+                folder.write_status("running", parameters=count_parameters(sizes))
             return Recorder(
                 device=device,
                 collectives=run.context.collectives,

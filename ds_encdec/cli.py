@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_encdec import estimate_memory, train
 from ds_encdec.engines import STATE_FORMATS
-from ds_encdec.launch.standard_output import outlive_readers, reader_may_leave
+from ds_encdec.launch.preemption import outlive_readers, reader_may_leave
 from ds_encdec.types import ConfigError, DsEncDecError, Preempted
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def _weight_options(options: argparse.Namespace) -> dict[str, Any]:
 
 def _settings(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[Path | None, Sequence[str], Path | None]:
     """The files and overrides that `load_config` takes."""
-    from ds_encdec.config.load import find_shipped
+    from ds_encdec.config.schema import find_shipped
 
     return find_shipped(options.config), overrides, find_shipped(getattr(options, "deepspeed_config", None))
 
@@ -115,7 +115,7 @@ def _load(options: argparse.Namespace, overrides: Sequence[str]) -> FullConfig:
 
 
 def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    from ds_encdec.config.load import check_config, find_shipped
+    from ds_encdec.config.schema import find_shipped, load_config
     from ds_encdec.config.settings import show
 
     path, overrides = options.config, list(overrides)
@@ -123,7 +123,7 @@ def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         path, overrides = None, [str(path), *overrides]
     path = path or options.config_option
     files = find_shipped(path), overrides, find_shipped(options.deepspeed_config)
-    check_config(*files, hostfile=find_shipped(options.hostfile), elsewhere=options.elsewhere)
+    load_config(*files, hostfile=find_shipped(options.hostfile), looks_here=not options.elsewhere)
     print(f"{show(str(path))[1:-1] if path else 'the default configuration'}: no problems found")
 
 

@@ -13,9 +13,10 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ds_encdec.gpus import DEFAULT_GPU
-from ds_encdec.launch.standard_output import reader_may_leave
+from ds_encdec.launch.preemption import reader_may_leave
 from ds_encdec.types import DsEncDecError
 
 
@@ -38,20 +39,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
 
 
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "--config": {"type": Path, "help": "YAML of the run (default: the schema's defaults)"},
+    "--deepspeed_config": {"type": Path, "help": "raw DeepSpeed JSON"},
+    "--model": {"metavar": "ID_OR_DIR", "help": "a model, instead of the configuration's"},
+    "--gpus": {"type": int, "metavar": "N", "help": "GPUs in total (default infra.num_gpus)"},
+    "--nodes": {"type": int, "default": 1, "metavar": "N", "help": "machines they are in (default 1)"},
+    "--gpu": {
+        "default": DEFAULT_GPU,
+        "metavar": "NAME|SIZE",
+        "help": f"e.g. h100-80gb, 80GiB (default {DEFAULT_GPU})",
+    },
+    "--host-memory": {"metavar": "SIZE", "help": "of each machine, e.g. 1TB: judge the host, too"},
+    "--lora-rank": {"type": int, "metavar": "R", "help": "as if adapters of this rank were trained alone"},
+    "--trace": {"action": "store_true", "help": "also trace the configured run's step (needs torch)"},
+    "--json": {"action": "store_true", "help": "as one JSON object"},
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options, shared with `ds-encdec estimate-memory`."""
-    parser.add_argument("--config", type=Path, help="YAML of the run (default: the schema's defaults)")
-    parser.add_argument("--deepspeed_config", "--deepspeed-config", type=Path, help="raw DeepSpeed JSON")
-    parser.add_argument("--model", metavar="ID_OR_DIR", help="a model, instead of the configuration's")
-    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs in total (default infra.num_gpus)")
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines they are in (default 1)")
-    parser.add_argument(
-        "--gpu", default=DEFAULT_GPU, metavar="NAME|SIZE", help=f"e.g. h100-80gb, 80GiB (default {DEFAULT_GPU})"
-    )
-    parser.add_argument("--host-memory", metavar="SIZE", help="of each machine, e.g. 1TB: judge the host, too")
-    parser.add_argument("--lora-rank", type=int, metavar="R", help="as if adapters of this rank were trained alone")
-    parser.add_argument("--trace", action="store_true", help="also trace the configured run's step (needs torch)")
-    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    for option, arguments in _OPTIONS.items():
+        parser.add_argument(*dict.fromkeys((option, option.replace("_", "-"))), **arguments)
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -17,7 +17,7 @@ from ds_encdec.checkpoint.export import export_hf, untrained_model_card
 from ds_encdec.checkpoint.manifest import MANIFEST
 from ds_encdec.config.model_folder import MODEL_FILES, TOKENIZER_FILES, model_folder
 from ds_encdec.config.schema import ModelConfig
-from ds_encdec.memory.model_sizes import QWEN3_IDS, QWEN3_ROWS
+from ds_encdec.memory.job import QWEN3_IDS, QWEN3_ROWS
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.parameter_count import count_parameters
@@ -28,9 +28,6 @@ from ds_encdec.types import DENOISERS, CheckpointError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-MAX_SHARD_BYTES = 5_000_000_000
-"""Size of one safetensors file, as Hugging Face cuts them."""
 
 _SENTINEL = re.compile(r"<extra_id_\d+>")
 
@@ -62,7 +59,6 @@ def init_model(source: str, out: Path, num_sentinel_tokens: int = 100, *, seed: 
         tokenizer,
         out,
         dtype={"float32": torch.float32, "float16": torch.float16}.get(str(dtype), torch.bfloat16),
-        max_shard_bytes=MAX_SHARD_BYTES,
         card=untrained_model_card(model.description, model.config),
     )
     ids, what = vocabulary.sentinel_ids, f"{model.description}, {count_parameters(model.config):,} parameters"
@@ -130,8 +126,7 @@ def generate_text(
 
 def fill_sentinels(text: str, target: str) -> str:
     """Put the spans of `target` ("<extra_id_0> span <extra_id_1> span …") in the place of the sentinels of `text`."""
-    pieces = _SENTINEL.split(target)[1:]
-    spans = dict(zip(_SENTINEL.findall(target), pieces, strict=True))
+    spans = dict(zip(_SENTINEL.findall(target), _SENTINEL.split(target)[1:], strict=True))
     return _SENTINEL.sub(lambda match: spans.get(match.group(), match.group()), text)
 
 

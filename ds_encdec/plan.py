@@ -9,19 +9,16 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ds_encdec.config.batch_size import global_batch_size, with_assumed_batch_size
 from ds_encdec.config.rules import ROLLBACK_FIELDS
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.shares import global_batch_size, with_assumed_batch_size
 from ds_encdec.memory.breakdown import in_gib
 from ds_encdec.memory.estimate import estimate
-from ds_encdec.memory.job import Job, checkpoint_bytes, checkpoint_bytes_per_parameter, checkpoints_at_once
-from ds_encdec.memory.model_sizes import run_sizes
+from ds_encdec.memory.job import Job, checkpoint_bytes, checkpoint_bytes_per_parameter, checkpoints_at_once, run_sizes
 from ds_encdec.memory.question import indivisible, planned_job
 from ds_encdec.phases import PlannedPhase, estimate_steps_for_tokens, estimate_training_time
 from ds_encdec.types import ConfigError
 
-GB = 1e9
-MB = 1e6
 EXPORT_BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes per parameter of a Hugging Face folder (`ds-encdec export --dtype`)."""
 FEWEST_TO_AVERAGE = 3
@@ -131,7 +128,7 @@ def describe_plan(plan: Mapping[str, Any]) -> str:
 
 
 def _gb(number: float) -> str:
-    return f"{number / GB:,.1f} GB" if number >= GB else f"{number / MB:,.1f} MB"
+    return f"{number / 1e9:,.1f} GB" if number >= 1e9 else f"{number / 1e6:,.1f} MB"
 
 
 def plan_of_phases(
@@ -185,12 +182,12 @@ def describe_plan_of_phases(plan: Mapping[str, Any]) -> str:
     cells = [[_cell(row[name]) for name in columns] for row in (columns, *rows, total)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
-    lines.append(
-        f"{plan['phases'][0]['tokens_per_step']:,} tokens a step, padding included, on "
-        f"{plan['num_gpus']} GPU(s) as infra.num_gpus says."
-    )
     rate = plan["tokens_per_second"]
-    lines.append(HOW_TO_KNOW_THE_TIME if rate is None else f"At {rate:,.0f} tokens/s. {NOT_COUNTED}")
+    lines += [
+        f"{plan['phases'][0]['tokens_per_step']:,} tokens a step, padding included, on "
+        f"{plan['num_gpus']} GPU(s) as infra.num_gpus says.",
+        HOW_TO_KNOW_THE_TIME if rate is None else f"At {rate:,.0f} tokens/s. {NOT_COUNTED}",
+    ]
     return "\n".join(lines)
 
 

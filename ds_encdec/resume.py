@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_encdec.checkpoint.manager import Checkpoint, CheckpointManager, find_checkpoint
+from ds_encdec.checkpoint.folder import Checkpoint
+from ds_encdec.checkpoint.manager import CheckpointManager, find_checkpoint
 from ds_encdec.checkpoint.saved_state import open_saved_state
-from ds_encdec.config.load import load_saved
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.schema import FullConfig, load_saved
 from ds_encdec.data.build import TrainingData
 from ds_encdec.data.builtin_corpus import builtin_documents
 from ds_encdec.data.fingerprint import in_todays_form, told, usable_records

@@ -21,8 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_encdec.launch.preemption import StopRequest
-from ds_encdec.launch.standard_output import outlive_readers
+from ds_encdec.launch.preemption import StopRequest, outlive_readers
 from ds_encdec.launch.world import discover
 from ds_encdec.types import ConfigError, DsEncDecError, Preempted
 
@@ -84,24 +83,23 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     outlive_readers()
     if options.print_config:
         print(_load(options, overrides).dump_yaml(), end="")
-        return 0
-    if options.print_deepspeed_config:
+    elif options.print_deepspeed_config:
         config = _load(options, overrides)
         from ds_encdec.build import planned_deepspeed_json
 
         print(json.dumps(planned_deepspeed_json(config, os.environ), indent=2))
-        return 0
-    with StopRequest(discover(os.environ), whole_process=True) as stop:
-        # Imported under watch: this takes a moment, torch and deepspeed take seconds.
-        config = _load(options, overrides)
-        from ds_encdec.build import run_training  # only once the configuration is sound
+    else:
+        with StopRequest(discover(os.environ), whole_process=True) as stop:
+            # Imported under watch: this takes a moment, torch and deepspeed take seconds.
+            config = _load(options, overrides)
+            from ds_encdec.build import run_training  # only once the configuration is sound
 
-        run_training(config, stop, resume=options.resume, allow_data_change=options.allow_data_change)
+            run_training(config, stop, resume=options.resume, allow_data_change=options.allow_data_change)
     return 0
 
 
 def _load(options: argparse.Namespace, overrides: Sequence[str]) -> FullConfig:
-    from ds_encdec.config.load import find_shipped, load_config
+    from ds_encdec.config.schema import find_shipped, load_config
 
     return load_config(find_shipped(options.config), overrides, find_shipped(options.deepspeed_config))
 

@@ -277,7 +277,7 @@ def _react(run: Trainer, state: TrainingState, due: Due, actions: Actions) -> tu
         due = replace(due, leave=True, save=True, evaluate=False)  # no evaluation in a hurry
     if actions.rollback is None:
         return state, due
-    with run.recorder.clock.spent_on("pause"), run.stop.busy():
+    with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
         state = _collect_save(run, state)
         earlier = roll_back(
             state, actions.rollback, engine=run.engine, checkpoints=run.checkpoints, recorder=run.recorder
@@ -317,7 +317,7 @@ def _save(run: Trainer, state: TrainingState, due: Due, eval_loss: float | None)
     if done and not due.log:  # stopped early, between two lines of metrics
         run.recorder.log(state)
     last = done or due.leave
-    with run.recorder.clock.spent_on("pause"), run.stop.busy():
+    with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
         run.collectives.on_rank_zero(run.require_folder)
         state = _collect_save(run, state)  # at most one under way
         best = is_best(state, eval_loss)

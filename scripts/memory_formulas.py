@@ -27,8 +27,7 @@ import numpy as np
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.memory import trace
 from ds_encdec.memory.activations import KINDS, MODES, TABLE
-from ds_encdec.memory.job import Job, make_job
-from ds_encdec.memory.model_sizes import Sizes
+from ds_encdec.memory.job import Job, Sizes, make_job
 
 LAYERS = 3
 """Layers of each stack: the one in the middle has the same before and behind it as any other.

@@ -118,7 +118,7 @@ def test_no_module_is_imported_from_a_bare_dot() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["ds_encdec.cli", "ds_encdec.config.load", "ds_encdec.estimate_memory", "ds_encdec.plan"]
+    "module", ["ds_encdec.cli", "ds_encdec.config.schema", "ds_encdec.estimate_memory", "ds_encdec.plan"]
 )
 def test_help_and_configuration_errors_do_not_pay_for_torch(module: str) -> None:
     code = f"import sys, {module}; print(*({{'torch', 'transformers', 'deepspeed', 'datasets'}} & set(sys.modules)))"

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from ds_encdec.cli import main
-from ds_encdec.config.load import load_config
+from ds_encdec.config.schema import load_config
 from ds_encdec.memory.estimate import estimate
-from ds_encdec.memory.job import checkpoint_bytes_per_parameter
-from ds_encdec.memory.model_sizes import run_sizes
+from ds_encdec.memory.job import checkpoint_bytes_per_parameter, run_sizes
 from ds_encdec.memory.question import planned_job
 
 PARAMETERS = 1_036_517_376

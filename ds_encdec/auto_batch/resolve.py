@@ -16,10 +16,9 @@ from contextlib import ExitStack
 import torch
 
 from ds_encdec.auto_batch.probe import Outcome, ProbeProcess, ProbeTask
-from ds_encdec.checkpoint.manager import Checkpoint
-from ds_encdec.config.batch_size import is_auto, micro_batch_candidates, with_micro_batch_size
-from ds_encdec.config.load import load_saved
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.checkpoint.folder import Checkpoint
+from ds_encdec.config.schema import FullConfig, load_saved
+from ds_encdec.config.shares import is_auto, micro_batch_candidates, with_micro_batch_size
 from ds_encdec.engines import load
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.preemption import StopRequest
@@ -157,7 +156,7 @@ class _Search:
             limit_bytes=self._limit_bytes,
         )
         timeout_seconds = 60 * self._config.infra.distributed_timeout_minutes
-        with self._stop.busy(), ExitStack() as opened:  # however long it takes, this rank is not stuck
+        with self._stop.heartbeat.busy(), ExitStack() as opened:  # however long it takes, this rank is not stuck
             process = context.collectives.on_every_rank(lambda: opened.enter_context(ProbeProcess(task)))
             outcome = agreed_outcome(process, context.collectives, self._stop, timeout_seconds)
         how = f"fit, with {gib(outcome.peak_bytes)}" if outcome.fits else f"do not fit ({outcome.message})"

@@ -30,17 +30,16 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from ds_encdec.checkpoint.folder import (
+    Checkpoint,
     clear_leftovers,
     committed_steps,
     refuse_existing,
     written_shards,
     written_whole,
 )
-from ds_encdec.checkpoint.manager import Checkpoint
 from ds_encdec.checkpoint.manifest import MANIFEST, read_manifest, seal, verify_checkpoint
 from ds_encdec.checkpoint.saved_state import open_saved_state, saved_weights
-from ds_encdec.config.load import load_config, load_saved
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.schema import FullConfig, load_config, load_saved
 from ds_encdec.engine.select import create_engine, resolve_engine
 from ds_encdec.engines import STATE_FORMATS, EngineSpec
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
@@ -65,16 +64,13 @@ REMOTE_CODE = (configuration, precision, attention, loss, modeling)
 
 _CARD_TEMPLATE = Path(__file__).with_name("model_card.md.j2")
 
-AUTO_MAP = {
-    "AutoConfig": "configuration.Qwen3Seq2SeqConfig",
-    "AutoModelForSeq2SeqLM": "modeling.Qwen3ForSeq2SeqLM",
-}
+AUTO_MAP = {"AutoConfig": "configuration.Qwen3Seq2SeqConfig", "AutoModelForSeq2SeqLM": "modeling.Qwen3ForSeq2SeqLM"}
 ENCODER_AUTO_MAP = {"AutoConfig": "configuration.Qwen3EncoderConfig", "AutoModel": "modeling.Qwen3EncoderModel"}
 
 MIN_AVERAGED = 3
 """Checkpoints that a run must have left for their mean to be written at its end."""
 MAX_SHARD_BYTES = 5_000_000_000
-"""Largest file of that export; `ds-encdec export` has the same default."""
+"""Largest safetensors file of an export, as Hugging Face cuts them; `ds-encdec export` has the same default."""
 _MAX_GAP = 2
 """`training.save_steps` between neighbours: two, because one save may have failed."""
 
@@ -89,7 +85,7 @@ def export_hf(
     out: Path,
     *,
     dtype: torch.dtype,
-    max_shard_bytes: int,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     card: str,
     replace: bool = False,
 ) -> None:
@@ -99,12 +95,25 @@ def export_hf(
     converted to `dtype` and written one by one. The folder appears at `out` when it is complete, or not at all;
     `replace` and what is raised: see `written_whole`.
     """
-    parts = ("shared.", "encoder.") if isinstance(config, Qwen3EncoderConfig) else ("",)
+    is_encoder = isinstance(config, Qwen3EncoderConfig)
+    parts = ("shared.", "encoder.") if is_encoder else ("",)
     shapes = {name: shape for name, shape in parameter_shapes(config).items() if name.startswith(parts)}
     with written_whole(out, replace=replace) as (unfinished, writing):
         writing.require_space(dtype.itemsize * sum(map(prod, shapes.values())))
         write_safetensors_folder(unfinished, shapes, weights, dtype=dtype, max_shard_bytes=max_shard_bytes)
-        _write_configuration(config, dtype, unfinished)
+        fields = {
+            **config.to_dict(),
+            "architectures": ["Qwen3EncoderModel" if is_encoder else "Qwen3ForSeq2SeqLM"],
+            "auto_map": ENCODER_AUTO_MAP if is_encoder else AUTO_MAP,
+            "dtype": str(dtype).removeprefix("torch."),
+        }
+        (unfinished / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
+        if not is_encoder:
+            GenerationConfig(
+                pad_token_id=config.pad_token_id,
+                eos_token_id=config.eos_token_id,
+                decoder_start_token_id=config.decoder_start_token_id,
+            ).save_pretrained(unfinished)
         for module in REMOTE_CODE:
             shutil.copyfile(str(module.__file__), unfinished / Path(str(module.__file__)).name)
         if tokenizer is not None:
@@ -113,7 +122,12 @@ def export_hf(
 
 
 def export_checkpoint(
-    checkpoint: Path, out: Path, *, dtype: torch.dtype, max_shard_bytes: int, encoder_only: bool = False
+    checkpoint: Path,
+    out: Path,
+    *,
+    dtype: torch.dtype,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    encoder_only: bool = False,
 ) -> None:
     """Export a committed checkpoint, whichever engine saved it, with a model card written from its run.
 
@@ -142,7 +156,7 @@ def _export_trained(
     *,
     field: str,
     dtype: torch.dtype,
-    max_shard_bytes: int,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     encoder_only: bool = False,
     replace: bool = False,
 ) -> None:
@@ -162,23 +176,6 @@ def _export_trained(
         replace=replace,
         card=model_card(load_saved(checkpoint / "config.yaml"), state, described, encoder_only=encoder_only),
     )
-
-
-def _write_configuration(config: Qwen3Seq2SeqConfig, dtype: torch.dtype, folder: Path) -> None:
-    is_encoder = isinstance(config, Qwen3EncoderConfig)
-    fields = {
-        **config.to_dict(),
-        "architectures": ["Qwen3EncoderModel" if is_encoder else "Qwen3ForSeq2SeqLM"],
-        "auto_map": ENCODER_AUTO_MAP if is_encoder else AUTO_MAP,
-        "dtype": str(dtype).removeprefix("torch."),
-    }
-    (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
-    if not is_encoder:
-        GenerationConfig(
-            pad_token_id=config.pad_token_id,
-            eos_token_id=config.eos_token_id,
-            decoder_start_token_id=config.decoder_start_token_id,
-        ).save_pretrained(folder)
 
 
 def model_card(config: FullConfig, state: TrainingState, weights: str, *, encoder_only: bool = False) -> str:
@@ -256,7 +253,7 @@ def average_last_checkpoints(run: RunFolder, *, last: int) -> None:
             "Averaging the last checkpoints: rank 0 reads %.1f GB. The run is complete; this may be interrupted.",
             sum(read_manifest(path).num_bytes for path in list(found.values())[-last:]) / 1e9,
         )
-        steps = average_checkpoints(run, last=last, dtype=torch.float32, max_shard_bytes=MAX_SHARD_BYTES)
+        steps = average_checkpoints(run, last=last, dtype=torch.float32)
     except Exception as error:
         logger.error(
             "The mean of the last checkpoints could not be written: %s. `ds-encdec average` tries again.", error
@@ -271,7 +268,7 @@ def clear_averaged(run: RunFolder) -> None:
 
 
 def average_checkpoints(
-    run: RunFolder, out: Path | None = None, *, last: int, dtype: torch.dtype, max_shard_bytes: int
+    run: RunFolder, out: Path | None = None, *, last: int, dtype: torch.dtype, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> list[int]:
     """Write the arithmetic mean of the weights of `last_checkpoints` of `run`.
 

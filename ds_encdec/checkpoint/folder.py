@@ -25,14 +25,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ds_encdec.checkpoint.manifest import MANIFEST, FileRecord, Manifest, record_file, verify_checkpoint
+from ds_encdec.checkpoint.manifest import (
+    MANIFEST,
+    DamagedCheckpointError,
+    FileRecord,
+    Manifest,
+    record_file,
+    verify_checkpoint,
+)
+from ds_encdec.config.plain_files import read_json
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.engine.protocol import EngineRecord, StagedSave, read_record
+from ds_encdec.engine.protocol import StagedSave, read_record
 from ds_encdec.launch.disk import DiskRefusedError, Writing, flush_folder, free_bytes, unused_path
 from ds_encdec.memory.job import Job, checkpoint_bytes, checkpoints_at_once
-from ds_encdec.types import CheckpointError
+from ds_encdec.types import CheckpointError, TrainingState
 
 if TYPE_CHECKING:  # it imports torch, which a report of a run does without
     from ds_encdec.launch.host_collectives import HostCollectives
@@ -274,23 +282,54 @@ def check_room(folder: Path, config: FullConfig, job: Job) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class VerifiedCheckpoint:
-    """A checkpoint whose every file is as it was written; as text, the line to show."""
+class Checkpoint:
+    """A committed, verified checkpoint."""
 
     path: Path
     manifest: Manifest
-    record: EngineRecord
+
+    def read_json(self, name: str) -> Saved:
+        """See `Saved`."""
+        return Saved(self.path / name)
 
     def __str__(self) -> str:
-        ranks = f"{self.record.world_size} rank" + "s" * (self.record.world_size > 1)
+        """The line to show of it."""
+        record = read_record(self.path)
+        ranks = f"{record.world_size} rank" + "s" * (record.world_size > 1)
         return (
-            f"{self.path}: whole; step {self.manifest.step:,}, {self.manifest.engine} {self.record.sharding_stage} on "
+            f"{self.path}: whole; step {self.manifest.step:,}, {self.manifest.engine} {record.sharding_stage} on "
             f"{ranks}, {len(self.manifest.files)} files, {self.manifest.num_bytes / 1e9:.3f} GB"
             + (f" ({self.manifest.doubt})" if self.manifest.doubt else "")
         )
 
+    def training_state(self) -> TrainingState:
+        """The counters that it was saved with. Raises DamagedCheckpointError."""
+        try:
+            return TrainingState(**self.read_json("trainer.json")["state"])
+        except TypeError as error:
+            path = self.path / "trainer.json"
+            raise DamagedCheckpointError(f"{path}: `state` is not what ds_encdec writes: {error}.") from error
 
-def verify_checkpoints(path: Path) -> Iterator[VerifiedCheckpoint]:
+
+class Saved(dict[str, Any]):
+    """The content of a JSON file of a checkpoint. Raises DamagedCheckpointError for a key that it lacks."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises DamagedCheckpointError where the file at `path` cannot be read, or holds no mapping."""
+        self._path = path
+        try:
+            content = read_json(path, None)
+        except (OSError, ValueError) as error:
+            raise DamagedCheckpointError(f"{path} cannot be read: {error}.") from error
+        if not isinstance(content, dict):
+            raise DamagedCheckpointError(f"{path} holds no mapping: it is not what ds_encdec writes.")
+        super().__init__(content)
+
+    def __missing__(self, key: str) -> Any:
+        raise DamagedCheckpointError(f"{self._path} has no {key!r}: it is not what ds_encdec writes.")
+
+
+def verify_checkpoints(path: Path) -> Iterator[Checkpoint]:
     """Check the checkpoint at `path`, or every one of the run (or folder of checkpoints) there, by step.
 
     Yields the whole ones, each after all its files were read and hashed. Raises CheckpointError in the end for those
@@ -302,7 +341,9 @@ def verify_checkpoints(path: Path) -> Iterator[VerifiedCheckpoint]:
     # What is neither a run nor a folder of checkpoints should be one: what is wrong is for its manifest to say.
     for _, checkpoint in sorted(found.items()) or [(0, path)]:
         try:
-            yield VerifiedCheckpoint(checkpoint, verify_checkpoint(checkpoint), read_record(checkpoint))
+            manifest = verify_checkpoint(checkpoint)
+            read_record(checkpoint)
+            yield Checkpoint(checkpoint, manifest)
         except CheckpointError as error:
             damage.append(str(error))
     if damage:

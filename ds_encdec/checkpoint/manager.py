@@ -22,18 +22,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from ds_encdec.checkpoint.folder import CheckpointFolder, begin, committed_steps, unfinished, written_shards
-from ds_encdec.checkpoint.manifest import (
-    DamagedCheckpointError,
-    Manifest,
-    read_manifest,
-    seal,
-    verify_files,
-    verify_listing,
-)
-from ds_encdec.config.plain_files import read_json
+from ds_encdec.checkpoint.folder import Checkpoint, CheckpointFolder, begin, committed_steps, unfinished, written_shards
+from ds_encdec.checkpoint.manifest import DamagedCheckpointError, read_manifest, seal, verify_files, verify_listing
 from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.launch.disk import DiskRefusedError, Writing
 from ds_encdec.launch.host_collectives import HostCollectives
@@ -50,44 +41,6 @@ MAKE_ROOM = "Free space there, or lower training.save_total_limit."
 
 Stage = Callable[..., StagedSave]
 """`Engine.stage`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A committed, verified checkpoint."""
-
-    path: Path
-    manifest: Manifest
-
-    def read_json(self, name: str) -> Saved:
-        """See `Saved`."""
-        return Saved(self.path / name)
-
-    def training_state(self) -> TrainingState:
-        """The counters that it was saved with. Raises DamagedCheckpointError."""
-        try:
-            return TrainingState(**self.read_json("trainer.json")["state"])
-        except TypeError as error:
-            path = self.path / "trainer.json"
-            raise DamagedCheckpointError(f"{path}: `state` is not what ds_encdec writes: {error}.") from error
-
-
-class Saved(dict[str, Any]):
-    """The content of a JSON file of a checkpoint. Raises DamagedCheckpointError for a key that it lacks."""
-
-    def __init__(self, path: Path) -> None:
-        """Raises DamagedCheckpointError where the file at `path` cannot be read, or holds no mapping."""
-        self._path = path
-        try:
-            content = read_json(path, None)
-        except (OSError, ValueError) as error:
-            raise DamagedCheckpointError(f"{path} cannot be read: {error}.") from error
-        if not isinstance(content, dict):
-            raise DamagedCheckpointError(f"{path} holds no mapping: it is not what ds_encdec writes.")
-        super().__init__(content)
-
-    def __missing__(self, key: str) -> Any:
-        raise DamagedCheckpointError(f"{self._path} has no {key!r}: it is not what ds_encdec writes.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +87,7 @@ class CheckpointManager:
         self.folder = folder
         self._files = CheckpointFolder(folder, keep=keep)
         self._collectives = collectives
-        self._background = collectives.new_group()
+        self._background = HostCollectives(collectives.timeout, own_group=True)
         self._engine_name = engine_name
         self._save: _SaveUnderWay | None = None
         self._failures = 0
@@ -228,12 +181,11 @@ class CheckpointManager:
         except Exception:
             logger.exception("The save under way failed.")
             return
-        if outcome is None or self._collectives.rank != 0:
-            return
-        if outcome.problem:
-            logger.error("step %d was not saved: %s", outcome.state.global_step, outcome.problem)
-        else:
-            logger.info("saved step %d", outcome.state.global_step)
+        if outcome is not None and self._collectives.rank == 0:
+            if outcome.problem:
+                logger.error("step %d was not saved: %s", outcome.state.global_step, outcome.problem)
+            else:
+                logger.info("saved step %d", outcome.state.global_step)
 
     def adopt(self, checkpoint: Checkpoint, state: TrainingState) -> TrainingState:
         """Make `checkpoint`, which the run goes on from, the newest of this folder; returns its state here.
@@ -288,15 +240,11 @@ def _touch(path: Path) -> str:
     return path.name
 
 
-Accept = Callable[[Checkpoint], None]
-"""Raises where this run cannot go on from a checkpoint."""
-
-
 def find_checkpoint(
     folder: Path,
     collectives: HostCollectives,
     resume: str | None,
-    accept: Accept = lambda _: None,
+    accept: Callable[[Checkpoint], None] = lambda _: None,
     *,
     at_most: int | None = None,
 ) -> Checkpoint | None:
@@ -338,7 +286,7 @@ def find_checkpoint(
     return None
 
 
-def _verified(path: Path, collectives: HostCollectives, accept: Accept) -> Checkpoint:
+def _verified(path: Path, collectives: HostCollectives, accept: Callable[[Checkpoint], None]) -> Checkpoint:
     """Each rank checks its share of the large files; all agree."""
 
     def described() -> Checkpoint:

@@ -19,9 +19,9 @@ from typing import Any
 
 from ds_encdec.config.deepspeed_keys import IGNORED, PASSED_ON, SCHEMA_FIELDS, check_keys
 from ds_encdec.config.plain_files import JSON_TOKEN, MAX_NODES, bound_json
-from ds_encdec.config.settings import LONGEST_NAME, Mention, Problem, Settings, above, join, show, whole_number
+from ds_encdec.config.settings import LONGEST_NAME, Mention, Problem, Settings, above, join, show
 from ds_encdec.config.validation import default_of, mention, wrong_value
-from ds_encdec.config.yaml_text import file_problem, read_text
+from ds_encdec.config.yaml_text import file_problem, read_text, whole_number
 
 logger = logging.getLogger(__name__)
 

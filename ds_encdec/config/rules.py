@@ -92,7 +92,7 @@ def _architecture(config: Sections) -> Rules:
     needed = SMALLEST_VOCABULARY + config.model.num_sentinel_tokens + len(DENOISERS) * config.data.use_mode_tokens
     return {
         f"{at}vocab_size model.num_sentinel_tokens data.use_mode_tokens: must be >= {needed}: bytes, special tokens, "
-        "sentinels and mode tokens each take a row": shape.vocab_size < needed,
+        "sentinels and mode tokens each take a row": shape.vocab_size < needed
     } | {
         f"data.{length} {at}max_position_embeddings: an example may be longer than the model is declared for": getattr(
             config.data, length

@@ -7,22 +7,12 @@ never changed after loading, and run state lives elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    field_validator,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WrapValidator, field_validator, model_validator
+from pydantic_core import PydanticCustomError, ValidationError
 
 from ds_encdec.config.settings import Conflict, Rules, broken, join, unknown_key
 from ds_encdec.denoisers import DENOISERS
@@ -55,7 +45,7 @@ def one_or_many(value: Any) -> Any:
     return value
 
 
-def _by_denoiser(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+def _by_denoiser(value: Any, validate: Callable[[Any], Any]) -> Any:
     """A mapping stands for the list of its weights in the order of `DENOISERS`; what it does not name has weight 0.
 
     A wrong length is a mistake beside those of the items. Pydantic would end at the first.
@@ -188,15 +178,12 @@ class ModelConfig(Section):
     def _rules(self) -> Rules:
         named, from_scratch = self.model_name_or_path is not None, self.architecture is not None
         sources, tokenizer = "model_name_or_path architecture", self.tokenizer_name_or_path
+        lacks_both, lacks_tokenizer = not named and not from_scratch, from_scratch and tokenizer is None
         return {
             f"{sources}: give one of the two: a checkpoint to start from, or an architecture to start from "
             "scratch": named and from_scratch,
-            f"{sources}: one of the two is needed: a checkpoint to start from, or an architecture": (
-                not named and not from_scratch
-            ),
-            "tokenizer_name_or_path: a model from scratch brings no tokenizer: name one, or `builtin`": (
-                from_scratch and tokenizer is None
-            ),
+            f"{sources}: one of the two is needed: a checkpoint to start from, or an architecture": lacks_both,
+            "tokenizer_name_or_path: a model from scratch brings no tokenizer: name one, or `builtin`": lacks_tokenizer,
             "tokenizer_name_or_path model_name_or_path: builtin goes with an architecture: a pretrained model needs "
             "the tokenizer it was trained with": not from_scratch and tokenizer == "builtin",
         }
@@ -223,17 +210,14 @@ class Source(Section):
     """Column that holds the text."""
 
     def _rules(self) -> Rules:
-        name, kind, files = self.dataset_name, LOCAL_SOURCES.get(self.dataset_name), self.data_files
-        reads_files, formats = kind and kind.reads_files, ", ".join(LOCAL_FORMATS)
-        kind_of = _FORMAT_OF.get(name)
+        name, formats, files = self.dataset_name, ", ".join(LOCAL_FORMATS), self.data_files
+        kind, meant = LOCAL_SOURCES.get(name), _FORMAT_OF.get(name)
+        lacks_files = kind and kind.reads_files and not files
+        takes_none = kind and not kind.reads_files and files is not None
         return {
-            f"dataset_name: no data set; for local files of this kind write `{kind_of}`": kind_of,
-            f"dataset_name data_files: {name} needs data_files: paths or patterns of local files": (
-                reads_files and not files
-            ),
-            f"dataset_name data_files: {name} reads no files; for yours set {formats}": (
-                reads_files is False and files is not None
-            ),
+            f"dataset_name: no data set; for local files of this kind write `{meant}`": meant,
+            f"dataset_name data_files: {name} needs data_files: paths or patterns of local files": lacks_files,
+            f"dataset_name data_files: {name} reads no files; for yours set {formats}": takes_none,
         }
 
 

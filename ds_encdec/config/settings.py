@@ -109,11 +109,6 @@ def is_name(key: str) -> bool:
     return 0 < len(key) <= LONGEST_NAME and key.isprintable() and "." not in key
 
 
-def whole_number(digits: str) -> int | float:
-    """The number that decimal `digits` stand for; infinity where Python would refuse to read so many."""
-    return int(digits) if len(digits) < 400 else float(digits)
-
-
 def unusable(value: Any) -> str | None:
     """Why no field can hold this plain value; None for one that some may."""
     if isinstance(value, Unreadable):

@@ -143,6 +143,7 @@ class TrainingConfig(Section):
         size, steps, schedule = self.per_device_train_batch_size, self.num_train_steps, self.lr_scheduler_type
         ends, decay_steps = "warmup_steps num_train_steps lr_scheduler_type", round(self.wsd_decay_fraction * steps)
         is_short = schedule == "wsd" and self.warmup_steps < steps < self.warmup_steps + decay_steps
+        is_late = schedule not in ("WarmupLR", "constant") and self.warmup_steps >= steps
         selects, one = self.activation_checkpointing == "selective", self.average_checkpoints == 1
         judged = {name: getattr(self, name) for name in ("early_stopping_patience", "save_on_best")}
         return {
@@ -151,9 +152,7 @@ class TrainingConfig(Section):
             "bf16 fp16: at most one may be true; both false is float32": self.bf16 and self.fp16,
             "torch_compile activation_checkpointing: inside compiled layers nothing can be selected: set full, every_n "
             "or none, or torch_compile=false": self.torch_compile and selects,
-            f"{ends}: the warm-up must end before the run does; only WarmupLR and constant have no end": schedule
-            not in ("WarmupLR", "constant")
-            and self.warmup_steps >= steps,
+            f"{ends}: the warm-up must end before the run does; only WarmupLR and constant have no end": is_late,
             f"{ends} wsd_decay_fraction: the warm-up and the decay of {decay_steps} steps do not fit into the "
             "run": is_short,
             "average_checkpoints: the mean of one is that one: give 2 or more, or 0 for none": one,
@@ -222,16 +221,20 @@ class InfraConfig(Section):
 
     def _rules(self) -> Rules:
         stage, alias, offloads = self.sharding_stage, self.fsdp_sharding_strategy, self.fsdp_cpu_offload
-        meant, is_hybrid = _FSDP_STRATEGIES.get(alias or "", stage), stage.endswith("_hybrid")
+        is_hybrid, is_ddp, cpu = (
+            stage.endswith("_hybrid"),
+            self.distributed_type == "ddp",
+            "cpu" if offloads else "none",
+        )
+        strategy = "fsdp_sharding_strategy sharding_stage"
+        meant = _FSDP_STRATEGIES.get(alias or "", stage)
         hang, timeout = self.hang_timeout_minutes or 0, self.distributed_timeout_minutes
         rules: Rules = {
             "sharding_stage offload_optimizer: without sharding there is nothing to offload: set "
             "offload_optimizer=none, or zero1 to zero3": stage == "zero0" and self.offload_optimizer != "none",
             "sharding_stage offload_params: parameters can be offloaded only where they are sharded: set zero3, or "
             "offload_params=none": self.offload_params != "none" and stage not in ("zero3", "zero3_hybrid"),
-            "distributed_type sharding_stage: ddp shards nothing: set zero0": (
-                self.distributed_type == "ddp" and stage != "zero0"
-            ),
+            "distributed_type sharding_stage: ddp shards nothing: set zero0": is_ddp and stage != "zero0",
             "hybrid_shard_size sharding_stage: only zero2_hybrid and zero3_hybrid shard over fewer ranks than all: set "
             "one of them, or null": self.hybrid_shard_size is not None and not is_hybrid,
         }
@@ -239,14 +242,12 @@ class InfraConfig(Section):
             place = getattr(self, field)
             rules |= {
                 f"{field}: nvme does not work yet: checkpoints would lack what is there; use cpu": place == "nvme",
-                f"fsdp_cpu_offload {field}: the alias must agree: this is {field}={'cpu' if offloads else 'none'}": (
+                f"fsdp_cpu_offload {field}: the alias must agree: this is {field}={cpu}": (
                     offloads is not None and (place == "cpu") is not offloads
                 ),
             }
         return rules | {
-            f"fsdp_sharding_strategy sharding_stage: the alias must agree: {alias} is sharding_stage={meant}": (
-                meant != stage
-            ),
+            f"{strategy}: the alias must agree: {alias} is sharding_stage={meant}": meant != stage,
             "hang_timeout_minutes: no run makes a step so soon after its start: give 0.1 (6 seconds) or more, or 0 for "
             "never": 0 < hang < 0.1,
             "hang_timeout_minutes distributed_timeout_minutes: must be smaller, or collectives time out before the "

@@ -11,18 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from ds_encdec.config.rules import Sections, fields, find_conflicts
-from ds_encdec.config.settings import (
-    DEFAULT,
-    Conflict,
-    Mention,
-    Problem,
-    Settings,
-    above,
-    closest,
-    join,
-    show,
-    unknown_key,
-)
+from ds_encdec.config.settings import DEFAULT, Conflict, Mention, Problem, Settings, above, closest, show, unknown_key
 
 _EXPECTED = {
     "int_type": "a whole number",
@@ -133,7 +122,7 @@ def _meant(path: str) -> list[str]:
     """The fields that an unknown key may stand for: a neighbour of similar name, else those of its name elsewhere."""
     parent, _, key = path.rpartition(".")
     guess = closest(key, _fields_in(parent))
-    return [join(parent, guess)] if guess else [name for name in fields() if name.endswith("." + key)]
+    return [path.removesuffix(key) + guess] if guess else [name for name in fields() if name.endswith("." + key)]
 
 
 def _allowed(detail: ErrorDetails) -> str:

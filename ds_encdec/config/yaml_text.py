@@ -14,17 +14,13 @@ from typing import Any, NoReturn
 import yaml
 
 from ds_encdec.config.plain_files import MAX_CONFIG_BYTES, MAX_DEPTH, MAX_NODES, read_plain
-from ds_encdec.config.settings import (
-    COMMAND_LINE,
-    Mention,
-    Problem,
-    Settings,
-    Unreadable,
-    is_name,
-    join,
-    show,
-    whole_number,
-)
+from ds_encdec.config.settings import COMMAND_LINE, Mention, Problem, Settings, Unreadable, is_name, join, show
+
+
+def whole_number(digits: str) -> int | float:
+    """The number that decimal `digits` stand for; infinity where Python would refuse to read so many."""
+    return int(digits) if len(digits) < 400 else float(digits)
+
 
 _PREFIX = "tag:yaml.org,2002:"
 _INT = r"[-+]?(?:0|[1-9][0-9_]*)"
@@ -39,7 +35,7 @@ _IMPLICIT_TYPES = {
     "merge": (r"<<", ["<"]),
     "null": (r"~|null|Null|NULL|", [*"~nN", ""]),
 }
-"""What a plain scalar is by how it looks: the kinds with their patterns and first characters."""
+"""The kinds that a plain scalar may be by how it looks, with their patterns and first characters."""
 _READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "str": (r"(?s:.*)", str),
     "null": (_IMPLICIT_TYPES["null"][0], lambda _: None),
@@ -50,7 +46,7 @@ _READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
         lambda text: float(text.replace("_", "").lower().replace(".inf", "inf").replace(".nan", "nan")),
     ),
 }
-"""What a scalar of each kind, which may be written (`!!float 3`), must look like, and how it is read."""
+"""The kinds that a scalar may be, also by a tag (`!!float 3`): how it must look, and how it is read."""
 
 
 class _Loader(yaml.SafeLoader):

@@ -27,9 +27,8 @@ from glob import glob
 from pathlib import Path
 from typing import IO, Any
 
-from ds_encdec.launch.disk import atomic_file
+from ds_encdec.launch.disk import atomic_file, cache_folder
 from ds_encdec.launch.run_folder import lock_file
-from ds_encdec.launch.user_cache import cache_folder
 from ds_encdec.types import ConfigError, DataError
 
 _DIGESTED_BYTES = 1 << 16

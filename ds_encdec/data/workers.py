@@ -25,8 +25,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Any, NamedTuple
 
 from ds_encdec.data.lane import Lane, LanePipeline
-from ds_encdec.launch.preemption import stop_signals_left_to_this_process
-from ds_encdec.launch.standard_output import outlive_readers
+from ds_encdec.launch.preemption import outlive_readers, stop_signals_left_to_this_process
 from ds_encdec.types import DataError, DsEncDecError, Example
 
 READY_BATCHES_PER_LANE = 2

@@ -49,7 +49,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Shard as ShardOf
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.futures import Future
 from transformers.initialization import no_init_weights
 
@@ -255,14 +255,11 @@ def build_sharded_model(
 
 
 def local_rows(parameter: DTensor) -> slice:
-    """Rows of the full parameter that this rank holds; FSDP2 cuts dimension 0 as `torch.chunk` does."""
-    mesh = parameter.device_mesh
-    (dimension,) = (index for index, placement in enumerate(parameter.placements) if placement == ShardOf(0))
-    rows_per_rank = -(-parameter.shape[0] // mesh.size(dimension))
-    start = min(mesh.get_local_rank(dimension) * rows_per_rank, parameter.shape[0])
-    held = slice(start, start + len(parameter.to_local()))
-    assert held.stop == min(start + rows_per_rank, parameter.shape[0])
-    return held
+    """Rows of the full parameter that this rank holds; FSDP2 cuts dimension 0."""
+    mesh, placements = parameter.device_mesh, parameter.placements
+    (rows, *_), (start, *_) = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+    assert rows == len(parameter.to_local())
+    return slice(start, start + rows)
 
 
 @torch.no_grad()
@@ -315,11 +312,7 @@ class _DiskWriter(dcp.FileSystemWriter):
 
 
 def _write(
-    tensors: dict[str, DTensor],
-    keys: frozenset[str],
-    record: EngineRecord,
-    directory: Path,
-    group: dist.ProcessGroup,
+    tensors: dict[str, DTensor], keys: frozenset[str], record: EngineRecord, directory: Path, group: dist.ProcessGroup
 ) -> list[Path]:
     """Write `record` and all `tensors` under `directory`, of those `keys` from this rank; all of `group` do."""
     folder, rank = directory / DCP_FOLDER, dist.get_rank()

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import torch
+
 from ds_encdec.config.rules import engine_candidates, engine_conflicts
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.shares import mesh_shape
@@ -20,8 +22,6 @@ from ds_encdec.launch.world import World
 from ds_encdec.types import ConfigError, WeightSource
 
 if TYPE_CHECKING:
-    import torch
-
     from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 
 logger = logging.getLogger(__name__)

@@ -66,8 +66,6 @@ class ShardedEngine(ABC):
         self._context, self._training, self._infra = context, config.training, config.infra
         self._collectives = context.collectives
         self._loss_scaler: Mapping[str, float | int] | None = None
-        self._names: tuple[tuple[str, ...], ...] = ()
-        self._shapes: dict[str, tuple[int, ...]] = {}
 
     def forward(self, batch: Batch) -> LossSum:
         """See protocol.Engine."""
@@ -207,10 +205,8 @@ def assert_ties(model: Qwen3ForSeq2SeqLM) -> None:
     Sharding can break the tie in silence.
     """
     shared = model.lm_head.weight is model.shared.weight
-    if shared != bool(model.config.tie_word_embeddings):
-        raise AssertionError(
-            f"tie_word_embeddings={model.config.tie_word_embeddings}, but lm_head and embedding share: {shared}"
-        )
+    tied = bool(model.config.tie_word_embeddings)
+    assert shared == tied, f"tie_word_embeddings={tied}, but lm_head and embedding share: {shared}"
 
 
 def check_same_model(saved: SavedState, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -30,7 +30,7 @@ class HostCollectives:
     def __init__(self, timeout: timedelta | None = None, *, own_group: bool = False) -> None:
         """`timeout`: of an exchange, where a group of its own is needed; None is torch's default.
 
-        `own_group`: never share the training's group, so that a thread may use it while training goes on.
+        `own_group`: never share the training's group, so that one other thread of every rank may use it meanwhile.
         """
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -38,10 +38,6 @@ class HostCollectives:
         # NCCL cannot move host objects without a device synchronisation; a second, gloo, group can.
         needs_own = self.world_size > 1 and (own_group or dist.get_backend() != "gloo")
         self._group = dist.new_group(backend="gloo", timeout=timeout) if needs_own else None
-
-    def new_group(self) -> HostCollectives:
-        """Another one with a group of its own, for one other thread of every rank. A collective."""
-        return HostCollectives(self.timeout, own_group=True)
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's integers, in rank order: one small all-gather."""
@@ -71,8 +67,7 @@ class HostCollectives:
 
     def on_rank_zero(self, action: Callable[[], T]) -> T:
         """Run `action` on rank 0 and hand its (picklable) result, or its error, to every rank."""
-        mine = attempt(action) if self.rank == 0 else None
-        result, error = self.gather(mine)[0]
+        result, error = self.gather(attempt(action) if self.rank == 0 else None)[0]
         if error is not None:
             raise error
         return result

@@ -1,4 +1,4 @@
-"""Asked to stop: signals, and a launcher that is gone.
+"""Asked to stop: signals, a launcher that is gone, and readers of the output that are.
 
 Schedulers send SIGTERM or SIGUSR1, a person SIGINT. They reach the ranks at different moments, and
 some ranks not at all, so the loop exchanges `StopRequest.requested` between ranks once per step and
@@ -9,12 +9,16 @@ A rank whose peer has died may sit in a collective for ever. DeepSpeed's launche
 the other and gives each 30 seconds; a rank that has not taken a step for a while ends at its SIGTERM instead, unless
 it is saving.
 
+The reader of its standard output may leave before the end, too, as in `ds-encdec plan | head -1`. For most verbs that
+is the end: nobody wants the rest. A training goes on without: what it is for is in its folder.
+
 A program watches from its first line on. Until its ranks have met there is nothing to save, and a rank that waits for
 the others answers no signal: there the watch ends the process.
 """
 
 from __future__ import annotations
 
+import io
 import itertools
 import logging
 import math
@@ -22,14 +26,15 @@ import os
 import select
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import psutil
 
@@ -70,7 +75,7 @@ class Heartbeat:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Keep the rank from being taken for stuck during what takes as long as it takes, such as a save."""
+        """Keep the rank from being taken for stuck during what takes as long as it takes: a save, or a wait for one."""
         self._end_pause()
         self._busy_depth += 1
         try:
@@ -129,10 +134,6 @@ class StopRequest:
         self._seen = self.reason is not None
         return self._seen
 
-    def busy(self) -> AbstractContextManager[None]:
-        """See `Heartbeat.busy`; it also wraps waiting for a save."""
-        return self.heartbeat.busy()
-
     def acknowledge(self) -> None:
         """The ranks have agreed to stop, whoever was asked first: this one may take its time to save."""
         self._seen = True
@@ -141,10 +142,6 @@ class StopRequest:
         """From now on this rank must not leave alone: the run stops as one, with what it has."""
         self.heartbeat = Heartbeat()  # waiting for the others was no silence
         self._met = True
-
-    def comes_within(self, seconds: float) -> bool:
-        """True if this rank has been asked to stop, or is while this waits, for `seconds` at most."""
-        return awaited(seconds, lambda: self.reason is not None)
 
     def __enter__(self) -> StopRequest:
         # First, so that every signal with a handler is written down.
@@ -187,8 +184,9 @@ class StopRequest:
                 first_at = min(first_at, time.monotonic())
             gone = self._gone_launcher()
             if not self._met and (gone or arrived):
-                why = gone or arrived[0].name
-                logger.error("Stopped before the ranks had met (%s): there was nothing to save.", why)
+                logger.error(
+                    "Stopped before the ranks had met (%s): there was nothing to save.", gone or arrived[0].name
+                )
                 end_process(Preempted.exit_code)
             if gone:
                 self.reason = self.reason or gone
@@ -198,14 +196,19 @@ class StopRequest:
                 return
             terminated = terminated or signal.SIGTERM in arrived
             silent_seconds = self.heartbeat.silent_seconds
-            if terminated and not self._seen and silent_seconds > self.patience_seconds:
+            patience_seconds = max(self.stuck_seconds, 2 * self.heartbeat.longest_pause_seconds)
+            if terminated and not self._seen and silent_seconds > patience_seconds:
                 self._end(f"Asked to stop, and no step for {silent_seconds:.0f} s: another rank is probably gone")
             select.select([self._arrivals], [], [], self.poll_seconds)
 
     def _gone_launcher(self) -> str | None:
-        """Which of the launchers above this process is no more, in words."""
-        if not self._launchers:
-            return "launcher gone" if is_orphan(self.world) else None
+        """Which of the launchers above this process is no more, in words.
+
+        One that was gone before anybody could look for it has left this process to init. A launcher may be a
+        container's first process itself, but it would be a python program.
+        """
+        if not self._launchers and self.world.launcher in LAUNCHER_PROGRAMS:
+            return "launcher gone" if os.getppid() == 1 and not _python_words(1) else None
         return next((f"launcher {gone.pid} gone" for gone in self._launchers if not is_alive(gone)), None)
 
     def _arrived(self) -> list[signal.Signals]:
@@ -219,11 +222,6 @@ class StopRequest:
         except BlockingIOError:
             return []
         return [number for number in STOP_SIGNALS if number in numbers]
-
-    @property
-    def patience_seconds(self) -> float:
-        """How long without a heartbeat a rank that got SIGTERM is not yet taken for stuck."""
-        return max(self.stuck_seconds, 2 * self.heartbeat.longest_pause_seconds)
 
     def _end(self, why: str) -> None:
         logger.error("%s: ending.", why)
@@ -271,14 +269,6 @@ def launchers_above(pid: int) -> list[psutil.Process]:
     return list(itertools.takewhile(launches, psutil.Process(pid).parents()))
 
 
-def is_orphan(world: World) -> bool:
-    """True if a launcher started this process and was gone before anybody could look for it: init has adopted it.
-
-    A launcher may be a container's first process itself, but it would be a python program.
-    """
-    return world.launcher in LAUNCHER_PROGRAMS and os.getppid() == 1 and not _python_words(1)
-
-
 def _python_words(pid: int) -> list[str]:
     """The command line of a python program; empty for any other, and where it cannot be seen."""
     with suppress(psutil.Error):
@@ -307,3 +297,52 @@ def is_alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
+
+
+@contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """Inside, output that nobody reads any more ends the process with 1, and without a traceback."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        stdout = sys.stdout.fileno()
+        poll = select.poll()
+        poll.register(stdout, 0)
+        if not poll.poll(0):  # another pipe
+            raise
+        # Python flushes once more when it exits (https://docs.python.org/3/library/signal.html#note-on-sigpipe).
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout)
+        raise SystemExit(1) from None
+
+
+def outlive_readers() -> None:
+    """From now on what is printed is dropped where nobody takes it: `| head`, a killed `tee`, a terminal that closed.
+
+    Of the whole process, at its file descriptors: libraries print, too, log, and flush once more at the exit. Streams
+    that are not the process's own (a test's, a notebook's) are left alone.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper) and stream is getattr(sys, f"__{name}__"):
+            with suppress(OSError):
+                stream.flush()
+            file = _Output(stream.fileno(), "w", closefd=False)
+            replaced = io.TextIOWrapper(
+                file if stream.write_through else io.BufferedWriter(file),  # like Python's own, which with -u has none
+                encoding=stream.encoding,
+                errors=stream.errors,
+                line_buffering=stream.line_buffering,
+                write_through=stream.write_through,
+            )
+            setattr(sys, name, replaced)
+
+
+class _Output(io.FileIO):
+    """Takes whatever is written, also where the file does not."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError:  # the reader is gone, the terminal, the disk is full
+            return len(data)

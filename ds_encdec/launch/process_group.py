@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from ds_encdec.engines import ENGINES, EngineName, load
+from ds_encdec.launch.disk import build_folder, clear_stale_locks
 from ds_encdec.launch.peers import machine
-from ds_encdec.launch.user_cache import build_folder, clear_stale_locks
 from ds_encdec.launch.world import World
 from ds_encdec.types import ConfigError
 
@@ -46,14 +46,12 @@ def choose_device(requested: Literal["cuda", "cpu", "auto"], world: World) -> to
             "NVIDIA GPUs (the defaults: 8 of 80 GB). To try ds_encdec here, without any: "
             "--config ds_configs/quickstart.yaml; to run this one on the CPU: infra.device=cpu."
         )
-    if available == 1:
-        return torch.device("cuda", 0)
-    if world.local_world_size > available:
+    if 1 < available < world.local_world_size:
         raise ConfigError(
             f"{world.local_world_size} ranks were started on a machine with {available} CUDA devices. "
             f"Start at most {available} (deepspeed --num_gpus {available}, or slots={available} in the hostfile)."
         )
-    return torch.device("cuda", world.local_rank)
+    return torch.device("cuda", 0 if available == 1 else world.local_rank)
 
 
 def init_process_group(
@@ -75,20 +73,8 @@ def init_process_group(
     _prepare_environment(world, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store = dist.PrefixStore(meeting, _meet(world, timeout))
-    store.set_timeout(timeout)
-    _share_the_node(world, device, store)
-    if package := ENGINES[engine].package:
-        problems = _everyones(_import(package, world), dist.PrefixStore("import", store), world)
-        if problem := next(filter(None, problems), None):
-            engine = _instead_of(package, problem, otherwise, world)
-    load(ENGINES[engine].join)(world, device, timeout, dist.PrefixStore("group", store))
-    return engine
-
-
-def _meet(world: World, timeout: timedelta) -> dist.Store:
     try:
-        store, *_ = next(rendezvous("env://", world.rank, world.world_size, timeout=timeout))
+        base, *_ = next(rendezvous("env://", world.rank, world.world_size, timeout=timeout))
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
@@ -97,7 +83,22 @@ def _meet(world: World, timeout: timedelta) -> dist.Store:
             "another run. Give all ranks a free one: --master_port N (deepspeed), --master-port N (torchrun), or "
             "MASTER_PORT where you set it yourself."
         ) from error
-    return store
+    store = dist.PrefixStore(meeting, base)
+    store.set_timeout(timeout)
+    _share_the_node(world, device, store)
+    if package := ENGINES[engine].package:
+        problems = _everyones(_import(package, world), dist.PrefixStore("import", store), world)
+        if problem := next(filter(None, problems), None):
+            problem = f"{package} is installed, but cannot be imported ({problem})."
+            if otherwise is None:
+                raise ConfigError(
+                    f"{problem} Mend that (often CUDA_HOME is not set, or it was built for another torch), or set "
+                    "infra.distributed_type=fsdp, which trains the same with torch alone."
+                )
+            logger.log(logging.WARNING if world.is_main else logging.DEBUG, problem)
+            engine = otherwise
+    load(ENGINES[engine].join)(world, device, timeout, dist.PrefixStore("group", store))
+    return engine
 
 
 def _import(package: str, world: World) -> str | None:
@@ -123,17 +124,6 @@ def _everyones(mine: Any, store: dist.Store, world: World) -> list[Any]:
     if world.rank == 0:  # the store may end with this process
         store.wait(["read by all"])
     return list(map(json.loads, found))
-
-
-def _instead_of(package: str, problem: str, otherwise: EngineName | None, world: World) -> EngineName:
-    if otherwise is None:
-        raise ConfigError(
-            f"{package} is installed, but cannot be imported ({problem}). Mend that (often CUDA_HOME is not set, or it "
-            "was built for another torch), or set infra.distributed_type=fsdp, which trains the same with torch alone."
-        )
-    if world.is_main:
-        logger.warning("%s is installed, but cannot be imported (%s).", package, problem)
-    return otherwise
 
 
 def join_torch(world: World, device: torch.device, timeout: timedelta, store: dist.Store) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import json
 import os
 import platform
@@ -30,14 +31,12 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
 import psutil
 
-from ds_encdec.launch.disk import NO_SPACE, flush_folder, write_atomically
-from ds_encdec.launch.user_cache import cpu_line, installed_versions
+from ds_encdec.launch.disk import NO_SPACE, cpu_line, flush_folder, installed_versions, write_atomically
 from ds_encdec.types import CheckpointError, ConfigError, LostRankError, OutputLockedError
 
 SPARE_BYTES = 16384
@@ -225,12 +224,15 @@ def environment_facts() -> dict[str, Any]:
         **installed_versions("ds_encdec", "torch", "transformers", "deepspeed"),
     }
     if torch.cuda.is_available():
-        facts |= {"device": torch.cuda.get_device_name(), "device_count": torch.cuda.device_count()}
-        facts |= {"cuda": torch.version.cuda or "none", "driver": _output("nvidia-smi", *_DRIVER).partition("\n")[0]}
+        facts |= {
+            "device": torch.cuda.get_device_name(),
+            "device_count": torch.cuda.device_count(),
+            "cuda": torch.version.cuda or "none",
+            "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0],
+        }
     return facts
 
 
-_DRIVER = ("--query-gpu=driver_version", "--format=csv,noheader")
 _SECRET = (
     r"[\w.-]*(?:secret|passw|passphrase|pass(?![a-z])|pwd|credential|auth(?!or(?!iz))|bearer|token(?!s|iz)"
     r"|key(?:[_-]?(?:id|file|path))?(?![\w.-]))[\w.-]*"
@@ -246,11 +248,12 @@ def masked(words: Sequence[str]) -> str:
     `--token X`, `name.token=X`, `{"api_key": "X"}` and `https://user:X@host` are known; `num_tokens` and tokenizers
     are no secrets.
     """
-    shown = [words[0]] if words else []
-    for before, word in pairwise(words):
+
+    def shown(before: str, word: str) -> str:
         alone = before.startswith("-") and "=" not in before and re.fullmatch(f"(?i){_SECRET}", before)
-        shown.append("***" if alone else _SECRETS.sub(lambda match: f"{match[1] or match[2] or ''}***", word))
-    return shlex.join(shown)
+        return "***" if alone else _SECRETS.sub(lambda match: f"{match[1] or match[2] or ''}***", word)
+
+    return shlex.join([*words[:1], *itertools.starmap(shown, itertools.pairwise(words))])
 
 
 def git_state(folder: Path) -> dict[str, Any]:
@@ -258,8 +261,10 @@ def git_state(folder: Path) -> dict[str, Any]:
     git = ("git", "-C", str(folder))
     if not _output(*git, "ls-files", "."):
         return {}  # installed, perhaps into somebody else's repository
-    changed = _output(*git, "status", "--porcelain", "--untracked-files=no")
-    return {"git_commit": _output(*git, "rev-parse", "HEAD"), "git_dirty": bool(changed)}
+    return {
+        "git_commit": _output(*git, "rev-parse", "HEAD"),
+        "git_dirty": bool(_output(*git, "status", "--porcelain", "--untracked-files=no")),
+    }
 
 
 def _output(*command: str) -> str:

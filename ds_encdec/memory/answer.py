@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from operator import attrgetter
@@ -45,8 +44,10 @@ _WORDS = {
     "framework": "the CUDA context, NCCL and fragmentation",
 }
 _HOST_WORDS = ("offloaded states", "parameters", "activations", "copies for saves", "processes")
-_FIGURES = "weights master gradients optimizer activ. logits commun. framew. peak host fits"
-_HEADER = (" ", "stage", "offload", "recompute", *_FIGURES.split())
+_HEADER = (
+    *(" ", "stage", "offload", "recompute"),
+    *("weights", "master", "gradients", "optimizer", "activ.", "logits", "commun.", "framew.", "peak", "host", "fits"),
+)
 _LARGE_HOST_BYTES = 2 * 2**40
 """More than this few machines have."""
 _HELP = {
@@ -96,9 +97,10 @@ def _table(asked: Question, engine: str) -> EngineTable:
     table = EngineTable(base, [*map(of_configured, variants(base))], best and of_configured(best))
     if best is not None or engine != asked.job.engine:
         return table
-    doubled = (base.world_size << doublings for doublings in itertools.count(1))
-    worlds = itertools.takewhile(lambda world_size: world_size <= LARGEST_WORLD, doubled)
-    larger = (row for world_size in worlds for row in smallest_variants(replace(base, world_size=world_size)))
+    worlds = [base.world_size << doublings for doublings in range(1, LARGEST_WORLD.bit_length())]
+    larger = (
+        row for size in worlds if size <= LARGEST_WORLD for row in smallest_variants(replace(base, world_size=size))
+    )
     more = next(map(of_configured, filter(asked.fits, larger)), None)
     return replace(table, nearest=[*map(of_configured, nearest(base, asked.fits))], more_gpus=more)
 
@@ -141,16 +143,15 @@ def as_json(asked: Question, tables: Sequence[EngineTable], traced: TracedMemory
         "more_gpus": more and {"gpus": more.job.world_size, "nodes": _nodes(more.job), **_row(asked, more)},
         "remarks": asked.remarks,
     }
-    if traced is None:
-        return found
-    seen = {name: held if name in traced.categories else None for name, held in asdict(traced.peak).items()}
-    trace = {
-        "bytes": {**seen, "peak": traced.peak.total},
-        "moment": traced.moment,
-        "seconds": traced.seconds,
-        "remark": traced.remark,
-    }
-    return found | {"trace": trace}
+    if traced is not None:
+        seen = {name: held if name in traced.categories else None for name, held in asdict(traced.peak).items()}
+        found["trace"] = {
+            "bytes": {**seen, "peak": traced.peak.total},
+            "moment": traced.moment,
+            "seconds": traced.seconds,
+            "remark": traced.remark,
+        }
+    return found
 
 
 def _row(asked: Question, row: Variant) -> dict[str, Any]:

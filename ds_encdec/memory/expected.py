@@ -40,14 +40,10 @@ KERNEL_CACHE_BYTES = 0.5 * GIB
 """Kernels that oneDNN makes and keeps for each shape on a CPU. Measured: up to 0.55 GB."""
 SETTINGS = 3
 """How many settings are proposed."""
-_CANDIDATES = 20
-"""How many are looked at, as some may not do: they move what they save to the memory that ran out, or come last."""
 _PAGE_LOCKED = (
     "The device has room, so it was page-locked memory of the host, which a system may limit to less than it has "
     "(containers, WSL): infra.pin_memory=false needs little of it."
 )
-_SHORTFALL = 0.1
-"""The share by which settings must need less, where those that ran out of memory should have fitted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +114,12 @@ def explanation(expected: ExpectedMemory, device: torch.device, rank: int, *, of
     device_bytes = device_capacity(device).total_bytes
     host_bytes = device_capacity(torch.device("cpu")).total_bytes
     measured = get_memory_stats(device if of_device else "cpu")["max_allocated_gb"] * GB
-    ranks = expected.job.ranks_per_node
-    has = f"the device has {gib(device_bytes)}" if of_device else f"the host has {gib(host_bytes)} for {ranks} ranks"
+    has = f"the host has {gib(host_bytes)} for {expected.job.ranks_per_node} ranks"
     proposed = settings_that_fit(expected, device_bytes, host_bytes, of_device=of_device)
     lines = [
         f"Estimated for each rank, at its worst moment ({expected.estimate.moment}): "
         f"{_itemised(expected.estimate.peak)}; in host memory: {_itemised(expected.estimate.host)}.",
-        f"Rank {rank} has held {gib(measured)} at most; {has}.",
+        f"Rank {rank} has held {gib(measured)} at most; {f'the device has {gib(device_bytes)}' if of_device else has}.",
         "Settings that are estimated to fit, each by itself, the least disturbing first:"
         if proposed
         else "No other setting of this run is estimated to fit: use more ranks, or a smaller model.",
@@ -144,10 +139,9 @@ def settings_that_fit(expected: Variant, device_bytes: float, host_bytes: float,
     job, peak, host, on_cpu = expected.job, expected.estimate.peak, expected.estimate.host, expected.job.device == "cpu"
     fixed = host.process + (peak.framework if on_cpu else 0.0)
     node_limit = _limit(expected.node_bytes, fixed * job.ranks_per_node, host_bytes)
+    limit = node_limit / job.ranks_per_node - host.total if on_cpu else device_bytes * (1 - HEADROOM)
     if of_device:
         limit, node_limit = _limit(peak.total, peak.framework, device_bytes), math.inf
-    else:
-        limit = node_limit / job.ranks_per_node - host.total if on_cpu else device_bytes * (1 - HEADROOM)
 
     def fits(row: Variant) -> bool:
         return row.estimate.peak.total <= limit
@@ -156,7 +150,8 @@ def settings_that_fit(expected: Variant, device_bytes: float, host_bytes: float,
     copies: list[Change] = [{"infra.pin_memory": False}, {"training.async_save": False}]
     found: Iterable[Variant] = filter(fits, (variant(job, change) for change in (*copies, *settings(job))))
     if of_device or on_cpu:
-        found = nearest(job, fits, _CANDIDATES)
+        # Of 20, as some may not do: they move what they save to the memory that ran out, or come last.
+        found = nearest(job, fits, 20)
     return sorted((row for row in found if row.node_bytes < node_limit), key=is_for_new_run)[:SETTINGS]
 
 
@@ -169,10 +164,11 @@ def is_for_new_run(setting: Variant) -> bool:
 def _limit(needed: float, fixed: float, capacity: float) -> float:
     """How many bytes other settings may need, where those that need so many, `fixed` ones among them, ran out.
 
-    Where the estimate says that these should have fitted, something else takes memory, or the estimate is wrong.
+    Where the estimate says that these should have fitted, something else takes memory, or the estimate is wrong: they
+    must then need a tenth less.
     """
     usable = capacity * (1 - HEADROOM)
-    return usable if needed > usable else needed - _SHORTFALL * (needed - fixed)
+    return usable if needed > usable else needed - 0.1 * (needed - fixed)
 
 
 def _itemised(breakdown: Breakdown | HostBreakdown) -> str:

@@ -12,22 +12,20 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, TypeVar
 
-from ds_encdec.config.batch_size import (
-    global_batch_size,
+from ds_encdec.config.rules import engine_candidates
+from ds_encdec.config.schema import FullConfig, find_shipped, load_config
+from ds_encdec.config.shares import (
     is_auto,
+    mesh_shape,
     micro_batch_candidates,
     micro_batches_per_step,
+    per_rank,
     with_micro_batch_size,
 )
-from ds_encdec.config.load import find_shipped, load_config
-from ds_encdec.config.rules import engine_candidates
-from ds_encdec.config.schema import FullConfig
-from ds_encdec.config.shares import mesh_shape, per_rank
 from ds_encdec.gpus import Gpu, parse_bytes, parse_gpu
 from ds_encdec.memory.breakdown import GIB
 from ds_encdec.memory.estimate import engine_memory
-from ds_encdec.memory.job import Job, make_job
-from ds_encdec.memory.model_sizes import Sizes, adapter_parameters, run_sizes
+from ds_encdec.memory.job import Job, Sizes, adapter_parameters, make_job, run_sizes
 from ds_encdec.memory.variants import HEADROOM, HOST_HEADROOM, Variant, variant
 from ds_encdec.memory.zero import not_estimated
 from ds_encdec.types import ConfigError
@@ -88,10 +86,8 @@ def read_question(options: argparse.Namespace, overrides: Sequence[str]) -> Ques
         # Flash kernels need as much as bfloat16 does: attention then runs without (model/attention.py).
         config = config.model_copy(update={"model": config.model.model_copy(update={"use_flash_attention": False})})
     num_gpus = config.infra.num_gpus
-    sized = [config]
-    if is_auto(config):  # the largest that fits, or 1
-        sized = [with_micro_batch_size(config, size, num_gpus) for size in micro_batch_candidates(config, num_gpus)]
-    for tried in sized:
+    sizes_to_try = micro_batch_candidates(config, num_gpus) if is_auto(config) else []  # the largest that fits, or 1
+    for tried in [with_micro_batch_size(config, size, num_gpus) for size in sizes_to_try] or [config]:
         asked = Question(planned_job(tried, sizes, options.nodes, options.lora_rank), gpu, host_bytes)
         if asked.fits(variant(asked.job, {})):
             break
@@ -158,11 +154,11 @@ def indivisible(config: FullConfig, nodes: int) -> list[str]:
     if gpus % nodes:
         return [f"--gpus {gpus} --nodes {nodes}: every node must have as many GPUs; give a multiple of {nodes}"]
     if is_auto(config):
-        batch, what = global_batch_size(config, gpus), "training.global_batch_size"
+        _attempt(problems, micro_batch_candidates, config, gpus)
     else:
         by_batch = "training.global_batch_size / training.per_device_train_batch_size"
-        batch, what = micro_batches_per_step(config, gpus), "data.num_lanes" if config.data.num_lanes else by_batch
-    _attempt(problems, lambda: per_rank(batch, gpus, what, multiple=is_auto(config)))
+        what = "data.num_lanes" if config.data.num_lanes else by_batch
+        _attempt(problems, per_rank, micro_batches_per_step(config, gpus), gpus, what)
     _attempt(problems, mesh_shape, config.infra, gpus, gpus // nodes)
     return problems
 

@@ -7,7 +7,7 @@ other threads, gloo's above all: so nothing is added up before the log is read.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -30,21 +30,13 @@ class _Entry(Generic[Purpose]):
 
 
 class StorageLog(Generic[Purpose]):
-    """Follows the storages that it is told of, without keeping them alive.
+    """Follows the storages that it is told of, without keeping them alive. Sizes are in bytes."""
 
-    `purposes`: all that storages may be for. Sizes are in bytes.
-    """
-
-    def __init__(self, purposes: Iterable[Purpose]) -> None:
+    def __init__(self) -> None:
         self.moment = ""
         """The name of changes from now on: what is in work."""
-        self._purposes = tuple(purposes)
         self._alive: dict[int, _Entry[Purpose]] = {}
         self._changes: list[tuple[_Entry[Purpose], int, str]] = []
-
-    def __len__(self) -> int:
-        """The changes of sizes so far: a position in the log."""
-        return len(self._changes)
 
     def note(self, storages: Iterable[UntypedStorage], purpose: Purpose) -> None:
         """`storages` are there; those that are new are for `purpose`."""
@@ -61,33 +53,20 @@ class StorageLog(Generic[Purpose]):
         entry = self._alive.get(storage._cdata)
         return None if entry is None else entry.purpose
 
-    def held(self, position: int) -> dict[Purpose, int]:
-        """Bytes by purpose after the first `position` changes."""
-        held = dict.fromkeys(self._purposes, 0)
-        for entry, change, _ in self._changes[:position]:
-            held[entry.purpose] += change
-        return held
-
-    def peak(
-        self, begin: int = 0, end: int | None = None, *, counted: Collection[Purpose] | None = None
-    ) -> tuple[dict[Purpose, int], str]:
-        """The bytes of `counted` (None: of every purpose) when they were most, and what was in work then.
-
-        From the position `begin` to the position `end` (None: to the last); of equals the first, and "" for `begin`.
-        """
-        held = self.held(begin)
-        held = {purpose: held[purpose] for purpose in (self._purposes if counted is None else counted)}
-        at_peak, moment = dict(held), ""
-        for entry, change, when in self._changes[begin:end]:
-            if entry.purpose in held:
-                held[entry.purpose] += change
-                if sum(held.values()) > sum(at_peak.values()):
-                    at_peak, moment = dict(held), when
-        return at_peak, moment
-
     def changes(self) -> Iterator[tuple[str, Purpose, int]]:
         """Every change so far: what was in work, what the storage is for, and the bytes that came or, below 0, went."""
         return ((when, entry.purpose, change) for entry, change, when in self._changes)
+
+    def peak(self, counted: Iterable[Purpose]) -> tuple[dict[Purpose, int], str]:
+        """The bytes for the purposes of `counted` when they were most, of equals first, and what was in work then."""
+        held = dict.fromkeys(counted, 0)
+        at_peak, moment = dict(held), ""
+        for when, purpose, change in self.changes():
+            if purpose in held:
+                held[purpose] += change
+                if sum(held.values()) > sum(at_peak.values()):
+                    at_peak, moment = dict(held), when
+        return at_peak, moment
 
     @contextmanager
     def watched_resizes(self) -> Iterator[None]:

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
@@ -86,21 +86,19 @@ def trace_memory(job: Job) -> TracedMemory:
     """
     start, traced = time.monotonic(), ENGINES[job.engine].trace
     log: StorageLog[Category] = watched_pass(job) if traced is None else load(traced)(job)
-    held, moment = log.peak(counted=_ACTIVATIONS if traced is None else _ENGINE)
+    held, moment = log.peak(_ACTIVATIONS if traced is None else _ENGINE)
     return TracedMemory(Breakdown(**held), tuple(held), moment, time.monotonic() - start, _remarks(job))
 
 
 def _remarks(job: Job) -> str:
     engine, training = ENGINES[job.engine], job.config.training
+    offloads, on_host = job.config.infra.offload_optimizer == "cpu", training.activation_offload
     without_kernel = job.device == "cuda" and varlen_kernel(torch.empty(0, dtype=compute_dtype(training))) is None
     remarks = {
         f"{engine.title}'s engine cannot be traced: these are activations and logits alone.": engine.trace is None,
-        "What is copied between host and device for the offload is left out.": engine.trace is not None
-        and job.config.infra.offload_optimizer == "cpu",
+        "What is copied between host and device for the offload is left out.": engine.trace is not None and offloads,
         "Frozen parts are traced as if they were trained.": job.trainable_parameters < job.parameters,
-        "Activations are traced as if they stayed on the device (training.activation_offload=false).": (
-            training.activation_offload
-        ),
+        "Activations are traced as if they stayed on the device (training.activation_offload=false).": on_host,
         "Layers are traced as they are without torch.compile.": training.torch_compile,
         "Attention is traced document by document: this torch has no variable-length kernel for it.": without_kernel,
     }
@@ -204,15 +202,12 @@ def _even_lengths(tokens: int, documents: int) -> tuple[int, ...]:
     return tuple(tokens * (index + 1) // documents - tokens * index // documents for index in range(documents))
 
 
-# -------------------------------------------------------------------------------------------------- what is followed
-
-
 class _StorageWatch(TorchDispatchMode):
     """Logs the storages that operators make, with the part of the step and the layer of `model` that are in work."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.log: StorageLog[Category] = StorageLog(get_args(Category))
+        self.log: StorageLog[Category] = StorageLog()
         self._fake_mode = active_fake_mode()
         self._category: Category = "activations"  # of storages made from now on
         self._part = self._module = ""
@@ -277,9 +272,6 @@ def _post_backward(group: Any, original: Any, watch: _StorageWatch, on_host: boo
     for parameter in group.fsdp_params:
         watch.claim([parameter.unsharded_accumulated_grad], "gradients")
         watch.claim([parameter.sharded_param.grad], "host" if on_host else "gradients")
-
-
-# ------------------------------------------------------------------------------------------- what stands in for a GPU
 
 
 @contextmanager

@@ -13,13 +13,11 @@ import math
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
-from ds_encdec.config.batch_size import micro_batches_per_step
 from ds_encdec.config.rules import engine_candidates, engine_conflicts, find_conflicts
-from ds_encdec.config.shares import mesh_shape
+from ds_encdec.config.shares import mesh_shape, micro_batches_per_step
 from ds_encdec.engines import ENGINES
 from ds_encdec.memory.breakdown import Breakdown, Estimate, HostBreakdown
 from ds_encdec.memory.estimate import engine_memory, estimate
@@ -36,8 +34,6 @@ HOST_HEADROOM = 0.1
 that takes the last of it is killed silently."""
 EFFICIENT_TOKENS = 4096
 """Tokens of a micro-batch that occupy a GPU well; smaller ones are recommended only where nothing else fits."""
-SMALLEST_LOSS_CHUNK = 128
-"""Tokens; below this the head's matrix products are too small to be fast."""
 BATCH_FIELDS = {
     "training.per_device_train_batch_size",
     "training.gradient_accumulation_steps",
@@ -47,6 +43,7 @@ BATCH_FIELDS = {
 """Any of them decides how many micro-batches a step has."""
 STAGES = ("zero0", "zero1", "zero2", "zero3")
 HYBRID_STAGES = ("zero2_hybrid", "zero3_hybrid")
+_SHARDING_ALIASES = ["infra.fsdp_sharding_strategy", "infra.fsdp_activation_checkpointing", "infra.fsdp_cpu_offload"]
 OFFLOADS = {"none": ("none", "none"), "optimizer": ("cpu", "none"), "optimizer+params": ("cpu", "cpu")}
 """The words of the table for what is kept in host memory, with `infra.offload_optimizer` and `infra.offload_params`."""
 _NOWHERE = Estimate(Breakdown(framework=math.inf), "", HostBreakdown())
@@ -88,8 +85,7 @@ def changed(job: Job, change: Mapping[str, Any]) -> Job:
     config, engine, steps = job.config, job.engine, job.gradient_accumulation_steps
     for name, value in change.items():
         section, field_name = name.split(".")
-        changed_section = getattr(config, section).model_copy(update={field_name: value})
-        config = config.model_copy(update={section: changed_section})
+        config = config.model_copy(update={section: getattr(config, section).model_copy(update={field_name: value})})
     if "infra.distributed_type" in change:
         engine = engine_candidates(config)[0].name
     if BATCH_FIELDS & change.keys():
@@ -132,8 +128,8 @@ def variants(job: Job) -> list[Variant]:
 
 def smallest_variants(job: Job) -> list[Variant]:
     """The settings that need least of a device: everything sharded and recomputed, micro-batches of 1, each offload."""
-    smallest = batch_overrides(job, 1)
-    if (reduces := ENGINES[job.engine].reduction_field) is not None and not attrgetter(reduces)(job.config):
+    smallest, reduces = batches(job)[1], ENGINES[job.engine].reduction_field
+    if reduces is not None and not attrgetter(reduces)(job.config):
         smallest[reduces] = True
     return [variant(job, setting(job, "zero3", offload, "full") | smallest) for offload in OFFLOADS]
 
@@ -141,7 +137,7 @@ def smallest_variants(job: Job) -> list[Variant]:
 def settings(job: Job) -> Iterator[Change]:
     """The changes of `job` that make the rows of the table."""
     stages = (*STAGES, *HYBRID_STAGES) if job.world_size > job.ranks_per_node else STAGES
-    return itertools.starmap(partial(setting, job), itertools.product(stages, OFFLOADS, ("none", "full")))
+    return (setting(job, *row) for row in itertools.product(stages, OFFLOADS, ("none", "full")))
 
 
 def setting(job: Job, stage: str, offload: str, checkpointing: str) -> Change:
@@ -156,18 +152,16 @@ def setting(job: Job, stage: str, offload: str, checkpointing: str) -> Change:
         "infra.offload_params": params,
         "training.activation_checkpointing": checkpointing,
     }
-    change = {name: value for name, value in wanted.items() if value != attrgetter(name)(job.config)}
-    if not change:
+    if all(attrgetter(name)(job.config) == value for name, value in wanted.items()):
         return {}
-    in_the_way = [f"infra.fsdp_{alias}" for alias in ("sharding_strategy", "activation_checkpointing", "cpu_offload")]
+    wanted |= dict.fromkeys(_SHARDING_ALIASES)
     if stage not in HYBRID_STAGES:
-        in_the_way.append("infra.hybrid_shard_size")
-    change |= {name: None for name in in_the_way if attrgetter(name)(job.config) is not None}
+        wanted["infra.hybrid_shard_size"] = None
     # Under `auto` the change may undo what only this engine could do; `ddp` is zero0.
     kind = job.config.infra.distributed_type
-    if kind != job.engine and (stage != "zero0" if kind != "auto" else job.engine != next(iter(ENGINES))):
-        change["infra.distributed_type"] = job.engine
-    return change
+    if job.engine != next(iter(ENGINES)) if kind == "auto" else stage != "zero0":
+        wanted["infra.distributed_type"] = job.engine
+    return {name: value for name, value in wanted.items() if value != attrgetter(name)(job.config)}
 
 
 def has_other_name(job: Job) -> bool:
@@ -176,9 +170,9 @@ def has_other_name(job: Job) -> bool:
     FSDP2's zero1 is zero2, and it offloads all or none: it scatters gradients as it reduces
     them, and its parameters are the master weights (engine/fsdp2.py).
     """
-    infra = job.config.infra
-    renamed = infra.sharding_stage == "zero1" or infra.offload_params == "cpu"
-    return renamed and ENGINES[job.engine].merges_settings and not find_conflicts(job.config)
+    infra, engine = job.config.infra, ENGINES[job.engine]
+    renamed = engine.merges_settings and (infra.sharding_stage == "zero1" or infra.offload_params == "cpu")
+    return renamed and not find_conflicts(job.config)
 
 
 def offload_of(job: Job) -> str | None:
@@ -187,22 +181,22 @@ def offload_of(job: Job) -> str | None:
     return next((name for name, places in OFFLOADS.items() if places == placed), None)
 
 
-def micro_batches(job: Job) -> list[int]:
-    """Micro-batches that make the same global batch, the smallest first: divisors of what a rank reads in a step."""
-    sequences = job.config.training.micro_batch_size * job.gradient_accumulation_steps
-    return [batch for batch in range(1, sequences + 1) if sequences % batch == 0]
+def batches(job: Job) -> dict[int, Change]:
+    """The changes to the micro-batches, the smallest first, that keep the global batch, with the accumulation for it.
 
-
-def batch_overrides(job: Job, batch: int) -> Change:
-    """The change to a micro-batch of `batch`, one of `micro_batches`, with the accumulation that keeps the global."""
+    They divide what a rank reads in a step.
+    """
     configured = job.config.training.micro_batch_size
-    steps = configured * job.gradient_accumulation_steps // batch
-    if batch == configured:
-        return {}
-    if job.config.data.num_lanes:
-        return {"training.per_device_train_batch_size": batch, "data.num_lanes": steps * job.world_size}
+    sequences = configured * job.gradient_accumulation_steps
     # Set even where a global_batch_size decides it: that may be this run's own, of `auto`, and not the user's.
-    return {"training.per_device_train_batch_size": batch, "training.gradient_accumulation_steps": steps}
+    name, ranks = "training.gradient_accumulation_steps", 1
+    if job.config.data.num_lanes:
+        name, ranks = "data.num_lanes", job.world_size
+    sizes = [size for size in range(1, sequences + 1) if sequences % size == 0]
+    found: dict[int, Change] = {
+        size: {"training.per_device_train_batch_size": size, name: sequences // size * ranks} for size in sizes
+    }
+    return found | {configured: {}}
 
 
 # --------------------------------------------------------------------------------------------------- which to choose
@@ -223,13 +217,11 @@ def recommend(job: Job, fits: Fits) -> Variant | None:
     efficient = -(-EFFICIENT_TOKENS // (data.max_encoder_length + data.max_decoder_length))
     for smallest in dict.fromkeys((min(training.micro_batch_size, efficient), 1)):
         # A whole step in one micro-batch leaves out all that accumulation needs, so it may fit where smaller ones fail.
-        batches = [batch for batch in micro_batches(job) if batch >= smallest]
-        candidates = itertools.product(asked, filter(None, (batches[-1:], batches[:-1])))
-        by_cost = sorted(candidates, key=lambda each: _cost(changed(job, batch_overrides(job, each[1][0])), each[0]))
-        for change, group in by_cost:
+        sized = [batch for size, batch in batches(job).items() if size >= smallest]
+        candidates = itertools.product(asked, filter(None, (sized[-1:], sized[:-1])))
+        for change, group in sorted(candidates, key=lambda each: _cost(changed(job, each[1][0]), each[0])):
             # From the smallest: most settings that fail do so at once.
-            rows = (variant(job, change | batch_overrides(job, batch)) for batch in group)
-            if fitting := list(itertools.takewhile(fits, rows)):
+            if fitting := list(itertools.takewhile(fits, (variant(job, change | batch) for batch in group))):
                 return fitting[-1]
     return None
 
@@ -240,7 +232,7 @@ def nearest(job: Job, fits: Fits, count: int = 3) -> list[Variant]:
     They differ in kind: none changes all that an earlier one changes, and more. Where these are too few, others follow
     that leave clearly more room.
     """
-    changes = sorted(_smaller(job), key=partial(_cost, job))
+    changes = sorted(_smaller(job), key=lambda change: _cost(job, change))
     found: list[Variant] = []
     for change in changes:
         if len(found) < count and not any(near.overrides.keys() <= change.keys() for near in found):
@@ -260,7 +252,7 @@ def _cost(job: Job, change: Change) -> tuple[int, bool, float, int]:
     nothing. What does not exist may come anywhere, as it fits nowhere.
     """
     other = changed(job, change)
-    infra, training = other.config.infra, other.config.training
+    stage, training = other.config.infra.sharding_stage, other.config.training
     try:
         engine = engine_memory(other)
     except ConfigError:
@@ -272,12 +264,10 @@ def _cost(job: Job, change: Change) -> tuple[int, bool, float, int]:
         "zero3": 0.30 if several_nodes else 0.10,  # every layer's weights are gathered twice a micro-batch
         "zero3_hybrid": 0.10,  # the same inside a node
     }
-    if alone:
-        by_stage = {stage: 0.001 * number for number, stage in enumerate((*STAGES, *HYBRID_STAGES))}
     slowdown = (
         # A second forward pass is a quarter of the arithmetic; published runs lose 21 % of their throughput.
         0.25 * (training.activation_checkpointing != "none")
-        + by_stage.get(infra.sharding_stage, 0.0)
+        + (0.001 * (*STAGES, *HYBRID_STAGES).index(stage) if alone else by_stage.get(stage, 0.0))
         # Gradients are reduced after every micro-batch and not once a step.
         + (0.10 if several_nodes else 0.03) * (engine.reduces_every_micro_batch and not alone)
         # Half the micro-batch means twice as many of them.
@@ -311,12 +301,13 @@ def _smaller(job: Job) -> Iterator[Change]:
     offloads = list(OFFLOADS)[list(OFFLOADS).index(offload_of(job) or "optimizer") :]
     sharing = itertools.product(stages, offloads, dict.fromkeys((training.activation_checkpointing, "full")))
     evaluating: Change = {"training.per_device_eval_batch_size": 1}
-    smaller_chunk: Change = {"model.loss_chunk_tokens": max(SMALLEST_LOSS_CHUNK, chunk // 4)}
+    # In chunks of fewer than 128 tokens the head's matrix products are too small to be fast.
+    smaller_chunk: Change = {"model.loss_chunk_tokens": max(128, chunk // 4)}
     choices = (
         [{}, evaluating] if training.per_device_eval_batch_size > 1 else [{}],
-        [{}, smaller_chunk] if chunk > SMALLEST_LOSS_CHUNK else [{}],
+        [{}, smaller_chunk] if chunk > 128 else [{}],
         [change for change in _reductions(job) if True in change.values() or not change],
-        [batch_overrides(job, batch) for batch in micro_batches(job) if batch <= training.micro_batch_size],
-        [{}, *filter(None, itertools.starmap(partial(setting, job), sharing))],
+        [batch for size, batch in batches(job).items() if size <= training.micro_batch_size],
+        [{}, *filter(None, (setting(job, *row) for row in sharing))],
     )
     return filter(None, _combined(*choices))

@@ -16,8 +16,7 @@ from typing import Any
 
 from ds_encdec.engine.ds_json import render_deepspeed_json
 from ds_encdec.memory.breakdown import Breakdown, EngineMemory, HostBreakdown, power_of_two
-from ds_encdec.memory.job import Job
-from ds_encdec.memory.model_sizes import Sizes
+from ds_encdec.memory.job import Job, Sizes
 from ds_encdec.types import ConfigError
 
 _ALL_REDUCE_ELEMENTS = 500_000_000
@@ -74,9 +73,6 @@ def not_estimated(job: Job) -> list[str]:
     return [
         f"{block}.{key}" for block, key, estimated in _NOT_ESTIMATED if blocks[block].get(key, estimated) != estimated
     ]
-
-
-# ----------------------------------------------------------------------------------------------------- the settings
 
 
 class _Settings:
@@ -211,9 +207,6 @@ def _owned(sizes: Sizes, ranks: int) -> int:
             by_rank[rank] += size
         start += size
     return max(by_rank)
-
-
-# ------------------------------------------------------------------------------------------------------- the stages
 
 
 def _replicated(s: _Settings) -> EngineMemory:
@@ -376,9 +369,6 @@ def _scattering(s: _Settings, elements: int, *, alone: bool) -> float:
         ),
     )
     return sum(num_bytes for is_there, num_bytes in parts if is_there)
-
-
-# --------------------------------------------------------------------------------------------------------- the host
 
 
 def _host(s: _Settings) -> HostBreakdown:

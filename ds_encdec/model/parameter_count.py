@@ -13,6 +13,7 @@ from itertools import product
 from math import prod
 from typing import Protocol
 
+EMBEDDING_ROWS_MULTIPLE = 128  # embeddings that must grow do so to a multiple of this, which matrix kernels like
 BACKWARD_PER_FORWARD = 2
 """The backward pass makes two products of each one: for the gradient of the input and of the weight."""
 

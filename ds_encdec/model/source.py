@@ -8,12 +8,10 @@ from ds_encdec.config.model_folder import MODEL_FILES, model_folder
 from ds_encdec.config.plain_files import read_json
 from ds_encdec.config.schema import ModelConfig
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.model.parameter_count import count_parameters
+from ds_encdec.model.parameter_count import EMBEDDING_ROWS_MULTIPLE, count_parameters
 from ds_encdec.model.weights import random_weights, stored_weights
 from ds_encdec.tokenizer.sentinels import Vocabulary
 from ds_encdec.types import CheckpointError, ConfigError, WeightSource
-
-EMBEDDING_ROWS_MULTIPLE = 128  # embeddings that must grow do so to a multiple of this, which matrix kernels like
 
 _NO_ARCHITECTURE = ("loss_chunk_tokens", "use_flash_attention", "use_cache", "transformers_version", "dtype")
 

@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from ds_encdec.checkpoint.folder import committed_steps
-from ds_encdec.config.load import load_saved
 from ds_encdec.config.plain_files import read_json
-from ds_encdec.config.schema import FullConfig, Mark, marked
+from ds_encdec.config.schema import FullConfig, Mark, load_saved, marked
 from ds_encdec.launch.disk import write_atomically
 from ds_encdec.launch.run_folder import RunFolder, lock_file
 from ds_encdec.launch.world import LAUNCHERS
@@ -54,8 +53,6 @@ from ds_encdec.types import (
 
 _say = partial(print, flush=True)  # at once: the runs write to the screen, too
 LOSSES = ("train/loss", "eval/loss")
-MAX_SHARD_BYTES = 5_000_000_000
-"""Largest file of an export, as `ds-encdec export` has it."""
 
 
 class PhaseFolder(RunFolder):
@@ -82,8 +79,8 @@ class PhaseFolder(RunFolder):
         before = _read(self._started)
         changed = [*before.get("changed", ()), *({"time": _now(), "settings": changes} for _ in changes[:1])]
         write_atomically(self.phase_yaml, config.dump_yaml())
-        started = before.get("started", _now())
-        _write(self._started, {"started": started, "weights_sha256": weights_sha256, "changed": changed})
+        began = {"started": before.get("started", _now()), "weights_sha256": weights_sha256}
+        _write(self._started, {**began, "changed": changed})
 
     def accepted_changes(self, config: FullConfig, weights_sha256: str | None) -> list[str]:
         """The settings with which this phase goes on other than it began, in words.
@@ -129,14 +126,9 @@ class PhaseFolder(RunFolder):
 
     def write_result(self, values: Mapping[str, Any]) -> None:
         """Replace result.json by `values`, when the phase began and ended, and its numbers."""
-        record = {
-            "phase": self._settings.phase,
-            **values,
-            "started": _read(self._started).get("started"),
-            "ended": _now(),
-            "phase_config": dataclasses.asdict(self._settings),
-        }
-        _write(self._result, record)
+        started = {"started": _read(self._started).get("started"), "ended": _now()}
+        numbers = {"phase_config": dataclasses.asdict(self._settings)}
+        _write(self._result, {"phase": self._settings.phase, **values, **started, **numbers})
 
     def is_judged_as_now(self) -> bool:
         """True if its result is by the numbers that it has now."""
@@ -147,7 +139,7 @@ def run_phases(config: FullConfig, plans: Sequence[PlannedPhase], *, launcher: s
     """Bring each of `plans` (of `config`, in order) through its gate: start it, go on with it, or pass over it.
 
     Raises GateError where one does not pass, Preempted after a signal, and an error with the exit code of a run that
-    failed. Of what was done nothing is done again by the next call.
+    failed. The next call repeats no finished work.
     """
     if stray := [launcher.marker for launcher in LAUNCHERS if launcher.marker in os.environ]:
         raise ConfigError(
@@ -236,9 +228,8 @@ def _train(planned: PlannedPhase, folder: PhaseFolder, subprocess_run: Subproces
     for remark in planned.remarks:
         _say(f"phase {planned.phase}: {remark}")
     resume = ["--resume", "auto"] if folder.is_used() else []  # else its errors belong into run.json
-    going = "going on with" if resume else "training"
     what = f"phase {planned.phase} ({planned.settings.description}), {planned.num_steps:,} steps"
-    _say(f"{going} {what}, in {planned.folder}")
+    _say(f"{'going on with' if resume else 'training'} {what}, in {planned.folder}")
     status_before = _stamp(folder)
     command = [*launcher_command(planned.config, launcher), str(TRAIN_PROGRAM), "--config", str(folder.phase_yaml)]
     code = subprocess_run.run([*command, *resume])
@@ -271,7 +262,7 @@ def _judge_and_hand_on(planned: PlannedPhase, folder: PhaseFolder, pipeline_init
     passed = verdict["passed"]
     if passed and not folder.export.exists():
         final = planned.folder / "checkpoints" / "final"
-        export_checkpoint(final, folder.export, dtype=torch.float32, max_shard_bytes=MAX_SHARD_BYTES)
+        export_checkpoint(final, folder.export, dtype=torch.float32)
     folder.write_result(verdict)
     _say(f"phase {planned.phase} {'passed its gate' if passed else 'did not pass its gate'}:")
     for check in verdict["checks"]:

@@ -48,8 +48,6 @@ Stroke = tuple[Callable[..., Any], tuple[Any, ...], Style]
 AlertMark = tuple[float, float, int]
 """A mark of alerts: their step, the highest of their values in the unit of the chart, and how many there are."""
 
-_PNG_DPI = 160
-_STYLE_SHEET = Path(__file__).with_name("drawing.mplstyle")
 _COLOURED = {
     "ink": ("text.color", "axes.titlecolor"),
     "grid": ("axes.edgecolor", "grid.color", "xtick.color", "ytick.color"),
@@ -276,7 +274,8 @@ def draw(
     strokes give the same bytes.
     """
     coloured: dict[Any, Any] = {name: COLOURS[colour] for colour, names in _COLOURED.items() for name in names}
-    with matplotlib.rc_context({**coloured, "svg.hashsalt": plan.key}, _STYLE_SHEET), warnings.catch_warnings():
+    sheet = Path(__file__).with_name("drawing.mplstyle")
+    with matplotlib.rc_context({**coloured, "svg.hashsalt": plan.key}, sheet), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # a run may be named in any script
         figure = Figure()
         axes = figure.add_subplot(title=plan.heading, xlabel=over)
@@ -301,7 +300,7 @@ def draw(
         if pictures is not None:
             figure.set_layout_engine("none")  # it is laid out; a second time would take as long again
             png = pictures / f"{plan.key}.png"
-            figure.savefig(png, format="png", dpi=_PNG_DPI, facecolor="white", metadata={"Software": None})
+            figure.savefig(png, format="png", dpi=160, facecolor="white", metadata={"Software": None})
     return Chart(caption, _for_page(svg.getvalue(), plan.key, f"{plan.heading}: {caption}"))
 
 

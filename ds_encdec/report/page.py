@@ -17,6 +17,7 @@ from jinja2 import Environment, FileSystemLoader
 
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.settings import join, show
+from ds_encdec.launch.disk import write_atomically
 from ds_encdec.monitor.metrics_file import is_number
 from ds_encdec.report.read_run import Entry, Run, read_time
 
@@ -29,14 +30,17 @@ _ANSWERS = ("rollback", "no_rollback", "stop", "start")
 """Events that decide what became of the rollbacks asked for before them; after a start they were never answered."""
 
 
-def render(template: str, **values: Any) -> str:
-    """The page that `template` makes of `values`."""
+def write_page(folder: Path, template: str, **values: Any) -> Path:
+    """Write the page that `template` makes of `values`, as index.html into `folder`; returns its path."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     filters = (number, count, when, flat, outcomes, events, changes)
     environment.filters |= {function.__name__: function for function in filters}
-    return environment.get_template(template).render(values)
+    # JSON may hold halves of surrogate pairs, which no encoding has.
+    content = environment.get_template(template).render(values).encode("utf-8", "replace")
+    write_atomically(folder / "index.html", content)
+    return folder / "index.html"
 
 
 def number(value: object, unit: str = "", digits: int = 4) -> str:

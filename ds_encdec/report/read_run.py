@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from ds_encdec.checkpoint.folder import committed_steps
-from ds_encdec.checkpoint.manifest import Manifest, read_manifest, verify_listing
+from ds_encdec.checkpoint.manifest import read_manifest, verify_listing
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.settings import Problem
 from ds_encdec.config.yaml_text import read_yaml
 from ds_encdec.launch.run_folder import RunFolder
-from ds_encdec.memory.model_sizes import run_sizes
+from ds_encdec.memory.job import run_sizes
 from ds_encdec.monitor.metrics_file import is_number, read_step_lines
 from ds_encdec.types import CheckpointError, ConfigError, DataError
 
@@ -39,12 +39,6 @@ class Curve:
 
     steps: np.ndarray
     values: np.ndarray
-
-    @classmethod
-    def of(cls, points: Iterable[tuple[float, float]]) -> Curve:
-        """The curve through (step, value) points."""
-        table = np.array(list(points), dtype=np.float64).reshape(-1, 2)
-        return cls(table[:, 0], table[:, 1])
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -99,17 +93,7 @@ class Curve:
         return Curve(self.steps[chosen], self.values[chosen])
 
 
-NO_CURVE = Curve.of(())
-
-
-@dataclass(frozen=True)
-class SavedCheckpoint:
-    """One committed checkpoint. `pointers` of latest, best, final; `damage`: what its listing lacks, if anything."""
-
-    step: int
-    manifest: Manifest | None
-    pointers: tuple[str, ...]
-    damage: str
+NO_CURVE = Curve(np.empty(0), np.empty(0))
 
 
 @dataclass(frozen=True)
@@ -117,8 +101,10 @@ class Run:
     """The content of the folder `path`. `curves`: by metric name; `abandoned`: by number of the rollback, then by name.
 
     `config`: nested, as in `config.yaml`, not validated: an older version may have written it. `data`: the facts that
-    the newest checkpoint keeps of tokenizer and sources. `verdict`: of the phase, where the run is one. `notes`: what
-    could not be read, in whole sentences.
+    the newest checkpoint keeps of tokenizer and sources. `checkpoints`: of every committed one, by rising `step`, the
+    `manifest`, None where it cannot be read; the `pointers` to it, of latest, best and final; and the `damage`: what
+    its listing lacks, if anything. `verdict`: of the phase, where the run is one. `notes`: what could not be read, in
+    whole sentences.
     """
 
     path: Path
@@ -128,7 +114,7 @@ class Run:
     events: Sequence[Entry]
     config: Mapping[str, Any]
     data: Entry
-    checkpoints: Sequence[SavedCheckpoint]
+    checkpoints: Sequence[Entry]
     verdict: Entry | None
     notes: Sequence[str]
 
@@ -153,7 +139,9 @@ class Run:
 
     @property
     def parameters(self) -> int | None:
-        """Parameters of the model that the configuration describes; None where its sizes are not known here."""
+        """Parameters of the model: as the run counted them, or else as configured; None where neither is known."""
+        if is_number(counted := self.status.get("parameters")):
+            return int(counted)
         try:
             return run_sizes(FullConfig.model_validate(self.config)).parameters
         except (ConfigError, ValueError):  # another version's configuration, or a model that is elsewhere
@@ -190,7 +178,7 @@ def read_run(path: Path) -> Run:
             "Give the infra.output_dir of a run."
         )
     notes: list[str] = []
-    problems: list[Problem] = []
+    problems: list[Problem] = []  # of the configuration
     status = read_json(folder.run_json, notes) or {}
     curves = _curves(_read_lines(folder.metrics, notes))
     if not curves:
@@ -212,15 +200,12 @@ def read_run(path: Path) -> Run:
     saved = committed_steps(folder.checkpoints)
     trainer = read_json(saved[max(saved)] / "trainer.json", []) if saved else None
     facts = _value_at(trainer, "data.fingerprint", None)
+    every = _value_at(config, "training.save_steps", None)
+    curves |= {name: _at_saves(curve, saved, every) for name, curve in curves.items() if name.startswith("ckpt/")}
     return Run(
         path=root,
         status=status,
-        curves={
-            name: _at_saves(curve, saved, _value_at(config, "training.save_steps", None))
-            if name.startswith("ckpt/")
-            else curve
-            for name, curve in curves.items()
-        },
+        curves=curves,
         abandoned={number: _curves(lines) for number, lines in sorted(branches.items())},
         events=events,
         config=config,
@@ -279,7 +264,7 @@ def _curves(lines: Sequence[Entry]) -> dict[str, Curve]:
     for step, name, value in ((line["step"], *item) for line in lines for item in line.items()):
         if "/" in name and isinstance(value, int | float | None):
             points[name].append((step, value if is_number(value) else math.nan))
-    return {name: Curve.of(found) for name, found in points.items()}
+    return {name: Curve(*np.array(found, dtype=np.float64).T) for name, found in points.items()}
 
 
 def _at_saves(curve: Curve, kept: Iterable[int], save_steps: object) -> Curve:
@@ -310,9 +295,9 @@ def _read_events(path: Path, notes: list[str]) -> list[Entry]:
     ]
 
 
-def _read_checkpoints(folder: Path) -> list[SavedCheckpoint]:
+def _read_checkpoints(folder: Path) -> list[Entry]:
     pointed = {name: (folder / name).resolve() for name in ("latest", "best", "final") if (folder / name).exists()}
-    found = []
+    found: list[Entry] = []
     for step, path in sorted(committed_steps(folder).items()):
         manifest, damage = None, ""
         try:
@@ -320,6 +305,6 @@ def _read_checkpoints(folder: Path) -> list[SavedCheckpoint]:
             verify_listing(path, manifest)
         except CheckpointError as error:
             damage = str(error)
-        pointers = tuple(name for name, target in pointed.items() if target == path.resolve())
-        found.append(SavedCheckpoint(step, manifest, pointers, damage))
+        pointers = [name for name, target in pointed.items() if target == path.resolve()]
+        found.append({"step": step, "manifest": manifest, "pointers": pointers, "damage": damage})
     return found

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
 
 from ds_encdec.config.schema import Mark, PhasesConfig, marked
-from ds_encdec.launch.disk import write_atomically
 from ds_encdec.report.charts import COLOURS, PLANS, Chart, ChartPlan, Stroke, charts_of, describe, draw, lines
-from ds_encdec.report.page import differences, number, outcomes, render
+from ds_encdec.report.page import differences, number, outcomes, write_page
 from ds_encdec.report.read_run import NO_CURVE, SMOOTHED_FROM, Curve, Entry, Run, back_to, read_json, read_run
 from ds_encdec.types import ConfigError, DataError
 
@@ -86,7 +85,8 @@ def _write_run(runs: Sequence[Run], folder: Path, *, png: bool) -> tuple[Path, l
     comparison = compare_runs(runs, pictures) if len(runs) > 1 else {"warnings": []}
     charts, empty = charts_of(run, pictures)
     alerts = Counter(str(entry.get("type", "unknown")) for entry in run.entries("alert"))
-    page = render(
+    page = write_page(
+        folder,
         "run.html.j2",
         run=run,
         comparison=comparison,
@@ -95,13 +95,7 @@ def _write_run(runs: Sequence[Run], folder: Path, *, png: bool) -> tuple[Path, l
         alert_types=alerts.most_common(),
         steps_taken_back=int(sum(entry["step"] - back_to(entry) for entry in run.entries("rollback"))),
     )
-    return _write(folder, page), comparison["warnings"]
-
-
-def _write(folder: Path, text: str) -> Path:
-    # JSON may hold halves of surrogate pairs, which no encoding has.
-    write_atomically(folder / "index.html", text.encode("utf-8", "replace"))
-    return folder / "index.html"
+    return page, comparison["warnings"]
 
 
 def compare_runs(runs: Sequence[Run], pictures: Path | None = None) -> dict[str, Any]:
@@ -189,22 +183,16 @@ def difference(curve: Curve, first: Curve) -> Curve:
     return Curve(curve.steps[inside], (curve.values - expected)[inside])
 
 
-@dataclass(frozen=True)
-class Phase:
-    """One phase. `run`: None where it has logged nothing; `verdict`: None where it was not judged."""
+class Phase(NamedTuple):
+    """One phase. `run`: None where it has logged nothing; `verdict`: None where it was not judged.
+
+    `state`: how far it has come: (ok | bad | warn | muted, a mark, words).
+    """
 
     name: str
-    began: bool
     run: Run | None
     verdict: Entry | None
-
-    @property
-    def state(self) -> tuple[str, str, str]:
-        """How far it has come: (ok | bad | warn | muted, a mark, words)."""
-        if self.verdict is not None:
-            passed = self.verdict.get("passed") is True
-            return ("ok", "✓", "gate passed") if passed else ("bad", "✗", "gate not passed")
-        return ("warn", "!", "was begun and not judged") if self.began else ("muted", "○", "not started")
+    state: tuple[str, str, str]
 
 
 def phase_folders(root: Path) -> list[Path]:
@@ -226,7 +214,11 @@ def _write_phases(root: Path, folder: Path, *, png: bool) -> Path:
         except (ConfigError, DataError) as error:
             notes.append(str(error))
         verdict = run.verdict if run else read_json(root / "phases" / name / "result.json", notes)
-        phases.append(Phase(name, name in folders, run, verdict))
+        state = ("warn", "!", "was begun and not judged") if name in folders else ("muted", "○", "not started")
+        if verdict is not None:
+            passed = verdict.get("passed") is True
+            state = ("ok", "✓", "gate passed") if passed else ("bad", "✗", "gate not passed")
+        phases.append(Phase(name, run, verdict, state))
     ran = [(phase, phase.run) for phase in phases if phase.run]
     if not ran:
         raise DataError(f"{root / 'phases'}: none of the phases has logged metrics, so there is nothing to draw.")
@@ -234,9 +226,9 @@ def _write_phases(root: Path, folder: Path, *, png: bool) -> Path:
     for phase, run in ran:
         _write_run([run], folder / phase.name, png=png)
     judged = [phase.verdict for phase in phases if phase.verdict is not None]
-    drawn = [_chart_of_phases(plan, ran, folder if png else None) for plan in (PLANS["loss"], PLANS["eval_loss"])]
-    charts = [chart for chart in drawn if chart]
-    return _write(folder, render("phases.html.j2", root=root, phases=phases, judged=judged, notes=notes, charts=charts))
+    drawn = [_chart_of_phases(PLANS[key], ran, folder if png else None) for key in ("loss", "eval_loss")]
+    values = {"root": root, "phases": phases, "judged": judged, "notes": notes, "charts": list(filter(None, drawn))}
+    return write_page(folder, "phases.html.j2", **values)
 
 
 def _chart_of_phases(plan: ChartPlan, ran: Sequence[tuple[Phase, Run]], pictures: Path | None) -> Chart | None:

@@ -17,7 +17,7 @@ from tiny_job import MODEL, make_config
 
 from ds_encdec.auto_batch.probe import Outcome, ProbeProcess, ProbeTask
 from ds_encdec.auto_batch.resolve import agreed_outcome, resolve_batch_size
-from ds_encdec.checkpoint.manager import Checkpoint
+from ds_encdec.checkpoint.folder import Checkpoint
 from ds_encdec.checkpoint.manifest import Manifest
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext

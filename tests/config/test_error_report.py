@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_encdec.config.load import load_config
 from ds_encdec.config.rules import fields
+from ds_encdec.config.schema import load_config
 from ds_encdec.config.validation import stand_in, wrong_value
 from ds_encdec.types import ConfigError
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from small_run import MODEL, SHORT_ACCUMULATION, run_config, weights
 
-from ds_encdec.checkpoint.folder import committed_steps
-from ds_encdec.checkpoint.manager import Checkpoint, CheckpointManager, find_checkpoint
+from ds_encdec.checkpoint.folder import Checkpoint, committed_steps
+from ds_encdec.checkpoint.manager import CheckpointManager, find_checkpoint
 from ds_encdec.checkpoint.manifest import verify_checkpoint
 from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.engine.select import create_engine, resolve_engine

@@ -16,8 +16,7 @@ from torch import nn
 from torch_oracle import TorchOracle
 
 from ds_encdec.build import run_training
-from ds_encdec.config.load import load_config
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.schema import FullConfig, load_config
 from ds_encdec.engine.protocol import DCP_FOLDER, EngineRecord, StagedSave, write_record
 from ds_encdec.engines import ENGINES
 from ds_encdec.launch.preemption import StopRequest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from ds_encdec.config.load import load_config
+from ds_encdec.config.schema import load_config
 from ds_encdec.engines import EngineName
 from ds_encdec.memory.breakdown import CATEGORIES
 from ds_encdec.memory.device_stats import device_capacity
@@ -24,9 +25,8 @@ from ds_encdec.memory.expected import (
     out_of_memory_explained,
     settings_that_fit,
 )
-from ds_encdec.memory.job import make_job
-from ds_encdec.memory.model_sizes import run_sizes
-from ds_encdec.memory.variants import BATCH_FIELDS, as_overrides, value_of
+from ds_encdec.memory.job import make_job, run_sizes
+from ds_encdec.memory.variants import BATCH_FIELDS, as_overrides
 from ds_encdec.types import OutOfMemoryError
 
 GIB = 2**30
@@ -52,7 +52,7 @@ def test_settings_fit_the_device_and_are_settings() -> None:
     for setting in settings:
         assert setting.estimate.peak.total < device_bytes
         config = load_config(None, ["infra.offload_optimizer=none", *as_overrides(setting.overrides).split()])
-        assert all(value_of(config, name) == value for name, value in setting.overrides.items())
+        assert all(attrgetter(name)(config) == value for name, value in setting.overrides.items())
 
 
 def test_what_should_have_fitted_must_become_smaller() -> None:

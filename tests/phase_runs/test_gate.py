@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from finished_runs import finish_run
 
-from ds_encdec.config.load import load_config
+from ds_encdec.config.schema import load_config
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.phase_runs.run import judge
 from ds_encdec.phases import PlannedPhase, TrainingPhase, plan_phase

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from finished_runs import finish_run
 
-from ds_encdec.config.load import load_config
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.schema import FullConfig, load_config
 from ds_encdec.phase_runs.run import PhaseFolder, only_one_pipeline, run_phases
 from ds_encdec.phases import PlannedPhase, TrainingPhase, plan_phase
 from ds_encdec.types import CheckpointError, ConfigError, DsEncDecError, GateError, OutputLockedError

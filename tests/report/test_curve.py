@@ -13,7 +13,7 @@ VALUES = st.lists(st.floats(-1e6, 1e6) | st.just(float("nan")), min_size=1, max_
 
 
 def curve(values: list[float]) -> Curve:
-    return Curve.of(enumerate(values))
+    return Curve(np.arange(len(values), dtype=np.float64), np.array(values))
 
 
 @given(VALUES, st.integers(1, 40))

@@ -192,8 +192,8 @@ def test_checkpoints_are_compared_with_their_manifests(troubled: Path, page: Pag
         damaged = read_run(troubled)
     finally:
         (troubled / "trainer.json").rename(troubled / "checkpoints" / "step-00090000" / "trainer.json")
-    assert "missing, but the manifest lists it" in damaged.checkpoints[0].damage
-    assert damaged.checkpoints[1].damage == ""
+    assert "missing, but the manifest lists it" in damaged.checkpoints[0]["damage"]
+    assert damaged.checkpoints[1]["damage"] == ""
 
 
 def test_the_alert_before_a_rollback_is_marked_on_the_branch_that_was_taken_back(tmp_path: Path) -> None:
@@ -435,3 +435,5 @@ def test_what_ran_and_on_what_is_among_the_facts(tmp_path: Path) -> None:
     assert facts["git commit"] == "0123456789ab, changed since"
     assert (facts["device"], facts["host memory"]) == ("8 × H200", "1,024 GiB")
     assert facts["last eval loss"] == "–"
+    (run / "run.json").write_text(json.dumps(status | {"parameters": 51_456}))  # counted where the model was at hand
+    assert Page(write_report(run)[0]).facts["parameters"] == "51,456"

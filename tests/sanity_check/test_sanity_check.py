@@ -19,8 +19,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from ds_encdec import cli
 from ds_encdec.checkpoint.export import export_hf
-from ds_encdec.config.load import load_config
-from ds_encdec.config.schema import DataConfig, FullConfig
+from ds_encdec.config.schema import DataConfig, FullConfig, load_config
 from ds_encdec.data import chunks
 from ds_encdec.engine.fsdp2 import FSDP2Engine
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from ds_encdec.config.load import load_config
-from ds_encdec.memory.model_sizes import PUBLISHED, QWEN3_IDS, Sizes, adapter_parameters, run_sizes
+from ds_encdec.config.schema import load_config
+from ds_encdec.memory.job import PUBLISHED, QWEN3_IDS, Sizes, adapter_parameters, run_sizes
 from ds_encdec.model.parameter_count import count_parameters
 from ds_encdec.types import ConfigError
 
