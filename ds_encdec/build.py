@@ -231,13 +231,8 @@ def _wire(
         state = checkpoints.adopt(found, state)
         logger.info("resumed from %s (step %d)", found.path, state.global_step)
     logger.info(
-        "%s parameters, %d micro-batches a step on %d ranks, steps %d to %d, into %s",
-        f"{count_parameters(model.config):,}",
-        run.num_lanes,
-        world.world_size,
-        state.global_step,
-        config.training.num_train_steps,
-        folder.root,
+        f"{count_parameters(model.config):,} parameters, {run.num_lanes} micro-batches a step on {world.world_size} "
+        f"ranks, steps {state.global_step} to {config.training.num_train_steps}, into {folder.root}"
     )
     recorder = _begin_recording(run, state, expected)
     trainer = Trainer(

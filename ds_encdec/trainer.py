@@ -368,7 +368,5 @@ def _collect_save(run: Trainer, state: TrainingState, *, must_succeed: bool = Fa
         return state
     run.recorder.log_save(blocked_seconds=outcome.blocked_seconds, seconds=outcome.seconds)
     best = " (best so far)" if outcome.state.best_step == step else ""
-    logger.info(
-        "saved step %d%s in %.1f s, training paused %.1f s", step, best, outcome.seconds, outcome.blocked_seconds
-    )
+    logger.info(f"saved step {step}{best} in {outcome.seconds:.1f} s, training paused {outcome.blocked_seconds:.1f} s")
     return replace(state, best_eval_loss=outcome.state.best_eval_loss, best_step=outcome.state.best_step)

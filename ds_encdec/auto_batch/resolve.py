@@ -118,14 +118,11 @@ class _Search:
                 f"training.per_device_train_batch_size=auto: {what} ({outcome.message}).\n{explained}"
             )
         config = self._with(size)
+        training = config.training
         logger.info(
-            "micro-batch %d: estimated %s, probed %s of %s; accumulation %d keeps the global batch of %d",
-            size,
-            gib(self._needs[size]),
-            gib(outcome.peak_bytes),
-            gib(self._free_bytes),
-            config.training.gradient_accumulation_steps,
-            config.training.global_batch_size,
+            f"micro-batch {size}: estimated {gib(self._needs[size])}, probed {gib(outcome.peak_bytes)} of "
+            f"{gib(self._free_bytes)}; accumulation {training.gradient_accumulation_steps} keeps the global batch of "
+            f"{training.global_batch_size}"
         )
         return config
 
