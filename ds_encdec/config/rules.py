@@ -128,9 +128,8 @@ def _training(config: Sections) -> Rules:
         "infra.deepspeed_extra.scheduler training.lr_scheduler_type: only DeepSpeed's own schedules take these: "
         f"{', '.join(ours)}": "scheduler" in infra.deepspeed_extra and training.lr_scheduler_type not in ours,
         **{
-            f"{at}{name} training.torch_adam: only {theirs}'s AdamW has this: set training.torch_adam={other}": (
-                name in given
-            )
+            f"{at}{name} training.torch_adam: only {theirs}'s AdamW has this: set training.torch_adam={other}": name
+            in given
             for name in (("bias_correction",) if training.torch_adam else ("fused", "foreach"))
         },
         f"{at}fused {at}foreach: torch's AdamW takes one of them": given.get("fused") and given.get("foreach"),
@@ -180,7 +179,7 @@ def engine_candidates(config: Sections) -> list[EngineSpec]:
 def deepspeed_lacks(config: Sections) -> Rules:
     """Rules that a configuration breaks where it asks for what DeepSpeed cannot do."""
     training, infra, engine = config.training, config.infra, "infra.distributed_type"
-    is_native = training.lr_scheduler_type in NATIVE_SCHEDULES
+    is_native, on_cpu = training.lr_scheduler_type in NATIVE_SCHEDULES, infra.device == "cpu"
     return {
         f"infra.sharding_stage {engine}: DeepSpeed has no hybrid of ZeRO-2; FSDP2 has: set distributed_type=fsdp, or "
         "zero3_hybrid": infra.sharding_stage == "zero2_hybrid",
@@ -190,9 +189,7 @@ def deepspeed_lacks(config: Sections) -> Rules:
         "torch_compile=false": training.torch_compile,
         f"infra.fsdp_reduce_every_micro_batch {engine}: this is FSDP2's: set distributed_type=fsdp, or "
         "fsdp_reduce_every_micro_batch=false": infra.fsdp_reduce_every_micro_batch,
-        "training.fp16 infra.device: DeepSpeed trains no float16 on CPUs: use bf16": (
-            training.fp16 and infra.device == "cpu"
-        ),
+        "training.fp16 infra.device: DeepSpeed trains no float16 on CPUs: use bf16": training.fp16 and on_cpu,
         # DeepSpeed 0.19.8 unscales these gradients without having scaled the loss (runtime/engine.py: backward).
         "training.fp16 infra.sharding_stage: without sharding DeepSpeed trains float16 wrongly: use bf16, or zero1 to "
         "zero3": training.fp16 and infra.sharding_stage == "zero0",
@@ -204,12 +201,11 @@ def deepspeed_lacks(config: Sections) -> Rules:
 def fsdp_lacks(config: Sections) -> Rules:
     """Rules that a configuration breaks where it asks for what FSDP2 cannot do."""
     infra = config.infra
+    is_apart = infra.offload_params == "cpu" and infra.offload_optimizer == "none"
     return {
         "training.fp16 infra.distributed_type: FSDP2 has no loss scaling: set bf16=true and fp16=false, or "
         "distributed_type=deepspeed": config.training.fp16,
         # Its sharded parameters are the float32 master weights that the optimizer steps, where they are.
         "infra.offload_params infra.offload_optimizer: FSDP2 offloads parameters and optimizer together: set "
-        "offload_optimizer=cpu, or offload_params=none": (
-            infra.offload_params == "cpu" and infra.offload_optimizer == "none"
-        ),
+        "offload_optimizer=cpu, or offload_params=none": is_apart,
     }

@@ -240,11 +240,10 @@ class InfraConfig(Section):
         }
         for field in ("offload_optimizer", "offload_params"):
             place = getattr(self, field)
+            differs = offloads is not None and (place == "cpu") is not offloads
             rules |= {
                 f"{field}: nvme does not work yet: checkpoints would lack what is there; use cpu": place == "nvme",
-                f"fsdp_cpu_offload {field}: the alias must agree: this is {field}={cpu}": (
-                    offloads is not None and (place == "cpu") is not offloads
-                ),
+                f"fsdp_cpu_offload {field}: the alias must agree: this is {field}={cpu}": differs,
             }
         return rules | {
             f"{strategy}: the alias must agree: {alias} is sharding_stage={meant}": meant != stage,
