@@ -164,7 +164,7 @@ def full_batch(config: FullConfig, micro_batch_size: int, vocab_size: int) -> Ba
     examples = [
         Example(encoder, decoder, denoiser, "") for encoder, decoder in zip(encoder_ids, decoder_ids, strict=True)
     ]
-    return collate(examples, budgets, decoder_start_id=0, pad_id=0)
+    return collate(examples, budgets, pad_id=0)
 
 
 def _shares(tokens: int, count: int) -> list[int]:
