@@ -18,18 +18,17 @@ from typing import Any
 import torch
 
 from ds_encdec.auto_batch.resolve import job_here, resolve_batch_size
-from ds_encdec.checkpoint.average import average_last_checkpoints, clear_averaged
-from ds_encdec.checkpoint.find import Checkpoint, find_checkpoint
-from ds_encdec.checkpoint.folder import check_room
-from ds_encdec.checkpoint.manager import MAKE_ROOM, CheckpointManager
-from ds_encdec.config.batch_size import (
+from ds_encdec.checkpoint.export import average_last_checkpoints, clear_averaged
+from ds_encdec.checkpoint.folder import Checkpoint, check_room
+from ds_encdec.checkpoint.manager import MAKE_ROOM, CheckpointManager, find_checkpoint
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.shares import (
     is_auto,
     micro_batch_candidates,
     micro_batches_per_step,
+    per_rank,
     with_assumed_batch_size,
 )
-from ds_encdec.config.schema import FullConfig, InfraConfig
-from ds_encdec.config.shares import per_rank
 from ds_encdec.data.build import TrainingData, build_data
 from ds_encdec.data.inspect import inspect_data
 from ds_encdec.data.tables import resolve_commits
@@ -37,26 +36,30 @@ from ds_encdec.engine.ds_json import render_deepspeed_json
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine, join_ranks
 from ds_encdec.engines import ENGINES, load
-from ds_encdec.launch.atomic_files import write_atomically
-from ds_encdec.launch.context import RunContext
-from ds_encdec.launch.disk import Writing
-from ds_encdec.launch.peers import Peers, Watchdog, is_broken_connection
-from ds_encdec.launch.preemption import StopRequest
+from ds_encdec.gpus import peak_flops
+from ds_encdec.launch.disk import Writing, write_atomically
+from ds_encdec.launch.host_collectives import RunContext
+from ds_encdec.launch.peers import Peers, ending_recorded, is_broken_connection, named_error, record
+from ds_encdec.launch.preemption import StopRequest, awaited
 from ds_encdec.launch.process_group import shutdown
 from ds_encdec.launch.run_folder import RunFolder
-from ds_encdec.launch.run_status import ending_recorded, named_error, record
 from ds_encdec.launch.world import World, discover
-from ds_encdec.memory.expected import ExpectedMemory, estimate_run
-from ds_encdec.memory.out_of_memory import out_of_memory_explained
+from ds_encdec.memory.expected import ExpectedMemory, estimate_run, out_of_memory_explained
 from ds_encdec.model.parameter_count import count_parameters, training_flops
-from ds_encdec.monitor.events import EventLog
+from ds_encdec.monitor.metrics_file import EventLog
 from ds_encdec.monitor.monitor import TrainingMonitor
-from ds_encdec.monitor.performance import peak_flops
 from ds_encdec.monitor.recorder import Recorder
 from ds_encdec.monitor.sinks import open_sinks
-from ds_encdec.resume import load_engine, refuse_other_model, restore_data
-from ds_encdec.run_model import RunModel, new_model, run_tokenizer, saved_model
-from ds_encdec.trainer import CheckpointContent, Trainer, train
+from ds_encdec.resume import (
+    RunModel,
+    load_engine,
+    new_model,
+    refuse_other_model,
+    restore_data,
+    run_tokenizer,
+    saved_model,
+)
+from ds_encdec.trainer import Trainer, train
 from ds_encdec.types import HangError, LostRankError, Preempted, TrainingState
 
 logger = logging.getLogger(__name__)
@@ -73,8 +76,8 @@ def run_training(
     """
     world = discover(os.environ)  # now: a port that is free, where none is given
     logging.basicConfig(level=logging.INFO if world.is_main else logging.WARNING, format="%(message)s", force=True)
-    if resume is None:  # fails, if it must, before the ranks meet
-        check_batch(config, world.world_size)
+    if resume is None:  # a batch that the ranks cannot share out is refused before they meet
+        (micro_batch_candidates if is_auto(config) else plan_lanes)(config, world.world_size)
     if world.world_size != config.infra.num_gpus and world.is_main:
         logger.info("ranks: %d (the configuration was planned for %d)", world.world_size, config.infra.num_gpus)
     context = _meet(config, world, stop)
@@ -83,16 +86,19 @@ def run_training(
     stop.before_end = lambda why: record(
         folder, "failed", reason=f"rank {world.rank}: {why}", exit_code=HangError.exit_code
     )
+    # By default well before a collective would give up; 0 is never.
+    infra = config.infra
+    given = infra.hang_timeout_minutes
+    hang_minutes = infra.distributed_timeout_minutes * 2 / 3 if given is None else given
     with (
-        Peers(folder, context.collectives) as peers,
+        Peers(folder, context.collectives, stop, hang_minutes or None) as peers,
         ending_recorded(folder, world, peers, spare=resume is not None) as begin,
-        Watchdog(stop, _hang_timeout_minutes(config.infra), folder, context.collectives),
     ):
         trainer, expected = _wire(config, context, folder, stop, resume, allow_data_change)
         begin()
         state = _train_and_close(trainer, peers, expected)
     del trainer
-    with stop.busy():  # no step follows, and nobody is stuck
+    with stop.heartbeat.busy():  # no step follows, and nobody is stuck
         shutdown()
         if world.is_main:
             average_last_checkpoints(folder, last=config.training.average_checkpoints)
@@ -106,7 +112,7 @@ def _meet(config: FullConfig, world: World, stop: StopRequest) -> RunContext:
         context = join_ranks(config, world, met=stop.ranks_have_met)
         context.collectives.all_gather_ints([0])
     except RuntimeError as error:  # torch's; a launcher stops those whom one has left
-        if is_broken_connection(error) and stop.comes_within(seconds=10):
+        if is_broken_connection(error) and awaited(10, lambda: stop.reason is not None):
             raise Preempted(f"stopped by {stop.reason} while the ranks met: there was nothing to save") from error
         raise
     return context
@@ -120,8 +126,15 @@ def _train_and_close(
     try:
         with out_of_memory_explained(expected, trainer.engine.device, trainer.collectives.rank):
             state = train(trainer)
-        if state is not trainer.state and state.global_step < trainer.config.training.num_train_steps:
-            _say_stopped_early(trainer, state)
+        training = trainer.config.training
+        if state is not trainer.state and state.global_step < training.num_train_steps:
+            message = (
+                f"the evaluation's loss has not fallen by more than {training.early_stopping_threshold:g} below "
+                f"{state.lowest_eval_loss:.4f} in {state.evaluations_since_lowest} evaluations"
+            )
+            logger.info("early stopping at step %d: %s", state.global_step, message)
+            where = {"step": state.global_step, "data_step": state.data_step}
+            trainer.recorder.events.write("early_stop", **where, message=message)
     except BaseException as error:
         named = named_error(error, trainer.collectives.rank, peers)
         exit_code, reason = named.exit_code, str(named)
@@ -129,7 +142,7 @@ def _train_and_close(
             raise named from error
         raise
     finally:
-        with trainer.stop.busy():
+        with trainer.stop.heartbeat.busy():
             trainer.checkpoints.close()
             trainer.loader.close()
             trainer.recorder.close(exit_code, reason)
@@ -138,33 +151,11 @@ def _train_and_close(
     return state
 
 
-def _hang_timeout_minutes(infra: InfraConfig) -> float | None:
-    """The watchdog's limit: by default well before a collective would give up; 0 is never."""
-    if infra.hang_timeout_minutes is None:
-        return infra.distributed_timeout_minutes * 2 / 3
-    return infra.hang_timeout_minutes or None
+def plan_lanes(config: FullConfig, world_size: int, saved_lanes: int | None = None) -> tuple[int, int]:
+    """Micro-batches of an optimizer step, over all ranks (the lanes of a run) and on each of `world_size`.
 
-
-def _say_stopped_early(trainer: Trainer, state: TrainingState) -> None:
-    training = trainer.config.training
-    message = (
-        f"the evaluation's loss has not fallen by more than {training.early_stopping_threshold:g} below "
-        f"{state.lowest_eval_loss:.4f} in {state.evaluations_since_lowest} evaluations"
-    )
-    logger.info("early stopping at step %d: %s", state.global_step, message)
-    trainer.recorder.events.write("early_stop", step=state.global_step, data_step=state.data_step, message=message)
-
-
-@dataclass(frozen=True, slots=True)
-class LanePlan:
-    """Micro-batches of one optimizer step: over all ranks, and on each of them."""
-
-    num_lanes: int
-    gradient_accumulation_steps: int
-
-
-def plan_lanes(config: FullConfig, world_size: int, saved_lanes: int | None = None) -> LanePlan:
-    """How the lanes of a run (a saved run's never change) fall on `world_size` ranks. Raises ConfigError."""
+    A saved run's lanes never change. Raises ConfigError where the ranks do not divide them.
+    """
     lanes = saved_lanes or micro_batches_per_step(config, world_size)
     if saved_lanes:
         origin = "data.num_lanes (fixed when this run first started)"
@@ -172,15 +163,7 @@ def plan_lanes(config: FullConfig, world_size: int, saved_lanes: int | None = No
         origin = "data.num_lanes"
     else:
         origin = "training.global_batch_size / training.per_device_train_batch_size"
-    return LanePlan(lanes, per_rank(lanes, world_size, origin))
-
-
-def check_batch(config: FullConfig, world_size: int) -> None:
-    """Raise ConfigError for a batch that `world_size` ranks cannot share out at a first start."""
-    if is_auto(config):
-        micro_batch_candidates(config, world_size)
-    else:
-        plan_lanes(config, world_size)
+    return lanes, per_rank(lanes, world_size, origin)
 
 
 def planned_deepspeed_json(config: FullConfig, environ: Mapping[str, str]) -> dict[str, Any]:
@@ -191,18 +174,16 @@ def planned_deepspeed_json(config: FullConfig, environ: Mapping[str, str]) -> di
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     config = with_assumed_batch_size(config, ranks)
-    plan = plan_lanes(config, ranks)
-    return render_deepspeed_json(
-        config, world_size=ranks, gradient_accumulation_steps=plan.gradient_accumulation_steps, device=device
-    )
+    _, accumulation = plan_lanes(config, ranks)
+    return render_deepspeed_json(config, world_size=ranks, gradient_accumulation_steps=accumulation, device=device)
 
 
 def inspect_run_data(config: FullConfig, *, num_examples: int, as_json: bool) -> str:
     """The first examples that a run of this configuration will see, with statistics, as text or JSON."""
     tokenizer, vocabulary = run_tokenizer(config)
     config = with_assumed_batch_size(config, config.infra.num_gpus)
-    plan = plan_lanes(config, config.infra.num_gpus)
-    data = build_data(config, tokenizer, vocabulary, rank=0, world_size=1, num_lanes=plan.num_lanes)
+    lanes, _ = plan_lanes(config, config.infra.num_gpus)
+    data = build_data(config, tokenizer, vocabulary, rank=0, world_size=1, num_lanes=lanes)
     try:
         return inspect_data(data.pipeline, tokenizer, num_examples=num_examples, as_json=as_json)
     finally:
@@ -218,7 +199,8 @@ class _Run:
     folder: RunFolder
     found: Checkpoint | None
     model: RunModel
-    plan: LanePlan
+    num_lanes: int
+    accumulation: int
 
 
 def _wire(
@@ -244,16 +226,23 @@ def _wire(
     saved_commits = saved["data"]["dataset_commits"] if found else None
     commits = collectives.on_rank_zero(lambda: resolve_commits(config.data, saved_commits))
     config = resolve_batch_size(config, context, stop, model.config, found)
-    plan = plan_lanes(config, world.world_size, saved.get("num_lanes"))
-    run = _Run(config, context, folder, found, model, plan)
+    run = _Run(config, context, folder, found, model, *plan_lanes(config, world.world_size, saved.get("num_lanes")))
     data = collectives.rank_zero_first(lambda: _build_data(run, saved.get("data"), commits, allow_data_change))
     if found:
         state = restore_data(found, data, state, is_main=world.is_main)
-    expected = _expect_memory(run, data.ratio)
-    engine = _build_engine(run, expected)
+    engine, expected = _build_engine(run, data.ratio)
     if found:
         state = checkpoints.adopt(found, state)
-    _say_what_begins(run, state)
+        logger.info("resumed from %s (step %d)", found.path, state.global_step)
+    logger.info(
+        "%s parameters, %d micro-batches a step on %d ranks, steps %d to %d, into %s",
+        f"{count_parameters(model.config):,}",
+        run.num_lanes,
+        world.world_size,
+        state.global_step,
+        config.training.num_train_steps,
+        folder.root,
+    )
     recorder = _begin_recording(run, state, expected)
     trainer = Trainer(
         config=config,
@@ -291,7 +280,7 @@ def _build_data(
         run.model.vocabulary,
         rank=run.context.world.rank,
         world_size=run.context.world.world_size,
-        num_lanes=run.plan.num_lanes,
+        num_lanes=run.num_lanes,
         saved=saved,
         commits=commits,
         accept_other_data=accept_other_data,
@@ -300,24 +289,22 @@ def _build_data(
     )
 
 
-def _expect_memory(run: _Run, ratio: float) -> ExpectedMemory | None:
-    """Estimate and log this rank's share of a step, and check the disk's room for its checkpoints. Collective."""
-    job = job_here(run.config, run.context, run.model.config, run.plan.gradient_accumulation_steps, ratio)
+def _build_engine(run: _Run, ratio: float) -> tuple[Engine, ExpectedMemory | None]:
+    """The engine with its weights, from the model's source or from the checkpoint. Collective.
+
+    Before that, this rank's share of a step is estimated and logged, and the disk's room for its checkpoints checked.
+    """
+    job = job_here(run.config, run.context, run.model.config, run.accumulation, ratio)
     run.context.collectives.on_rank_zero(lambda: check_room(run.folder.checkpoints, run.config, job))
     expected = estimate_run(job)
     if expected is not None:
         logger.info("%s", expected)
-    return expected
-
-
-def _build_engine(run: _Run, expected: ExpectedMemory | None) -> Engine:
-    """The engine with its weights, from the model's source or from the checkpoint. Collective."""
-    model, context, accumulation = run.model, run.context, run.plan.gradient_accumulation_steps
+    model, context = run.model, run.context
     with out_of_memory_explained(expected, context.device, context.world.rank):
-        engine = create_engine(run.config, context, model.config, model.weights, accumulation)
+        engine = create_engine(run.config, context, model.config, model.weights, run.accumulation)
         if run.found:
             load_engine(engine, run.found, context.collectives)
-    return engine
+    return engine, expected
 
 
 def _open_recorder(run: _Run, state: TrainingState, expected: ExpectedMemory | None) -> Recorder:
@@ -327,6 +314,7 @@ def _open_recorder(run: _Run, state: TrainingState, expected: ExpectedMemory | N
     with Writing(folder.root, "The run", MAKE_ROOM).refusals_told():
         if is_main:
             _write_run_configuration(run)
+            run.folder.write_status("running", parameters=count_parameters(run.model.config))
         return Recorder(
             device=device,
             collectives=run.context.collectives,
@@ -358,32 +346,15 @@ def _begin_recording(run: _Run, state: TrainingState, expected: ExpectedMemory |
     return recorder
 
 
-def _say_what_begins(run: _Run, state: TrainingState) -> None:
-    if run.found:
-        logger.info("resumed from %s (step %d)", run.found.path, state.global_step)
-    logger.info(
-        "%s parameters, %d micro-batches a step on %d ranks, steps %d to %d, into %s",
-        f"{count_parameters(run.model.config):,}",
-        run.plan.num_lanes,
-        run.context.world.world_size,
-        state.global_step,
-        run.config.training.num_train_steps,
-        run.folder.root,
-    )
-
-
-def _run_files(content: CheckpointContent, *, run: _Run, data: TrainingData) -> Callable[[Path], None]:
+def _run_files(
+    state: TrainingState, recorder: dict[str, Any], lanes: list[dict[str, Any]], *, run: _Run, data: TrainingData
+) -> Callable[[Path], None]:
     """Return what writes all that a checkpoint holds beside the engine's files; see docs/checkpoints.md."""
-    trainer = {
-        "state": content.state.to_dict(),
-        "num_lanes": run.plan.num_lanes,
-        "data": data.saved(),
-        "recorder": content.recorder,
-    }
+    trainer = {"state": state.to_dict(), "num_lanes": run.num_lanes, "data": data.saved(), "recorder": recorder}
     # Text now: by the time it is written, training may have gone on.
     texts = {
         "trainer.json": json.dumps(trainer, indent=1) + "\n",
-        "data.json": json.dumps({"lanes": content.lanes}, indent=1) + "\n",
+        "data.json": json.dumps({"lanes": lanes}, indent=1) + "\n",
         "config.yaml": run.config.dump_yaml(),
     }
 
@@ -403,7 +374,7 @@ def _write_run_configuration(run: _Run) -> None:
     for row in ENGINES.values():
         for name, rendered in row.run_files.items():
             if row is run.context.engine_spec:
-                content = load(rendered)(run.config, world, device, run.plan.gradient_accumulation_steps)
+                content = load(rendered)(run.config, world, device, run.accumulation)
                 write_atomically(run.folder.root / name, json.dumps(content, indent=2) + "\n")
             else:
                 (run.folder.root / name).unlink(missing_ok=True)

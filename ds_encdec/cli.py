@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_encdec import estimate_memory, train
-from ds_encdec.engines import ENGINES
-from ds_encdec.launch.standard_output import outlive_readers, reader_may_leave
+from ds_encdec.engines import STATE_FORMATS
+from ds_encdec.launch.preemption import outlive_readers, reader_may_leave
 from ds_encdec.types import ConfigError, DsEncDecError, Preempted
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 Verb = Callable[[argparse.Namespace, Sequence[str]], int | None]
 """Does what its options and overrides say; its exit code is 0 where it returns None."""
-_CONFIG = {"--config": "YAML file"}
-_FILES = _CONFIG | {"--deepspeed_config": "raw DeepSpeed JSON"}
+Arguments = dict[str, dict[str, Any]]
+"""Keywords of argparse for each argument, by its names (separated by blanks); at most one with `only_one` is taken."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,110 +55,18 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-
-    def verb(name: str, run: Verb, summary: str, files: dict[str, str] | None = None) -> argparse.ArgumentParser:
-        """A verb; with `files` of a configuration (even none), settings may follow its arguments."""
-        epilog = "further arguments: section.field=value" if files is not None else None
-        sub = verbs.add_parser(name, help=summary, description=summary, epilog=epilog, allow_abbrev=False)
-        sub.set_defaults(run=run, accepts_overrides=files is not None)
-        for option, text in (files or {}).items():
-            sub.add_argument(*dict.fromkeys((option, option.replace("_", "-"))), type=Path, help=text)
-        return sub
-
-    train.add_arguments(verb("train", train.run, "train (one process; for several use deepspeed or torchrun)", {}))
-
-    validate = verb("validate", _validate, "check a configuration and report every problem in it", {})
-    validate.add_argument("config", type=Path, nargs="?", help="YAML file")
-    validate.add_argument("--config", type=Path, dest="config_option", help="YAML file")
-    validate.add_argument("--deepspeed_config", "--deepspeed-config", type=Path, help="raw DeepSpeed JSON")
-    validate.add_argument("--hostfile", type=Path, help="hosts and slots, as the deepspeed launcher reads them")
-    elsewhere = "for another machine: do not look for the files and folders it names"
-    validate.add_argument("--elsewhere", action="store_true", help=elsewhere)
-
-    summary = "say what a run would hold in memory, whether it fits, and what to choose"
-    estimate_memory.add_arguments(verb("estimate-memory", estimate_memory.run, summary, {}))
-    plan = verb("plan", _plan, "say what a run would take: steps, days, money, disks, host memory", _FILES)
-    plan.add_argument("--phases", action="store_true", help="plan the phases instead, as `phases --dry-run` does")
-    plan.add_argument("--tokens", type=_tokens, metavar="N", help="to train on (default: the run's steps)")
-    plan.add_argument("--gpus", type=_positive(int), metavar="N", help="GPUs in total (default infra.num_gpus)")
-    plan.add_argument("--nodes", type=_positive(int), default=1, metavar="N", help="machines they are in (default 1)")
-    _add_rate_arguments(plan)
-    plan.add_argument("--json", action="store_true", help="as one JSON object")
-
-    verb("schema", _schema, "print the JSON schema of the configuration, for editors")
-
-    summary = "run the phases of a pre-training, each behind the gate of the one before"
-    _add_phase_arguments(verb("phases", _phases, summary, _FILES))
-
-    inspect = verb("inspect-data", _inspect_data, "show the examples that a run will see", _CONFIG)
-    inspect.add_argument("-n", type=int, default=20, help="examples to show (default 20)")
-    inspect.add_argument("--json", action="store_true", help="as one JSON object")
-
-    init = verb("init-model", _init_model, "make an encoder-decoder from a Qwen3 checkpoint")
-    init.add_argument("--from", dest="source", required=True, metavar="PATH_OR_HUB_ID", help="decoder-only Qwen3")
-    init.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
-    init.add_argument("--num-sentinel-tokens", type=int, default=100, help="sentinels (default 100)")
-    init.add_argument("--seed", type=int, default=42, help="seed of the sentinel rows (default 42)")
-
-    export = verb("export", _export, "write a checkpoint as a Hugging Face model folder")
-    export.add_argument("checkpoint", type=Path, help="a checkpoint, e.g. output/checkpoints/final")
-    export.add_argument("out", type=Path, help="folder to write; must not exist")
-    export.add_argument("--encoder-only", action="store_true", help="the encoder alone, as a text embedding model")
-    _add_weight_arguments(export)
-
-    average = verb("average", _average, "write the mean of a run's last checkpoints as a Hugging Face model folder")
-    average.add_argument("run_folder", metavar="run", type=Path, help="a run, e.g. output")
-    average.add_argument("out", type=Path, nargs="?", help="folder to write (default RUN/export/averaged)")
-    average.add_argument("--last", type=int, default=5, help="newest checkpoints to average (default 5)")
-    _add_weight_arguments(average)
-
-    convert = verb("convert", _convert, "write a checkpoint in the files of a certain engine", {})
-    convert.add_argument("checkpoint", type=Path, help="a checkpoint, e.g. output/checkpoints/final")
-    convert.add_argument("out", type=Path, help="checkpoint folder to write; must not exist")
-    formats = [row.state_format for row in ENGINES.values()]
-    convert.add_argument("--to", choices=formats, required=True, help="format of the tensors")
-
-    verify = verb("verify", _verify, "compare every file of a checkpoint, or of all in a run, with its SHA-256")
-    verify.add_argument("path", type=Path, help="a checkpoint or a run, e.g. output")
-
-    sanity = verb("sanity-check", _sanity_check, "look at model, data and engine before a long run", _FILES)
-    sanity.add_argument("--model", type=Path, metavar="DIR", help="a model folder, instead of the configuration's")
-    sanity.add_argument("--json", action="store_true", help="as one JSON object")
-
-    report = verb("report", _report, "write one page with pictures about a run, or a pipeline of phases")
-    report.add_argument("run_folder", metavar="run", type=Path, help="a run or a pipeline's folder, e.g. output")
-    report.add_argument("--compare", type=Path, nargs="+", default=(), metavar="RUN", help="runs to lay over it")
-    report.add_argument("--out", type=Path, help="folder to write into (default RUN/report)")
-    report.add_argument("--png", action="store_true", help="put each chart beside the page as a picture, too")
-
-    generate = verb("generate", _generate, "fill sentinels in a text, or continue it")
-    generate.add_argument("--model", type=Path, required=True, help="exported folder")
-    generate.add_argument("--text", required=True, help="text with <extra_id_0>… to fill, or a prefix to continue")
-    generate.add_argument("--max-new-tokens", type=int, default=64, help="(default 64)")
-    generate.add_argument("--num-beams", type=int, default=1, help="(default 1)")
-    generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    generate.add_argument("--seed", type=int, default=0, help="seed of sampling (default 0)")
+    for name, (run, accepts_overrides, summary) in VERBS.items():
+        epilog = "further arguments: section.field=value" if accepts_overrides else None
+        verb = verbs.add_parser(name, help=summary, description=summary, epilog=epilog, allow_abbrev=False)
+        verb.set_defaults(run=run, accepts_overrides=accepts_overrides)
+        if callable(arguments := ARGUMENTS.get(name, {})):
+            arguments(verb)
+            continue
+        group = verb.add_mutually_exclusive_group() if any("only_one" in how for how in arguments.values()) else verb
+        for names, how in arguments.items():
+            parent = group if "only_one" in how else verb
+            parent.add_argument(*names.split(), **{key: value for key, value in how.items() if key != "only_one"})
     return parser
-
-
-def _add_phase_arguments(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("--only", metavar="P", help="this phase: sanity_check, validation, medium or full")
-    verb.add_argument("--from", dest="first", metavar="P", help="first phase (default sanity_check)")
-    verb.add_argument("--to", dest="last", metavar="P", help="last phase (default full)")
-    verb.add_argument("--steps-per-phase", type=_positive(int), metavar="N", help="at most N optimizer steps a phase")
-    verb.add_argument("--launcher", help="what starts the ranks, e.g. 'deepspeed --hostfile hostfiles/8gpu'")
-    verb.add_argument("--dry-run", action="store_true", help="print steps, tokens, days and money, and stop")
-    _add_rate_arguments(verb, " (dry run)")
-    verb.add_argument("--json", action="store_true", help="the dry run as one JSON object")
-
-
-def _add_rate_arguments(verb: argparse.ArgumentParser, remark: str = "") -> None:
-    rate = verb.add_mutually_exclusive_group()
-    rate.add_argument(
-        "--tokens-per-second", type=_positive(float), metavar="T", help=f"throughput of all ranks{remark}"
-    )
-    rate.add_argument("--measured", type=Path, metavar="RUN", help=f"take the throughput from this run{remark}")
-    verb.add_argument("--price-per-gpu-hour", type=_positive(float), metavar="USD", help=f"for the money{remark}")
 
 
 def _positive(number: type[int] | type[float]) -> Callable[[str], float]:
@@ -187,11 +95,6 @@ def _tokens(text: str) -> int:
     return round(number)
 
 
-def _add_weight_arguments(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="(default float32)")
-    verb.add_argument("--max-shard-gb", type=float, default=5.0, help="largest file, in GB (default 5)")
-
-
 def _weight_options(options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
@@ -200,7 +103,7 @@ def _weight_options(options: argparse.Namespace) -> dict[str, Any]:
 
 def _settings(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[Path | None, Sequence[str], Path | None]:
     """The files and overrides that `load_config` takes."""
-    from ds_encdec.config.load import find_shipped
+    from ds_encdec.config.schema import find_shipped
 
     return find_shipped(options.config), overrides, find_shipped(getattr(options, "deepspeed_config", None))
 
@@ -212,15 +115,15 @@ def _load(options: argparse.Namespace, overrides: Sequence[str]) -> FullConfig:
 
 
 def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    from ds_encdec.config.errors import show
-    from ds_encdec.config.load import check_config, find_shipped
+    from ds_encdec.config.schema import find_shipped, load_config
+    from ds_encdec.config.settings import show
 
     path, overrides = options.config, list(overrides)
     if path is not None and "=" in str(path):  # an override in the place of the file
         path, overrides = None, [str(path), *overrides]
     path = path or options.config_option
     files = find_shipped(path), overrides, find_shipped(options.deepspeed_config)
-    check_config(*files, hostfile=find_shipped(options.hostfile), elsewhere=options.elsewhere)
+    load_config(*files, hostfile=find_shipped(options.hostfile), looks_here=not options.elsewhere)
     print(f"{show(str(path))[1:-1] if path else 'the default configuration'}: no problems found")
 
 
@@ -272,7 +175,7 @@ def _rate(options: argparse.Namespace) -> float | None:
 
 
 def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    from ds_encdec.memory.planned import contradictions
+    from ds_encdec.memory.question import contradictions
     from ds_encdec.phases import plan_phases
     from ds_encdec.plan import describe_plan, plan_run
 
@@ -305,7 +208,7 @@ def _inspect_data(options: argparse.Namespace, overrides: Sequence[str]) -> None
 
 
 def _init_model(options: argparse.Namespace, _: Sequence[str]) -> None:
-    from ds_encdec.init_model import init_model
+    from ds_encdec.model_folders import init_model
 
     print(init_model(options.source, options.out, options.num_sentinel_tokens, seed=options.seed))
 
@@ -318,7 +221,7 @@ def _export(options: argparse.Namespace, _: Sequence[str]) -> None:
 
 
 def _average(options: argparse.Namespace, _: Sequence[str]) -> None:
-    from ds_encdec.checkpoint.average import average_checkpoints
+    from ds_encdec.checkpoint.export import average_checkpoints
     from ds_encdec.launch.run_folder import RunFolder
 
     run = RunFolder(str(options.run_folder))
@@ -328,7 +231,7 @@ def _average(options: argparse.Namespace, _: Sequence[str]) -> None:
 
 
 def _convert(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    from ds_encdec.checkpoint.convert import convert_checkpoint
+    from ds_encdec.checkpoint.export import convert_checkpoint
 
     convert_checkpoint(options.checkpoint, options.out, to=options.to, overrides=overrides)
     if os.environ.get("RANK", "0") == "0":
@@ -367,10 +270,140 @@ def _sanity_check(options: argparse.Namespace, overrides: Sequence[str]) -> None
 
 
 def _generate(options: argparse.Namespace, _: Sequence[str]) -> None:
-    from ds_encdec.generate import generate_text
+    from ds_encdec.model_folders import generate_text
 
     how = {name: getattr(options, name) for name in ("max_new_tokens", "num_beams", "temperature", "seed")}
     print(generate_text(options.model, options.text, **how))
+
+
+def _value(text: str, type: Callable[[str], Any] = str, **more: Any) -> dict[str, Any]:
+    return {"type": type, "help": text, **more}
+
+
+def _flag(text: str) -> dict[str, Any]:
+    return {"action": "store_true", "help": text}
+
+
+_COUNT, _RATE = _positive(int), _positive(float)
+
+
+def _rates(remark: str = "") -> Arguments:
+    return {
+        "--tokens-per-second": _value(f"throughput of all ranks{remark}", _RATE, metavar="T", only_one=True),
+        "--measured": _value(f"take the throughput from this run{remark}", Path, metavar="RUN", only_one=True),
+        "--price-per-gpu-hour": _value(f"for the money{remark}", _RATE, metavar="USD"),
+    }
+
+
+_CONFIG: Arguments = {"--config": _value("YAML file", Path)}
+_FILES = _CONFIG | {"--deepspeed_config --deepspeed-config": _value("raw DeepSpeed JSON", Path)}
+_JSON: Arguments = {"--json": _flag("as one JSON object")}
+_CHECKPOINT: Arguments = {"checkpoint": _value("a checkpoint, e.g. output/checkpoints/final", Path)}
+_WEIGHTS: Arguments = {
+    "--dtype": _value("(default float32)", choices=("float32", "bfloat16"), default="float32"),
+    "--max-shard-gb": _value("largest file, in GB (default 5)", float, default=5.0),
+}
+_OUT = _value("folder to write; must not exist", Path)
+
+ARGUMENTS: dict[str, Arguments | Callable[[argparse.ArgumentParser], None]] = {
+    "train": train.add_arguments,
+    "validate": {
+        "config": _value("YAML file", Path, nargs="?"),
+        "--config": _value("YAML file", Path, dest="config_option"),
+        "--deepspeed_config --deepspeed-config": _value("raw DeepSpeed JSON", Path),
+        "--hostfile": _value("hosts and slots, as the deepspeed launcher reads them", Path),
+        "--elsewhere": _flag("for another machine: do not look for the files and folders it names"),
+    },
+    "estimate-memory": estimate_memory.add_arguments,
+    "plan": {
+        **_FILES,
+        "--phases": _flag("plan the phases instead, as `phases --dry-run` does"),
+        "--tokens": _value("to train on (default: the run's steps)", _tokens, metavar="N"),
+        "--gpus": _value("GPUs in total (default infra.num_gpus)", _COUNT, metavar="N"),
+        "--nodes": _value("machines they are in (default 1)", _COUNT, default=1, metavar="N"),
+        **_rates(),
+        **_JSON,
+    },
+    "phases": {
+        **_FILES,
+        "--only": _value("this phase: sanity_check, validation, medium or full", metavar="P"),
+        "--from": _value("first phase (default sanity_check)", dest="first", metavar="P"),
+        "--to": _value("last phase (default full)", dest="last", metavar="P"),
+        "--steps-per-phase": _value("at most N optimizer steps a phase", _COUNT, metavar="N"),
+        "--launcher": _value("what starts the ranks, e.g. 'deepspeed --hostfile hostfiles/8gpu'"),
+        "--dry-run": _flag("print steps, tokens, days and money, and stop"),
+        **_rates(" (dry run)"),
+        "--json": _flag("the dry run as one JSON object"),
+    },
+    "inspect-data": {**_CONFIG, "-n": _value("examples to show (default 20)", int, default=20), **_JSON},
+    "init-model": {
+        "--from": _value("decoder-only Qwen3", dest="source", required=True, metavar="PATH_OR_HUB_ID"),
+        "--out": _OUT | {"required": True},
+        "--num-sentinel-tokens": _value("sentinels (default 100)", int, default=100),
+        "--seed": _value("seed of the sentinel rows (default 42)", int, default=42),
+    },
+    "export": {
+        **_CHECKPOINT,
+        "out": _OUT,
+        "--encoder-only": _flag("the encoder alone, as a text embedding model"),
+        **_WEIGHTS,
+    },
+    "average": {
+        "run_folder": _value("a run, e.g. output", Path, metavar="run"),
+        "out": _value("folder to write (default RUN/export/averaged)", Path, nargs="?"),
+        "--last": _value("newest checkpoints to average (default 5)", int, default=5),
+        **_WEIGHTS,
+    },
+    "convert": {
+        **_CHECKPOINT,
+        "out": _value("checkpoint folder to write; must not exist", Path),
+        "--to": _value("format of the tensors", choices=list(STATE_FORMATS), required=True),
+    },
+    "verify": {"path": _value("a checkpoint or a run, e.g. output", Path)},
+    "sanity-check": {
+        **_FILES,
+        "--model": _value("a model folder, instead of the configuration's", Path, metavar="DIR"),
+        **_JSON,
+    },
+    "report": {
+        "run_folder": _value("a run or a pipeline's folder, e.g. output", Path, metavar="run"),
+        "--compare": _value("runs to lay over it", Path, nargs="+", default=(), metavar="RUN"),
+        "--out": _value("folder to write into (default RUN/report)", Path),
+        "--png": _flag("put each chart beside the page as a picture, too"),
+    },
+    "generate": {
+        "--model": _value("exported folder", Path, required=True),
+        "--text": _value("text with <extra_id_0>… to fill, or a prefix to continue", required=True),
+        "--max-new-tokens": _value("(default 64)", int, default=64),
+        "--num-beams": _value("(default 1)", int, default=1),
+        "--temperature": _value("0 is greedy (default)", float, default=0.0),
+        "--seed": _value("seed of sampling (default 0)", int, default=0),
+    },
+}
+"""The arguments of each verb that has some; for those of other modules, what adds them."""
+
+VERBS: dict[str, tuple[Verb, bool, str]] = {
+    "train": (train.run, True, "train (one process; for several use deepspeed or torchrun)"),
+    "validate": (_validate, True, "check a configuration and report every problem in it"),
+    "estimate-memory": (
+        estimate_memory.run,
+        True,
+        "say what a run would hold in memory, whether it fits, and what to choose",
+    ),
+    "plan": (_plan, True, "say what a run would take: steps, days, money, disks, host memory"),
+    "schema": (_schema, False, "print the JSON schema of the configuration, for editors"),
+    "phases": (_phases, True, "run the phases of a pre-training, each behind the gate of the one before"),
+    "inspect-data": (_inspect_data, True, "show the examples that a run will see"),
+    "init-model": (_init_model, False, "make an encoder-decoder from a Qwen3 checkpoint"),
+    "export": (_export, False, "write a checkpoint as a Hugging Face model folder"),
+    "average": (_average, False, "write the mean of a run's last checkpoints as a Hugging Face model folder"),
+    "convert": (_convert, True, "write a checkpoint in the files of a certain engine"),
+    "verify": (_verify, False, "compare every file of a checkpoint, or of all in a run, with its SHA-256"),
+    "sanity-check": (_sanity_check, True, "look at model, data and engine before a long run"),
+    "report": (_report, False, "write one page with pictures about a run, or a pipeline of phases"),
+    "generate": (_generate, False, "fill sentinels in a text, or continue it"),
+}
+"""For each verb: the function that runs it, whether settings may follow its arguments, and its summary."""
 
 
 if __name__ == "__main__":

@@ -6,12 +6,14 @@ name ("package.module:attribute"), which the room that uses it resolves with `lo
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 EngineName = Literal["deepspeed", "fsdp"]
+DistributedType = Literal[EngineName, "ddp", "auto"]
+"""The values of `infra.distributed_type`: an engine's name, or another word of its row, or the choice of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +25,13 @@ class EngineSpec:
     `state_format`: `format` in its checkpoints' engine.json. `converted_as`: the sharding stages instead of which
     `ds-encdec convert` writes another one.
 
-    Dotted names, with what they are called with: `lacks` (configuration → conflicts), `check` (configuration, World,
-    device; raises ConfigError for what these ranks cannot do, before they meet), `join` (World, device, timeout, store;
-    makes the default process group), `compile_optimizer` (configuration; compiles what takes minutes, once on a
-    machine), `build` (configuration, RunContext, the model's configuration, weights, accumulation → Engine),
-    `run_files` (name of a JSON file in the run's folder → configuration, World, device, accumulation → its content),
-    `state_reader` (checkpoint folder → SavedState), `memory` (Job → Breakdown), `launcher` (number of ranks → the words
-    that start them on this machine).
+    Dotted names, with what they are called with: `lacks` (configuration → `Rules`, broken by what it cannot do),
+    `check` (configuration, World, device; raises ConfigError for what these ranks cannot do, before they meet), `join`
+    (World, device, timeout, store; makes the default process group), `compile_optimizer` (configuration; compiles what
+    takes minutes, once on a machine), `build` (configuration, RunContext, the model's configuration, weights,
+    accumulation → Engine), `run_files` (name of a JSON file in the run's folder → configuration, World, device,
+    accumulation → its content), `state_reader` (checkpoint folder → SavedState), `memory` (Job → Breakdown), `launcher`
+    (number of ranks → the words that start them on this machine).
 
     What the memory estimate asks: `trace` (Job → StorageLog of a step of the engine itself, or None where only its
     activations can be traced), `reduction_field` (the field that makes it reduce after every micro-batch, where that
@@ -72,7 +74,7 @@ ENGINES: dict[str, EngineSpec] = {
             lacks="ds_encdec.config.rules:deepspeed_lacks",
             join="ds_encdec.launch.process_group:join_deepspeed",
             build="ds_encdec.engine.deepspeed_zero:DeepSpeedEngine",
-            state_reader="ds_encdec.checkpoint.zero_state:ZeroState",
+            state_reader="ds_encdec.checkpoint.saved_state:ZeroState",
             memory="ds_encdec.memory.zero:zero_memory",
             launcher="ds_encdec.phase_runs.subprocess_run:deepspeed_launcher",
             check="ds_encdec.engine.ds_json:check_deepspeed",
@@ -95,7 +97,7 @@ ENGINES: dict[str, EngineSpec] = {
             lacks="ds_encdec.config.rules:fsdp_lacks",
             join="ds_encdec.launch.process_group:join_torch",
             build="ds_encdec.engine.fsdp2:FSDP2Engine",
-            state_reader="ds_encdec.checkpoint.dcp_state:DcpState",
+            state_reader="ds_encdec.checkpoint.saved_state:DcpState",
             memory="ds_encdec.memory.fsdp:fsdp_memory",
             launcher="ds_encdec.phase_runs.subprocess_run:torchrun_launcher",
             check="ds_encdec.engine.select:check_mesh",
@@ -113,5 +115,4 @@ STATE_FORMATS: dict[str, EngineSpec] = {row.state_format: row for row in ENGINES
 
 def load(dotted: str) -> Any:
     """Import the module of a row's dotted name and return what it names there."""
-    module, _, attribute = dotted.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    return pkgutil.resolve_name(dotted)

@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
-from ds_encdec.config.batch_size import global_batch_size, is_auto, micro_batches_per_step
-from ds_encdec.config.errors import closest
 from ds_encdec.config.rules import ROLLBACK_FIELDS, find_conflicts
-from ds_encdec.config.schema import FullConfig, ModelConfig, MonitorConfig, PhasesConfig
+from ds_encdec.config.schema import FullConfig, PhasesConfig
+from ds_encdec.config.settings import closest
+from ds_encdec.config.shares import global_batch_size, is_auto, micro_batches_per_step
 from ds_encdec.types import ConfigError
 
 
@@ -88,9 +87,9 @@ def select_phases(only: str | None, first: str | None, last: str | None) -> Sequ
     if only is not None:
         if first is not None or last is not None:
             raise ConfigError("--only names a single phase: leave out --from and --to, or --only")
-        return (parse_phase(only),)
-    start = PHASES.index(parse_phase(first)) if first is not None else 0
-    stop = PHASES.index(parse_phase(last)) if last is not None else len(PHASES) - 1
+        first = last = only
+    ends = (PHASES[0] if first is None else first, PHASES[-1] if last is None else last)
+    start, stop = (PHASES.index(parse_phase(name)) for name in ends)
     if stop < start:
         raise ConfigError(f"--to {last} comes before --from {first}; the order is {', '.join(PHASES)}")
     return PHASES[start : stop + 1]
@@ -176,35 +175,44 @@ def plan_phase(config: FullConfig, phase: TrainingPhase, max_steps: int | None =
     """
     settings = phase_config(config, phase)
     training, data, infra = config.training, config.data, config.infra
+    before = phase_before(phase)
+    logging_dir, name = Path(infra.logging_dir), infra.wandb_run_name
     sequences = global_batch_size(config, infra.num_gpus)
     length = data.max_encoder_length + data.max_decoder_length
     # However many micro-batches a step is divided into, and whichever ranks make them.
     steps_for_tokens = estimate_steps_for_tokens(settings.num_tokens, sequences, length, 1, 1)
     steps = min(settings.num_train_steps, steps_for_tokens, max_steps or settings.num_train_steps)
     save_steps, monitor, remarks = _room_for_rollbacks(config, min(settings.save_steps, steps), steps)
-    overlaid = config.model_copy(
-        update={
-            "model": _model_of(config, phase),
-            # None where the run finds its micro-batch size, and so its lanes, when it starts.
-            "data": data.model_copy(
-                update={"num_lanes": None if is_auto(config) else micro_batches_per_step(config, infra.num_gpus)}
-            ),
-            "training": training.model_copy(
-                update={
-                    "global_batch_size": sequences if is_auto(config) else training.global_batch_size,
-                    "num_train_steps": steps,
-                    "warmup_steps": _warmup_steps(config, settings, steps),
-                    "eval_steps": min(settings.eval_steps, steps),
-                    "save_steps": save_steps,
-                    "logging_steps": min(settings.logging_steps, steps),
-                    "seed": training.seed + PHASES.index(phase),
-                }
-            ),
-            "infra": infra.model_copy(update=_places_of(config, phase)),
-            "monitor": monitor,
-            "phases": PhasesConfig(),  # gates are the pipeline's, and may change while the run's configuration does not
-        }
-    )
+    changes = {
+        # The configured model for the first phase; later ones start from the export of the phase before.
+        "model": before
+        and {
+            "model_name_or_path": str(exported_weights(phase_folder(config, before))),
+            "architecture": None,
+            "tokenizer_name_or_path": None,
+        },
+        # None where the run finds its micro-batch size, and so its lanes, when it starts.
+        "data": {"num_lanes": None if is_auto(config) else micro_batches_per_step(config, infra.num_gpus)},
+        "training": {
+            "global_batch_size": sequences if is_auto(config) else training.global_batch_size,
+            "num_train_steps": steps,
+            "warmup_steps": _warmup_steps(config, settings, steps),
+            "eval_steps": min(settings.eval_steps, steps),
+            "save_steps": save_steps,
+            "logging_steps": min(settings.logging_steps, steps),
+            "seed": training.seed + PHASES.index(phase),
+        },
+        # What keeps the runs of the phases apart.
+        "infra": {
+            "output_dir": str(phase_folder(config, phase)),
+            "logging_dir": str(logging_dir / phase) if logging_dir.is_absolute() else infra.logging_dir,
+            "wandb_run_name": name and f"{name}-{phase}",
+        },
+        "monitor": monitor,
+    }
+    sections = {name: getattr(config, name).model_copy(update=fields) for name, fields in changes.items()}
+    # Gates are the pipeline's, and may change while the run's configuration does not.
+    overlaid = config.model_copy(update={**sections, "phases": PhasesConfig()})
     if conflicts := find_conflicts(overlaid):
         lines = "\n".join(f"  {', '.join(conflict.fields)}: {conflict.message}" for conflict in conflicts)
         raise ConfigError(f"phase {phase} of {steps} steps contradicts itself (see phases.{phase}):\n{lines}")
@@ -220,27 +228,6 @@ def plan_phases(
     return [plan_phase(config, phase, max_steps) for phase in phases]
 
 
-def _model_of(config: FullConfig, phase: TrainingPhase) -> ModelConfig:
-    """The configured model for the first phase; later ones start from the export of the phase before."""
-    before = phase_before(phase)
-    if before is None:
-        return config.model
-    source = str(exported_weights(phase_folder(config, before)))
-    return config.model.model_copy(
-        update={"model_name_or_path": source, "architecture": None, "tokenizer_name_or_path": None}
-    )
-
-
-def _places_of(config: FullConfig, phase: TrainingPhase) -> dict[str, Any]:
-    """The fields of `infra` that keep the runs of the phases apart."""
-    logging_dir, name = Path(config.infra.logging_dir), config.infra.wandb_run_name
-    return {
-        "output_dir": str(phase_folder(config, phase)),
-        "logging_dir": str(logging_dir / phase) if logging_dir.is_absolute() else config.infra.logging_dir,
-        "wandb_run_name": name and f"{name}-{phase}",
-    }
-
-
 def _warmup_steps(config: FullConfig, settings: PhaseConfig, steps: int) -> int:
     """The phase's own number, unless it has none or was shortened; else at most a tenth of its steps.
 
@@ -252,8 +239,10 @@ def _warmup_steps(config: FullConfig, settings: PhaseConfig, steps: int) -> int:
     return max(1, min(wanted, steps // 10)) if wanted else 0
 
 
-def _room_for_rollbacks(config: FullConfig, save_steps: int, steps: int) -> tuple[int, MonitorConfig, tuple[str, ...]]:
-    """`save_steps` and `monitor` with which a run of `steps` can go back to a checkpoint, where it is to; and remarks.
+def _room_for_rollbacks(
+    config: FullConfig, save_steps: int, steps: int
+) -> tuple[int, dict[str, object], tuple[str, ...]]:
+    """`save_steps` and fields of `monitor` that let a run of `steps` go back to a checkpoint, if it is to; and remarks.
 
     Without this, a short phase of a run that answers with `rollback` would be refused. One that is very short answers
     with the default.
@@ -261,15 +250,15 @@ def _room_for_rollbacks(config: FullConfig, save_steps: int, steps: int) -> tupl
     monitor = config.monitor
     rolling_back = [field for field in ROLLBACK_FIELDS if getattr(monitor, field) == "rollback"]
     if not rolling_back or save_steps + monitor.rollback_min_steps <= steps:
-        return save_steps, monitor, ()
+        return save_steps, {}, ()
     if steps < SHORTEST_WITH_ROLLBACKS:
         answers = {field: type(monitor).model_fields[field].default for field in rolling_back}
         changed = ", ".join(f"monitor.{field}={answer}" for field, answer in answers.items())
-        return save_steps, monitor.model_copy(update=answers), (f"{steps} steps are too few to go back in: {changed}",)
+        return save_steps, answers, (f"{steps} steps are too few to go back in: {changed}",)
     quarter = max(1, steps // 4)
-    fitted = monitor.model_copy(update={"rollback_min_steps": min(monitor.rollback_min_steps, quarter)})
+    save, room = min(save_steps, quarter), min(monitor.rollback_min_steps, quarter)
     remark = (
-        f"so that {steps} steps leave room for a rollback, training.save_steps={min(save_steps, quarter)} (not "
-        f"{save_steps}) and monitor.rollback_min_steps={fitted.rollback_min_steps} (not {monitor.rollback_min_steps})"
+        f"so that {steps} steps leave room for a rollback, training.save_steps={save} (not {save_steps}) and "
+        f"monitor.rollback_min_steps={room} (not {monitor.rollback_min_steps})"
     )
-    return min(save_steps, quarter), fitted, (remark,)
+    return save, {"rollback_min_steps": room}, (remark,)

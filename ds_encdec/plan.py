@@ -9,20 +9,16 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ds_encdec.config.batch_size import global_batch_size, with_assumed_batch_size
 from ds_encdec.config.rules import ROLLBACK_FIELDS
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.shares import global_batch_size, with_assumed_batch_size
 from ds_encdec.memory.breakdown import in_gib
-from ds_encdec.memory.checkpoint_size import checkpoint_bytes, checkpoint_bytes_per_parameter, checkpoints_at_once
 from ds_encdec.memory.estimate import estimate
-from ds_encdec.memory.job import Job
-from ds_encdec.memory.model_sizes import run_sizes
-from ds_encdec.memory.planned import indivisible, planned_job
+from ds_encdec.memory.job import Job, checkpoint_bytes, checkpoint_bytes_per_parameter, checkpoints_at_once, run_sizes
+from ds_encdec.memory.question import indivisible, planned_job
 from ds_encdec.phases import PlannedPhase, estimate_steps_for_tokens, estimate_training_time
 from ds_encdec.types import ConfigError
 
-GB = 1e9
-MB = 1e6
 EXPORT_BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes per parameter of a Hugging Face folder (`ds-encdec export --dtype`)."""
 FEWEST_TO_AVERAGE = 3
@@ -57,7 +53,6 @@ def plan_run(
     if num_tokens is not None:
         # However a step is divided into micro-batches, it has these sequences.
         steps = estimate_steps_for_tokens(num_tokens, sequences, length, 1, 1)
-    host = estimate(job).host.total * job.ranks_per_node
     return {
         "num_gpus": job.world_size,
         "nodes": nodes,
@@ -71,7 +66,7 @@ def plan_run(
         "tokens_per_second": tokens_per_second,
         **_cost(steps * sequences * length, job.world_size, tokens_per_second, price_per_gpu_hour),
         "disk": _disk(job, steps),
-        "host_bytes_per_node": host,
+        "host_bytes_per_node": estimate(job).host.total * job.ranks_per_node,
     }
 
 
@@ -85,58 +80,55 @@ def _disk(job: Job, steps: int) -> dict[str, Any]:
     """Bytes in the run's folder at its fullest; logs and the tokenizer, some megabytes, are not counted."""
     training, monitor = job.config.training, job.config.monitor
     checkpoint = checkpoint_bytes(job)
-    saves = math.ceil(steps / training.save_steps)  # the last one saves whatever the interval
-    if training.save_interval_hours is not None or training.save_on_best:
-        saves = steps  # as many as one likes
+    # With an interval in hours, or saves of the best, there may be as many as steps; the last step saves in any case.
+    unbounded = training.save_interval_hours is not None or training.save_on_best
+    saves = steps if unbounded else math.ceil(steps / training.save_steps)
     keep = saves if training.save_total_limit is None else training.save_total_limit
     checkpoints = checkpoints_at_once(training, saves)
-    averaged = EXPORT_BYTES["float32"] * job.parameters
+    abandoned = keep if any(getattr(monitor, field) == "rollback" for field in ROLLBACK_FIELDS) else 0
     averages = training.average_checkpoints and min(saves, keep) >= FEWEST_TO_AVERAGE
-    rolls_back = any(getattr(monitor, field) == "rollback" for field in ROLLBACK_FIELDS)
+    averaged = EXPORT_BYTES["float32"] * job.parameters if averages else 0
     return {
         "checkpoint": checkpoint,
         "checkpoint_bytes_per_parameter": checkpoint_bytes_per_parameter(job),
         "checkpoints": checkpoints,
-        "abandoned_checkpoints": keep if rolls_back else 0,
-        "averaged": averaged if averages else 0,
-        "total": checkpoint * (checkpoints + (keep if rolls_back else 0)) + (averaged if averages else 0),
+        "abandoned_checkpoints": abandoned,
+        "averaged": averaged,
+        "total": checkpoint * (checkpoints + abandoned) + averaged,
         "export": {dtype: size * job.parameters for dtype, size in EXPORT_BYTES.items()},
     }
 
 
 def describe_plan(plan: Mapping[str, Any]) -> str:
     """The plan in words."""
+    disk, time = plan["disk"], plan["time"]
+    money = "" if plan["usd"] is None else f" and {plan['usd']:,.2f} USD"
+    put_aside, averaged = disk["abandoned_checkpoints"], disk["averaged"]
+    exports = " or ".join(f"{_gb(size)} in {dtype}" for dtype, size in disk["export"].items())
     lines = [
         f"{plan['steps']:,} steps of {plan['tokens_per_step']:,} tokens ({plan['sequences_per_step']:,} sequences, "
-        f"padding included) are {plan['tokens']:,} tokens, on {plan['num_gpus']} GPU(s) in {plan['nodes']} node(s)."
-    ]
-    if plan["steps"] != plan["num_train_steps"]:
-        lines.append(f"Set training.num_train_steps={plan['steps']} for it (now {plan['num_train_steps']:,}).")
-    if plan["time"] is None:
-        lines.append(HOW_TO_KNOW_THE_TIME)
-    else:
-        money = "" if plan["usd"] is None else f" and {plan['usd']:,.2f} USD"
-        lines.append(
-            f"At {plan['tokens_per_second']:,.0f} tokens/s it takes {plan['time']['days']:,.2f} days "
-            f"({plan['time']['hours']:,.1f} hours){money}. {NOT_COUNTED}"
-        )
-    disk = plan["disk"]
-    lines.append(
+        f"padding included) are {plan['tokens']:,} tokens, on {plan['num_gpus']} GPU(s) in {plan['nodes']} node(s).",
+        f"Set training.num_train_steps={plan['steps']} for it (now {plan['num_train_steps']:,})."
+        if plan["steps"] != plan["num_train_steps"]
+        else "",
+        f"At {plan['tokens_per_second']:,.0f} tokens/s it takes {time['days']:,.2f} days "
+        f"({time['hours']:,.1f} hours){money}. {NOT_COUNTED}"
+        if time
+        else HOW_TO_KNOW_THE_TIME,
         f"A checkpoint takes {_gb(disk['checkpoint'])} ({disk['checkpoint_bytes_per_parameter']} bytes for each of "
         f"{plan['parameters']:,} parameters). The run's folder grows to {_gb(disk['total'])}: {disk['checkpoints']} "
         "checkpoints (those kept, the best, the one being written)"
-        + (f", {disk['abandoned_checkpoints']} put aside by rollbacks" if disk["abandoned_checkpoints"] else "")
-        + (f", and the averaged model of {_gb(disk['averaged'])}" if disk["averaged"] else "")
-        + "."
-    )
-    exports = " or ".join(f"{_gb(size)} in {dtype}" for dtype, size in disk["export"].items())
-    lines.append(f"An export takes {exports}.")
-    lines.append(f"Each node's ranks need {in_gib(plan['host_bytes_per_node'])} GiB of host memory.")
-    return "\n".join(lines)
+        + (f", {put_aside} put aside by rollbacks" if put_aside else "")
+        + (f", and the averaged model of {_gb(averaged)}" if averaged else "")
+        + ".",
+        f"An export takes {exports}.",
+        f"Each node's ranks need {in_gib(plan['host_bytes_per_node'])} GiB of host memory.",
+    ]
+    return "\n".join(line for line in lines if line)
 
 
 def _gb(number: float) -> str:
-    return f"{number / GB:,.1f} GB" if number >= GB else f"{number / MB:,.1f} MB"
+    return f"{number / 1e9:,.1f} GB" if number >= 1e9 else f"{number / 1e6:,.1f} MB"
 
 
 def plan_of_phases(
@@ -190,12 +182,12 @@ def describe_plan_of_phases(plan: Mapping[str, Any]) -> str:
     cells = [[_cell(row[name]) for name in columns] for row in (columns, *rows, total)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
-    lines.append(
-        f"{plan['phases'][0]['tokens_per_step']:,} tokens a step, padding included, on "
-        f"{plan['num_gpus']} GPU(s) as infra.num_gpus says."
-    )
     rate = plan["tokens_per_second"]
-    lines.append(HOW_TO_KNOW_THE_TIME if rate is None else f"At {rate:,.0f} tokens/s. {NOT_COUNTED}")
+    lines += [
+        f"{plan['phases'][0]['tokens_per_step']:,} tokens a step, padding included, on "
+        f"{plan['num_gpus']} GPU(s) as infra.num_gpus says.",
+        HOW_TO_KNOW_THE_TIME if rate is None else f"At {rate:,.0f} tokens/s. {NOT_COUNTED}",
+    ]
     return "\n".join(lines)
 
 

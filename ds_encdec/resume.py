@@ -1,30 +1,89 @@
-"""Going on from a checkpoint, at the start of a run or by a rollback in its midst, and refusing other models' ones."""
+"""The model and tokenizer of a run, and going on from a checkpoint.
+
+Both come from the configuration, or on resume from the checkpoint. A run goes on at its start, or in its midst by a
+rollback; checkpoints of other models are refused.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from ds_encdec.checkpoint.find import Checkpoint, find_checkpoint
-from ds_encdec.checkpoint.manager import CheckpointManager
+from ds_encdec.checkpoint.folder import Checkpoint
+from ds_encdec.checkpoint.manager import CheckpointManager, find_checkpoint
 from ds_encdec.checkpoint.saved_state import open_saved_state
-from ds_encdec.config.load import load_saved
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.schema import FullConfig, load_saved
 from ds_encdec.data.build import TrainingData
+from ds_encdec.data.builtin_corpus import builtin_documents
 from ds_encdec.data.fingerprint import in_todays_form, told, usable_records
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.launch.host_collectives import HostCollectives
-from ds_encdec.model.source import architecture
+from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.source import architecture, resolve_model
 from ds_encdec.monitor.recorder import Alert, Recorder
-from ds_encdec.run_model import new_model, saved_model
-from ds_encdec.types import CheckpointError, DivergedError, DsEncDecError, TrainingState
+from ds_encdec.tokenizer.load import load_tokenizer
+from ds_encdec.tokenizer.sentinels import Vocabulary
+from ds_encdec.types import CheckpointError, DivergedError, DsEncDecError, TrainingState, WeightSource
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
 
 _MODEL_NAME = "model.model_name_or_path"
 _TOKENIZER_NAME = "model.tokenizer_name_or_path"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunModel:
+    """The model to train, before it is built. `weights` is None where a checkpoint will bring them."""
+
+    config: Qwen3Seq2SeqConfig
+    tokenizer: PreTrainedTokenizerFast
+    vocabulary: Vocabulary
+    weights: WeightSource | None
+
+
+def new_model(config: FullConfig) -> RunModel:
+    """The model that `config` names. Raises ConfigError and CheckpointError: see `resolve_model`, `load_tokenizer`."""
+    tokenizer, vocabulary = run_tokenizer(config)
+    source = resolve_model(config.model, vocabulary, seed=config.training.seed)
+    return RunModel(source.config, tokenizer, vocabulary, source.weights)
+
+
+def saved_model(config: FullConfig, checkpoint: Path) -> RunModel:
+    """The model in the folder `checkpoint`, whose source may be gone or have changed; the kernels are `config`'s.
+
+    Raises CheckpointError where `config` wants special tokens that the saved model does not know.
+    """
+    folder = checkpoint / "model"
+    tokenizer, vocabulary = run_tokenizer(config, folder)
+    model_config = Qwen3Seq2SeqConfig.from_pretrained(folder)
+    known = (tuple(model_config.sentinel_token_ids), tuple(model_config.mode_token_ids))
+    if (vocabulary.sentinel_ids, vocabulary.mode_token_ids) != known or vocabulary.vocab_size > model_config.vocab_size:
+        raise CheckpointError(
+            f"{folder}: its model does not have the special tokens of this run, which are "
+            f"{config.model.num_sentinel_tokens} sentinels{' and mode tokens' if config.data.use_mode_tokens else ''}. "
+            "Give the model.num_sentinel_tokens and data.use_mode_tokens that it was made with."
+        )
+    model_config.loss_chunk_tokens = config.model.loss_chunk_tokens
+    model_config.use_flash_attention = config.model.use_flash_attention
+    return RunModel(model_config, tokenizer, vocabulary, weights=None)
+
+
+def run_tokenizer(config: FullConfig, folder: Path | None = None) -> tuple[PreTrainedTokenizerFast, Vocabulary]:
+    """The configuration's tokenizer, or the one saved in `folder`."""
+    section = config.model
+    if folder is not None:
+        section = section.model_copy(update={"tokenizer_name_or_path": str(folder)})
+    return load_tokenizer(
+        section,
+        builtin_texts=lambda: (document.text for document in builtin_documents()),
+        mode_tokens=config.data.use_mode_tokens,
+    )
 
 
 def refuse_other_model(found: Checkpoint, config: FullConfig) -> None:
@@ -102,7 +161,17 @@ def roll_back(
     saved = found.read_json("trainer.json")
     then = found.training_state()
     load_engine(engine, found, collectives)
-    now = checkpoints.adopt(found, _gone_back(state, then))
+    gone_back = dataclasses.replace(
+        then,  # but for what counts data
+        data_step=state.data_step,
+        skipped_steps=state.data_step - then.global_step,
+        epoch=state.epoch,
+        encoder_tokens_seen=state.encoder_tokens_seen,
+        target_tokens_seen=state.target_tokens_seen,
+        rollbacks=state.rollbacks + 1,
+        bad_rows=state.bad_rows,
+    )
+    now = checkpoints.adopt(found, gone_back)
     recorder.go_back(saved["recorder"], now)
     recorder.events.write(
         "rollback",
@@ -114,24 +183,11 @@ def roll_back(
         number=now.rollbacks,
     )
     if collectives.rank == 0:
-        skipped = f"data steps {then.data_step + 1} to {state.data_step} are not trained on again"
-        number = f"{now.rollbacks} of at most {settings.max_rollbacks}"
-        logger.warning(f"Rollback {number}: back to step {then.global_step}; {skipped}.")
+        logger.warning(
+            f"Rollback {now.rollbacks} of at most {settings.max_rollbacks}: back to step {then.global_step}; "
+            f"data steps {then.data_step + 1} to {state.data_step} are not trained on again."
+        )
     return now
-
-
-def _gone_back(state: TrainingState, then: TrainingState) -> TrainingState:
-    """The checkpoint's state `then` with the current counters of data, those of `state`."""
-    return dataclasses.replace(
-        then,
-        data_step=state.data_step,
-        skipped_steps=state.data_step - then.global_step,
-        epoch=state.epoch,
-        encoder_tokens_seen=state.encoder_tokens_seen,
-        target_tokens_seen=state.target_tokens_seen,
-        rollbacks=state.rollbacks + 1,
-        bad_rows=state.bad_rows,
-    )
 
 
 def _different_contents(found: Checkpoint, config: FullConfig) -> list[str]:

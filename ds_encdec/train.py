@@ -19,10 +19,9 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from ds_encdec.launch.preemption import StopRequest
-from ds_encdec.launch.standard_output import outlive_readers
+from ds_encdec.launch.preemption import StopRequest, outlive_readers
 from ds_encdec.launch.world import discover
 from ds_encdec.types import ConfigError, DsEncDecError, Preempted
 
@@ -49,13 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Preempted as error:
         print(error, flush=True)
         return error.exit_code
-    except ConfigError as error:
-        if os.environ.get("RANK", "0") == "0":  # every rank reads the same configuration and finds the same
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        else:
-            time.sleep(RANK_ZERO_SPEAKS_SECONDS)
-        return error.exit_code
     except DsEncDecError as error:
+        if isinstance(error, ConfigError) and os.environ.get("RANK", "0") != "0":
+            time.sleep(RANK_ZERO_SPEAKS_SECONDS)  # every rank reads the same configuration and finds the same
+            return error.exit_code
         if type(error) is DsEncDecError:  # none of the foreseen ones: show where it comes from
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -87,39 +83,25 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     outlive_readers()
     if options.print_config:
         print(_load(options, overrides).dump_yaml(), end="")
-        return 0
-    if options.print_deepspeed_config:
+    elif options.print_deepspeed_config:
         config = _load(options, overrides)
         from ds_encdec.build import planned_deepspeed_json
 
         print(json.dumps(planned_deepspeed_json(config, os.environ), indent=2))
-        return 0
-    with StopRequest(discover(os.environ), whole_process=True) as stop:
-        # Imported under watch: this takes a moment, torch and deepspeed take seconds.
-        config = _load(options, overrides)
-        from ds_encdec.build import run_training  # only once the configuration is sound
+    else:
+        with StopRequest(discover(os.environ), whole_process=True) as stop:
+            # Imported under watch: this takes a moment, torch and deepspeed take seconds.
+            config = _load(options, overrides)
+            from ds_encdec.build import run_training  # only once the configuration is sound
 
-        run_training(config, stop, resume=options.resume, allow_data_change=options.allow_data_change)
+            run_training(config, stop, resume=options.resume, allow_data_change=options.allow_data_change)
     return 0
 
 
 def _load(options: argparse.Namespace, overrides: Sequence[str]) -> FullConfig:
-    from ds_encdec.config.load import find_shipped, load_config
+    from ds_encdec.config.schema import find_shipped, load_config
 
     return load_config(find_shipped(options.config), overrides, find_shipped(options.deepspeed_config))
-
-
-def _leave(exit_code: int) -> NoReturn:
-    """End the process with this very exit code.
-
-    A rank that failed cannot destroy its process groups in order; left to the interpreter's exit, gloo's
-    threads would sometimes abort and hide the code.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if exit_code:
-        os._exit(exit_code)
-    sys.exit(0)
 
 
 if __name__ == "__main__":
@@ -128,4 +110,9 @@ if __name__ == "__main__":
     except Exception:
         traceback.print_exc()
         code = 1
-    _leave(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        # A rank that failed cannot destroy its process groups in order. Were it left to the interpreter's exit, gloo's
+        # threads would sometimes abort and hide the code.
+        os._exit(code)

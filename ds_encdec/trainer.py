@@ -43,22 +43,14 @@ class StepTotals:
     bad_rows: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointContent:
-    """The content of a checkpoint beside the engine's files: counters, metrics, and one record per data lane."""
-
-    state: TrainingState
-    recorder: dict[str, Any]
-    lanes: list[dict[str, Any]]
+RunFiles = Callable[[TrainingState, dict[str, Any], list[dict[str, Any]]], Callable[[Path], None]]
+"""Takes a checkpoint's content beside the engine's files, as it is now: the state, the recorder's, and one record per
+data lane. Returns what writes it into the checkpoint's folder later, from any thread."""
 
 
 @dataclass
 class Trainer:
-    """A run, wired.
-
-    `run_files` turns a `CheckpointContent`, as it is now, into what writes it into a checkpoint's folder later, from
-    any thread (rank 0 only). `require_folder` raises where the run's folder is gone.
-    """
+    """A run, wired. `require_folder` raises where the run's folder is gone. What `run_files` returns is for rank 0."""
 
     config: FullConfig
     engine: Engine
@@ -68,7 +60,7 @@ class Trainer:
     recorder: Recorder
     checkpoints: CheckpointManager
     stop: StopRequest
-    run_files: Callable[[CheckpointContent], Callable[[Path], None]]
+    run_files: RunFiles
     state: TrainingState
     require_folder: Callable[[], None] = lambda: None
 
@@ -121,9 +113,9 @@ def train(run: Trainer) -> TrainingState:
         micro_batches, totals = _next_step(run, state, last_save)
         if totals.save_over:
             state = _collect_save(run, state)
-        for last, batch in mark_last(micro_batches):
+        for number, batch in enumerate(micro_batches, start=1):
             loss = run.engine.forward(batch)
-            run.engine.backward(loss, target_tokens=totals.target_tokens, last=last)
+            run.engine.backward(loss, target_tokens=totals.target_tokens, last=number == len(micro_batches))
             run.recorder.add(loss, batch)
         run.recorder.measure_held(run.engine.held_bytes)
         result = run.engine.step(run.recorder.veto)
@@ -179,12 +171,6 @@ def advance(state: TrainingState, result: StepResult, totals: StepTotals) -> Tra
         target_tokens_seen=state.target_tokens_seen + totals.target_tokens,
         bad_rows=totals.bad_rows,
     )
-
-
-def mark_last(batches: Sequence[Batch]) -> Iterator[tuple[bool, Batch]]:
-    """Each batch, after a flag that is True for the last one."""
-    for index, batch in enumerate(batches, start=1):
-        yield index == len(batches), batch
 
 
 def _next_step(run: Trainer, state: TrainingState, last_save: float) -> tuple[list[Batch], StepTotals]:
@@ -291,7 +277,7 @@ def _react(run: Trainer, state: TrainingState, due: Due, actions: Actions) -> tu
         due = replace(due, leave=True, save=True, evaluate=False)  # no evaluation in a hurry
     if actions.rollback is None:
         return state, due
-    with run.recorder.clock.spent_on("pause"), run.stop.busy():
+    with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
         state = _collect_save(run, state)
         earlier = roll_back(
             state, actions.rollback, engine=run.engine, checkpoints=run.checkpoints, recorder=run.recorder
@@ -331,7 +317,7 @@ def _save(run: Trainer, state: TrainingState, due: Due, eval_loss: float | None)
     if done and not due.log:  # stopped early, between two lines of metrics
         run.recorder.log(state)
     last = done or due.leave
-    with run.recorder.clock.spent_on("pause"), run.stop.busy():
+    with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
         run.collectives.on_rank_zero(run.require_folder)
         state = _collect_save(run, state)  # at most one under way
         best = is_best(state, eval_loss)
@@ -342,7 +328,7 @@ def _save(run: Trainer, state: TrainingState, due: Due, eval_loss: float | None)
         run.checkpoints.save(
             saved,
             run.engine.stage,
-            run.run_files(CheckpointContent(saved, records, lanes)),
+            run.run_files(saved, records, lanes),
             pointers=("best",) * best + ("final",) * done,
             in_background=in_background,
         )

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-IGNORE_INDEX = -100
-"""Label of a position that carries no loss (PyTorch's and Hugging Face's convention)."""
+IGNORE_INDEX = -100  # label of a position that carries no loss (PyTorch's and Hugging Face's convention)
 
 
 class DsEncDecError(Exception):
@@ -30,65 +29,48 @@ class DsEncDecError(Exception):
 
     exit_code = 1
 
+    def __init_subclass__(cls, *, exit_code: int | None = None) -> None:
+        cls.exit_code = exit_code or cls.exit_code
 
-class ConfigError(DsEncDecError):
+
+class ConfigError(DsEncDecError, exit_code=2):
     """The configuration, or the machine it asks for, is not usable."""
 
-    exit_code = 2
 
-
-class OutputLockedError(DsEncDecError):
+class OutputLockedError(DsEncDecError, exit_code=3):
     """The output directory belongs to another run."""
 
-    exit_code = 3
 
-
-class DataError(DsEncDecError):
+class DataError(DsEncDecError, exit_code=4):
     """A data source is missing, unreadable, or too small."""
 
-    exit_code = 4
 
-
-class CheckpointError(DsEncDecError):
+class CheckpointError(DsEncDecError, exit_code=5):
     """A checkpoint or model folder is missing, damaged, or of another model."""
 
-    exit_code = 5
 
-
-class OutOfMemoryError(DsEncDecError):
+class OutOfMemoryError(DsEncDecError, exit_code=6):
     """The device or the host ran out of memory."""
 
-    exit_code = 6
 
-
-class DivergedError(DsEncDecError):
+class DivergedError(DsEncDecError, exit_code=7):
     """Training diverged and was stopped."""
 
-    exit_code = 7
 
-
-class HangError(DsEncDecError):
+class HangError(DsEncDecError, exit_code=8):
     """A rank or the launcher died or stopped responding."""
 
-    exit_code = 8
 
-
-class LostRankError(DsEncDecError):
+class LostRankError(DsEncDecError, exit_code=9):
     """A rank, or the connection to it, is gone; those left are not at fault, and a new start may go on."""
 
-    exit_code = 9
 
-
-class GateError(DsEncDecError):
+class GateError(DsEncDecError, exit_code=10):
     """A gate (sanity check, phase) was not passed."""
 
-    exit_code = 10
 
-
-class Preempted(DsEncDecError):
+class Preempted(DsEncDecError, exit_code=75):
     """The run was asked to stop, saved itself, and can be resumed."""
-
-    exit_code = 75
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +225,6 @@ class WeightSource(Protocol):
 
     def __call__(self, name: str, rows: slice = slice(None), /) -> Tensor:
         """The parameter, or `rows` (start and stop, no step) of its first dimension. Any floating dtype."""
-        ...
 
 
 StateKind = Literal["weight", "exp_avg", "exp_avg_sq"]
@@ -270,4 +251,3 @@ class SavedState(Protocol):
 
         Takes only about as much memory as is asked for. Raises CheckpointError where the checkpoint has no such entry.
         """
-        ...

@@ -20,15 +20,14 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.memory import gpu_fakes
+from ds_encdec.memory import trace
 from ds_encdec.memory.activations import KINDS, MODES, TABLE
-from ds_encdec.memory.job import Job, make_job
-from ds_encdec.memory.model_sizes import Sizes
-from ds_encdec.memory.trace import watched_pass
+from ds_encdec.memory.job import Job, Sizes, make_job
 
 LAYERS = 3
 """Layers of each stack: the one in the middle has the same before and behind it as any other.
@@ -85,8 +84,8 @@ def formulas(kind: str, mode: str) -> dict[str, Any]:
     ends: dict[str, Formula] = {}
     with ExitStack() as substitutions:
         if job.device == "cuda":  # float32 too: attention without a kernel is in memory/activations.py
-            kernel = lambda _: gpu_fakes._varlen_attention  # noqa: E731
-            substitutions.enter_context(gpu_fakes.substituted(gpu_fakes, "varlen_kernel", kernel))
+            kernel = lambda _: trace._varlen_attention  # noqa: E731
+            substitutions.enter_context(patch.object(trace, "varlen_kernel", kernel))
         for part, held in _walk(job, backward=True):
             parts.setdefault(part, []).append(held)
             ends[part] = held
@@ -150,7 +149,7 @@ def _job(kind: str, mode: str) -> Job:
 def _walk(job: Job, *, backward: bool) -> Iterator[tuple[str, Formula]]:
     """The bytes held of activations and logits after each change, with the part of the pass in work."""
     held: Formula = Counter()
-    for part, purpose, change in watched_pass(job, backward=backward).changes():
+    for part, purpose, change in trace.watched_pass(job, backward=backward).changes():
         if purpose in ("activations", "logits") and abs(change) >= NEGLIGIBLE:
             for product, coefficient in _products(abs(change)).items():
                 held[product] += coefficient if change > 0 else -coefficient

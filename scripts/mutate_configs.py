@@ -36,8 +36,11 @@ sys.path.insert(0, str(ROOT))
 
 from ds_encdec import cli  # noqa: E402
 from ds_encdec.config.deepspeed_keys import KEYS, PASSED_ON  # noqa: E402
-from ds_encdec.config.load import load_config  # noqa: E402
-from ds_encdec.config.schema import FullConfig, Section  # noqa: E402
+from ds_encdec.config.schema import (  # noqa: E402
+    FullConfig,
+    Section,
+    load_config,
+)
 from ds_encdec.types import ConfigError  # noqa: E402
 
 SLOWEST_SECONDS = 5.0

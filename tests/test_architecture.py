@@ -9,10 +9,11 @@ import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from ds_encdec.engines import ENGINES, load
+from ds_encdec.engines import ENGINES, DistributedType, load
 
 PACKAGE = Path(__file__).parents[1] / "ds_encdec"
 
@@ -21,15 +22,16 @@ PACKAGE = Path(__file__).parents[1] / "ds_encdec"
 LAYERS = (
     ("cli",),
     ("train",),
-    ("phase_runs", "sanity_check", "report", "generate", "init_model", "estimate_memory", "plan"),
+    ("phase_runs", "sanity_check", "report", "model_folders", "estimate_memory", "plan"),
     ("phases",),
     ("build",),
     ("trainer",),
     ("resume", "auto_batch"),
-    ("checkpoint", "evaluate", "run_model"),
+    ("checkpoint", "evaluate"),
     ("memory",),
     ("data", "engine", "monitor"),
-    ("model", "tokenizer", "optim"),
+    ("model", "optim", "gpus"),
+    ("tokenizer",),
     ("launch", "config"),
     ("engines", "types"),
     ("denoisers", "source_kinds"),
@@ -116,12 +118,19 @@ def test_no_module_is_imported_from_a_bare_dot() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["ds_encdec.cli", "ds_encdec.config.load", "ds_encdec.estimate_memory", "ds_encdec.plan"]
+    "module", ["ds_encdec.cli", "ds_encdec.config.schema", "ds_encdec.estimate_memory", "ds_encdec.plan"]
 )
 def test_help_and_configuration_errors_do_not_pay_for_torch(module: str) -> None:
     code = f"import sys, {module}; print(*({{'torch', 'transformers', 'deepspeed', 'datasets'}} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert (result.returncode, result.stdout.strip()) == (0, ""), result.stdout + result.stderr
+
+
+def test_every_word_for_an_engine_can_be_written_in_a_configuration() -> None:
+    words = [row.name for row in ENGINES.values()] + [
+        word for row in ENGINES.values() for word in row.distributed_types
+    ]
+    assert {*words, "auto"} == set(get_args(DistributedType))
 
 
 DOTTED_NAMES = [

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from ds_encdec.config.yaml_text import read_yaml
+from ds_encdec.engines import DistributedType
 from ds_encdec.launch import world
 from ds_encdec.launch.world import Launcher, World, discover
 from ds_encdec.types import ConfigError
@@ -146,6 +149,21 @@ def test_an_addition_takes_two_places_at_most_and_has_a_test() -> None:
     for what, where, _, test in rows:
         assert 1 <= len(re.findall(r"`ds_encdec/[\w/]+(?:\.py|/)`", where)) <= 2, what
         assert re.fullmatch(r"`tests/[\w/]+\.py`", test), what
+
+
+def test_an_engines_own_name_is_written_in_one_file(tmp_path: Path) -> None:
+    """Its row and its name are all that a program must know to accept it, and to list it in the schema."""
+    shutil.copytree(ROOT / "ds_encdec", tmp_path / "ds_encdec", ignore=shutil.ignore_patterns("__pycache__"))
+    path = tmp_path / "ds_encdec" / "engines.py"
+    text = path.read_text()
+    row = "\nENGINES['plain'] = dataclasses.replace(ENGINES['fsdp'], name='plain', distributed_types=('plain',))\n"
+    text = text.replace('EngineName = Literal["deepspeed", ', 'EngineName = Literal["plain", "deepspeed", ')
+    path.write_text(f"{text}\nimport dataclasses\n{row}")
+    accepted = python(tmp_path, "-m", "ds_encdec.cli", "validate", "--elsewhere", "infra.distributed_type=plain")
+    assert accepted.returncode == 0, accepted.stderr
+    schema = json.loads(python(tmp_path, "-m", "ds_encdec.cli", "schema").stdout)
+    allowed = schema["$defs"]["InfraConfig"]["properties"]["distributed_type"]["enum"]
+    assert allowed == ["plain", *get_args(DistributedType)]
 
 
 @pytest.mark.launch

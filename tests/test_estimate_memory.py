@@ -17,11 +17,11 @@ import pytest
 from ds_encdec import cli
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.estimate_memory import main
+from ds_encdec.gpus import GPUS
 from ds_encdec.memory.breakdown import CATEGORIES, GIB
 from ds_encdec.memory.estimate import estimate
-from ds_encdec.memory.gpus import GPUS
-from ds_encdec.memory.model_sizes import run_sizes
-from ds_encdec.memory.planned import planned_job
+from ds_encdec.memory.job import run_sizes
+from ds_encdec.memory.question import planned_job
 from ds_encdec.memory.variants import HEADROOM, as_overrides, changed
 
 

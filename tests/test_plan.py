@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from ds_encdec.cli import main
-from ds_encdec.config.load import load_config
-from ds_encdec.memory.checkpoint_size import checkpoint_bytes_per_parameter
+from ds_encdec.config.schema import load_config
 from ds_encdec.memory.estimate import estimate
-from ds_encdec.memory.model_sizes import run_sizes
-from ds_encdec.memory.planned import planned_job
+from ds_encdec.memory.job import checkpoint_bytes_per_parameter, run_sizes
+from ds_encdec.memory.question import planned_job
 
 PARAMETERS = 1_036_517_376
 TOKENS_PER_STEP = 8 * 8 * 4 * (4096 + 2048)

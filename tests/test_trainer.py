@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from ds_encdec.build import LanePlan, plan_lanes
+from ds_encdec.build import plan_lanes
 from ds_encdec.config.schema import DataConfig, FullConfig, TrainingConfig
-from ds_encdec.trainer import Due, StepTotals, advance, after_evaluation, is_best, is_over, mark_last, train
+from ds_encdec.trainer import Due, StepTotals, advance, after_evaluation, is_best, is_over, train
 from ds_encdec.types import ConfigError, StepResult, TrainingState
 
 TOTALS = StepTotals(target_tokens=70, encoder_tokens=50, epoch=2, stop=False, save_due=False, save_over=False)
@@ -31,11 +31,6 @@ def test_counters_keep_applied_and_consumed_steps_apart() -> None:
     assert (state.encoder_tokens_seen, state.target_tokens_seen, state.total_tokens_seen) == (150, 210, 360)
     assert state.epoch == 2
     assert TrainingState(**state.to_dict()) == state
-
-
-def test_mark_last() -> None:
-    assert list(mark_last("abc")) == [(False, "a"), (False, "b"), (True, "c")]
-    assert list(mark_last([])) == []
 
 
 PLAN = TrainingConfig(num_train_steps=100, warmup_steps=1, logging_steps=2, eval_steps=4, save_steps=6)
@@ -81,10 +76,10 @@ def make_config(num_lanes: int | None) -> FullConfig:
 
 
 def test_lanes_fall_evenly_on_the_ranks() -> None:
-    assert plan_lanes(make_config(None), world_size=2) == LanePlan(8, 4)
-    assert plan_lanes(make_config(12), world_size=3) == LanePlan(12, 4)
+    assert plan_lanes(make_config(None), world_size=2) == (8, 4)
+    assert plan_lanes(make_config(12), world_size=3) == (12, 4)
     # A saved run's lanes win: its step does not change with the number of ranks.
-    assert plan_lanes(make_config(None), world_size=4, saved_lanes=8) == LanePlan(8, 2)
+    assert plan_lanes(make_config(None), world_size=4, saved_lanes=8) == (8, 2)
 
 
 def test_ranks_that_do_not_divide_the_lanes_are_told_which_do() -> None:

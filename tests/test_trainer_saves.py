@@ -28,11 +28,11 @@ from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.world import discover
-from ds_encdec.monitor.events import EventLog
+from ds_encdec.monitor.metrics_file import EventLog
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.recorder import Recorder
 from ds_encdec.monitor.sinks import JsonlSink
-from ds_encdec.trainer import CheckpointContent, Trainer, train
+from ds_encdec.trainer import Trainer, train
 from ds_encdec.types import Batch, CheckpointError, DataError, Preempted, StepResult, TrainingState
 
 
@@ -106,8 +106,8 @@ def make_run(folder: Path, engine: ScriptedEngine, **training: Any) -> Trainer:
     checkpoints = CheckpointManager(folder, collectives, engine_name="test", keep=None)
     checkpoints.prepare()
 
-    def run_files(content: CheckpointContent) -> Callable[[Path], None]:
-        text = json.dumps(content.state.to_dict())
+    def run_files(state: TrainingState, *_: object) -> Callable[[Path], None]:
+        text = json.dumps(state.to_dict())
         return lambda path: (path / "trainer.json").write_text(text) and None
 
     recorder = Recorder(

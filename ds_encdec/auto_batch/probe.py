@@ -42,8 +42,7 @@ from ds_encdec.data.loader import collate
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine
 from ds_encdec.engines import EngineName
-from ds_encdec.launch.context import RunContext
-from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.memory_errors import in_one_line, is_of_device, is_out_of_memory, says_out_of_memory
 from ds_encdec.launch.preemption import stop_signals_left_to_this_process
 from ds_encdec.launch.process_group import init_process_group
@@ -54,14 +53,11 @@ from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import ModelSizes, parameter_shapes
 from ds_encdec.types import DENOISERS, Batch, DsEncDecError, Example, WeightSource
 
-STEPS = 2
-"""Optimizer steps: from the second one on, the optimizer has its states."""
-MICRO_BATCHES = 2
-"""Micro-batches of a step, at most: from the second one on, gradients are accumulated."""
+STEPS = 2  # optimizer steps: from the second one on, the optimizer has its states
+MICRO_BATCHES = 2  # micro-batches of a step, at most: from the second one on, gradients are accumulated
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 PROBE = (sys.executable, "-m", "ds_encdec.auto_batch.probe")
-_LAST_BYTES = 4000
-"""How much of what a probe has printed is kept."""
+_LAST_BYTES = 4000  # how much of what a probe has printed is kept
 _NO_STACK = "libgomp: Thread creation failed"
 """OpenMP ends the process where no memory is left for the stack of a thread."""
 
@@ -101,14 +97,8 @@ class ProbeTask:
     available_bytes: int
     limit_bytes: int
 
-    def dump(self) -> str:
-        """One line of JSON."""
-        return TypeAdapter(ProbeTask).dump_json(self).decode()
 
-    @classmethod
-    def parse(cls, line: str) -> ProbeTask:
-        """The task of a line that `dump` made."""
-        return TypeAdapter(ProbeTask).validate_json(line)
+TASK = TypeAdapter(ProbeTask)  # writes a task as one line of JSON, and reads it
 
 
 def measure(task: ProbeTask) -> Outcome:
@@ -157,19 +147,16 @@ def full_batch(config: FullConfig, micro_batch_size: int, vocab_size: int) -> Ba
     count = min(max(math.ceil(tokens / longest) for tokens, longest in sides), budgets.max_examples)
     draw = np.random.default_rng(0).integers
     encoder_ids, decoder_ids = (
-        [draw(vocab_size, size=min(length, longest), dtype=np.int32) for length in _shares(tokens, count)]
+        # Lengths that differ by one at most.
+        [
+            draw(vocab_size, size=min(tokens // count + (index < tokens % count), longest), dtype=np.int32)
+            for index in range(count)
+        ]
         for tokens, longest in sides
     )
     denoiser = next(iter(DENOISERS))
-    examples = [
-        Example(encoder, decoder, denoiser, "") for encoder, decoder in zip(encoder_ids, decoder_ids, strict=True)
-    ]
+    examples = [Example(*ids, denoiser, "") for ids in zip(encoder_ids, decoder_ids, strict=True)]
     return collate(examples, budgets, pad_id=0)
-
-
-def _shares(tokens: int, count: int) -> list[int]:
-    """`tokens` divided into `count` numbers that differ by one at most."""
-    return [tokens // count + (index < tokens % count) for index in range(count)]
 
 
 def zero_weights(sizes: ModelSizes) -> WeightSource:
@@ -235,6 +222,13 @@ class ProbeProcess:
         self._on_cpu = task.device == "cpu"
         # In a file, since nobody reads it while the process runs: a full pipe would hold it up.
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115  closed with the process
+        # This process's, which knows its rank, for a child that finds the package wherever it is started. The run's own
+        # store, wherever it is, is where probes meet: for torch, somebody else keeps it.
+        environment = os.environ | {
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONPATH": os.pathsep.join(filter(None, [_PACKAGE_PARENT, os.environ.get("PYTHONPATH", "")])),
+            "TORCHELASTIC_USE_AGENT_STORE": str(True),
+        }
         with stop_signals_left_to_this_process():
             self._process = subprocess.Popen(
                 command,
@@ -242,12 +236,12 @@ class ProbeProcess:
                 stdout=subprocess.PIPE,
                 stderr=self._printed,
                 text=True,
-                env=_environment(),
+                env=environment,
                 start_new_session=True,  # and so a process group, with which compilers and the like are ended
             )
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended already, and `poll` says how
-            self._process.stdin.write(task.dump() + "\n")
+            self._process.stdin.write(TASK.dump_json(task).decode() + "\n")
             self._process.stdin.flush()
 
     def __enter__(self) -> ProbeProcess:
@@ -265,13 +259,13 @@ class ProbeProcess:
     def poll(self) -> Outcome | None:
         """Return how it went, or None while it runs."""
         if self._outcome is None and (code := self._process.poll()) is not None:
-            assert self._process.stdout is not None
-            self._outcome = self._judged(code, self._process.stdout.read())
+            self._outcome = self._judged(code)
         return self._outcome
 
-    def _judged(self, code: int, report: str) -> Outcome:
+    def _judged(self, code: int) -> Outcome:
         if code == 0:
-            return Outcome(**json.loads(report))
+            assert self._process.stdout is not None
+            return Outcome(**json.loads(self._process.stdout.read()))
         if code == -signal.SIGKILL:
             message = "the kernel killed it, which it does when the machine is out of memory"
             return Outcome(fits=False, message=message, smaller_may_fit=self._on_cpu)
@@ -284,18 +278,9 @@ class ProbeProcess:
 
     def last_words(self) -> str:
         """The end of what it has printed so far."""
-        length = os.fstat(self._printed.fileno()).st_size
-        start = max(0, length - _LAST_BYTES)
-        return os.pread(self._printed.fileno(), _LAST_BYTES, start).decode(errors="replace")
-
-
-def _environment() -> dict[str, str]:
-    """This process's, which knows its rank, for a child that finds the package wherever it is started."""
-    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [_PACKAGE_PARENT, os.environ.get("PYTHONPATH", "")]))
-    # The run's own store, wherever it is, is where probes meet: for torch, somebody else keeps it.
-    environment["TORCHELASTIC_USE_AGENT_STORE"] = str(True)
-    return environment
+        printed = self._printed.fileno()
+        start = max(0, os.fstat(printed).st_size - _LAST_BYTES)
+        return os.pread(printed, _LAST_BYTES, start).decode(errors="replace")
 
 
 def main() -> None:
@@ -307,12 +292,12 @@ def main() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     line = sys.stdin.readline()
     threading.Thread(target=_end_with_the_parent, name="parent-watch", daemon=True).start()
+    code = 1
     try:
-        print(json.dumps(asdict(measure(ProbeTask.parse(line)))), file=out, flush=True)
+        print(json.dumps(asdict(measure(TASK.validate_json(line)))), file=out, flush=True)
         code = 0
     except BaseException:
         traceback.print_exc()
-        code = 1
     sys.stderr.flush()
     os._exit(code)
 

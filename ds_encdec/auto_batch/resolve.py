@@ -13,24 +13,21 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 
 import torch
 
 from ds_encdec.auto_batch.probe import Outcome, ProbeProcess, ProbeTask
-from ds_encdec.checkpoint.find import Checkpoint
-from ds_encdec.config.batch_size import is_auto, micro_batch_candidates, with_micro_batch_size
-from ds_encdec.config.load import load_saved
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.checkpoint.folder import Checkpoint
+from ds_encdec.config.schema import FullConfig, load_saved
+from ds_encdec.config.shares import is_auto, micro_batch_candidates, with_micro_batch_size
 from ds_encdec.engines import load
-from ds_encdec.launch.context import RunContext
-from ds_encdec.launch.host_collectives import HostCollectives, attempt
+from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.memory.device_stats import device_capacity
 from ds_encdec.memory.estimate import estimate
-from ds_encdec.memory.expected import ExpectedMemory, gib
+from ds_encdec.memory.expected import ExpectedMemory, explanation, gib
 from ds_encdec.memory.job import Job, make_job
-from ds_encdec.memory.out_of_memory import explanation
 from ds_encdec.memory.variants import HEADROOM
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.precision import product_dtype
@@ -38,12 +35,9 @@ from ds_encdec.types import ConfigError, DsEncDecError, OutOfMemoryError, Preemp
 
 logger = logging.getLogger(__name__)
 
-LARGER_TRIES = 2
-"""Candidates above the estimate's that are tried, where a try has left room for them."""
-POLL_SECONDS = 0.2
-"""The time between two looks at the probes."""
-SAY_SECONDS = 60.0
-"""The time between two lines of the log, while nothing happens."""
+LARGER_TRIES = 2  # candidates above the estimate's that are tried, where a try has left room for them
+POLL_SECONDS = 0.2  # the time between two looks at the probes
+SAY_SECONDS = 60.0  # the time between two lines of the log, while nothing happens
 
 
 def resolve_batch_size(
@@ -74,9 +68,9 @@ def _as_saved(config: FullConfig, saved: Checkpoint, world_size: int) -> FullCon
     given = config.training.global_batch_size
     if not is_auto(config) and given is None:
         return config
-    size = load_saved(saved.path / "config.yaml").training.micro_batch_size
-    if not is_auto(config):
-        size = config.training.micro_batch_size  # whether it may differ is not decided here
+    # A number given may differ: that is not decided here.
+    from_this = load_saved(saved.path / "config.yaml") if is_auto(config) else config
+    size = from_this.training.micro_batch_size
     sequences = size * saved.read_json("trainer.json")["num_lanes"]
     if given not in (None, sequences):
         raise ConfigError(
@@ -105,7 +99,7 @@ class _Search:
         mine = collectives.on_every_rank(lambda: [int(self._needed_bytes(size)) for size in candidates])
         # Nodes may differ in their number of ranks, and in what their processors emulate.
         everyones = zip(*collectives.all_gather_ints(mine), strict=True)
-        self._needs = dict(zip(candidates, [max(needs) for needs in everyones], strict=True))
+        self._needs = dict(zip(candidates, map(max, everyones), strict=True))
 
     def largest(self) -> FullConfig:
         """The configuration with the largest size that fits. Raises what `resolve_batch_size` does."""
@@ -114,7 +108,17 @@ class _Search:
             self._context.collectives.on_every_rank(lambda: load(compile_optimizer)(self._config))
         size, outcome = largest_that_fits(self._needs, self._limit_bytes, self._try)
         if not outcome.fits:
-            raise OutOfMemoryError(self._nothing_fits(size, outcome))
+            device, rank = self._context.device, self._context.world.rank
+            explained = explanation(self._expected(size), device, rank, of_device=outcome.of_device)
+            what = (
+                f"not even a micro-batch of {size} fits into the {gib(self._free_bytes)} that are free for a rank on "
+                f"{device.type}"
+                if outcome.smaller_may_fit
+                else f"a micro-batch of {size} does not fit, and smaller ones take no less of what ran out"
+            )
+            raise OutOfMemoryError(
+                f"training.per_device_train_batch_size=auto: {what} ({outcome.message}).\n{explained}"
+            )
         config = self._with(size)
         logger.info(
             "micro-batch %d: estimated %s, probed %s of %s; accumulation %d keeps the global batch of %d",
@@ -137,9 +141,8 @@ class _Search:
     def _needed_bytes(self, size: int) -> float:
         """Bytes that a rank needs on its device; on a CPU, which is the host, with its share of the host's memory."""
         expected = self._expected(size)
-        if self._context.device.type == "cuda":
-            return expected.estimate.peak.total
-        return expected.node_bytes / expected.job.ranks_per_node
+        on_gpu = self._context.device.type == "cuda"
+        return expected.estimate.peak.total if on_gpu else expected.node_bytes / expected.job.ranks_per_node
 
     def _try(self, size: int) -> Outcome:
         """Probe `size` on all ranks, which wait for each other; once it has failed on one, the others' are ended."""
@@ -157,28 +160,13 @@ class _Search:
             available_bytes=self._free_bytes,
             limit_bytes=self._limit_bytes,
         )
-        process, error = attempt(lambda: ProbeProcess(task))
-        holding: AbstractContextManager[object] = process or nullcontext()
-        with self._stop.busy(), holding:  # however long it takes, this rank is not stuck
-            context.collectives.raise_first(error)
-            assert process is not None
-            outcome = agreed_outcome(
-                process, context.collectives, self._stop, 60 * self._config.infra.distributed_timeout_minutes
-            )
+        timeout_seconds = 60 * self._config.infra.distributed_timeout_minutes
+        with self._stop.heartbeat.busy(), ExitStack() as opened:  # however long it takes, this rank is not stuck
+            process = context.collectives.on_every_rank(lambda: opened.enter_context(ProbeProcess(task)))
+            outcome = agreed_outcome(process, context.collectives, self._stop, timeout_seconds)
         how = f"fit, with {gib(outcome.peak_bytes)}" if outcome.fits else f"do not fit ({outcome.message})"
         logger.info("micro-batches of %d %s; tried in %.0f s", size, how, time.monotonic() - began)
         return outcome
-
-    def _nothing_fits(self, size: int, outcome: Outcome) -> str:
-        device, rank = self._context.device, self._context.world.rank
-        explained = explanation(self._expected(size), device, rank, of_device=outcome.of_device)
-        what = (
-            f"not even a micro-batch of {size} fits into the {gib(self._free_bytes)} that are free for a rank on "
-            f"{device.type}"
-            if outcome.smaller_may_fit
-            else f"a micro-batch of {size} does not fit, and smaller ones take no less of what ran out"
-        )
-        return f"training.per_device_train_batch_size=auto: {what} ({outcome.message}).\n{explained}"
 
 
 def job_here(
@@ -260,26 +248,27 @@ def agreed_outcome(
             if not (outcome.fits or outcome.failed):
                 return dataclasses.replace(outcome, message=f"rank {rank}: {outcome.message}")
         failed = [(rank, outcome.message) for rank, outcome in ended.items() if outcome.failed]
-        if not failed and len(ended) == len(outcomes):
+        all_ended = len(ended) == len(outcomes)
+        if all_ended and not failed:
             return Outcome(fits=True, peak_bytes=max(outcome.peak_bytes for outcome in outcomes))
         if failed:
             failed_at = failed_at or now
-            if any(graces) or len(ended) == len(outcomes):
-                rank, message = failed[0]
-                raise DsEncDecError(_not_found(f"a probe failed on rank {rank}, and not for want of memory", message))
-        for rank, words in enumerate(last_words):
-            if words is not None:
-                why = f"the probe of rank {rank} has not ended after {timeout_seconds / 60:.3g} min"
-                message = f"Its last words:\n{words}"
-                raise DsEncDecError(_not_found(f"{why} (infra.distributed_timeout_minutes)", message))
+        minutes = f"{timeout_seconds / 60:.3g} min (infra.distributed_timeout_minutes)"
+        problems = [
+            (f"a probe failed on rank {rank}, and not for want of memory", message)
+            for rank, message in failed
+            if any(graces) or all_ended
+        ] + [
+            (f"the probe of rank {rank} has not ended after {minutes}", f"Its last words:\n{words}")
+            for rank, words in enumerate(last_words)
+            if words is not None
+        ]
+        for why, message in problems:
+            raise DsEncDecError(
+                f"the micro-batch size could not be found: {why}. Mend that, or give "
+                f"training.per_device_train_batch_size a number. {message}"
+            )
         if now - said > SAY_SECONDS:
             said = now
             logger.info("still trying, for %.0f s", now - began)
         time.sleep(POLL_SECONDS)
-
-
-def _not_found(why: str, message: str) -> str:
-    return (
-        f"the micro-batch size could not be found: {why}. Mend that, or give "
-        f"training.per_device_train_batch_size a number. {message}"
-    )

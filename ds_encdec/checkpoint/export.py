@@ -1,49 +1,81 @@
-"""A trained model as an ordinary Hugging Face folder.
+"""A checkpoint in other forms: as a Hugging Face folder, averaged with its neighbours, in another engine's files.
 
-The folder carries the modelling code, so `AutoModelForSeq2SeqLM.from_pretrained(folder, trust_remote_code=True)` (or
-`AutoModel`, for an encoder alone) loads it where ds_encdec and deepspeed are not installed. Its README.md
-is a model card, written from the facts of its run.
+The Hugging Face folder carries the modelling code, so `AutoModelForSeq2SeqLM.from_pretrained(folder,
+trust_remote_code=True)` (or `AutoModel`, for an encoder alone) loads it where ds_encdec and deepspeed are not
+installed. Its README.md is a model card, written from the facts of its run.
+
+Weights late on a trajectory scatter around a better point than any of them (Izmailov et al., arXiv 1803.05407), hence
+the mean of a run's last checkpoints.
+
+`ds-encdec convert` writes a checkpoint in the files of a certain engine, for tools that read those. Runs resume from
+any checkpoint as it is; nothing has to be converted for that. The engine is built on the CPU, loads the checkpoint and
+saves itself, so that its files are what it writes in training.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import os
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import ModelCard, ModelCardData
+from torch import Tensor
 from transformers import GenerationConfig
 
-from ds_encdec.checkpoint.find import read_training_state
+from ds_encdec.checkpoint.folder import (
+    Checkpoint,
+    clear_leftovers,
+    committed_steps,
+    refuse_existing,
+    written_shards,
+    written_whole,
+)
+from ds_encdec.checkpoint.manifest import MANIFEST, read_manifest, seal, verify_checkpoint
 from ds_encdec.checkpoint.saved_state import open_saved_state, saved_weights
-from ds_encdec.checkpoint.whole_folder import refuse_existing, written_whole
-from ds_encdec.config.load import load_saved
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.schema import FullConfig, load_config, load_saved
+from ds_encdec.engine.select import create_engine, resolve_engine
+from ds_encdec.engines import STATE_FORMATS, EngineSpec
+from ds_encdec.launch.host_collectives import HostCollectives, RunContext
+from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
+from ds_encdec.launch.run_folder import RunFolder
+from ds_encdec.launch.world import discover
 from ds_encdec.model import attention, configuration, loss, modeling, precision
 from ds_encdec.model.configuration import Qwen3EncoderConfig, Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import count_parameters, parameter_shapes
+from ds_encdec.model.source import architecture
 from ds_encdec.model.weights import write_safetensors_folder
 from ds_encdec.tokenizer.load import pretrained_tokenizer
-from ds_encdec.types import DENOISERS, TrainingState, WeightSource
+from ds_encdec.types import DENOISERS, CheckpointError, ConfigError, TrainingState, WeightSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+logger = logging.getLogger(__name__)
 
 REMOTE_CODE = (configuration, precision, attention, loss, modeling)
 """The modules copied into the folder. They import each other relatively, and nothing else of ds_encdec."""
 
 _CARD_TEMPLATE = Path(__file__).with_name("model_card.md.j2")
 
-AUTO_MAP = {
-    "AutoConfig": "configuration.Qwen3Seq2SeqConfig",
-    "AutoModelForSeq2SeqLM": "modeling.Qwen3ForSeq2SeqLM",
-}
+AUTO_MAP = {"AutoConfig": "configuration.Qwen3Seq2SeqConfig", "AutoModelForSeq2SeqLM": "modeling.Qwen3ForSeq2SeqLM"}
 ENCODER_AUTO_MAP = {"AutoConfig": "configuration.Qwen3EncoderConfig", "AutoModel": "modeling.Qwen3EncoderModel"}
+
+MIN_AVERAGED = 3
+"""Checkpoints that a run must have left for their mean to be written at its end."""
+MAX_SHARD_BYTES = 5_000_000_000
+"""Largest safetensors file of an export, as Hugging Face cuts them; `ds-encdec export` has the same default."""
+_MAX_GAP = 2
+"""`training.save_steps` between neighbours: two, because one save may have failed."""
+
+_TIMEOUT = timedelta(hours=2)
+"""How long ranks wait for each other at most, which is mostly while rank 0 hashes the checkpoint."""
 
 
 def export_hf(
@@ -53,7 +85,7 @@ def export_hf(
     out: Path,
     *,
     dtype: torch.dtype,
-    max_shard_bytes: int,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     card: str,
     replace: bool = False,
 ) -> None:
@@ -63,11 +95,25 @@ def export_hf(
     converted to `dtype` and written one by one. The folder appears at `out` when it is complete, or not at all;
     `replace` and what is raised: see `written_whole`.
     """
-    shapes = _model_shapes(config)
+    is_encoder = isinstance(config, Qwen3EncoderConfig)
+    parts = ("shared.", "encoder.") if is_encoder else ("",)
+    shapes = {name: shape for name, shape in parameter_shapes(config).items() if name.startswith(parts)}
     with written_whole(out, replace=replace) as (unfinished, writing):
         writing.require_space(dtype.itemsize * sum(map(prod, shapes.values())))
         write_safetensors_folder(unfinished, shapes, weights, dtype=dtype, max_shard_bytes=max_shard_bytes)
-        _write_configuration(config, dtype, unfinished)
+        fields = {
+            **config.to_dict(),
+            "architectures": ["Qwen3EncoderModel" if is_encoder else "Qwen3ForSeq2SeqLM"],
+            "auto_map": ENCODER_AUTO_MAP if is_encoder else AUTO_MAP,
+            "dtype": str(dtype).removeprefix("torch."),
+        }
+        (unfinished / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
+        if not is_encoder:
+            GenerationConfig(
+                pad_token_id=config.pad_token_id,
+                eos_token_id=config.eos_token_id,
+                decoder_start_token_id=config.decoder_start_token_id,
+            ).save_pretrained(unfinished)
         for module in REMOTE_CODE:
             shutil.copyfile(str(module.__file__), unfinished / Path(str(module.__file__)).name)
         if tokenizer is not None:
@@ -76,7 +122,12 @@ def export_hf(
 
 
 def export_checkpoint(
-    checkpoint: Path, out: Path, *, dtype: torch.dtype, max_shard_bytes: int, encoder_only: bool = False
+    checkpoint: Path,
+    out: Path,
+    *,
+    dtype: torch.dtype,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    encoder_only: bool = False,
 ) -> None:
     """Export a committed checkpoint, whichever engine saved it, with a model card written from its run.
 
@@ -85,64 +136,54 @@ def export_checkpoint(
     refuse_existing(out)  # before minutes of reading
     path = checkpoint.expanduser().resolve()
     weights = saved_weights(open_saved_state(path))
-    config = Qwen3Seq2SeqConfig.from_pretrained(path / "model")
-    facts = RunFacts.of(path, weights=f"checkpoint `{path.name}`")
-    export_hf(
+    _export_trained(
+        path,
         weights,
-        Qwen3EncoderConfig.of(config) if encoder_only else config,
-        pretrained_tokenizer(str(path / "model"), field="CHECKPOINT"),
+        f"checkpoint `{path.name}`",
         out,
+        field="CHECKPOINT",
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,
-        card=model_card(facts, encoder_only=encoder_only),
+        encoder_only=encoder_only,
     )
 
 
-def _model_shapes(config: Qwen3Seq2SeqConfig) -> dict[str, tuple[int, ...]]:
-    """Neutral name → shape of what the model of `config` consists of."""
-    shapes = parameter_shapes(config)
-    if isinstance(config, Qwen3EncoderConfig):
-        return {name: shape for name, shape in shapes.items() if name.startswith(("shared.", "encoder."))}
-    return shapes
+def _export_trained(
+    checkpoint: Path,
+    weights: WeightSource,
+    described: str,
+    out: Path,
+    *,
+    field: str,
+    dtype: torch.dtype,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    encoder_only: bool = False,
+    replace: bool = False,
+) -> None:
+    """Export `weights`, `described` in words, with the tokenizer, the configuration and the facts of `checkpoint`.
+
+    `field`: the argument that named it.
+    """
+    config = Qwen3Seq2SeqConfig.from_pretrained(checkpoint / "model")
+    state = Checkpoint(checkpoint, read_manifest(checkpoint)).training_state()
+    export_hf(
+        weights,
+        Qwen3EncoderConfig.of(config) if encoder_only else config,
+        pretrained_tokenizer(str(checkpoint / "model"), field=field),
+        out,
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+        replace=replace,
+        card=model_card(load_saved(checkpoint / "config.yaml"), state, described, encoder_only=encoder_only),
+    )
 
 
-def _write_configuration(config: Qwen3Seq2SeqConfig, dtype: torch.dtype, folder: Path) -> None:
-    is_encoder = isinstance(config, Qwen3EncoderConfig)
-    fields = {
-        **config.to_dict(),
-        "architectures": ["Qwen3EncoderModel" if is_encoder else "Qwen3ForSeq2SeqLM"],
-        "auto_map": ENCODER_AUTO_MAP if is_encoder else AUTO_MAP,
-        "dtype": str(dtype).removeprefix("torch."),
-    }
-    (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
-    if not is_encoder:
-        GenerationConfig(
-            pad_token_id=config.pad_token_id,
-            eos_token_id=config.eos_token_id,
-            decoder_start_token_id=config.decoder_start_token_id,
-        ).save_pretrained(folder)
-
-
-@dataclass(frozen=True, slots=True)
-class RunFacts:
-    """The facts of a run that its card tells. `weights`: where in the run they are from, in words."""
-
-    config: FullConfig
-    state: TrainingState
-    weights: str
-
-    @classmethod
-    def of(cls, checkpoint: Path, weights: str) -> RunFacts:
-        """The facts in a committed checkpoint."""
-        return cls(load_saved(checkpoint / "config.yaml"), read_training_state(checkpoint), weights)
-
-
-def model_card(facts: RunFacts, *, encoder_only: bool = False) -> str:
+def model_card(config: FullConfig, state: TrainingState, weights: str, *, encoder_only: bool = False) -> str:
     """The card (Markdown with Hugging Face's YAML header) of a trained encoder-decoder, or of its encoder alone.
 
-    The encoder's shows the code that pools its states into embeddings.
+    `weights`: where in the run they are from, in words. The encoder's shows the code that pools its states into
+    embeddings.
     """
-    config, state = facts.config, facts.state
     model, data, training = config.model, config.data, config.training
     sources = data.mixture or [data]
     names = [f"`{one.dataset_name}`" + (f" ({one.dataset_config})" if one.dataset_config else "") for one in sources]
@@ -150,7 +191,7 @@ def model_card(facts: RunFacts, *, encoder_only: bool = False) -> str:
     best = state.best_eval_loss
     rows = {
         "Started from": f"`{model.model_name_or_path}`" if model.architecture is None else "random weights",
-        "Weights": facts.weights,
+        "Weights": weights,
         "Optimizer steps": f"{state.global_step:,} of {training.num_train_steps:,}",
         "Encoder tokens seen": f"{state.encoder_tokens_seen:,}",
         "Target tokens seen": f"{state.target_tokens_seen:,}",
@@ -190,3 +231,175 @@ def _hub_id(name: str | None) -> str | None:
     """`name`, where it can be one of the Hugging Face hub: not the path of a folder, and not a kind of local files."""
     is_id = name is not None and name.count("/") == 1 and not name.startswith((".", "/", "~"))
     return name if is_id else None
+
+
+def average_last_checkpoints(run: RunFolder, *, last: int) -> None:
+    """Write the mean of a finished run's newest checkpoints, at most `last`, to `export/averaged`, over an earlier one.
+
+    The run is complete whatever happens here: what goes wrong is logged.
+    """
+    try:
+        found = last_checkpoints(run.checkpoints, max(last, MIN_AVERAGED)) if last else {}
+        if len(found) < MIN_AVERAGED:
+            if run.averaged.exists():
+                logger.warning(
+                    "%s is the mean of an earlier end of this run: %d checkpoints in a row are left, too few for "
+                    "another. `ds-encdec average` takes 2.",
+                    run.averaged,
+                    len(found),
+                )
+            return
+        logger.info(
+            "Averaging the last checkpoints: rank 0 reads %.1f GB. The run is complete; this may be interrupted.",
+            sum(read_manifest(path).num_bytes for path in list(found.values())[-last:]) / 1e9,
+        )
+        steps = average_checkpoints(run, last=last, dtype=torch.float32)
+    except Exception as error:
+        logger.error(
+            "The mean of the last checkpoints could not be written: %s. `ds-encdec average` tries again.", error
+        )
+        return
+    logger.info("the mean of the checkpoints at steps %s is in %s", ", ".join(map(str, steps)), run.averaged)
+
+
+def clear_averaged(run: RunFolder) -> None:
+    """Remove what a mean that was killed midway left beside `export/averaged`; give back what it was replacing."""
+    clear_leftovers(run.averaged.parent, run.averaged.name)
+
+
+def average_checkpoints(
+    run: RunFolder, out: Path | None = None, *, last: int, dtype: torch.dtype, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> list[int]:
+    """Write the arithmetic mean of the weights of `last_checkpoints` of `run`.
+
+    Any engines may have saved them. Sums and quotients are float32, in the order of the steps, before the result is
+    rounded to `dtype`; two full parameters are in memory at a time. `out` is the Hugging Face folder to write, see
+    `export_hf`; None is `export/averaged`, where an earlier mean makes way once the new one is complete. Card,
+    tokenizer and configuration are those of the newest checkpoint. Returns the averaged steps. Raises CheckpointError
+    for fewer than two checkpoints, damaged ones, and ones of different models.
+    """
+    if out is None:
+        clear_averaged(run)
+    else:
+        refuse_existing(out)  # before minutes of reading
+    checkpoints = last_checkpoints(run.checkpoints, last)
+    if len(checkpoints) < 2:
+        problem = f"{run.root} has {len(checkpoints)} in a row. training.save_total_limit says how many a run keeps."
+        if last < 2:
+            problem = f"{last} was asked for."
+        elif (run.root / MANIFEST).exists():
+            problem = f"{run.root} is one: give the folder of its run."
+        raise CheckpointError(f"An average takes at least two checkpoints, but {problem}")
+    paths, steps = [path.resolve() for path in checkpoints.values()], list(checkpoints)
+    _refuse_different_models(paths)
+    _export_trained(
+        paths[-1],
+        mean_weights([saved_weights(open_saved_state(path)) for path in paths]),
+        f"mean of the checkpoints at steps {', '.join(map(str, steps))}",
+        out or run.averaged,
+        field="RUN",
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+        replace=out is None,
+    )
+    return steps
+
+
+def last_checkpoints(folder: Path, last: int) -> dict[int, Path]:
+    """Step → path of the newest committed checkpoints under `folder` that stand in a row, at most `last`, oldest first.
+
+    The row ends where checkpoints between two have been deleted: what is older was kept for being the best, and may
+    be far away from where the run is now.
+    """
+    row: list[tuple[int, Path]] = []
+    for step, path in sorted(committed_steps(folder).items(), reverse=True)[:last]:
+        if row and row[-1][0] - step > _MAX_GAP * load_saved(row[-1][1] / "config.yaml").training.save_steps:
+            break
+        row.append((step, path))
+    return dict(reversed(row))
+
+
+def mean_weights(sources: Sequence[WeightSource]) -> WeightSource:
+    """The mean of float32 sources: summed from the first to the last, then divided."""
+
+    def lookup(name: str, rows: slice = slice(None), /) -> Tensor:
+        total = sources[0](name, rows)
+        for source in sources[1:]:
+            total += source(name, rows)
+        return total.div_(len(sources))
+
+    return lookup
+
+
+def _refuse_different_models(checkpoints: Sequence[Path]) -> None:
+    first, *others = ((path, architecture(Qwen3Seq2SeqConfig.from_pretrained(path / "model"))) for path in checkpoints)
+    for path, found in others:
+        for field, expected in first[1].items():
+            if found.get(field) != expected:
+                raise CheckpointError(
+                    f"{first[0].name} and {path.name} are of different models, which have no average: {field} is "
+                    f"{expected!r} in the one and {found.get(field)!r} in the other."
+                )
+
+
+def convert_checkpoint(checkpoint: Path, out: Path, *, to: str, overrides: Sequence[str] = ()) -> None:
+    """Write `checkpoint` to the new checkpoint folder `out` in the format `to`, a key of `engines.STATE_FORMATS`.
+
+    Called by one process, or by N ranks, which write N shards. Weights, moments and counters are equal to the bit. What
+    else a checkpoint holds is copied, with the engine and `overrides` (`section.field=value`) in config.yaml; of these
+    `infra.sharding_stage` says how the state is cut. Raises CheckpointError for a damaged checkpoint and where `out`
+    exists, and ConfigError where the configuration asks for what the engine cannot do.
+    """
+    source, world, row = checkpoint.expanduser().resolve(), discover(os.environ), STATE_FORMATS[to]
+    refuse_existing(out)
+    step = read_manifest(source).step  # what is no checkpoint is called that
+    config = load_config(source / "config.yaml", [f"infra.distributed_type={row.name}", *overrides])
+    if resolve_engine(config) != row.name:
+        raise ConfigError(
+            f"infra.distributed_type={config.infra.distributed_type} is not the engine that --to asks for"
+        )
+    device = choose_device("cpu", world)
+    init_process_group(world, device, _TIMEOUT, row.name)
+    collectives = HostCollectives(_TIMEOUT)
+    collectives.on_rank_zero(lambda: verify_checkpoint(source))
+    with written_whole(out, collectives) as (unfinished, writing):
+        saved = collectives.on_every_rank(lambda: open_saved_state(source, verified=True))
+        model_config = Qwen3Seq2SeqConfig.from_pretrained(source / "model")
+        written_as = _writing_config(config, row, world.world_size)
+        engine = create_engine(written_as, RunContext(world, device, row.name, collectives), model_config, None, 1)
+        engine.load(saved)
+
+        @writing.refusals_told()
+        def write_rest() -> None:
+            for name in ("trainer.json", "data.json"):
+                shutil.copyfile(source / name, unfinished / name)
+            shutil.copytree(source / "model", unfinished / "model")
+            config.to_yaml(unfinished / "config.yaml")
+            seal(unfinished, step=step, world_size=world.world_size, engine=row.name, engine_files=records)
+
+        records = written_shards(engine.stage(unfinished, copy=False), unfinished, writing, collectives)
+        engine.close()
+        collectives.on_rank_zero(write_rest)
+    shutdown()
+
+
+def _writing_config(config: FullConfig, row: EngineSpec, ranks: int) -> FullConfig:
+    """`config` as an engine takes it here: float32 on the CPU, nothing that only training needs.
+
+    Stages keep what they shard, but not over whom.
+    """
+    stage = config.infra.sharding_stage.removesuffix("_hybrid")
+    training = {"bf16": False, "fp16": False, "torch_adam": True, "activation_checkpointing": "none"}
+    return FullConfig.model_validate(
+        {
+            **config.model_dump(),
+            "training": config.training.model_dump() | training | {"torch_compile": False},
+            "infra": {
+                "distributed_type": config.infra.distributed_type,
+                "num_gpus": ranks,
+                "device": "cpu",
+                "sharding_stage": row.converted_as.get(stage, stage),
+                "offload_optimizer": "none",
+            },
+        }
+    )

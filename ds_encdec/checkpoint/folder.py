@@ -1,4 +1,7 @@
-"""The folder of a run's checkpoints: names, the commit, pointers, and which ones are kept. Rank 0 alone changes it.
+"""Folders that appear under their names once all of them is written, or leave nothing; that of a run's checkpoints.
+
+`NAME.tmp` is being written; `.replaced-NAME` is what had the name, while `NAME.tmp` takes it. A process killed at any
+moment leaves the earlier folder or the new one, and `clear_leftovers` mends what it leaves under the other names.
 
     checkpoints/
       step-00001000/           committed: complete and hashed (manifest.py), never changed afterwards
@@ -6,8 +9,7 @@
       latest, best, final -> step-…    our pointers (symbolic links)
       abandoned-step-…-DATE/   later than the step that the run went back to; not looked at again
 
-A process killed at any moment leaves either no `step-N` or a whole one (whole_folder.py). `.replaced-…` and
-`.removed-…` are names of a moment; `clear_leftovers` mends what a kill left under them.
+Rank 0 alone changes it. `.removed-…` is a checkpoint that is being deleted.
 """
 
 from __future__ import annotations
@@ -16,27 +18,148 @@ import logging
 import math
 import os
 import re
+import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from ds_encdec.checkpoint.manifest import MANIFEST, Manifest, verify_checkpoint
-from ds_encdec.checkpoint.whole_folder import clear_leftovers, delete, name_it
+from ds_encdec.checkpoint.manifest import (
+    MANIFEST,
+    DamagedCheckpointError,
+    FileRecord,
+    Manifest,
+    record_file,
+    verify_checkpoint,
+)
+from ds_encdec.config.plain_files import read_json
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.engine.record import EngineRecord, read_record
-from ds_encdec.launch.atomic_files import flush_folder, unused_path
-from ds_encdec.launch.disk import DiskRefusedError, free_bytes
-from ds_encdec.memory.checkpoint_size import checkpoint_bytes, checkpoints_at_once
-from ds_encdec.memory.job import Job
-from ds_encdec.types import CheckpointError
+from ds_encdec.engine.protocol import StagedSave, read_record
+from ds_encdec.launch.disk import DiskRefusedError, Writing, flush_folder, free_bytes, unused_path
+from ds_encdec.memory.job import Job, checkpoint_bytes, checkpoints_at_once
+from ds_encdec.types import CheckpointError, TrainingState
+
+if TYPE_CHECKING:  # it imports torch, which a report of a run does without
+    from ds_encdec.launch.host_collectives import HostCollectives
 
 logger = logging.getLogger(__name__)
 
+_REPLACED = ".replaced-"
 _REMOVED = ".removed-"
-"""Prefix of a checkpoint that is being deleted."""
 _POINTERS = ("latest", "best", "final")
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
+
+
+def unfinished(final: Path) -> Path:
+    """The folder that is to become `final`."""
+    return final.with_name(f"{final.name}.tmp")
+
+
+def begin(final: Path) -> Path:
+    """Make `unfinished(final)` an empty folder. Raises OSError."""
+    delete(unfinished(final))
+    unfinished(final).mkdir(parents=True)
+    return unfinished(final)
+
+
+def name_it(final: Path) -> Path:
+    """Give `unfinished(final)`, which is durable, its name; returns where an earlier one of that name is now, if any.
+
+    Raises OSError; then an earlier one is what it was.
+    """
+    replaced = final.with_name(f"{_REPLACED}{final.name}")
+    if final.exists():
+        delete(replaced)  # left where it could not be deleted before
+        # Between these two renames the earlier one has no name that counts; `clear_leftovers` gives it back.
+        os.rename(final, replaced)
+    try:
+        os.rename(unfinished(final), final)
+    except OSError:
+        if replaced.exists():
+            os.rename(replaced, final)
+        raise
+    return replaced
+
+
+def clear_leftovers(folder: Path, name: str = "*") -> None:
+    """Mend what killed processes left of `name` in `folder`: give back what was being replaced, delete the rest."""
+    for replaced in folder.glob(f"{_REPLACED}{name}"):
+        original = replaced.with_name(replaced.name.removeprefix(_REPLACED))
+        if original.exists():
+            delete(replaced)
+        else:
+            replaced.rename(original)
+    for path in folder.glob(f"{name}.tmp"):
+        delete(path)
+
+
+def delete(path: Path) -> None:
+    """Delete a file, a link or a folder, if there is one. Raises OSError."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def written_whole(
+    out: Path, collectives: HostCollectives | None = None, *, replace: bool = False
+) -> Iterator[tuple[Path, Writing]]:
+    """Wraps the writing of a folder: where to write it, which is named `out` at the end, or removed by what goes wrong.
+
+    One process writes it, or with `collectives` all ranks do, which leave this together. The Writing must be given the
+    bytes to come (`require_space`). Only a kill leaves `out` + `.tmp` behind; the next attempt replaces it. Raises
+    CheckpointError where `out` exists and is not empty, unless it is to be replaced, and DiskRefusedError where the
+    file system takes no more.
+    """
+    if not replace:
+        refuse_existing(out)
+    several = collectives is not None and collectives.world_size > 1
+    advice = "Free space there, or name a folder on another file system."
+    writing = Writing(out.absolute().parent, str(out), advice, collectives.rank if collectives and several else None)
+
+    def on_rank_zero(action: Callable[[], object]) -> None:
+        told = writing.refusals_told()(action)
+        collectives.on_rank_zero(told) if collectives is not None else told()
+
+    def commit() -> None:
+        for path in (unfinished(out), *unfinished(out).rglob("*")):
+            flush_folder(path)  # a network's file system may refuse only now
+        replaced = name_it(out)
+        flush_folder(out.absolute().parent)
+        delete(replaced)
+
+    try:
+        on_rank_zero(lambda: begin(out))
+        with writing.refusals_told():
+            yield unfinished(out), writing
+        on_rank_zero(commit)
+    except BaseException:
+        if not writing.rank:
+            shutil.rmtree(unfinished(out), ignore_errors=True)
+        raise
+
+
+def written_shards(
+    staged: StagedSave, folder: Path, writing: Writing, collectives: HostCollectives
+) -> list[FileRecord]:
+    """Write every rank's part of a checkpoint under `folder`; returns the records of all. Collective.
+
+    Raises the same error on all ranks, DiskRefusedError where a disk has too little space or did not take the files.
+    """
+    writing.num_bytes = sum(collectives.gather(staged.num_bytes))
+    collectives.on_rank_zero(lambda: writing.require_space(writing.num_bytes))
+    write = writing.refusals_told()(lambda: [record_file(path, folder) for path in staged.write()])
+    return list(chain.from_iterable(collectives.gather(collectives.on_every_rank(write))))
+
+
+def refuse_existing(out: Path) -> None:
+    """Raise CheckpointError where `out` is there and not an empty folder."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out} exists and is not empty: nothing was written. Name another folder")
 
 
 class CheckpointFolder:
@@ -51,17 +174,28 @@ class CheckpointFolder:
         return self.path / f"step-{step:08d}"
 
     def commit(self, step: int, pointers: Sequence[str]) -> None:
-        """Make `step-N.tmp`, which is sealed, visible; move `latest` and `pointers` to it; prune.
+        """Make `step-N.tmp`, which is sealed, visible; move `latest` and `pointers` to it; delete what is not kept.
 
         Raises OSError; then an earlier checkpoint of the step is what it was. What goes wrong once the checkpoint is
-        visible is only warned of.
+        visible is only warned of: it stands, whatever the disk says to the rest.
         """
         final = self.at(step)
         # New links may need space; moving them over the old ones does not.
         links = {name: _new_link(self.path / name, final.name) for name in ("latest", *pointers)}
         replaced = name_it(final)
-        self._point_all(links, final)
-        self._prune(replaced)
+        try:
+            for name, link in links.items():
+                os.replace(link, self.path / name)
+            flush_folder(self.path)
+        except OSError as error:
+            logger.warning(
+                "%s is saved, but not all of %s could be pointed at it: %s", final.name, ", ".join(links), error
+            )
+        try:
+            delete(replaced)
+            self._prune()
+        except OSError as error:
+            logger.warning("An old checkpoint could not be deleted (training.save_total_limit): %s", error)
 
     def go_back_to(self, step: int, best_step: int | None) -> None:
         """Put later checkpoints aside as `abandoned-…` and point at `step`, and at `best_step` if it is there.
@@ -81,65 +215,40 @@ class CheckpointFolder:
         final = self.path / "final"
         if not final.exists():  # it was later; where the run was complete at `step` or before, it still is
             final.unlink(missing_ok=True)
-        if best_step is not None and (self.at(best_step)).exists():
-            self._point("best", best_step)
-        else:
-            (self.path / "best").unlink(missing_ok=True)
-        self._point("latest", step)
+        for name, pointed in (("best", best_step), ("latest", step)):
+            if pointed is not None and self.at(pointed).exists():
+                os.replace(_new_link(self.path / name, self.at(pointed).name), self.path / name)
+            else:
+                (self.path / name).unlink(missing_ok=True)
 
     def clear_leftovers(self) -> None:
         """Mend what a killed process left: give back what was being replaced, delete what was never committed."""
         clear_leftovers(self.path)
-        for pattern in (f"{_REMOVED}*", ".probe-*"):
-            for path in self.path.glob(pattern):
-                delete(path)
+        for path in (*self.path.glob(f"{_REMOVED}*"), *self.path.glob(".probe-*")):
+            delete(path)
 
-    def _point(self, name: str, step: int) -> None:
-        os.replace(_new_link(self.path / name, self.at(step).name), self.path / name)
-
-    def _point_all(self, links: Mapping[str, Path], committed: Path) -> None:
-        """Move new links over the pointers, for good. The checkpoint stands, whatever the disk says to this."""
-        try:
-            for name, link in links.items():
-                os.replace(link, self.path / name)
-            flush_folder(self.path)
-        except OSError as error:
-            logger.warning(
-                "%s is saved, but not all of %s could be pointed at it: %s", committed.name, ", ".join(links), error
-            )
-
-    def _prune(self, replaced: Path) -> None:
-        """Delete what is not kept. The new checkpoint stands: what cannot be deleted is no reason to doubt it."""
-        try:
-            delete(replaced)
-            superfluous = self._superfluous()
-            if len(superfluous) > 1:  # one makes room for each new one; more are due to a limit that was lowered
-                names = ", ".join(path.name for path in superfluous)
-                logger.warning("training.save_total_limit=%s: deleting %s.", self._keep, names)
-            for path in superfluous:
-                hidden = path.with_name(f"{_REMOVED}{path.name}")
-                delete(hidden)
-                os.rename(path, hidden)  # invisible in one step
-                delete(hidden)
-        except OSError as error:
-            logger.warning("An old checkpoint could not be deleted (training.save_total_limit): %s", error)
-
-    def _superfluous(self) -> list[Path]:
-        if self._keep is None:
-            return []
+    def _prune(self) -> None:
+        """Delete checkpoints beyond those to keep that no pointer names. Raises OSError."""
         pointed = {link.resolve() for name in _POINTERS if (link := self.path / name).exists()}
-        paths = [path for _, path in sorted(committed_steps(self.path).items())]
-        return [path for path in paths[: -self._keep] if path.resolve() not in pointed]
+        older = [path for _, path in sorted(committed_steps(self.path).items())][: -self._keep] if self._keep else []
+        superfluous = [path for path in older if path.resolve() not in pointed]
+        if len(superfluous) > 1:  # one makes room for each new one; more are due to a limit that was lowered
+            names = ", ".join(path.name for path in superfluous)
+            logger.warning("training.save_total_limit=%s: deleting %s.", self._keep, names)
+        for path in superfluous:
+            hidden = path.with_name(f"{_REMOVED}{path.name}")
+            delete(hidden)
+            os.rename(path, hidden)  # invisible in one step
+            delete(hidden)
 
 
 def committed_steps(folder: Path) -> dict[int, Path]:
     """Step number → path of every committed checkpoint under `folder`."""
-    found = {}
-    for path in folder.glob("step-*"):
-        match = _STEP_FOLDER.fullmatch(path.name)
-        if match and os.path.lexists(path / MANIFEST):
-            found[int(match[1])] = path
-    return found
+    return {
+        int(match[1]): path
+        for path in folder.glob("step-*")
+        if (match := _STEP_FOLDER.fullmatch(path.name)) and os.path.lexists(path / MANIFEST)
+    }
 
 
 def _new_link(link: Path, target: str) -> Path:
@@ -173,42 +282,69 @@ def check_room(folder: Path, config: FullConfig, job: Job) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class VerifiedCheckpoint:
-    """A checkpoint whose every file is as it was written; as text, the line to show."""
+class Checkpoint:
+    """A committed, verified checkpoint."""
 
     path: Path
     manifest: Manifest
-    record: EngineRecord
+
+    def read_json(self, name: str) -> Saved:
+        """See `Saved`."""
+        return Saved(self.path / name)
 
     def __str__(self) -> str:
-        ranks = f"{self.record.world_size} rank" + "s" * (self.record.world_size > 1)
+        """The line to show of it."""
+        record = read_record(self.path)
+        ranks = f"{record.world_size} rank" + "s" * (record.world_size > 1)
         return (
-            f"{self.path}: whole; step {self.manifest.step:,}, {self.manifest.engine} {self.record.sharding_stage} on "
+            f"{self.path}: whole; step {self.manifest.step:,}, {self.manifest.engine} {record.sharding_stage} on "
             f"{ranks}, {len(self.manifest.files)} files, {self.manifest.num_bytes / 1e9:.3f} GB"
             + (f" ({self.manifest.doubt})" if self.manifest.doubt else "")
         )
 
+    def training_state(self) -> TrainingState:
+        """The counters that it was saved with. Raises DamagedCheckpointError."""
+        try:
+            return TrainingState(**self.read_json("trainer.json")["state"])
+        except TypeError as error:
+            path = self.path / "trainer.json"
+            raise DamagedCheckpointError(f"{path}: `state` is not what ds_encdec writes: {error}.") from error
 
-def verify_checkpoints(path: Path) -> Iterator[VerifiedCheckpoint]:
+
+class Saved(dict[str, Any]):
+    """The content of a JSON file of a checkpoint. Raises DamagedCheckpointError for a key that it lacks."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises DamagedCheckpointError where the file at `path` cannot be read, or holds no mapping."""
+        self._path = path
+        try:
+            content = read_json(path, None)
+        except (OSError, ValueError) as error:
+            raise DamagedCheckpointError(f"{path} cannot be read: {error}.") from error
+        if not isinstance(content, dict):
+            raise DamagedCheckpointError(f"{path} holds no mapping: it is not what ds_encdec writes.")
+        super().__init__(content)
+
+    def __missing__(self, key: str) -> Any:
+        raise DamagedCheckpointError(f"{self._path} has no {key!r}: it is not what ds_encdec writes.")
+
+
+def verify_checkpoints(path: Path) -> Iterator[Checkpoint]:
     """Check the checkpoint at `path`, or every one of the run (or folder of checkpoints) there, by step.
 
     Yields the whole ones, each after all its files were read and hashed. Raises CheckpointError in the end for those
     that are damaged, naming a file of each, and at once where there is no checkpoint.
     """
+    path = path.expanduser().resolve()
     damage = []
-    for checkpoint in _checkpoints_at(path.expanduser().resolve()):
+    found = {} if os.path.lexists(path / MANIFEST) else committed_steps(path / "checkpoints") or committed_steps(path)
+    # What is neither a run nor a folder of checkpoints should be one: what is wrong is for its manifest to say.
+    for _, checkpoint in sorted(found.items()) or [(0, path)]:
         try:
-            yield VerifiedCheckpoint(checkpoint, verify_checkpoint(checkpoint), read_record(checkpoint))
+            manifest = verify_checkpoint(checkpoint)
+            read_record(checkpoint)
+            yield Checkpoint(checkpoint, manifest)
         except CheckpointError as error:
             damage.append(str(error))
     if damage:
         raise CheckpointError("\n".join(damage))
-
-
-def _checkpoints_at(path: Path) -> list[Path]:
-    """`path` itself unless it is a run or a folder of checkpoints: what it should be is for its manifest to say."""
-    if not os.path.lexists(path / MANIFEST):
-        for folder in (path / "checkpoints", path):
-            if found := committed_steps(folder):
-                return [found[step] for step in sorted(found)]
-    return [path]

@@ -1,4 +1,4 @@
-"""Saving: when a checkpoint becomes visible. How its folder looks: folder.py; what a run resumes from: find.py.
+"""Saving: when a checkpoint becomes visible; and which one a run goes on from. How their folder looks: folder.py.
 
 A save has two parts. On the main thread every rank makes its staging copy (`Engine.stage`); that holds training up.
 Then each rank writes, flushes and hashes its own files, rank 0 gathers the records, writes the rest and the manifest,
@@ -22,20 +22,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
-from ds_encdec.checkpoint.find import Checkpoint
-from ds_encdec.checkpoint.folder import CheckpointFolder, committed_steps
-from ds_encdec.checkpoint.manifest import FileRecord, record_file, seal
-from ds_encdec.checkpoint.whole_folder import begin, unfinished
+from ds_encdec.checkpoint.folder import Checkpoint, CheckpointFolder, begin, committed_steps, unfinished, written_shards
+from ds_encdec.checkpoint.manifest import DamagedCheckpointError, read_manifest, seal, verify_files, verify_listing
 from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.launch.disk import DiskRefusedError, Writing
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.types import CheckpointError, TrainingState
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 WriteRest = Callable[[Path], None]
 """Writes what a checkpoint holds beside the engine's files under a folder; called on rank 0, in any thread."""
@@ -92,10 +87,9 @@ class CheckpointManager:
         self.folder = folder
         self._files = CheckpointFolder(folder, keep=keep)
         self._collectives = collectives
-        self._background = collectives.new_group()
+        self._background = HostCollectives(collectives.timeout, own_group=True)
         self._engine_name = engine_name
         self._save: _SaveUnderWay | None = None
-        self._copied_before = False
         self._failures = 0
         self._newest_step: int | None = None
 
@@ -129,11 +123,10 @@ class CheckpointManager:
         save = _SaveUnderWay(state, began=time.monotonic())
         step = state.global_step
         try:
-            folder = self._collectives.on_rank_zero(self._on_disk(lambda: begin(self._files.at(step)), 0))
-            # Once there are buffers for copies, a save at once goes through them, too: the writers themselves would
-            # take as much host memory again beside those.
-            self._copied_before = in_background or self._copied_before
-            staged = stage(folder, copy=self._copied_before)
+            folder = self._collectives.on_rank_zero(
+                self._writing().refusals_told()(lambda: begin(self._files.at(step)))
+            )
+            staged = stage(folder, copy=in_background)
         except DiskRefusedError as error:
             save.written.set_exception(error)
             self._save = save
@@ -188,12 +181,11 @@ class CheckpointManager:
         except Exception:
             logger.exception("The save under way failed.")
             return
-        if outcome is None or self._collectives.rank != 0:
-            return
-        if outcome.problem:
-            logger.error("step %d was not saved: %s", outcome.state.global_step, outcome.problem)
-        else:
-            logger.info("saved step %d", outcome.state.global_step)
+        if outcome is not None and self._collectives.rank == 0:
+            if outcome.problem:
+                logger.error("step %d was not saved: %s", outcome.state.global_step, outcome.problem)
+            else:
+                logger.info("saved step %d", outcome.state.global_step)
 
     def adopt(self, checkpoint: Checkpoint, state: TrainingState) -> TrainingState:
         """Make `checkpoint`, which the run goes on from, the newest of this folder; returns its state here.
@@ -217,34 +209,25 @@ class CheckpointManager:
 
         Raises the same error on all ranks, DiskRefusedError where a disk did not take the files.
         """
-        talk, folder = self._background, unfinished(self._files.at(step))
+        folder, writing = unfinished(self._files.at(step)), self._writing()
 
-        def write_own() -> list[FileRecord]:
-            return [record_file(path, folder) for path in staged.write()]
-
-        def commit(records: list[FileRecord]) -> int:
+        @writing.refusals_told()
+        def commit() -> int:
             write_rest(folder)
             world_size = self._collectives.world_size
             manifest = seal(folder, step=step, world_size=world_size, engine=self._engine_name, engine_files=records)
             self._files.commit(step, pointers)
             return manifest.num_bytes
 
-        needed = sum(talk.gather(staged.num_bytes))
         try:
-            talk.on_rank_zero(lambda: self._writing().require_space(needed))
-            own = talk.on_every_rank(self._on_disk(write_own, needed))
-            records = [record for rank_records in talk.gather(own) for record in rank_records]
-            return talk.on_rank_zero(self._on_disk(lambda: commit(records), needed))
+            records = written_shards(staged, folder, writing, self._background)
+            return self._background.on_rank_zero(commit)
         except DiskRefusedError:
-            talk.on_rank_zero(lambda: shutil.rmtree(folder, ignore_errors=True))
+            self._background.on_rank_zero(lambda: shutil.rmtree(folder, ignore_errors=True))
             raise
 
-    def _on_disk(self, action: Callable[[], T], needed_bytes: int) -> Callable[[], T]:
-        """`action`, but it raises DiskRefusedError where the file system refuses it."""
-        return self._writing(needed_bytes).refusals_told()(action)
-
-    def _writing(self, num_bytes: int = 0) -> Writing:
-        return Writing(self.folder, "The checkpoint", MAKE_ROOM, self._collectives.rank, num_bytes)
+    def _writing(self) -> Writing:
+        return Writing(self.folder, "The checkpoint", MAKE_ROOM, self._collectives.rank)
 
 
 def _touch(path: Path) -> str:
@@ -255,3 +238,68 @@ def _touch(path: Path) -> str:
             f"infra.output_dir: cannot write to {path.parent} ({error.strerror}); choose another folder."
         ) from error
     return path.name
+
+
+def find_checkpoint(
+    folder: Path,
+    collectives: HostCollectives,
+    resume: str | None,
+    accept: Callable[[Checkpoint], None] = lambda _: None,
+    *,
+    at_most: int | None = None,
+) -> Checkpoint | None:
+    """The checkpoint to resume from, verified by all ranks, each calling this; None for a new run.
+
+    `folder`: the run's own checkpoints. `resume`: None, `auto` (the newest whole one there; damaged ones are passed
+    over with a warning), or a path. `accept` is called on every rank with a checkpoint of which only the manifest and
+    the small files have been verified; what it raises ends the search, before gigabytes are hashed. `at_most`: under
+    `auto`, the latest step that counts.
+
+    Raises CheckpointError where the named one is damaged, or another run's while this folder has some of its own;
+    and where under `auto` all are damaged: starting anew would then write over what may still be saved.
+    """
+    if resume is None:
+        return None
+    newest_first = collectives.on_rank_zero(lambda: sorted(committed_steps(folder).items(), reverse=True))
+    candidates = [path.resolve() for step, path in newest_first if at_most is None or step <= at_most]
+    if resume != "auto":
+        path = Path(resume).expanduser().resolve()
+        collectives.on_every_rank(lambda: read_manifest(path))  # what is no checkpoint is called that
+        if candidates and path not in candidates:
+            raise CheckpointError(
+                f"{path} is not one of this run's checkpoints, of which {folder} holds {len(candidates)} "
+                f"(newest: {candidates[0].name}). Two runs in one folder would be mixed up: choose another "
+                "infra.output_dir to go on from it, or resume one of this folder's own."
+            )
+        return _verified(path, collectives, accept)
+    for path in candidates:
+        try:
+            return _verified(path, collectives, accept)
+        except DamagedCheckpointError as error:
+            if collectives.rank == 0:
+                logger.warning("Passing over a damaged checkpoint: %s", error)
+    if candidates:
+        raise CheckpointError(
+            f"{folder}: none of its {len(candidates)} checkpoints is whole (the warnings above say why). "
+            "Restore one, or start a new run in another infra.output_dir."
+        )
+    return None
+
+
+def _verified(path: Path, collectives: HostCollectives, accept: Callable[[Checkpoint], None]) -> Checkpoint:
+    """Each rank checks its share of the large files; all agree."""
+
+    def described() -> Checkpoint:
+        manifest = read_manifest(path)
+        verify_listing(path, manifest)
+        verify_files(path, manifest.descriptions())
+        checkpoint = Checkpoint(path, manifest)
+        if manifest.doubt and collectives.rank == 0:
+            logger.warning("%s: %s; an earlier version of ds_encdec saved it.", path, manifest.doubt)
+        accept(checkpoint)
+        return checkpoint
+
+    checkpoint = collectives.on_every_rank(described)
+    share = checkpoint.manifest.files[collectives.rank :: collectives.world_size]
+    collectives.on_every_rank(lambda: verify_files(path, share))
+    return checkpoint

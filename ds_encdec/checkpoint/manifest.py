@@ -20,14 +20,13 @@ from pydantic import ConfigDict, Field, StrictInt, StrictStr, TypeAdapter, Valid
 from pydantic.dataclasses import dataclass
 
 from ds_encdec.config.plain_files import kind_of, open_plain, read_json
-from ds_encdec.launch.atomic_files import flush_folder, write_atomically
+from ds_encdec.launch.disk import flush_folder, write_atomically
 from ds_encdec.types import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 4
 _UNHASHED_VERSION = 3
 """The last format in which a manifest has no hash of itself. It is read, and what reads it says so."""
-_BLOCK_BYTES = 1 << 22
 _STRICT = ConfigDict(extra="forbid")
 _Count = Annotated[StrictInt, Field(ge=0)]
 _DESCRIPTION = re.compile(r"[^/]+\.(json|yaml)")
@@ -80,8 +79,8 @@ def record_file(path: Path, root: Path) -> FileRecord:
     """Flush `path` to disk and describe it."""
     with open_plain(path) as file:
         os.fsync(file.fileno())
-        digest, size = _hash(file)
-    return FileRecord(path.relative_to(root).as_posix(), size, digest)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileRecord(path.relative_to(root).as_posix(), file.tell(), digest)
 
 
 def seal(folder: Path, *, step: int, world_size: int, engine: str, engine_files: Sequence[FileRecord]) -> Manifest:
@@ -105,7 +104,13 @@ def read_manifest(checkpoint: Path) -> Manifest:
     try:
         return _manifest(read_json(path))
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise DamagedCheckpointError(_no_checkpoint(checkpoint)) from error
+        finals = [path for path in (checkpoint / "final", checkpoint / "checkpoints" / "final") if path.exists()]
+        problem = f"{checkpoint} is not a complete checkpoint: it has no {MANIFEST}."
+        if finals:
+            problem = f"{checkpoint} is not a checkpoint, but holds some: give {finals[0]} or one beside it."
+        elif not checkpoint.exists():
+            problem = f"{checkpoint}: no such folder."
+        raise DamagedCheckpointError(problem) from error
     except OSError as error:
         raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}.") from error
     except ValueError as error:
@@ -152,7 +157,7 @@ def verify_files(checkpoint: Path, records: tuple[FileRecord, ...]) -> None:
             if size != record.num_bytes:
                 raise DamagedCheckpointError(f"{path}: {size} bytes, but the manifest says {record.num_bytes}.")
             with open_plain(path) as file:
-                digest, _ = _hash(file)
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
             raise DamagedCheckpointError(f"{path}: {error.strerror}, but the manifest lists it.") from error
         if digest != record.sha256:
@@ -181,20 +186,3 @@ def _manifest(content: Any) -> Manifest:
 def _content_hash(content: dict[str, Any]) -> str:
     """SHA-256 in hex of what a manifest says, however it is laid out."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def _no_checkpoint(path: Path) -> str:
-    if not path.exists():
-        return f"{path}: no such folder."
-    for final in (path / "final", path / "checkpoints" / "final"):
-        if final.exists():
-            return f"{path} is not a checkpoint, but holds some: give {final} or one beside it."
-    return f"{path} is not a complete checkpoint: it has no {MANIFEST}."
-
-
-def _hash(file: Any) -> tuple[str, int]:
-    digest, size = hashlib.sha256(), 0
-    while block := file.read(_BLOCK_BYTES):
-        digest.update(block)
-        size += len(block)
-    return digest.hexdigest(), size

@@ -12,17 +12,16 @@ import json
 import logging
 import re
 from bisect import bisect_right
-from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ds_encdec.config.deepspeed_keys import IGNORED, PASSED_ON, SCHEMA_FIELDS, check_keys
-from ds_encdec.config.errors import Mention, Problem, show
-from ds_encdec.config.plain_files import JSON_TOKEN, MAX_NODES, TooMuchError, bound_json
-from ds_encdec.config.settings import LONGEST_NAME, Settings, join, whole_number
+from ds_encdec.config.plain_files import JSON_TOKEN, MAX_NODES, bound_json
+from ds_encdec.config.settings import LONGEST_NAME, Mention, Problem, Settings, above, join, show
 from ds_encdec.config.validation import default_of, mention, wrong_value
-from ds_encdec.config.yaml_text import file_problem, read_text
+from ds_encdec.config.yaml_text import file_problem, read_text, whole_number
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +50,9 @@ def read_deepspeed_json(path: Path, problems: list[Problem], named_by: Mention |
         bound_json(text, MAX_NODES)
         keys = _keys(text)
         values = json.loads(text, parse_int=whole_number)
-    except (json.JSONDecodeError, TooMuchError) as error:
-        offset, message = (error.pos, error.msg) if isinstance(error, json.JSONDecodeError) else (error.offset, error)
-        field = next((key for start, key in reversed(keys or _keys(text[:offset])) if start < offset), "")
-        problems.append(file_problem(path, f"not valid JSON: {message}", *place(offset), field=field))
+    except json.JSONDecodeError as error:
+        field = next((key for start, key in reversed(keys or _keys(text[: error.pos])) if start < error.pos), "")
+        problems.append(file_problem(path, f"not valid JSON: {error.msg}", *place(error.pos), field=field))
         return Settings()
     if not isinstance(values, dict):
         problems.append(file_problem(path, "a DeepSpeed configuration is one { ... } block", 1))
@@ -138,32 +136,16 @@ class _Merger:
 
     def read_keys(self) -> None:
         for path, value, message in check_keys(self.document.values):
-            said = _mention(self.document, path, value)
-            if message is not None:
-                self._report(message, said)
-            elif path in IGNORED:
-                self._warn_ignored(path, value)
-            elif path in PASSED_ON and value is not None:
-                self._accept(_EXTRA + path, int(value) if PASSED_ON[path] is int else value, said)
-            elif path in SCHEMA_FIELDS and value is not None:
-                self._translate(path, value, said)
-
-    def _translate(self, path: str, value: Any, said: Mention) -> None:
-        """Accept what a key of `SCHEMA_FIELDS` says in the schema's terms."""
-        if path == "zero_optimization.stage":
-            if value in (0, 1, 2, 3) and not isinstance(value, bool):
-                self._accept(SCHEMA_FIELDS[path], f"zero{int(value)}", said)
-            else:
-                self._report('allowed: 0, 1, 2, 3 or "auto"', said)
-        elif path == "optimizer.params.betas":
-            if not isinstance(value, list) or len(value) != 2:
-                self._report("must be a list of two numbers", said)
-                return
-            for field, beta in zip(("training.adam_beta1", "training.adam_beta2"), value, strict=True):
-                if beta != "auto":
-                    self._accept(field, beta, said)
-        elif path != "train_batch_size":
-            self._accept(SCHEMA_FIELDS[path], value, said)
+            said, block = _mention(self.document, path, value), above(path)
+            switched_off = f"{block}.enabled" in self.document and not path.endswith(".enabled")
+            if path in IGNORED and message is None and value and not switched_off:
+                logger.warning("%s: `%s` does nothing here: %s", said.place, path, IGNORED[path])
+            found = message or ([] if value is None else _meant(path, value))
+            if isinstance(found, str):
+                self._report(found, said)
+                continue
+            for name, meant in found:
+                self._accept(name, meant, said)
 
     def claim_hybrid(self) -> None:
         """A secondary partition (hpZ) is what the schema calls zero3_hybrid."""
@@ -196,14 +178,21 @@ class _Merger:
             self._accept("data.num_lanes", total // micro, said)
 
     def merged(self) -> Settings:
-        """The settings, with every claim put in where nothing was set; where something was, the two must agree."""
-        result = self.settings.copy()
+        """The settings, with every claim put in where nothing was set; where something was, the two must agree.
+
+        DeepSpeed reads more into the JSON than is written there: fp16 means no bf16, a stage alone means no offload.
+        """
         for claim in self.claims.values():
             present = self.settings.get(claim.field)
             if present is not None and not self._agree(present, claim):
                 message = 'the two disagree: make them equal, or leave it to one (in the JSON with "auto")'
                 self._report(message, mention(self.settings, claim.field), claim.said)
-        for claim in [*self.claims.values(), *self._implied()]:
+        half, stage = self.claims.get("training.fp16"), self.claims.get("infra.sharding_stage")
+        implied = [_Claim("training.bf16", False, half.said)] if half is not None and half.value is True else []
+        if stage is not None:
+            implied += [_Claim(f"infra.offload_{what}", "none", stage.said) for what in ("optimizer", "params")]
+        result = deepcopy(self.settings)
+        for claim in [*self.claims.values(), *implied]:
             if result.get(claim.field) is None:
                 result.put(claim.field, claim.value, f"{claim.said.place} ({claim.said.field})")
         return result
@@ -220,38 +209,34 @@ class _Merger:
 
         One in `claim` is reported here; one in `earlier` is in the settings, and reported when they are validated.
         """
-        if _same(earlier, claim.value):
+        if earlier == claim.value and isinstance(earlier, bool) == isinstance(claim.value, bool):
             return True
         wrong = wrong_value(claim.field, claim.value)
         if wrong is not None:
             self._report(wrong, claim.said)
         return wrong is not None or wrong_value(claim.field, earlier) is not None
 
-    def _implied(self) -> Iterator[_Claim]:
-        """Yield what DeepSpeed would read into the JSON though it is not written there."""
-        half, stage = self.claims.get("training.fp16"), self.claims.get("infra.sharding_stage")
-        if half is not None and half.value is True:
-            yield _Claim("training.bf16", False, half.said)
-        if stage is not None:
-            yield _Claim("infra.offload_optimizer", "none", stage.said)
-            yield _Claim("infra.offload_params", "none", stage.said)
-
-    def _warn_ignored(self, path: str, value: Any) -> None:
-        block = path.rpartition(".")[0]
-        switched_off = f"{block}.enabled" in self.document and not path.endswith(".enabled")
-        if value and not switched_off:
-            logger.warning("%s: `%s` does nothing here: %s", self.document.place_of(path), path, IGNORED[path])
-
     def _report(self, message: str, *mentions: Mention) -> None:
         self.problems.append(Problem(mentions, message))
 
 
+def _meant(path: str, value: Any) -> list[tuple[str, Any]] | str:
+    """The fields that a key sets, with their values, or what is wrong with its value. `claim_lanes` reads one more."""
+    if path == "zero_optimization.stage":
+        is_stage = value in (0, 1, 2, 3) and not isinstance(value, bool)
+        return [(SCHEMA_FIELDS[path], f"zero{int(value)}")] if is_stage else 'allowed: 0, 1, 2, 3 or "auto"'
+    if path == "optimizer.params.betas":
+        if not isinstance(value, list) or len(value) != 2:
+            return "must be a list of two numbers"
+        pairs = zip(("training.adam_beta1", "training.adam_beta2"), value, strict=True)
+        return [(name, beta) for name, beta in pairs if beta != "auto"]
+    if path in PASSED_ON:
+        return [(_EXTRA + path, int(value) if PASSED_ON[path] is int else value)]
+    return [(SCHEMA_FIELDS[path], value)] if path in SCHEMA_FIELDS and path != "train_batch_size" else []
+
+
 def _mention(document: Settings, path: str, value: Any) -> Mention:
     return Mention(document.place_of(path), path, show(value))
-
-
-def _same(one: Any, other: Any) -> bool:
-    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
 
 
 def _is_count(value: Any) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ds_encdec.config.errors import show, unknown_key
+from ds_encdec.config.settings import show, unknown_key
 
 _SNAPSHOT: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text())
 _BLOCKS_WITH_CLASS: dict[str, dict[str, str]] = _SNAPSHOT["blocks"]
@@ -192,13 +192,8 @@ def _wrong(path: str, value: Any) -> str | None:
     if path in FIXED:
         allowed, reason = FIXED[path]
         return None if value in allowed else f"only {' or '.join(map(show, allowed))} works here: {reason}"
-    kind = PASSED_ON.get(path)
-    if kind is None or _has_type(value, kind):
-        return None
-    return f"must be {_TYPE_NAMES[kind]}"
-
-
-def _has_type(value: Any, kind: type) -> bool:
-    if isinstance(value, bool) or kind not in (int, float):
-        return isinstance(value, kind)
-    return isinstance(value, int) or (isinstance(value, float) and (kind is float or value.is_integer()))
+    kind = PASSED_ON.get(path, object)
+    fits = isinstance(value, kind)
+    if kind in (int, float) and not isinstance(value, bool):
+        fits = isinstance(value, int) or (isinstance(value, float) and (kind is float or value.is_integer()))
+    return None if fits else f"must be {_TYPE_NAMES[kind]}"

@@ -11,8 +11,9 @@ import json
 import os
 import re
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 MAX_CONFIG_BYTES = 1_000_000
 """Largest YAML or JSON file that people write."""
@@ -36,15 +37,14 @@ _KINDS = {
 }
 
 
-class TooMuchError(ValueError):
-    """A text that is not read on. `offset`: where in it."""
+class TooMuchError(json.JSONDecodeError):
+    """A text that is not read on from `pos`."""
 
-    def __init__(self, message: str, offset: int) -> None:
-        super().__init__(message)
-        self.offset = offset
+    def __str__(self) -> str:
+        return self.msg
 
 
-def open_plain(path: str | Path) -> BinaryIO:
+def open_plain(path: str | Path) -> BufferedReader:
     """`path` opened for reading bytes. Raises OSError, also for what is no plain file."""
     _refuse_other_kinds(os.stat(path), path)  # to open some devices is to do something
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
@@ -90,9 +90,9 @@ def bound_json(text: str, max_nodes: int | None = None) -> None:
             case ",":
                 nodes += 1
         if depth > MAX_DEPTH:
-            raise TooMuchError(f"nested more than {MAX_DEPTH} deep", token.start())
+            raise TooMuchError(f"nested more than {MAX_DEPTH} deep", text, token.start())
         if max_nodes is not None and nodes > max_nodes:
-            raise TooMuchError(f"more than {max_nodes} values", token.start())
+            raise TooMuchError(f"more than {max_nodes} values", text, token.start())
 
 
 def kind_of(mode: int) -> str | None:

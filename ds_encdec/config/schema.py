@@ -1,40 +1,42 @@
 """The whole configuration of a run, and the one way to it: defaults, then a YAML file, then the command line, agreed
 with a DeepSpeed JSON.
+
+A run looks for what its configuration names itself, later and more closely. A configuration may be made for another
+machine, so loading one does not look unless it is asked to; `ds-encdec validate` does.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Iterator, Sequence
+from glob import iglob
 from pathlib import Path
 
-from pydantic import ValidationInfo, model_validator
+from pydantic import ValidationError, ValidationInfo, model_validator
 
 from ds_encdec.config.deepspeed_json import merge_deepspeed_json, read_deepspeed_json
-from ds_encdec.config.errors import COMMAND_LINE, Conflict, Mention, Problem, raise_if_any, show
-from ds_encdec.config.rules import find_conflicts
+from ds_encdec.config.model_folder import is_hub_name
+from ds_encdec.config.rules import Sections, find_conflicts, marked  # noqa: F401
 from ds_encdec.config.sections import (  # noqa: F401  who has the whole finds its parts here, too
     LOCAL_FORMATS,
     ArchitectureConfig,
     DataConfig,
-    InfraConfig,
     Mark,
     MixtureSource,
     ModelConfig,
-    MonitorConfig,
-    PhaseOverrides,
-    PhasesConfig,
     Section,
-    Sections,
     Source,
-    TrainingConfig,
-    marked,
 )
-from ds_encdec.config.settings import Settings, unusable
+from ds_encdec.config.settings import COMMAND_LINE, Conflict, Mention, Problem, Settings, raise_if_any, show, unusable
+from ds_encdec.config.shares import is_auto, micro_batches_per_step, per_rank
+from ds_encdec.config.training_sections import InfraConfig, MonitorConfig, PhaseOverrides, PhasesConfig, TrainingConfig  # noqa: F401
 from ds_encdec.config.validation import mention, mention_all, validate
-from ds_encdec.config.yaml_text import apply_overrides, read_yaml, write_yaml
+from ds_encdec.config.yaml_text import apply_overrides, file_problem, read_text, read_yaml, write_yaml
+from ds_encdec.types import ConfigError
 
 _JSON_FIELD = "infra.deepspeed_config"
+_HOST = re.compile(r"(\S+)\s+slots=(\d{1,9})(?!\d)")
 
 
 class FullConfig(Sections):
@@ -65,15 +67,17 @@ def load_config(
     path: Path | None,
     overrides: Sequence[str] = (),
     deepspeed_config: Path | None = None,
-    look: Callable[[FullConfig, list[Problem]], Iterable[Conflict]] = lambda *_: (),
+    *,
+    hostfile: Path | None = None,
+    looks_here: bool = False,
 ) -> FullConfig:
     """The validated configuration of a run.
 
     `path`: YAML file; None leaves the schema's defaults. `overrides`: settings of the command line
     (`section.field=value`, `--section.field=value` or `--section.field`, `value`), which replace the
     file's. `deepspeed_config`: a raw DeepSpeed JSON; it replaces `infra.deepspeed_config` where that is
-    not set. What the JSON and the other two both set must agree. `look` finds more that is wrong, once the
-    configuration is sound by itself.
+    not set. What the JSON and the other two both set must agree. `hostfile`: hosts that a run of it must be able to
+    start on. `looks_here`: what it names must be on this machine.
 
     The result stands on its own: `infra.deepspeed_config` is None, because everything the JSON says has gone
     into the fields that stand for it, the rest into `infra.deepspeed_extra`.
@@ -90,10 +94,34 @@ def load_config(
         settings.put(_JSON_FIELD, None, "")
     values = validate(settings, problems)
     config = FullConfig() if values is None else FullConfig.model_validate(values)
-    if values is not None:
-        problems.extend(mention_all(settings, conflict) for conflict in look(config, problems))
+    if values is not None and hostfile is not None:
+        _check_hostfile(hostfile, config, problems)
+    if values is not None and looks_here:
+        problems.extend(mention_all(settings, conflict) for conflict in _find_absent(config))
     raise_if_any(problems)
     return config
+
+
+def load_saved(path: Path) -> FullConfig:
+    """The configuration that a run has written beside what it saved: it is not judged again.
+
+    Rules that have come since are no reason to lose a run. Raises ConfigError for what is no configuration.
+    """
+    problems: list[Problem] = []
+    settings = read_yaml(path, problems)
+    raise_if_any(problems)
+    try:
+        return FullConfig.model_validate(settings.values, context={"was_judged": True})
+    except ValidationError as error:
+        raise ConfigError(f"{path} is no configuration that a run has saved: {error}") from error
+
+
+def find_shipped(path: Path | None) -> Path | None:
+    """`path`, or where it is not there, the file of that name beside the package: ds_configs/… from any folder."""
+    if path is None or path.is_absolute() or os.path.exists(path):
+        return path
+    shipped = Path(__file__).resolve().parents[2] / path
+    return shipped if os.path.exists(shipped) else path
 
 
 def _find_json(
@@ -115,3 +143,80 @@ def _find_json(
         mentions = (named_by, Mention(COMMAND_LINE, "--deepspeed_config", show(str(argument))))
         problems.append(Problem(mentions, "two different files: name one"))
     return (found, named_by) if argument is None else (argument, None)
+
+
+def _find_absent(config: FullConfig) -> Iterator[Conflict]:
+    """The files and folders that `config` names and that a run of it would not find, or could not make."""
+    data, model, infra = config.data, config.model, config.infra
+    for number, source in enumerate(data.mixture or [data]):
+        field = f"data.mixture.{number}.data_files" if data.mixture else "data.data_files"
+        for pattern in (source.data_files or ()) if source.dataset_name in LOCAL_FORMATS else ():
+            if not any(os.path.isfile(path) for path in iglob(os.path.expanduser(pattern), recursive=True)):
+                yield Conflict((field,), f"no file matches {pattern} (looked from {os.getcwd()})")
+    named, tokenizer = "model.model_name_or_path", model.tokenizer_name_or_path or model.model_name_or_path
+    is_logged = config.training.report_to and os.path.isabs(infra.logging_dir)
+    for field, wrong in (
+        (named, _lacking(model.model_name_or_path, "config.json")),
+        (
+            named if model.tokenizer_name_or_path is None else "model.tokenizer_name_or_path",
+            _lacking(None if tokenizer == "builtin" else tokenizer, "tokenizer.json"),
+        ),
+        ("infra.output_dir", _uncreatable(infra.output_dir)),
+        ("infra.logging_dir", _uncreatable(infra.logging_dir) if is_logged else None),
+    ):
+        if wrong is not None:
+            yield Conflict((field,), wrong)
+
+
+def _lacking(name: str | None, needed: str) -> str | None:
+    """Say what a model's or a tokenizer's folder lacks. What is on the hub, or in its cache, is not looked at."""
+    folder = None if name is None else _expanded(name)
+    if folder is not None and folder.is_dir():
+        return None if (folder / needed).is_file() else f"the folder has no {needed}"
+    if name is None or (folder is not None and is_hub_name(name)):
+        return None
+    return "there is no such folder, and a name on the hub is `OWNER/NAME`"
+
+
+def _uncreatable(name: str) -> str | None:
+    """Say why a folder is neither there, to be written into, nor can be made."""
+    folder = _expanded(name)
+    if folder is None:
+        return "there is no such user"
+    folder = folder.absolute()
+    if any(len(os.fsencode(part)) > 255 for part in folder.parts) or len(os.fsencode(folder)) > 4000:
+        return "the name is too long for a file system"
+    there = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
+    if not os.path.isdir(there):
+        return f"{there} is no folder"
+    return None if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written to"
+
+
+def _expanded(name: str) -> Path | None:
+    """None where `~NAME` names nobody."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        return None
+
+
+def _check_hostfile(path: Path, config: FullConfig, problems: list[Problem]) -> None:
+    """Append to `problems` what DeepSpeed's launcher, or a run on the hosts in the file `path`, would refuse."""
+    text, slots = read_text(path, problems), dict[str, int]()
+    for number, line in enumerate(map(str.strip, (text or "").splitlines()), start=1):
+        found = _HOST.match(line)
+        if not line or line.startswith("#"):
+            continue
+        if found is None or found[1] in slots:
+            message = "not `HOST slots=N`" if found is None else "the host is listed twice"
+            problems.append(file_problem(path, message, number, field=line if found is None else found[1]))
+        else:
+            slots[found[1]] = int(found[2])
+    ranks = sum(slots.values())
+    if text is not None and not ranks:
+        problems.append(file_problem(path, "no host has a slot; write `HOST slots=N` lines"))
+    elif ranks and not is_auto(config):
+        try:
+            per_rank(micro_batches_per_step(config, ranks), ranks, "data.num_lanes")
+        except ConfigError as error:
+            problems.append(file_problem(path, str(error)))

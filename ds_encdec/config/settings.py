@@ -1,18 +1,34 @@
-"""Settings on their way into the schema: nested values, and for each the place that set it."""
+"""Settings on their way into the schema, each with the place that set it, and the report of what is wrong with them.
+
+Every problem of a configuration is reported at once, with its place, field, value and fix.
+"""
 
 from __future__ import annotations
 
+import difflib
+import json
 import math
 import re
-from collections.abc import Iterator, Mapping
-from copy import deepcopy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ds_encdec.types import ConfigError
+
+COMMAND_LINE = "command line"
+"""Place of what was given as an override."""
+DEFAULT = "default"
+"""Place of what nobody set."""
+MOST_SHOWN = 100
+"""Problems that a report lists."""
 LONGEST_NAME = 100
 """Characters of a key in a file."""
 LARGEST_FLOAT32 = 3.4e38
 _NOT_TEXT = re.compile("[\0\ud800-\udfff]")
+_NOTHING = object()
+
+Rules = dict[str, object]
+"""Rules by their text, "FIELDS: what is allowed" (dotted names, between blanks): true for one that is broken."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +55,7 @@ class Settings:
     def get(self, path: str, default: Any = None) -> Any:
         """The value at the dotted `path`, which may lead through lists; `default` where nothing is set."""
         current: Any = self.values
-        for key in path.split("."):
+        for key in path.split(".") if path else ():
             if isinstance(current, list) and key.isdigit() and int(key) < len(current):
                 current = current[int(key)]
             elif isinstance(current, Mapping) and key in current:
@@ -51,12 +67,12 @@ class Settings:
     def put(self, path: str, value: Any, place: str) -> bool:
         """Set `path` and note its place. False, and no change, where something that is no mapping stands above it."""
         *parents, last = path.split(".")
-        target, above = self.values, ""
+        target, here = self.values, ""
         for key in parents:
-            above = join(above, key)
+            here = join(here, key)
             if target.get(key) is None:
                 target[key] = {}
-                self.places[above] = place
+                self.places[here] = place
             target = target[key]
             if not isinstance(target, dict):
                 return False
@@ -68,7 +84,7 @@ class Settings:
     def place_of(self, path: str) -> str:
         """The place where `path`, or else the nearest thing around it, was set; empty for none."""
         while path and path not in self.places:
-            path = path.rpartition(".")[0]
+            path = above(path)
         return self.places.get(path, "")
 
     def unusable(self) -> Iterator[tuple[str, str]]:
@@ -77,17 +93,15 @@ class Settings:
             if message := unusable(value):
                 yield path, message
 
-    def copy(self) -> Settings:
-        """Settings that can be changed without changing these."""
-        return deepcopy(self)
-
-
-_NOTHING = object()
-
 
 def join(path: str, key: str | int) -> str:
     """The dotted path of `key` below `path`."""
     return f"{path}.{key}" if path else str(key)
+
+
+def above(path: str) -> str:
+    """The dotted path of what `path` is in; empty for the whole."""
+    return path.rpartition(".")[0]
 
 
 def is_name(key: str) -> bool:
@@ -95,30 +109,114 @@ def is_name(key: str) -> bool:
     return 0 < len(key) <= LONGEST_NAME and key.isprintable() and "." not in key
 
 
-def whole_number(digits: str) -> int | float:
-    """The number that decimal `digits` stand for; infinity where Python would refuse to read so many."""
-    return int(digits) if len(digits) < 400 else float(digits)
-
-
 def unusable(value: Any) -> str | None:
     """Why no field can hold this plain value; None for one that some may."""
     if isinstance(value, Unreadable):
         return value.message
-    if isinstance(value, str) and _NOT_TEXT.search(value):
-        return "holds a NUL character or half of a surrogate pair, which no name or path can"
-    if isinstance(value, float) and not math.isfinite(value):
-        return "must be a finite number"
-    if isinstance(value, float) and abs(value) > LARGEST_FLOAT32:
-        return "must fit into a 32-bit float"
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        return "must be a number of at most 64 bits"
-    return None
+    is_float = isinstance(value, float)
+    reasons = {
+        "holds a NUL character or half of a surrogate pair, which no name or path can": (
+            isinstance(value, str) and _NOT_TEXT.search(value)
+        ),
+        "must be a finite number": is_float and not math.isfinite(value),
+        "must fit into a 32-bit float": is_float and abs(value) > LARGEST_FLOAT32,
+        "must be a number of at most 64 bits": isinstance(value, int) and not -(2**63) <= value < 2**63,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def _paths_in(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Everything inside `value`, which stands at `path`, with its own path."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, child in items:
-        here = join(path, key)
-        yield here, child
+        yield (here := join(path, key)), child
         yield from _paths_in(child, here)
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Fields (dotted names) that contradict each other, and what is allowed."""
+
+    fields: tuple[str, ...]
+    message: str
+
+
+def broken(rules: Rules, at: str = "") -> Iterator[Conflict]:
+    """Yield those of the `rules` that are broken. `at`: the dotted path of the section that they are about."""
+    for fields, _, message in (text.partition(": ") for text, is_broken in rules.items() if is_broken):
+        yield Conflict(tuple(join(at, name) for name in fields.split()), message)
+
+
+@dataclass(frozen=True)
+class Mention:
+    """A field named in a problem: where its value was set (`file:line`, `file:line:column` in JSON,
+    `command line`, `default`), and to what.
+
+    `shown` is the value as the report prints it; empty where there is none to print.
+    """
+
+    place: str
+    field: str
+    shown: str = ""
+
+    def __str__(self) -> str:
+        field = _printable(self.field)
+        named = f"{field} = {self.shown}" if self.shown else field
+        return ": ".join(part for part in (_printable(self.place), named) if part)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing to mend: the fields it is about, and what is allowed."""
+
+    mentions: tuple[Mention, ...]
+    message: str
+
+    def __str__(self) -> str:
+        return "\n".join([*(f"  {mention}" for mention in self.mentions), f"      {_printable(self.message, 4000)}"])
+
+
+def show(value: Any) -> str:
+    """`value` in the notation of JSON and YAML, cut to one readable line."""
+    return _printable(json.dumps(value, default=str, ensure_ascii=False), 80)
+
+
+def _printable(text: str, length: int = 200) -> str:
+    """`text` on one line that every terminal can be sent."""
+    text = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text[: length + 1])
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
+def closest(word: str, candidates: Iterable[str]) -> str | None:
+    """The candidate that `word` is most likely a misspelling of, or None."""
+    by_lower_case = {candidate.lower(): candidate for candidate in candidates}
+    found = difflib.get_close_matches(word.lower(), by_lower_case, n=1, cutoff=0.7)
+    return by_lower_case[found[0]] if found else None
+
+
+def unknown_key(word: str, allowed: Iterable[str], elsewhere: Sequence[str] = ()) -> str:
+    """The message for a key that does not exist beside `allowed`; `elsewhere` are full names it has in other places."""
+    if elsewhere:
+        return f"unknown key here; did you mean `{'` or `'.join(elsewhere)}`?"
+    names = sorted(allowed)
+    guess = closest(word, names)
+    return f"unknown key; did you mean `{guess}`?" if guess else f"unknown key; allowed: {', '.join(names)}"
+
+
+def raise_if_any(problems: Sequence[Problem]) -> None:
+    """Raise one ConfigError that lists `problems` in the order of their places; do nothing without any."""
+    if not problems:
+        return
+    listed = sorted(dict.fromkeys(problems), key=lambda problem: _order(problem.mentions[0].place))
+    count = "1 problem" if len(listed) == 1 else f"{len(listed)} problems"
+    if len(listed) > MOST_SHOWN:
+        count += f", of which these are the first {MOST_SHOWN}"
+    raise ConfigError("\n".join([f"The configuration has {count}:", *map(str, listed[:MOST_SHOWN])]))
+
+
+def _order(place: str) -> tuple[bool, str, int, int]:
+    """Files first, by line and column, then the command line and defaults."""
+    match = re.match(r"(.*?):(\d+)(?::(\d+))?(?= |$)", place)
+    if match is None:
+        return (place in (COMMAND_LINE, DEFAULT), place, 0, 0)
+    return (False, match[1], int(match[2]), int(match[3] or 0))

@@ -10,10 +10,8 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from ds_encdec.config.errors import DEFAULT, Conflict, Mention, Problem, closest, show, unknown_key
-from ds_encdec.config.rules import find_conflicts
-from ds_encdec.config.sections import Sections, fields
-from ds_encdec.config.settings import Settings, join
+from ds_encdec.config.rules import Sections, fields, find_conflicts
+from ds_encdec.config.settings import DEFAULT, Conflict, Mention, Problem, Settings, above, closest, show, unknown_key
 
 _EXPECTED = {
     "int_type": "a whole number",
@@ -39,13 +37,12 @@ def validate(settings: Settings, problems: list[Problem]) -> dict[str, Any] | No
     rest is checked again. Contradictions that involve one of these fields are dropped, since nobody
     knows what was meant there; so is what a misspelt key explains about the field it was meant for.
     """
-    values = deepcopy(settings.values)
-    unusable = dict(settings.unusable())
+    rest, unusable = deepcopy(settings), dict(settings.unusable())
     problems.extend(Problem((mention(settings, path),), message) for path, message in unusable.items())
-    broken = _take_out(values, unusable)
+    broken = _take_out(rest, unusable)
     while True:
         try:
-            config = Sections.model_validate(values)
+            config = Sections.model_validate(rest.values)
             break
         except ValidationError as error:
             details = error.errors()
@@ -53,10 +50,20 @@ def validate(settings: Settings, problems: list[Problem]) -> dict[str, Any] | No
         broken.update(field for path in unknown for field in _meant(path) if field not in settings)
         # A required field that was taken out is missing in the next round: that was our doing.
         problems.extend(_explain(settings, detail) for detail in details if _path(detail) not in broken)
-        broken |= _mend(values, details)
-    conflicts = [conflict for conflict in find_conflicts(config) if not _touches(conflict, broken)]
+        lacking = {_path(detail) for detail in details if detail["type"] == "missing"}
+        taken_out = _take_out(rest, [path for path in map(_path, details) if path not in lacking])
+        assert all(taken_out), "every section has defaults, so no error is about the whole"
+        for path in lacking:
+            if isinstance(section := rest.get(above(path)), dict):  # it was not taken out itself
+                section[path.rpartition(".")[2]] = stand_in(path)
+        broken |= taken_out | lacking
+    conflicts = [
+        conflict
+        for conflict in find_conflicts(config)
+        if not any(_within(field, path) for field in conflict.fields for path in broken)
+    ]
     problems.extend(mention_all(settings, conflict) for conflict in conflicts)
-    return None if broken or conflicts else values
+    return None if broken or conflicts else rest.values
 
 
 def wrong_value(path: str, value: Any) -> str | None:
@@ -88,11 +95,6 @@ def mention_all(settings: Settings, conflict: Conflict) -> Problem:
     return Problem(tuple(mention(settings, path) for path in conflict.fields), conflict.message)
 
 
-def _touches(conflict: Conflict, broken: Iterable[str]) -> bool:
-    """Tell whether a broken field is in `conflict`. Sections are only read for being there, not for their fields."""
-    return any(_within(field, path) for field in conflict.fields for path in broken)
-
-
 def _within(path: str, outer: str) -> bool:
     return path == outer or path.startswith(outer + ".")
 
@@ -120,7 +122,7 @@ def _meant(path: str) -> list[str]:
     """The fields that an unknown key may stand for: a neighbour of similar name, else those of its name elsewhere."""
     parent, _, key = path.rpartition(".")
     guess = closest(key, _fields_in(parent))
-    return [join(parent, guess)] if guess else [name for name in fields() if name.endswith("." + key)]
+    return [path.removesuffix(key) + guess] if guess else [name for name in fields() if name.endswith("." + key)]
 
 
 def _allowed(detail: ErrorDetails) -> str:
@@ -133,30 +135,24 @@ def _allowed(detail: ErrorDetails) -> str:
     if kind in _BOUNDS:
         limit = next(context[name] for name in ("gt", "ge", "lt", "le") if name in context)
         return f"must be {_BOUNDS[kind]} {limit}"
-    if kind in ("too_short", "too_long"):
-        return f"must have {context.get('min_length', context.get('max_length'))} items"
     if kind in _EXPECTED:
         return f"must be {_EXPECTED[kind]}"
     return detail["msg"].removeprefix("Value error, ")
 
 
-def _mend(values: dict[str, Any], details: Iterable[ErrorDetails]) -> set[str]:
-    """Change `values` so that they no longer have these errors; the paths of what was taken out or put in."""
-    lacking = {_path(detail) for detail in details if detail["type"] == "missing"}
-    taken_out = _take_out(values, (path for path in map(_path, details) if path not in lacking))
-    assert all(taken_out), "every section has defaults, so no error is about the whole"
-    for path in lacking:
-        if isinstance(container := _container(values, path), dict):  # it was not taken out itself
-            container[path.rpartition(".")[2]] = stand_in(path)
-    return taken_out | lacking
+def _take_out(rest: Settings, paths: Iterable[str]) -> set[str]:
+    """Remove what stands at `paths`, or the longest part of each that is set and can be: a list for one of its items.
 
-
-def _take_out(values: dict[str, Any], paths: Iterable[str]) -> set[str]:
-    """Remove what stands at `paths`, a list for one of its items; the paths of what was removed."""
-    parts = {_set_part(values, path) for path in paths}
-    for part in parts:
-        if isinstance(container := _container(values, part), dict):
-            container.pop(part.rpartition(".")[2], None)
+    Return the paths of what was removed.
+    """
+    parts = set()
+    for path in paths:
+        while path and not (path in rest and isinstance(rest.get(above(path)), dict)):
+            path = above(path)
+        parts.add(path)
+    for path in parts:
+        if isinstance(section := rest.get(above(path)), dict):
+            section.pop(path.rpartition(".")[2], None)
     return parts
 
 
@@ -164,23 +160,6 @@ def stand_in(path: str) -> Any:
     """A valid value for the required field at `path`, of which nothing will be reported."""
     info = _field_at(path)
     return _STAND_INS[info.annotation if info else None]
-
-
-def _container(values: dict[str, Any], path: str) -> Any:
-    """The container that the last key of `path` is looked up in; None if that is not there."""
-    parent = path.rpartition(".")[0]
-    return Settings(values).get(parent) if parent else values
-
-
-def _set_part(values: dict[str, Any], path: str) -> str:
-    """The longest part of `path` that is set and can be taken out: the whole list for one of its items."""
-    while path:
-        parent, _, key = path.rpartition(".")
-        container = _container(values, path)
-        if isinstance(container, dict) and key in container:
-            break
-        path = parent
-    return path
 
 
 def _in_schema(path: str) -> str:

@@ -7,34 +7,46 @@ reads a string), `no`, `on` and dates are strings, and a key that occurs twice i
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 
-from ds_encdec.config.errors import COMMAND_LINE, Mention, Problem, show
 from ds_encdec.config.plain_files import MAX_CONFIG_BYTES, MAX_DEPTH, MAX_NODES, read_plain
-from ds_encdec.config.settings import Settings, Unreadable, is_name, join, whole_number
+from ds_encdec.config.settings import COMMAND_LINE, Mention, Problem, Settings, Unreadable, is_name, join, show
 
-_IMPLICIT_TYPES = (
-    ("tag:yaml.org,2002:bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
-    ("tag:yaml.org,2002:int", r"[-+]?(?:0|[1-9][0-9_]*)", "-+0123456789"),
-    (
-        "tag:yaml.org,2002:float",
-        r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"
-        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
-        "-+0123456789.",
-    ),
-    ("tag:yaml.org,2002:merge", r"<<", "<"),
-    ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", "~nN\0"),
-)
+
+def whole_number(digits: str) -> int | float:
+    """The number that decimal `digits` stand for; infinity where Python would refuse to read so many."""
+    return int(digits) if len(digits) < 400 else float(digits)
 
 
 _PREFIX = "tag:yaml.org,2002:"
-_MERGE = _PREFIX + "merge"
-_SCALARS = {tag: re.compile(pattern) for tag, pattern, _ in _IMPLICIT_TYPES if tag != _MERGE}
-_SCALARS[_PREFIX + "str"] = re.compile(".*", re.DOTALL)
+_INT = r"[-+]?(?:0|[1-9][0-9_]*)"
+_FLOAT = (
+    r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+)
+_IMPLICIT_TYPES = {
+    "bool": (r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
+    "int": (_INT, [*"-+0123456789"]),
+    "float": (_FLOAT, [*"-+0123456789."]),
+    "merge": (r"<<", ["<"]),
+    "null": (r"~|null|Null|NULL|", [*"~nN", ""]),
+}
+"""The kinds that a plain scalar may be by how it looks, with their patterns and first characters."""
+_READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "str": (r"(?s:.*)", str),
+    "null": (_IMPLICIT_TYPES["null"][0], lambda _: None),
+    "bool": (_IMPLICIT_TYPES["bool"][0], lambda text: text.lower() == "true"),
+    "int": (_INT, lambda text: whole_number(text.replace("_", ""))),
+    "float": (
+        f"{_FLOAT}|{_INT}",
+        lambda text: float(text.replace("_", "").lower().replace(".inf", "inf").replace(".nan", "nan")),
+    ),
+}
+"""The kinds that a scalar may be, also by a tag (`!!float 3`): how it must look, and how it is read."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -46,7 +58,7 @@ class _Loader(yaml.SafeLoader):
 
     def __init__(self, text: str) -> None:
         self._path: list[str] = []
-        self._nodes = 0
+        self._nodes = self._deepest = 0  # the level that what is being composed reaches
         self._extents: dict[yaml.Node, tuple[int, int]] = {}  # nodes and levels of each finished node
         super().__init__(text)
 
@@ -57,8 +69,10 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Compose a node as PyYAML does, within the limits. Raises yaml.MarkedYAMLError."""
-        event, before = self.peek_event(), self._nodes
-        self._path.append(_name(index))
+        event, before, deepest = self.peek_event(), self._nodes, self._deepest
+        # A part of a dotted path: the key, or an item's number, or nothing for the whole and for a key itself.
+        name = getattr(index, "value", "?") if isinstance(index, yaml.Node) else "" if index is None else str(index)
+        self._path.append(name if isinstance(name, str) else "?")
         self._count(1, 1, event)
         node = super().compose_node(parent, index)
         assert node is not None  # there was an event
@@ -68,33 +82,20 @@ class _Loader(yaml.SafeLoader):
             nodes, levels = self._extents[node]
             self._count(nodes - 1, levels, event)
         else:
-            levels = max((self._extents[child][1] for child in _children(node)), default=0)
-            self._extents[node] = (self._nodes - before, levels + 1)
+            self._extents[node] = (self._nodes - before, self._deepest - len(self._path) + 1)
         self._path.pop()
+        self._deepest = max(deepest, self._deepest)
         return node
 
     def _count(self, nodes: int, levels: int, event: yaml.Event) -> None:
-        self._nodes += nodes
+        self._nodes, self._deepest = self._nodes + nodes, len(self._path) + levels - 1
         if self._nodes > MAX_NODES:
             self._refuse(f"more than {MAX_NODES} keys and values, those behind aliases counted each time", event)
-        if len(self._path) + levels - 1 > MAX_DEPTH:
+        if self._deepest > MAX_DEPTH:
             self._refuse(f"nested more than {MAX_DEPTH} deep", event)
 
     def _refuse(self, message: str, event: yaml.Event) -> NoReturn:
         raise yaml.MarkedYAMLError(problem=message, problem_mark=event.start_mark)  # type: ignore[arg-type]
-
-
-def _name(index: Any) -> str:
-    """A part of a dotted path, from what PyYAML's composer knows: the key's node, or an item's number, or nothing."""
-    if isinstance(index, yaml.Node):
-        return index.value if isinstance(index, yaml.ScalarNode) else "?"
-    return "" if index is None else str(index)
-
-
-def _children(node: yaml.Node) -> Iterable[yaml.Node]:
-    if isinstance(node, yaml.MappingNode):
-        return (child for pair in node.value for child in pair)
-    return node.value if isinstance(node, yaml.SequenceNode) else ()
 
 
 _RARE_BREAKS = re.compile("[\x85\u2028\u2029]")
@@ -106,20 +107,20 @@ class _Dumper(yaml.SafeDumper):
     def represent_settings_list(self, items: list[Any]) -> yaml.Node:
         """A list of plain values on one line, any other with one item a line."""
         flow = not any(isinstance(item, dict | list) for item in items)
-        return self.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=flow)
+        return self.represent_sequence(_PREFIX + "seq", items, flow_style=flow)
 
     def represent_text(self, text: str) -> yaml.Node:
         """A string, with YAML's rarer line breaks escaped: PyYAML writes them so that they come back as spaces."""
         style = '"' if _RARE_BREAKS.search(text) else None
-        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+        return self.represent_scalar(_PREFIX + "str", text, style=style)
 
 
 _Loader.yaml_implicit_resolvers = {}
 _Dumper.add_representer(list, _Dumper.represent_settings_list)
 _Dumper.add_representer(str, _Dumper.represent_text)
-for _tag, _pattern, _first in _IMPLICIT_TYPES:
+for _kind, (_pattern, _first) in _IMPLICIT_TYPES.items():
     for _side in (_Loader, _Dumper):
-        _side.add_implicit_resolver(_tag, re.compile(f"(?:{_pattern})$"), ["" if c == "\0" else c for c in _first])
+        _side.add_implicit_resolver(_PREFIX + _kind, re.compile(f"(?:{_pattern})$"), _first)
 
 
 def read_yaml(path: Path, problems: list[Problem]) -> Settings:
@@ -215,11 +216,10 @@ def _compose(text: str) -> yaml.Node | None:
     """The nodes of one YAML document. Raises UnreadableError."""
     try:
         loader = _Loader(text)
+        return loader.get_single_node()
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise UnreadableError(f"the character U+{error.character:04X} is not allowed", line, "") from error
-    try:
-        return loader.get_single_node()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark or loader.get_mark()
         raise UnreadableError(error.problem or error.context or "", mark.line + 1, loader.field) from error
@@ -259,7 +259,7 @@ class _NodeReader:
         """The pairs of a mapping after those that its `<<` keys bring, of which earlier ones go before later ones."""
         own, brought = [], []
         for key, value in node.value:
-            if key.tag != _MERGE:
+            if key.tag != _PREFIX + "merge":
                 own.append((key, value))
                 continue
             sources = value.value if isinstance(value, yaml.SequenceNode) else [value]
@@ -271,7 +271,7 @@ class _NodeReader:
 
     def _is_name(self, key: yaml.Node, path: str) -> bool:
         """Return whether `key` can name a field. Dotted names are for the command line."""
-        if isinstance(key, yaml.ScalarNode) and is_name(key.value) and key.tag in _SCALARS:
+        if isinstance(key, yaml.ScalarNode) and is_name(key.value) and key.tag.removeprefix(_PREFIX) in _READERS:
             return True
         name = (key.value or '""') if isinstance(key, yaml.ScalarNode) else "a list or a mapping"
         self._report(key, join(path, name), "not a key: sections are nested, with one `field: value` line each")
@@ -280,7 +280,7 @@ class _NodeReader:
     def _find_repeated_keys(self, node: yaml.MappingNode, path: str) -> None:
         first: dict[str, int] = {}
         for key, _ in node.value:
-            if key.tag == _MERGE or not isinstance(key, yaml.ScalarNode):
+            if key.tag == _PREFIX + "merge" or not isinstance(key, yaml.ScalarNode):
                 continue
             if key.value in first:
                 self._report(key, join(path, key.value), f"the key is already set in line {first[key.value]}")
@@ -292,20 +292,13 @@ class _NodeReader:
 
 def _scalar(node: yaml.ScalarNode) -> Any:
     """The value of a node, whose tag may be written (`!!float 3`) or follow from how it looks."""
-    text, kind = node.value, node.tag.removeprefix(_PREFIX)
-    if kind == "str":
-        return text
-    pattern = _SCALARS.get(node.tag)
-    if pattern is None:
-        return Unreadable(f"{_written(node.tag)} {text}", "unknown tag: write a plain value")
-    if not (pattern.fullmatch(text) or (kind == "float" and _SCALARS[_PREFIX + "int"].fullmatch(text))):
-        return Unreadable(f"{_written(node.tag)} {text}", f"this is no {kind}")
-    if kind == "null":
-        return None
-    if kind == "bool":
-        return text.lower() == "true"
-    digits = text.replace("_", "").lower()
-    return whole_number(digits) if kind == "int" else float(digits.replace(".inf", "inf").replace(".nan", "nan"))
+    kind = node.tag.removeprefix(_PREFIX)
+    pattern, read = _READERS.get(kind, ("", None))
+    if read is None:
+        return Unreadable(f"{_written(node.tag)} {node.value}", "unknown tag: write a plain value")
+    if not re.fullmatch(pattern, node.value):
+        return Unreadable(f"{_written(node.tag)} {node.value}", f"this is no {kind}")
+    return read(node.value)
 
 
 def _written(tag: str) -> str:

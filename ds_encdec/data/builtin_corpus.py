@@ -3,7 +3,7 @@
 The text is the language reference behind `help()`, and stdlib docstrings: about 2 MB of English about Python, enough to
 see a small model learn without any download. The docstrings are read from the source files, so they are there under
 `python -OO` too. Parts that some distributions leave out (tests, IDLE, tkinter) are not used: one CPython version has
-one corpus. Every process of a run needs it, so it is kept in the user's cache (launch/user_cache.py).
+one corpus. Every process of a run needs it, so it is kept in the user's cache (launch/disk.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ds_encdec.data.randomness import keyed_generator
-from ds_encdec.launch.user_cache import cached
+from ds_encdec.launch.disk import cached
 from ds_encdec.types import Document
 
 if TYPE_CHECKING:

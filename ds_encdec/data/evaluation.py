@@ -21,7 +21,7 @@ from ds_encdec.data.lane import LanePipeline
 from ds_encdec.data.loader import collate
 from ds_encdec.data.packing import Packer, Waiting
 from ds_encdec.data.sources import OpenSource, Row, all_rows, readable
-from ds_encdec.launch.atomic_files import atomic_file
+from ds_encdec.launch.disk import atomic_file
 from ds_encdec.types import DENOISERS, Batch, DataError, Example
 
 _SEED = 0

@@ -33,9 +33,8 @@ from typing import IO, Any, ClassVar
 import numpy as np
 
 from ds_encdec.data.sources import BadRow, Row, field_document
-from ds_encdec.launch.atomic_files import atomic_file
+from ds_encdec.launch.disk import atomic_file, cache_folder
 from ds_encdec.launch.run_folder import lock_file
-from ds_encdec.launch.user_cache import cache_folder
 from ds_encdec.types import ConfigError, DataError, Document
 
 TEXT_PIECE_BYTES = 1 << 16

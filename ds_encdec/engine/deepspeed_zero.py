@@ -4,14 +4,29 @@ Averaging. DeepSpeed averages gradients over ranks and would divide by the accum
 micro-batch's loss is a *sum* over tokens, and the divisor is the number of target tokens of the whole
 step. So the loss is multiplied by world size / target tokens and `scale_wrt_gas=False` turns the other
 division off. Micro-batch boundaries are set explicitly; DeepSpeed's own count is not used.
+
+Saving. DeepSpeed's own checkpoint files are collected inside its `save_checkpoint` and written whenever it suits: that
+ends with a barrier, in which a rank that cannot write would leave the others. So nothing is written inside it, and no
+rank waits for another while it writes. The checkpoint manager hashes the folder, commits it and points at it.
+
+CHECKPOINT/
+  engine.json        what wrote these files (protocol.py)
+  latest             the tag, for zero_to_fp32.py (stages 1-3)
+  zero_to_fp32.py    DeepSpeed's script: `python CHECKPOINT/zero_to_fp32.py CHECKPOINT OUT` (stages 1-3)
+  zero/
+    *mp_rank_00_model_states.pt, *_optim_states.pt
+
+Stage 0 has no zero_to_fp32.py: its weights stand in full in `mp_rank_00_model_states.pt`.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,15 +34,14 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers.initialization import no_init_weights
 
 from ds_encdec.config.rules import NATIVE_SCHEDULES
-from ds_encdec.config.schema import FullConfig, TrainingConfig
-from ds_encdec.engine.ds_json import accumulates_in_bf16, run_json
-from ds_encdec.engine.forward import backward_seed, compute_dtype
-from ds_encdec.engine.optimizer_shards import (
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.engine.deepspeed_private import (
     adam_state,
     computing_parameters,
     gradients,
@@ -35,18 +49,17 @@ from ds_encdec.engine.optimizer_shards import (
     refresh_parameters,
     set_loss_scaler_state,
     shards,
+    step_gate,
     undo_first_step,
 )
-from ds_encdec.engine.protocol import StagedSave, Veto
-from ds_encdec.engine.sharded_engine import Shard, ShardedEngine, assert_ties, full_shape
-from ds_encdec.engine.step_gate import step_gate
-from ds_encdec.engine.zero_files import HostBuffers, StagingArea, collect, staged_save
-from ds_encdec.launch.context import RunContext
-from ds_encdec.launch.host_collectives import attempt
+from ds_encdec.engine.ds_json import accumulates_in_bf16, run_json
+from ds_encdec.engine.protocol import TAG, EngineRecord, StagedSave, Veto, write_record
+from ds_encdec.engine.sharded_engine import Shard, ShardedEngine, assert_ties, compute_dtype, full_shape
+from ds_encdec.launch.host_collectives import RunContext, attempt
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
-from ds_encdec.optim.schedules import lr_lambda
+from ds_encdec.optim import lr_lambda
 from ds_encdec.types import CheckpointError, LossSum, SavedState, StepResult, WeightSource
 
 logger = logging.getLogger(__name__)
@@ -93,58 +106,103 @@ class DeepSpeedEngine(ShardedEngine):
                 config.infra.sharding_stage,
                 gradient_accumulation_steps,
             )
-        self._buffers = HostBuffers(pin_memory=config.infra.pin_memory and device.type == "cuda")
+        self._area = StagingArea(pin_memory=config.infra.pin_memory and device.type == "cuda")
         with _device_as_local_rank(device):
             model = _build_model(model_config, ds_json, dtype=compute_dtype(training), device=device)
-        rounded = _load_weights(model, weights) if weights else []
-        apply_activation_checkpointing(
-            model,
-            checkpointing,
-            every_n=training.activation_checkpointing_every_n,
-            offload=training.activation_offload,
-        )
-        with _device_as_local_rank(device):
+            apply_activation_checkpointing(
+                model,
+                checkpointing,
+                every_n=training.activation_checkpointing_every_n,
+                offload=training.activation_offload,
+            )
             self._engine, *_ = deepspeed.initialize(
                 model=model,
                 model_parameters=self._parameter_groups(model),
                 config=ds_json,
-                lr_scheduler=_scheduler_hook(training),
+                # Our schedules as DeepSpeed wants them. Its own it builds from the JSON.
+                lr_scheduler=None
+                if training.lr_scheduler_type in NATIVE_SCHEDULES
+                else lambda optimizer: LambdaLR(optimizer, lambda update_index: lr_lambda(update_index, training)),
                 dist_init_required=False,
             )
         assert_ties(model)
         undo_first_step(self._engine)
-        if weights:
-            _set_master_weights(model, shards(self._engine), weights, rounded, device)
         self.model = self._engine.module
+        if weights:
+            self._take_weights(weights)
         self._gate = step_gate(self._engine)
         self._engine.train()
 
     def backward(self, loss_sum: LossSum, *, target_tokens: int, last: bool) -> None:
-        """See protocol.Engine. A step without any target has a zero gradient."""
+        """See protocol.Engine."""
         self._engine.set_gradient_accumulation_boundary(last)
-        scale = self._context.world.world_size / max(target_tokens, 1)
-        self._engine.backward(backward_seed(loss_sum, scale), scale_wrt_gas=False)
+        self._engine.backward(self._seed(loss_sum, target_tokens), scale_wrt_gas=False)
 
     def step(self, veto: Veto | None = None) -> StepResult:
         """See protocol.Engine. A step with a non-finite norm is skipped, whatever the dtype and stage."""
         learning_rate = float(self._engine.get_lr()[0])
-        applied, grad_norm = self._gate.step(veto)
-        return StepResult(applied=applied, grad_norm=grad_norm, learning_rate=learning_rate)
+        return StepResult(*self._gate.step(veto), learning_rate)
 
     def stage(self, directory: Path, *, copy: bool) -> StagedSave:
-        """See protocol.Engine. DeepSpeed's own files, see zero_files."""
-        engine = self._engine
-        files = collect(engine, directory)
-        if copy:
-            self._buffers.rewind()
-        area = StagingArea(self._buffers if copy else None)
+        """See protocol.Engine."""
+        engine, files = self._engine, self._collect(directory)
         record = self._record(engine.global_steps - engine.skipped_steps, loss_scaler_state(engine))
         # Host memory may run out on one rank alone.
-        return self._collectives.on_every_rank(lambda: staged_save(engine, directory, files, area, record))
+        num_bytes, staged = self._collectives.on_every_rank(lambda: self._area.take_all(files, copy=copy))
+        return StagedSave(num_bytes, partial(self._write, staged, record, directory))
+
+    def _collect(self, directory: Path) -> dict[Path, Any]:
+        """Collect what DeepSpeed would write from this rank, by file; the tensors are the live ones. Collective."""
+        engine, collector = self._engine, _Collector()
+        native, engine.checkpoint_engine = engine.checkpoint_engine, collector
+        engine._copy_recovery_script = lambda folder: None  # hides the method, which writes
+        try:
+            engine.save_checkpoint(str(directory), tag=TAG, save_latest=False)
+        finally:
+            engine.checkpoint_engine = native
+            del engine._copy_recovery_script
+        return collector.files
+
+    def _write(self, staged: dict[Path, Any], record: EngineRecord, directory: Path) -> list[Path]:
+        """Write this rank's part of a checkpoint. Not collective."""
+        (directory / TAG).mkdir(exist_ok=True)
+        for path, state in staged.items():
+            with path.open("wb") as file:  # a file, not a path: torch then lets the OSError of a full disk through
+                torch.save(state, file)
+        written = list(staged)
+        if self._context.world.is_main:
+            written.append(write_record(record, directory))
+            if self._engine.zero_optimization_stage() > 0:
+                self._engine._copy_recovery_script(str(directory))
+                (directory / "latest").write_text(TAG)
+                written += [directory / name for name in ("zero_to_fp32.py", "zero_to_torch.py", "latest")]
+        return written
 
     def close(self) -> None:
         """See protocol.Engine. Afterwards drop the last reference to the engine."""
         self._engine.destroy()
+
+    def _take_weights(self, weights: WeightSource) -> None:
+        """Give the optimizer's float32 weights the exact values of `weights`, then the layers' parameters theirs.
+
+        Rank 0 reads each parameter once and broadcasts it through the device, one at a time. Collective: what rank 0
+        fails to read, or CheckpointError for another shape, is raised by all ranks, after the last broadcast, in which
+        the others would wait for a failed one for ever.
+        """
+
+        def read(_: str, start: int, stop: int) -> Tensor:
+            return full.view(-1)[start:stop]
+
+        held, error = shards(self._engine), None
+        for name, parameter in self.model.named_parameters():
+            full = torch.zeros(full_shape(parameter), dtype=torch.float32, device=self.device)
+            if self._context.world.is_main and error is None:
+                _, error = attempt(partial(_read, weights, name, full))
+            dist.broadcast(full, src=0)
+            for shard in held:
+                shard.fill(shard.weights, read, only=name)
+        self._collectives.raise_first(error)
+        refresh_parameters(self._engine)
 
     def _states(self) -> Iterator[tuple[Shard, dict[str, Any]]]:
         for shard in shards(self._engine):
@@ -169,6 +227,14 @@ class DeepSpeedEngine(ShardedEngine):
         }
 
 
+def _read(weights: WeightSource, name: str, out: Tensor) -> None:
+    """Copy a parameter of `weights` into `out`. Raises CheckpointError for another shape."""
+    source = weights(name)
+    if source.shape != out.shape:
+        raise CheckpointError(f"{name}: the source has shape {list(source.shape)}, the model {list(out.shape)}")
+    out.copy_(source)
+
+
 @contextmanager
 def _device_as_local_rank(device: torch.device) -> Iterator[None]:
     """Inside, LOCAL_RANK is the device's number: DeepSpeed takes it for that, and a rank may see one device alone."""
@@ -179,13 +245,6 @@ def _device_as_local_rank(device: torch.device) -> Iterator[None]:
         yield
     finally:
         os.environ.update(before)
-
-
-def _scheduler_hook(training: TrainingConfig) -> Callable[[torch.optim.Optimizer], LambdaLR] | None:
-    """Our schedules as DeepSpeed wants them; None for its own, which it builds from the JSON."""
-    if training.lr_scheduler_type in NATIVE_SCHEDULES:
-        return None
-    return lambda optimizer: LambdaLR(optimizer, lambda update_index: lr_lambda(update_index, training))
 
 
 def set_applied_steps(scheduler: Any, applied: int) -> None:
@@ -225,81 +284,66 @@ def _build_model(
             torch.set_default_dtype(before)
 
 
-def _load_weights(model: nn.Module, weights: WeightSource) -> list[str]:
-    """Copy `weights` into the parameters, one at a time; a tied one once. Collective; rank 0 reads.
+class StagingArea:
+    """Holds the state to save, by file, and keeps the memory of its copies for the next save, which needs the same.
 
-    Without sharding the other ranks' parameters are left as they are, for DeepSpeed to broadcast. Returns, on every
-    rank, the names of the parameters whose dtype cannot hold what the source gave: see `_set_master_weights`. What
-    rank 0 fails to read, or CheckpointError for another shape, is raised by all ranks.
-    """
-    rounded: list[str] = []
-
-    def put(name: str, parameter: nn.Parameter, source: Tensor | None) -> None:
-        with _gathered(parameter):
-            if source is not None:
-                parameter.data.copy_(source)
-        if source is not None and not torch.equal(source.to(parameter.dtype).to(source.dtype), source):
-            rounded.append(name)
-
-    _from_rank_zero(dict(model.named_parameters()), weights, put)
-    carried = [rounded]
-    dist.broadcast_object_list(carried, src=0)
-    return carried[0]
-
-
-def _set_master_weights(
-    model: nn.Module, shards: Sequence[Shard], weights: WeightSource, names: Sequence[str], device: torch.device
-) -> None:
-    """Give the optimizer's float32 weights of the parameters `names` the exact values of `weights`.
-
-    DeepSpeed made them from bf16 or fp16 parameters. After `deepspeed.initialize`. Collective; rank 0 reads and
-    broadcasts one parameter at a time, through `device`.
+    Tensors that share storage share it here too, and are counted and written once.
     """
 
-    def put(name: str, parameter: nn.Parameter, source: Tensor | None) -> None:
-        full = torch.zeros(full_shape(parameter), dtype=torch.float32, device=device)
-        if source is not None:
-            full.copy_(source)
-        dist.broadcast(full, src=0)
-        for shard in shards:
-            shard.fill_parameter(name, full.view(-1))
+    def __init__(self, *, pin_memory: bool) -> None:
+        """`pin_memory`: an accelerator then copies several times faster."""
+        self._pin_memory = pin_memory
+        self._kept: list[torch.UntypedStorage] = []
+        self._storages: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
+        self._copies = False
 
-    parameters = dict(model.named_parameters())
-    _from_rank_zero({name: parameters[name] for name in names}, weights, put)
+    def take_all(self, item: Any, *, copy: bool) -> tuple[int, Any]:
+        """The bytes of the tensors in `item`, and `item` with them copied to the host or, without `copy`, referred to.
+
+        What an earlier call has copied is written over.
+        """
+        self._copies, self._storages = copy, {}
+        taken = self._take(item)
+        num_bytes, self._storages = sum(storage.nbytes() for storage in self._storages.values()), {}
+        return num_bytes, taken
+
+    def _take(self, item: Any) -> Any:
+        """`item` (nested containers) with its tensors copied or referred to, and all else copied."""
+        if isinstance(item, Tensor):
+            return self._take_tensor(item.detach())
+        if isinstance(item, dict):
+            taken = ((key, self._take(value)) for key, value in item.items())
+            return OrderedDict(taken) if isinstance(item, OrderedDict) else dict(taken)
+        if type(item) in (list, tuple):
+            return type(item)(map(self._take, item))
+        return copy.deepcopy(item)
+
+    def _take_tensor(self, tensor: Tensor) -> Tensor:
+        source = tensor.untyped_storage()
+        key = (tensor.device, source.data_ptr())
+        if key not in self._storages:
+            self._storages[key] = self._copy(source) if self._copies else source
+        held = torch.empty(0, dtype=tensor.dtype, device=self._storages[key].device)
+        return held.set_(self._storages[key], tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def _copy(self, source: torch.UntypedStorage) -> torch.UntypedStorage:
+        """The content of `source` in the next buffer, which is replaced where it has another size."""
+        index = len(self._storages)
+        if index == len(self._kept) or self._kept[index].nbytes() != source.nbytes():
+            memory = torch.empty(source.nbytes(), dtype=torch.uint8, pin_memory=self._pin_memory)
+            self._kept[index : index + 1] = [memory.untyped_storage()]
+        return self._kept[index].copy_(source)
 
 
-def _from_rank_zero(
-    parameters: Mapping[str, nn.Parameter],
-    weights: WeightSource,
-    put: Callable[[str, nn.Parameter, Tensor | None], None],
-) -> None:
-    """Call `put` with each parameter and what rank 0 reads for it, None elsewhere; all raise what it could not read.
+class _Collector(TorchCheckpointEngine):
+    """DeepSpeed's writer of files, which here only notes what it is given."""
 
-    Reads come before the collectives of `put`, in which the other ranks would wait for a failed one for ever.
-    """
-    error: Exception | None = None
-    for name, parameter in parameters.items():
-        source = None
-        if dist.get_rank() == 0 and error is None:
-            source, error = attempt(partial(_read, weights, name, parameter))
-        put(name, parameter, source)
-    carried = [error]
-    dist.broadcast_object_list(carried, src=0)
-    if carried[0] is not None:
-        raise carried[0]
+    def __init__(self) -> None:
+        super().__init__()
+        self.files: dict[Path, Any] = {}
 
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Folders are made when files are written."""
 
-def _read(weights: WeightSource, name: str, parameter: nn.Parameter) -> Tensor:
-    source = weights(name)
-    if source.shape != full_shape(parameter):
-        raise CheckpointError(
-            f"{name}: the source has shape {list(source.shape)}, the model {list(full_shape(parameter))}"
-        )
-    return source
-
-
-def _gathered(parameter: nn.Parameter) -> AbstractContextManager[object]:
-    """Inside, the parameter is whole; what rank 0 wrote into it goes to all ranks afterwards (under ZeRO-3)."""
-    if hasattr(parameter, "ds_id"):
-        return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
-    return nullcontext()
+    def save(self, state_dict: Any, path: str) -> None:
+        self.files[Path(path)] = state_dict

@@ -9,10 +9,9 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
-from ds_encdec.config.batch_size import with_micro_batch_size
 from ds_encdec.config.rules import NATIVE_SCHEDULES
 from ds_encdec.config.schema import FullConfig, InfraConfig, TrainingConfig
-from ds_encdec.config.shares import replicas
+from ds_encdec.config.shares import replicas, with_micro_batch_size
 from ds_encdec.launch.world import World
 from ds_encdec.types import ConfigError
 
@@ -40,14 +39,12 @@ def render_deepspeed_json(
 ) -> dict[str, Any]:
     """The complete DeepSpeed configuration of a run.
 
-    `gradient_accumulation_steps`: micro-batches of this rank in one optimizer step (it follows from
-    `data.num_lanes`). `device`: "cpu" or an accelerator's name. `ranks_per_node`: the size of zero3_hybrid's
-    secondary partition (hpZ, ZeRO++, arXiv 2306.10209) where `infra.hybrid_shard_size` names none; None: all ranks
-    are on one node.
+    `gradient_accumulation_steps`: micro-batches of this rank in one optimizer step (it follows from `data.num_lanes`).
+    `device`: "cpu" or an accelerator's name. `ranks_per_node`: the size of zero3_hybrid's secondary partition (hpZ,
+    ZeRO++, arXiv 2306.10209) where `infra.hybrid_shard_size` names none; None: all ranks are on one node.
 
-    The schedule is part of the JSON only where it is DeepSpeed's own class; the engine hooks the others in.
-    Batch sizes are bookkeeping: DeepSpeed never sees a data loader, and one "sample" of theirs is a packed
-    sequence of ours.
+    The schedule is part of the JSON only where it is DeepSpeed's own class; the engine hooks the others in. Batch sizes
+    are bookkeeping: DeepSpeed never sees a data loader, and one "sample" of theirs is a packed sequence of ours.
 
     Raises ConfigError for a JSON file that nobody has read, and for ranks that do not divide into hpZ partitions.
     """
@@ -64,7 +61,17 @@ def render_deepspeed_json(
         "gradient_clipping": training.max_grad_norm,
         "bf16": {"enabled": training.bf16},
         "fp16": {"enabled": training.fp16},
-        "optimizer": _optimizer(training),
+        # Parameter groups bring their own weight decay, see `optim.parameter_groups`.
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "lr": training.learning_rate,
+                "betas": [training.adam_beta1, training.adam_beta2],
+                "eps": training.adam_epsilon,
+                "weight_decay": training.weight_decay,
+                "torch_adam": training.torch_adam,
+            },
+        },
         "zero_optimization": _zero(config.infra, device, ranks_per_node or world_size),
         # On by default, and waits for the device in every forward pass; nobody reads it.
         "timers": {"throughput": {"enabled": False}},
@@ -110,11 +117,6 @@ def check_deepspeed(config: FullConfig, world: World, device: torch.device) -> N
     run_json(with_micro_batch_size(config, 1, world.world_size), world, device, 1)
 
 
-def zero_stage(infra: InfraConfig) -> int:
-    """DeepSpeed's number of `infra.sharding_stage`: 0 to 3, a hybrid's without the hybrid."""
-    return int(infra.sharding_stage.removeprefix("zero").removesuffix("_hybrid"))
-
-
 def accumulates_in_bf16(rendered: dict[str, Any]) -> bool:
     """Return whether a run of this JSON adds several micro-batches' gradients up in bfloat16."""
     several = rendered["gradient_accumulation_steps"] > 1
@@ -140,18 +142,6 @@ def _reduces_in_float32(rendered: dict[str, Any], world_size: int) -> bool:
     )
 
 
-def _optimizer(training: TrainingConfig) -> dict[str, Any]:
-    """AdamW. Parameter groups bring their own weight decay, see `optim.param_groups`."""
-    params = {
-        "lr": training.learning_rate,
-        "betas": [training.adam_beta1, training.adam_beta2],
-        "eps": training.adam_epsilon,
-        "weight_decay": training.weight_decay,
-        "torch_adam": training.torch_adam,
-    }
-    return {"type": "AdamW", "params": params}
-
-
 def _scheduler(training: TrainingConfig) -> dict[str, Any]:
     """One of DeepSpeed's schedules (runtime/lr_schedules.py), each with the parameters its class takes."""
     params: dict[str, Any] = {
@@ -168,7 +158,7 @@ def _scheduler(training: TrainingConfig) -> dict[str, Any]:
 
 
 def _zero(infra: InfraConfig, device: str, ranks_per_node: int) -> dict[str, Any]:
-    stage = zero_stage(infra)
+    stage = int(infra.sharding_stage.removeprefix("zero").removesuffix("_hybrid"))
     if stage == 0:
         return {"stage": 0}
     bucket = _BUCKET_ELEMENTS["cpu" if device == "cpu" else "cuda"]
@@ -190,11 +180,9 @@ def _zero(infra: InfraConfig, device: str, ranks_per_node: int) -> dict[str, Any
         zero["allgather_bucket_size"] = bucket
     if infra.sharding_stage == "zero3_hybrid":
         zero["zero_hpz_partition_size"] = infra.hybrid_shard_size or ranks_per_node
-    pin_memory = infra.pin_memory and device != "cpu"
-    if infra.offload_optimizer != "none":
-        zero["offload_optimizer"] = {"device": infra.offload_optimizer, "pin_memory": pin_memory}
-    if infra.offload_params != "none":
-        zero["offload_param"] = {"device": infra.offload_params, "pin_memory": pin_memory}
+    for name, place in (("offload_optimizer", infra.offload_optimizer), ("offload_param", infra.offload_params)):
+        if place != "none":
+            zero[name] = {"device": place, "pin_memory": infra.pin_memory and device != "cpu"}
     return zero
 
 

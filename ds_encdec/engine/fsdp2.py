@@ -18,37 +18,57 @@ accumulated in float32.
 Averaging. FSDP2 averages gradients over all ranks, so the loss, a *sum* over tokens, is multiplied by world size /
 target tokens of the whole step. Between the micro-batches of a step nothing is communicated unless
 `infra.fsdp_reduce_every_micro_batch` asks for it.
+
+Saving. The state is written out into torch.distributed.checkpoint's files:
+
+CHECKPOINT/
+  engine.json                      what wrote it (protocol.py)
+  dcp/.metadata, __RANK_0.distcp   float32 tensors weight.NAME, exp_avg.NAME, exp_avg_sq.NAME
+
+Names are FQNs: those of `named_parameters()`, a tied one's first. Where parameters are replicated, each tensor is
+written by one replica alone, so all replicas share the work, and the host memory of the copies.
 """
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Shard as ShardOf
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.futures import Future
 from transformers.initialization import no_init_weights
 
 from ds_encdec.config.schema import FullConfig, InfraConfig, TrainingConfig
 from ds_encdec.config.shares import mesh_shape
-from ds_encdec.engine.forward import backward_seed, compute_dtype
-from ds_encdec.engine.fsdp_state import HostCopies, StateWriter, keys_to_write, state_tensors
-from ds_encdec.engine.protocol import StagedSave, Veto
-from ds_encdec.engine.sharded_engine import Piece, Shard, ShardedEngine
-from ds_encdec.launch.context import RunContext
+from ds_encdec.engine.protocol import DCP_FOLDER, EngineRecord, Piece, StagedSave, Veto, write_record
+from ds_encdec.engine.sharded_engine import Shard, ShardedEngine, compute_dtype
+from ds_encdec.launch.disk import disk_error
+from ds_encdec.launch.host_collectives import RunContext
+from ds_encdec.launch.memory_errors import is_out_of_memory, out_of_memory
 from ds_encdec.launch.world import World
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
-from ds_encdec.optim.schedules import learning_rate
+from ds_encdec.optim import learning_rate
 from ds_encdec.types import MOMENTS, CheckpointError, LossSum, SavedState, StepResult, WeightSource
+
+_COPY_AHEAD_BYTES = 10_000_000
+"""Bytes that a writer fetches from the GPU beside what it writes; DCP's default."""
 
 
 class FSDP2Engine(ShardedEngine):
@@ -70,29 +90,34 @@ class FSDP2Engine(ShardedEngine):
         """
         super().__init__(config, context)
         mesh = make_mesh(config.infra, context.world, context.device)
-        self._writer = StateWriter(context.collectives.timeout)
+        # States may be written from a background thread: over a gloo group that nothing else uses.
+        self._writers = dist.new_group(backend="gloo", timeout=context.collectives.timeout)
         model = build_sharded_model(config, model_config, mesh, context.device)
         assert isinstance(model, FSDPModule)
         self.model = self._engine = model
-        self._parameters = sharded_parameters(model)
+        # By FQN, tied ones once. While a module is gathered it shows others; these stay the shards.
+        self._parameters = cast(dict[str, DTensor], dict(model.named_parameters()))
+        assert all(isinstance(parameter, DTensor) for parameter in self._parameters.values())
         if weights is not None:
             self._collectives.on_every_rank(lambda: _fill_local(self._parameters, weights))
         self.optimizer = _adamw(self._parameter_groups(model), config.training)
-        self._host_copies = HostCopies(pin_memory=config.infra.pin_memory and context.device.type == "cuda")
+        self._host_copies: dict[str, DTensor] = {}
         self._applied_steps = 0
         model.train()
 
     def backward(self, loss_sum: LossSum, *, target_tokens: int, last: bool) -> None:
-        """See protocol.Engine. A step without any target has a zero gradient."""
+        """See protocol.Engine."""
         self._engine.set_requires_gradient_sync(last or self._infra.fsdp_reduce_every_micro_batch)
         self._engine.set_requires_all_reduce(last)  # between replicas once per step in any case
         self._engine.set_reshard_after_backward(last or _reshards_after_forward(self._infra))
-        backward_seed(loss_sum, self._context.world.world_size / max(target_tokens, 1)).backward()
+        self._seed(loss_sum, target_tokens).backward()
 
     def step(self, veto: Veto | None = None) -> StepResult:
         """See protocol.Engine. A step with a non-finite norm is skipped, and its norm is inf."""
         rate = learning_rate(self._applied_steps, self._training)
-        norm = self._gradient_norm()
+        gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).to(self.device)  # equal on all ranks
         finite = bool(torch.isfinite(norm))  # the one device synchronisation of a step
         applied = finite and not (veto is not None and veto(norm))
         if applied:
@@ -106,28 +131,36 @@ class FSDP2Engine(ShardedEngine):
         return StepResult(applied, norm if finite else torch.full_like(norm, torch.inf), rate)
 
     def stage(self, directory: Path, *, copy: bool) -> StagedSave:
-        """See protocol.Engine. torch.distributed.checkpoint's files, see fsdp_state."""
+        """See protocol.Engine."""
         tensors = state_tensors(self._parameters, self.optimizer)
-        keys = keys_to_write(tensors)
+        mine = keys_to_write(tensors)
         # DCP keeps what it has fetched from a GPU until its file is closed: a second copy beside the one that is held.
-        if copy or self._host_copies.exist:
-            copied = {key: tensors[key] for key in keys}
+        if copy or self._host_copies:
             # Host memory may run out on one rank alone.
-            tensors |= self._collectives.on_every_rank(lambda: self._host_copies.take(copied))
-        return self._writer.staged(tensors, keys, self._record(self._applied_steps), directory)
+            self._collectives.on_every_rank(lambda: self._copy_to_host({key: tensors[key] for key in mine}))
+            tensors |= self._host_copies
+        num_bytes = sum(tensors[key].to_local().nbytes for key in mine)
+        record = self._record(self._applied_steps)
+        return StagedSave(num_bytes, partial(_write, tensors, frozenset(mine), record, directory, self._writers))
 
     def close(self) -> None:
         """See protocol.Engine. Afterwards drop the last reference to the engine."""
         self.optimizer.zero_grad()
-        self._writer.close()
+        dist.destroy_process_group(self._writers)
         del self.model, self._engine, self._parameters, self.optimizer, self._host_copies
 
-    def _gradient_norm(self) -> Tensor:
-        """Global L2 norm of the step's gradients: float32 scalar on the device, equal on all ranks."""
-        gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        return whole.to(self.device)
+    def _copy_to_host(self, tensors: Mapping[str, DTensor]) -> None:
+        """Copy `tensors` into host memory, into the same buffers every time. Waits for the device once."""
+        pin_memory = self._infra.pin_memory and self.device.type == "cuda"  # several times faster
+        if not self._host_copies:
+            self._host_copies = {
+                key: cast(DTensor, torch.empty_like(tensor, device="cpu", pin_memory=pin_memory))
+                for key, tensor in tensors.items()
+            }
+        for key, tensor in tensors.items():
+            self._host_copies[key].to_local().copy_(tensor.to_local(), non_blocking=True)
+        if any(tensor.to_local().is_cuda for tensor in tensors.values()):
+            torch.cuda.current_stream().synchronize()
 
     def _states(self) -> Iterator[tuple[Shard, dict[str, Any]]]:
         for name, parameter in self._parameters.items():
@@ -221,24 +254,12 @@ def build_sharded_model(
     return model
 
 
-def sharded_parameters(model: nn.Module) -> dict[str, DTensor]:
-    """FQN → parameter, tied ones once. While a module is gathered it shows others; these stay the shards."""
-    found: dict[str, DTensor] = {}
-    for name, parameter in model.named_parameters():
-        assert isinstance(parameter, DTensor), f"{name} is not sharded"
-        found[name] = parameter
-    return found
-
-
 def local_rows(parameter: DTensor) -> slice:
-    """Rows of the full parameter that this rank holds; FSDP2 cuts dimension 0 as `torch.chunk` does."""
-    mesh = parameter.device_mesh
-    (dimension,) = (index for index, placement in enumerate(parameter.placements) if placement == ShardOf(0))
-    rows_per_rank = -(-parameter.shape[0] // mesh.size(dimension))
-    start = min(mesh.get_local_rank(dimension) * rows_per_rank, parameter.shape[0])
-    held = slice(start, start + len(parameter.to_local()))
-    assert held.stop == min(start + rows_per_rank, parameter.shape[0])
-    return held
+    """Rows of the full parameter that this rank holds; FSDP2 cuts dimension 0."""
+    mesh, placements = parameter.device_mesh, parameter.placements
+    (rows, *_), (start, *_) = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+    assert rows == len(parameter.to_local())
+    return slice(start, start + rows)
 
 
 @torch.no_grad()
@@ -253,3 +274,79 @@ def _fill_local(parameters: dict[str, DTensor], weights: WeightSource) -> None:
                 f"{list(local.shape)} in the model"
             )
         local.copy_(source)
+
+
+def state_tensors(parameters: Mapping[str, DTensor], optimizer: torch.optim.Optimizer) -> dict[str, DTensor]:
+    """`KIND.NAME` → the sharded tensor itself, for every weight and moment."""
+    weights = {f"weight.{name}": parameter.detach() for name, parameter in parameters.items()}
+    states = {name: optimizer.state[parameter] for name, parameter in parameters.items()}
+    moments = {f"{kind}.{name}": state[kind] for kind in MOMENTS for name, state in states.items()}
+    return cast(dict[str, DTensor], weights | moments)  # what DTensor's operations return is typed as Tensor
+
+
+def keys_to_write(tensors: Mapping[str, DTensor]) -> list[str]:
+    """The tensors that this rank's replica writes: each goes to the replica that has the fewest elements by then."""
+    mesh = next(iter(tensors.values())).device_mesh
+    replicas, mine = (mesh.size(0), mesh.get_local_rank(0)) if mesh.ndim == 2 else (1, 0)
+    elements = [0] * replicas
+    keys = []
+    for key, tensor in tensors.items():
+        replica = elements.index(min(elements))
+        elements[replica] += tensor.numel()
+        if replica == mine:
+            keys.append(key)
+    return keys
+
+
+class _DiskWriter(dcp.FileSystemWriter):
+    """DCP's writer, whose errors still say that the disk refused once they have travelled to another rank."""
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            refusal = disk_error(error)
+            if refusal is None:
+                raise
+            raise refusal from error
+
+
+def _write(
+    tensors: dict[str, DTensor], keys: frozenset[str], record: EngineRecord, directory: Path, group: dist.ProcessGroup
+) -> list[Path]:
+    """Write `record` and all `tensors` under `directory`, of those `keys` from this rank; all of `group` do."""
+    folder, rank = directory / DCP_FOLDER, dist.get_rank()
+    # Copying ahead, as DCP does where there is a GPU, is for tensors there. For copies on the host it would only
+    # make a background thread of every rank open a context on GPU 0, which is that thread's device.
+    ahead = _COPY_AHEAD_BYTES if any(tensors[key].to_local().is_cuda for key in keys) else 0
+    # Not synced: flushing to disk is the checkpoint manager's, file by file with the hashes.
+    writer = _DiskWriter(folder, sync_files=False, overwrite=False, per_thread_copy_ahead=ahead)
+    try:
+        dcp.save(tensors, storage_writer=writer, planner=_PlanOf(keys), process_group=group)
+    except CheckpointException as failure:  # a BaseException, with every rank's error
+        raise _plain_error(failure, folder) from failure
+    rest = [folder / ".metadata", write_record(record, directory)] if rank == 0 else []
+    return [*sorted(folder.glob(f"__{rank}_*.distcp")), *rest]
+
+
+class _PlanOf(DefaultSavePlanner):
+    """Plans to write `keys` alone. Every rank names all tensors, so that the files list them in the model's order."""
+
+    def __init__(self, keys: frozenset[str]) -> None:
+        super().__init__()
+        self._keys = keys
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        self.plan = replace(plan, items=[item for item in plan.items if item.index.fqn in self._keys])
+        return self.plan
+
+
+def _plain_error(failure: CheckpointException, folder: Path) -> Exception:
+    """The first rank's error, as OSError where the disk refused, and OutOfMemoryError where memory ran out."""
+    rank, (error, _) = min(failure.failures.items())
+    if isinstance(error, OSError):
+        return OSError(error.errno or errno.EIO, f"rank {rank}: {error.strerror or error}", str(folder))
+    if is_out_of_memory(error):
+        return out_of_memory(error, rank)
+    return CheckpointError(f"{folder} could not be written: rank {rank}: {type(error).__name__}: {error}")

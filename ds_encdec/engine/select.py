@@ -9,20 +9,19 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import torch
+
 from ds_encdec.config.rules import engine_candidates, engine_conflicts
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.shares import mesh_shape
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engines import ENGINES, EngineName, EngineSpec, load
-from ds_encdec.launch.context import RunContext
-from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.process_group import choose_device, init_process_group
 from ds_encdec.launch.world import World
 from ds_encdec.types import ConfigError, WeightSource
 
 if TYPE_CHECKING:
-    import torch
-
     from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 
 logger = logging.getLogger(__name__)
@@ -59,9 +58,8 @@ def check_engine(engine: EngineName, config: FullConfig, world: World, device: t
         load(check)(config, world, device)
 
 
-def check_mesh(config: FullConfig, world: World, device: torch.device) -> None:
+def check_mesh(config: FullConfig, world: World, _: torch.device) -> None:
     """Raise ConfigError for shards that do not divide the ranks: the check of engines that shard by `mesh_shape`."""
-    del device  # decides nothing
     mesh_shape(config.infra, world.world_size, world.local_world_size)
 
 
@@ -105,7 +103,7 @@ def _is_installed(engine: EngineSpec) -> bool:
 
 def _say_attention(config: FullConfig, device: torch.device) -> None:
     """Log what attention runs in. On a GPU one call per document is many times slower, and nobody would know why."""
-    from ds_encdec.engine.forward import compute_dtype  # both need torch
+    from ds_encdec.engine.sharded_engine import compute_dtype  # both need torch
     from ds_encdec.model.attention import choose_kernel
 
     kernel, name = choose_kernel(device, compute_dtype(config.training))

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ds_encdec.config.schema import FullConfig
-from ds_encdec.engine.forward import packed_forward
-from ds_encdec.engine.record import EngineRecord
-from ds_encdec.launch.context import RunContext
+from ds_encdec.config.schema import FullConfig, TrainingConfig
+from ds_encdec.engine.protocol import EngineRecord, Piece
+from ds_encdec.launch.host_collectives import RunContext
+from ds_encdec.model.attention import PackedLayout
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
-from ds_encdec.optim.param_groups import parameter_groups
-from ds_encdec.types import MOMENTS, Batch, CheckpointError, LossSum, SavedState
+from ds_encdec.optim import parameter_groups
+from ds_encdec.types import DENOISERS, IGNORE_INDEX, MOMENTS, Batch, CheckpointError, LossSum, SavedState
 
 Read = Callable[[str, int, int], Tensor]
 """Elements [start, stop) of the flattened parameter of this name."""
@@ -32,35 +32,24 @@ HOST_STATES = "host_states"
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Elements [start, start + length) of the flattened parameter `name`; they begin at `offset` in a shard."""
-
-    name: str
-    start: int
-    length: int
-    offset: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Shard:
     """One of the tensors that the optimizer steps: float32 weights. What is not in `pieces` is padding."""
 
     weights: Tensor
     pieces: tuple[Piece, ...]
 
-    def fill(self, target: Tensor, read: Read) -> None:
-        """Fill `target`, the weights or one of their moments, with what `read` gives; padding with zeros."""
-        flat = target.detach().view(-1)
-        flat.zero_()
-        for piece in self.pieces:
-            flat[piece.offset : piece.offset + piece.length] = read(piece.name, piece.start, piece.start + piece.length)
+    def fill(self, target: Tensor, read: Read, *, only: str | None = None) -> None:
+        """Fill `target`, the weights or one of their moments, with what `read` gives; padding with zeros.
 
-    def fill_parameter(self, name: str, full: Tensor) -> None:
-        """Fill this shard's weights of one parameter, given in full and flattened."""
-        flat = self.weights.detach().view(-1)
+        `only`: fill the elements of the parameter of this name, and leave all others.
+        """
+        flat = target.detach().view(-1)
+        if only is None:
+            flat.zero_()
         for piece in self.pieces:
-            if piece.name == name:
-                flat[piece.offset : piece.offset + piece.length] = full[piece.start : piece.start + piece.length]
+            if only in (None, piece.name):
+                stop = piece.start + piece.length
+                flat[piece.offset : piece.offset + piece.length] = read(piece.name, piece.start, stop)
 
 
 class ShardedEngine(ABC):
@@ -77,8 +66,6 @@ class ShardedEngine(ABC):
         self._context, self._training, self._infra = context, config.training, config.infra
         self._collectives = context.collectives
         self._loss_scaler: Mapping[str, float | int] | None = None
-        self._names: tuple[tuple[str, ...], ...] = ()
-        self._shapes: dict[str, tuple[int, ...]] = {}
 
     def forward(self, batch: Batch) -> LossSum:
         """See protocol.Engine."""
@@ -92,6 +79,16 @@ class ShardedEngine(ABC):
             return self.forward(batch)
         finally:
             self._engine.train()
+
+    def _seed(self, loss_sum: LossSum, target_tokens: int) -> Tensor:
+        """The scalar to call backward on: the loss, which engines average over ranks, for a mean over `target_tokens`.
+
+        A step without any target has a zero gradient. A loss may be infinite with finite gradients: then this one's is
+        NaN, because the step must be skipped on all ranks, and the gradient's norm is what all of them see. Does not
+        wait for the device.
+        """
+        scale = self._context.world.world_size / max(target_tokens, 1)
+        return loss_sum.total * torch.where(torch.isfinite(loss_sum.total.detach()), scale, torch.nan)
 
     def load(self, saved: SavedState) -> None:
         """See protocol.Engine. Between two steps, before the first one, or after any."""
@@ -157,12 +154,44 @@ class ShardedEngine(ABC):
             set_adam_step(state, saved.applied_steps)
 
 
+def packed_forward(model: nn.Module, batch: Batch) -> LossSum:
+    """The loss of `batch` (on the device). `model`: a Qwen3ForSeq2SeqLM, or an engine's wrapper of one."""
+    output = model(
+        input_ids=batch.encoder_ids,
+        decoder_input_ids=batch.decoder_input_ids,
+        labels=batch.labels,
+        packing=PackedLayout.build(
+            batch.encoder_cu_seqlens,
+            batch.decoder_cu_seqlens,
+            batch.encoder_lengths,
+            batch.decoder_lengths,
+            batch.encoder_positions,
+            batch.decoder_positions,
+        ),
+    )
+    return split_by_denoiser(output.loss, output.token_losses, batch)
+
+
+def split_by_denoiser(total: Tensor, token_losses: Tensor, batch: Batch) -> LossSum:
+    """Split the loss of a batch by denoiser. `token_losses`: float32 [Td], 0 where the label is -100."""
+    has_loss = (batch.labels != IGNORE_INDEX).float()
+    zeros = torch.zeros(len(DENOISERS), device=token_losses.device)
+    return LossSum(
+        total=total,
+        by_denoiser=zeros.index_add(0, batch.denoiser_ids, token_losses),
+        tokens_by_denoiser=zeros.index_add(0, batch.denoiser_ids, has_loss),
+    )
+
+
+def compute_dtype(training: TrainingConfig) -> torch.dtype:
+    """The dtype of activations, and of the parameters that layers compute with."""
+    return torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else torch.float32
+
+
 def set_adam_step(state: dict[str, Any], applied_steps: int) -> None:
     """Put a shard's own counter to `applied_steps`; it is a tensor in torch's AdamW and an integer in DeepSpeed's."""
-    if isinstance(state["step"], Tensor):
-        state["step"].fill_(applied_steps)
-    else:
-        state["step"] = applied_steps
+    step = state["step"]
+    state["step"] = step.fill_(applied_steps) if isinstance(step, Tensor) else applied_steps
 
 
 def full_shape(parameter: nn.Parameter) -> torch.Size:
@@ -176,10 +205,8 @@ def assert_ties(model: Qwen3ForSeq2SeqLM) -> None:
     Sharding can break the tie in silence.
     """
     shared = model.lm_head.weight is model.shared.weight
-    if shared != bool(model.config.tie_word_embeddings):
-        raise AssertionError(
-            f"tie_word_embeddings={model.config.tie_word_embeddings}, but lm_head and embedding share: {shared}"
-        )
+    tied = bool(model.config.tie_word_embeddings)
+    assert shared == tied, f"tie_word_embeddings={tied}, but lm_head and embedding share: {shared}"
 
 
 def check_same_model(saved: SavedState, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -198,13 +225,11 @@ def check_same_model(saved: SavedState, shapes: Mapping[str, tuple[int, ...]]) -
         )
 
 
-def _local_tensors(item: Any) -> Iterator[Tensor]:
-    if isinstance(item, DTensor):
-        yield item.to_local()
-    elif isinstance(item, Tensor):
-        yield item.detach()
-    elif isinstance(item, Mapping):
-        yield from _local_tensors(item.values())
-    elif isinstance(item, Iterable) and not isinstance(item, str):
-        for inner in item:
-            yield from _local_tensors(inner)
+def _local_tensors(item: Any) -> list[Tensor]:
+    """The tensors in nested containers, of sharded ones this rank's part."""
+    if isinstance(item, Tensor):
+        return [item.to_local() if isinstance(item, DTensor) else item.detach()]
+    inner = item.values() if isinstance(item, Mapping) else item
+    if isinstance(inner, str) or not isinstance(inner, Iterable):
+        return []
+    return [tensor for one in inner for tensor in _local_tensors(one)]

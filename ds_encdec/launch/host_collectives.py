@@ -1,4 +1,4 @@
-"""Collectives of the ranks outside the engine: small exchanges on the host, over gloo.
+"""The place of a run, and collectives of its ranks outside the engine: small exchanges on the host, over gloo.
 
 They never touch the accelerator, so none of them waits for a kernel. All are no-ops for one process.
 """
@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from ds_encdec.engines import ENGINES, EngineName, EngineSpec
 from ds_encdec.launch.memory_errors import is_out_of_memory, out_of_memory
+from ds_encdec.launch.world import World
 from ds_encdec.types import DsEncDecError
 
 logger = logging.getLogger(__name__)
@@ -27,7 +30,7 @@ class HostCollectives:
     def __init__(self, timeout: timedelta | None = None, *, own_group: bool = False) -> None:
         """`timeout`: of an exchange, where a group of its own is needed; None is torch's default.
 
-        `own_group`: never share the training's group, so that a thread may use it while training goes on.
+        `own_group`: never share the training's group, so that one other thread of every rank may use it meanwhile.
         """
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -35,10 +38,6 @@ class HostCollectives:
         # NCCL cannot move host objects without a device synchronisation; a second, gloo, group can.
         needs_own = self.world_size > 1 and (own_group or dist.get_backend() != "gloo")
         self._group = dist.new_group(backend="gloo", timeout=timeout) if needs_own else None
-
-    def new_group(self) -> HostCollectives:
-        """Another one with a group of its own, for one other thread of every rank. A collective."""
-        return HostCollectives(self.timeout, own_group=True)
 
     def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's integers, in rank order: one small all-gather."""
@@ -68,8 +67,7 @@ class HostCollectives:
 
     def on_rank_zero(self, action: Callable[[], T]) -> T:
         """Run `action` on rank 0 and hand its (picklable) result, or its error, to every rank."""
-        mine = attempt(action) if self.rank == 0 else None
-        result, error = self.gather(mine)[0]
+        result, error = self.gather(attempt(action) if self.rank == 0 else None)[0]
         if error is not None:
             raise error
         return result
@@ -87,6 +85,25 @@ class HostCollectives:
         for other in self.gather(error):
             if other is not None:
                 raise other
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """This rank among the others, its device, its engine, and how the ranks' main threads talk to each other.
+
+    It is handed down from the start of a run to everybody who asks. `collectives` has the one host-side group of a run:
+    a thread beside the main one asks it for a group of its own.
+    """
+
+    world: World
+    device: torch.device
+    engine: EngineName
+    collectives: HostCollectives
+
+    @property
+    def engine_spec(self) -> EngineSpec:
+        """The row of the engine."""
+        return ENGINES[self.engine]
 
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:

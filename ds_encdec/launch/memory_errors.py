@@ -33,7 +33,6 @@ _DRIVER_MESSAGES = (
     "HIP failure: 'out of memory'",  # RCCL
 )
 """The driver's error 2. It is the same where the host has no memory left that could be page-locked (cudaHostAlloc)."""
-_MESSAGES = (*_HOST_MESSAGES, *_DEVICE_MESSAGES, *_DRIVER_MESSAGES)
 
 _DRIVER_SHORTAGE = 2**30
 """Bytes. A device on which so many are free has not refused what the driver is asked for past torch: contexts, kernels,
@@ -42,16 +41,16 @@ NCCL's buffers. Then it was the host."""
 
 def is_out_of_memory(error: BaseException) -> bool:
     """True if `error` says that a device or the host has no memory left."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError | OutOfMemoryError):
-        return True
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and says_out_of_memory(str(error))
+    return (
+        isinstance(error, MemoryError | torch.OutOfMemoryError | OutOfMemoryError)
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or (isinstance(error, RuntimeError) and says_out_of_memory(str(error)))
+    )
 
 
 def says_out_of_memory(text: str) -> bool:
     """True if `text`, an error's message or the last words of a process, is about memory that has run out."""
-    return _says(text, _MESSAGES)
+    return any(message in text for message in (*_HOST_MESSAGES, *_DEVICE_MESSAGES, *_DRIVER_MESSAGES))
 
 
 def is_of_device(error: BaseException, free_device_bytes: float) -> bool:
@@ -59,14 +58,13 @@ def is_of_device(error: BaseException, free_device_bytes: float) -> bool:
 
     `free_device_bytes`: what is free on the GPU now, as the driver says: it decides where the message does not.
     """
-    if isinstance(error, torch.OutOfMemoryError) or _says(str(error), _DEVICE_MESSAGES):
-        return True
-    return is_of_driver(error) and free_device_bytes < _DRIVER_SHORTAGE
+    says_so = isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in _DEVICE_MESSAGES)
+    return says_so or (is_of_driver(error) and free_device_bytes < _DRIVER_SHORTAGE)
 
 
 def is_of_driver(error: BaseException) -> bool:
     """True if it was a GPU's driver that had no memory left: on the device, or page-locked memory of the host."""
-    return _says(str(error), _DRIVER_MESSAGES)
+    return any(message in str(error) for message in _DRIVER_MESSAGES)
 
 
 def out_of_memory(error: BaseException, rank: int) -> OutOfMemoryError:
@@ -81,7 +79,3 @@ def in_one_line(error: BaseException) -> str:
     first, *others = str(error).strip().splitlines() or [type(error).__name__]  # Python's MemoryError says nothing
     telling = [] if says_out_of_memory(first) else [line.strip() for line in others if says_out_of_memory(line)]
     return ": ".join([first.rstrip(".:"), *telling[:1]]) if telling else first
-
-
-def _says(message: str, texts: tuple[str, ...]) -> bool:
-    return any(text in message for text in texts)

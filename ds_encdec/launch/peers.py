@@ -5,7 +5,7 @@ for ever. On its own machine every rank sees whether the others' processes live,
 word, so that it is named and its survivors not blamed. Ranks on other machines look for that when a connection breaks;
 where nobody saw a rank go, they ask through the run's folder, and name those on machines that do not answer.
 
-The watchdog is a thread of each rank that looks at the main thread's heartbeats (preemption.py). Where they stop for
+The same thread of each rank, its watchdog, looks at the main thread's heartbeats (preemption.py). Where they stop for
 `infra.hang_timeout_minutes`, the rank writes the Python stacks of all its threads into a folder that all ranks see;
 the others find that file, whether they hang themselves or not, and write theirs. The launcher kills all ranks as soon
 as one has ended, so each waits until all have written, for some seconds at most, and all end with exit code 8.
@@ -20,25 +20,28 @@ from __future__ import annotations
 import faulthandler
 import json
 import logging
+import math
 import os
 import shutil
 import socket
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
 import torch.distributed as dist
 
-from ds_encdec.launch.atomic_files import atomic_file, unused_path
+from ds_encdec.launch.disk import atomic_file, unused_path
 from ds_encdec.launch.host_collectives import HostCollectives
-from ds_encdec.launch.preemption import StopRequest, end_process, is_alive
-from ds_encdec.launch.run_folder import RunFolder
-from ds_encdec.types import DsEncDecError, HangError, LostRankError
+from ds_encdec.launch.memory_errors import is_out_of_memory, out_of_memory
+from ds_encdec.launch.preemption import StopRequest, awaited, end_process, is_alive
+from ds_encdec.launch.run_folder import RunFolder, RunFolderGoneError, environment_facts
+from ds_encdec.launch.world import World
+from ds_encdec.types import DsEncDecError, HangError, LostRankError, OutOfMemoryError, Preempted
 
 logger = logging.getLogger(__name__)
 
@@ -67,56 +70,73 @@ class Peers:
     `search_seconds`: how long a rank that has lost a connection looks for the one to blame. `leave_seconds`: how long,
     after one of its machine has gone without a word, a rank may need to notice and end by itself; one that sits in a
     GPU's collective never would. Launchers kill all 30 seconds after the first has gone.
+
+    The watch for hangs ends this rank, and every other, when one takes no step for `hang_timeout_minutes`; None for no
+    such watch. It begins with the first heartbeat, which the loop gives with its first batch in hand: what comes before
+    (downloads, compilation, the first documents) has no limit but that of the collectives the others wait in,
+    `infra.distributed_timeout_minutes`. It does not sleep while the run is `busy`, but nothing counts as silence then.
+    `grace_seconds`: how long to wait for others' stacks.
     """
 
     def __init__(
         self,
         run: RunFolder,
         collectives: HostCollectives,
+        stop: StopRequest,
+        hang_timeout_minutes: float | None = None,
         *,
         search_seconds: float = 10.0,
         leave_seconds: float = 20.0,
+        grace_seconds: float = 15.0,
         poll_seconds: float = 1.0,
     ) -> None:
         """Collective."""
         self._run = run
+        self._heartbeat = stop.heartbeat
+        self._hang_seconds = math.inf if hang_timeout_minutes is None else hang_timeout_minutes * 60
         self._search_seconds = search_seconds
         self._leave_seconds = leave_seconds
+        self._grace_seconds = grace_seconds
         self._poll_seconds = poll_seconds
         collectives.on_rank_zero(lambda: shutil.rmtree(run.signs, ignore_errors=True))
+        # One folder per start: what an earlier start of the run left behind is no news, and is kept.
+        self.stacks = collectives.on_rank_zero(lambda: unused_path(run.stacks / time.strftime("%Y%m%d-%H%M%S")))
         own = Peer(collectives.rank, os.getpid(), socket.gethostname(), machine())
         self._all: list[Peer] = collectives.gather(own)
         self._rank = own.rank
-        self._here = {peer: _process(peer.pid) for peer in self._all if peer.machine == own.machine}
+        processes = {process.pid: process for process in psutil.process_iter()}
+        self._here = {peer: processes.get(peer.pid) for peer in self._all if peer.machine == own.machine}
         self._elsewhere = [peer for peer in self._all if peer not in self._here]
         self._left = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Peers:
-        if len(self._all) > 1:
-            threading.Thread(target=self._watch, name="peers", daemon=True).start()
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._left.set()
+        # A rank gets here by the errors of peers that have ended, while its own watchdog is still waiting for others:
+        # then the watchdog has the last word, and its exit code.
+        self._thread.join()
+        if self._hang_seconds < math.inf:
+            faulthandler.cancel_dump_traceback_later()
 
     def explain(self, error: BaseException) -> DsEncDecError | None:
         """The error to end with where `error`, unforeseen, comes of a rank that is gone; None where it does not.
 
         Where a connection broke this takes as long as it takes to find the rank, `search_seconds` at most.
         """
-        broken = is_broken_connection(error)
-        if len(self._all) == 1 or not (broken or self._gone_here()):
+        if len(self._all) == 1 or not (is_broken_connection(error) or self._gone_here()):
             return None
         if self._elsewhere:
             self._touch("search")
-        deadline = time.monotonic() + self._search_seconds
-        while True:
+
+        def found() -> DsEncDecError | None:
             gone = self._gone_here()
-            if (told := self._told()) is not None:  # looked at last: a rank tells, then goes
-                return told
-            if gone or time.monotonic() > deadline:
-                return LostRankError(_words(gone or self._silent(), error))
-            time.sleep(0.05)
+            return self._told() or (LostRankError(_words(gone)) if gone else None)  # a rank tells, then goes
+
+        return awaited(self._search_seconds, found) or LostRankError(_words(self._silent(), error))
 
     def _told(self) -> DsEncDecError | None:
         """The end of this start that another rank has written down, as an error with its exit code."""
@@ -128,22 +148,67 @@ class Peers:
         return told
 
     def _watch(self) -> None:
-        """Write down who goes without a word, and do not wait for ever in a collective with it.
+        """Look after the heartbeat and the others; write down who goes without a word, and do not wait for it for ever.
 
         Before the run runs a rank that leaves may have been refused, as this one then is in a moment.
         """
+        gone_since = math.inf
         while not self._left.wait(self._poll_seconds):
-            if self._elsewhere:
-                self._answer()
+            if self._hang_seconds < math.inf:
+                self._look_for_hangs()
             gone = self._gone_here()
-            status = self._run.read_status()
+            living = [peer.rank for peer in self._here if peer not in gone]
+            speaks = bool(self._elsewhere) and self._rank == min(living, default=-1)
+            if speaks and (self._run.signs / "search").exists():  # somebody who looks for lost ranks of any machine
+                self._touch(json.dumps(living))
+            status = self._run.read_status() if gone else {}
             if not gone or (status.get("state") in ("completed", "preempted") and status != self._run.earlier):
                 continue  # it has saved itself, and has said so before it went
-            if status.get("state") == "running":
+            gone_since = min(gone_since, time.monotonic())
+            stays = time.monotonic() - gone_since < self._leave_seconds
+            if status.get("state") == "running" or not stays:
                 self._tell(_words(gone))
-            if not self._left.wait(self._leave_seconds):
-                self._tell(_words(gone))
+            if not stays:
                 end_process((self._told() or LostRankError()).exit_code)
+
+    def _look_for_hangs(self) -> None:
+        silent_seconds = self._heartbeat.silent_seconds if self._heartbeat.beats else 0.0
+        # Started anew at every turn, so that it runs out only where this thread no longer turns.
+        faulthandler.dump_traceback_later(
+            max(0.0, self._hang_seconds - silent_seconds) + 2 * self._grace_seconds, exit=True, file=STDERR
+        )
+        if silent_seconds > self._hang_seconds or len(self._missing()) < len(self._all):
+            self._end_hung(f"no step for more than {self._hang_seconds:g} s")
+
+    def _end_hung(self, why: str) -> NoReturn:
+        """Write, wait for the others, and end. `why` is true of some rank, and the same on all."""
+        try:
+            self.stacks.mkdir(parents=True, exist_ok=True)
+            names = "".join(f"  0x{thread.ident or 0:016x} {thread.name}\n" for thread in threading.enumerate())
+            with atomic_file(self.stacks / f"rank-{self._rank}.txt") as file:  # what the others see is complete
+                file.write(
+                    f"rank {self._rank} of {len(self._all)}, process {os.getpid()} on {socket.gethostname()}, "
+                    f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n"
+                    f"heartbeat {self._heartbeat.beats} was {self._heartbeat.silent_seconds:.1f} s ago "
+                    f"(0: busy with a save)\nthreads:\n{names}\n".encode()
+                )
+                file.flush()
+                faulthandler.dump_traceback(file)  # reads no source file: the file system may be what hangs
+            awaited(self._grace_seconds, lambda: not self._missing())
+            missing = self._missing()
+            silent = f" (rank {', '.join(map(str, missing))} wrote none: stopped, or gone)" if missing else ""
+            reason = f"{why}; stacks in {self.stacks}{silent}"
+            self._run.write_status("failed", reason=reason, exit_code=HangError.exit_code)
+            logger.error("rank %d: %s: ending.", self._rank, reason)
+        except OSError:
+            logger.exception("rank %d: %s, and its stacks cannot be written: ending.", self._rank, why)
+        finally:
+            end_process(HangError.exit_code)
+
+    def _missing(self) -> list[int]:
+        """The ranks that have written nothing in this start of the run."""
+        written = {path.name for path in self.stacks.glob("rank-*.txt")}
+        return [rank for rank in range(len(self._all)) if f"rank-{rank}.txt" not in written]
 
     def _tell(self, reason: str) -> None:
         if self._told() is None:  # one that failed has said so before it went
@@ -155,18 +220,10 @@ class Peers:
         """The ranks of this machine whose processes have ended."""
         return [peer for peer, process in self._here.items() if process is None or not is_alive(process)]
 
-    def _answer(self) -> None:
-        """Answer a rank that looks for lost ones: name those of this machine that live. One of them does it for all."""
-        gone = self._gone_here()
-        living = [peer.rank for peer in self._here if peer not in gone]
-        if self._rank == min(living, default=-1) and (self._run.signs / "search").exists():
-            self._touch(json.dumps(living))
-
     def _silent(self) -> list[Peer]:
         """The ranks of other machines of which nobody has said that they live."""
         with suppress(OSError):
-            answers = [name for name in os.listdir(self._run.signs) if name.startswith("[")]
-            living = {rank for name in answers for rank in json.loads(name)}
+            living = {rank for name in os.listdir(self._run.signs) if name[0] == "[" for rank in json.loads(name)}
             return [peer for peer in self._elsewhere if peer.rank not in living]
         return []
 
@@ -179,10 +236,8 @@ class Peers:
 def is_broken_connection(error: BaseException | None) -> bool:
     """True if `error` is, or comes of, a connection between ranks that broke. One that timed out did not."""
     while error is not None:
-        text = str(error)
-        if isinstance(error, dist.DistNetworkError) or any(words in text for words in _BROKEN_NCCL):
-            return True
-        if "gloo" in text and any(words in text for words in _BROKEN):
+        known = (*_BROKEN_NCCL, *(_BROKEN if "gloo" in str(error) else ()))
+        if isinstance(error, dist.DistNetworkError) or any(words in str(error) for words in known):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -200,122 +255,78 @@ def machine() -> str:
     return " ".join(facts)
 
 
-def _process(pid: int) -> psutil.Process | None:
-    try:
-        return psutil.Process(pid)
-    except psutil.NoSuchProcess:
-        return None
-
-
 def _words(lost: Sequence[Peer], error: BaseException | None = None) -> str:
     """`error`: what was met, where nobody is known to be gone."""
     if not lost:
         return f"the connection between the ranks broke, but none is known to be gone: look at the network ({error})"
-    names = ", ".join(map(str, lost))
-    are = "is" if len(lost) == 1 else "are"
     return (
-        f"{names} {are} gone without a word: killed (by a signal, or for lack of memory: see `dmesg`), crashed, or cut "
-        "off. The other ranks are not at fault; `--resume auto` goes on from the newest checkpoint."
+        f"{', '.join(map(str, lost))} {'is' if len(lost) == 1 else 'are'} gone without a word: killed (by a signal, or "
+        "for lack of memory: see `dmesg`), crashed, or cut off. The other ranks are not at fault; `--resume auto` goes "
+        "on from the newest checkpoint."
     )
 
 
-class Watchdog:
-    """Ends this rank, and every other, when one takes no step for too long. Use as a context manager around the loop.
+@contextmanager
+def ending_recorded(folder: RunFolder, world: World, peers: Peers, *, spare: bool) -> Iterator[Callable[[], None]]:
+    """Keep `run.json` true: running once the function it yields is called, then completed, preempted or failed.
 
-    The watch begins with the first heartbeat, which the loop gives with its first batch in hand: what comes before
-    (downloads, compilation, the first documents) has no limit but that of the collectives the others wait in,
-    `infra.distributed_timeout_minutes`. It does not sleep while the run is `busy`, but nothing counts as silence then.
+    What goes wrong before that is recorded too, unless `spare`: a resume that is refused leaves the good end of the
+    earlier start alone, but no failure, which a supervisor would act on once more. Any rank may be the one that
+    fails; the folder keeps the first reason. Every error leaves as a DsEncDecError, and none is replaced by one of the
+    recording.
     """
+    began = False
 
-    def __init__(
-        self,
-        stop: StopRequest,
-        timeout_minutes: float | None,
-        run: RunFolder,
-        collectives: HostCollectives,
-        grace_seconds: float = 15.0,
-        poll_seconds: float = 1.0,
-    ) -> None:
-        """Collective. `timeout_minutes`: None for no watch. `grace_seconds`: how long to wait for others' stacks."""
-        self._heartbeat = stop.heartbeat
-        self._timeout_seconds = None if timeout_minutes is None else timeout_minutes * 60
-        self._run = run
-        self._rank, self._world_size = collectives.rank, collectives.world_size
-        # One folder per start: what an earlier start of the run left behind is no news, and is kept.
-        self.stacks = collectives.on_rank_zero(lambda: unused_path(run.stacks / time.strftime("%Y%m%d-%H%M%S")))
-        self._grace_seconds = grace_seconds
-        self._poll_seconds = poll_seconds
-        self._left = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def __enter__(self) -> Watchdog:
-        if self._timeout_seconds is not None:
-            watch = threading.Thread(target=self._watch, args=(self._timeout_seconds,), name="watchdog", daemon=True)
-            watch.start()
-            self._thread = watch
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._left.set()
-        if self._thread is not None:
-            # A rank gets here by the errors of peers that have ended, while its own watchdog is still waiting for
-            # others: then the watchdog has the last word, and its exit code.
-            self._thread.join()
-            faulthandler.cancel_dump_traceback_later()
-
-    def _watch(self, timeout_seconds: float) -> None:
-        while not self._left.wait(self._poll_seconds):
-            silent_seconds = self._heartbeat.silent_seconds if self._heartbeat.beats else 0.0
-            remaining_seconds = max(0.0, timeout_seconds - silent_seconds)
-            # Started anew at every turn, so that it runs out only where this thread no longer turns.
-            faulthandler.dump_traceback_later(remaining_seconds + 2 * self._grace_seconds, exit=True, file=STDERR)
-            if silent_seconds > timeout_seconds or self._written():
-                self._end(f"no step for more than {timeout_seconds:g} s")
-
-    def _end(self, why: str) -> NoReturn:
-        """Write, wait for the others, and end. `why` is true of some rank, and the same on all."""
-        try:
-            self._write_stacks()
-            missing = self._await_others()
-            silent = f" (rank {', '.join(map(str, missing))} wrote none: stopped, or gone)" if missing else ""
-            reason = f"{why}; stacks in {self.stacks}{silent}"
-            self._run.write_status("failed", reason=reason, exit_code=HangError.exit_code)
-            logger.error("rank %d: %s: ending.", self._rank, reason)
-        except OSError:
-            logger.exception("rank %d: %s, and its stacks cannot be written: ending.", self._rank, why)
-        finally:
-            end_process(HangError.exit_code)
-
-    def _write_stacks(self) -> None:
-        self.stacks.mkdir(parents=True, exist_ok=True)
-        names = "".join(f"  0x{thread.ident or 0:016x} {thread.name}\n" for thread in threading.enumerate())
-        with atomic_file(self.stacks / _stacks_name(self._rank)) as file:  # what the others see is complete
-            file.write(
-                f"rank {self._rank} of {self._world_size}, process {os.getpid()} on {socket.gethostname()}, "
-                f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n"
-                f"heartbeat {self._heartbeat.beats} was {self._heartbeat.silent_seconds:.1f} s ago "
-                f"(0: busy with a save)\nthreads:\n{names}\n".encode()
+    def begin() -> None:
+        nonlocal began
+        began = True
+        if world.is_main:
+            record(
+                folder,
+                "running",
+                started_at=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                world_size=world.world_size,
+                launcher=world.launcher,
+                **environment_facts(),
             )
-            file.flush()
-            faulthandler.dump_traceback(file)  # reads no source file: the file system may be what hangs
 
-    def _await_others(self) -> list[int]:
-        """The ranks that have written nothing when all have, or the grace period is over."""
-        deadline = time.monotonic() + self._grace_seconds
-        while True:
-            written = self._written()
-            missing = [rank for rank in range(self._world_size) if _stacks_name(rank) not in written]
-            if not missing or time.monotonic() > deadline:
-                return missing
-            time.sleep(0.1)
-
-    def _written(self) -> set[str]:
-        """The names of the files that ranks have written in this start of the run."""
-        try:
-            return {name for name in os.listdir(self.stacks) if name.startswith("rank-")}
-        except FileNotFoundError:
-            return set()
+    try:
+        yield begin
+    except BaseException as error:
+        named = named_error(error, world.rank, peers)
+        refused = spare and not began and not isinstance(named, LostRankError)
+        spared = refused and folder.earlier.get("state") in ("completed", "preempted")
+        if not spared and not isinstance(named, RunFolderGoneError):
+            state = "preempted" if isinstance(named, Preempted) else "failed"
+            record(folder, state, reason=str(named), exit_code=named.exit_code)
+        if named is error:
+            raise
+        raise named from error
+    if world.is_main:
+        record(folder, "completed", exit_code=0)
 
 
-def _stacks_name(rank: int) -> str:
-    return f"rank-{rank}.txt"
+def record(folder: RunFolder, state: str, **facts: Any) -> None:
+    """Write `run.json`, or log why that cannot be: it is no reason for a run to end otherwise than it does."""
+    try:
+        folder.write_status(state, **facts)
+    except Exception as error:
+        logger.error(
+            "%s could not be written, so it does not say that the run is %s: %s", folder.run_json, state, error
+        )
+
+
+def named_error(error: BaseException, rank: int, peers: Peers | None = None) -> DsEncDecError:
+    """The error as one of ours, with an exit code. Where there are `peers`, one of theirs that is gone is named."""
+    if isinstance(error, DsEncDecError) and type(error) is not DsEncDecError:
+        return error
+    if is_out_of_memory(error):
+        return OutOfMemoryError(
+            f"{out_of_memory(error, rank)} A GPU needs less with training.activation_checkpointing=full, "
+            "a higher infra.sharding_stage or infra.offload_optimizer=cpu, and in a new run with a smaller "
+            "training.per_device_train_batch_size; the host with infra.pin_memory=false, training.async_save=false "
+            "or infra.offload_optimizer=none."
+        )
+    lost = peers.explain(error) if peers is not None else None
+    ours = error if isinstance(error, DsEncDecError) else None
+    return lost or ours or DsEncDecError(f"rank {rank}: {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""Asked to stop: signals, and a launcher that is gone.
+"""Asked to stop: signals, a launcher that is gone, and readers of the output that are.
 
 Schedulers send SIGTERM or SIGUSR1, a person SIGINT. They reach the ranks at different moments, and
 some ranks not at all, so the loop exchanges `StopRequest.requested` between ranks once per step and
@@ -9,25 +9,32 @@ A rank whose peer has died may sit in a collective for ever. DeepSpeed's launche
 the other and gives each 30 seconds; a rank that has not taken a step for a while ends at its SIGTERM instead, unless
 it is saving.
 
+The reader of its standard output may leave before the end, too, as in `ds-encdec plan | head -1`. For most verbs that
+is the end: nobody wants the rest. A training goes on without: what it is for is in its folder.
+
 A program watches from its first line on. Until its ranks have met there is nothing to save, and a rank that waits for
 the others answers no signal: there the watch ends the process.
 """
 
 from __future__ import annotations
 
+import io
+import itertools
 import logging
 import math
 import os
 import select
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import NoReturn
+from types import FrameType
+from typing import Any, NoReturn, TypeVar
 
 import psutil
 
@@ -35,6 +42,8 @@ from ds_encdec.launch.world import LAUNCHER_PROGRAMS, SINGLE_PROCESS, World
 from ds_encdec.types import HangError, Preempted
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
@@ -66,7 +75,7 @@ class Heartbeat:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Keep the rank from being taken for stuck during what takes as long as it takes, such as a save."""
+        """Keep the rank from being taken for stuck during what takes as long as it takes: a save, or a wait for one."""
         self._end_pause()
         self._busy_depth += 1
         try:
@@ -87,6 +96,7 @@ class Heartbeat:
         self._last = now
 
 
+@dataclass(eq=False)
 class StopRequest:
     """Notices that this run should end. Use as a context manager around the run, in the main thread.
 
@@ -97,34 +107,25 @@ class StopRequest:
     with HangError's exit code, since nothing else would end it, and `before_end` is told why.
     """
 
-    def __init__(
-        self,
-        world: World,
-        grace_seconds: float = 300.0,
-        poll_seconds: float = 2.0,
-        stuck_seconds: float = 60.0,
-        whole_process: bool = False,
-    ) -> None:
-        self._world = world
-        self._whole_process = whole_process
-        self._met = not whole_process
-        self._launchers = [] if world.launcher == SINGLE_PROCESS else launchers_above(os.getpid())
-        self._grace_seconds = grace_seconds
-        self._poll_seconds = poll_seconds
-        self._stuck_seconds = stuck_seconds
-        self.reason: str | None = None
+    world: World
+    grace_seconds: float = 300.0
+    poll_seconds: float = 2.0
+    stuck_seconds: float = 60.0
+    whole_process: bool = False
+    before_end: Callable[[str], None] = lambda why: None
+    reason: str | None = field(default=None, init=False)
+    heartbeat: Heartbeat = field(default_factory=Heartbeat, init=False)
+
+    def __post_init__(self) -> None:
+        self._met = not self.whole_process
+        self._launchers = [] if self.world.launcher == SINGLE_PROCESS else launchers_above(os.getpid())
         self._signalled_at = 0.0
-        self._terminated = False
         self._interrupted = False
+        self._seen = False
         self._arrivals, self._noted = socket.socketpair()
         self._arrivals.setblocking(False)
         self._noted.setblocking(False)  # as set_wakeup_fd demands
-        self._previous_wakeup_fd = -1
-        self._seen = False
-        self.heartbeat = Heartbeat()
-        self.before_end: Callable[[str], None] = lambda why: None
         self._left = threading.Event()
-        self._previous_handlers: dict[int, object] = {}
 
     @property
     def requested(self) -> bool:
@@ -132,10 +133,6 @@ class StopRequest:
         self.heartbeat.beat()
         self._seen = self.reason is not None
         return self._seen
-
-    def busy(self) -> AbstractContextManager[None]:
-        """See `Heartbeat.busy`; it also wraps waiting for a save."""
-        return self.heartbeat.busy()
 
     def acknowledge(self) -> None:
         """The ranks have agreed to stop, whoever was asked first: this one may take its time to save."""
@@ -146,33 +143,25 @@ class StopRequest:
         self.heartbeat = Heartbeat()  # waiting for the others was no silence
         self._met = True
 
-    def comes_within(self, seconds: float) -> bool:
-        """True if this rank has been asked to stop, or is while this waits, for `seconds` at most."""
-        deadline = time.monotonic() + seconds
-        while self.reason is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return self.reason is not None
-
     def __enter__(self) -> StopRequest:
         # First, so that every signal with a handler is written down.
         self._previous_wakeup_fd = signal.set_wakeup_fd(self._noted.fileno(), warn_on_full_buffer=False)
-        for number in STOP_SIGNALS:
-            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                continue  # nohup: the run is meant to outlive its terminal
-            self._previous_handlers[number] = signal.signal(number, self._on_signal)
+        self._previous_handlers = {
+            number: signal.signal(number, self._on_signal)
+            for number in STOP_SIGNALS
+            # nohup: the run is meant to outlive its terminal
+            if not (number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN)
+        }
         threading.Thread(target=self._watch, name="stop-watch", daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._left.set()
         with suppress(BlockingIOError):
             self._noted.send(b"\0")  # the watch need not wait for its next turn
-        ended_well = kind is None or issubclass(kind, Preempted)
+        over = self.whole_process and (error is None or isinstance(error, Preempted))
         for number, handler in self._previous_handlers.items():
-            after = signal.SIG_IGN if self._whole_process and ended_well else handler
-            signal.signal(number, after)  # type: ignore[arg-type]  # what signal.signal returned
+            signal.signal(number, signal.SIG_IGN if over else handler)
         signal.set_wakeup_fd(self._previous_wakeup_fd)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -182,41 +171,45 @@ class StopRequest:
             raise KeyboardInterrupt  # the second Ctrl-C: now, without a checkpoint
         self._signalled_at = now
         self.reason = self.reason or signal.Signals(number).name
-        self._terminated = self._terminated or number == signal.SIGTERM
 
     def _watch(self) -> None:
         """Look after launchers and heartbeats, in a thread: the main one may sit in a collective for ever."""
-        first_at = math.inf
+        first_at, terminated = math.inf, False
         while not self._left.is_set():
             arrived = self._arrived()
             again = signal.SIGINT in arrived and time.monotonic() - first_at > SAME_CTRL_C_SECONDS
-            if again and not self._left.wait(self._poll_seconds) and not self._interrupted:
+            if again and not self._left.wait(self.poll_seconds) and not self._interrupted:
                 self._end("A second Ctrl-C, which the rank does not answer")
             if arrived:
                 first_at = min(first_at, time.monotonic())
             gone = self._gone_launcher()
             if not self._met and (gone or arrived):
-                why = gone or arrived[0].name
-                logger.error("Stopped before the ranks had met (%s): there was nothing to save.", why)
+                logger.error(
+                    "Stopped before the ranks had met (%s): there was nothing to save.", gone or arrived[0].name
+                )
                 end_process(Preempted.exit_code)
             if gone:
                 self.reason = self.reason or gone
                 logger.error("%s: saving and stopping.", gone.capitalize())
-                if not self._left.wait(self._grace_seconds):
-                    self._end(f"Still running {self._grace_seconds:.0f} s after the launcher went")
+                if not self._left.wait(self.grace_seconds):
+                    self._end(f"Still running {self.grace_seconds:.0f} s after the launcher went")
                 return
-            self._terminated = self._terminated or signal.SIGTERM in arrived
+            terminated = terminated or signal.SIGTERM in arrived
             silent_seconds = self.heartbeat.silent_seconds
-            if self._terminated and not self._seen and silent_seconds > self._patience_seconds():
+            patience_seconds = max(self.stuck_seconds, 2 * self.heartbeat.longest_pause_seconds)
+            if terminated and not self._seen and silent_seconds > patience_seconds:
                 self._end(f"Asked to stop, and no step for {silent_seconds:.0f} s: another rank is probably gone")
-            select.select([self._arrivals], [], [], self._poll_seconds)
+            select.select([self._arrivals], [], [], self.poll_seconds)
 
     def _gone_launcher(self) -> str | None:
-        """Which of the launchers above this process is no more, in words."""
-        gone = [launcher for launcher in self._launchers if not is_alive(launcher)]
-        if gone:
-            return f"launcher {gone[0].pid} gone"
-        return "launcher gone" if not self._launchers and is_orphan(self._world) else None
+        """Which of the launchers above this process is no more, in words.
+
+        One that was gone before anybody could look for it has left this process to init. A launcher may be a
+        container's first process itself, but it would be a python program.
+        """
+        if not self._launchers and self.world.launcher in LAUNCHER_PROGRAMS:
+            return "launcher gone" if os.getppid() == 1 and not _python_words(1) else None
+        return next((f"launcher {gone.pid} gone" for gone in self._launchers if not is_alive(gone)), None)
 
     def _arrived(self) -> list[signal.Signals]:
         """The stop signals that have come since the last call.
@@ -230,9 +223,6 @@ class StopRequest:
             return []
         return [number for number in STOP_SIGNALS if number in numbers]
 
-    def _patience_seconds(self) -> float:
-        return max(self._stuck_seconds, 2 * self.heartbeat.longest_pause_seconds)
-
     def _end(self, why: str) -> None:
         logger.error("%s: ending.", why)
         # In a thread, for a file system may be what hangs.
@@ -242,15 +232,22 @@ class StopRequest:
         end_process(HangError.exit_code)
 
 
+def awaited(seconds: float, look: Callable[[], T]) -> T:
+    """Return the answer of `look` as soon as that is true, or when `seconds` are over."""
+    deadline = time.monotonic() + seconds
+    while not (found := look()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
 def end_process(exit_code: int) -> NoReturn:
     """End this process, whose main thread may never return, with `exit_code`; and its children.
 
     A data worker ends at its next write after its parent's death, which one that hangs itself never makes.
     """
-    try:
+    children: list[psutil.Process] = []
+    with suppress(psutil.Error):
         children = psutil.Process().children(recursive=True)
-    except psutil.Error:
-        children = []
     for child in children:
         with suppress(psutil.Error):  # gone meanwhile
             child.kill()
@@ -264,31 +261,20 @@ def launchers_above(pid: int) -> list[psutil.Process]:
     terminal or a scheduler ends. Shells and ssh above them may go without harm, so the walk
     stops at the first ancestor that is no launcher.
     """
-    found: list[psutil.Process] = []
-    for ancestor in psutil.Process(pid).parents():
-        try:
-            interpreter, *arguments = ancestor.cmdline() or [""]
-        except psutil.Error:
-            break
-        program = {Path(argument).name for argument in arguments[:3]}  # after python's own -u and -m
-        if not Path(interpreter).name.startswith("python") or program.isdisjoint(LAUNCHER_PROGRAMS):
-            break
-        found.append(ancestor)
-    return found
+
+    def launches(ancestor: psutil.Process) -> bool:
+        words = _python_words(ancestor.pid)[1:4]  # after python's own -u and -m
+        return not LAUNCHER_PROGRAMS.isdisjoint(Path(word).name for word in words)
+
+    return list(itertools.takewhile(launches, psutil.Process(pid).parents()))
 
 
-def is_orphan(world: World) -> bool:
-    """True if a launcher started this process and was gone before anybody could look for it: init has adopted it.
-
-    A launcher may be a container's first process itself, but it would be a python program.
-    """
-    if world.launcher not in LAUNCHER_PROGRAMS or os.getppid() != 1:
-        return False
-    try:
-        interpreter = (psutil.Process(1).cmdline() or [""])[0]
-    except psutil.Error:
-        interpreter = ""
-    return not Path(interpreter).name.startswith("python")
+def _python_words(pid: int) -> list[str]:
+    """The command line of a python program; empty for any other, and where it cannot be seen."""
+    with suppress(psutil.Error):
+        words = psutil.Process(pid).cmdline()
+        return words if words and Path(words[0]).name.startswith("python") else []
+    return []
 
 
 @contextmanager
@@ -311,3 +297,52 @@ def is_alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
+
+
+@contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """Inside, output that nobody reads any more ends the process with 1, and without a traceback."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        stdout = sys.stdout.fileno()
+        poll = select.poll()
+        poll.register(stdout, 0)
+        if not poll.poll(0):  # another pipe
+            raise
+        # Python flushes once more when it exits (https://docs.python.org/3/library/signal.html#note-on-sigpipe).
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout)
+        raise SystemExit(1) from None
+
+
+def outlive_readers() -> None:
+    """From now on what is printed is dropped where nobody takes it: `| head`, a killed `tee`, a terminal that closed.
+
+    Of the whole process, at its file descriptors: libraries print, too, log, and flush once more at the exit. Streams
+    that are not the process's own (a test's, a notebook's) are left alone.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper) and stream is getattr(sys, f"__{name}__"):
+            with suppress(OSError):
+                stream.flush()
+            file = _Output(stream.fileno(), "w", closefd=False)
+            replaced = io.TextIOWrapper(
+                file if stream.write_through else io.BufferedWriter(file),  # like Python's own, which with -u has none
+                encoding=stream.encoding,
+                errors=stream.errors,
+                line_buffering=stream.line_buffering,
+                write_through=stream.write_through,
+            )
+            setattr(sys, name, replaced)
+
+
+class _Output(io.FileIO):
+    """Takes whatever is written, also where the file does not."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError:  # the reader is gone, the terminal, the disk is full
+            return len(data)

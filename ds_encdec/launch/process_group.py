@@ -15,15 +15,15 @@ import socket
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from ds_encdec.engines import ENGINES, EngineName, load
+from ds_encdec.launch.disk import build_folder, clear_stale_locks
 from ds_encdec.launch.peers import machine
-from ds_encdec.launch.user_cache import build_folder, clear_stale_locks
 from ds_encdec.launch.world import World
 from ds_encdec.types import ConfigError
 
@@ -46,14 +46,12 @@ def choose_device(requested: Literal["cuda", "cpu", "auto"], world: World) -> to
             "NVIDIA GPUs (the defaults: 8 of 80 GB). To try ds_encdec here, without any: "
             "--config ds_configs/quickstart.yaml; to run this one on the CPU: infra.device=cpu."
         )
-    if available == 1:
-        return torch.device("cuda", 0)
-    if world.local_world_size > available:
+    if 1 < available < world.local_world_size:
         raise ConfigError(
             f"{world.local_world_size} ranks were started on a machine with {available} CUDA devices. "
             f"Start at most {available} (deepspeed --num_gpus {available}, or slots={available} in the hostfile)."
         )
-    return torch.device("cuda", world.local_rank)
+    return torch.device("cuda", 0 if available == 1 else world.local_rank)
 
 
 def init_process_group(
@@ -75,21 +73,8 @@ def init_process_group(
     _prepare_environment(world, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store = _meet(world, timeout)
-    store.set_timeout(timeout)
-    store = dist.PrefixStore(meeting, store)
-    _share_the_node(world, device, store)
-    if package := ENGINES[engine].package:
-        problems = _everyones(_import(package, world), dist.PrefixStore("import", store), world)
-        if problem := next(filter(None, problems), None):
-            engine = _instead_of(package, problem, otherwise, world)
-    load(ENGINES[engine].join)(world, device, timeout, dist.PrefixStore("group", store))
-    return engine
-
-
-def _meet(world: World, timeout: timedelta) -> dist.Store:
     try:
-        store, *_ = next(rendezvous("env://", world.rank, world.world_size, timeout=timeout))
+        base, *_ = next(rendezvous("env://", world.rank, world.world_size, timeout=timeout))
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
@@ -98,7 +83,22 @@ def _meet(world: World, timeout: timedelta) -> dist.Store:
             "another run. Give all ranks a free one: --master_port N (deepspeed), --master-port N (torchrun), or "
             "MASTER_PORT where you set it yourself."
         ) from error
-    return store
+    store = dist.PrefixStore(meeting, base)
+    store.set_timeout(timeout)
+    _share_the_node(world, device, store)
+    if package := ENGINES[engine].package:
+        problems = _everyones(_import(package, world), dist.PrefixStore("import", store), world)
+        if problem := next(filter(None, problems), None):
+            problem = f"{package} is installed, but cannot be imported ({problem})."
+            if otherwise is None:
+                raise ConfigError(
+                    f"{problem} Mend that (often CUDA_HOME is not set, or it was built for another torch), or set "
+                    "infra.distributed_type=fsdp, which trains the same with torch alone."
+                )
+            logger.log(logging.WARNING if world.is_main else logging.DEBUG, problem)
+            engine = otherwise
+    load(ENGINES[engine].join)(world, device, timeout, dist.PrefixStore("group", store))
+    return engine
 
 
 def _import(package: str, world: World) -> str | None:
@@ -117,26 +117,13 @@ def _import(package: str, world: World) -> str | None:
 
 def _everyones(mine: Any, store: dist.Store, world: World) -> list[Any]:
     """Every rank's value (of JSON's types), in the order of ranks. There is no group yet."""
-    keys = [str(rank) for rank in range(world.world_size)]
     store.set(str(world.rank), json.dumps(mine))
-    store.wait(keys)
-    found = store.multi_get(keys)
+    found = store.multi_get([str(rank) for rank in range(world.world_size)])  # which waits for them
     if store.add("read", 1) == world.world_size:
         store.set("read by all", "")
     if world.rank == 0:  # the store may end with this process
         store.wait(["read by all"])
     return list(map(json.loads, found))
-
-
-def _instead_of(package: str, problem: str, otherwise: EngineName | None, world: World) -> EngineName:
-    if otherwise is None:
-        raise ConfigError(
-            f"{package} is installed, but cannot be imported ({problem}). Mend that (often CUDA_HOME is not set, or it "
-            "was built for another torch), or set infra.distributed_type=fsdp, which trains the same with torch alone."
-        )
-    if world.is_main:
-        logger.warning("%s is installed, but cannot be imported (%s).", package, problem)
-    return otherwise
 
 
 def join_torch(world: World, device: torch.device, timeout: timedelta, store: dist.Store) -> None:
@@ -187,36 +174,27 @@ def shutdown() -> None:
     dist.destroy_process_group()
 
 
-class _Place(NamedTuple):
-    """A rank's machine and host name, the numbers of the cores that it may run on, and its GPU's identity."""
-
-    rank: int
-    machine: str
-    host: str
-    cores: list[int]
-    uuid: str | None
-
-
 def _share_the_node(world: World, device: torch.device, store: dist.Store) -> None:
     """Divide cores among the ranks that have the same ones; raise ConfigError, on all ranks, if two have one GPU."""
     uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-    mine = _Place(world.rank, machine(), socket.gethostname(), _usable_cores(), uuid)
-    places = [_Place(*place) for place in _everyones(mine, dist.PrefixStore("node", store), world)]
-    neighbours = [place for place in places if place.machine == mine.machine]  # not every launcher says how many
-    threads = openmp_threads(os.environ, mine.cores, [place.cores for place in neighbours])
+    # Containers and taskset allow fewer cores than there are.
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    mine = {"rank": world.rank, "machine": machine(), "host": socket.gethostname(), "cores": cores, "uuid": uuid}
+    places = _everyones(mine, dist.PrefixStore("node", store), world)
+    neighbours = [place for place in places if place["machine"] == mine["machine"]]  # not every launcher says how many
+    threads = openmp_threads(os.environ, cores, [place["cores"] for place in neighbours])
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
         torch.set_num_threads(threads)  # OpenMP may have read its variable already
-    on_gpu: dict[tuple[str, str], list[_Place]] = {}
+    on_gpu: dict[Any, list[dict[str, Any]]] = {}
     for place in places:
-        if place.uuid is not None:
-            on_gpu.setdefault((place.machine, place.uuid), []).append(place)
+        on_gpu.setdefault((place["machine"], place["uuid"] or place["rank"]), []).append(place)
     for crowded in on_gpu.values():
         if len(crowded) > 1:
             raise ConfigError(
-                f"Ranks {', '.join(str(place.rank) for place in crowded)} were started on the same GPU "
-                f"({crowded[0].host}, {crowded[0].uuid}). Start one rank for each GPU, or have the launcher give each "
-                "rank its own (Slurm: --gpus-per-task=1)."
+                f"Ranks {', '.join(str(place['rank']) for place in crowded)} were started on the same GPU "
+                f"({crowded[0]['host']}, {crowded[0]['uuid']}). Start one rank for each GPU, or have the launcher "
+                "give each rank its own (Slurm: --gpus-per-task=1)."
             )
 
 
@@ -228,10 +206,9 @@ def openmp_threads(environ: Mapping[str, str], own: Collection[int], on_node: Se
     optimizer on one core takes longer than the rest of the step. So its 1 is no one's wish; any other number is.
     """
     given = environ.get("OMP_NUM_THREADS")
-    if given is None or (given == "1" and "TORCHELASTIC_RUN_ID" in environ):
-        sharing = sum(not set(own).isdisjoint(others) for others in on_node)
-        return max(1, len(own) // max(1, sharing))
-    return None
+    if given is not None and (given != "1" or "TORCHELASTIC_RUN_ID" not in environ):
+        return None
+    return max(1, len(own) // max(1, sum(not set(own).isdisjoint(others) for others in on_node)))
 
 
 def _prepare_environment(world: World, device: torch.device) -> None:
@@ -251,8 +228,3 @@ def _prepare_environment(world: World, device: torch.device) -> None:
         if world.num_nodes == 1 and "lo" in (name for _, name in socket.if_nameindex()):
             # Where the host's own name does not resolve, or only to a foreign interface, gloo cannot connect.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-
-
-def _usable_cores() -> list[int]:
-    """Cores that this process may run on (containers and taskset allow fewer than there are)."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))

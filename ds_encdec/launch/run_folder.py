@@ -1,4 +1,4 @@
-"""The folder of a run: its paths, the lock that keeps a second run out, and `run.json`.
+"""The folder of a run: its paths, the lock that keeps a second run out, and `run.json` with the facts of the run.
 
 OUTPUT_DIR/
   checkpoints/step-00001000/   see checkpoint/folder.py
@@ -7,7 +7,7 @@ OUTPUT_DIR/
   config.yaml  ds_config.json  what the run was started with; the latter where DeepSpeed runs
   metrics.jsonl                one JSON object per logging interval
   metrics.abandoned.jsonl      the lines that rollbacks took back
-  ledger.jsonl                 what happened to the run, and what it did about it (monitor/events.py)
+  ledger.jsonl                 what happened to the run, and what it did about it (monitor/metrics_file.py)
   stacks/                      what every rank was doing when the run hung (launch/peers.py)
   run.json                     running | completed | preempted | failed, with reason and exit code
   .run.json.spare              room on the disk for the ending, which is to be told on a full one, too
@@ -19,16 +19,24 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import json
 import os
+import platform
+import re
+import shlex
 import socket
+import subprocess
+import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from ds_encdec.launch.atomic_files import write_atomically
-from ds_encdec.launch.disk import NO_SPACE
+import psutil
+
+from ds_encdec.launch.disk import NO_SPACE, cpu_line, flush_folder, installed_versions, write_atomically
 from ds_encdec.types import CheckpointError, ConfigError, LostRankError, OutputLockedError
 
 SPARE_BYTES = 16384
@@ -99,15 +107,13 @@ class RunFolder:
 
     def require_present(self) -> None:
         """Raise RunFolderGoneError where the folder that this process has claimed was deleted, or replaced, since."""
-        if self._lock is None:
-            return
         try:
-            present = os.path.samestat(os.fstat(self._lock.fileno()), os.stat(self.root / ".lock"))
-        except FileNotFoundError:
-            present = False
-        except OSError:
-            return  # the file system does not answer now: the next save will say so
-        if not present:
+            gone = self._lock is not None and not os.path.samestat(
+                os.fstat(self._lock.fileno()), os.stat(self.root / ".lock")
+            )
+        except OSError as error:  # where the file system does not answer now, the next save will say so
+            gone = isinstance(error, FileNotFoundError)
+        if gone:
             raise RunFolderGoneError(
                 f"infra.output_dir: {self.root} was deleted or replaced while this run was writing into it. Its "
                 "checkpoints are gone, and no others can be saved, so the run ends. Put a copy of the folder there and "
@@ -133,8 +139,8 @@ class RunFolder:
             previous = self.read_status()
             if state == "failed" and previous != self.earlier and previous.get("state") not in (None, "running"):
                 return
-            record = {**previous, **facts, "state": state, "reason": reason, "exit_code": exit_code}
-            record["updated_at"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+            now = {"exit_code": exit_code, "updated_at": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+            record = {**previous, **facts, "state": state, "reason": reason, **now}
             try:
                 write_atomically(self.run_json, json.dumps(record, indent=2) + "\n")
             except OSError as error:
@@ -149,10 +155,8 @@ class RunFolder:
         """
         with suppress(OSError):  # a disk that is full already may have the last word
             (self.root / ".run.json.lock").touch()
-            with open(self._spare, "wb") as file:
-                file.write(b" " * SPARE_BYTES)
-                file.flush()
-                os.fsync(file.fileno())
+            self._spare.write_bytes(b" " * SPARE_BYTES)
+            flush_folder(self._spare)
         with suppress(OSError):
             if not resume:
                 self.run_json.unlink(missing_ok=True)
@@ -166,8 +170,7 @@ class RunFolder:
             record["reason"] = record["reason"][: len(record["reason"]) // 2]
         with open(self._spare, "r+b") as file:
             file.write(text.ljust(SPARE_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
+        flush_folder(self._spare)
         os.replace(self._spare, self.run_json)
 
     def read_status(self) -> dict[str, Any]:
@@ -198,3 +201,75 @@ def lock_file(file: IO[str], *, wait: bool = False) -> bool:
             "daemon, or `-o local_lock=flock`), or choose an infra.output_dir on another file system."
         ) from error
     return True
+
+
+def environment_facts() -> dict[str, Any]:
+    """The command and its commit, this host and its devices, and the versions that decide a run's numbers.
+
+    Facts that cannot be had here, such as the commit of an installed wheel, are left out.
+    """
+    import torch  # which a report does without
+
+    # Linux names the model there; elsewhere the architecture has to do.
+    cpu = cpu_line("model name").partition(": ")[2] or platform.processor() or platform.machine()
+    facts = {
+        "command": masked(sys.argv),
+        **git_state(Path(__file__).resolve().parent),
+        "host": socket.gethostname(),
+        "device": cpu,
+        "cpu": f"{os.cpu_count()} × {cpu}",
+        "host_memory_bytes": psutil.virtual_memory().total,
+        "python": platform.python_version(),
+        # deepspeed is not needed, and a checkout may not be installed
+        **installed_versions("ds_encdec", "torch", "transformers", "deepspeed"),
+    }
+    if torch.cuda.is_available():
+        facts |= {
+            "device": torch.cuda.get_device_name(),
+            "device_count": torch.cuda.device_count(),
+            "cuda": torch.version.cuda or "none",
+            "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0],
+        }
+    return facts
+
+
+_SECRET = (
+    r"[\w.-]*(?:secret|passw|passphrase|pass(?![a-z])|pwd|credential|auth(?!or(?!iz))|bearer|token(?!s|iz)"
+    r"|key(?:[_-]?(?:id|file|path))?(?![\w.-]))[\w.-]*"
+)
+_SECRETS = re.compile(
+    rf"""(?is)({_SECRET}=).+|({_SECRET}["']?\s*:\s*)(?:"[^"]*"|'(?:''|[^'])*'|[^,}}]+)|(?<=://)[^@\s]+(?=@)"""
+)
+
+
+def masked(words: Sequence[str]) -> str:
+    """The command line without the values of options whose names hold token, secret, key or password.
+
+    `--token X`, `name.token=X`, `{"api_key": "X"}` and `https://user:X@host` are known; `num_tokens` and tokenizers
+    are no secrets.
+    """
+
+    def shown(before: str, word: str) -> str:
+        alone = before.startswith("-") and "=" not in before and re.fullmatch(f"(?i){_SECRET}", before)
+        return "***" if alone else _SECRETS.sub(lambda match: f"{match[1] or match[2] or ''}***", word)
+
+    return shlex.join([*words[:1], *itertools.starmap(shown, itertools.pairwise(words))])
+
+
+def git_state(folder: Path) -> dict[str, Any]:
+    """`git_commit` of the checkout that tracks `folder`, and `git_dirty`: tracked files have changed; {} for none."""
+    git = ("git", "-C", str(folder))
+    if not _output(*git, "ls-files", "."):
+        return {}  # installed, perhaps into somebody else's repository
+    return {
+        "git_commit": _output(*git, "rev-parse", "HEAD"),
+        "git_dirty": bool(_output(*git, "status", "--porcelain", "--untracked-files=no")),
+    }
+
+
+def _output(*command: str) -> str:
+    """The output of a program; empty where it is absent, fails, or does not answer within seconds."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

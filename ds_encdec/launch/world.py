@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,11 +62,6 @@ class Launcher:
     own: Mapping[str, str]
     programs: tuple[str, ...] = ()
 
-    @property
-    def variables(self) -> dict[str, str]:
-        """Field of a World → environment variable."""
-        return {**_REQUIRED, **self.own}
-
 
 LAUNCHERS = (
     # torch/distributed/elastic/agent/server/local_elastic_agent.py sets these for every worker.
@@ -103,8 +99,7 @@ The variable that tells it → the program, and how the number of tasks is read 
 
 def free_port() -> int:
     """A TCP port on the loopback interface that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
 
 
@@ -115,9 +110,8 @@ def discover(environ: Mapping[str, str], choose_port: Callable[[], int] = free_p
     that names no MASTER_PORT. Raises ConfigError, naming the variables, when they are incomplete, not
     numbers, or contradict each other, and where this is one of several tasks that no launcher explains.
     """
-    for launcher in LAUNCHERS:
-        if launcher.marker in environ:
-            return _read(launcher, environ)
+    if launcher := next((row for row in LAUNCHERS if row.marker in environ), None):
+        return _read(launcher, environ)
     stray = [name for name in ("WORLD_SIZE", "LOCAL_RANK") if name in environ]
     if stray:
         raise ConfigError(
@@ -131,11 +125,9 @@ def discover(environ: Mapping[str, str], choose_port: Callable[[], int] = free_p
 def _refuse_unexplained_tasks(environ: Mapping[str, str]) -> None:
     """Raise ConfigError where this is one task of several: each would train alone, on the whole data."""
     for variable, (starter, count) in TASK_STARTERS.items():
-        value = environ.get(variable, "")
-        try:
+        tasks, value = 1, environ.get(variable, "")
+        with suppress(ValueError, TypeError):  # absent, or not what that starter writes
             tasks = count(value)
-        except (ValueError, TypeError):  # absent, or not what that starter writes
-            continue
         if tasks > 1:
             raise ConfigError(
                 f"{variable}={value} says that {starter} has started {tasks} tasks, but RANK, by which "
@@ -148,7 +140,7 @@ def _refuse_unexplained_tasks(environ: Mapping[str, str]) -> None:
 
 def _read(launcher: Launcher, environ: Mapping[str, str]) -> World:
     """The place that `launcher` tells. Raises ConfigError for variables that are missing or not numbers."""
-    variables = launcher.variables
+    variables = {**_REQUIRED, **launcher.own}
     required = [variables[field] for field in _REQUIRED]
     if missing := [name for name in required if not environ.get(name)]:
         raise ConfigError(
@@ -163,25 +155,23 @@ def _read(launcher: Launcher, environ: Mapping[str, str]) -> World:
         except ValueError:
             raise ConfigError(f"{variables[field]}={told[field]!r} is not a whole number") from None
     world = World(**{"local_world_size": told["world_size"], **told}, launcher=launcher.name)
-    _check(world, variables, environ)
+    if wrong := _contradicting(world, is_node=world.num_nodes == 1 and "num_nodes" in variables):
+        names = [variables[field] for field in wrong if field in variables]
+        listed = ", ".join(f"{name}={environ.get(name, '(unset)')}" for name in names)
+        raise ConfigError(f"Contradictory {world.launcher} environment: {listed}. Start all ranks by one launcher.")
     return world
 
 
-def _check(world: World, variables: Mapping[str, str], environ: Mapping[str, str]) -> None:
-    """Raise ConfigError for numbers that cannot be true together."""
-
-    def need(holds: bool, *fields: str) -> None:
-        if not holds:
-            names = [variables[field] for field in fields if field in variables]
-            listed = ", ".join(f"{name}={environ.get(name, '(unset)')}" for name in names)
-            raise ConfigError(f"Contradictory {world.launcher} environment: {listed}. Start all ranks by one launcher.")
-
-    need(0 <= world.rank < world.world_size, "rank", "world_size")
-    need(0 <= world.local_rank < world.local_world_size, "local_rank", "local_world_size")
-    need(1 <= world.local_world_size <= world.world_size, "local_world_size", "world_size")
-    need(0 <= world.node_rank < world.num_nodes, "node_rank", "num_nodes")
-    need(world.num_nodes <= world.world_size, "num_nodes", "world_size")
-    need(0 < world.master_port < 65536, "master_port")
-    if world.num_nodes == 1 and "num_nodes" in variables:
-        alone = world.local_world_size == world.world_size and world.local_rank == world.rank
-        need(alone, "rank", "local_rank", "local_world_size", "world_size", "num_nodes")
+def _contradicting(world: World, *, is_node: bool) -> tuple[str, ...]:
+    """The first fields whose numbers cannot be true together; `is_node`: the launcher says that there is one node."""
+    is_whole = world.local_world_size == world.world_size and world.local_rank == world.rank
+    rows = (
+        (0 <= world.rank < world.world_size, ("rank", "world_size")),
+        (0 <= world.local_rank < world.local_world_size, ("local_rank", "local_world_size")),
+        (1 <= world.local_world_size <= world.world_size, ("local_world_size", "world_size")),
+        (0 <= world.node_rank < world.num_nodes, ("node_rank", "num_nodes")),
+        (world.num_nodes <= world.world_size, ("num_nodes", "world_size")),
+        (0 < world.master_port < 65536, ("master_port",)),
+        (is_whole or not is_node, ("rank", "local_rank", "local_world_size", "world_size", "num_nodes")),
+    )
+    return next((fields for holds, fields in rows if not holds), ())

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from math import ceil, prod
 from pathlib import Path
 from typing import Any, Literal
@@ -78,33 +78,33 @@ class MicroBatch:
             "Q": sizes.num_attention_heads * sizes.head_dim,
             "K": sizes.num_key_value_heads * sizes.head_dim,
         }
-        mode, every_n = (
-            job.config.training.activation_checkpointing,
-            job.config.training.activation_checkpointing_every_n,
-        )
+        training = job.config.training
+        mode = training.activation_checkpointing
         self._mode = "full" if mode == "every_n" else mode
-        self._interval = {"none": 0, "every_n": every_n}.get(mode, 1)
+        self._interval = {"none": 0, "every_n": training.activation_checkpointing_every_n}.get(mode, 1)
+        numbers = "bf16" if training.bf16 else "fp16" if training.fp16 else "fp32"
+        self._kind = f"{job.device} {numbers}{' emulated' * (job.emulates_bf16 and training.bf16)}"
 
     def at_worst(self, part: str) -> Breakdown:
         """Beyond what layers keep: in the `loss`, the `head`'s backward pass, that of the `embedding`, `evaluation`."""
-        without = "" if self._job.trains_embedding else _HEAD_WEIGHT
-        if part == "embedding" and not self._job.sizes.tie_word_embeddings:
-            without = _HEAD_WEIGHT
-        return self._worst(_formulas(self._job, self._mode)[part], without)
+        is_counted = self._job.trains_embedding and (part != "embedding" or self._job.sizes.tie_word_embeddings)
+        return self._worst(_formulas(self._kind, self._mode)[part], "" if is_counted else _HEAD_WEIGHT)
 
     def layers(self) -> list[Layer]:
         """All layers in the order of the forward pass."""
-        job, layers = self._job, []
-        counts: dict[Side, int] = {"encoder": job.sizes.num_encoder_layers, "decoder": job.sizes.num_hidden_layers}
-        for side, count in counts.items():
-            make = cache(partial(self._layer, side))  # most layers are alike
-            for index in range(count):
-                layer = make(bool(self._interval) and index % self._interval == 0, is_last=index == count - 1)
-                layers.append(replace(layer, name=f"{side} layer {index}"))
-        return layers
+        sizes, make = self._job.sizes, cache(self._layer)  # most layers are alike
+        counts: dict[Side, int] = {"encoder": sizes.num_encoder_layers, "decoder": sizes.num_hidden_layers}
+        return [
+            replace(
+                make(side, bool(self._interval) and index % self._interval == 0, is_last=index == count - 1),
+                name=f"{side} layer {index}",
+            )
+            for side, count in counts.items()
+            for index in range(count)
+        ]
 
     def _layer(self, side: Side, recomputes: bool, *, is_last: bool) -> Layer:
-        job, formulas = self._job, _formulas(self._job, self._mode if recomputes else "none")
+        job, formulas = self._job, _formulas(self._kind, self._mode if recomputes else "none")
         # A tied head's gradient waits beside all layers; an untied one's is one of the engine's.
         without = "" if job.trains_embedding and job.sizes.tie_word_embeddings else _HEAD_WEIGHT
         at_work: list[str] = formulas[f"last {side}" if is_last else side]
@@ -114,11 +114,9 @@ class MicroBatch:
             kept += 0 if recomputes else scores
             swiglu = self._value(at_work[0]) - self._value(at_work[0].replace("*I", "*0"))  # done by then
             working += Breakdown(activations=scores + max(gradients - swiglu, 0.0))
-        offloaded = kept
-        if not recomputes and not job.emulates_bf16:
-            offloaded += 3 * self._symbols[side[0].upper()] * job.sizes.hidden_size * job.compute_bytes
-        offloaded *= 1.5 if job.device == "cuda" else 1.0
-        return Layer("", kept, offloaded, working)
+        inputs = 3 * self._symbols[side[0].upper()] * job.sizes.hidden_size * job.compute_bytes
+        copied = kept + (0 if recomputes or job.emulates_bf16 else inputs)
+        return Layer("", kept, copied * (1.5 if job.device == "cuda" else 1.0), working)
 
     def _scores(self, side: Side) -> tuple[float, float]:
         """Bytes that attention without a flash kernel on a GPU keeps, and that its backward pass works on.
@@ -152,15 +150,9 @@ class MicroBatch:
 
 
 @cache
-def _table() -> dict[str, dict[str, dict[str, Any]]]:
+def _formulas(kind: str, mode: str) -> dict[str, Any]:
     table: dict[str, dict[str, dict[str, Any]]] = json.loads(TABLE.read_text())
-    return table
-
-
-def _formulas(job: Job, mode: str) -> dict[str, Any]:
-    training = job.config.training
-    numbers = "bf16" if training.bf16 else "fp16" if training.fp16 else "fp32"
-    return _table()[f"{job.device} {numbers}{' emulated' * (job.emulates_bf16 and training.bf16)}"][mode]
+    return table[kind][mode]
 
 
 @cache

@@ -30,21 +30,19 @@ def auto_find_batch_size(model: nn.Module, sample_batch_fn: Callable[[int], Any]
     if not 1 <= min <= start:
         raise ValueError(f"start={start} and min={min}: sizes must be 1 <= min <= start")
     size = start
-    while True:
-        reason = _try(model, sample_batch_fn, size)
-        if reason is None:
-            return size
+    while (reason := _try(model, sample_batch_fn, size)) is not None:
         if size == min:
             raise OutOfMemoryError(f"not even a batch of {min} fits: {reason}")
         logger.info("a batch of %d does not fit (%s)", size, reason)
         size = max(min, size // 2)
+    return size
 
 
 def _try(model: nn.Module, sample_batch_fn: Callable[[int], Any], size: int) -> str | None:
     """None where a batch of `size` fits; else the first line of what ran out."""
     reason = None
     try:
-        _loss(_run(model, sample_batch_fn(size))).backward()
+        _loss(model, sample_batch_fn(size)).backward()
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -56,14 +54,9 @@ def _try(model: nn.Module, sample_batch_fn: Callable[[int], Any], size: int) -> 
     return reason
 
 
-def _run(model: nn.Module, batch: Any) -> Any:
+def _loss(model: nn.Module, batch: Any) -> Tensor:
     if isinstance(batch, Mapping):
-        return model(**batch)
-    if isinstance(batch, Sequence):
-        return model(*batch)
-    return model(batch)
-
-
-def _loss(output: Any) -> Tensor:
-    found = output if isinstance(output, Tensor) else output.loss
-    return found.sum()
+        output = model(**batch)
+    else:
+        output = model(*batch) if isinstance(batch, Sequence) else model(batch)
+    return (output if isinstance(output, Tensor) else output.loss).sum()

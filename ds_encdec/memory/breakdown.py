@@ -6,6 +6,7 @@ import dataclasses
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import ceil
 
 GIB = 2**30
 """Bytes of a GiB, the unit that memory is shown in."""
@@ -14,6 +15,11 @@ GIB = 2**30
 def in_gib(num_bytes: float) -> str:
     """A figure of a table in GiB, whose header has the unit."""
     return f"{num_bytes / GIB:,.1f}"
+
+
+def power_of_two(num_bytes: float) -> float:
+    """The next power of two, which torch's allocator of pinned memory rounds up to."""
+    return float(1 << (ceil(num_bytes) - 1).bit_length()) if num_bytes > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +93,11 @@ class EngineMemory:
     step. `sums_in_16_bits`: those of several micro-batches are added up so.
     """
 
-    resting: Breakdown
-    forward: Breakdown
     backward: Callable[[int, int], Breakdown]
-    step: Breakdown
-    host: HostBreakdown
+    resting: Breakdown = Breakdown()
+    forward: Breakdown = Breakdown()
+    step: Breakdown = Breakdown()
+    host: HostBreakdown = HostBreakdown()
     last_reduction: Breakdown = Breakdown()
     build: Breakdown = Breakdown()
     reduces_every_micro_batch: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import psutil
 import torch
 
 from ds_encdec.memory.model_memory import GB
-from ds_encdec.monitor.rank_stats import peak_host_bytes
+from ds_encdec.monitor.machine import peak_host_bytes
 from ds_encdec.types import ConfigError
 
 
@@ -32,14 +33,19 @@ def get_memory_stats(device: torch.device | str | int | None = None) -> dict[str
     beside it; its peak since the process began; and what is available of the machine, or of the control group
     (container, batch job) that this process is limited to. ConfigError where torch can use no such device.
     """
-    place = _device(device)
-    capacity = device_capacity(place)
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if place.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={place}: it must be a GPU (cuda) or the CPU")
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={place}: torch finds no GPU here; leave it out, or say cpu")
+    capacity, resident = device_capacity(place), psutil.Process().memory_info().rss
+    # The kernel brings a process's peak up to date a little later.
+    allocated, reserved, peak = resident, resident, max(peak_host_bytes(), resident)
     if place.type == "cuda":
         allocated, peak = torch.cuda.memory_allocated(place), torch.cuda.max_memory_allocated(place)
         reserved = torch.cuda.memory_reserved(place)
-    else:
-        allocated = reserved = psutil.Process().memory_info().rss
-        peak = max(peak_host_bytes(), allocated)  # the kernel brings its peak up to date a little later
     return {
         "allocated_gb": allocated / GB,
         "reserved_gb": reserved / GB,
@@ -74,17 +80,6 @@ def device_capacity(device: torch.device) -> Capacity:
     return Capacity(total, free)
 
 
-def _device(device: torch.device | str | int | None) -> torch.device:
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    if place.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device={place}: it must be a GPU (cuda) or the CPU")
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device={place}: torch finds no GPU here; leave it out, or say cpu")
-    return place
-
-
 def _control_groups(
     membership: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")
 ) -> Iterator[tuple[int, int]]:
@@ -98,22 +93,17 @@ def _control_groups(
         return  # no Linux
     for _, controllers, path in (line.split(":", 2) for line in lines):
         if controllers == "":
-            root, names = mounted, ("memory.max", "memory.current", "inactive_file")
+            root, (limit_name, use_name, cache_name) = mounted, ("memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
-            root, names = mounted / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            root, limit_name, use_name = mounted / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cache_name = "total_inactive_file"
         else:
             continue
         inner = root / path.strip("/")
         for group in (folder for folder in (inner, *inner.parents) if folder.is_relative_to(root)):
-            yield from _limit_and_use(group, *names)
-
-
-def _limit_and_use(group: Path, limit_name: str, use_name: str, cache_name: str) -> Iterator[tuple[int, int]]:
-    try:
-        limit, used = (group / limit_name).read_text().strip(), int((group / use_name).read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except OSError:
-        return  # the root group of a machine has no such files
-    if limit != "max":
-        # Files that nobody has read lately are given up before anything runs out.
-        yield int(limit), used - int(stat.get(cache_name, 0))
+            with suppress(OSError):  # the root group of a machine has no such files
+                limit, used = (group / limit_name).read_text().strip(), int((group / use_name).read_text())
+                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                if limit != "max":
+                    # Files that nobody has read lately are given up before anything runs out.
+                    yield int(limit), used - int(stat.get(cache_name, 0))

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from ds_encdec.engines import ENGINES, load
 from ds_encdec.memory.activations import MicroBatch
-from ds_encdec.memory.breakdown import GIB, Breakdown, EngineMemory, Estimate, HostBreakdown
+from ds_encdec.memory.breakdown import GIB, Breakdown, EngineMemory, Estimate
 from ds_encdec.memory.job import Job, with_micro_batch
 
 CUDA_CONTEXT_BYTES = 0.6 * GIB
@@ -31,10 +31,17 @@ DATA_WORKER_BYTES = 0.3 * GIB
 
 def estimate(job: Job) -> Estimate:
     """Estimate what `job` holds at its worst moment on each device, and on the host for each rank."""
-    engine = engine_memory(job)
+    engine, training = engine_memory(job), job.config.training
     moment, peak = max(step_parts(job, engine), key=lambda part: part[1].total)
-    peak += Breakdown(framework=_framework(job, peak.total))
-    return Estimate(peak=peak, moment=moment, host=_host(job, engine.host))
+    # Beside tensors; on a CPU the rank's own process is all of it.
+    framework = RANK_PROCESS_BYTES["cpu"]
+    process = engine.host.process + DATA_WORKER_BYTES * job.config.data.preprocessing_num_workers
+    if job.device == "cuda":
+        framework = CUDA_CONTEXT_BYTES + (NCCL_BYTES if job.world_size > 1 else 0.0) + FRAGMENTATION * peak.total
+        process += RANK_PROCESS_BYTES["cuda"]
+    offloaded = sum(layer.offloaded for layer in MicroBatch(job).layers()) if training.activation_offload else 0.0
+    host = dataclasses.replace(engine.host, activations=offloaded, process=process)
+    return Estimate(peak + Breakdown(framework=framework), moment, host)
 
 
 def engine_memory(job: Job) -> EngineMemory:
@@ -66,24 +73,7 @@ def step_parts(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]
     yield "reduction after the backward pass", resting + engine.last_reduction
     yield "optimizer step", resting + engine.step
     if job.config.training.eval_samples:
-        sized = with_micro_batch(job, job.config.training.per_device_eval_batch_size)
-        sized = dataclasses.replace(sized, gradient_accumulation_steps=1)  # there are no earlier gradients
+        sized = dataclasses.replace(job, gradient_accumulation_steps=1)  # there are no earlier gradients
+        sized = with_micro_batch(sized, job.config.training.per_device_eval_batch_size)
         yield "evaluation", resting + engine_memory(sized).forward + MicroBatch(sized).at_worst("evaluation")
     yield "building of the engine", engine.build
-
-
-def _framework(job: Job, allocated: float) -> float:
-    """Bytes that a device holds beside tensors."""
-    if job.device == "cpu":
-        return RANK_PROCESS_BYTES["cpu"]
-    return CUDA_CONTEXT_BYTES + (NCCL_BYTES if job.world_size > 1 else 0.0) + FRAGMENTATION * allocated
-
-
-def _host(job: Job, engine: HostBreakdown) -> HostBreakdown:
-    """Per rank: the engine's, offloaded activations, and processes (on a CPU the rank's own is the `framework`)."""
-    activations = 0.0
-    if job.config.training.activation_offload:
-        activations = sum(layer.offloaded for layer in MicroBatch(job).layers())
-    workers = DATA_WORKER_BYTES * job.config.data.preprocessing_num_workers
-    process = workers + (RANK_PROCESS_BYTES["cuda"] if job.device == "cuda" else 0.0)
-    return dataclasses.replace(engine, activations=activations, process=engine.process + process)

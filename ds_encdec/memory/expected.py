@@ -1,29 +1,55 @@
-"""The run's memory estimate, logged at start and compared with the measured peak."""
+"""The run's memory estimate: logged at start, compared with the measured peak, and explained when memory runs out.
+
+The message of the last says what was expected, what was measured, and which settings would fit.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import math
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import psutil
+import torch
 
-from ds_encdec.memory.breakdown import GIB, Estimate
+from ds_encdec.launch.memory_errors import is_of_device, is_of_driver, is_out_of_memory, out_of_memory
+from ds_encdec.launch.run_folder import RunFolder
+from ds_encdec.memory.breakdown import GIB, Breakdown, HostBreakdown
+from ds_encdec.memory.device_stats import GB, device_capacity, get_memory_stats
 from ds_encdec.memory.estimate import RANK_PROCESS_BYTES, engine_memory, estimate
 from ds_encdec.memory.job import Job
+from ds_encdec.memory.variants import (
+    BATCH_FIELDS,
+    HEADROOM,
+    Change,
+    Variant,
+    as_overrides,
+    nearest,
+    settings,
+    variant,
+)
+from ds_encdec.types import OutOfMemoryError
 
 logger = logging.getLogger(__name__)
 
-
 KERNEL_CACHE_BYTES = 0.5 * GIB
 """Kernels that oneDNN makes and keeps for each shape on a CPU. Measured: up to 0.55 GB."""
+SETTINGS = 3
+"""How many settings are proposed."""
+_PAGE_LOCKED = (
+    "The device has room, so it was page-locked memory of the host, which a system may limit to less than it has "
+    "(containers, WSL): infra.pin_memory=false needs little of it."
+)
 
 
 @dataclass(frozen=True, slots=True)
-class ExpectedMemory:
+class ExpectedMemory(Variant):
     """A run's job, and the estimate of it. `resident_bytes`: what the rank's process held when that was made."""
 
-    job: Job
-    estimate: Estimate
     resident_bytes: float = RANK_PROCESS_BYTES["cpu"]
 
     @property
@@ -41,27 +67,115 @@ class ExpectedMemory:
         added = tensors - engine_memory(self.job).resting.total + host.activations + host.save
         return psutil.Process().memory_info().rss + max(added, 0.0) + KERNEL_CACHE_BYTES
 
-    @property
-    def node_bytes(self) -> float:
-        """Bytes of host memory that all ranks of a node hold; on a CPU what they compute with is there too."""
-        on_device = self.estimate.peak.total if self.job.device == "cpu" else 0.0
-        return (on_device + self.estimate.host.total) * self.job.ranks_per_node
-
     def __str__(self) -> str:
-        on_gpu = self.job.device == "cuda"
         peak, host = self.estimate.peak, self.estimate.host
         of_process = self.resident_bytes + peak.total - peak.framework + host.total - host.process
-        per = f"GPU {gib(peak.total)}" if on_gpu else f"rank {gib(of_process)}"
+        per = f"GPU {gib(peak.total)}" if self.job.device == "cuda" else f"rank {gib(of_process)}"
         return f"estimated peak per {per} ({self.estimate.moment}), host {gib(self.node_bytes)} per node"
 
 
 def estimate_run(job: Job) -> ExpectedMemory | None:
     """The estimate of `job`. Returns None and warns if it fails; training goes on."""
     try:
-        return ExpectedMemory(job, estimate(job), psutil.Process().memory_info().rss)
+        return ExpectedMemory(job, estimate(job), resident_bytes=psutil.Process().memory_info().rss)
     except Exception:
         logger.warning("This run's memory could not be estimated, so mem/estimated_bytes is missing.", exc_info=True)
         return None
+
+
+@contextmanager
+def out_of_memory_explained(expected: ExpectedMemory | None, device: torch.device, rank: int) -> Iterator[None]:
+    """Inside, an error that means no memory leaves as OutOfMemoryError with all that is known; others as they are.
+
+    Takes no memory of the device, and gives back what the failed step held before it says anything.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if expected is None or not is_out_of_memory(error):
+            raise
+        named = out_of_memory(error, rank)
+        traceback.clear_frames(error.__traceback__)  # activations are local variables of the frames that it shows
+        try:
+            of_device = is_of_device(error, device_capacity(device).free_bytes)
+            hint = f"\n{_PAGE_LOCKED}" if is_of_driver(error) and not of_device else ""
+            more = f"{hint}\n{explanation(expected, device, rank, of_device=of_device)}"
+        except Exception:  # whatever it is, it must not take the place of the error that it is about
+            logger.exception("What would have fitted cannot be said:")
+            more = ""
+        raise OutOfMemoryError(f"{named}{more}") from error
+
+
+def explanation(expected: ExpectedMemory, device: torch.device, rank: int, *, of_device: bool) -> str:
+    """The estimate by category, this rank's measured peak, the capacity, and settings that would fit.
+
+    `of_device`: whether it is an accelerator's memory that ran out; else it is the host's.
+    """
+    device_bytes = device_capacity(device).total_bytes
+    host_bytes = device_capacity(torch.device("cpu")).total_bytes
+    measured = get_memory_stats(device if of_device else "cpu")["max_allocated_gb"] * GB
+    has = f"the host has {gib(host_bytes)} for {expected.job.ranks_per_node} ranks"
+    proposed = settings_that_fit(expected, device_bytes, host_bytes, of_device=of_device)
+    lines = [
+        f"Estimated for each rank, at its worst moment ({expected.estimate.moment}): "
+        f"{_itemised(expected.estimate.peak)}; in host memory: {_itemised(expected.estimate.host)}.",
+        f"Rank {rank} has held {gib(measured)} at most; {f'the device has {gib(device_bytes)}' if of_device else has}.",
+        "Settings that are estimated to fit, each by itself, the least disturbing first:"
+        if proposed
+        else "No other setting of this run is estimated to fit: use more ranks, or a smaller model.",
+    ]
+    for number, setting in enumerate(proposed, start=1):
+        only = "in a new run only: " if is_for_new_run(setting) else ""
+        needs = dataclasses.replace(expected, job=setting.job, estimate=setting.estimate)
+        lines.append(f"  {number}. {only}{as_overrides(setting.overrides)} ({needs})")
+    return "\n".join(lines)
+
+
+def settings_that_fit(expected: Variant, device_bytes: float, host_bytes: float, *, of_device: bool) -> list[Variant]:
+    """At most `SETTINGS` other settings that are estimated to fit, where an accelerator's or the host's memory ran out.
+
+    `device_bytes`: of one accelerator. `host_bytes`: of a node, for all its ranks.
+    """
+    job, peak, host, on_cpu = expected.job, expected.estimate.peak, expected.estimate.host, expected.job.device == "cpu"
+    fixed = host.process + (peak.framework if on_cpu else 0.0)
+    node_limit = _limit(expected.node_bytes, fixed * job.ranks_per_node, host_bytes)
+    limit = node_limit / job.ranks_per_node - host.total if on_cpu else device_bytes * (1 - HEADROOM)
+    if of_device:
+        limit, node_limit = _limit(peak.total, peak.framework, device_bytes), math.inf
+
+    def fits(row: Variant) -> bool:
+        return row.estimate.peak.total <= limit
+
+    # On a GPU's host page-locked buffers go first, which torch rounds up, and copies for saves in the background.
+    copies: list[Change] = [{"infra.pin_memory": False}, {"training.async_save": False}]
+    found: Iterable[Variant] = filter(fits, (variant(job, change) for change in (*copies, *settings(job))))
+    if of_device or on_cpu:
+        # Of 20, as some may not do: they move what they save to the memory that ran out, or come last.
+        found = nearest(job, fits, 20)
+    return sorted((row for row in found if row.node_bytes < node_limit), key=is_for_new_run)[:SETTINGS]
+
+
+def is_for_new_run(setting: Variant) -> bool:
+    """Return whether the run has checkpoints that cannot go on under this setting, whose data come in another order."""
+    has_checkpoint = (RunFolder(setting.job.config.infra.output_dir).checkpoints / "latest").exists()
+    return has_checkpoint and bool(BATCH_FIELDS & setting.overrides.keys())
+
+
+def _limit(needed: float, fixed: float, capacity: float) -> float:
+    """How many bytes other settings may need, where those that need so many, `fixed` ones among them, ran out.
+
+    Where the estimate says that these should have fitted, something else takes memory, or the estimate is wrong: they
+    must then need a tenth less.
+    """
+    usable = capacity * (1 - HEADROOM)
+    return usable if needed > usable else needed - 0.1 * (needed - fixed)
+
+
+def _itemised(breakdown: Breakdown | HostBreakdown) -> str:
+    """The total and what it is made of, the largest first."""
+    parts = sorted(dataclasses.asdict(breakdown).items(), key=lambda part: -part[1])
+    named = [f"{name.replace('_', ' ')} {gib(value)}" for name, value in parts if value]
+    return f"{gib(breakdown.total)} ({', '.join(named)})" if named else gib(0)
 
 
 def gib(num_bytes: float) -> str:

@@ -1,21 +1,78 @@
-"""The settings and sizes of a training step that its memory depends on; no torch needed."""
+"""The settings and sizes of a training step that its memory, and its checkpoints' size, depend on.
+
+Sizes come without torch and without the network: they are what the estimate needs of `model/source.py`.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
 
-from ds_encdec.config.batch_size import micro_batches_per_step
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.plain_files import read_json
+from ds_encdec.config.schema import FullConfig, TrainingConfig
+from ds_encdec.config.settings import closest
+from ds_encdec.config.shares import micro_batches_per_step
 from ds_encdec.data.budgets import token_budgets
-from ds_encdec.engines import EngineName
-from ds_encdec.memory.model_sizes import Sizes
-from ds_encdec.model.parameter_count import ModelSizes
-from ds_encdec.types import DENOISERS
+from ds_encdec.engines import ENGINES, EngineName
+from ds_encdec.model.parameter_count import (
+    EMBEDDING_ROWS_MULTIPLE,
+    ModelSizes,
+    count_layer_parameters,
+    num_encoder_layers,
+    parameter_shapes,
+)
+from ds_encdec.tokenizer.sentinels import MODE_TOKENS
+from ds_encdec.types import DENOISERS, ConfigError
 
 _LONG_TEXT = 1_200_000
 """Tokens of a text at whose length the roundings of a denoiser do not show."""
+QWEN3_IDS = 151_669
+"""Ids that Qwen3's tokenizer has before sentinels are added (tokenizer/sentinels.py)."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of an encoder-decoder; see `config.schema.ArchitectureConfig`. `vocab_size` in rows."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_encoder_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    tie_word_embeddings: bool
+
+    @classmethod
+    def of(cls, sizes: ModelSizes) -> Sizes:
+        """The same sizes, whatever holds them."""
+        if isinstance(sizes, cls):
+            return sizes
+        own: dict[str, Any] = {"num_encoder_layers": num_encoder_layers(sizes)}
+        return cls(**own, **{field.name: getattr(sizes, field.name) for field in fields(cls) if field.name not in own})
+
+    # An answer asks for these thousands of times, of one model.
+
+    @cached_property
+    def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every parameter by its canonical name, in the model's order."""
+        return parameter_shapes(self)
+
+    @cached_property
+    def parameters(self) -> int:
+        """Parameters of the whole model; a tied embedding counts once."""
+        return sum(map(prod, self.parameter_shapes.values()))
+
+    @cached_property
+    def layer_parameters(self) -> int:
+        """Parameters of one layer, of the encoder or the decoder."""
+        return count_layer_parameters(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +143,9 @@ def make_job(
 
     `gradient_accumulation_steps` None: what the configured batch and the ranks leave.
     """
-    training = config.training
-    if gradient_accumulation_steps is None:
-        gradient_accumulation_steps = max(1, micro_batches_per_step(config, world_size) // world_size)
-    if ratio is None:
-        ratio = expected_ratio(config.data.ul2_task_weights)
-    budgets = token_budgets(config.data, training.micro_batch_size, ratio)
-    own_sizes = Sizes.of(sizes)
-    parameters = own_sizes.parameters
+    steps = gradient_accumulation_steps or max(1, micro_batches_per_step(config, world_size) // world_size)
+    ratio = expected_ratio(config.data.ul2_task_weights) if ratio is None else ratio
+    budgets, own_sizes = token_budgets(config.data, config.training.micro_batch_size, ratio), Sizes.of(sizes)
     return Job(
         config=config,
         sizes=own_sizes,
@@ -103,9 +155,9 @@ def make_job(
         device=device,
         encoder_tokens=budgets.encoder_tokens,
         decoder_tokens=budgets.decoder_tokens,
-        gradient_accumulation_steps=gradient_accumulation_steps,
-        parameters=parameters,
-        trainable_parameters=parameters if trainable_parameters is None else trainable_parameters,
+        gradient_accumulation_steps=steps,
+        parameters=own_sizes.parameters,
+        trainable_parameters=own_sizes.parameters if trainable_parameters is None else trainable_parameters,
         emulates_bf16=emulates_bf16,
         ratio=ratio,
     )
@@ -114,7 +166,7 @@ def make_job(
 def with_micro_batch(job: Job, micro_batch_size: int) -> Job:
     """The same job on micro-batches of another size, in sequences; its accumulation stays."""
     budgets = token_budgets(job.config.data, micro_batch_size, job.ratio)
-    return dataclasses.replace(job, encoder_tokens=budgets.encoder_tokens, decoder_tokens=budgets.decoder_tokens)
+    return replace(job, encoder_tokens=budgets.encoder_tokens, decoder_tokens=budgets.decoder_tokens)
 
 
 def expected_ratio(task_weights: tuple[float, ...]) -> float:
@@ -128,3 +180,123 @@ def expected_ratio(task_weights: tuple[float, ...]) -> float:
         sum(weight * tokens[side] for weight, tokens in zip(task_weights, lengths, strict=True)) for side in (0, 1)
     )
     return encoder / decoder
+
+
+def checkpoint_bytes_per_parameter(job: Job) -> int:
+    """Bytes of a checkpoint's tensors for each parameter: float32 weights, both moments of AdamW, and more.
+
+    An engine that `saves_compute_weights` also writes those that layers compute with, under ZeRO-0 to 2 (in float32
+    under ZeRO-0 these are the same).
+    """
+    stage = job.config.infra.sharding_stage
+    only_states = stage.startswith("zero3") or (stage == "zero0" and job.compute_bytes == 4)
+    weights = 0 if only_states or not ENGINES[job.engine].saves_compute_weights else job.compute_bytes
+    return 3 * 4 + weights
+
+
+def checkpoint_bytes(job: Job) -> int:
+    """The tensors of one checkpoint; what else is in it, the tokenizer above all, is some megabytes."""
+    return job.parameters * checkpoint_bytes_per_parameter(job)
+
+
+def checkpoints_at_once(training: TrainingConfig, saves: int) -> int:
+    """The most that are there at a time, of so many saves: those that are kept, the best, and the one being written."""
+    keep = saves if training.save_total_limit is None else training.save_total_limit
+    # The best may be none of the newest, and a new one is whole before an old one goes.
+    return min(saves, keep + bool(training.eval_samples) + 1)
+
+
+QWEN3_ROWS = 151_936
+_BOTH = ("", "-Base")
+PUBLISHED = {
+    f"Qwen/Qwen3-{name}{suffix}": Sizes(QWEN3_ROWS, hidden, layers, layers, heads, 8, 128, inner, tied)
+    for name, suffixes, hidden, layers, heads, inner, tied in (
+        ("0.6B", _BOTH, 1024, 28, 16, 3072, True),
+        ("1.7B", _BOTH, 2048, 28, 16, 6144, True),
+        ("4B", _BOTH, 2560, 36, 32, 9728, True),
+        ("8B", _BOTH, 4096, 36, 32, 12288, False),
+        ("14B", _BOTH, 5120, 40, 40, 17408, False),
+        ("32B", ("",), 5120, 64, 64, 25600, False),  # its base was never published
+    )
+    for suffix in suffixes
+}
+"""The sizes of the encoder-decoder made from each Qwen3 by its hub id, from its config.json on
+https://huggingface.co/Qwen/<name>. All have 151,936 rows, 8 key/value heads and heads of 128."""
+_DEFAULTED = ("num_encoder_layers", "head_dim", "tie_word_embeddings")
+"""Sizes that a config.json may leave out."""
+
+
+def run_sizes(config: FullConfig) -> Sizes:
+    """The sizes of the model that a run of `config` trains, sentinels included.
+
+    From `model.architecture`, a local folder, a published Qwen3's sizes, or the Hugging Face cache. Raises
+    ConfigError for a model that is none of these, or that a run would refuse.
+    """
+    section = config.model
+    if section.architecture is not None:
+        return Sizes.of(section.architecture)  # its rows are fixed: a run refuses a tokenizer that needs more
+    name = section.model_name_or_path
+    assert name is not None  # the configuration has one of the two
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        sizes = _stored_sizes(folder / "config.json")
+    else:
+        sizes = PUBLISHED.get(name) or _stored_sizes(_cached_config(name))
+    if sizes.vocab_size != QWEN3_ROWS:
+        return sizes  # other models' tokenizers are not looked at: their rows are taken to have room
+    # Qwen3's embedding grows where the sentinels and mode tokens do not fit in.
+    ids = QWEN3_IDS + section.num_sentinel_tokens + len(MODE_TOKENS) * config.data.use_mode_tokens
+    return replace(sizes, vocab_size=max(QWEN3_ROWS, -(-ids // EMBEDDING_ROWS_MULTIPLE) * EMBEDDING_ROWS_MULTIPLE))
+
+
+def adapter_parameters(sizes: ModelSizes, rank: int) -> int:
+    """Parameters of LoRA adapters of `rank` on all seven projections of all layers (LoRA, arXiv 2106.09685).
+
+    A projection from m to n numbers gets two matrices, of m x rank and rank x n.
+    """
+    shapes = parameter_shapes(sizes).items()
+    return rank * sum(sum(shape) for name, shape in shapes if name.endswith("_proj.weight"))
+
+
+def _stored_sizes(file: Path) -> Sizes:
+    """The sizes in the `config.json` of a decoder-only Qwen3 or of an encoder-decoder made here."""
+    try:
+        stored = read_json(file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.model_name_or_path: {file} cannot be read: {error}") from error
+    kind = stored.get("model_type") if isinstance(stored, dict) else None
+    if kind not in ("qwen3", "qwen3_seq2seq"):
+        raise ConfigError(
+            f"model.model_name_or_path: {file}: model_type is {kind!r}; needed is 'qwen3' (a dense decoder-only "
+            "Qwen3) or 'qwen3_seq2seq' (an encoder-decoder made here)"
+        )
+    if kind == "qwen3" and stored.get("attention_bias"):
+        raise ConfigError(f"model.model_name_or_path: {file}: attention_bias is not supported")
+    keys = [field.name for field in fields(Sizes) if field.name not in _DEFAULTED]
+    wrong = [key for key in keys if not (isinstance(stored.get(key), int) and stored[key] > 0)]
+    if wrong:
+        raise ConfigError(f"model.model_name_or_path: {file} lacks {', '.join(wrong)} (whole numbers above 0)")
+    layers = stored["num_hidden_layers"]
+    return Sizes(
+        **{key: stored[key] for key in keys},
+        num_encoder_layers=(stored.get("num_encoder_layers") if kind == "qwen3_seq2seq" else None) or layers,
+        head_dim=stored.get("head_dim") or stored["hidden_size"] // stored["num_attention_heads"],
+        tie_word_embeddings=bool(stored.get("tie_word_embeddings", False)),
+    )
+
+
+def _cached_config(name: str) -> Path:
+    """The config.json of a hub repository's newest commit in the Hugging Face cache. ConfigError if it has none."""
+    from huggingface_hub import try_to_load_from_cache  # takes a tenth of a second
+    from huggingface_hub.errors import HFValidationError
+
+    with suppress(HFValidationError):  # no name of a repository
+        if isinstance(found := try_to_load_from_cache(name, "config.json"), str):
+            return Path(found)
+    meant = closest(name, PUBLISHED)
+    raise ConfigError(
+        f"model.model_name_or_path: {name} is not a local folder, not in the Hugging Face cache, and not one of the "
+        f"models whose sizes are known here ({', '.join(PUBLISHED)}); nothing is downloaded for an estimate."
+        f"{f' Did you mean {meant}?' if meant else ''} Give a folder that holds its config.json, or its sizes: "
+        "model.architecture.hidden_size=… and so on, with model.tokenizer_name_or_path=builtin"
+    )

@@ -7,28 +7,22 @@ on the back of an envelope: parameters, a shape, an optimizer; nothing is sharde
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
 from numbers import Real
+from typing import TypeVar
 
 from ds_encdec.types import ConfigError
 
 GB = 1e9
-
-
-@dataclass(frozen=True, slots=True)
-class _Precision:
-    """Bytes of one number: of the weights and gradients, of activations, and of master weights where there are any."""
-
-    weight: int
-    master_weight: int = 0
+Row = TypeVar("Row")
 
 
 _PRECISIONS = {
-    **dict.fromkeys(("fp32", "float32"), _Precision(4)),
-    **dict.fromkeys(("bf16", "bfloat16", "fp16", "float16", "half"), _Precision(2)),
-    **dict.fromkeys(("bf16_mixed", "fp16_mixed"), _Precision(2, master_weight=4)),
+    **dict.fromkeys(("fp32", "float32"), (4, 0)),
+    **dict.fromkeys(("bf16", "bfloat16", "fp16", "float16", "half"), (2, 0)),
+    **dict.fromkeys(("bf16_mixed", "fp16_mixed"), (2, 4)),
 }
-
+"""Bytes of one number of the weights, gradients and activations, and of the master weights where there are any."""
 _OPTIMIZER_BYTES = {
     "adam": 8.0,  # two float32 moments
     "adamw": 8.0,
@@ -74,24 +68,22 @@ def estimate_model_memory(
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, Real) or not (0 < value < math.inf):
             raise ConfigError(f"{name}={value!r}: it must be a positive number")
-    precision = _PRECISIONS[_known("dtype", dtype, tuple(_PRECISIONS))]
+    weight, master_weight = _known("dtype", dtype, _PRECISIONS)
     # Adafactor: sums of rows and of columns (arXiv 1804.04235), of matrices taken to be as wide as the model.
-    optimizer_bytes = _OPTIMIZER_BYTES | {"adafactor": 2 * 4 / hidden_size}
-    state_bytes = optimizer_bytes[_known("optimizer", optimizer, tuple(optimizer_bytes))]
-    numbers = 1 if gradient_checkpointing else 16  # kept per token, layer and unit of width
-    masks = 0 if gradient_checkpointing else 2
+    state_bytes = _known("optimizer", optimizer, _OPTIMIZER_BYTES | {"adafactor": 2 * 4 / hidden_size})
+    numbers, masks = (1, 0) if gradient_checkpointing else (16, 2)  # kept per token, layer and unit of width
     memory = {
-        "model_gb": num_params * precision.weight / GB,
-        "optimizer_gb": num_params * (precision.master_weight + state_bytes) / GB,
-        "gradient_gb": num_params * precision.weight / GB,
-        "activation_gb": num_layers * seq_length * batch_size * hidden_size * (numbers * precision.weight + masks) / GB,
+        "model_gb": num_params * weight / GB,
+        "optimizer_gb": num_params * (master_weight + state_bytes) / GB,
+        "gradient_gb": num_params * weight / GB,
+        "activation_gb": num_layers * seq_length * batch_size * hidden_size * (numbers * weight + masks) / GB,
     }
     return memory | {"total_gb": sum(memory.values())}
 
 
-def _known(argument: str, name: str, allowed: tuple[str, ...]) -> str:
-    """The name as the tables have it: of any case, and torch's own (`torch.bfloat16`)."""
+def _known(argument: str, name: str, table: Mapping[str, Row]) -> Row:
+    """The row of that name, which may be of any case, and torch's own (`torch.bfloat16`)."""
     known = str(name).lower().removeprefix("torch.")
-    if known not in allowed:
-        raise ConfigError(f"{argument}={name!r}: it must be one of {', '.join(allowed)}")
-    return known
+    if known not in table:
+        raise ConfigError(f"{argument}={name!r}: it must be one of {', '.join(table)}")
+    return table[known]

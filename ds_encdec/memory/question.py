@@ -1,29 +1,38 @@
-"""The question that `estimate_memory` is asked: its options read into a job, a GPU and a host."""
+"""The question that `estimate_memory` is asked: its options read into a job, a GPU and a host.
+
+The job of a run that has not begun is on as many GPUs as `infra.num_gpus` says, evenly in so many nodes.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any, TypeVar
 
-from ds_encdec.config.batch_size import is_auto, micro_batch_candidates, with_micro_batch_size
-from ds_encdec.config.load import find_shipped, load_config
-from ds_encdec.config.schema import FullConfig
-from ds_encdec.memory.answer import runs_on
+from ds_encdec.config.rules import engine_candidates
+from ds_encdec.config.schema import FullConfig, find_shipped, load_config
+from ds_encdec.config.shares import (
+    is_auto,
+    mesh_shape,
+    micro_batch_candidates,
+    micro_batches_per_step,
+    per_rank,
+    with_micro_batch_size,
+)
+from ds_encdec.gpus import Gpu, parse_bytes, parse_gpu
 from ds_encdec.memory.breakdown import GIB
-from ds_encdec.memory.estimate import estimate
-from ds_encdec.memory.gpus import Gpu, parse_bytes, parse_gpu
-from ds_encdec.memory.job import Job
-from ds_encdec.memory.model_sizes import Sizes, run_sizes
-from ds_encdec.memory.planned import contradictions, indivisible, planned_job
-from ds_encdec.memory.variants import Room
-from ds_encdec.memory.zero_settings import not_estimated
+from ds_encdec.memory.estimate import engine_memory
+from ds_encdec.memory.job import Job, Sizes, adapter_parameters, make_job, run_sizes
+from ds_encdec.memory.variants import HEADROOM, HOST_HEADROOM, Variant, variant
+from ds_encdec.memory.zero import not_estimated
 from ds_encdec.types import ConfigError
 
 Found = TypeVar("Found")
+_STANDS_FOR = {"--gpus": ("infra.num_gpus",), "--model": ("model.model_name_or_path", "model.architecture")}
+"""Fields that an option of the command line sets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,95 +42,136 @@ class Question:
     job: Job
     gpu: Gpu
     host_bytes: int | None
-    remarks: tuple[str, ...]
+    remarks: tuple[str, ...] = ()
+
+    def runs(self, job: Job) -> bool:
+        """Return whether the GPU computes in the dtypes of `job`."""
+        return self.gpu.has_bf16 or not job.config.training.bf16
+
+    def short_of(self, row: Variant) -> str | None:
+        """Name what a row lacks; None where `HEADROOM` of the GPU stays free, and `HOST_HEADROOM` of a known host."""
+        if row.estimate.peak.total > self.gpu.usable_bytes * (1 - HEADROOM):
+            return "GPU"
+        return "host" if row.node_bytes > (self.host_bytes or inf) * (1 - HOST_HEADROOM) else None
+
+    def fits(self, row: Variant) -> bool:
+        """Return whether the row fits on the GPU, and on its host if that is known."""
+        return self.short_of(row) is None
 
 
 def read_question(options: argparse.Namespace, overrides: Sequence[str]) -> Question:
     """Read the question in the options. Raises ConfigError that lists every problem in them."""
     problems: list[str] = []
-    gpu = _attempt(lambda: parse_gpu(options.gpu), problems)
-    host_bytes = _attempt(lambda: _host_bytes(options.host_memory), problems)
+    gpu = _attempt(problems, parse_gpu, options.gpu)
+    host_bytes = parse_bytes(options.host_memory or "")
+    if options.host_memory is not None and (host_bytes or 0) < GIB:
+        problems.append(f"--host-memory {options.host_memory}: not a size of a machine; write 512GiB, 1TB or bytes")
     counts = {"--gpus": options.gpus, "--nodes": options.nodes, "--lora-rank": options.lora_rank}
     wrong = [f"{name} {count}: must be at least 1" for name, count in counts.items() if count is not None and count < 1]
-    named = {"--gpus": options.gpus, "--model": options.model}
-    problems += [*wrong, *contradictions(named, overrides)]
-    config = _attempt(lambda: _load(options, overrides), problems)
-    sizes = job = None
+    problems += [*wrong, *contradictions({"--gpus": options.gpus, "--model": options.model}, overrides)]
+    model = [] if options.model is None else _model_overrides(options.model)
+    gpus = [f"infra.num_gpus={options.gpus}"] if options.gpus is not None and options.gpus > 0 else []
+    config = _attempt(
+        problems,
+        lambda: load_config(
+            find_shipped(options.config), [*model, *gpus, *overrides], find_shipped(options.deepspeed_config)
+        ),
+    )
     if config is not None:
-        sizes = _attempt(partial(run_sizes, config), problems)
-        if not wrong:
-            problems += indivisible(config, options.nodes)
-    if config is not None and gpu is not None and not gpu.has_bf16:
+        sizes = _attempt(problems, run_sizes, config)
+        problems += [] if wrong else indivisible(config, options.nodes)
+    if problems or config is None or gpu is None or sizes is None:
+        raise ConfigError("\n".join(problems))
+    if not gpu.has_bf16:
         # Flash kernels need as much as bfloat16 does: attention then runs without (model/attention.py).
         config = config.model_copy(update={"model": config.model.model_copy(update={"use_flash_attention": False})})
-    if config is not None and sizes is not None and gpu is not None and not problems:
-        job = _attempt(lambda: _job(config, sizes, options, gpu, host_bytes), problems)
-    if job is None or gpu is None or config is None:
-        raise ConfigError("\n".join(problems))
-    return Question(job, gpu, host_bytes, tuple(_remarks(options, config, job, gpu)))
+    num_gpus = config.infra.num_gpus
+    sizes_to_try = micro_batch_candidates(config, num_gpus) if is_auto(config) else []  # the largest that fits, or 1
+    for tried in [with_micro_batch_size(config, size, num_gpus) for size in sizes_to_try] or [config]:
+        asked = Question(planned_job(tried, sizes, options.nodes, options.lora_rank), gpu, host_bytes)
+        if asked.fits(variant(asked.job, {})):
+            break
+    return replace(asked, remarks=tuple(_remarks(options, config, asked)))
 
 
-def _attempt(read: Callable[[], Found], problems: list[str]) -> Found | None:
+def _attempt(problems: list[str], read: Callable[..., Found], *arguments: Any) -> Found | None:
     """Return what `read` returns; None where it raises ConfigError, which becomes one of `problems`."""
     try:
-        return read()
+        return read(*arguments)
     except ConfigError as error:
         problems.append(str(error))
         return None
-
-
-def _host_bytes(text: str | None) -> int | None:
-    if text is None:
-        return None
-    num_bytes = parse_bytes(text)
-    if num_bytes is None or num_bytes < GIB:
-        raise ConfigError(f"--host-memory {text}: not a size of a machine; write 512GiB, 1TB or bytes")
-    return num_bytes
 
 
 def _model_overrides(model: str) -> list[str]:
     return [f"model.model_name_or_path={json.dumps(model)}", "model.architecture=null"]
 
 
-def _load(options: argparse.Namespace, overrides: Sequence[str]) -> FullConfig:
-    """The configuration, with the options that stand for fields of it."""
-    named = [] if options.model is None else _model_overrides(options.model)
-    if options.gpus is not None and options.gpus > 0:
-        named.append(f"infra.num_gpus={options.gpus}")
-    return load_config(find_shipped(options.config), [*named, *overrides], find_shipped(options.deepspeed_config))
-
-
-def _job(config: FullConfig, sizes: Sizes, options: argparse.Namespace, gpu: Gpu, host_bytes: int | None) -> Job:
-    """The run; where its micro-batch size is `auto`, with the largest that fits, or with 1."""
-    if not is_auto(config):
-        return planned_job(config, sizes, options.nodes, options.lora_rank)
-    for size in micro_batch_candidates(config, config.infra.num_gpus):
-        tried = with_micro_batch_size(config, size, config.infra.num_gpus)
-        job = planned_job(tried, sizes, options.nodes, options.lora_rank)
-        room = Room(gpu.usable_bytes, None if host_bytes is None else host_bytes / job.ranks_per_node)
-        if room.fits(estimate(job)):
-            break
-    return job
-
-
-def _remarks(options: argparse.Namespace, config: FullConfig, job: Job, gpu: Gpu) -> Iterator[str]:
-    if is_auto(config):
-        yield (
+def _remarks(options: argparse.Namespace, config: FullConfig, asked: Question) -> list[str]:
+    training = asked.job.config.training
+    keys = ", ".join(not_estimated(asked.job)) if config.infra.deepspeed_extra else ""
+    stands_for = " ".join(_model_overrides(options.model or ""))
+    remarks = (
+        (
+            is_auto(config),
             "training.per_device_train_batch_size=auto: taken to be the largest that fits by this estimate, "
-            f"{job.config.training.micro_batch_size}. A run tries real steps."
-        )
-    if not runs_on(gpu, job):
-        yield (
-            f"A {gpu.name} has neither bfloat16 nor a flash kernel. The tables are of what it can train with: "
-            "training.bf16=false training.fp16=true."
-        )
-    if job.config.infra.deepspeed_extra and (keys := ", ".join(not_estimated(job))):
-        yield f"infra.deepspeed_extra: {keys}: estimated as DeepSpeed and this program have them by default."
-    if job.config.training.torch_compile:
-        yield "torch_compile: estimated like layers that are not compiled, whose activations may differ."
-    if options.lora_rank is not None:
-        yield "LoRA: what such a run would hold; the engines do not train adapters alone yet."
-    if options.model is not None:
-        yield f"To train what is recommended, add what --model stands for: {' '.join(_model_overrides(options.model))}"
-    if options.deepspeed_config is not None:
-        yield f"What {options.deepspeed_config} sets must be changed in it, too: a run refuses settings that disagree."
+            f"{training.micro_batch_size}. A run tries real steps.",
+        ),
+        (
+            not asked.runs(asked.job),
+            f"A {asked.gpu.name} has neither bfloat16 nor a flash kernel. The tables are of what it can train with: "
+            "training.bf16=false training.fp16=true.",
+        ),
+        (keys, f"infra.deepspeed_extra: {keys}: estimated as DeepSpeed and this program have them by default."),
+        (
+            training.torch_compile,
+            "torch_compile: estimated like layers that are not compiled, whose activations may differ.",
+        ),
+        (options.lora_rank, "LoRA: what such a run would hold; the engines do not train adapters alone yet."),
+        (options.model is not None, f"To train what is recommended, add what --model stands for: {stands_for}"),
+        (
+            options.deepspeed_config,
+            f"What {options.deepspeed_config} sets must be changed in it, too: a run refuses settings that disagree.",
+        ),
+    )
+    return [remark for applies, remark in remarks if applies]
+
+
+def contradictions(options: Mapping[str, object], overrides: Sequence[str]) -> list[str]:
+    """Options (name: value, None where not given) beside overrides of the fields that they stand for."""
+    fields = [override.removeprefix("--").partition("=")[0] for override in overrides]
+    return [
+        f"{option} {value} and {field}=… set the same field: give only one"
+        for option, value in options.items()
+        for field in fields
+        if value is not None and any(field == name or field.startswith(f"{name}.") for name in _STANDS_FOR[option])
+    ]
+
+
+def indivisible(config: FullConfig, nodes: int) -> list[str]:
+    """Name what cannot be divided evenly, as a run would find on starting."""
+    gpus, problems = config.infra.num_gpus, list[str]()
+    if gpus % nodes:
+        return [f"--gpus {gpus} --nodes {nodes}: every node must have as many GPUs; give a multiple of {nodes}"]
+    if is_auto(config):
+        _attempt(problems, micro_batch_candidates, config, gpus)
+    else:
+        by_batch = "training.global_batch_size / training.per_device_train_batch_size"
+        what = "data.num_lanes" if config.data.num_lanes else by_batch
+        _attempt(problems, per_rank, micro_batches_per_step(config, gpus), gpus, what)
+    _attempt(problems, mesh_shape, config.infra, gpus, gpus // nodes)
+    return problems
+
+
+def planned_job(config: FullConfig, sizes: Sizes, nodes: int, lora_rank: int | None = None) -> Job:
+    """The run of `config`, whose micro-batch size is a number; with `lora_rank`, its frozen model and adapters.
+
+    Raises ConfigError for what a run would refuse before it starts.
+    """
+    gpus, engine = config.infra.num_gpus, engine_candidates(config)[0].name
+    job = make_job(config, sizes, engine, world_size=gpus, ranks_per_node=gpus // nodes)
+    if lora_rank is not None:
+        adapters = adapter_parameters(sizes, lora_rank)
+        job = replace(job, trainable_parameters=adapters, parameters=job.parameters + adapters)
+    engine_memory(job)
+    return job

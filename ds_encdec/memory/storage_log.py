@@ -7,10 +7,12 @@ other threads, gloo's above all: so nothing is added up before the log is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Generic, TypeVar
-from weakref import ref
+from unittest.mock import patch
+from weakref import finalize
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -19,33 +21,22 @@ from torch.distributed._tools.common_utils import get_untyped_storages
 Purpose = TypeVar("Purpose", bound=str)
 
 
+@dataclass
 class _Entry(Generic[Purpose]):
-    """One storage: its bytes now, or at last, and what it is for."""
+    """One storage: what it is for, and its bytes now, or at last."""
 
-    __slots__ = ("num_bytes", "purpose", "reference")
-
-    def __init__(self, purpose: Purpose) -> None:
-        self.purpose = purpose
-        self.num_bytes = 0
-        self.reference: ref[UntypedStorage] | None = None
+    purpose: Purpose
+    num_bytes: int = 0
 
 
 class StorageLog(Generic[Purpose]):
-    """Follows the storages that it is told of, without keeping them alive.
+    """Follows the storages that it is told of, without keeping them alive. Sizes are in bytes."""
 
-    `purposes`: all that storages may be for. Sizes are in bytes.
-    """
-
-    def __init__(self, purposes: Iterable[Purpose]) -> None:
+    def __init__(self) -> None:
         self.moment = ""
         """The name of changes from now on: what is in work."""
-        self._purposes = tuple(purposes)
         self._alive: dict[int, _Entry[Purpose]] = {}
         self._changes: list[tuple[_Entry[Purpose], int, str]] = []
-
-    def __len__(self) -> int:
-        """The changes of sizes so far: a position in the log."""
-        return len(self._changes)
 
     def note(self, storages: Iterable[UntypedStorage], purpose: Purpose) -> None:
         """`storages` are there; those that are new are for `purpose`."""
@@ -62,35 +53,20 @@ class StorageLog(Generic[Purpose]):
         entry = self._alive.get(storage._cdata)
         return None if entry is None else entry.purpose
 
-    def held(self, position: int) -> dict[Purpose, int]:
-        """Bytes by purpose after the first `position` changes."""
-        held = dict.fromkeys(self._purposes, 0)
-        for entry, change, _ in self._changes[:position]:
-            held[entry.purpose] += change
-        return held
-
-    def peak(
-        self, begin: int = 0, end: int | None = None, *, counted: Collection[Purpose] | None = None
-    ) -> tuple[dict[Purpose, int], str]:
-        """The bytes of `counted` (None: of every purpose) when they were most, and what was in work then.
-
-        From the position `begin` to the position `end` (None: to the last); of equals the first, and "" for `begin`.
-        """
-        counted = self._purposes if counted is None else counted
-        held = {purpose: num_bytes for purpose, num_bytes in self.held(begin).items() if purpose in counted}
-        total = highest = sum(held.values())
-        at_peak, moment = dict(held), ""
-        for entry, change, when in self._changes[begin:end]:
-            if entry.purpose in held:
-                held[entry.purpose] += change
-                total += change
-                if total > highest:
-                    highest, at_peak, moment = total, dict(held), when
-        return at_peak, moment
-
     def changes(self) -> Iterator[tuple[str, Purpose, int]]:
         """Every change so far: what was in work, what the storage is for, and the bytes that came or, below 0, went."""
         return ((when, entry.purpose, change) for entry, change, when in self._changes)
+
+    def peak(self, counted: Iterable[Purpose]) -> tuple[dict[Purpose, int], str]:
+        """The bytes for the purposes of `counted` when they were most, of equals first, and what was in work then."""
+        held = dict.fromkeys(counted, 0)
+        at_peak, moment = dict(held), ""
+        for when, purpose, change in self.changes():
+            if purpose in held:
+                held[purpose] += change
+                if sum(held.values()) > sum(at_peak.values()):
+                    at_peak, moment = dict(held), when
+        return at_peak, moment
 
     @contextmanager
     def watched_resizes(self) -> Iterator[None]:
@@ -103,22 +79,15 @@ class StorageLog(Generic[Purpose]):
                 self._log_size(entry, storage.nbytes())
             return resized
 
-        UntypedStorage.resize_ = resize_  # type: ignore[assignment, method-assign]
-        try:
+        with patch.object(UntypedStorage, "resize_", resize_):
             yield
-        finally:
-            UntypedStorage.resize_ = original  # type: ignore[method-assign]
 
     def _follow(self, storage: UntypedStorage, purpose: Purpose) -> _Entry[Purpose]:
-        entry = self._alive.get(storage._cdata)
-        if entry is None:
-            entry = self._alive[storage._cdata] = _Entry(purpose)
-            entry.reference = ref(storage, self._on_death(storage._cdata))
-        self._log_size(entry, storage.nbytes())
-        return entry
-
-    def _on_death(self, key: int) -> Callable[[object], None]:
-        return lambda _: self._log_size(self._alive.pop(key), 0)
+        if (key := storage._cdata) not in self._alive:
+            self._alive[key] = _Entry(purpose)
+            finalize(storage, lambda: self._log_size(self._alive.pop(key), 0)).atexit = False
+        self._log_size(self._alive[key], storage.nbytes())
+        return self._alive[key]
 
     def _log_size(self, entry: _Entry[Purpose], num_bytes: int) -> None:
         if num_bytes != entry.num_bytes:

@@ -5,8 +5,10 @@ tensors have shapes and no data, in a process group that is a fake of any size. 
 to operator (storage_log.py). So a machine without a GPU can tell within a minute what a rank of a cluster would hold,
 down to each temporary, and the arithmetic of the estimate is checked against it.
 
-What runs is what a GPU would run (gpu_fakes.py). What operators allocate inside and give back before they return is
-not seen, except in flash attention's backward pass.
+What runs is what a GPU would run, on fake tensors of the CPU, for torch has no fake GPU where it has no CUDA: asked
+what its device can do, the model hears of a job's device, and what stands in for a GPU's kernels computes nothing, and
+allocates, keeps for the backward pass and gives back what the kernels do. What operators allocate inside and give back
+before they return is not seen, except in flash attention's backward pass.
 """
 
 from __future__ import annotations
@@ -14,14 +16,16 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from functools import partial
+from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
@@ -31,17 +35,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.initialization import no_init_weights
 
-from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine import fsdp2
-from ds_encdec.engine.forward import compute_dtype, packed_forward
+from ds_encdec.engine.sharded_engine import compute_dtype, packed_forward
 from ds_encdec.engines import ENGINES, load
-from ds_encdec.launch.context import RunContext
-from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import World
 from ds_encdec.memory.breakdown import Breakdown
-from ds_encdec.memory.gpu_fakes import as_on_device, substituted, varlen_kernel
 from ds_encdec.memory.job import Job
 from ds_encdec.memory.storage_log import StorageLog, storages_of
+from ds_encdec.model import attention, loss, precision
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
@@ -84,24 +86,23 @@ def trace_memory(job: Job) -> TracedMemory:
     """
     start, traced = time.monotonic(), ENGINES[job.engine].trace
     log: StorageLog[Category] = watched_pass(job) if traced is None else load(traced)(job)
-    held, moment = log.peak(counted=_ACTIVATIONS if traced is None else _ENGINE)
-    return TracedMemory(Breakdown(**held), tuple(held), moment, time.monotonic() - start, " ".join(_remarks(job)))
+    held, moment = log.peak(_ACTIVATIONS if traced is None else _ENGINE)
+    return TracedMemory(Breakdown(**held), tuple(held), moment, time.monotonic() - start, _remarks(job))
 
 
-def _remarks(job: Job) -> Iterator[str]:
-    training = job.config.training
-    if ENGINES[job.engine].trace is None:
-        yield f"{ENGINES[job.engine].title}'s engine cannot be traced: these are activations and logits alone."
-    elif job.config.infra.offload_optimizer == "cpu":
-        yield "What is copied between host and device for the offload is left out."
-    if job.trainable_parameters < job.parameters:
-        yield "Frozen parts are traced as if they were trained."
-    if training.activation_offload:
-        yield "Activations are traced as if they stayed on the device (training.activation_offload=false)."
-    if training.torch_compile:
-        yield "Layers are traced as they are without torch.compile."
-    if job.device == "cuda" and varlen_kernel(torch.empty(0, dtype=compute_dtype(training))) is None:
-        yield "Attention is traced document by document: this torch has no variable-length kernel for it."
+def _remarks(job: Job) -> str:
+    engine, training = ENGINES[job.engine], job.config.training
+    offloads, on_host = job.config.infra.offload_optimizer == "cpu", training.activation_offload
+    without_kernel = job.device == "cuda" and varlen_kernel(torch.empty(0, dtype=compute_dtype(training))) is None
+    remarks = {
+        f"{engine.title}'s engine cannot be traced: these are activations and logits alone.": engine.trace is None,
+        "What is copied between host and device for the offload is left out.": engine.trace is not None and offloads,
+        "Frozen parts are traced as if they were trained.": job.trainable_parameters < job.parameters,
+        "Activations are traced as if they stayed on the device (training.activation_offload=false).": on_host,
+        "Layers are traced as they are without torch.compile.": training.torch_compile,
+        "Attention is traced document by document: this torch has no variable-length kernel for it.": without_kernel,
+    }
+    return " ".join(remark for remark, applies in remarks.items() if applies)
 
 
 def fsdp_step(job: Job) -> StorageLog[Category]:
@@ -109,58 +110,49 @@ def fsdp_step(job: Job) -> StorageLog[Category]:
 
     That works in place: beside its states it holds no more than the gradients.
     """
-    config, local_ranks = _traceable_config(job), min(job.ranks_per_node, job.world_size)
-    num_nodes = -(-job.world_size // local_ranks)
-    world = World(0, 0, job.world_size, local_ranks, 0, num_nodes, "localhost", 0, "trace")
+    # Without what needs real memory: addresses, and kernels to be compiled.
+    training = job.config.training.model_copy(update={"activation_offload": False, "torch_compile": False})
+    config = job.config.model_copy(update={"training": training})
+    local_ranks = min(job.ranks_per_node, job.world_size)
+    world = World(0, 0, job.world_size, local_ranks, 0, -(-job.world_size // local_ranks), "localhost", 0, "trace")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=job.world_size)
     try:
-        # Made of real tensors, whose values it reads.
-        mesh = fsdp2.make_mesh(config.infra, world, _DEVICE)
-        with ExitStack() as traced:
-            traced.enter_context(FakeTensorMode())
-            traced.enter_context(as_on_device(job))
-            traced.enter_context(substituted(fsdp2, "make_mesh", lambda *_: mesh))
-            traced.enter_context(substituted(dist, "new_group", lambda *_, **__: dist.group.WORLD))
-            context = RunContext(world, _DEVICE, job.engine, HostCollectives())
+        mesh = fsdp2.make_mesh(config.infra, world, _DEVICE)  # made of real tensors, whose values it reads
+        with (
+            FakeTensorMode(),
+            as_on_device(job),
+            patch.object(fsdp2, "make_mesh", lambda *_: mesh),
+            patch.object(dist, "new_group", lambda *_, **__: dist.group.WORLD),
+        ):
+            context, batch = RunContext(world, _DEVICE, job.engine, HostCollectives()), _batch(job)
             engine = fsdp2.FSDP2Engine(config, context, _model_config(job), None)
-            return _traced_step(engine, _batch(job), job)
+            watch = _StorageWatch(engine.model)
+            _note_fsdp_states(engine, watch, on_host=config.infra.offload_optimizer == "cpu")
+            last = min(job.gradient_accumulation_steps, 2)  # a third micro-batch adds to what the second found
+            with watch.log.watched_resizes(), watch:
+                for number in range(1, last + 1):
+                    watch.now_in(part="forward pass")
+                    loss_sum = engine.forward(batch)
+                    watch.now_in(part="backward pass")
+                    engine.backward(loss_sum, target_tokens=batch.target_tokens, last=number == last)
+            return watch.log
     finally:
         gc.collect()  # engines are cyclic, and hold on to the group
         dist.destroy_process_group()
 
 
-def _traced_step(engine: fsdp2.FSDP2Engine, batch: Batch, job: Job) -> StorageLog[Category]:
-    watch = _StorageWatch()
-    _note_fsdp_states(engine, watch, on_host=job.config.infra.offload_optimizer == "cpu")
-    _follow_modules(engine.model, watch)
-    micro_batches = min(job.gradient_accumulation_steps, 2)  # a third adds to what the second found
-    with watch.log.watched_resizes(), watch:
-        for index in range(micro_batches):
-            watch.now_in(part="forward pass")
-            loss_sum = engine.forward(batch)
-            watch.now_in(part="backward pass")
-            engine.backward(loss_sum, target_tokens=batch.target_tokens, last=index == micro_batches - 1)
-    return watch.log
-
-
 def watched_pass(job: Job, *, backward: bool = True) -> StorageLog[Category]:
     """The log of one micro-batch's pass through a model that is not sharded: forward, and `backward` unless False."""
-    training = _traceable_config(job).training
-    with ExitStack() as traced:
-        traced.enter_context(FakeTensorMode())
-        traced.enter_context(as_on_device(job))
-        traced.enter_context(no_init_weights())
-        traced.enter_context(torch.set_grad_enabled(backward))
+    training = job.config.training
+    with FakeTensorMode(), as_on_device(job), no_init_weights(), torch.set_grad_enabled(backward):
         model = Qwen3ForSeq2SeqLM._from_config(_model_config(job), dtype=compute_dtype(training))
         apply_activation_checkpointing(
             model, training.activation_checkpointing, every_n=training.activation_checkpointing_every_n
         )
-        watch = _StorageWatch()
+        watch, batch = _StorageWatch(model), _batch(job)
         watch.claim(model.parameters(), "weights")
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda weight: watch.claim([weight.grad], "gradients"))
-        _follow_modules(model, watch)
-        batch = _batch(job)
         watch.claim([getattr(batch, field.name) for field in dataclasses.fields(batch)], "activations")
         with watch.log.watched_resizes(), watch:
             watch.now_in(part="forward pass")
@@ -169,12 +161,6 @@ def watched_pass(job: Job, *, backward: bool = True) -> StorageLog[Category]:
                 watch.now_in(part="backward pass")
                 loss_sum.total.backward()
     return watch.log
-
-
-def _traceable_config(job: Job) -> FullConfig:
-    """Without what needs real memory: addresses, and kernels to be compiled."""
-    training = job.config.training.model_copy(update={"activation_offload": False, "torch_compile": False})
-    return job.config.model_copy(update={"training": training})
 
 
 def _model_config(job: Job) -> Qwen3Seq2SeqConfig:
@@ -217,19 +203,18 @@ def _even_lengths(tokens: int, documents: int) -> tuple[int, ...]:
 
 
 class _StorageWatch(TorchDispatchMode):
-    """Logs the storages that operators make, with the part of the step and the layer that are in work."""
+    """Logs the storages that operators make, with the part of the step and the layer of `model` that are in work."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.log: StorageLog[Category] = StorageLog(get_args(Category))
-        self.category: Category = "activations"
-        """The category of storages made from now on."""
-        self._part = self._module = ""
-
-    def __enter__(self) -> _StorageWatch:
+        self.log: StorageLog[Category] = StorageLog()
         self._fake_mode = active_fake_mode()
-        super().__enter__()
-        return self
+        self._category: Category = "activations"  # of storages made from now on
+        self._part = self._module = ""
+        for name, module in model.named_modules():
+            if name in ("lm_head", "shared") or name.rpartition(".")[0] in ("encoder.layers", "decoder.layers"):
+                module.register_forward_pre_hook(partial(self._enter, name))
+                module.register_forward_hook(partial(self._leave, name))
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -238,53 +223,30 @@ class _StorageWatch(TorchDispatchMode):
             return NotImplemented  # it comes again with the local tensors
         result = func(*args, **(kwargs or {}))
         if active_fake_mode() is self._fake_mode:  # else DTensor tries out which shapes would result
-            self.log.note(storages_of(tree_leaves(result)), self.category)
-            if func.namespace == torch.ops.fsdp.name:
-                self._claim_buffers(tree_leaves((args, kwargs, result)))
+            self.log.note(storages_of(tree_leaves(result)), self._category)
+            if func.namespace == torch.ops.fsdp.name:  # FSDP2's own operators fill and empty the buffers that are sent
+                buffers = storages_of(tree_leaves((args, kwargs, result)))
+                self.log.claim([one for one in buffers if self.log.purpose_of(one) == "activations"], "communication")
         return result
 
-    def now_in(self, *, part: str | None = None, module: str | None = None) -> None:
-        """Set what is in work from now on; None for what stays."""
-        self._part = self._part if part is None else part
-        self._module = self._module if module is None else module
+    def now_in(self, *, part: str = "", module: str = "") -> None:
+        """Set what is in work from now on; "" for what stays."""
+        self._part, self._module = part or self._part, module or self._module
         self.log.moment = ", ".join(filter(None, (self._part, self._module)))
 
     def claim(self, tensors: Iterable[object], category: Category) -> None:
         """`tensors` (what else is among them is passed over) are there, for `category`."""
         self.log.claim(storages_of(tensors), category)
 
-    def _claim_buffers(self, leaves: Iterable[object]) -> None:
-        """FSDP2's own operators fill and empty the buffers that are sent."""
-        for storage in storages_of(leaves):
-            if self.log.purpose_of(storage) == "activations":
-                self.log.claim([storage], "communication")
+    def _enter(self, name: str, *_: Any) -> None:
+        self.now_in(module=name)
+        self._category = "logits" if name == "lm_head" else "activations"
 
-
-def _follow_modules(model: nn.Module, watch: _StorageWatch) -> None:
-    """Tell `watch` which layer is in work, and what the head makes."""
-    for name, module in model.named_modules():
-        if name in ("lm_head", "shared") or name.rpartition(".")[0] in ("encoder.layers", "decoder.layers"):
-            _follow_module(name, module, watch)
-
-
-def _follow_module(name: str, module: nn.Module, watch: _StorageWatch) -> None:
-    inside: Category = "logits" if name == "lm_head" else "activations"
-
-    def enter(*_: Any) -> None:
-        watch.now_in(module=name)
-        watch.category = inside
-
-    def leave(_module: nn.Module, _arguments: Any, output: Any) -> None:
-        watch.category = "activations"
+    def _leave(self, name: str, _module: nn.Module, _arguments: Any, output: Any) -> None:
+        self._category = "activations"
         for tensor in tree_leaves(output):
             if tensor.requires_grad:
-                tensor.register_hook(lambda _: enter_backward())
-
-    def enter_backward() -> None:
-        watch.now_in(module=name)
-
-    module.register_forward_pre_hook(enter)
-    module.register_forward_hook(leave)
+                tensor.register_hook(lambda _: self.now_in(module=name))
 
 
 def _note_fsdp_states(engine: fsdp2.FSDP2Engine, watch: _StorageWatch, *, on_host: bool) -> None:
@@ -296,22 +258,77 @@ def _note_fsdp_states(engine: fsdp2.FSDP2Engine, watch: _StorageWatch, *, on_hos
             watch.claim(
                 [parameter.sharded_param for parameter in group.fsdp_params], "host" if on_host else "master_weights"
             )
-            group.post_backward = _noting_gradients(group, watch, on_host)
+            group.post_backward = partial(_post_backward, group, group.post_backward, watch, on_host)
 
 
-def _noting_gradients(group: Any, watch: _StorageWatch, on_host: bool) -> Callable[..., None]:
-    """`group.post_backward`, which also says what each storage of the group is for: by then all of them exist."""
-    original, parameters = group.post_backward, group.fsdp_params
+def _post_backward(group: Any, original: Any, watch: _StorageWatch, on_host: bool, *arguments: Any) -> None:
+    """Do `group.post_backward`, and say what each storage of the group is for: by now all of them exist."""
+    for parameter in group.fsdp_params:
+        # The first forward pass pads the shards anew.
+        watch.claim([parameter.sharded_param], "host" if on_host else "master_weights")
+        watch.claim(parameter.all_gather_outputs, "communication" if group._reshard_after_forward else "weights")
+        watch.claim([parameter._unsharded_param.grad], "gradients")
+    original(*arguments)
+    for parameter in group.fsdp_params:
+        watch.claim([parameter.unsharded_accumulated_grad], "gradients")
+        watch.claim([parameter.sharded_param.grad], "host" if on_host else "gradients")
 
-    def post_backward(*arguments: Any) -> None:
-        for parameter in parameters:
-            # The first forward pass pads the shards anew.
-            watch.claim([parameter.sharded_param], "host" if on_host else "master_weights")
-            watch.claim(parameter.all_gather_outputs, "communication" if group._reshard_after_forward else "weights")
-            watch.claim([parameter._unsharded_param.grad], "gradients")
-        original(*arguments)
-        for parameter in parameters:
-            watch.claim([parameter.unsharded_accumulated_grad], "gradients")
-            watch.claim([parameter.sharded_param.grad], "host" if on_host else "gradients")
 
-    return post_backward
+@contextmanager
+def as_on_device(job: Job) -> Iterator[None]:
+    """Inside, the model runs on the CPU what it would run on the device of `job`."""
+    emulated = frozenset({compute_dtype(job.config.training)}) if job.emulates_bf16 else frozenset()
+    substitutes: list[tuple[Any, str, object]] = [(precision, "_EMULATED_ON_CPU", emulated)]
+    if job.device == "cuda":
+        substitutes += [(attention, "flash_kernel", varlen_kernel), (nn.functional, "rms_norm", _rms_norm)]
+        substitutes += [(loss, "_gives_float32", lambda x: True)]
+    with ExitStack() as substituted:
+        for substitute in substitutes:
+            substituted.enter_context(patch.object(*substitute))
+        yield
+
+
+def varlen_kernel(q: Tensor) -> attention.Kernel | None:
+    """Stand in for `attention.flash_kernel`, as for a tensor on a GPU."""
+    return _varlen_attention if q.dtype in (torch.bfloat16, torch.float16) else None
+
+
+def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, segments: attention.Segments, causal: bool) -> Tensor:
+    """Torch's operator, which knows its shapes without a GPU, and what its backward pass works on inside."""
+    out = attention._torch_varlen(q, k, v, segments, causal)
+    if out.requires_grad:
+        shapes = (q.shape, k.shape, len(segments.query_cu_seqlens) - 1)
+        out.register_hook(lambda grad: _allocate_backward_workspace(grad, *shapes))
+    return out
+
+
+def _allocate_backward_workspace(grad: Tensor, query: torch.Size, key: torch.Size, segments: int) -> None:
+    """Allocate, and give back, what flash attention 2 does in `mha_varlen_bwd` (csrc/flash_attn/flash_api.cpp).
+
+    The gradients of q, k and v; that of q in float32, with 128 rows more for each segment, an empty one too; where
+    heads share keys, those of keys and values of each head.
+    """
+    held = [grad.new_empty(shape) for shape in (query, key, key)]
+    rows = query[0] + 128 * segments
+    held += [grad.new_empty(shape, dtype=torch.float32) for shape in ((rows, *query[1:]), (rows, query[1]))]
+    if query[1] != key[1]:
+        held += [grad.new_empty((key[0], *query[1:])) for _ in range(2)]
+
+
+def _rms_norm(x: Tensor, _shape: tuple[int, ...], weight: Tensor, _epsilon: float) -> Tensor:
+    """Do what `rms_norm` does on a GPU in one operator, aten::_fused_rms_norm. A CPU computes it in single ones."""
+    return _FusedRmsNorm.apply(x, weight)
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """Keeps its input, and one float32 for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, _grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)

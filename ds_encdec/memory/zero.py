@@ -3,19 +3,41 @@
 Every term names the place in deepspeed/runtime/ that makes the tensor. Collectives of optimizer steps need nothing:
 stages 1 and 2 gather the new weights in place (utils.py all_gather_dp_groups). Norms and overflow checks look at one
 parameter at a time, which is the worst part of a step of stages 1 and 2 alone. docs/memory.md has the
-formulas in tables. Two rare settings are estimated at their defaults, and remarked on: zero_settings.not_estimated.
+formulas in tables. Rare settings are estimated at their defaults, and remarked on: `not_estimated`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from functools import lru_cache
+from math import ceil, prod
+from typing import Any
 
-from ds_encdec.memory.breakdown import Breakdown, EngineMemory, HostBreakdown
-from ds_encdec.memory.job import Job
-from ds_encdec.memory.zero_settings import ZeroSettings, power_of_two, zero_settings
+from ds_encdec.engine.ds_json import render_deepspeed_json
+from ds_encdec.memory.breakdown import Breakdown, EngineMemory, HostBreakdown, power_of_two
+from ds_encdec.memory.job import Job, Sizes
+from ds_encdec.types import ConfigError
 
 _ALL_REDUCE_ELEMENTS = 500_000_000
 """Elements that are all-reduced at once where nothing is sharded: engine.py MEMORY_OPT_ALLREDUCE_SIZE."""
+_BYTES = {"fp32": 4, "float32": 4, "fp16": 2, "float16": 2, "bf16": 2, "bfloat16": 2}
+_DEFAULTS = {
+    "reduce_bucket_size": 500_000_000,
+    "sub_group_size": 1_000_000_000,
+    "stage3_prefetch_bucket_size": 50_000_000,
+    "stage3_max_live_parameters": 1_000_000_000,
+    "stage3_max_reuse_distance": 1_000_000_000,
+    "stage3_param_persistence_threshold": 100_000,
+    "zero_hpz_partition_size": 1,
+}
+"""DeepSpeed's values of the sizes that a JSON may leave out (runtime/zero/config.py)."""
+_NOT_ESTIMATED = (
+    ("zero_optimization", "contiguous_gradients", True),
+    ("optimizer.params", "fused", True),
+    ("optimizer.params", "foreach", False),
+)
+"""Keys of the JSON that change memory, and the value for which it is estimated whatever they say."""
 
 
 def zero_memory(job: Job) -> EngineMemory:
@@ -23,72 +45,191 @@ def zero_memory(job: Job) -> EngineMemory:
 
     Where ranks differ, it is the rank with the most.
 
-    Raises ConfigError for settings of which no JSON for DeepSpeed can be made.
+    Raises ConfigError for settings of which no JSON for DeepSpeed can be made, and for values in it that are no sizes.
     """
-    s = zero_settings(job)
-    # engine.py _do_optimizer_sanity_check
-    is_bf16_optimizer = s.stage == 1 and job.config.training.bf16 and s.accumulation == 4 and not s.offloads_optimizer
-    if s.stage == 0 or is_bf16_optimizer:
-        memory = _replicated(s, is_bf16_optimizer=is_bf16_optimizer)
-    else:
-        memory = _sharded(s) if s.stage == 3 else _partitioned(s)
+    s = _Settings(job)
+    is_replicated = s.stage == 0 or s.is_bf16_optimizer
+    memory = (_replicated if is_replicated else _sharded if s.stage == 3 else _partitioned)(s)
+    on_device = 0 if s.offloads_optimizer else s.states
+    states = Breakdown(
+        weights=0 if s.offloads_parameters else s.weight * s.weight_partition,  # bit16_groups_flat, lp_param_buffer
+        # fp32_groups(_flat), single_partition_of_fp32_groups, fp32_partitioned_groups_flat; and Adam's moments
+        master_weights=s.master * on_device,
+        optimizer=2 * s.moment * on_device,
+    )
     return dataclasses.replace(
         memory,
+        resting=states + memory.resting,
+        host=_host(s),
         reduces_every_micro_batch=s.stage == 2 and s.accumulates,
         sums_in_16_bits=s.accumulation < 4 and s.accumulates,
     )
 
 
-def _replicated(s: ZeroSettings, *, is_bf16_optimizer: bool) -> EngineMemory:
+def not_estimated(job: Job) -> list[str]:
+    """Settings of the JSON that change memory in a way that the estimate does not follow."""
+    rendered = _rendered(job)
+    blocks = {"zero_optimization": rendered["zero_optimization"], "optimizer.params": rendered["optimizer"]["params"]}
+    return [
+        f"{block}.{key}" for block, key, estimated in _NOT_ESTIMATED if blocks[block].get(key, estimated) != estimated
+    ]
+
+
+class _Settings:
+    """One rank's share of a run under DeepSpeed, in the terms of its source. Sizes are elements.
+
+    `weight`, `accumulation`, `communication`, `master`, `moment`: bytes of one number of the parameters, the
+    accumulated gradients, the gradients in a collective, the optimizer's weights, and each of Adam's moments. `each`:
+    of the gradients that are collected in a `bucket`; `reduced`: in allreduce_bucket, a flat copy, and another where
+    the collective has a dtype of its own. `overlaps`: gradients are reduced while the backward pass goes on.
+    `accumulates`: earlier micro-batches of a step leave gradients behind. `number`: the JSON's by key of `_DEFAULTS`.
+
+    `sizes`: those of the model's parameters, and how many have each. `largest`: the largest trained parameter, the
+    embedding. `weight_partition`: what a rank has of all parameters, under stage 3 a part of each, rounded up;
+    `partition`: of the trained ones; under stages 1 and 2 of each group of parameters, to an even number. `states`: the
+    parameters that the rank's optimizer has.
+
+    `is_compact`: under stages 1 and 2 a rank accumulates its partition in float32: _use_compact_grad_partition_buffer.
+    `kept`: bytes that it then keeps of reduced gradients, also with offload on the device, as one flat partition
+    (`averaged_gradients`); else `grads_in_partition`, the parameters that the partition touches, in full (`owned`; one
+    across the border of two partitions counts on both).
+    """
+
+    def __init__(self, job: Job) -> None:
+        rendered = _rendered(job)
+        zero, params = rendered["zero_optimization"], rendered["optimizer"]["params"]
+        self.number = {key: _number(key, value) for key, value in (_DEFAULTS | zero).items() if key in _DEFAULTS}
+        ranks, trained = job.world_size, job.trainable_parameters / job.parameters
+        offload = zero.get("offload_optimizer", {})
+        self.job, self.parameters, self.trainable = job, job.parameters, job.trainable_parameters
+        self.stage: int = zero["stage"]
+        self.offloads_optimizer: bool = offload.get("device", "none") != "none"
+        self.offloads_parameters: bool = zero.get("offload_param", {}).get("device", "none") != "none"
+        self.pins_optimizer = bool(offload.get("pin_memory", False)) and job.device != "cpu"
+        self.accumulates = job.gradient_accumulation_steps > 1
+
+        self.weight = job.compute_bytes
+        self.accumulation = _bytes(rendered.get("data_types", {}), "grad_accum_dtype", self.weight)
+        self.communication = _bytes(rendered, "communication_data_type", self.weight)
+        low_master = any(rendered[name].get(f"{name}_master_weights_and_grads", False) for name in ("bf16", "fp16"))
+        master = 2 if low_master and self.stage > 0 else 4
+        self.master = master if self.stage or self.weight < 4 else 0
+        # DeepSpeed's CPUAdam keeps float32 unless configured (ops/adam/cpu_adam.py).
+        low = rendered["bf16"].get("bf16_optimizer_states", False) or not params.get("fp32_optimizer_states", True)
+        self.moment = master if low or not self.offloads_optimizer or params["torch_adam"] else 4
+        # engine.py _do_optimizer_sanity_check
+        self.is_bf16_optimizer = (
+            self.stage == 1 and job.config.training.bf16 and self.accumulation == 4 and not self.offloads_optimizer
+        )
+        self.each = self.accumulation if self.stage == 1 else self.weight
+        self.reduced = self.each + (self.communication if self.communication != self.each else 0)
+
+        self.sizes = _sizes(job.sizes)
+        self.largest = min(max(self.sizes), self.trainable)
+        self.weight_partition, self.partition = self.parameters, 2 * ceil(self.trainable / (2 * ranks))
+        if self.stage == 3:
+            self.weight_partition = sum(times * ceil(size / ranks) for size, times in self.sizes.items())
+            self.partition = round(self.weight_partition * trained)
+        self.states = self.partition if self.stage else self.trainable
+        self.is_compact = self.accumulation == 4 and self.weight != 4
+        self.owned = round(_owned(job.sizes, ranks) * trained)
+        whole = 0 if self.offloads_optimizer else self.weight * self.owned
+        self.kept = self.accumulation * self.partition if self.is_compact else whole
+
+        self.overlaps = bool(zero.get("overlap_comm", self.stage == 3))
+        self.bucket = self.number["reduce_bucket_size"]
+
+    def largest_of(self, unit: int) -> int:
+        """Elements of the largest parameter of a layer, or an embedding, of `unit` parameters."""
+        return max((size for size in self.sizes if size <= unit), default=unit)
+
+    def whole_gradients(self, bytes_each: int, done: int, unit: int) -> float:
+        """Gradients that stay in the parameters until the step, with the one that autograd is just adding."""
+        if self.accumulates:
+            return bytes_each * self.trainable + self.weight * self.largest_of(unit)
+        return bytes_each * min(done + unit, self.trainable)
+
+    def is_filled(self, done: int, unit: int) -> bool:
+        """Return whether a bucket has been full by then in this micro-batch, and so was reduced.
+
+        The embedding's gradient comes to the buckets last of all: what that leads to is in `last_reduction`.
+        """
+        return done + (0 if unit == self.job.embedding_parameters else unit) > self.bucket
+
+    def is_reducing(self, done: int, unit: int) -> bool:
+        """Return whether a bucket may be on its way while the backward pass of `unit` is at its worst."""
+        return self.is_filled(done, unit) and (self.overlaps or unit != self.job.embedding_parameters)
+
+    def waiting_head(self, done: int) -> int:
+        """Elements of an untied output layer that no bucket can hold: reduced when the gradient after it comes."""
+        head = self.job.embedding_parameters
+        return head if done == head > self.bucket and not self.job.sizes.tie_word_embeddings else 0
+
+
+def _rendered(job: Job) -> dict[str, Any]:
+    return render_deepspeed_json(
+        job.config,
+        world_size=job.world_size,
+        gradient_accumulation_steps=job.gradient_accumulation_steps,
+        device=job.device,
+        ranks_per_node=job.ranks_per_node,
+    )
+
+
+def _number(key: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(f"zero_optimization.{key} = {value!r} in infra.deepspeed_extra: give a number")
+    return int(value)
+
+
+def _bytes(block: dict[str, Any], key: str, default: int) -> int:
+    dtype = block.get(key)
+    if dtype is not None and dtype not in _BYTES:
+        raise ConfigError(f"{key} = {dtype!r} in infra.deepspeed_extra: give one of {', '.join(_BYTES)}")
+    return default if dtype is None else _BYTES[dtype]
+
+
+# An answer asks for these thousands of times, of one model.
+
+
+@lru_cache
+def _sizes(sizes: Sizes) -> Counter[int]:
+    """Elements of the model's parameters, and how many have as many."""
+    return Counter(map(prod, sizes.parameter_shapes.values()))
+
+
+@lru_cache
+def _owned(sizes: Sizes, ranks: int) -> int:
+    """Elements of all parameters that a partition touches, on the rank with the most."""
+    by_rank, share, start = [0] * ranks, sizes.parameters / ranks, 0
+    for size in map(prod, sizes.parameter_shapes.values()):
+        for rank in range(int(start / share), min(int((start + size - 1) / share), ranks - 1) + 1):
+            by_rank[rank] += size
+        start += size
+    return max(by_rank)
+
+
+def _replicated(s: _Settings) -> EngineMemory:
     """Stage 0: torch's own optimizer in float32, else fp16/fused_optimizer.py or fp16/unfused_optimizer.py.
 
     And stage 1 in bf16 that accumulates in float32, bf16_optimizer.py: float32 gradients of all parameters exist for
     good (fp32_groups_gradients_flat) beside p.grad, and the optimizer's states are partitioned.
     """
-    states = s.partition if is_bf16_optimizer else s.trainable
-    low_precision = s.weight < 4
     gradients = float(s.weight * s.trainable)  # p.grad, until the step
     # engine.py allreduce_bucket: a flat copy of up to so many elements, also on a single rank; two in two dtypes.
-    reduced = min(s.trainable, _ALL_REDUCE_ELEMENTS + s.largest)
-    step = gradients
-    if not is_bf16_optimizer and low_precision:
-        # fp32_param.grad; FP16_Optimizer.step makes these, and then the flat one, before p.grad goes.
-        step += 4 * s.trainable * (1 if s.job.config.training.torch_adam else 2)
-    tensors = (4 * states if low_precision else 0, s.moment * states, s.moment * states)
+    reduced = min(s.trainable, _ALL_REDUCE_ELEMENTS + s.largest) * (s.reduced if s.is_bf16_optimizer else s.weight)
+    # fp32_param.grad; FP16_Optimizer.step makes these, and then the flat one, before p.grad goes.
+    copies = 0 if s.is_bf16_optimizer or s.weight == 4 else 1 if s.job.config.training.torch_adam else 2
     return EngineMemory(
-        resting=Breakdown(
-            weights=s.weight * s.parameters,
-            master_weights=tensors[0],  # fp32_groups(_flat)
-            gradients=s.accumulation * s.trainable if is_bf16_optimizer else 0,
-            optimizer=2 * s.moment * states,
-        ),
+        resting=Breakdown(gradients=s.accumulation * s.trainable * s.is_bf16_optimizer),
         forward=Breakdown(gradients=gradients * s.accumulates),
-        backward=lambda done, unit: Breakdown(gradients=_native_gradients(s, s.weight, done, unit)),
-        step=Breakdown(gradients=step),
-        host=HostBreakdown(
-            save=_saved(s, s.weight * s.parameters, tensors, ranks=s.job.world_size if is_bf16_optimizer else 1)
-        ),
-        last_reduction=Breakdown(
-            gradients=gradients,
-            communication=reduced * (_reduced_bytes(s, s.accumulation) if is_bf16_optimizer else s.weight),
-        ),
+        backward=lambda done, unit: Breakdown(gradients=s.whole_gradients(s.weight, done, unit)),
+        step=Breakdown(gradients=gradients + copies * 4 * s.trainable),
+        last_reduction=Breakdown(gradients=gradients, communication=reduced),
     )
 
 
-def _native_gradients(s: ZeroSettings, bytes_each: int, done: int, unit: int) -> float:
-    """Gradients that stay in the parameters until the step, with the one that autograd is just adding."""
-    in_work = s.weight * s.largest_of(unit)
-    return bytes_each * s.trainable + in_work if s.accumulates else bytes_each * min(done + unit, s.trainable)
-
-
-def _larger(*parts: Breakdown) -> Breakdown:
-    return max(parts, key=lambda part: part.total)
-
-
-# --------------------------------------------------------------------------------------------------- stages 1 and 2
-
-
-def _partitioned(s: ZeroSettings) -> EngineMemory:
+def _partitioned(s: _Settings) -> EngineMemory:
     """zero/stage_1_and_2.py.
 
     Stage 2 reduces every micro-batch's gradients as they come (partition_grads). Under stage 1 they stay whole, in
@@ -96,279 +237,169 @@ def _partitioned(s: ZeroSettings) -> EngineMemory:
     otherwise after it (reduce_gradients). Each goes as soon as it is reduced, while the partition's are allocated with
     the first of them. What is in a bucket is nowhere else: p.grad is a view of it then.
     """
-    each = s.weight if s.stage == 2 else s.accumulation
-    buckets = each * s.bucket * s.buffers  # IPGBucket.buffer, made by setup_buckets
-    kept = _gradient_partition(s)
+    buckets, reduces_late = s.each * s.bucket * (1 + s.overlaps), s.stage == 1 and not s.overlaps  # setup_buckets
+    accumulates_whole, accumulates_parts = (s.accumulates and s.stage == stage for stage in (1, 2))
 
-    def partition(*, is_filled: bool) -> float:
-        """It comes with the first reduction and stays; not compact, each micro-batch makes one of its own.
+    def partitions(is_filled: bool) -> float:
+        """Return the bytes of the partition, which comes with the first reduction and stays.
 
-        These are grads_in_partition, beside all_grad_tensors of the earlier micro-batches.
+        Where it is not compact, each micro-batch makes one of its own: grads_in_partition, beside all_grad_tensors of
+        the earlier ones.
         """
-        if s.stage == 1:
-            return kept * is_filled
-        return kept * (is_filled or s.accumulates) if _is_compact(s) else kept * (is_filled + s.accumulates)
+        return s.kept * min(is_filled + accumulates_parts, 1 if s.is_compact else 2)
+
+    def reducing(gradients: float, largest: int, *, adds: bool) -> Breakdown:
+        """Add a bucket's slices, put together to be reduced; of a parameter larger than a bucket, all of it.
+
+        With offload such a gradient is cloned before (reduce_independent_p_g_buckets_and_remove_grads): no more than
+        this. `adds`: one parameter's is there in the dtype of the partition, too: _add_to_grad_partition_buffer.
+        """
+        if adds and s.is_compact and s.communication != s.accumulation:
+            gradients += s.accumulation * min(largest, s.partition)
+        return Breakdown(
+            gradients=gradients, communication=buckets + s.reduced * min(max(s.bucket, largest), s.trainable)
+        )
 
     def backward(done: int, unit: int) -> Breakdown:
-        if s.stage == 1 and not s.overlaps:
-            return Breakdown(gradients=_native_gradients(s, each, done, unit), communication=buckets)
-        waiting = each * max(s.trainable - done, 0) if s.stage == 1 and s.accumulates else 0
-        head, largest = _waiting_head(s, done), s.largest_of(unit)
-        gradients = waiting + s.weight * largest + each * head + partition(is_filled=_is_filled(s, done, unit))
-        if not _is_reducing(s, done, unit):
-            return Breakdown(gradients=gradients, communication=buckets)
-        largest = max(largest, head)
-        gradients += _summand(s, largest) if s.stage == 2 else 0
-        return Breakdown(gradients=gradients, communication=buckets + _reduction(s, each, largest))
+        if reduces_late:
+            return Breakdown(gradients=s.whole_gradients(s.each, done, unit), communication=buckets)
+        head, largest = s.waiting_head(done), s.largest_of(unit)
+        waiting = s.each * max(s.trainable - done, 0) * accumulates_whole
+        gradients = waiting + s.weight * largest + s.each * head + partitions(s.is_filled(done, unit))
+        if s.is_reducing(done, unit):
+            return reducing(gradients, max(largest, head), adds=s.stage == 2)
+        return Breakdown(gradients=gradients, communication=buckets)
 
-    if s.stage == 1 and not s.overlaps:
-        outside = each * max(s.trainable - s.bucket, 0)
-        last = Breakdown(gradients=outside + kept, communication=buckets + _reduction(s, each, s.largest))
-    else:
-        last = _last_reduction(s, each, partition(is_filled=True))
-    weights = s.weight * s.parameters
-    if s.offloads_optimizer:
-        resting = Breakdown(weights=weights, communication=s.weight * s.largest)  # temp_grad_buffer_for_gpu_offload
-    else:  # bit16_groups_flat, single_partition_of_fp32_groups, Adam's moments
-        resting = Breakdown(
-            weights=weights, master_weights=s.master * s.partition, optimizer=2 * s.moment * s.partition
-        )
-    # Under stage 1 a micro-batch that reduces nothing leaves its buckets to the next.
-    earlier = (
-        Breakdown(gradients=kept) if s.stage == 2 else Breakdown(gradients=each * s.trainable, communication=buckets)
-    )
+    # The largest gradient of a partition in float64, to take its norm: get_norm_dtype. With offload when it is reduced.
+    norm = 8.0 * min(s.largest, s.partition)
+    # At the end of the backward pass: the bucket that the embedding fills, it alone, or all if one holds it.
+    held = partitions(True) + (s.each * s.largest if s.trainable > s.bucket else 0)
+    if reduces_late:
+        held = s.kept + s.each * max(s.trainable - s.bucket, 0)
+    last = reducing(held, s.largest, adds=not reduces_late)
+    if s.offloads_optimizer and not reduces_late:
+        last = max(last, Breakdown(gradients=held + norm, communication=buckets), key=lambda moment: moment.total)
+    # DeepSpeedZeroOptimizer.step: the partition's gradients flat in the master weights' dtype, and where they are not
+    # compact before .to(), which copies only into another dtype. The second group's tensors keep the common
+    # grads_in_partition while the first group is updated.
+    flat = 0 if s.is_compact or s.master == s.weight else s.weight * s.partition
+    copied = 0 if s.is_compact and s.master == s.accumulation else flat + s.master * s.partition
     return EngineMemory(
-        resting=resting,
-        forward=earlier if s.accumulates else Breakdown(),
+        # temp_grad_buffer_for_gpu_offload
+        resting=Breakdown(communication=s.weight * s.largest * s.offloads_optimizer),
+        # Under stage 1 a micro-batch that reduces nothing leaves its buckets to the next.
+        forward=Breakdown(
+            gradients=s.kept * accumulates_parts + s.each * s.trainable * accumulates_whole,
+            communication=buckets * accumulates_whole,
+        ),
         backward=backward,
-        step=_partitioned_step(s),
-        host=_partitioned_host(s),
+        step=Breakdown(gradients=s.kept + (0 if s.offloads_optimizer else max(norm, copied))),
         last_reduction=last,
         # The weights are put together into bit16_groups_flat where there is room, else on the host.
-        build=Breakdown(weights=2 * weights),
+        build=Breakdown(weights=2 * s.weight * s.parameters),
     )
 
 
-def _is_compact(s: ZeroSettings) -> bool:
-    """Return whether a rank accumulates its partition in float32: _use_compact_grad_partition_buffer."""
-    return s.accumulation == 4 and s.weight != 4
-
-
-def _gradient_partition(s: ZeroSettings) -> float:
-    """Bytes that a rank keeps of reduced gradients, on the device also with offload where it is compact.
-
-    `averaged_gradients` as one flat float32 partition, or `grads_in_partition`: the parameters that the partition
-    touches, in full.
-    """
-    if _is_compact(s):
-        return s.accumulation * s.partition
-    return 0.0 if s.offloads_optimizer else s.weight * s.owned
-
-
-def _reduced_bytes(s: ZeroSettings, bytes_each: int) -> int:
-    """Bytes of an element in allreduce_bucket: a flat copy, and another where the collective has a dtype of its own."""
-    return bytes_each + (s.communication if s.communication != bytes_each else 0)
-
-
-def _reduction(s: ZeroSettings, bytes_each: int, largest: int) -> float:
-    """A bucket's slices, put together to be reduced; of a parameter larger than a bucket, all of it.
-
-    With offload such a gradient is cloned before (reduce_independent_p_g_buckets_and_remove_grads): no more than this.
-    """
-    return _reduced_bytes(s, bytes_each) * min(max(s.bucket, largest), s.trainable)
-
-
-def _summand(s: ZeroSettings, largest: int) -> float:
-    """One parameter's reduced gradient in the dtype of the partition: _add_to_grad_partition_buffer."""
-    if not _is_compact(s) or s.communication == s.accumulation:
-        return 0.0
-    return s.accumulation * min(largest, s.partition)
-
-
-def _is_filled(s: ZeroSettings, done: int, unit: int) -> bool:
-    """Return whether a bucket has been full by then in this micro-batch, and so was reduced.
-
-    The embedding's gradient comes to the buckets last of all: what that leads to is in `_last_reduction`.
-    """
-    return done + (0 if unit == s.job.embedding_parameters else unit) > s.bucket
-
-
-def _is_reducing(s: ZeroSettings, done: int, unit: int) -> bool:
-    """Return whether a bucket may be on its way while the backward pass of `unit` is at its worst."""
-    return _is_filled(s, done, unit) and (s.overlaps or unit != s.job.embedding_parameters)
-
-
-def _waiting_head(s: ZeroSettings, done: int) -> int:
-    """Elements of an untied output layer that no bucket can hold: reduced when the gradient after it comes."""
-    head = s.job.embedding_parameters
-    return head if done == head > s.bucket and not s.job.sizes.tie_word_embeddings else 0
-
-
-def _last_reduction(s: ZeroSettings, bytes_each: int, kept: float) -> Breakdown:
-    """At the end of the backward pass: the bucket that the embedding fills, it alone, or all if one holds it."""
-    held = kept + (bytes_each * s.largest if s.trainable > s.bucket else 0)
-    buckets = bytes_each * s.bucket * s.buffers
-    reducing = Breakdown(
-        gradients=held + _summand(s, s.largest), communication=buckets + _reduction(s, bytes_each, s.largest)
-    )
-    if not s.offloads_optimizer:
-        return reducing
-    return _larger(reducing, Breakdown(gradients=held + _in_float64(s), communication=buckets))
-
-
-def _in_float64(s: ZeroSettings) -> float:
-    """The largest gradient of a partition, to take its norm: get_norm_dtype. With offload when it is reduced."""
-    return 8.0 * min(s.largest, s.partition)
-
-
-def _partitioned_step(s: ZeroSettings) -> Breakdown:
-    """DeepSpeedZeroOptimizer.step: norms, then the partition's gradients flat in the master weights' dtype."""
-    held, master = _gradient_partition(s), s.master * s.partition
-    if s.offloads_optimizer:
-        return Breakdown(gradients=held)
-    if _is_compact(s):
-        copied = 0 if s.master == s.accumulation else master
-    else:
-        flat = 0 if s.master == s.weight else s.weight * s.partition  # before .to(), which else does not copy
-        # The second group's tensors keep the common grads_in_partition while the first group is updated.
-        copied = flat + master
-    return Breakdown(gradients=held + max(_in_float64(s), copied))
-
-
-def _partitioned_host(s: ZeroSettings) -> HostBreakdown:
-    """The host's part of stages 1 and 2: partitions of float32 weights, moments, float32 gradients, and new weights."""
-    save = _saved(s, s.weight * s.parameters, _optimizer_tensors(s), ranks=s.job.world_size)
-    if not s.offloads_optimizer:
-        return HostBreakdown(save=save)
-    pinned = (
-        s.master * s.partition,  # single_partition_of_fp32_groups
-        s.master * s.partition,  # their .grad
-        s.weight * s.partition,  # param_buffer_of_bit16_for_cpu_offload_groups
-        s.weight * s.largest,  # temp_grad_buffer_for_cpu_offload
-    )
-    states = sum(map(s.pinned, pinned)) + 2 * s.moment * s.partition
-    if s.stage == 2 and s.accumulates and not _is_compact(s) and s.master == 4:
-        # accumulated_grads_in_cpu: one buffer for each parameter that the partition touches
-        states += s.weight * s.owned
-    return HostBreakdown(states=states, save=save)
-
-
-# ---------------------------------------------------------------------------------------------------------- stage 3
-
-
-def _sharded(s: ZeroSettings) -> EngineMemory:
+def _sharded(s: _Settings) -> EngineMemory:
     """zero/stage3.py, and the gathering of parameters in zero/partitioned_param_coordinator.py."""
+    number, ranks, on_device = s.number, s.job.world_size, 0 if s.offloads_optimizer else s.partition
     # hpZ's second partition, from the first forward pass to the end of the step: ds_secondary_tensor.
-    secondary = s.weight * s.parameters / s.secondary_ranks if s.secondary_ranks > 1 else 0.0
-    on_device = 0 if s.offloads_optimizer else s.partition
+    secondary_ranks = number["zero_hpz_partition_size"]
+    secondary = s.weight * s.parameters / secondary_ranks if secondary_ranks > 1 else 0.0
+    # Parameters so small that they are whole on every rank. One rank's are no tensors of their own (NoGatherHandle).
+    threshold = number["stage3_param_persistence_threshold"]
+    persistent = sum(size * times for size, times in s.sizes.items() if size <= threshold)
+    is_gathered = ranks > 1 or (s.offloads_parameters and s.job.device != "cpu")
+    # The prefetcher runs ahead, a bucket for each module entered, and what it has passed on its way from a use in the
+    # forward pass to the next is not released (__params_to_release, fetch_sub_module).
+    live = max(number["stage3_max_live_parameters"], number["stage3_max_reuse_distance"] // 2)
+    live += number["stage3_prefetch_bucket_size"] + max(s.sizes)
+    bucket = min(s.bucket, s.trainable)
+    # A bucket on its way is put together by rank (reduce_scatter_coalesced); itself it is in the collective's dtype.
+    scattered = s.communication * bucket + _scattering(s, bucket, alone=False)
+
+    def gathered(done: int) -> float:
+        """Whole parameters in a backward pass that has left `done` behind (0: at the end of the forward pass).
+
+        The prefetcher runs ahead until stage3_max_live_parameters are there. Beyond that limit there is what the last
+        prefetch has begun and what the module in work needs; and while its parameters are used one after the other,
+        the buffer that a prefetch was received in stays (__inflight_param_registry).
+        """
+        return secondary + s.weight * max(min(s.parameters - persistent - done, live), 0) * is_gathered
 
     def backward(done: int, unit: int) -> Breakdown:
-        in_work = s.weight * (s.largest_of(unit) + _waiting_head(s, done))
-        communication = secondary + _gathered(s, done)
-        if _is_reducing(s, done, unit):
-            communication += _scattered(s, s.bucket) + _scattering(s, _waiting_head(s, done), alone=True)
-        return Breakdown(gradients=in_work, communication=communication)
+        head = s.waiting_head(done)
+        on_its_way = (scattered + _scattering(s, head, alone=True)) * s.is_reducing(done, unit)
+        return Breakdown(gradients=s.weight * (s.largest_of(unit) + head), communication=gathered(done) + on_its_way)
 
-    # At the end of the backward pass, when the embedding is still gathered: see `_last_reduction`.
-    last = _scattered(s, s.bucket)
-    if s.largest > s.bucket:
-        last = max(last, _scattering(s, s.largest, alone=True))
-    # _prepare_fp32_grad_for_sub_group: one sub-group's gradients, flat, in the master weights' dtype.
-    converted = 0 if s.master == s.accumulation else s.master
-    step = 0 if s.offloads_optimizer else (s.accumulation + converted) * s.sub_group
+    # At the end of the backward pass, when the embedding is still gathered: the bucket that it fills, or it alone.
+    last = max(scattered, _scattering(s, s.largest, alone=True) if s.largest > s.bucket else 0)
+    # _prepare_fp32_grad_for_sub_group: the gradients of one sub-group, which the parameter that fills it closes, flat,
+    # in the master weights' dtype.
+    sub_group = min(s.partition, number["sub_group_size"] + ceil(s.largest / ranks))
+    prepared = s.accumulation + (0 if s.master == s.accumulation else s.master)
     return EngineMemory(
         resting=Breakdown(
-            weights=0 if s.offloads_parameters else s.weight * s.weight_partition,  # lp_param_buffer
-            master_weights=s.master * on_device,  # fp32_partitioned_groups_flat
             gradients=s.accumulation * on_device,  # grad_partitions_flat_buffer
-            optimizer=2 * s.moment * on_device,
             # persistent_parameters, gathered in _post_step; ipg_buckets
-            communication=(s.weight * s.persistent if _is_gathered(s) else 0) + s.communication * s.bucket,
+            communication=s.weight * persistent * is_gathered + s.communication * s.bucket,
         ),
-        forward=Breakdown(communication=secondary + _gathered(s, 0)),
+        forward=Breakdown(communication=gathered(0)),
         backward=backward,
-        step=Breakdown(gradients=step, communication=secondary),
-        host=_sharded_host(s),
+        step=Breakdown(gradients=0 if s.offloads_optimizer else prepared * sub_group, communication=secondary),
         last_reduction=Breakdown(
             gradients=s.weight * s.largest if s.trainable > s.bucket else 0,
-            communication=secondary + last + _gathered(s, s.parameters - s.persistent - s.largest),
+            communication=last + gathered(s.parameters - persistent - s.largest),
         ),
     )
 
 
-def _is_gathered(s: ZeroSettings) -> bool:
-    """Return whether whole parameters are tensors of their own: one rank's are its partition (NoGatherHandle)."""
-    return s.job.world_size > 1 or (s.offloads_parameters and s.job.device != "cpu")
+def _scattering(s: _Settings, elements: int, *, alone: bool) -> float:
+    """Bytes beyond what goes into the collective; `alone`: of a parameter that goes past the bucket."""
+    parts = (
+        # a dtype that the collective does not take: __avg_scatter_grads
+        (alone and s.communication != s.weight, s.communication * elements),
+        (s.communication != s.accumulation, s.accumulation * elements / s.job.world_size),  # after it
+        # torch's ProcessGroupGloo works on a copy
+        (s.job.device == "cpu" and s.job.world_size > 1, s.communication * elements),
+        # partition_grads: one parameter's, on the device to be added
+        (
+            s.offloads_optimizer and s.job.device != "cpu",
+            s.accumulation * min(elements, s.largest) / s.job.world_size,
+        ),
+    )
+    return sum(num_bytes for is_there, num_bytes in parts if is_there)
 
 
-def _gathered(s: ZeroSettings, done: int) -> float:
-    """Whole parameters in a backward pass that has left `done` behind (0: at the end of the forward pass).
+def _host(s: _Settings) -> HostBreakdown:
+    """Return what is offloaded, and the copies that a background save is written from.
 
-    The prefetcher runs ahead until stage3_max_live_parameters are there. Beyond that limit there is what the last
-    prefetch has begun and what the module in work needs; and while its parameters are used one after the other, the
-    buffer that a prefetch was received in stays (__inflight_param_registry).
+    Of those it is the mean of the first node's ranks (deepspeed_zero.StagingArea). Rank 0 saves the weights; of stage 3
+    each rank only the frozen ones, which the optimizer does not have (FROZEN_PARAM_FRAGMENTS). Ranks save their
+    optimizers' states, the first one's alone where all have them whole.
     """
-    if not _is_gathered(s):
-        return 0.0
-    return s.weight * float(max(min(s.parameters - s.persistent - done, s.live), 0))
-
-
-def _scattered(s: ZeroSettings, elements: int) -> float:
-    """So many elements of a bucket on their way, put together by rank: reduce_scatter_coalesced.
-
-    The bucket itself holds them in the collective's dtype.
-    """
-    elements = min(elements, s.trainable)
-    return s.communication * elements + _scattering(s, elements, alone=False)
-
-
-def _scattering(s: ZeroSettings, elements: int, *, alone: bool) -> float:
-    """Beyond what goes into the collective; `alone`: of a parameter that goes past the bucket."""
-    needed = 0.0
-    if alone and s.communication != s.weight:  # a dtype that the collective does not take: __avg_scatter_grads
-        needed += s.communication * elements
-    if s.communication != s.accumulation:  # after it
-        needed += s.accumulation * elements / s.job.world_size
-    if s.job.device == "cpu" and s.job.world_size > 1:  # torch's ProcessGroupGloo works on a copy
-        needed += s.communication * elements
-    if s.offloads_optimizer and s.job.device != "cpu":  # partition_grads: one parameter's, on the device to be added
-        needed += s.accumulation * min(elements, s.largest) / s.job.world_size
-    return needed
-
-
-def _sharded_host(s: ZeroSettings) -> HostBreakdown:
-    """The host's part of stage 3."""
-    states = parameters = 0.0
+    on_gpu, on_node, infra = s.job.device != "cpu", s.job.ranks_per_node, s.job.config.infra
+    states = parameters = save = 0.0
     if s.offloads_optimizer:
-        # grad_partitions_flat_buffer, and fp32_partitioned_groups_flat[i].grad
-        states = s.pinned(s.accumulation * s.partition) + s.pinned(s.master * s.partition)
-        states += (s.master + 2 * s.moment) * s.partition
+        # fp32_partitioned_groups_flat[i].grad and grad_partitions_flat_buffer; of stages 1 and 2
+        # single_partition_of_fp32_groups and their .grad, param_buffer_of_bit16_for_cpu_offload_groups, and
+        # temp_grad_buffer_for_cpu_offload.
+        buffers = [s.master * s.partition, s.accumulation * s.partition]
+        if s.stage < 3:
+            buffers = [*2 * [s.master * s.partition], s.weight * s.partition, s.weight * s.largest]
+        states = sum(map(power_of_two if s.pins_optimizer else float, buffers))
+        states += (2 * s.moment + s.master * (s.stage == 3)) * s.partition
+        if s.stage == 2 and s.accumulates and not s.is_compact and s.master == 4:
+            # accumulated_grads_in_cpu: one buffer for each parameter that the partition touches
+            states += s.weight * s.owned
     if s.offloads_parameters:
         # param_groups_fp16_flat_cpu_memory: pinned whatever the configuration says
-        num_bytes = s.weight * s.weight_partition
-        parameters = power_of_two(num_bytes) if s.job.device != "cpu" else num_bytes
-    # No weights but the frozen ones, which the optimizer does not have: FROZEN_PARAM_FRAGMENTS.
-    tensors = (*_optimizer_tensors(s), s.weight * (s.weight_partition - s.partition))
-    return HostBreakdown(states=states, parameters=parameters, save=_saved(s, 0, tensors, ranks=s.job.world_size))
-
-
-# --------------------------------------------------------------------------------------------------------- saving
-
-
-def _optimizer_tensors(s: ZeroSettings) -> tuple[float, ...]:
-    """Bytes of what a rank saves of its optimizer: master weights and both moments."""
-    return (s.master * s.partition, s.moment * s.partition, s.moment * s.partition)
-
-
-def _saved(s: ZeroSettings, weights: float, tensors: tuple[float, ...], *, ranks: int) -> float:
-    """Copies that a background save is written from (engine/zero_files.py), as the mean of the first node's ranks.
-
-    Rank 0 saves the `weights`, and each of the first `ranks` ranks its optimizer's `tensors`.
-    """
-    if not s.job.config.training.async_save:
-        return 0.0
-    pin = s.job.config.infra.pin_memory and s.job.device != "cpu"
-    on_node = s.job.ranks_per_node
-    whole = power_of_two(weights) if pin else weights
-    each = sum(power_of_two(tensor) if pin else tensor for tensor in tensors)
-    return (whole + each * min(ranks, on_node)) / on_node
+        parameters = (power_of_two if on_gpu else float)(s.weight * s.weight_partition)
+    if s.job.config.training.async_save:
+        weights, frozen = s.weight * s.parameters, 0
+        if s.stage == 3:
+            weights, frozen = 0, s.weight * (s.weight_partition - s.partition)
+        copied = power_of_two if infra.pin_memory and on_gpu else float
+        each = sum(map(copied, (s.master * s.states, s.moment * s.states, s.moment * s.states, frozen)))
+        save = (copied(weights) + each * (min(s.job.world_size, on_node) if s.stage else 1)) / on_node
+    return HostBreakdown(states=states, parameters=parameters, save=save)

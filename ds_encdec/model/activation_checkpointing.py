@@ -81,12 +81,10 @@ def _selective_contexts() -> Contexts:
     products = {False: 0, True: 0}
 
     def policy(context: SelectiveCheckpointContext, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-        name = str(operation)
-        if operation == torch.ops.aten.mm.default:
-            products[context.is_recompute] += 1
-            kept = products[context.is_recompute] % 2 == 1
-        else:
-            kept = any(part in name for part in _ATTENTION_NAMES)
+        is_product = operation == torch.ops.aten.mm.default
+        products[context.is_recompute] += is_product
+        is_odd = products[context.is_recompute] % 2 == 1
+        kept = is_odd if is_product else any(part in str(operation) for part in _ATTENTION_NAMES)
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

@@ -58,6 +58,11 @@ class Segments:
     query_tail: int
     key_tail: int
 
+    def kernel_lengths(self) -> tuple[Tensor, Tensor, int, int]:
+        """Both boundaries, and the tokens of the longest query and key segment, padding included."""
+        longest = max((*self.query_lengths, self.query_tail)), max((*self.key_lengths, self.key_tail))
+        return self.query_cu_seqlens, self.key_cu_seqlens, *longest
+
 
 @dataclass(frozen=True)
 class PackedLayout:
@@ -220,15 +225,13 @@ def attend_by_document(q: Tensor, k: Tensor, v: Tensor, segments: Segments, caus
     A bottom-right aligned causal mask if `causal`. Of the padding tail only one row is computed, and zeroed: enough
     to keep q, k and v in the autograd graph, at no cost.
     """
-    out = []
-    key_documents = k.split((*segments.key_lengths, segments.key_tail))
-    value_documents = v.split((*segments.key_lengths, segments.key_tail))
-    query_documents = q.split((*segments.query_lengths, segments.query_tail))
-    for q_doc, k_doc, v_doc in zip(query_documents[:-1], key_documents, value_documents, strict=False):
-        if len(q_doc):
-            out.append(_attend_one(q_doc, k_doc, v_doc, causal))
+    queries = q.split((*segments.query_lengths, segments.query_tail))
+    keys, values = (x.split((*segments.key_lengths, segments.key_tail)) for x in (k, v))
+    *documents, tail = zip(queries, keys, values, strict=True)
+    out = [_attend_one(*document, causal) for document in documents if len(document[0])]
     if segments.query_tail:
-        row = _attend_one(query_documents[-1][:1], key_documents[-1][:1], value_documents[-1][:1], causal=False)
+        query, key, value = (x[:1] for x in tail)
+        row = _attend_one(query, key, value, causal=False)
         out.append((row * 0.0).expand(segments.query_tail, -1, -1))
     return torch.cat(out) if out else q
 
@@ -268,20 +271,12 @@ def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: b
             options["enable_gqa"] = True
         else:  # before torch 2.13
             k, v = (x.repeat_interleave(q.shape[-2] // x.shape[-2], dim=-2) for x in (k, v))
-    lengths = (segments.query_cu_seqlens, segments.key_cu_seqlens, *_longest(segments))
-    return attend(q, k, v, *lengths, **options)  # type: ignore[return-value]
+    return attend(q, k, v, *segments.kernel_lengths(), **options)  # type: ignore[return-value]
 
 
 def _flash_attn_varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
-    return flash_attn.flash_attn_varlen_func(
-        *(q, k, v, segments.query_cu_seqlens, segments.key_cu_seqlens, *_longest(segments)),
-        causal=causal,  # aligned to the bottom right since flash-attn 2.1
-    )
-
-
-def _longest(segments: Segments) -> tuple[int, int]:
-    """Tokens of the longest query and key segment, padding included."""
-    return max((*segments.query_lengths, segments.query_tail)), max((*segments.key_lengths, segments.key_tail))
+    # Causal is aligned to the bottom right since flash-attn 2.1.
+    return flash_attn.flash_attn_varlen_func(q, k, v, *segments.kernel_lengths(), causal=causal)
 
 
 def _attend_one(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -290,15 +285,14 @@ def _attend_one(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     if causal and len(q) != len(k):
         mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(len(k) - len(q))
     dtype, multiply_in = q.dtype, product_dtype(q)
-    q, k, v = (x.transpose(0, 1)[None].to(multiply_in) for x in (q, k, v))
-    grouped = q.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal and mask is None, enable_gqa=grouped)
-    return out[0].transpose(0, 1).to(dtype)
+    q, k, v = (x[None].to(multiply_in) for x in (q, k, v))
+    return _masked_attention(q, k, v, mask, is_causal=causal and mask is None)[0].to(dtype)
 
 
-def _masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+def _masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool = False) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, enable_gqa=grouped).transpose(1, 2)
 
 
 def _merge_index(encoder_cu: Tensor, decoder_cu: Tensor, encoder_tokens: int, decoder_tokens: int) -> Tensor:

@@ -60,38 +60,36 @@ class Qwen3Seq2SeqConfig(PretrainedConfig):
             )
         if head_dim % 2:
             raise ValueError(f"head_dim ({head_dim}) must be even: rotary embeddings turn pairs")
-        self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.intermediate_size = intermediate_size
-        self.num_hidden_layers = num_hidden_layers
-        self.num_encoder_layers = num_hidden_layers if num_encoder_layers is None else num_encoder_layers
-        self.num_attention_heads = num_attention_heads
-        self.num_key_value_heads = num_key_value_heads
-        self.head_dim = head_dim
-        self.hidden_act = hidden_act
-        self.max_position_embeddings = max_position_embeddings
-        self.initializer_range = initializer_range
-        self.rms_norm_eps = rms_norm_eps
-        self.rope_parameters = rope_parameters or {"rope_type": "default", "rope_theta": 1e6}
+        # Set here, since Hugging Face looks for the rotary parameters before it sets fields, and drops `use_cache`.
         self.use_cache = use_cache
-        self.sentinel_token_ids = list(sentinel_token_ids or [])
-        self.mode_token_ids = list(mode_token_ids or [])
-        self.loss_chunk_tokens = loss_chunk_tokens
-        self.use_flash_attention = use_flash_attention
-        # Hugging Face picks a loss by class name; an unknown name would get the causal one, which shifts the
-        # labels a second time.
-        self.loss_type = "ForMaskedLM"
-        # Constants of the architecture: an older file cannot turn them off.
-        for constant in ("is_encoder_decoder", "loss_type"):
-            kwargs.pop(constant, None)
-        super().__init__(
-            is_encoder_decoder=True,
-            tie_word_embeddings=tie_word_embeddings,
-            pad_token_id=pad_token_id,
-            eos_token_id=eos_token_id,
-            decoder_start_token_id=decoder_start_token_id,
-            **kwargs,
-        )
+        self.rope_parameters = rope_parameters or {"rope_type": "default", "rope_theta": 1e6}
+        own = {
+            "vocab_size": vocab_size,
+            "hidden_size": hidden_size,
+            "intermediate_size": intermediate_size,
+            "num_hidden_layers": num_hidden_layers,
+            "num_encoder_layers": num_hidden_layers if num_encoder_layers is None else num_encoder_layers,
+            "num_attention_heads": num_attention_heads,
+            "num_key_value_heads": num_key_value_heads,
+            "head_dim": head_dim,
+            "hidden_act": hidden_act,
+            "max_position_embeddings": max_position_embeddings,
+            "initializer_range": initializer_range,
+            "rms_norm_eps": rms_norm_eps,
+            "tie_word_embeddings": tie_word_embeddings,
+            "pad_token_id": pad_token_id,
+            "eos_token_id": eos_token_id,
+            "decoder_start_token_id": decoder_start_token_id,
+            "sentinel_token_ids": list(sentinel_token_ids or []),
+            "mode_token_ids": list(mode_token_ids or []),
+            "loss_chunk_tokens": loss_chunk_tokens,
+            "use_flash_attention": use_flash_attention,
+            # Constants of the architecture: an older file cannot turn them off. Hugging Face picks a loss by class
+            # name; an unknown name would get the causal one, which shifts the labels a second time.
+            "is_encoder_decoder": True,
+            "loss_type": "ForMaskedLM",
+        }
+        super().__init__(**kwargs | own)
 
 
 class Qwen3EncoderConfig(Qwen3Seq2SeqConfig):

@@ -55,7 +55,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if hidden_grad is not None:
                 hidden_grad[chunk] = _matmul(logit_grads, matmul_weight)
             if weight_grad is not None:
-                _add_matmul(weight_grad, logit_grads.T, states)
+                # In float32. Operands of lower precision need a product of their own: addmm_ wants one dtype.
+                if states.dtype == torch.float32:
+                    weight_grad.addmm_(logit_grads.T, states)
+                else:
+                    weight_grad += _matmul(logit_grads.T, states)
             del logit_grads  # before the next chunk's logits are made: otherwise two chunks' would be there
         ctx.save_for_backward(hidden_grad, weight_grad)
         ctx.hidden_dtype, ctx.weight_dtype, ctx.scale = hidden.dtype, weight.dtype, scale
@@ -68,11 +72,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Scaled where they lie. A second backward pass over a retained graph would scale again: autograd refuses it.
         hidden_grad, weight_grad = ctx.saved_tensors
         grad = grad / ctx.scale
-        if hidden_grad is not None:
-            hidden_grad = hidden_grad.mul_(grad).to(ctx.hidden_dtype)
-        if weight_grad is not None:
-            weight_grad = weight_grad.mul_(grad).to(ctx.weight_dtype)
-        return hidden_grad, weight_grad, None, None, None
+        gradients = zip((hidden_grad, weight_grad), (ctx.hidden_dtype, ctx.weight_dtype), strict=True)
+        return *(held if held is None else held.mul_(grad).to(dtype) for held, dtype in gradients), None, None, None
 
 
 _FLOAT16_SCALE = 2.0**15
@@ -113,11 +114,3 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
 
 def _gives_float32(x: Tensor) -> bool:
     return x.is_cuda
-
-
-def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """`total += a @ b` in float32. Low precision operands need a product of their own: addmm_ wants one dtype."""
-    if a.dtype == torch.float32:
-        total.addmm_(a, b)
-    else:
-        total += _matmul(a, b)

@@ -14,7 +14,6 @@ Part of the exported remote code: it imports nothing of ds_encdec outside its ow
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -31,10 +30,8 @@ from .configuration import Qwen3EncoderConfig, Qwen3Seq2SeqConfig
 from .loss import IGNORE_INDEX, linear_cross_entropy
 from .precision import Linear
 
-Rotary = tuple[Tensor, Tensor]
-"""Cosines and sines, [..., tokens, 1, head_dim], in the dtype of the states."""
-Cache: TypeAlias = EncoderDecoderCache | None
-"""Keys and values of a generation so far; None in training."""
+Rotary = tuple[Tensor, Tensor]  # cosines and sines, [..., tokens, 1, head_dim], in the dtype of the states
+Cache: TypeAlias = EncoderDecoderCache | None  # keys and values of a generation so far; None in training
 
 
 def rotary_tables(positions: Tensor, config: Qwen3Seq2SeqConfig, dtype: torch.dtype) -> Rotary:
@@ -59,8 +56,9 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
 class Qwen3Attention(nn.Module):
     """The projections of Qwen3's attention: grouped-query, RMSNorm on each query and key head."""
 
-    def __init__(self, config: Qwen3Seq2SeqConfig) -> None:
+    def __init__(self, config: Qwen3Seq2SeqConfig, layer_idx: int) -> None:
         super().__init__()
+        self.layer_idx = layer_idx
         self.head_dim = config.head_dim
         query_size = config.num_attention_heads * config.head_dim
         key_size = config.num_key_value_heads * config.head_dim
@@ -100,10 +98,6 @@ class Qwen3EncoderAttention(Qwen3Attention):
 class Qwen3MergedAttention(Qwen3Attention):
     """Attention of decoder queries over encoder output and decoder states, under one softmax."""
 
-    def __init__(self, config: Qwen3Seq2SeqConfig, layer_idx: int) -> None:
-        super().__init__(config)
-        self.layer_idx = layer_idx
-
     def forward(
         self,
         hidden_states: Tensor,
@@ -119,20 +113,21 @@ class Qwen3MergedAttention(Qwen3Attention):
         if past_key_values is None:
             encoder_keys, encoder_values = self.keys_values(encoder_states, None)
         else:
-            cache = past_key_values.self_attention_cache
-            keys, values = cache.update(keys.transpose(1, 2), values.transpose(1, 2), self.layer_idx)
-            keys, values = keys.transpose(1, 2), values.transpose(1, 2)
-            encoder_keys, encoder_values = self._cached_encoder_keys_values(encoder_states, past_key_values)
+            own, cross = past_key_values.self_attention_cache, past_key_values.cross_attention_cache
+            keys, values = self._cached(own, (keys, values))
+            # The encoder's are computed at the first step of a generation, and cached for the others.
+            new = not past_key_values.is_updated.get(self.layer_idx, False)
+            encoder_keys, encoder_values = self._cached(cross, self.keys_values(encoder_states, None) if new else None)
+            past_key_values.is_updated[self.layer_idx] = True
         return self.output(layout.attend_merged(queries, keys, values, encoder_keys, encoder_values))
 
-    def _cached_encoder_keys_values(self, encoder_states: Tensor, past: EncoderDecoderCache) -> tuple[Tensor, Tensor]:
-        """The encoder's keys and values, computed at the first step of a generation and cached for the others."""
-        if not past.is_updated.get(self.layer_idx, False):
-            keys, values = self.keys_values(encoder_states, None)
-            past.cross_attention_cache.update(keys.transpose(1, 2), values.transpose(1, 2), self.layer_idx)
-            past.is_updated[self.layer_idx] = True
-        cached = past.cross_attention_cache.layers[self.layer_idx]
-        return cached.keys.transpose(1, 2), cached.values.transpose(1, 2)
+    def _cached(self, cache: DynamicCache, new: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
+        """This layer's keys and values in `cache`, to which the `new` ones are added first, if any."""
+        if new is None:
+            held = cache.layers[self.layer_idx].keys, cache.layers[self.layer_idx].values
+        else:
+            held = cache.update(*(x.transpose(1, 2) for x in new), self.layer_idx)
+        return tuple(x.transpose(1, 2) for x in held)
 
 
 class Qwen3MLP(nn.Module):
@@ -153,9 +148,11 @@ class Qwen3MLP(nn.Module):
 class Qwen3Layer(GradientCheckpointingLayer):
     """Qwen3's pre-norm layer around either attention, which takes what the layer is called with."""
 
-    def __init__(self, config: Qwen3Seq2SeqConfig, attention: Qwen3Attention) -> None:
+    attention: type[Qwen3Attention]
+
+    def __init__(self, config: Qwen3Seq2SeqConfig, layer_idx: int) -> None:
         super().__init__()
-        self.self_attn = attention
+        self.self_attn = self.attention(config, layer_idx)
         self.mlp = Qwen3MLP(config)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -170,24 +167,22 @@ class Qwen3Layer(GradientCheckpointingLayer):
 class Qwen3EncoderLayer(Qwen3Layer):
     """A layer with bidirectional attention."""
 
-    def __init__(self, config: Qwen3Seq2SeqConfig) -> None:
-        super().__init__(config, Qwen3EncoderAttention(config))
+    attention = Qwen3EncoderAttention
 
 
 class Qwen3DecoderLayer(Qwen3Layer):
     """A layer with merged attention."""
 
-    def __init__(self, config: Qwen3Seq2SeqConfig, layer_idx: int) -> None:
-        super().__init__(config, Qwen3MergedAttention(config, layer_idx))
+    attention = Qwen3MergedAttention
 
 
 class Qwen3Stack(nn.Module):
     """Layers and the final norm."""
 
-    def __init__(self, config: Qwen3Seq2SeqConfig, layers: Iterable[Qwen3Layer]) -> None:
+    def __init__(self, config: Qwen3Seq2SeqConfig, layer: type[Qwen3Layer], num_layers: int) -> None:
         super().__init__()
         self.config = config
-        self.layers = nn.ModuleList(layers)
+        self.layers = nn.ModuleList(layer(config, index) for index in range(num_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def _run(self, hidden_states: Tensor, *encoder_states: Tensor, positions: Tensor, **shared: Any) -> Tensor:
@@ -203,7 +198,7 @@ class Qwen3Encoder(Qwen3Stack):
     main_input_name = "input_ids"  # read by generate()
 
     def __init__(self, config: Qwen3Seq2SeqConfig) -> None:
-        super().__init__(config, (Qwen3EncoderLayer(config) for _ in range(config.num_encoder_layers)))
+        super().__init__(config, Qwen3EncoderLayer, config.num_encoder_layers)
 
     def forward(self, inputs_embeds: Tensor, *, layout: Layout) -> Tensor:
         """[..., Te, hidden] embeddings → [..., Te, hidden] states."""
@@ -214,14 +209,14 @@ class Qwen3Decoder(Qwen3Stack):
     """Decoder layers and the final norm."""
 
     def __init__(self, config: Qwen3Seq2SeqConfig) -> None:
-        super().__init__(config, (Qwen3DecoderLayer(config, index) for index in range(config.num_hidden_layers)))
+        super().__init__(config, Qwen3DecoderLayer, config.num_hidden_layers)
 
     def forward(
         self, inputs_embeds: Tensor, encoder_states: Tensor, *, layout: Layout, past_key_values: Cache = None
     ) -> Tensor:
         """[..., Td, hidden] embeddings and [..., Te, hidden] encoder states → [..., Td, hidden] states."""
-        shared = {"layout": layout, "past_key_values": past_key_values}
-        return self._run(inputs_embeds, encoder_states, positions=layout.decoder_positions, **shared)
+        positions, past = layout.decoder_positions, past_key_values
+        return self._run(inputs_embeds, encoder_states, positions=positions, layout=layout, past_key_values=past)
 
 
 class LanguageModelHead(Linear):
@@ -257,15 +252,20 @@ class EmbeddedEncoder(nn.Module):
         return BaseModelOutput(last_hidden_state=self.encoder(embeds, layout=layout))
 
 
-class Qwen3EncoderModel(PreTrainedModel):
-    """The bidirectional encoder on its own: contextual states of tokens, to be pooled into embeddings of texts."""
+class Qwen3PreTrainedModel(PreTrainedModel):
+    """The traits that Hugging Face reads of both models."""
 
-    config_class = Qwen3EncoderConfig
     base_model_prefix = ""
     _input_embed_layer = "shared"
     supports_gradient_checkpointing = True
-    _no_split_modules = ("Qwen3EncoderLayer",)
+    _no_split_modules = ("Qwen3EncoderLayer", "Qwen3DecoderLayer")
     _supports_sdpa = True
+
+
+class Qwen3EncoderModel(Qwen3PreTrainedModel):
+    """The bidirectional encoder on its own: contextual states of tokens, to be pooled into embeddings of texts."""
+
+    config_class = Qwen3EncoderConfig
 
     def __init__(self, config: Qwen3EncoderConfig) -> None:
         super().__init__(config)
@@ -298,16 +298,11 @@ class PackedLossOutput(ModelOutput):
     token_losses: Tensor | None = None
 
 
-class Qwen3ForSeq2SeqLM(PreTrainedModel, GenerationMixin):
+class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
     """The encoder-decoder with its language-model head."""
 
     config_class = Qwen3Seq2SeqConfig
-    base_model_prefix = ""
-    _input_embed_layer = "shared"
-    supports_gradient_checkpointing = True
-    _no_split_modules = ("Qwen3EncoderLayer", "Qwen3DecoderLayer")
     _skip_keys_device_placement = ("past_key_values",)
-    _supports_sdpa = True
     _tied_weights_keys = {"lm_head.weight": "shared.weight"}  # noqa: RUF012 - Hugging Face's own form
 
     def __init__(self, config: Qwen3Seq2SeqConfig) -> None:

@@ -10,10 +10,12 @@ attention in full).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import product
 from math import prod
 from typing import Protocol
 
+EMBEDDING_ROWS_MULTIPLE = 128  # embeddings that must grow do so to a multiple of this, which matrix kernels like
 BACKWARD_PER_FORWARD = 2
 """The backward pass makes two products of each one: for the gradient of the input and of the weight."""
 
@@ -50,11 +52,10 @@ def num_encoder_layers(sizes: ModelSizes) -> int:
 def parameter_shapes(sizes: ModelSizes) -> dict[str, tuple[int, ...]]:
     """Shape of every parameter by canonical name, in the order of `named_parameters()`. A tied head is not repeated."""
     embedding = (sizes.vocab_size, sizes.hidden_size)
-    layer_shapes = list(_layer_shapes(sizes))
     shapes: dict[str, tuple[int, ...]] = {"shared.weight": embedding}
     for side, layers in (("encoder", num_encoder_layers(sizes)), ("decoder", sizes.num_hidden_layers)):
-        for layer in range(layers):
-            shapes.update((f"{side}.layers.{layer}.{name}", shape) for name, shape in layer_shapes)
+        for layer, (name, shape) in product(range(layers), _layer_shapes(sizes).items()):
+            shapes[f"{side}.layers.{layer}.{name}"] = shape
         shapes[f"{side}.norm.weight"] = (sizes.hidden_size,)
     if not sizes.tie_word_embeddings:
         shapes["lm_head.weight"] = embedding
@@ -68,23 +69,25 @@ def count_parameters(sizes: ModelSizes) -> int:
 
 def count_layer_parameters(sizes: ModelSizes) -> int:
     """Parameters of one layer; those of the encoder and of the decoder have as many."""
-    return sum(prod(shape) for _, shape in _layer_shapes(sizes))
+    return sum(map(prod, _layer_shapes(sizes).values()))
 
 
-def _layer_shapes(sizes: ModelSizes) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _layer_shapes(sizes: ModelSizes) -> dict[str, tuple[int, ...]]:
     hidden, inner = sizes.hidden_size, sizes.intermediate_size
     query, key = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
-    yield "self_attn.q_proj.weight", (query, hidden)
-    yield "self_attn.k_proj.weight", (key, hidden)
-    yield "self_attn.v_proj.weight", (key, hidden)
-    yield "self_attn.o_proj.weight", (hidden, query)
-    yield "self_attn.q_norm.weight", (sizes.head_dim,)
-    yield "self_attn.k_norm.weight", (sizes.head_dim,)
-    yield "mlp.gate_proj.weight", (inner, hidden)
-    yield "mlp.up_proj.weight", (inner, hidden)
-    yield "mlp.down_proj.weight", (hidden, inner)
-    yield "input_layernorm.weight", (hidden,)
-    yield "post_attention_layernorm.weight", (hidden,)
+    return {
+        "self_attn.q_proj.weight": (query, hidden),
+        "self_attn.k_proj.weight": (key, hidden),
+        "self_attn.v_proj.weight": (key, hidden),
+        "self_attn.o_proj.weight": (hidden, query),
+        "self_attn.q_norm.weight": (sizes.head_dim,),
+        "self_attn.k_norm.weight": (sizes.head_dim,),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
 
 
 def training_flops(sizes: ModelSizes, encoder_lengths: Sequence[int], decoder_lengths: Sequence[int]) -> int:

@@ -16,20 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-_LOW_PRECISION_CPU_FEATURES = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
+_INSTRUCTIONS = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
+_CPU_HAS: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # from torch 2.12 on
 
-
-def _emulated_on_cpu() -> frozenset[torch.dtype]:
-    """Dtypes that this machine's CPU has no instructions to multiply in."""
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return frozenset()  # 64-bit Arm since 8.6 has them; torch does not tell
-    features: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # from torch 2.12 on
-    return frozenset(
-        dtype for dtype, names in _LOW_PRECISION_CPU_FEATURES.items() if not any(features.get(name) for name in names)
-    )
-
-
-_EMULATED_ON_CPU = _emulated_on_cpu()
+_EMULATED_ON_CPU = frozenset(
+    dtype
+    for dtype, names in _INSTRUCTIONS.items()
+    # 64-bit Arm since 8.6 has them; torch does not tell.
+    if platform.machine() in ("x86_64", "AMD64") and not any(_CPU_HAS.get(name) for name in names)
+)
+"""Dtypes that this machine's CPU has no instructions to multiply in."""
 
 
 def product_dtype(x: Tensor) -> torch.dtype:

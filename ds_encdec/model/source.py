@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ds_encdec.config.model_folder import MODEL_FILES, model_folder
 from ds_encdec.config.plain_files import read_json
-from ds_encdec.config.schema import ArchitectureConfig, ModelConfig
+from ds_encdec.config.schema import ModelConfig
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.model.parameter_count import count_parameters
+from ds_encdec.model.parameter_count import EMBEDDING_ROWS_MULTIPLE, count_parameters
 from ds_encdec.model.weights import random_weights, stored_weights
+from ds_encdec.tokenizer.sentinels import Vocabulary
 from ds_encdec.types import CheckpointError, ConfigError, WeightSource
-
-EMBEDDING_ROWS_MULTIPLE = 128
-"""Embeddings that must grow do so to a multiple of this, which matrix kernels like."""
 
 _NO_ARCHITECTURE = ("loss_chunk_tokens", "use_flash_attention", "use_cache", "transformers_version", "dtype")
 
@@ -28,22 +26,11 @@ _COPIED_SIZES = (
     "max_position_embeddings",
     "initializer_range",
     "rms_norm_eps",
+    "vocab_size",
 )
 
-
-class TokenIds(Protocol):
-    """The token ids a model must know; `tokenizer.sentinels.Vocabulary` is one."""
-
-    @property
-    def sentinel_ids(self) -> tuple[int, ...]: ...  # noqa: D102 - see Vocabulary
-    @property
-    def mode_token_ids(self) -> tuple[int, ...]: ...  # noqa: D102
-    @property
-    def eos_id(self) -> int: ...  # noqa: D102
-    @property
-    def pad_id(self) -> int: ...  # noqa: D102
-    @property
-    def vocab_size(self) -> int: ...  # noqa: D102
+_NOT_COPIED = {"auto_map", "architectures", "dtype"}
+"""Fields of an encoder-decoder's `config.json` that say how it was saved."""
 
 
 @dataclass(frozen=True)
@@ -55,26 +42,42 @@ class ModelSource:
     description: str
 
 
-def resolve_model(section: ModelConfig, vocabulary: TokenIds, seed: int) -> ModelSource:
+def resolve_model(section: ModelConfig, vocabulary: Vocabulary, seed: int) -> ModelSource:
     """The model that `section` asks for, for the token ids of `vocabulary`.
 
     Downloads configuration and safetensors of a hub model that is not cached. The names and shapes of its tensors are
     checked at once, from the files' headers; weights are read when they are asked for.
     Raises ConfigError for an impossible architecture, CheckpointError for a model that cannot be reached, read or used.
     """
-    if section.architecture is not None:
-        return _from_architecture(section, section.architecture, vocabulary, seed)
+    if (sizes := section.architecture) is not None:
+        if vocabulary.vocab_size > sizes.vocab_size:
+            raise ConfigError(
+                f"model.architecture.vocab_size is {sizes.vocab_size}, but the tokenizer's ids reach "
+                f"{vocabulary.vocab_size - 1}: set it to at least {vocabulary.vocab_size}"
+            )
+        rope = {"rope_type": "default", "rope_theta": sizes.rope_theta}
+        try:
+            config = _config(section, sizes.model_dump(exclude={"rope_theta"}) | {"rope_parameters": rope}, vocabulary)
+        except ValueError as error:
+            raise ConfigError(f"model.architecture: {error}") from error
+        description = f"random weights (seed {seed}), {count_parameters(config):,} parameters"
+        return ModelSource(config, random_weights(config, seed), description)
     if section.model_name_or_path is None:
         raise ConfigError("model.model_name_or_path: name a model, or give its sizes in model.architecture")
     folder = model_folder(section.model_name_or_path, MODEL_FILES, field="model.model_name_or_path")
     stored = read_config(folder)
-    if stored.get("model_type") == Qwen3Seq2SeqConfig.model_type:
-        return _from_seq2seq(section, folder, stored, vocabulary, seed)
-    config = _seq2seq_config(section, folder, qwen3_fields(stored, folder), vocabulary, stored["vocab_size"])
-    description = f"encoder and decoder from the decoder-only Qwen3 in {section.model_name_or_path}"
-    added_ids = {*config.sentinel_token_ids, *config.mode_token_ids}
-    weights = stored_weights(folder, config, added_ids, stored_rows=stored["vocab_size"], seed=seed, of_qwen3=True)
-    return ModelSource(config, weights, description)
+    if of_qwen3 := stored["model_type"] != Qwen3Seq2SeqConfig.model_type:
+        fields, origin = qwen3_fields(stored, folder), "encoder and decoder from the decoder-only Qwen3"
+    else:
+        fields, origin = {name: stored[name] for name in stored.keys() - _NOT_COPIED}, "the encoder-decoder"
+    try:
+        config = _config(section, fields, vocabulary)
+    except ValueError as error:
+        raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
+    trained_ids = {*fields.get("sentinel_token_ids", ()), *fields.get("mode_token_ids", ())}
+    added_ids = {*config.sentinel_token_ids, *config.mode_token_ids} - trained_ids
+    weights = stored_weights(folder, config, added_ids, stored_rows=stored["vocab_size"], seed=seed, of_qwen3=of_qwen3)
+    return ModelSource(config, weights, f"{origin} in {section.model_name_or_path}")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -107,8 +110,7 @@ def qwen3_fields(stored: dict[str, Any], folder: Path) -> dict[str, Any]:
     }
     if names := [name for name, present in unsupported.items() if present]:
         raise CheckpointError(f"{folder / 'config.json'}: not supported: {', '.join(names)}")
-    missing = [name for name in (*_COPIED_SIZES, "vocab_size") if name not in stored]
-    if missing:
+    if missing := [name for name in _COPIED_SIZES if name not in stored]:
         raise CheckpointError(f"{folder / 'config.json'} lacks {', '.join(missing)}")
     return {
         **{name: stored[name] for name in _COPIED_SIZES},
@@ -127,56 +129,22 @@ def architecture(config: Qwen3Seq2SeqConfig) -> dict[str, Any]:
     return {name: value for name, value in config.to_dict().items() if name not in _NO_ARCHITECTURE}
 
 
-def _from_architecture(
-    section: ModelConfig, architecture: ArchitectureConfig, vocabulary: TokenIds, seed: int
-) -> ModelSource:
-    if vocabulary.vocab_size > architecture.vocab_size:
-        raise ConfigError(
-            f"model.architecture.vocab_size is {architecture.vocab_size}, but the tokenizer's ids reach "
-            f"{vocabulary.vocab_size - 1}: set it to at least {vocabulary.vocab_size}"
-        )
-    fields = architecture.model_dump(exclude={"rope_theta", "vocab_size"})
-    fields["rope_parameters"] = {"rope_type": "default", "rope_theta": architecture.rope_theta}
-    try:
-        config = _seq2seq_config(section, None, fields, vocabulary, architecture.vocab_size)
-    except CheckpointError as error:
-        raise ConfigError(f"model.architecture: {error}") from error
-    description = f"random weights (seed {seed}), {count_parameters(config):,} parameters"
-    return ModelSource(config, random_weights(config, seed), description)
+def _config(section: ModelConfig, fields: dict[str, Any], vocabulary: Vocabulary) -> Qwen3Seq2SeqConfig:
+    """The configuration of `fields`, with what `section` and the vocabulary decide, whatever a folder says.
 
-
-def _from_seq2seq(
-    section: ModelConfig, folder: Path, stored: dict[str, Any], vocabulary: TokenIds, seed: int
-) -> ModelSource:
-    not_sizes = {"vocab_size", "sentinel_token_ids", "mode_token_ids", "auto_map", "architectures", "dtype"}
-    fields = {name: value for name, value in stored.items() if name not in not_sizes | _OWN_FIELDS}
-    config = _seq2seq_config(section, folder, fields, vocabulary, stored["vocab_size"])
-    trained_ids = {*stored.get("sentinel_token_ids", ()), *stored.get("mode_token_ids", ())}
-    added_ids = {*config.sentinel_token_ids, *config.mode_token_ids} - trained_ids
-    weights = stored_weights(folder, config, added_ids, stored_rows=stored["vocab_size"], seed=seed)
-    return ModelSource(config, weights, f"the encoder-decoder in {section.model_name_or_path}")
-
-
-_OWN_FIELDS = {"pad_token_id", "eos_token_id", "decoder_start_token_id", "loss_chunk_tokens", "use_flash_attention"}
-"""Fields that `section` and the vocabulary decide, whatever a folder says."""
-
-
-def _seq2seq_config(
-    section: ModelConfig, folder: Path | None, fields: dict[str, Any], vocabulary: TokenIds, rows: int
-) -> Qwen3Seq2SeqConfig:
+    Raises ValueError for impossible sizes.
+    """
+    rows = fields["vocab_size"]
     if vocabulary.vocab_size > rows:
         rows = -(-vocabulary.vocab_size // EMBEDDING_ROWS_MULTIPLE) * EMBEDDING_ROWS_MULTIPLE
-    try:
-        return Qwen3Seq2SeqConfig(
-            **fields,
-            vocab_size=rows,
-            pad_token_id=vocabulary.pad_id,
-            decoder_start_token_id=vocabulary.pad_id,
-            eos_token_id=vocabulary.eos_id,
-            sentinel_token_ids=list(vocabulary.sentinel_ids),
-            mode_token_ids=list(vocabulary.mode_token_ids),
-            loss_chunk_tokens=section.loss_chunk_tokens,
-            use_flash_attention=section.use_flash_attention,
-        )
-    except ValueError as error:
-        raise CheckpointError(str(error) if folder is None else f"{folder / 'config.json'}: {error}") from error
+    decided = {
+        "vocab_size": rows,
+        "pad_token_id": vocabulary.pad_id,
+        "decoder_start_token_id": vocabulary.pad_id,
+        "eos_token_id": vocabulary.eos_id,
+        "sentinel_token_ids": list(vocabulary.sentinel_ids),
+        "mode_token_ids": list(vocabulary.mode_token_ids),
+        "loss_chunk_tokens": section.loss_chunk_tokens,
+        "use_flash_attention": section.use_flash_attention,
+    }
+    return Qwen3Seq2SeqConfig(**fields | decided)

@@ -15,7 +15,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,8 @@ from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.types import CheckpointError, WeightSource
 
-VOCABULARY_PARAMETERS = ("shared.weight", "lm_head.weight")
-"""Parameters with one row for each token id."""
-_STATISTICS_ROWS = 2048
-"""Rows of the embedding read and converted to float64 at one time."""
+VOCABULARY_PARAMETERS = ("shared.weight", "lm_head.weight")  # parameters with one row for each token id
+_STATISTICS_ROWS = 2048  # rows of the embedding read and converted to float64 at one time
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -70,13 +69,18 @@ def stored_weights(
     seed: int,
     of_qwen3: bool = False,
 ) -> WeightSource:
-    """The parameters of `config`'s model from `folder`, in the dtype stored there, `with_added_rows`.
+    """The parameters of `config`'s model from `folder`, in the dtype stored there.
 
     The folder is one of our own (an export, or `ds-encdec init-model`'s), or `of_qwen3`, a decoder-only one.
-    `stored_rows`: rows of its embedding. Names and shapes of all tensors are checked now (CheckpointError), each tensor
-    is read when it is asked for.
+    `stored_rows`: rows of its embedding (and of an untied head). It grows to `vocab_size`; what is beyond and the rows
+    `added_ids` are drawn anew, with mean and standard deviation of the trained ones, which are read in pieces. Names
+    and shapes of all tensors are checked now (CheckpointError), each tensor is read when it is asked for.
     """
     source, name_of = SafetensorsFolder(folder), _qwen3_name if of_qwen3 else str
+    # The rows below all new ones are the trained ones.
+    total_rows = max(stored_rows, config.vocab_size)
+    added = {row for row in added_ids if row < stored_rows}.union(range(stored_rows, total_rows))
+    new_rows = torch.tensor(sorted(added), dtype=torch.int64)
     shapes = {
         name: (stored_rows, *shape[1:]) if name in VOCABULARY_PARAMETERS else shape
         for name, shape in parameter_shapes(config).items()
@@ -86,46 +90,27 @@ def stored_weights(
     def stored(name: str, rows: slice = slice(None), /) -> Tensor:
         return source.tensor(name_of(name), rows)
 
-    return with_added_rows(stored, config, added_ids, stored_rows=stored_rows, seed=seed)
-
-
-def with_added_rows(
-    weights: WeightSource, config: Qwen3Seq2SeqConfig, added_ids: Collection[int], *, stored_rows: int, seed: int
-) -> WeightSource:
-    """`weights`, with the embedding's (and an untied head's) rows `added_ids` drawn anew, and grown to `vocab_size`.
-
-    `stored_rows`: those that `weights` has. Rows below all new ones are the trained ones, whose mean and standard
-    deviation the new rows are drawn with; they are read in pieces.
-    """
-    total_rows = max(stored_rows, config.vocab_size)
-    new_rows = torch.tensor(
-        sorted({row for row in added_ids if row < stored_rows}.union(range(stored_rows, total_rows))), dtype=torch.int64
-    )
-
-    def extended_weights(name: str, rows: slice = slice(None), /) -> Tensor:
+    def extended(name: str, rows: slice = slice(None), /) -> Tensor:
         if name not in VOCABULARY_PARAMETERS or not len(new_rows):
-            return weights(name, rows)
+            return stored(name, rows)
         start, stop, _ = rows.indices(total_rows)
-        stored = weights(name, slice(min(start, stored_rows), min(stop, stored_rows)))
-        width, dtype = stored.shape[1], stored.dtype
-        extended = torch.empty(stop - start, width, dtype=dtype)
-        extended[: len(stored)] = stored
-        del stored  # the statistics read the rows again: one embedding less at the peak
+        held = stored(name, slice(min(start, stored_rows), min(stop, stored_rows)))
+        result = held.new_empty(stop - start, held.shape[1])
+        result[: len(held)] = held
+        del held  # the statistics read the rows again: one embedding less at the peak
         wanted = (new_rows >= start) & (new_rows < stop)
         if wanted.any():
-            mean, std = _row_statistics(weights, name, int(new_rows[0]), width)
-            drawn = torch.randn(len(new_rows), width, generator=keyed_generator(seed, f"{name}: added rows"))
-            extended[new_rows[wanted] - start] = (mean + std * drawn[wanted]).to(dtype)
-        return extended
+            mean, std = _row_statistics(stored, name, int(new_rows[0]), result.shape[1])
+            drawn = torch.randn(len(new_rows), len(mean), generator=keyed_generator(seed, f"{name}: added rows"))
+            result[new_rows[wanted] - start] = (mean + std * drawn[wanted]).to(result.dtype)
+        return result
 
-    return extended_weights
+    return extended
 
 
 def _qwen3_name(name: str) -> str:
     """The source's name of one of our parameters."""
-    if name == "shared.weight":
-        return "model.embed_tokens.weight"
-    return re.sub(r"^(encoder|decoder)\.", "model.", name)
+    return re.sub(r"^(encoder|decoder)\.", "model.", name.replace("shared.", "model.embed_tokens."))
 
 
 def _row_statistics(weights: WeightSource, name: str, count: int, width: int) -> tuple[Tensor, Tensor]:
@@ -171,17 +156,13 @@ class SafetensorsFolder:
         for file_name in sorted({self._file_of[name] for name in shapes}):
             with self._open(file_name) as file:
                 held = set(file.keys())
+                where = self._folder / file_name
                 for name in (name for name in shapes if self._file_of[name] == file_name):
-                    self._check_tensor(file, file_name, name, shapes[name], held)
-
-    def _check_tensor(self, file: Any, file_name: str, name: str, shape: tuple[int, ...], held: set[str]) -> None:
-        if name not in held:
-            raise CheckpointError(f"{self._folder / file_name} has no {name}, which {INDEX_FILE} says is there")
-        found = tuple(file.get_slice(name).get_shape())
-        if found != tuple(shape):
-            raise CheckpointError(
-                f"{self._folder / file_name}: {name} has shape {found}, but the folder's config.json asks for {shape}"
-            )
+                    if name not in held:
+                        raise CheckpointError(f"{where} has no {name}, which {INDEX_FILE} says is there")
+                    if (found := tuple(file.get_slice(name).get_shape())) != shapes[name]:
+                        asked = f"but the folder's config.json asks for {shapes[name]}"
+                        raise CheckpointError(f"{where}: {name} has shape {found}, {asked}")
 
     def _read_index(self) -> dict[str, str]:
         if (index := self._folder / INDEX_FILE).is_file():
@@ -191,9 +172,8 @@ class SafetensorsFolder:
                     raise ValueError("weight_map: a shard is no file name")
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise CheckpointError(f"{index} is damaged: {error!r}. Copy it there again") from error
-            for shard in sorted(set(file_of.values())):
-                if not (self._folder / shard).is_file():
-                    raise CheckpointError(f"{index} names the shard {shard}, which is missing. Copy it there again")
+            if missing := sorted(shard for shard in set(file_of.values()) if not (self._folder / shard).is_file()):
+                raise CheckpointError(f"{index} names the shard {missing[0]}, which is missing. Copy it there again")
             return file_of
         if (self._folder / SINGLE_FILE).is_file():
             with self._open(SINGLE_FILE) as file:
@@ -235,22 +215,17 @@ def write_safetensors_folder(
 
 
 def _write_file(
-    path: Path, names: Iterable[str], shapes: Mapping[str, tuple[int, ...]], weights: WeightSource, dtype: torch.dtype
+    path: Path, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], weights: WeightSource, dtype: torch.dtype
 ) -> None:
     """One file in the safetensors format: length of the header (8 bytes), JSON header, tensors back to back.
 
     safetensors' own writer wants all tensors of a file, and a second copy of each, in memory.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name in names:
-        end = offset + dtype.itemsize * prod(shapes[name])
-        header[name] = {
-            "dtype": _DTYPE_NAMES[dtype],
-            "shape": list(shapes[name]),
-            "data_offsets": [offset, end],
-        }
-        offset = end
+    offsets = pairwise(accumulate((dtype.itemsize * prod(shapes[name]) for name in names), initial=0))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}} | {
+        name: {"dtype": _DTYPE_NAMES[dtype], "shape": list(shapes[name]), "data_offsets": list(begin_and_end)}
+        for name, begin_and_end in zip(names, offsets, strict=True)
+    }
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     with path.open("wb") as file:

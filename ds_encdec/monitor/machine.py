@@ -1,24 +1,178 @@
-"""Watches the machines under a run: throughput, slow and late ranks, memory, and waits for data."""
+"""How fast the run is, and the machines under it: clocked, measured on every rank once per logging interval, watched.
+
+Tokens per second, model FLOPs utilisation, and where the time goes; slow and late ranks, memory, and waits for data. In
+synchronous training every rank has the same step time, since the others wait for the slow one inside collectives (under
+ZeRO-3 in the forward pass of every layer). What does tell them apart: how long each of them waits for the others before
+a step, and how long each takes for a piece of arithmetic that involves nobody else.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import time
+import timeit
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cache
 from statistics import median_low
-from typing import Any
+from typing import Any, Literal
+
+import psutil
+import torch
+from torch import Tensor
 
 from ds_encdec.config.schema import MonitorConfig
-from ds_encdec.monitor.events import make_alert
 from ds_encdec.monitor.metrics import MetricWindow
-from ds_encdec.monitor.rank_stats import RankStats
+from ds_encdec.monitor.metrics_file import make_alert
 
 PERSISTENT_INTERVALS = 3
 """Logging intervals in a row in which anything but memory must be seen to be an alert: one is noise."""
-MIN_THROUGHPUT_VALUES = 5
-"""Intervals that must be in the throughput window before a drop can be seen."""
+MIN_THROUGHPUT_VALUES = 5  # intervals that must be in the throughput window before a drop can be seen
 MEMORY_BASELINE_INTERVALS = range(2, 5)
 """Intervals of this process, and then after its first save, whose largest memory is the baseline: what is allocated
 late belongs to it."""
+_WARMUP_PRODUCTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Lap:
+    """Seconds of one interval. `training_s` contains the waits, for data and for other ranks, and no pauses."""
+
+    training_s: float
+    data_wait_s: float
+    exchange_wait_s: float
+
+
+class IntervalClock:
+    """Monotonic time since the last lap, kept apart by what it was spent on.
+
+    The first lap begins with the first wait for data: building or loading a model is no training time.
+    """
+
+    def __init__(self) -> None:
+        self._has_begun, self._lap_began, self._seconds = False, time.monotonic(), defaultdict[str, float](float)
+
+    @contextmanager
+    def spent_on(self, what: Literal["data", "ranks", "pause"]) -> Iterator[None]:
+        """Time that the loop waits for its next batch, or for the other ranks to come to the next step.
+
+        A `pause` is no training time: evaluation, checkpoints.
+        """
+        if what == "data" and not self._has_begun:
+            self.lap()
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds[what] += time.monotonic() - max(began, self._lap_began)  # a lap may have ended in between
+
+    def lap(self) -> Lap:
+        """The time since the last lap, and start a new one."""
+        now, spent = time.monotonic(), self._seconds
+        lap = Lap(now - self._lap_began - spent["pause"], spent["data"], spent["ranks"])
+        self._has_begun, self._lap_began, self._seconds = True, now, defaultdict(float)
+        return lap
+
+
+def performance_metrics(
+    lap: Lap,
+    *,
+    num_steps: int,
+    tokens: float,
+    num_devices: int,
+    flops: float | None = None,
+    peak_flops_per_device: float | None = None,
+) -> dict[str, float]:
+    """The `perf/` metrics of an interval.
+
+    `tokens`: non-padding tokens of both sides over all ranks. `flops`: model FLOPs of the interval over all
+    ranks, recomputation not counted. `perf/mfu` (a fraction) is there where FLOPs and the peak are known.
+    """
+    seconds = max(lap.training_s, 1e-9)
+    metrics = {
+        "perf/tokens_per_sec": tokens / seconds,
+        "perf/tokens_per_sec_per_gpu": tokens / seconds / num_devices,
+        "perf/step_time_s": seconds / max(num_steps, 1),
+        "perf/data_wait_frac": lap.data_wait_s / seconds,
+    }
+    if flops is not None and peak_flops_per_device is not None:
+        metrics["perf/mfu"] = flops / seconds / (peak_flops_per_device * num_devices)
+    return metrics
+
+
+@dataclass(frozen=True, slots=True)
+class RankStats(Lap):
+    """One rank in one logging interval; gathered from all ranks, so that all judge by the same.
+
+    `exchange_wait_s`: in the exchange before each step the last rank to come waits least. `arithmetic_s`:
+    `measure_arithmetic`. `memory`, in bytes: `host`, resident memory of the process now; `device`, allocated on its
+    accelerator now, if it has one; `peak`, the largest device memory so far, without an accelerator the largest host
+    memory; `reserved`, what the allocator has taken from the accelerator's driver; and once in a process the engine's
+    tensors by category (engine/protocol.py).
+    """
+
+    arithmetic_s: float
+    memory: Mapping[str, float]
+
+
+def measure_rank_stats(device: torch.device, lap: Lap, held_bytes: Mapping[str, int]) -> RankStats:
+    """This rank's statistics: the seconds and what is held as they are given, the rest measured now."""
+    host = psutil.Process().memory_info().rss
+    # The kernel brings its peak up to date a little later.
+    memory = {"host": host, "peak": max(peak_host_bytes(), host)}
+    if device.type == "cuda":
+        memory |= {
+            "peak": torch.cuda.max_memory_allocated(device),
+            "device": torch.cuda.memory_allocated(device),
+            "reserved": torch.cuda.memory_reserved(device),
+        }
+    return RankStats(**asdict(lap), arithmetic_s=measure_arithmetic(device), memory={**memory, **held_bytes})
+
+
+def peak_host_bytes() -> int:
+    """The most resident memory that this process has had."""
+    import resource  # Unix only, and only here
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def measure_arithmetic(device: torch.device) -> float:
+    """Seconds that `device` takes for a fixed number of matrix products; waits for them.
+
+    On a GPU this is the time between two events of its stream, so what was queued before is not in it. On a CPU it
+    is wall-clock time: a rank whose core is taken away is slow, though its CPU time shows nothing. Costs about ten
+    milliseconds at most; the operands stay allocated (24 MiB on a GPU, less than 1 MiB on a CPU).
+    """
+    if device.type != "cuda":
+        _multiply(cpu := torch.device("cpu"), _WARMUP_PRODUCTS)
+        # The shortest of three: another program's turn on the core is noise, but who is short of a core always waits.
+        return min(timeit.repeat(lambda: _multiply(cpu, 16), repeat=3, number=1))
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    with torch.cuda.device(device):
+        _multiply(device, _WARMUP_PRODUCTS)
+        start.record()
+        _multiply(device, 50)
+        end.record()
+        end.synchronize()
+    return start.elapsed_time(end) / 1000
+
+
+def _multiply(device: torch.device, times: int) -> None:
+    left, right, product = _operands(device)
+    for _ in range(times):
+        torch.mm(left, right, out=product)
+
+
+@cache
+def _operands(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Two random square matrices (zeros would draw less power) and room for their product."""
+    # float16 is fast on every GPU with tensor cores; 2,048 wide, a product takes longer than its launch.
+    size, dtype = (2048, torch.float16) if device.type == "cuda" else (256, torch.float32)
+    generator = torch.Generator(device).manual_seed(0)
+    left, right = (torch.randn(size, size, device=device, dtype=dtype, generator=generator) for _ in range(2))
+    return left, right, torch.empty_like(left)
 
 
 class MachineWatch:
@@ -30,11 +184,11 @@ class MachineWatch:
 
     def __init__(self, settings: MonitorConfig) -> None:
         self._settings = settings
-        self._intervals = 0
-        # Tokens per second and rank: comparable with what it was before a resume on more or fewer ranks.
-        self._throughput = MetricWindow(settings.window_size)
+        self._intervals = self._memory_intervals = 0
+        # Tokens per second and rank: comparable with what it was before a resume on more or fewer ranks. It is saved;
+        # memory and streaks are this process's own, and start anew.
+        self.throughput = MetricWindow(settings.window_size)
         self._streaks: dict[tuple[str, int], int] = {}
-        self._memory_intervals = 0
         self._memory_levels: dict[str, list[float]] = {}
         self._saved = False
 
@@ -54,9 +208,7 @@ class MachineWatch:
     def note_save(self) -> None:
         """A checkpoint was saved. The first one of a process keeps its staging buffers: memory has a new baseline."""
         if not self._saved:
-            self._saved = True
-            self._memory_intervals = 0
-            self._memory_levels = {}
+            self._saved, self._memory_intervals, self._memory_levels = True, 0, {}
 
     @staticmethod
     def metrics(rank_stats: Sequence[RankStats]) -> dict[str, float]:
@@ -73,49 +225,40 @@ class MachineWatch:
             metrics |= {"health/latest_rank": latest, "health/latest_rank_late_frac": lateness}
         return metrics
 
-    def state_dict(self) -> dict[str, Any]:
-        """The throughput window, strictly JSON-able. Memory and streaks are this process's own, and start anew."""
-        return {"throughput": self._throughput.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` gave. For a resume; a rollback changes nothing about the machines."""
-        self._throughput.load_state_dict(state["throughput"])
-
     def _judge_persistent(self, step: int, rank_stats: Sequence[RankStats], speed: float) -> list[dict[str, Any]]:
         """Alerts of what has now been beyond its threshold in `PERSISTENT_INTERVALS` intervals in a row.
 
         `speed`: tokens per second and rank.
         """
-        settings, seen = self._settings, {}
-        least = settings.throughput_drop_threshold * self._usual_speed(speed)
-        if speed < least:
-            message = f"{speed:.1f} tokens/s per rank are below {least:.1f}"
-            seen["throughput", 0] = make_alert("throughput_drop", step, speed, least, message)
+        settings, usual = self._settings, self.throughput.mean
+        is_compared = self._intervals > 1 and len(self.throughput) >= MIN_THROUGHPUT_VALUES
+        least = settings.throughput_drop_threshold * usual if is_compared else 0.0
+        if self._intervals > 1 and not math.isnan(speed):
+            # A low value counts like any other: a speed that stays becomes the one to be compared with.
+            self.throughput.add(speed)
         shares = [rank.data_wait_s / max(rank.training_s, 1e-9) for rank in rank_stats]
-        if (share := max(shares)) > settings.data_wait_threshold:
-            message = f"rank {shares.index(share)} waits for its next batch for {share:.0%} of the time"
-            # Whichever rank it is: they take turns.
-            seen["data_wait", 0] = make_alert("data_wait", step, share, settings.data_wait_threshold, message)
-        for rank, ratio in enumerate(_slowness(rank_stats)):
-            if ratio > settings.straggler_threshold:
-                times = f"it takes {ratio:.2f} times as long as the median rank for the same arithmetic"
-                message = f"rank {rank} is slow: {times}"
-                seen["slow", rank] = make_alert("straggler", step, ratio, settings.straggler_threshold, message)
-        rank, lateness = _latest(rank_stats)
-        if lateness > settings.straggler_late_threshold:
-            message = f"rank {rank} is late: others wait for it before the steps, for {lateness:.0%} of the time"
-            seen["late", rank] = make_alert("straggler", step, lateness, settings.straggler_late_threshold, message)
+        share, (latest, lateness) = max(shares), _latest(rank_stats)
+        # What and whose, whether it is beyond its threshold, and the alert. Of waits for data the rank does not count:
+        # they take turns.
+        rows = [
+            (("throughput", 0), speed < least, "throughput_drop", speed, least,
+             f"{speed:.1f} tokens/s per rank are below {least:.1f}"),
+            (("data_wait", 0), share > settings.data_wait_threshold, "data_wait", share, settings.data_wait_threshold,
+             f"rank {shares.index(share)} waits for its next batch for {share:.0%} of the time"),
+            *((("slow", rank), ratio > settings.straggler_threshold, "straggler", ratio, settings.straggler_threshold,
+               f"rank {rank} is slow: it takes {ratio:.2f} times as long as the median rank for the same arithmetic")
+              for rank, ratio in enumerate(_slowness(rank_stats))),
+            (("late", latest), lateness > settings.straggler_late_threshold,
+             "straggler", lateness, settings.straggler_late_threshold,
+             f"rank {latest} is late: others wait for it before the steps, for {lateness:.0%} of the time"),
+        ]  # fmt: skip
+        seen = {
+            key: make_alert(kind, step, value, threshold, message)
+            for key, is_beyond, kind, value, threshold, message in rows
+            if is_beyond
+        }
         self._streaks = {key: self._streaks.get(key, 0) + 1 for key in seen}
         return [alert for key, alert in seen.items() if self._streaks[key] == PERSISTENT_INTERVALS]
-
-    def _usual_speed(self, speed: float) -> float:
-        """The mean of the window before this interval; 0 while there are too few values to compare `speed` with."""
-        if self._intervals == 1 or math.isnan(speed):
-            return 0.0
-        usual = self._throughput.mean if len(self._throughput) >= MIN_THROUGHPUT_VALUES else 0.0
-        # A low value counts like any other: a speed that stays becomes the one to be compared with.
-        self._throughput.add(speed)
-        return usual
 
     def _judge_memory(self, step: int, place: str, now: Sequence[float]) -> list[dict[str, Any]]:
         """One alert for all ranks that have grown: mostly they do so together."""

@@ -11,8 +11,10 @@ was computed, so that recording never waits for the device:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +27,8 @@ from torch import Tensor
 
 from ds_encdec.monitor.metrics_file import strict_json
 from ds_encdec.types import DENOISERS, LossSum, StepResult
+
+_LARGEST_EXPONENT = math.log(sys.float_info.max)
 
 
 class MetricWindow:
@@ -102,13 +106,9 @@ class StepRecord:
         """Non-padding tokens of both sides."""
         return self.encoder_tokens + sum(self.target_tokens.values())
 
-    def to_dict(self) -> dict[str, Any]:
-        """A strictly JSON-able dict, for `from_dict`."""
-        return strict_json(dataclasses.asdict(self))
-
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StepRecord:
-        """Restore exactly what `to_dict` wrote. Older checkpoints have lists instead of names, and no `extra`."""
+        """Restore exactly what was saved. Older checkpoints have lists instead of names, and no `extra`."""
 
         def named(part: str) -> dict[str, float]:
             saved = values.get(part, {})
@@ -117,39 +117,6 @@ class StepRecord:
 
         parts = {part: named(part) for part in ("loss_sums", "target_tokens", "extra")}
         return cls(**{**values, **parts, "grad_norm": float(values["grad_norm"])})
-
-
-@dataclass(slots=True)
-class _PendingStep:
-    """A step of this rank that has not been reduced yet. `sums`: see `StepAccumulator.current_sums`."""
-
-    global_step: int
-    data_step: int
-    result: StepResult
-    sums: Tensor
-    encoder_tokens: int
-
-    def values(self) -> Tensor:
-        """All that is reduced, in one row of float64."""
-        metrics = [value.detach().to(self.sums) for value in (self.result.grad_norm, *self.result.extra.values())]
-        return torch.cat([self.sums.flatten(), self.sums.new_full((1,), self.encoder_tokens), torch.stack(metrics)])
-
-    def record(self, totals: Iterator[float], num_ranks: int) -> StepRecord:
-        """The step by the totals over all ranks of its `values`, which are taken from `totals`."""
-        loss_sums, target_tokens = (dict(zip(DENOISERS, totals, strict=False)) for _ in range(2))
-        encoder_tokens, extra = int(next(totals)), self.result.extra
-        grad_norm, *means = (total / num_ranks for total in islice(totals, 1 + len(extra)))
-        return StepRecord(
-            global_step=self.global_step,
-            data_step=self.data_step,
-            applied=self.result.applied,
-            learning_rate=self.result.learning_rate,
-            grad_norm=grad_norm,
-            loss_sums=loss_sums,
-            target_tokens=target_tokens,
-            encoder_tokens=encoder_tokens,
-            extra=dict(zip(extra, means, strict=True)),
-        )
 
 
 class StepAccumulator:
@@ -161,55 +128,66 @@ class StepAccumulator:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._sums = self._zeros()
-        self._encoder_tokens = 0
-        self._pending: list[_PendingStep] = []
+        self._begin_step()
+        # The steps that have not been reduced, without what is summed over the ranks; and this rank's part of that.
+        self._pending: list[tuple[StepRecord, Tensor]] = []
         self._records: list[StepRecord] = []
 
     def add(self, loss_sum: LossSum, *, encoder_tokens: int) -> None:
         """Add one micro-batch of this rank to the current step. Does not wait for the device."""
-        self._sums += torch.stack((loss_sum.by_denoiser, loss_sum.tokens_by_denoiser)).detach()
+        self.sums += torch.stack((loss_sum.by_denoiser, loss_sum.tokens_by_denoiser)).detach()
         self._encoder_tokens += encoder_tokens
 
     def end_step(self, result: StepResult, *, global_step: int, data_step: int) -> None:
         """Close the current step, applied or not; the counters are those after it."""
-        self._pending.append(_PendingStep(global_step, data_step, result, self._sums, self._encoder_tokens))
-        self._sums = self._zeros()
-        self._encoder_tokens = 0
+        names = dict.fromkeys(result.extra, math.nan)
+        step = StepRecord(global_step, data_step, result.applied, result.learning_rate, math.nan, {}, {}, 0, names)
+        metrics = [value.detach().to(self.sums) for value in (result.grad_norm, *result.extra.values())]
+        tokens = self.sums.new_full((1,), self._encoder_tokens)
+        self._pending.append((step, torch.cat([self.sums.flatten(), tokens, torch.stack(metrics)])))
+        self._begin_step()
 
     def reduce(self) -> list[StepRecord]:
         """All steps since the last `take`. A collective: every rank calls it after the same steps."""
         pending, self._pending = self._pending, []
         if pending:
-            ranks = _gather(torch.cat([step.values() for step in pending]))
+            ranks = _gather(torch.cat([row for _, row in pending]))
             totals = iter(sum_in_rank_order(ranks).tolist())
-            self._records += [step.record(totals, len(ranks)) for step in pending]
+            self._records += [_summed(step, totals, len(ranks)) for step, _ in pending]
         return list(self._records)
-
-    def current_sums(self) -> Tensor:
-        """This rank's sums of the step that has not ended: float64 [2, denoisers] on the CPU, losses and target tokens.
-
-        Waits for the device.
-        """
-        return self._sums.cpu()
 
     def take(self) -> list[StepRecord]:
         """`reduce`, and begin a new interval."""
-        records = self.reduce()
-        self._records = []
+        records, self._records = self.reduce(), []
         return records
 
     def state_dict(self) -> dict[str, Any]:
         """The records of the interval so far, JSON-able and equal on all ranks. A collective, like `reduce`."""
-        return {"records": [record.to_dict() for record in self.reduce()]}
+        return {"records": [strict_json(dataclasses.asdict(record)) for record in self.reduce()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the interval that `state_dict` was taken in."""
-        self._records = [StepRecord.from_dict(values) for values in state["records"]]
-        self._pending = []
+        self._records, self._pending = [StepRecord.from_dict(values) for values in state["records"]], []
 
-    def _zeros(self) -> Tensor:
-        return torch.zeros(2, len(DENOISERS), dtype=torch.float64, device=self.device)
+    def _begin_step(self) -> None:
+        # This rank's losses and target tokens of the step that has not ended.
+        self.sums = torch.zeros(2, len(DENOISERS), dtype=torch.float64, device=self.device)
+        self._encoder_tokens = 0
+
+
+def _summed(step: StepRecord, totals: Iterator[float], num_ranks: int) -> StepRecord:
+    """The step with its totals over all ranks, which are taken from `totals`."""
+    loss_sums, target_tokens = (dict(zip(DENOISERS, totals, strict=False)) for _ in range(2))
+    encoder_tokens = int(next(totals))
+    grad_norm, *means = (total / num_ranks for total in islice(totals, 1 + len(step.extra)))
+    return dataclasses.replace(
+        step,
+        grad_norm=grad_norm,
+        loss_sums=loss_sums,
+        target_tokens=target_tokens,
+        encoder_tokens=encoder_tokens,
+        extra=dict(zip(step.extra, means, strict=True)),
+    )
 
 
 def _gather(row: Tensor) -> list[Tensor]:
@@ -227,10 +205,7 @@ def sum_in_rank_order(ranks: Sequence[Tensor]) -> Tensor:
     Added here, because the order in which an all-reduce adds depends on where in the buffer an element lies, and so on
     how many steps are reduced together.
     """
-    total = ranks[0].clone()
-    for other in ranks[1:]:
-        total += other
-    return total
+    return functools.reduce(torch.add, ranks)
 
 
 def by_denoiser(sums: Tensor) -> list[dict[str, float]]:
@@ -253,8 +228,10 @@ def loss_metrics(prefix: str, loss_sums: Mapping[str, float], target_tokens: Map
 def eval_metrics(loss_sums: Mapping[str, float], target_tokens: Mapping[str, float]) -> dict[str, float]:
     """`eval/loss`, `eval/perplexity`, and both per denoiser (`eval/loss_X1`, `eval/perplexity_X1`)."""
     losses = loss_metrics("eval", loss_sums, target_tokens)
-    perplexities = {name.replace("/loss", "/perplexity"): _exp(loss) for name, loss in losses.items()}
-    return losses | perplexities
+    return losses | {
+        name.replace("/loss", "/perplexity"): math.inf if loss > _LARGEST_EXPONENT else math.exp(loss)
+        for name, loss in losses.items()
+    }
 
 
 def train_metrics(records: Sequence[StepRecord]) -> dict[str, float]:
@@ -278,10 +255,3 @@ def train_metrics(records: Sequence[StepRecord]) -> dict[str, float]:
 def _by_name(rows: Sequence[Mapping[str, float]], combine: Callable[[list[float]], float]) -> dict[str, float]:
     """The values that the rows have of each name, in their order, combined."""
     return {name: combine([row[name] for row in rows if name in row]) for name in dict.fromkeys(chain(*rows))}
-
-
-def _exp(value: float) -> float:
-    try:
-        return math.exp(value)
-    except OverflowError:
-        return math.inf

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import nn
 
 from ds_encdec.config.schema import FullConfig, MonitorConfig
-from ds_encdec.monitor.events import make_alert
 from ds_encdec.monitor.metrics import MetricWindow
-from ds_encdec.monitor.metrics_file import strict_json
-from ds_encdec.optim.schedules import learning_rate
+from ds_encdec.monitor.metrics_file import make_alert, strict_json
+from ds_encdec.optim import learning_rate
 
-MAX_LOSS_SPIKES = 5
-"""Loss spikes that a phase may have and still pass."""
+MAX_LOSS_SPIKES = 5  # loss spikes that a phase may have and still pass
 
 MAX_ALERTS_OF_A_TYPE = 200
 """Alerts of each type that are kept, the newest ones: many of one type do not push another's out."""
 
-MAX_HISTORY = 10_000
-"""Observations that `TrainingMonitor.history` keeps, the newest ones."""
+MAX_HISTORY = 10_000  # observations that `TrainingMonitor.history` keeps, the newest ones
 
 LEARNING_RATE_ROUNDING = 1e-12
 """Difference between two learning rates that is never an alert: what is left of a rate of 0 after rounding."""
@@ -124,10 +121,18 @@ class TrainingMonitor:
         `tokens_per_second` NaN where it was not measured.
         """
         alerts = self._judge(step, loss, grad_norm)
-        if applied:
-            self._record(loss, grad_norm, is_warmup)
-            if not is_warmup:
-                alerts += self._judge_plateau(step)
+        if applied and math.isfinite(grad_norm):
+            self.grad_norm_window.add(grad_norm)
+        if applied and math.isfinite(loss):
+            self.loss_window.add(loss)
+            self.current_loss = loss
+            self.initial_loss = loss if self.initial_loss is None else self.initial_loss
+            self.min_loss = loss if self.min_loss is None else min(self.min_loss, loss)
+            self.max_loss = loss if self.max_loss is None else max(self.max_loss, loss)
+            if not is_warmup and self.warmup_complete_loss is None:
+                self.warmup_complete_loss = loss
+        if applied and not is_warmup:
+            alerts += self._judge_plateau(step)
         if math.isfinite(tokens_per_second):
             self.throughput_window.add(tokens_per_second)
         alerts += self._judge_learning_rate(step, learning_rate, update_index=step - applied)
@@ -217,36 +222,24 @@ class TrainingMonitor:
             alert if (alert["step"], alert["message"]) in kept else alert | {"rolled_back": True} for alert in alerts
         ]
 
-    def _record(self, loss: float, grad_norm: float, is_warmup: bool) -> None:
-        if math.isfinite(grad_norm):
-            self.grad_norm_window.add(grad_norm)
-        if not math.isfinite(loss):
-            return
-        self.loss_window.add(loss)
-        self.current_loss = loss
-        self.initial_loss = loss if self.initial_loss is None else self.initial_loss
-        self.min_loss = loss if self.min_loss is None else min(self.min_loss, loss)
-        self.max_loss = loss if self.max_loss is None else max(self.max_loss, loss)
-        if not is_warmup and self.warmup_complete_loss is None:
-            self.warmup_complete_loss = loss
-
     def _judge(self, step: int, loss: float, grad_norm: float) -> list[dict[str, Any]]:
         """Alerts of a step by itself, against the window before its loss is in it."""
-        alerts = []
-        if not (math.isfinite(loss) and (math.isfinite(grad_norm) or self.loss_scaling)):
-            value = grad_norm if math.isfinite(loss) else loss
-            message = f"loss {loss:.4f}, gradient norm {grad_norm:.4f}: not finite"
-            alerts.append(make_alert("non_finite", step, value, math.inf, message))
         enough = len(self.loss_window) >= self.loss_spike_min_values  # to be compared with
-        largest_loss = self.loss_spike_threshold * self.loss_window.mean if enough else math.inf
-        for kind, what, value, threshold in (
-            ("loss_spike", "loss", loss, largest_loss),
-            ("grad_explosion", "gradient norm", grad_norm, self.grad_norm_threshold),
-        ):
-            if threshold < value < math.inf:
-                message = f"{what} {value:.4f} is above {threshold:.4f}"
-                alerts.append(make_alert(kind, step, value, threshold, message))
-        return alerts
+        largest, steepest = self.loss_spike_threshold * self.loss_window.mean, self.grad_norm_threshold
+        rows = [
+            ("non_finite", not (math.isfinite(loss) and (math.isfinite(grad_norm) or self.loss_scaling)),
+             grad_norm if math.isfinite(loss) else loss, math.inf,
+             f"loss {loss:.4f}, gradient norm {grad_norm:.4f}: not finite"),
+            ("loss_spike", enough and largest < loss < math.inf, loss, largest,
+             f"loss {loss:.4f} is above {largest:.4f}"),
+            ("grad_explosion", steepest < grad_norm < math.inf, grad_norm, steepest,
+             f"gradient norm {grad_norm:.4f} is above {steepest:.4f}"),
+        ]  # fmt: skip
+        return [
+            make_alert(kind, step, value, threshold, message)
+            for kind, is_raised, value, threshold, message in rows
+            if is_raised
+        ]
 
     def _judge_plateau(self, step: int) -> list[dict[str, Any]]:
         """One alert per stretch of steps in which the full window's mean has not fallen by enough."""
@@ -284,14 +277,8 @@ _WINDOWS = ("loss_window", "grad_norm_window", "throughput_window")
 
 def _newest(alerts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """`alerts` in their order, the last `MAX_ALERTS_OF_A_TYPE` of each type."""
-    surplus = Counter(alert["type"] for alert in alerts)
-    surplus.subtract(dict.fromkeys(surplus, MAX_ALERTS_OF_A_TYPE))
-    kept = []
-    for alert in alerts:
-        if surplus[alert["type"]] <= 0:
-            kept.append(alert)
-        surplus[alert["type"]] -= 1
-    return kept
+    numbers: defaultdict[str, Iterator[int]] = defaultdict(count)  # of each type's, the newest is number 0
+    return [alert for alert in reversed(alerts) if next(numbers[alert["type"]]) < MAX_ALERTS_OF_A_TYPE][::-1]
 
 
 def _number(value: float | None, reason: str) -> str:
@@ -299,9 +286,9 @@ def _number(value: float | None, reason: str) -> str:
 
 
 def compute_gradient_norm(model: nn.Module) -> float:
-    """Global L2 norm of the gradients that lie in `p.grad`; 0.0 without any.
+    """Global L2 norm, in float32, of the gradients that lie in `p.grad`; 0.0 without any.
 
     For unsharded models (the engines report their own norm, since ZeRO keeps `p.grad` empty). Waits for the device.
     """
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+    gradients = [parameter.grad.float() for parameter in model.parameters() if parameter.grad is not None]
+    return float(nn.utils.get_total_norm(gradients))

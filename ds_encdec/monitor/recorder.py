@@ -14,27 +14,26 @@ from torch import Tensor
 
 from ds_encdec.config.schema import MonitorConfig
 from ds_encdec.launch.host_collectives import HostCollectives
-from ds_encdec.monitor.events import MACHINE_ALERTS, EventLog, answer
-from ds_encdec.monitor.machine import MachineWatch
+from ds_encdec.monitor.machine import (
+    IntervalClock,
+    MachineWatch,
+    measure_arithmetic,
+    measure_rank_stats,
+    performance_metrics,
+)
 from ds_encdec.monitor.metrics import StepAccumulator, by_denoiser, mean_loss, sum_in_rank_order, train_metrics
+from ds_encdec.monitor.metrics_file import MACHINE_ALERTS, EventLog, answer
 from ds_encdec.monitor.monitor import TrainingMonitor
-from ds_encdec.monitor.performance import IntervalClock, performance_metrics
-from ds_encdec.monitor.rank_stats import measure_arithmetic, measure_rank_stats
 from ds_encdec.monitor.sinks import Sink
 from ds_encdec.types import Batch, LossSum, StepResult, TrainingState
 
 logger = logging.getLogger(__name__)
 
-BatchFlops = Callable[[Batch], float]
-"""Model FLOPs, forward and backward without recomputation, of one micro-batch."""
-
-
 STEPS_TO_HELD = 2
 """The step of a process in which the engine's tensors are counted, before it is made: the first one has made them all.
 """
 
-Alert = Mapping[str, Any]
-"""An alert of `events.make_alert`."""
+Alert = Mapping[str, Any]  # see `make_alert`
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +54,10 @@ class Recorder:
     """Collects steps on every rank; once per logging interval it reduces, judges and publishes them.
 
     What it judges by is gathered from all ranks first, so that all come to the same actions. `state` is the run's when
-    it starts. `sinks` is empty on every rank but 0, and `events` writes nothing there. `peak_flops`: of one device, in
-    FLOP/s; None where it is not known. `estimated_bytes`: what the largest `mem/peak_bytes` should come to. The loop
-    reports to `clock` when it waits for data or for other ranks or pauses, and to `machine` when it saves.
+    it starts. `batch_flops`: model FLOPs, forward and backward without recomputation, of one micro-batch. `sinks` is
+    empty on every rank but 0, and `events` writes nothing there. `peak_flops`: of one device, in FLOP/s; None where it
+    is not known. `estimated_bytes`: what the largest `mem/peak_bytes` should come to. The loop reports to `clock` when
+    it waits for data or for other ranks or pauses, and to `machine` when it saves.
     """
 
     device: torch.device
@@ -68,7 +68,7 @@ class Recorder:
     monitor: TrainingMonitor
     events: EventLog
     sinks: Sequence[Sink]
-    batch_flops: BatchFlops
+    batch_flops: Callable[[Batch], float]
     peak_flops: float | None
     estimated_bytes: float | None = None
 
@@ -76,8 +76,7 @@ class Recorder:
         self.clock = IntervalClock()
         self.machine = MachineWatch(self.settings)
         self._steps = StepAccumulator(self.device)
-        self._flops = 0.0
-        self._last_step = (state.global_step, state.data_step)
+        self._flops, self._last_step = 0.0, (state.global_step, state.data_step)
         self._judged_steps = self._restored_steps = 0  # of the interval's
         self._alerts_in_interval: Counter[str] = Counter()
         self._once: dict[str, float] = {}
@@ -170,8 +169,7 @@ class Recorder:
         """Continue where `saved`, a `state_dict`, was taken; `state` is the one after the rollback."""
         self._load(saved)
         self.monitor.go_back(saved["monitor"])
-        self._flops = 0.0
-        self._last_step = (state.global_step, state.data_step)
+        self._flops, self._last_step = 0.0, (state.global_step, state.data_step)
         self.clock.lap()
         for sink in self.sinks:
             sink.go_back(state.global_step, state.rollbacks)
@@ -181,14 +179,14 @@ class Recorder:
         return {
             "steps": self._steps.state_dict(),
             "monitor": self.monitor.state_dict(),
-            "machine": self.machine.state_dict(),
+            "machine": {"throughput": self.machine.throughput.state_dict()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken."""
+        """Continue where `state_dict` was taken: a resume. (A rollback changes nothing about the machines.)"""
         self._load(state)
         self.monitor.load_state_dict(state["monitor"])
-        self.machine.load_state_dict(state["machine"])
+        self.machine.throughput.load_state_dict(state["machine"]["throughput"])
 
     def close(self, exit_code: int, reason: str = "") -> None:
         """Write into the events why the run ended, if not at its end; flush and close the sinks."""
@@ -204,7 +202,7 @@ class Recorder:
 
     def _refuses(self, norm: Tensor) -> bool:
         """Decide on a veto; see `veto`."""
-        ranks = self.collectives.gather((self._steps.current_sums(), float(norm)))
+        ranks = self.collectives.gather((self._steps.sums.cpu(), float(norm)))
         loss_sums, target_tokens = by_denoiser(sum_in_rank_order([sums for sums, _ in ranks]))
         if not any(target_tokens.values()):
             return False  # a step without targets

@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from rich.console import Console
@@ -45,7 +45,7 @@ _SHOWN = (
 _HIDDEN_AT_ZERO = {"train/skipped_steps"}
 
 
-class Sink(Protocol):
+class Sink:
     """Takes the metrics of a step. Steps decrease only by `go_back`; one may come twice (training, evaluation)."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -77,7 +77,7 @@ def open_sinks(config: FullConfig, run_dir: Path, *, rank: int, start_step: int 
     return [metrics_file, *(GuardedSink(name, openers[name]) for name in chosen)]
 
 
-class GuardedSink:
+class GuardedSink(Sink):
     """A sink whose failure costs one warning and the sink, never the run. Once it has failed, it does nothing."""
 
     def __init__(self, name: str, opener: Callable[[], Sink]) -> None:
@@ -96,7 +96,6 @@ class GuardedSink:
     def close(self, exit_code: int = 0) -> None:
         """Close the sink if it still lives."""
         self._guard(lambda sink: sink.close(exit_code))
-        self._opener = None
 
     def _guard(self, action: Callable[[Sink], None]) -> None:
         if self._opener is None:
@@ -110,7 +109,7 @@ class GuardedSink:
             self._opener = None
 
 
-class JsonlSink:
+class JsonlSink(Sink):
     """metrics.jsonl: one JSON object a line with `step`, then the metrics by name.
 
     JSON has no NaN and no infinity: such a value is written as null (pandas reads it back as NaN). What a kill left of
@@ -148,7 +147,7 @@ class JsonlSink:
             logger.error("%s: the last metrics may not be on the disk: %s", self._path, error)
 
 
-class ConsoleSink:
+class ConsoleSink(Sink):
     """The run on the screen: a progress bar on a terminal, plain lines in a file, with the time that is left.
 
     Training moves the bar; evaluations are printed.
@@ -157,34 +156,13 @@ class ConsoleSink:
     def __init__(self, total_steps: int, *, start_step: int = 0, console: Console | None = None) -> None:
         self._total_steps = total_steps
         self._console = console or Console()
-        self._progress: Progress | None = None
-        if self._console.is_terminal:
-            columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[status]}"))
-            self._progress = Progress(*columns, console=self._console)
-            self._task = self._progress.add_task("", total=total_steps, completed=start_step, status="")
-            self._progress.start()
+        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[status]}"))
+        self._progress = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
+        self._task = self._progress.add_task("", total=total_steps, completed=start_step, status="")
+        self._progress.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of `step` that a person watches."""
-        if not (parts := self._describe(step, metrics)):
-            return
-        if self._progress is not None and "train/loss" in metrics:
-            self._progress.update(self._task, completed=step, status=" | ".join(parts))
-        else:
-            line = " | ".join([f"step {step}/{self._total_steps}", *parts])
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    def go_back(self, step: int, rollback: int) -> None:
-        """Move the bar back."""
-        if self._progress is not None:
-            self._progress.update(self._task, completed=step)
-
-    def close(self, exit_code: int = 0) -> None:
-        """Leave the bar as it stands."""
-        if self._progress is not None:
-            self._progress.stop()
-
-    def _describe(self, step: int, metrics: Mapping[str, float]) -> list[str]:
         parts = [
             f"{label} {form.format(metrics[name])}"
             for label, name, form in _SHOWN
@@ -193,10 +171,23 @@ class ConsoleSink:
         if "perf/step_time_s" in metrics:
             seconds_left = round((self._total_steps - step) * metrics["perf/step_time_s"])
             parts.append(f"ETA {timedelta(seconds=max(seconds_left, 0))}")
-        return parts
+        if "train/loss" in metrics and not self._progress.disable:
+            self._progress.update(self._task, completed=step, status=" | ".join(parts))
+        elif parts:
+            line = " | ".join([f"step {step}/{self._total_steps}", *parts])
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def go_back(self, step: int, rollback: int) -> None:
+        """Move the bar back."""
+        self._progress.update(self._task, completed=step)
+
+    def close(self, exit_code: int = 0) -> None:
+        """Leave the bar as it stands."""
+        if not self._progress.disable:
+            self._progress.stop()
 
 
-class TensorBoardSink:
+class TensorBoardSink(Sink):
     """Event files in `directory`. On resume the steps after `start_step` are hidden (TensorBoard's purge)."""
 
     def __init__(self, directory: Path, *, start_step: int = 0) -> None:
@@ -222,23 +213,26 @@ class TensorBoardSink:
         self._writer.close()
 
 
-class WandbSink:
+class WandbSink(Sink):
     """A Weights & Biases run: online where somebody is logged in, else offline with one warning.
 
     Credentials come from W&B's own places (WANDB_API_KEY, netrc); WANDB_MODE is obeyed. The run's id is kept in
     `logging_dir`/wandb_run_id, so a resumed run continues the same W&B run. Our step is the chart's x axis and
-    not W&B's, which cannot go back to the step of a checkpoint.
+    not W&B's, which cannot go back to the step of a checkpoint. At a rollback W&B keeps every point, and the abandoned
+    branch is seen beside the new one.
     """
 
     def __init__(self, logging_dir: Path, infra: InfraConfig, run_config: dict[str, Any]) -> None:
         logging_dir.mkdir(parents=True, exist_ok=True)
+        if not (id_file := logging_dir / "wandb_run_id").exists():
+            id_file.write_text(secrets.token_hex(4) + "\n")
         self._run = _start_wandb(
             project=infra.wandb_project,
             entity=infra.wandb_entity,
             name=infra.wandb_run_name,
             config=run_config,
             dir=str(logging_dir),
-            id=_run_id(logging_dir / "wandb_run_id"),
+            id=id_file.read_text().strip(),
             resume="allow",
         )
         self._run.define_metric("*", step_metric="step")
@@ -246,9 +240,6 @@ class WandbSink:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log one point."""
         self._run.log({"step": step, **metrics})
-
-    def go_back(self, step: int, rollback: int) -> None:
-        """Nothing: W&B keeps every point, and the abandoned branch is seen beside the new one."""
 
     def close(self, exit_code: int = 0) -> None:
         """Finish the W&B run; it is shown as failed unless `exit_code` is 0."""
@@ -282,10 +273,3 @@ def _has_wandb_login(base_url: str) -> bool:
     except (OSError, netrc.NetrcParseError):
         return False
     return any(entries.authenticators(host) for host in hosts)
-
-
-def _run_id(path: Path) -> str:
-    """The id in `path`, made and written there at the first start."""
-    if not path.exists():
-        path.write_text(secrets.token_hex(4) + "\n")
-    return path.read_text().strip()

@@ -1,37 +1,145 @@
-"""The phases, one after the other: train, judge, hand the weights on."""
+"""The phases, one after the other: train, judge, hand the weights on, and records of that beside each one's run.
+
+OUTPUT/phases/
+  .lock                 held while phases run
+  sanity_check/
+    phase.yaml          the configuration of its run
+    started.json        when it began, from which weights, and what was changed since
+    result.json         how it was judged
+    export/final/       what it hands on
+    …                   the run itself (launch/run_folder.py)
+  validation/ …
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ds_encdec.config.schema import FullConfig
-from ds_encdec.launch.run_folder import RunFolder
+from ds_encdec.checkpoint.folder import committed_steps
+from ds_encdec.config.plain_files import read_json
+from ds_encdec.config.schema import FullConfig, Mark, load_saved, marked
+from ds_encdec.launch.disk import write_atomically
+from ds_encdec.launch.run_folder import RunFolder, lock_file
 from ds_encdec.launch.world import LAUNCHERS
-from ds_encdec.phase_runs.records import PhaseRecords, only_one_pipeline
+from ds_encdec.monitor.metrics_file import is_number, read_step_lines, strict_json
 from ds_encdec.phase_runs.subprocess_run import TRAIN_PROGRAM, SubprocessRun, launcher_command
 from ds_encdec.phases import (
+    PhaseConfig,
     PlannedPhase,
     TrainingPhase,
+    exported_weights,
     phase_before,
     phase_config,
     phase_folder,
 )
-from ds_encdec.types import CheckpointError, ConfigError, DsEncDecError, GateError, Preempted
+from ds_encdec.types import (
+    CheckpointError,
+    ConfigError,
+    DsEncDecError,
+    GateError,
+    OutputLockedError,
+    Preempted,
+    TrainingState,
+)
 
 _say = partial(print, flush=True)  # at once: the runs write to the screen, too
-MAX_SHARD_BYTES = 5_000_000_000
-"""Largest file of an export, as `ds-encdec export` has it."""
+LOSSES = ("train/loss", "eval/loss")
+
+
+class PhaseFolder(RunFolder):
+    """The folder of a phase: of its run, with the records beside it. `settings`: the numbers that it has now."""
+
+    def __init__(self, folder: Path, settings: PhaseConfig) -> None:
+        super().__init__(str(folder))
+        self._settings = settings
+        self.export = exported_weights(folder)
+        names = ("phase.yaml", "started.json", "result.json")
+        self.phase_yaml, self._started, self._result = (folder / name for name in names)
+
+    @property
+    def is_completed(self) -> bool:
+        """True if its run came to its end."""
+        return self.read_status().get("state") == "completed"
+
+    def begin(self, config: FullConfig, weights_sha256: str | None, changes: Sequence[str] = ()) -> None:
+        """Write down what is about to be trained; `weights_sha256` is the checkpoint's that it starts from, if any.
+
+        When it began is kept from the first time, and every one of the `changes` (`accepted_changes`).
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        before = _read(self._started)
+        changed = [*before.get("changed", ()), *({"time": _now(), "settings": changes} for _ in changes[:1])]
+        write_atomically(self.phase_yaml, config.dump_yaml())
+        began = {"started": before.get("started", _now()), "weights_sha256": weights_sha256}
+        _write(self._started, {**began, "changed": changed})
+
+    def accepted_changes(self, config: FullConfig, weights_sha256: str | None) -> list[str]:
+        """The settings with which this phase goes on other than it began, in words.
+
+        All may change as long as nothing was saved, and the fields with `Mark.TUNABLE` until it is complete. Raises
+        ConfigError where others have, or the weights that it started from.
+        """
+        if not self.is_completed and not committed_steps(self.checkpoints):
+            return []
+        began = load_saved(self.phase_yaml)
+        first, second = (
+            {
+                f"{section}.{field}": value
+                for section in ("model", "data", "training")
+                for field, value in getattr(values, section).model_dump().items()
+            }
+            for values in (began, config)
+        )
+        ignored = set(marked(Mark.UNTRAINED))
+        if phase_before(self._settings.phase) is not None:
+            ignored.add("model.model_name_or_path")  # the previous phase's export, which moves with the output folder
+        changed = {
+            name: f"{name} was {first[name]!r} and is {second[name]!r}"
+            for name in sorted(first.keys() - ignored)
+            if first[name] != second[name]
+        }
+        accepted = [] if self.is_completed else marked(Mark.TUNABLE)
+        refused = [words for name, words in changed.items() if name not in accepted]
+        if _read(self._started).get("weights_sha256") != weights_sha256:
+            refused.append("the phase before it has been trained anew since")
+        if not refused:
+            return list(changed.values())
+        lanes = f"On other ranks it goes on with data.num_lanes={began.data.num_lanes}. "
+        raise ConfigError(
+            f"phase {self._settings.phase} in {self.root} has begun with other settings: {'; '.join(refused)}. "
+            f"{lanes if 'data.num_lanes' in changed else ''}Give the earlier values, or delete (or rename) that folder "
+            "to train the phase anew, and those of the phases after it, or choose another infra.output_dir."
+        )
+
+    def read_result(self) -> dict[str, Any]:
+        """The content of result.json; {} without the file."""
+        return _read(self._result)
+
+    def write_result(self, values: Mapping[str, Any]) -> None:
+        """Replace result.json by `values`, when the phase began and ended, and its numbers."""
+        started = {"started": _read(self._started).get("started"), "ended": _now()}
+        numbers = {"phase_config": dataclasses.asdict(self._settings)}
+        _write(self._result, {"phase": self._settings.phase, **values, **started, **numbers})
+
+    def is_judged_as_now(self) -> bool:
+        """True if its result is by the numbers that it has now."""
+        return bool(self.read_result().get("phase_config") == dataclasses.asdict(self._settings))
 
 
 def run_phases(config: FullConfig, plans: Sequence[PlannedPhase], *, launcher: str | None = None) -> None:
     """Bring each of `plans` (of `config`, in order) through its gate: start it, go on with it, or pass over it.
 
     Raises GateError where one does not pass, Preempted after a signal, and an error with the exit code of a run that
-    failed. Of what was done nothing is done again by the next call.
+    failed. The next call repeats no finished work.
     """
     if stray := [launcher.marker for launcher in LAUNCHERS if launcher.marker in os.environ]:
         raise ConfigError(
@@ -55,21 +163,21 @@ def run_phases(config: FullConfig, plans: Sequence[PlannedPhase], *, launcher: s
 
 def _run_phase(config: FullConfig, planned: PlannedPhase, subprocess_run: SubprocessRun, launcher: str | None) -> None:
     """Train, judge, hand on: as much of it as has not been done yet."""
-    records = PhaseRecords(planned.folder, planned.settings)
+    folder = PhaseFolder(planned.folder, planned.settings)
     before = _result_before(config, planned.phase)
     weights_sha256 = before.get("checkpoint_sha256")
-    changes = records.accepted_changes(planned.config, weights_sha256)
-    if records.read_result().get("passed") and records.is_judged_as_now() and records.export.exists():
+    changes = folder.accepted_changes(planned.config, weights_sha256)
+    if folder.read_result().get("passed") and folder.is_judged_as_now() and folder.export.exists():
         _say(f"phase {planned.phase} has passed its gate already: passed over")
         return
-    if records.is_completed:
+    if folder.is_completed:
         _say(f"phase {planned.phase} is trained already: judged again")
     else:
         for change in changes:
             _say(f"phase {planned.phase} goes on with another setting: {change}")
-        records.begin(planned.config, weights_sha256, changes)
-        _train(planned, records, subprocess_run, launcher)
-    _judge_and_hand_on(planned, records, before.get("pipeline_initial_loss"))
+        folder.begin(planned.config, weights_sha256, changes)
+        _train(planned, folder, subprocess_run, launcher)
+    _judge_and_hand_on(planned, folder, before.get("pipeline_initial_loss"))
 
 
 def _result_before(config: FullConfig, phase: TrainingPhase) -> dict[str, Any]:
@@ -81,59 +189,62 @@ def _result_before(config: FullConfig, phase: TrainingPhase) -> dict[str, Any]:
     before = phase_before(phase)
     if before is None:
         return {}
-    records = PhaseRecords(phase_folder(config, before), phase_config(config, before))
-    result = records.read_result()
-    if not result:
-        raise ConfigError(
-            f"phase {phase} starts from the weights of {before}, which has no result in {records.run.root}: "
-            f"run it first (`--from {before}`), or name the infra.output_dir that has it"
-        )
-    if not result.get("passed"):
-        raise GateError(
-            f"phase {phase} is not started: {before} did not pass its gate ({records.run.root / 'result.json'}). "
-            f"`--from {before}` judges it again, by the limits that phases.{before} has now"
-        )
-    if not records.is_judged_as_now():
-        raise ConfigError(
+    folder = PhaseFolder(phase_folder(config, before), phase_config(config, before))
+    result = folder.read_result()
+    refusals = (
+        (
+            not result,
+            ConfigError,
+            f"phase {phase} starts from the weights of {before}, which has no result in {folder.root}: "
+            f"run it first (`--from {before}`), or name the infra.output_dir that has it",
+        ),
+        (
+            not result.get("passed"),
+            GateError,
+            f"phase {phase} is not started: {before} did not pass its gate ({folder.root / 'result.json'}). "
+            f"`--from {before}` judges it again, by the limits that phases.{before} has now",
+        ),
+        (
+            not folder.is_judged_as_now(),
+            ConfigError,
             f"phase {phase} is not started: {before} has passed its gate, but phases.{before} has other numbers now. "
-            f"`--from {before}` judges it again, without training"
-        )
-    if not records.export.exists():
-        raise ConfigError(
-            f"phase {phase} starts from {records.export}, which is not there: `--from {before}` writes it again "
-            "from the final checkpoint"
-        )
+            f"`--from {before}` judges it again, without training",
+        ),
+        (
+            not folder.export.exists(),
+            ConfigError,
+            f"phase {phase} starts from {folder.export}, which is not there: `--from {before}` writes it again "
+            "from the final checkpoint",
+        ),
+    )
+    for is_refused, error, message in refusals:
+        if is_refused:
+            raise error(message)
     return result
 
 
-def _train(planned: PlannedPhase, records: PhaseRecords, subprocess_run: SubprocessRun, launcher: str | None) -> None:
+def _train(planned: PlannedPhase, folder: PhaseFolder, subprocess_run: SubprocessRun, launcher: str | None) -> None:
     """Run the program to the end of the phase. Raises what the run ended with."""
     for remark in planned.remarks:
         _say(f"phase {planned.phase}: {remark}")
-    resume = ["--resume", "auto"] if records.run.is_used() else []  # else its errors belong into run.json
-    going = "going on with" if resume else "training"
+    resume = ["--resume", "auto"] if folder.is_used() else []  # else its errors belong into run.json
     what = f"phase {planned.phase} ({planned.settings.description}), {planned.num_steps:,} steps"
-    _say(f"{going} {what}, in {planned.folder}")
-    status_before = _stamp(records.run)
-    command = [*launcher_command(planned.config, launcher), str(TRAIN_PROGRAM), "--config", str(records.phase_yaml)]
+    _say(f"{'going on with' if resume else 'training'} {what}, in {planned.folder}")
+    status_before = _stamp(folder)
+    command = [*launcher_command(planned.config, launcher), str(TRAIN_PROGRAM), "--config", str(folder.phase_yaml)]
     code = subprocess_run.run([*command, *resume])
-    if records.is_completed:
+    if folder.is_completed:
         return
-    status = records.run.read_status() if _stamp(records.run) != status_before else {}
+    status = folder.read_status() if _stamp(folder) != status_before else {}
     if status.get("state") == "preempted" or (subprocess_run.signal_name is not None and not status.get("exit_code")):
         reason = status.get("reason") or f"stopped by {subprocess_run.signal_name}"
         raise Preempted(f"phase {planned.phase}: {reason}. The same command goes on with it.")
-    error = DsEncDecError(f"phase {planned.phase}: {_failure(status, code)}")
+    # Launchers make 1 of the codes of their ranks, so run.json is asked first.
+    what = "was ended from outside" if status else "did not start"
+    unknown = f"the run {what} (the launcher's exit code is {code}); its output above may say why"
+    error = DsEncDecError(f"phase {planned.phase}: {status['reason'] if status.get('state') == 'failed' else unknown}")
     error.exit_code = status.get("exit_code") or max(code, 1)
     raise error
-
-
-def _failure(status: dict[str, Any], launcher_code: int) -> str:
-    """Why a run failed, in words. Launchers make 1 of the codes of their ranks, so run.json is asked first."""
-    if status.get("state") == "failed":
-        return status["reason"]
-    what = "was ended from outside" if status else "did not start"
-    return f"the run {what} (the launcher's exit code is {launcher_code}); its output above may say why"
 
 
 def _stamp(run: RunFolder) -> int | None:
@@ -141,29 +252,125 @@ def _stamp(run: RunFolder) -> int | None:
     return run.run_json.stat().st_mtime_ns if run.run_json.exists() else None
 
 
-def _judge_and_hand_on(planned: PlannedPhase, records: PhaseRecords, pipeline_initial_loss: float | None) -> None:
+def _judge_and_hand_on(planned: PlannedPhase, folder: PhaseFolder, pipeline_initial_loss: float | None) -> None:
     """Write the phase's result, and before it, if the gate is passed, its weights. Raises GateError if it is not."""
     import torch
 
     from ds_encdec.checkpoint.export import export_checkpoint  # transformers
-    from ds_encdec.phase_runs.gate import judge
 
     verdict = judge(planned, pipeline_initial_loss)
-    if verdict.passed and not records.export.exists():
-        export_checkpoint(
-            planned.folder / "checkpoints" / "final",
-            records.export,
-            dtype=torch.float32,
-            max_shard_bytes=MAX_SHARD_BYTES,
-        )
-    records.write_result(verdict.to_dict())
-    _say(f"phase {planned.phase} {'passed its gate' if verdict.passed else 'did not pass its gate'}:")
-    for check in verdict.checks:
+    passed = verdict["passed"]
+    if passed and not folder.export.exists():
+        final = planned.folder / "checkpoints" / "final"
+        export_checkpoint(final, folder.export, dtype=torch.float32)
+    folder.write_result(verdict)
+    _say(f"phase {planned.phase} {'passed its gate' if passed else 'did not pass its gate'}:")
+    for check in verdict["checks"]:
         _say(f"  {'✓' if check['passed'] else '✗'} {check['name']}: {check['message']}")
-    if not verdict.passed:
-        failed = "; ".join(check["message"] for check in verdict.checks if not check["passed"])
+    if not passed:
+        failed = "; ".join(check["message"] for check in verdict["checks"] if not check["passed"])
         raise GateError(
             f"phase {planned.phase} did not pass its gate: {failed}. No later phase was started. Limits that are "
             f"changed (phases.{planned.phase}) are applied to it without training again; to train it again, delete "
             f"{planned.folder}."
         )
+
+
+def judge(planned: PlannedPhase, pipeline_initial_loss: float | None) -> dict[str, Any]:
+    """Hold the final checkpoint and the metrics of a completed run against its phase's limits.
+
+    `pipeline_initial_loss`: the first loss of the first phase, which the decrease is measured from; None where this is
+    the first phase. Returns what result.json says of it, for strict JSON, with losses in nats per target token:
+    `passed`, if every check was; `checks`: `name`, `passed` and `message` of each; `summary`:
+    `TrainingMonitor.get_summary()`; `eval`: the last evaluation's metrics; `pipeline_initial_loss`, `steps`,
+    `tokens_seen`; `checkpoint_sha256`: of the manifest of the checkpoint that was judged. Raises CheckpointError where
+    there is no final checkpoint.
+    """
+    from ds_encdec.monitor.monitor import TrainingMonitor  # torch
+
+    final = planned.folder / "checkpoints" / "final"
+    monitor = TrainingMonitor(window_size=planned.config.monitor.window_size)
+    try:
+        saved = read_json(final / "trainer.json", None)
+        state, monitor_state = TrainingState(**saved["state"]), saved["recorder"]["monitor"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{final}: the phase is complete, but its final checkpoint cannot be read to judge it: {error}. "
+            "Restore it, or delete the phase's folder to train it anew."
+        ) from error
+    monitor.load_state_dict(monitor_state)
+    if pipeline_initial_loss is not None:
+        monitor.initial_loss = pipeline_initial_loss
+    metrics_check, evaluation = _look_at_metrics(planned.folder / "metrics.jsonl")
+    checks = [*monitor.validate_phase(planned.settings)["checks"], metrics_check]
+    if monitor.warmup_complete_loss is None:
+        warmup, steps = planned.config.training.warmup_steps, state.global_step
+        reason = (
+            f"the run ended at step {steps}, and its warm-up has {warmup}: set phases.{planned.phase}.warmup_steps"
+            if steps <= warmup
+            else f"none of the {steps - warmup} steps after the warm-up had a finite loss"
+        )
+        message = f"no loss after the warm-up: {reason}"
+        checks.append({"name": "logged_after_warmup", "passed": False, "message": message})
+    return {
+        "passed": all(check["passed"] for check in checks),
+        "checks": checks,
+        "summary": strict_json(monitor.get_summary()),
+        "eval": evaluation,
+        "pipeline_initial_loss": monitor.initial_loss,
+        "steps": state.global_step,
+        "tokens_seen": state.total_tokens_seen,
+        "checkpoint_sha256": hashlib.sha256((final / "manifest.json").read_bytes()).hexdigest(),
+    }
+
+
+def _look_at_metrics(path: Path) -> tuple[dict[str, Any], dict[str, float | None]]:
+    """The check that every logged loss is finite, and the metrics of the last evaluation."""
+    lines, problem, _ = read_step_lines(path)
+    evaluations = [line for line in lines if "eval/loss" in line]
+    logged = sum("train/loss" in line for line in lines)
+    bad = [
+        f"{name} is not finite at step {line['step']}"
+        for line in lines
+        for name in LOSSES
+        if name in line and not is_number(line[name])
+    ]
+    wrong = f"{bad[0]} ({len(bad)} such values)" if bad else "" if logged else f"{path}: no line has train/loss"
+    wrong = problem or wrong
+    message = wrong or f"{logged} logged losses and {len(evaluations)} evaluations, all finite"
+    last = evaluations[-1] if evaluations else {}
+    check = {"name": "logged_losses", "passed": not wrong, "message": message}
+    return check, {name: value for name, value in last.items() if name.startswith("eval/")}
+
+
+@contextmanager
+def only_one_pipeline(output: Path) -> Iterator[None]:
+    """Hold the phases of the folder `output`. Raises OutputLockedError where another process does."""
+    folder = output / "phases"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / ".lock", "a")  # noqa: SIM115  closed below
+    except OSError as error:
+        raise ConfigError(f"infra.output_dir: cannot write to {folder} ({error.strerror}); choose another") from error
+    with lock:
+        if not lock_file(lock):
+            raise OutputLockedError(f"infra.output_dir: another process runs the phases in {folder}")
+        yield
+
+
+def _now() -> str:
+    """ISO 8601 with its zone."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def _write(path: Path, values: Mapping[str, Any]) -> None:
+    write_atomically(path, json.dumps(values, indent=2, allow_nan=False) + "\n")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error}); restore it, or delete it") from error

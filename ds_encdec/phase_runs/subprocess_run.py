@@ -74,18 +74,16 @@ class SubprocessRun:
     def __init__(self) -> None:
         self.signal_name: str | None = None
         self._pending: list[int] = []
-        self._previous_handlers: dict[int, object] = {}
 
     def __enter__(self) -> SubprocessRun:
-        for number in STOP_SIGNALS:
-            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                continue  # nohup
-            self._previous_handlers[number] = signal.signal(number, self._on_signal)
+        ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()  # nohup
+        handled = [number for number in STOP_SIGNALS if number not in ignored]
+        self._previous_handlers = {number: signal.signal(number, self._on_signal) for number in handled}
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous_handlers.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned
+            signal.signal(number, handler)
 
     def run(self, command: list[str]) -> int:
         """Run `command` to its end and that of all its ranks; the launcher's exit code, of which launchers make 1."""
@@ -135,8 +133,7 @@ def _is_rank(process: psutil.Process) -> bool:
     except psutil.Error:
         return False
     launchers = {Path(word).name for word in words[1:4]}.intersection(LAUNCHER_PROGRAMS)  # after python's own -u and -m
-    is_python = bool(words) and Path(words[0]).name.startswith("python")
-    return is_python and str(TRAIN_PROGRAM) in words and not launchers
+    return str(TRAIN_PROGRAM) in words and Path(words[0]).name.startswith("python") and not launchers
 
 
 def _end_with_parent() -> None:

@@ -1,23 +1,35 @@
-"""The charts of one run: which metrics belong together, and what happened to the run marked on their curves."""
+"""The charts of a run: what each shows and marks, and how it is drawn.
+
+A chart is SVG to stand in a page, whose light or dark colours it takes, and PNG for everywhere else.
+"""
 
 from __future__ import annotations
 
+import io
+import re
+import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullLocator
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 
 from ds_encdec.monitor.metrics_file import is_number
-from ds_encdec.report.drawing import COLOURS, LINES, Chart, draw
 from ds_encdec.report.page import number
-from ds_encdec.report.read_run import NO_CURVE, SMOOTHED_FROM, Curve, Entry, Run, back_to
+from ds_encdec.report.read_run import NO_CURVE, SMOOTHED_FROM, Curve, Run, back_to
 from ds_encdec.types import DENOISERS
 
+COLOURS: dict[str, str] = dict(
+    re.findall(r"--(\w+): (#[0-9a-f]{6})", Path(__file__).with_name("page.css").read_text().partition("@media")[0])
+)
+"""The colours of a light page by name, as its stylesheet has them: no two are the same."""
 NUM_BUCKETS = 400
 """Runs of points that a curve is reduced to: more than a drawing has pixels to tell apart on a phone."""
 MAX_MARKS = 150
@@ -29,15 +41,46 @@ LOG_SCALE_FROM = 20.0
 LIMIT_WITHIN = 1.0
 """Distance from the data, in heights of the data, up to which a limit is drawn: one further away would make the axis
 more than twice as high, and the curve flat."""
-_STYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
+
+Style = Mapping[str, Any]
+Stroke = tuple[Callable[..., Any], tuple[Any, ...], Style]
+"""One thing that is drawn: a method of matplotlib's Axes, its positional arguments, and those by name."""
+AlertMark = tuple[float, float, int]
+"""A mark of alerts: their step, the highest of their values in the unit of the chart, and how many there are."""
+
+_COLOURED = {
+    "ink": ("text.color", "axes.titlecolor"),
+    "grid": ("axes.edgecolor", "grid.color", "xtick.color", "ytick.color"),
+    "muted": ("axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"),
+}
+_LINES = tuple(name for name in COLOURS if name.startswith("line"))
+_DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
+_STYLES: Mapping[str, Style] = {
+    label: {"label": label, **style}
+    for label, style in {
+        "taken back": {"color": COLOURS["abandoned"], "linewidth": 1, "alpha": 0.8, "linestyle": "--"},
+        "lowest": {"color": COLOURS["line2"], "linestyle": "none", "marker": "*", "markersize": 10},
+        "restart": {"color": COLOURS["muted"], "linewidth": 0.9, "linestyle": ":"},
+        "rollback": {"color": COLOURS["rollback"], "linewidth": 1.1},
+        "steps of the rollback": {"color": COLOURS["rollback"], "alpha": 0.09, "linewidth": 0},
+        "alert": {
+            "color": COLOURS["alert"], "linestyle": "none", "marker": "v", "markersize": 5.5,
+            "markeredgecolor": COLOURS["paper"], "markeredgewidth": 0.5, "zorder": 3,
+        },
+        "alerts": {
+            "xytext": (5, 0), "textcoords": "offset points", "va": "center", "fontsize": 8.5, "color": COLOURS["alert"],
+        },
+    }.items()
+}  # fmt: skip
+"""How the marks of a chart are drawn, by their labels in the legend, which names lines only."""
+_LIMITS = ({"color": COLOURS["line3"], "linestyle": ":"}, {"color": COLOURS["alert"], "linestyle": "--"})
 
 
-class AlertMark(NamedTuple):
-    """The place where a chart marks `times` alerts: at the highest of their values, in the unit of the chart."""
+class Chart(NamedTuple):
+    """A finished chart: `caption` has its key figures, `svg` is an element coloured by the CSS variables `--NAME`."""
 
-    step: float
-    value: float
-    times: int
+    caption: str
+    svg: str
 
 
 @dataclass(frozen=True)
@@ -70,57 +113,37 @@ class ChartPlan:
 
 
 _NATS = "nats per token"
-LOSS_PLAN = ChartPlan(
-    "loss", "Training loss", _NATS, {"train/loss": "loss"}, ("loss_spike", "loss_plateau", "non_finite"),
-    measured_alert="loss_spike", smoothed=True, log=True,
-)  # fmt: skip
-GRAD_NORM_PLAN = ChartPlan(
-    "grad_norm", "Gradient norm", "before clipping", {"train/grad_norm": "norm"}, ("grad_explosion", "non_finite"),
-    measured_alert="grad_explosion", smoothed=True, log=True,
-    limits={"clipped above": "training.max_grad_norm", "alert above": "monitor.grad_norm_threshold"},
-)  # fmt: skip
-EVAL_PLAN = ChartPlan("eval_loss", "Evaluation loss", _NATS, {"eval/loss": "loss"}, log=True)
-RATE_PLAN = ChartPlan(
-    "learning_rate", "Learning rate", "", {"train/learning_rate": "rate"}, ("learning_rate_off",), from_zero=True
-)
-THROUGHPUT_PLAN = ChartPlan(
-    "tokens_per_sec", "Throughput", "tokens/s", {"perf/tokens_per_sec": "throughput"}, ("throughput_drop",),
-    smoothed=True, from_zero=True,
-)  # fmt: skip
-PLANS = (
-    LOSS_PLAN,
-    ChartPlan(
-        "loss_by_denoiser", "Loss by denoiser", _NATS, {f"train/loss_{d}": d for d in DENOISERS},
-        smoothed=True, log=True,
-    ),
-    EVAL_PLAN,
-    GRAD_NORM_PLAN,
-    RATE_PLAN,
-    THROUGHPUT_PLAN,
-    ChartPlan("mfu", "MFU", "% of the peak FLOP/s", {"perf/mfu": "MFU"}, smoothed=True, scale=100, from_zero=True),
-    ChartPlan(
-        "step_time", "Time of an optimizer step", "s", {"perf/step_time_s": "time"}, ("straggler",),
-        smoothed=True, from_zero=True, log=True,
-    ),
-    ChartPlan(
-        "memory", "Memory of the largest rank", "GiB",
-        {"mem/peak_bytes": "peak", "mem/host_bytes": "host", "mem/device_bytes": "device"},
-        ("memory_growth",), scale=2**-30, from_zero=True,
-    ),
-    ChartPlan(
-        "data_wait", "Waiting for data", "% of the time", {"perf/data_wait_frac": "share"}, ("data_wait",),
-        smoothed=True, scale=100, from_zero=True,
-    ),
-    ChartPlan(
-        "checkpoint", "Time of a checkpoint", "s",
-        {"ckpt/blocked_s": "training paused", "ckpt/total_s": "copy to commit"}, from_zero=True,
-    ),
-    ChartPlan(
-        "slowest_rank", "Slowest rank over the median rank", "", {"health/slowest_rank_ratio": "time ratio"},
-        ("straggler",), limits={"alert above": "monitor.straggler_threshold"},
-    ),
-)  # fmt: skip
-_MARKED = {kind for plan in PLANS for kind in plan.alerts}
+PLANS = {
+    plan.key: plan
+    for plan in (
+        ChartPlan("loss", "Training loss", _NATS, {"train/loss": "loss"}, ("loss_spike", "loss_plateau", "non_finite"),
+                  measured_alert="loss_spike", smoothed=True, log=True),
+        ChartPlan("loss_by_denoiser", "Loss by denoiser", _NATS, {f"train/loss_{name}": name for name in DENOISERS},
+                  smoothed=True, log=True),
+        ChartPlan("eval_loss", "Evaluation loss", _NATS, {"eval/loss": "loss"}, log=True),
+        ChartPlan("grad_norm", "Gradient norm", "before clipping", {"train/grad_norm": "norm"},
+                  ("grad_explosion", "non_finite"), measured_alert="grad_explosion", smoothed=True, log=True,
+                  limits={"clipped above": "training.max_grad_norm", "alert above": "monitor.grad_norm_threshold"}),
+        ChartPlan("learning_rate", "Learning rate", "", {"train/learning_rate": "rate"}, ("learning_rate_off",),
+                  from_zero=True),
+        ChartPlan("tokens_per_sec", "Throughput", "tokens/s", {"perf/tokens_per_sec": "throughput"},
+                  ("throughput_drop",), smoothed=True, from_zero=True),
+        ChartPlan("mfu", "MFU", "% of the peak FLOP/s", {"perf/mfu": "MFU"}, smoothed=True, scale=100, from_zero=True),
+        ChartPlan("step_time", "Time of an optimizer step", "s", {"perf/step_time_s": "time"}, ("straggler",),
+                  smoothed=True, from_zero=True, log=True),
+        ChartPlan("memory", "Memory of the largest rank", "GiB",
+                  {"mem/peak_bytes": "peak", "mem/host_bytes": "host", "mem/device_bytes": "device"},
+                  ("memory_growth",), scale=2**-30, from_zero=True),
+        ChartPlan("data_wait", "Waiting for data", "% of the time", {"perf/data_wait_frac": "share"}, ("data_wait",),
+                  smoothed=True, scale=100, from_zero=True),
+        ChartPlan("checkpoint", "Time of a checkpoint", "s",
+                  {"ckpt/blocked_s": "training paused", "ckpt/total_s": "copy to commit"}, from_zero=True),
+        ChartPlan("slowest_rank", "Slowest rank over the median rank", "", {"health/slowest_rank_ratio": "time ratio"},
+                  ("straggler",), limits={"alert above": "monitor.straggler_threshold"}),
+    )
+}  # fmt: skip
+"""The charts of a run by their keys."""
+_MARKED = {kind for plan in PLANS.values() for kind in plan.alerts}
 
 
 def charts_of(run: Run, pictures: Path | None = None) -> tuple[list[Chart], list[str]]:
@@ -128,36 +151,48 @@ def charts_of(run: Run, pictures: Path | None = None) -> tuple[list[Chart], list
 
     `pictures`: a folder that gets each chart as KEY.png.
     """
-    shown = [plan for plan in PLANS if any(len(run.curve(metric).known) for metric in plan.metrics)]
-    return [_chart(run, plan, pictures) for plan in shown], [plan.title for plan in PLANS if plan not in shown]
+    shown = {key: any(len(run.curve(metric).known) for metric in plan.metrics) for key, plan in PLANS.items()}
+    charts = [_chart(run, plan, pictures) for key, plan in PLANS.items() if shown[key]]
+    return charts, [plan.title for key, plan in PLANS.items() if not shown[key]]
 
 
 def _chart(run: Run, plan: ChartPlan, pictures: Path | None) -> Chart:
     logged = {label: run.curve(metric).scaled(plan.scale) for metric, label in plan.metrics.items()}
     curves = {label: curve for label, curve in logged.items() if len(curve.known)}
+    first, *others = plan.metrics
+    taken_back = [] if others else [branch.get(first, NO_CURVE).scaled(plan.scale) for branch in run.abandoned.values()]
     marks = alert_marks(run, plan)
-    known = np.concatenate([[mark.value for mark in marks], *(curve.known for curve in curves.values())])
+    known = np.concatenate([[value for _, value, _ in marks], *(curve.known for curve in curves.values())])
     limits = {f"{label} {number(v)}": v for label, path in plan.limits.items() if (v := run.number(path)) is not None}
     reach = LIMIT_WITHIN * np.ptp(known)
     far = [label for label, limit in limits.items() if not known.min() - reach <= limit <= known.max() + reach]
-
-    def paint(axes: Axes) -> None:
-        if len(plan.metrics) == 1:
-            _paint_abandoned(axes, run, plan)
-        for index, (label, curve) in enumerate(curves.items()):
-            paint_line(axes, curve, plan, label, index, alone=len(plan.metrics) == 1)
-        if plan is EVAL_PLAN:
-            lowest = int(np.nanargmin(curve.values))
-            at = (curve.steps[lowest], curve.values[lowest])
-            axes.plot(*at, "*", color=COLOURS["line2"], markersize=10, label="lowest")
-        for (label, limit), colour, dashes in zip(limits.items(), ("line3", "alert"), (":", "--"), strict=False):
-            if label not in far:
-                axes.axhline(limit, color=COLOURS[colour], linewidth=1.1, linestyle=dashes, label=label)
-        _paint_events(axes, run)
-        _paint_alerts(axes, marks)
-        set_scale(axes, plan, known)
-
-    return draw(plan.key, plan.heading, "; ".join([describe(curves, marks), *far]), paint, pictures)
+    rollbacks = [(back_to(entry), entry["step"]) for entry in run.entries("rollback")]
+    strokes: list[Stroke] = [
+        *(_line(curve, _STYLES["taken back"]) for curve in taken_back if len(curve)),
+        *(
+            line
+            for index, (label, curve) in enumerate(curves.items())
+            for line in lines(curve, plan, label, index, alone=not others)
+        ),
+        *(
+            (Axes.plot, (curve.steps[lowest], curve.values[lowest]), _STYLES["lowest"])
+            for curve in curves.values()
+            for lowest in [int(np.nanargmin(curve.values))]
+            if plan.key == "eval_loss"
+        ),
+        *(
+            (Axes.axhline, (limit,), {"label": label, "linewidth": 1.1, **style})
+            for (label, limit), style in zip(limits.items(), _LIMITS, strict=False)
+            if label not in far
+        ),
+        *((Axes.axvline, (e["step"],), _STYLES["restart"]) for e in run.entries("start") if e.get("resumed_from")),
+        *((Axes.axvline, (end,), _STYLES["rollback"]) for _, end in rollbacks),
+        *((Axes.axvspan, span, _STYLES["steps of the rollback"]) for span in rollbacks),
+        # A triangle a mark, with the number of its alerts where it stands for several.
+        *((Axes.plot, tuple(zip(*marks[:MAX_MARKS], strict=True))[:2], _STYLES["alert"]) for _ in marks[:1]),
+        *((Axes.annotate, (f"×{n}", mark), _STYLES["alerts"]) for *mark, n in marks[:MAX_MARKS] if n > 1),
+    ]
+    return draw(plan, "; ".join([describe(curves, marks), *far]), strokes, known, pictures=pictures)
 
 
 def describe(curves: Mapping[str, Curve], marks: Sequence[AlertMark] = ()) -> str:
@@ -166,112 +201,129 @@ def describe(curves: Mapping[str, Curve], marks: Sequence[AlertMark] = ()) -> st
         return "last " + ", ".join(f"{label} {number(curve.known[-1])}" for label, curve in curves.items())
     (curve,) = curves.values()
     lowest, highest = int(np.nanargmin(curve.values)), int(np.nanargmax(curve.values))
-    top, at, remark = curve.values[highest], curve.steps[highest], ""
-    if marks and marks[0].value > top:
-        top, at, remark = marks[0].value, marks[0].step, " (alert)"
+    logged = (curve.values[highest], curve.steps[highest], "")
+    alerted = [(value, step, " (alert)") for step, value, _ in marks[:1]]
+    top, at, remark = max([logged, *alerted], key=lambda point: float(point[0]))
+    gaps = len(curve) - len(curve.known)
     return (
         f"first {number(curve.known[0])}, last {number(curve.known[-1])}, "
         f"lowest {number(curve.values[lowest])} at step {curve.steps[lowest]:,.0f}, "
         f"highest {number(top)} at step {at:,.0f}{remark}"
-    ) + (f", {curve.gaps} not finite" if curve.gaps else "")
+    ) + (f", {gaps} not finite" if gaps else "")
 
 
-def paint_line(axes: Axes, curve: Curve, plan: ChartPlan, label: str, index: int = 0, *, alone: bool) -> None:
-    """Draw one curve; one of a `smoothed` plan with points enough as a smoothed line above the faint raw one.
+def lines(curve: Curve, plan: ChartPlan, label: str, index: int = 0, *, alone: bool) -> list[Stroke]:
+    """One curve; one of a `smoothed` plan with points enough as a smoothed line above the faint raw one.
 
     `index`: of the curve in its chart. `alone`: it is the only one, so that the legend does not repeat the title, but
     names its two lines. If a chart has several metrics, only the smoothed lines are drawn.
     """
-    colour = COLOURS[LINES[index % len(LINES)]]
-    style: dict[str, Any] = {"color": colour, "linestyle": _STYLES[index % len(_STYLES)]}
-    points = curve.decimated(NUM_BUCKETS)
+    colour = COLOURS[_LINES[index % len(_LINES)]]
+    style: Style = {"color": colour, "linestyle": _DASHES[index % len(_DASHES)], "label": "" if alone else label}
     if not plan.smoothed or len(curve) < SMOOTHED_FROM:
         marker = "o" if len(curve) <= FEW_POINTS else "." if plan.smoothed else None
-        axes.plot(points.steps, points.values, label="" if alone else label, marker=marker, **style)
-        return
-    if len(plan.metrics) == 1:
-        name = "as logged" if alone else ""
-        axes.plot(points.steps, points.values, color=colour, alpha=0.4, linewidth=0.8, label=name)
-    line = curve.smoothed().decimated(NUM_BUCKETS)
-    axes.plot(line.steps, line.values, label="smoothed" if alone else label, **style)
+        return [_line(curve, {**style, "marker": marker})]
+    smoothed = _line(curve.smoothed(), {**style, "label": "smoothed"} if alone else style)
+    faint = {"color": colour, "alpha": 0.4, "linewidth": 0.8, "label": "as logged" if alone else ""}
+    return [_line(curve, faint), smoothed] if len(plan.metrics) == 1 else [smoothed]
 
 
-def _paint_abandoned(axes: Axes, run: Run, plan: ChartPlan) -> None:
-    (metric,) = plan.metrics
-    style: dict[str, Any] = {"color": COLOURS["abandoned"], "linewidth": 1, "alpha": 0.8, "linestyle": "--"}
-    for branch in run.abandoned.values():
-        points = branch.get(metric, NO_CURVE).scaled(plan.scale).decimated(NUM_BUCKETS)
-        if len(points):
-            axes.plot(points.steps, points.values, label="taken back", **style)
-
-
-def _paint_events(axes: Axes, run: Run) -> None:
-    """Restarts, and rollbacks with the steps they took back."""
-    for entry in run.entries("start"):
-        if entry.get("resumed_from"):
-            axes.axvline(entry["step"], color=COLOURS["muted"], linewidth=0.9, linestyle=":", label="restart")
-    for entry in run.entries("rollback"):
-        axes.axvline(entry["step"], color=COLOURS["rollback"], linewidth=1.1, label="rollback")
-        axes.axvspan(back_to(entry), entry["step"], color=COLOURS["rollback"], alpha=0.09, linewidth=0)
-
-
-def _paint_alerts(axes: Axes, marks: Sequence[AlertMark]) -> None:
-    """A triangle a mark, with the number of its alerts where it stands for several."""
-    steps, values, times = zip(*marks[:MAX_MARKS], strict=True) if marks else ((), (), ())
-    if marks:
-        axes.plot(steps, values, linestyle="none", marker="v", markersize=5.5, color=COLOURS["alert"],
-                  markeredgecolor=COLOURS["paper"], markeredgewidth=0.5, label="alert", zorder=3)  # fmt: skip
-    for step, value, count in zip(steps, values, times, strict=True):
-        if count > 1:
-            axes.annotate(f"×{count}", (step, value), xytext=(5, 0), textcoords="offset points",
-                          va="center", fontsize=8.5, color=COLOURS["alert"])  # fmt: skip
+def _line(curve: Curve, style: Style) -> Stroke:
+    points = curve.decimated(NUM_BUCKETS)
+    return Axes.plot, (points.steps, points.values), style
 
 
 def alert_marks(run: Run, plan: ChartPlan) -> list[AlertMark]:
     """The marks of a chart, the highest first.
 
-    Alerts of one step and branch have one mark together: they would hide each other, as those of skipped steps do,
-    which are all at the applied step before.
+    An alert is at its own value where that is the metric, or else on the curve, of the branch that it lies on if a
+    rollback took that back. Alerts of one step and branch have one mark together, at the highest: they would hide each
+    other, as those of skipped steps do, which are all at the applied step before.
     """
-    heights: dict[tuple[float, int | None], list[float]] = defaultdict(list)
-    for index, entry in enumerate(run.events):
-        kind = str(entry.get("type"))
-        if entry["kind"] == "alert" and (kind in plan.alerts or (plan is LOSS_PLAN and kind not in _MARKED)):
-            branch = _branch_of(run, index)
-            height = _height(run, entry, plan, branch)
-            if height is not None:
-                heights[entry["step"], branch].append(height * plan.scale)
-    marks = [AlertMark(step, max(values), len(values)) for (step, _), values in heights.items()]
-    return sorted(marks, key=lambda mark: -mark.value)
-
-
-def _height(run: Run, alert: Entry, plan: ChartPlan, branch: int | None) -> float | None:
-    """The alert's own value where it is the metric; else that of the branch's curve at its step, if it has one."""
-    value = alert.get("value")
-    if alert.get("type") == plan.measured_alert and is_number(value):
-        return value
+    heights: dict[tuple[float, int], list[float]] = defaultdict(list)
     metric = next(iter(plan.metrics))
-    taken_back = NO_CURVE if branch is None else run.abandoned.get(branch, {}).get(metric, NO_CURVE)
-    curve = taken_back if len(taken_back.known) else run.curve(metric)
-    finite = np.isfinite(curve.values)
-    return float(np.interp(alert["step"], curve.steps[finite], curve.values[finite])) if finite.any() else None
+    for index, alert in enumerate(run.events):
+        kind, step, value = str(alert.get("type")), alert["step"], alert.get("value")
+        is_marked = kind in plan.alerts or (plan.key == "loss" and kind not in _MARKED)
+        if alert["kind"] != "alert" or not is_marked:
+            continue
+        later = (entry for entry in run.events[index:] if entry["kind"] == "rollback" and back_to(entry) < step)
+        number = next(later, {}).get("number")
+        branch = number if isinstance(number, int) else -1
+        if kind != plan.measured_alert or not is_number(value):
+            taken_back = run.abandoned.get(branch, {}).get(metric, NO_CURVE)
+            value = float((taken_back if len(taken_back.known) else run.curve(metric)).at(np.array([step]))[0])
+        if not np.isnan(value):
+            heights[step, branch].append(value * plan.scale)
+    marks = [(step, max(values), len(values)) for (step, _), values in heights.items()]
+    return sorted(marks, key=lambda mark: -mark[1])
 
 
-def _branch_of(run: Run, index: int) -> int | None:
-    """The rollback that took back what the event at `index` lies on; None where none did."""
-    step = run.events[index]["step"]
-    rollbacks = (later for later in run.events[index:] if later["kind"] == "rollback" and back_to(later) < step)
-    number = next(rollbacks, {}).get("number")
-    return number if isinstance(number, int) else None
+def draw(
+    plan: ChartPlan,
+    caption: str,
+    strokes: Iterable[Stroke],
+    known: np.ndarray,
+    over: str = "optimizer step",
+    pictures: Path | None = None,
+) -> Chart:
+    """Draw `strokes` into one pair of axes over the horizontal axis `over`.
+
+    `plan`: its key is unique in the page; its vertical scale is chosen by the values `known` (float64 [n], finite). A
+    screen reader reads its heading and `caption`. `pictures`: a folder that gets the drawing as KEY.png, too. The same
+    strokes give the same bytes.
+    """
+    coloured: dict[Any, Any] = {name: COLOURS[colour] for colour, names in _COLOURED.items() for name in names}
+    sheet = Path(__file__).with_name("drawing.mplstyle")
+    with matplotlib.rc_context({**coloured, "svg.hashsalt": plan.key}, sheet), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # a run may be named in any script
+        figure = Figure()
+        axes = figure.add_subplot(title=plan.heading, xlabel=over)
+        for method, values, style in strokes:
+            method(axes, *values, **style)
+        if plan.log and known.min() > 0 and known.max() > LOG_SCALE_FROM * float(np.median(known)):
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=7))
+            axes.yaxis.set_minor_locator(NullLocator())
+        elif plan.from_zero:
+            axes.set_ylim(bottom=0, top=None if known.max() > 0 else 1)
+        # The labels are written as other numbers of the page are.
+        large = EngFormatter(sep="")
+        axes.yaxis.set_major_formatter(large if known.max() >= 10_000 else lambda value, _: number(value))
+        _add_legend(figure, axes)
+        # More ticks than intervals between points would be where nothing was logged.
+        intervals = max([4, *(np.size(line.get_xdata()) - 1 for line in axes.lines)])
+        axes.xaxis.set_major_locator(MaxNLocator(min(6, intervals), steps=[1, 2, 5, 10], integer=True))
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        svg = io.StringIO()
+        figure.savefig(svg, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        if pictures is not None:
+            figure.set_layout_engine("none")  # it is laid out; a second time would take as long again
+            png = pictures / f"{plan.key}.png"
+            figure.savefig(png, format="png", dpi=160, facecolor="white", metadata={"Software": None})
+    return Chart(caption, _for_page(svg.getvalue(), plan.key, f"{plan.heading}: {caption}"))
 
 
-def set_scale(axes: Axes, plan: ChartPlan, known: np.ndarray) -> None:
-    """Choose the vertical scale by the values (float64 [n], finite), and label it as other numbers are written."""
-    if plan.log and known.min() > 0 and known.max() > LOG_SCALE_FROM * float(np.median(known)):
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=7))
-        axes.yaxis.set_minor_locator(NullLocator())
-    elif plan.from_zero:
-        axes.set_ylim(bottom=0, top=None if known.max() > 0 else 1)
-    plain = FuncFormatter(lambda value, _: number(value))
-    axes.yaxis.set_major_formatter(EngFormatter(sep="") if known.max() >= 10_000 else plain)
+def _add_legend(figure: Figure, axes: Axes) -> None:
+    """One entry a label, in a row or more below the drawing, where no curve can be under it."""
+    named = {str(line.get_label()): line for line in axes.lines}
+    # Not axes.get_legend_handles_labels(), which leaves out runs whose names begin with an underscore.
+    entries = {label: line for label, line in named.items() if label and not re.fullmatch(r"_child\d+", label)}
+    if entries:
+        columns = max(1, min(len(entries), int(figure.get_figwidth() * 14 / (max(map(len, entries)) + 6))))
+        figure.legend(list(entries.values()), list(entries), loc="outside lower left", ncols=columns)
+
+
+def _for_page(svg: str, key: str, label: str) -> str:
+    """The `<svg>` element alone, with names of its own, variables for colours, and a description."""
+    head, body = svg[svg.index("<svg") :].split(">", 1)
+    view_box = head.split('viewBox="')[1].split('"')[0]
+    rows = [
+        (r'\bid="', f'id="{key}-'),
+        (r'(url\(|href=")#', rf"\g<1>#{key}-"),
+        (r" font-family: [^;\"]*;", ""),
+        *((colour, f"var(--{name})") for name, colour in COLOURS.items()),
+    ]
+    for pattern, text in rows:
+        body = re.sub(pattern, text, body)
+    return f'<svg role="img" aria-label="{escape(label)}" viewBox="{view_box}">{body.strip()}'

@@ -5,18 +5,19 @@ The values come from files that nobody has checked: everything is escaped, and o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Sized
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jinja2 import Environment, FileSystemLoader
 
-from ds_encdec.config.errors import show
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.config.settings import join
+from ds_encdec.config.settings import join, show
+from ds_encdec.launch.disk import write_atomically
 from ds_encdec.monitor.metrics_file import is_number
 from ds_encdec.report.read_run import Entry, Run, read_time
 
@@ -24,33 +25,30 @@ NOTHING = "–"
 """Shown in the place of a missing value."""
 MAX_EVENTS = 200
 """Rows of the table of events, the newest ones; all are in ledger.jsonl."""
-PLACES = ("infra.output_dir",)
-"""Fields in which any two runs differ."""
 _LAST = itemgetter(-1)
-_SIZES = "model.architecture"
 _ANSWERS = ("rollback", "no_rollback", "stop", "start")
 """Events that decide what became of the rollbacks asked for before them; after a start they were never answered."""
 
 
-def render(template: str, **values: Any) -> str:
-    """The page that `template` makes of `values`."""
+def write_page(folder: Path, template: str, **values: Any) -> Path:
+    """Write the page that `template` makes of `values`, as index.html into `folder`; returns its path."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     filters = (number, count, when, flat, outcomes, events, changes)
     environment.filters |= {function.__name__: function for function in filters}
-    return environment.get_template(template).render(values)
+    # JSON may hold halves of surrogate pairs, which no encoding has.
+    content = environment.get_template(template).render(values).encode("utf-8", "replace")
+    write_atomically(folder / "index.html", content)
+    return folder / "index.html"
 
 
 def number(value: object, unit: str = "", digits: int = 4) -> str:
     """A number of so many significant digits, and its unit; `NOTHING` for no value, other values as they are."""
     if not is_number(value):
         return ("" if value is None else str(value)) or NOTHING
-    if abs(value) >= 1000:
-        text = f"{value:,.0f}"
-    elif value == 0 or abs(value) >= 1e-3:
-        text = f"{value:.{digits}g}"
-    else:
+    text = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
+    if 0 < abs(value) < 1e-3:
         mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
         raised = str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
         text = f"{float(mantissa):g}×10{raised}"
@@ -75,87 +73,76 @@ def duration(seconds: float | None) -> str:
 
 def when(written: object) -> str:
     """A time of run.json or the events as one reads it, with its zone; empty for anything else."""
-    time = read_time(written)
-    return f"{time:%Y-%m-%d %H:%M:%S %z}" if time else ""
+    return f"{time:%Y-%m-%d %H:%M:%S %z}" if (time := read_time(written)) else ""
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def flat(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The values of nested mappings by readable names, times and sizes as one reads them."""
-    for name, value in values.items():
-        label = f"{prefix}{name}".replace("_", " ")
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{label} ")
-        elif label.endswith(" bytes") and is_number(value):
+    for name, value in _leaves(values):
+        label = re.sub("[._]", " ", name)
+        if label.endswith(" bytes") and is_number(value):
             yield label.removesuffix(" bytes"), number(value / 2**30, "GiB")
-        elif value not in (None, ""):
+        elif value not in (None, "", {}):
             yield label, when(value) or str(value)
 
 
-def outcomes(run: Run) -> Iterator[tuple[str, str]]:
+def outcomes(run: Run) -> list[tuple[str, str]]:
     """How the run went, in numbers with their units, each with its name."""
-    yield "state", number(run.status.get("state"))
-    yield "steps", number(run.steps)
-    yield "skipped steps", number(run.skipped_steps)
-    yield "alerts", number(len(run.entries("alert")))
-    yield "rollbacks", number(len(run.entries("rollback")))
-    yield "tokens seen", number(run.figure(_LAST, "train/tokens_seen"))
-    for name, metric in (("loss", "train/loss"), ("eval loss", "eval/loss")):
-        yield f"last {name}", number(run.figure(_LAST, metric), digits=5)
-        yield f"lowest {name}", number(run.figure(np.min, metric), digits=5)
-    yield "throughput, median", number(run.figure(np.median, "perf/tokens_per_sec"), "tokens/s")
-    yield "MFU, median", number(run.figure(np.median, "perf/mfu", 100), "%")
-    yield "time in training steps", duration(run.training_seconds or None)
-    yield "from first start to end", duration(run.wall_seconds)
+    begin = read_time(next((entry.get("time") for entry in run.entries("start")), run.status.get("started_at")))
+    end = read_time(run.status.get("updated_at")) if run.status.get("state") != "running" else None
+    took = run.curve("perf/step_time_s")
+
+    def figure(how: Callable[[np.ndarray], Any], metric: str, unit: str = "", digits: int = 4, scale: float = 1) -> str:
+        known = run.curve(metric).known
+        return number(float(how(known)) * scale if len(known) else None, unit, digits)
+
+    return [
+        ("state", number(run.status.get("state"))),
+        ("steps", number(run.steps)),
+        ("skipped steps", number(run.skipped_steps)),
+        ("alerts", number(len(run.entries("alert")))),
+        ("rollbacks", number(len(run.entries("rollback")))),
+        ("tokens seen", figure(_LAST, "train/tokens_seen")),
+        ("last loss", figure(_LAST, "train/loss", digits=5)),
+        ("lowest loss", figure(np.min, "train/loss", digits=5)),
+        ("last eval loss", figure(_LAST, "eval/loss", digits=5)),
+        ("lowest eval loss", figure(np.min, "eval/loss", digits=5)),
+        ("throughput, median", figure(np.median, "perf/tokens_per_sec", "tokens/s")),
+        ("MFU, median", figure(np.median, "perf/mfu", "%", scale=100)),
+        # Time spent on the steps of the history, without evaluations, saves, restarts and abandoned branches.
+        ("time in training steps", duration(float(np.nansum(took.values * np.diff(took.steps, prepend=0.0))) or None)),
+        # Pauses between restarts included; None for a run without an end.
+        ("from first start to end", duration((end - begin).total_seconds() if begin and end else None)),
+    ]
 
 
 def events(run: Run) -> tuple[list[tuple[Entry, bool]], int]:
     """The newest events, the last one first, and how many older ones there are.
 
-    Each is with whether it is an alert whose rollback was refused: one of those since the answer before a refusal.
+    Each is with whether the rollback that it asks for was refused: the next answer after it is a refusal.
     """
-    refused: set[int] = set()
-    asking: list[int] = []
-    for index, entry in enumerate(run.events):
-        if entry["kind"] == "alert" and entry.get("action") == "rollback":
-            asking.append(index)
-        elif entry["kind"] in _ANSWERS:
-            if entry["kind"] == "no_rollback":
-                refused.update(asking)
-            asking = []
-    shown = [
-        (entry, index in refused)
-        for index, entry in enumerate(run.events)
-        if entry["kind"] != "start" or entry.get("resumed_from")
-    ]
-    return shown[: -MAX_EVENTS - 1 : -1], max(0, len(shown) - MAX_EVENTS)
+    shown, answer = [], ""
+    for entry in reversed(run.events):
+        answer = entry["kind"] if entry["kind"] in _ANSWERS else answer
+        if entry["kind"] != "start" or entry.get("resumed_from"):
+            shown.append((entry, answer == "no_rollback" and entry.get("action") == "rollback"))
+    return shown[:MAX_EVENTS], max(0, len(shown) - MAX_EVENTS)
 
 
-class Change(NamedTuple):
-    """A field that is not at its default, both values as text; `known`: whether this version has the field."""
-
-    name: str
-    default: str
-    value: str
-    known: bool
-
-
-def changes(config: Mapping[str, Any]) -> list[tuple[str, list[Change]]]:
+def changes(config: Mapping[str, Any]) -> list[tuple[str, list[dict[str, Any]]]]:
     """The fields of `config` (nested, as in YAML) that are not at their defaults, by section, in the schema's order.
 
-    The sizes of the model are one field.
+    Each has its `name`, both values as text, and whether this version has the field, as `known`. The sizes of the model
+    are one field.
     """
     defaults = FullConfig().model_dump(mode="json") if config else {}
-    known = {_field(name) for name, _ in _leaves(defaults)}
+    known = {tuple(name.split(".")[:2]) for name, _ in _leaves(defaults)}
     changed = [
-        Change(name, default, value, _field(name) in known)
+        {"name": name, "value": value, "default": default, "known": tuple(name.split(".")[:2]) in known}
         for name, (default, value) in differences([defaults, config], apart=False)
         if value != NOTHING
     ]
-    return [(section, list(group)) for section, group in groupby(changed, lambda change: change.name.split(".")[0])]
-
-
-def _field(name: str) -> str:
-    return ".".join(name.split(".")[:2])
+    return [(section, list(rows)) for section, rows in groupby(changed, lambda row: str(row["name"]).split(".")[0])]
 
 
 def differences(configs: Sequence[Mapping[str, Any]], *, apart: bool = True) -> list[tuple[str, list[str]]]:
@@ -163,19 +150,17 @@ def differences(configs: Sequence[Mapping[str, Any]], *, apart: bool = True) -> 
 
     `apart`: they are those of several runs, which are in several places, and the sizes of the model have a row each.
     """
-    leaves = [dict(_leaves(config, whole=() if apart else (_SIZES,))) for config in configs]
+    leaves = [dict(_leaves(config, whole="" if apart else "model.architecture")) for config in configs]
     order = {section: index for index, section in enumerate(FullConfig.model_fields)}
-    names = dict.fromkeys(name for values in leaves for name in values if not (apart and name in PLACES))
-    rows = [
-        (name, [_text(values[name]) if name in values else NOTHING for values in leaves])
-        for name in sorted(names, key=lambda name: order.get(name.split(".")[0], len(order)))
-    ]
+    names = dict.fromkeys(name for values in leaves for name in values if not (apart and name == "infra.output_dir"))
+    rows = [(name, [_text(values[name]) if name in values else NOTHING for values in leaves]) for name in names]
     # A field that is a mapping in one and null in another is shown by what is in the mapping.
-    return [
+    found = [
         (name, shown)
         for name, shown in rows
         if len(set(shown)) > 1 and not any(other.startswith(f"{name}.") for other in names)
     ]
+    return sorted(found, key=lambda row: order.get(row[0].split(".")[0], len(order)))
 
 
 def _text(value: Any) -> str:
@@ -185,9 +170,9 @@ def _text(value: Any) -> str:
     )
 
 
-def _leaves(value: Any, path: str = "", whole: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:
-    """The values by their dotted names; the mappings named in `whole`, and empty ones, are not taken apart."""
-    if isinstance(value, Mapping) and (value or not path) and path not in whole:
+def _leaves(value: Any, path: str = "", whole: str = "") -> Iterator[tuple[str, Any]]:
+    """The values by their dotted names; the mapping `whole`, and empty ones, are not taken apart."""
+    if isinstance(value, Mapping) and (not path or (value and path != whole)):
         for key, child in value.items():
             yield from _leaves(child, join(path, key), whole)
     else:

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ds_encdec.checkpoint.folder import committed_steps
-from ds_encdec.checkpoint.manifest import Manifest, read_manifest, verify_listing
-from ds_encdec.config.errors import Problem
+from ds_encdec.checkpoint.manifest import read_manifest, verify_listing
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.settings import Problem
 from ds_encdec.config.yaml_text import read_yaml
 from ds_encdec.launch.run_folder import RunFolder
-from ds_encdec.memory.model_sizes import run_sizes
+from ds_encdec.memory.job import run_sizes
 from ds_encdec.monitor.metrics_file import is_number, read_step_lines
 from ds_encdec.types import CheckpointError, ConfigError, DataError
 
 Entry = Mapping[str, Any]
-"""A line of `ledger.jsonl` (monitor/events.py) or a file of JSON: what others wrote, believed as little as possible."""
+"""A line of `ledger.jsonl` (monitor/metrics_file.py) or a file of JSON: believed as little as possible."""
 
 SMOOTHED_PART = 40
 """A smoothed value is the mean of at most this part of the curve's points: the whole divided by it."""
@@ -40,12 +40,6 @@ class Curve:
     steps: np.ndarray
     values: np.ndarray
 
-    @classmethod
-    def of(cls, points: Iterable[tuple[float, float]]) -> Curve:
-        """The curve through (step, value) points."""
-        table = np.array(list(points), dtype=np.float64).reshape(-1, 2)
-        return cls(table[:, 0], table[:, 1])
-
     def __len__(self) -> int:
         return len(self.steps)
 
@@ -54,14 +48,15 @@ class Curve:
         """The finite values, in order."""
         return self.values[np.isfinite(self.values)]
 
-    @property
-    def gaps(self) -> int:
-        """How many values are not finite."""
-        return len(self.values) - len(self.known)
+    def at(self, steps: np.ndarray, beyond: float | None = None) -> np.ndarray:
+        """The values at `steps` (float64 [n]), between two finite ones in proportion; NaN for a curve without any.
 
-    def at(self, steps: np.ndarray) -> Curve:
-        """The same values at other abscissae (float64 [n])."""
-        return Curve(steps, self.values)
+        `beyond`: the value before the first and after the last finite one; None: those go on there.
+        """
+        finite = np.isfinite(self.values)
+        if not finite.any():
+            return np.full(len(steps), np.nan)
+        return np.interp(steps, self.steps[finite], self.values[finite], left=beyond, right=beyond)
 
     def scaled(self, factor: float) -> Curve:
         """The curve in another unit."""
@@ -90,41 +85,28 @@ class Curve:
         if len(self) <= 3 * num_buckets:
             return self
         kept = {0, len(self) - 1}
-        edges = np.linspace(0, len(self), num_buckets + 1).astype(int)
-        for start, end in pairwise(edges):
-            values = self.values[start:end]
-            finite = np.isfinite(values)
-            if finite.any():
-                kept |= {start + int(np.nanargmin(values)), start + int(np.nanargmax(values))}
-            if not finite.all():
-                kept.add(start + int(np.argmin(finite)))
+        for start, end in pairwise(np.linspace(0, len(self), num_buckets + 1).astype(int)):
+            finite = np.isfinite(values := self.values[start:end])
+            lowest, highest = np.where(finite, values, np.inf).argmin(), np.where(finite, values, -np.inf).argmax()
+            kept |= {start + index for index in (lowest, highest, lowest if finite.all() else finite.argmin())}
         chosen = np.array(sorted(kept))
         return Curve(self.steps[chosen], self.values[chosen])
 
 
-NO_CURVE = Curve.of(())
-
-
-@dataclass(frozen=True)
-class SavedCheckpoint:
-    """One committed checkpoint. `pointers` of latest, best, final; `damage`: what its listing lacks, if anything."""
-
-    step: int
-    manifest: Manifest | None
-    pointers: tuple[str, ...]
-    damage: str
+NO_CURVE = Curve(np.empty(0), np.empty(0))
 
 
 @dataclass(frozen=True)
 class Run:
-    """The content of a run's folder. `curves`: by metric name; `abandoned`: by number of the rollback, then by name.
+    """The content of the folder `path`. `curves`: by metric name; `abandoned`: by number of the rollback, then by name.
 
     `config`: nested, as in `config.yaml`, not validated: an older version may have written it. `data`: the facts that
-    the newest checkpoint keeps of tokenizer and sources. `verdict`: of the phase, where the run is one. `notes`: what
-    could not be read, in whole sentences.
+    the newest checkpoint keeps of tokenizer and sources. `checkpoints`: of every committed one, by rising `step`, the
+    `manifest`, None where it cannot be read; the `pointers` to it, of latest, best and final; and the `damage`: what
+    its listing lacks, if anything. `verdict`: of the phase, where the run is one. `notes`: what could not be read, in
+    whole sentences.
     """
 
-    name: str
     path: Path
     status: Entry
     curves: Mapping[str, Curve]
@@ -132,7 +114,7 @@ class Run:
     events: Sequence[Entry]
     config: Mapping[str, Any]
     data: Entry
-    checkpoints: Sequence[SavedCheckpoint]
+    checkpoints: Sequence[Entry]
     verdict: Entry | None
     notes: Sequence[str]
 
@@ -149,21 +131,6 @@ class Run:
         """The last step that metrics were logged at."""
         return int(max(curve.steps[-1] for curve in self.curves.values()))
 
-    def figure(self, how: Callable[[np.ndarray], Any], metric: str, scale: float = 1.0) -> float | None:
-        """The figure that `how` makes of the metric's finite values, times `scale`; None for a metric without any."""
-        known = self.curve(metric).known
-        return float(how(known)) * scale if len(known) else None
-
-    @property
-    def alert_types(self) -> list[tuple[str, int]]:
-        """The types of the run's alerts and how often each came, the most frequent first."""
-        return Counter(str(entry.get("type", "unknown")) for entry in self.entries("alert")).most_common()
-
-    @property
-    def steps_taken_back(self) -> int:
-        """Steps that rollbacks took back."""
-        return int(sum(entry["step"] - back_to(entry) for entry in self.entries("rollback")))
-
     @property
     def skipped_steps(self) -> int:
         """Steps without an update, those of abandoned branches too."""
@@ -171,30 +138,10 @@ class Run:
         return int(sum(branch.get("train/skipped_steps", NO_CURVE).known.sum() for branch in branches))
 
     @property
-    def training_seconds(self) -> float:
-        """Time spent on the steps of the history, without evaluations, saves, restarts and abandoned branches."""
-        curve = self.curve("perf/step_time_s")
-        return float(np.nansum(curve.values * np.diff(curve.steps, prepend=0.0)))
-
-    @property
-    def wall_seconds(self) -> float | None:
-        """Seconds from the first start to the end, pauses between restarts included; None for a run without an end."""
-        starts = [entry.get("time") for entry in self.entries("start")]
-        begin = read_time(starts[0] if starts else self.status.get("started_at"))
-        end = read_time(self.status.get("updated_at"))
-        return (end - begin).total_seconds() if begin and end and self.status.get("state") != "running" else None
-
-    @property
-    def engine(self) -> str:
-        """Engine and sharding: as the events say, or the newest checkpoint, or else as configured."""
-        manifests = [saved.manifest.engine for saved in self.checkpoints if saved.manifest]
-        started = [str(entry["engine"]) for entry in self.entries("start") if entry.get("engine")]
-        name = [str(self.setting("infra.distributed_type", "unknown")), *manifests, *started][-1]
-        return f"{name}, {self.setting('infra.sharding_stage', 'sharding unknown')}"
-
-    @property
     def parameters(self) -> int | None:
-        """Parameters of the model that the configuration describes; None where its sizes are not known here."""
+        """Parameters of the model: as the run counted them, or else as configured; None where neither is known."""
+        if is_number(counted := self.status.get("parameters")):
+            return int(counted)
         try:
             return run_sizes(FullConfig.model_validate(self.config)).parameters
         except (ConfigError, ValueError):  # another version's configuration, or a model that is elsewhere
@@ -207,10 +154,7 @@ class Run:
 
     def setting(self, path: str, default: Any = None) -> Any:
         """The configuration's value at a dotted path."""
-        value: Any = self.config
-        for key in path.split("."):
-            value = value[key] if isinstance(value, Mapping) and key in value else default
-        return value
+        return _value_at(self.config, path, default)
 
     def number(self, path: str) -> float | None:
         """The configuration's value at a dotted path where it is a number above 0."""
@@ -234,43 +178,54 @@ def read_run(path: Path) -> Run:
             "Give the infra.output_dir of a run."
         )
     notes: list[str] = []
+    problems: list[Problem] = []  # of the configuration
     status = read_json(folder.run_json, notes) or {}
-    lines = _read_lines(folder.metrics, notes)
-    curves = _curves(lines)
+    curves = _curves(_read_lines(folder.metrics, notes))
     if not curves:
-        raise DataError(_nothing_logged(folder, status))
-    if gaps := sum(curve.gaps for curve in curves.values()):
-        named = ", ".join(sorted(name for name, curve in curves.items() if curve.gaps))
-        notes.append(f"{gaps:,} values are not finite and are gaps in the curves: {named}.")
-    checkpoints = _read_checkpoints(folder.checkpoints)
-    run = Run(
-        name=root.name,
+        state = f"its state is {status['state']}" if "state" in status else "it has no run.json"
+        reason = f" ({status['reason']})" if status.get("reason") else ""
+        raise DataError(
+            f"{folder.metrics}: no line of metrics, so there is nothing to draw; {state}{reason}. "
+            "The first line is written after training.logging_steps steps."
+        )
+    if gaps := {name: count for name, curve in curves.items() if (count := len(curve) - len(curve.known))}:
+        named = ", ".join(sorted(gaps))
+        notes.append(f"{sum(gaps.values()):,} values are not finite and are gaps in the curves: {named}.")
+    branches: dict[int, list[Entry]] = defaultdict(list)
+    for line in _read_lines(folder.abandoned_metrics, notes):
+        branches[int(line["rollback"]) if is_number(line.get("rollback")) else 0].append(line)
+    events = _read_events(folder.events, notes)
+    config = read_yaml(folder.config_yaml, problems).values
+    notes.extend(f"config.yaml: {problem.message}." for problem in problems)
+    saved = committed_steps(folder.checkpoints)
+    trainer = read_json(saved[max(saved)] / "trainer.json", []) if saved else None
+    facts = _value_at(trainer, "data.fingerprint", None)
+    every = _value_at(config, "training.save_steps", None)
+    curves |= {name: _at_saves(curve, saved, every) for name, curve in curves.items() if name.startswith("ckpt/")}
+    return Run(
         path=root,
         status=status,
         curves=curves,
-        abandoned=_read_abandoned(folder.abandoned_metrics, notes),
-        events=_read_events(folder.events, notes),
-        config=_read_config(folder.config_yaml, notes),
-        data=_read_data_facts(folder.checkpoints, checkpoints),
-        checkpoints=checkpoints,
+        abandoned={number: _curves(lines) for number, lines in sorted(branches.items())},
+        events=events,
+        config=config,
+        data=facts if isinstance(facts, dict) else {},
+        checkpoints=_read_checkpoints(folder.checkpoints),
         verdict=read_json(root / "result.json", notes),
         notes=notes,
     )
-    saves = {name: _at_saves(curve, run) for name, curve in curves.items() if name.startswith("ckpt/")}
-    return replace(run, curves={**curves, **saves})
 
 
 def read_json(path: Path, notes: list[str]) -> Entry | None:
     """The JSON object in the file, or None, with a note unless the file is missing."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it holds no JSON object")
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         notes.append(f"{path.name} cannot be read: {error}.")
-        return None
-    if not isinstance(content, dict):
-        notes.append(f"{path.name} cannot be read: it holds no JSON object.")
         return None
     return content
 
@@ -289,85 +244,60 @@ def read_time(written: object) -> datetime | None:
         return None
 
 
-def _nothing_logged(folder: RunFolder, status: Entry) -> str:
-    state = f"its state is {status['state']}" if "state" in status else "it has no run.json"
-    reason = f" ({status['reason']})" if status.get("reason") else ""
-    return (
-        f"{folder.metrics}: no line of metrics, so there is nothing to draw; {state}{reason}. "
-        "The first line is written after training.logging_steps steps."
-    )
+def _value_at(values: object, path: str, default: Any) -> Any:
+    """The value at a dotted path into nested mappings, or `default`."""
+    for key in path.split("."):
+        values = values[key] if isinstance(values, Mapping) and key in values else default
+    return values
 
 
 def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     """The lines of metrics or events; what else is in the file becomes a note."""
     lines, problem, is_torn = read_step_lines(path)
-    if problem:
-        notes.append(f"{problem}.")
-    if is_torn:
-        notes.append(f"{path.name}: the last line is not complete and is left out.")
+    torn = f"{path.name}: the last line is not complete and is left out" if is_torn else ""
+    notes.extend(f"{note}." for note in (problem, torn) if note)
     return lines
 
 
-def _curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
+def _curves(lines: Sequence[Entry]) -> dict[str, Curve]:
     points: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for line in lines:
-        for name, value in line.items():
-            if "/" in name and (value is None or isinstance(value, int | float)):
-                points[name].append((line["step"], value if is_number(value) else math.nan))
-    return {name: Curve.of(found) for name, found in points.items()}
+    for step, name, value in ((line["step"], *item) for line in lines for item in line.items()):
+        if "/" in name and isinstance(value, int | float | None):
+            points[name].append((step, value if is_number(value) else math.nan))
+    return {name: Curve(*np.array(found, dtype=np.float64).T) for name, found in points.items()}
 
 
-def _at_saves(curve: Curve, run: Run) -> Curve:
+def _at_saves(curve: Curve, kept: Iterable[int], save_steps: object) -> Curve:
     """The curve of a checkpoint's metric with each value at the step of its save, where that can be known.
 
     A run logs it in the first line after the save is complete. The save is the last one before that line of those that
     were planned or are kept, unless an earlier line was about it.
     """
-    every = run.number("training.save_steps") or math.inf
+    every = save_steps if is_number(save_steps) and save_steps > 0 else math.inf
     steps: list[float] = []
     for step in curve.steps:
-        saves = [(math.ceil(step / every) - 1) * every, *(saved.step for saved in run.checkpoints)]
+        saves = [(math.ceil(step / every) - 1) * every, *kept]
         save = max((save for save in saves if 0 < save < step), default=step)
         steps.append(save if not steps or save > steps[-1] else step)
-    return curve.at(np.array(steps))
-
-
-def _read_abandoned(path: Path, notes: list[str]) -> dict[int, dict[str, Curve]]:
-    branches: dict[int, list[dict[str, Any]]] = defaultdict(list)
-    for line in _read_lines(path, notes):
-        branches[int(line["rollback"]) if is_number(line.get("rollback")) else 0].append(line)
-    return {number: _curves(lines) for number, lines in sorted(branches.items())}
+    return Curve(np.array(steps), curve.values)
 
 
 def _read_events(path: Path, notes: list[str]) -> list[Entry]:
     """The entries; of an event that a resume met once more, at the same data step, the last one."""
-    entries: list[Entry] = []
-    later: set[tuple[object, ...]] = set()
-    since_start: set[tuple[object, ...]] = set()
-    for line in reversed(_read_lines(path, notes)):
-        if not isinstance(line.get("kind"), str):
-            continue
-        if line["kind"] == "start":
-            entries.append(line)
-            later |= since_start
-            continue
-        event = (line["kind"], str(line.get("type")), str(line.get("data_step")))
-        if event not in later:
-            entries.append(line)
-        since_start.add(event)
-    return entries[::-1]
+    entries = [line for line in _read_lines(path, notes) if isinstance(line.get("kind"), str)]
+    starts = list(accumulate(entry["kind"] == "start" for entry in entries))
+    events = [(entry["kind"], str(entry.get("type")), str(entry.get("data_step"))) for entry in entries]
+    last_start = dict(zip(events, starts, strict=True))
+    return [
+        entry
+        for entry, event, start in zip(entries, events, starts, strict=True)
+        if entry["kind"] == "start" or start == last_start[event]
+    ]
 
 
-def _read_config(path: Path, notes: list[str]) -> Mapping[str, Any]:
-    problems: list[Problem] = []
-    values = read_yaml(path, problems).values
-    notes.extend(f"config.yaml: {problem.message}." for problem in problems)
-    return values
-
-
-def _read_checkpoints(folder: Path) -> list[SavedCheckpoint]:
+def _read_checkpoints(folder: Path) -> list[Entry]:
     pointed = {name: (folder / name).resolve() for name in ("latest", "best", "final") if (folder / name).exists()}
-    found = []
+    found: list[Entry] = []
     for step, path in sorted(committed_steps(folder).items()):
         manifest, damage = None, ""
         try:
@@ -375,16 +305,6 @@ def _read_checkpoints(folder: Path) -> list[SavedCheckpoint]:
             verify_listing(path, manifest)
         except CheckpointError as error:
             damage = str(error)
-        pointers = tuple(name for name, target in pointed.items() if target == path.resolve())
-        found.append(SavedCheckpoint(step, manifest, pointers, damage))
+        pointers = [name for name, target in pointed.items() if target == path.resolve()]
+        found.append({"step": step, "manifest": manifest, "pointers": pointers, "damage": damage})
     return found
-
-
-def _read_data_facts(folder: Path, checkpoints: Sequence[SavedCheckpoint]) -> Entry:
-    """The newest checkpoint's facts of tokenizer and sources (data/fingerprint.py); {} where it has none."""
-    if not checkpoints:
-        return {}
-    trainer = read_json(committed_steps(folder)[checkpoints[-1].step] / "trainer.json", [])
-    data = (trainer or {}).get("data")
-    facts = data.get("fingerprint") if isinstance(data, dict) else None
-    return facts if isinstance(facts, dict) else {}

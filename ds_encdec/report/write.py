@@ -1,17 +1,55 @@
-"""`ds-encdec report`: one page with pictures about a run, or a pipeline of phases, and the pictures as files."""
+"""`ds-encdec report`: one page with pictures about a run, or a pipeline of phases, and the pictures as files.
+
+Runs that are compared have their curves in one chart, and what differed in the configuration beside what came out. The
+page of a pipeline has the losses of its phases one behind the other, and each one's verdict.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from ds_encdec.launch.atomic_files import write_atomically
-from ds_encdec.report.charts import charts_of
-from ds_encdec.report.compare import compare_runs
-from ds_encdec.report.page import render
-from ds_encdec.report.phases_page import phase_charts, phase_folders, read_phases
-from ds_encdec.report.read_run import Run, read_run
-from ds_encdec.types import ConfigError
+import numpy as np
+from matplotlib.axes import Axes
+
+from ds_encdec.config.schema import Mark, PhasesConfig, marked
+from ds_encdec.report.charts import COLOURS, PLANS, Chart, ChartPlan, Stroke, charts_of, describe, draw, lines
+from ds_encdec.report.page import differences, number, outcomes, write_page
+from ds_encdec.report.read_run import NO_CURVE, SMOOTHED_FROM, Curve, Entry, Run, back_to, read_json, read_run
+from ds_encdec.types import ConfigError, DataError
+
+DIFFERENCE_PLAN = ChartPlan(
+    "loss_difference", "Difference of the training losses", "nats per token", PLANS["loss"].metrics, smoothed=True
+)
+COMPARED = (
+    DIFFERENCE_PLAN,
+    *(PLANS[key] for key in ("loss", "eval_loss", "grad_norm", "tokens_per_sec", "learning_rate")),
+)
+"""The charts of all runs together."""
+_ABSCISSAE: Mapping[str, str] = {"tokens": "tokens seen", "steps": "optimizer step"}
+_LOSSES = ("train/loss", "eval/loss")
+_MEANINGS = {
+    Mark.TOKENS: "losses per token of different tokenizers or vocabularies cannot be compared",
+    Mark.TEXTS: "evaluation losses are of different texts",
+    Mark.EXAMPLES: "evaluation losses are over different examples",
+    Mark.MIXTURE: "losses are of different mixtures of denoisers",
+}
+_FIELDS = {path: meaning for mark, meaning in _MEANINGS.items() for path in marked(mark)}
+"""The meaning of runs without checkpoints that differ in these fields of the configuration."""
+_DATA_FACTS = {
+    "tokenizer": _MEANINGS[Mark.TOKENS],
+    "special tokens": _MEANINGS[Mark.TOKENS],
+    "sources": _MEANINGS[Mark.TEXTS],
+    **{path: _FIELDS[path] for path in marked(Mark.EXAMPLES, Mark.MIXTURE)},
+}
+"""The same by the facts that the checkpoints of comparable runs agree in (data/fingerprint.py)."""
+_NAME = {
+    "xycoords": ("data", "axes fraction"), "xytext": (-3, -4), "textcoords": "offset points",
+    "rotation": 90, "ha": "right", "va": "top", "fontsize": 8.5, "color": COLOURS["muted"],
+}  # fmt: skip
 
 
 def write_report(
@@ -43,26 +81,183 @@ def write_report(
 
 def _write_run(runs: Sequence[Run], folder: Path, *, png: bool) -> tuple[Path, list[str]]:
     folder.mkdir(parents=True, exist_ok=True)  # before the time is spent on drawing
-    pictures = folder if png else None
-    comparison = compare_runs(runs, pictures) if len(runs) > 1 else None
-    charts, empty = charts_of(runs[0], pictures)
-    page = render("run.html.j2", run=runs[0], comparison=comparison, charts=charts, empty=empty)
-    return _write(folder, page), comparison.warnings if comparison else []
+    run, pictures = runs[0], folder if png else None
+    comparison = compare_runs(runs, pictures) if len(runs) > 1 else {"warnings": []}
+    charts, empty = charts_of(run, pictures)
+    alerts = Counter(str(entry.get("type", "unknown")) for entry in run.entries("alert"))
+    page = write_page(
+        folder,
+        "run.html.j2",
+        run=run,
+        comparison=comparison,
+        charts=charts,
+        empty=empty,
+        alert_types=alerts.most_common(),
+        steps_taken_back=int(sum(entry["step"] - back_to(entry) for entry in run.entries("rollback"))),
+    )
+    return page, comparison["warnings"]
+
+
+def compare_runs(runs: Sequence[Run], pictures: Path | None = None) -> dict[str, Any]:
+    """Lay `runs`, of which the first is the page's own, over each other; `pictures`: see `charts_of`.
+
+    Returns all that the page shows of them: the `names` and `warnings`; `charts`, the same ones over `tokens` seen,
+    where they are known, and over optimizer `steps`; `outcomes`, rows of a name and a value for each run; `differing`,
+    the same by field of the configuration. Raises DataError where two of the runs have no loss in common; runs whose
+    losses mean different things are drawn, with a warning, since their throughput and stability can still be compared.
+    """
+    for other in runs[1:]:
+        if not any(len(runs[0].curve(metric).known) and len(other.curve(metric).known) for metric in _LOSSES):
+            raise DataError(
+                f"{runs[0].path} and {other.path} cannot be compared: "
+                f"neither of {' and '.join(_LOSSES)} was logged by both."
+            )
+    names = distinct_names(runs)
+    charts = {over: [_chart_of_runs(plan, runs, names, over, pictures) for plan in COMPARED] for over in _ABSCISSAE}
+    return {
+        "names": names,
+        "warnings": list(incomparable(runs, names)),
+        "charts": {over: [chart for chart in drawn if chart] for over, drawn in charts.items()},
+        "outcomes": [[rows[0][0], *(value for _, value in rows)] for rows in zip(*map(outcomes, runs), strict=True)],
+        "differing": differences([run.config for run in runs]),
+    }
+
+
+def distinct_names(runs: Sequence[Run]) -> list[str]:
+    """The names of the runs' folders, with folders above them where runs of one name are compared."""
+    names = [run.path.name for run in runs]
+    for depth in range(2, 1 + max(len(run.path.parts) for run in runs)):
+        repeated = {name for name, times in Counter(names).items() if times > 1}
+        names = [
+            "/".join(run.path.parts[-depth:]) if name in repeated else name
+            for run, name in zip(runs, names, strict=True)
+        ]
+    return names
+
+
+def incomparable(runs: Sequence[Run], names: Sequence[str]) -> Iterator[str]:
+    """Yield why losses of the first run and the others do not mean the same, in sentences.
+
+    The newest checkpoints are asked, or else the configurations.
+    """
+    first = runs[0]
+    for other, name in zip(runs[1:], names[1:], strict=True):
+        meaning = _DATA_FACTS if first.data and other.data else _FIELDS
+        facts = [[run.data.get(what, run.setting(what)) for what in meaning] for run in (first, other)]
+        differing = [what for what, ours, its in zip(meaning, *facts, strict=True) if ours != its]
+        for reason in dict.fromkeys(meaning[what] for what in differing):
+            what = " and ".join(what for what in differing if meaning[what] == reason)
+            yield f"{names[0]} and {name} differ in {what}: {reason}."
+
+
+def _chart_of_runs(
+    plan: ChartPlan, runs: Sequence[Run], names: Sequence[str], over: str, pictures: Path | None
+) -> Chart | None:
+    """The plan's metric of all runs over steps or over tokens; None where no run has logged it."""
+    (metric,) = plan.metrics
+    logged = [run.curve(metric) for run in runs]
+    if over == "tokens":
+        logged = [Curve(run.tokens_at(curve.steps), curve.values) for run, curve in zip(runs, logged, strict=True)]
+    # By number of the run, which has its colour in every chart.
+    curves = {i: curve for i, curve in enumerate(logged) if len(curve.known) and np.isfinite(curve.steps).all()}
+    strokes: list[Stroke] = []
+    labels = dict(enumerate(names))
+    if plan is DIFFERENCE_PLAN:
+        first = curves.pop(0, NO_CURVE)
+        curves = {i: gap for i, curve in curves.items() if len((gap := difference(curve, first)).known)}
+        labels = {i: f"{name} − {names[0]}" for i, name in labels.items()}
+        strokes.append((Axes.axhline, (0,), {"color": COLOURS["muted"], "linewidth": 0.9}))
+    if not curves:
+        return None
+    strokes += [line for i, curve in curves.items() for line in lines(curve, plan, labels[i], i, alone=False)]
+    known = np.concatenate([curve.known for curve in curves.values()])
+    caption = "last " + ", ".join(f"{labels[i]} {number(curve.known[-1])}" for i, curve in curves.items())
+    shown = replace(plan, key=f"compare_{plan.key}_by_{over}", title=f"{plan.title} over {over}", unit="")
+    return draw(shown, caption, strokes, known, _ABSCISSAE[over], pictures)
+
+
+def difference(curve: Curve, first: Curve) -> Curve:
+    """How much higher `curve` is than `first`, between the first and the last step that `first` is known at."""
+    expected = first.at(curve.steps, beyond=np.nan)
+    inside = np.isfinite(expected)
+    return Curve(curve.steps[inside], (curve.values - expected)[inside])
+
+
+class Phase(NamedTuple):
+    """One phase. `run`: None where it has logged nothing; `verdict`: None where it was not judged.
+
+    `state`: how far it has come: (ok | bad | warn | muted, a mark, words).
+    """
+
+    name: str
+    run: Run | None
+    verdict: Entry | None
+    state: tuple[str, str, str]
+
+
+def phase_folders(root: Path) -> list[Path]:
+    """The folders of the phases in `root`, in their order; empty where it holds no pipeline."""
+    order = list(PhasesConfig.model_fields)
+    found = [path for path in (root / "phases").glob("*") if path.is_dir()]
+    return sorted(found, key=lambda path: (order.index(path.name) if path.name in order else len(order), path.name))
 
 
 def _write_phases(root: Path, folder: Path, *, png: bool) -> Path:
+    """The page of all phases, begun in `root` or not, and of each. Raises DataError where none has logged anything."""
     notes: list[str] = []
-    phases = read_phases(root, notes)
+    folders = {path.name: path for path in phase_folders(root)}
+    phases = []
+    for name in dict.fromkeys([*PhasesConfig.model_fields, *folders]):
+        run = None
+        try:
+            run = read_run(folders[name]) if name in folders else None
+        except (ConfigError, DataError) as error:
+            notes.append(str(error))
+        verdict = run.verdict if run else read_json(root / "phases" / name / "result.json", notes)
+        state = ("warn", "!", "was begun and not judged") if name in folders else ("muted", "○", "not started")
+        if verdict is not None:
+            passed = verdict.get("passed") is True
+            state = ("ok", "✓", "gate passed") if passed else ("bad", "✗", "gate not passed")
+        phases.append(Phase(name, run, verdict, state))
+    ran = [(phase, phase.run) for phase in phases if phase.run]
+    if not ran:
+        raise DataError(f"{root / 'phases'}: none of the phases has logged metrics, so there is nothing to draw.")
     folder.mkdir(parents=True, exist_ok=True)
-    for phase in phases:
-        if phase.run:
-            _write_run([phase.run], folder / phase.name, png=png)
+    for phase, run in ran:
+        _write_run([run], folder / phase.name, png=png)
     judged = [phase.verdict for phase in phases if phase.verdict is not None]
-    charts = phase_charts(phases, folder if png else None)
-    return _write(folder, render("phases.html.j2", root=root, phases=phases, judged=judged, notes=notes, charts=charts))
+    drawn = [_chart_of_phases(PLANS[key], ran, folder if png else None) for key in ("loss", "eval_loss")]
+    values = {"root": root, "phases": phases, "judged": judged, "notes": notes, "charts": list(filter(None, drawn))}
+    return write_page(folder, "phases.html.j2", **values)
 
 
-def _write(folder: Path, text: str) -> Path:
-    # JSON may hold halves of surrogate pairs, which no encoding has.
-    write_atomically(folder / "index.html", text.encode("utf-8", "replace"))
-    return folder / "index.html"
+def _chart_of_phases(plan: ChartPlan, ran: Sequence[tuple[Phase, Run]], pictures: Path | None) -> Chart | None:
+    """The plan's metric over the steps of all phases, each behind the one before; None where none has logged it."""
+    (metric,) = plan.metrics
+    ends = [0, *np.cumsum([run.steps for _, run in ran])]
+    logged = [(run.curve(metric), start) for (_, run), start in zip(ran, ends[:-1], strict=True)]
+    curves = [Curve(curve.steps + start, curve.values) for curve, start in logged]
+    whole = Curve(np.concatenate([c.steps for c in curves]), np.concatenate([c.values for c in curves]))
+    if not len(whole.known):
+        return None
+    mixed = plan.smoothed and any(len(curve) >= SMOOTHED_FROM for curve in curves)
+    strokes = [
+        *(
+            line
+            for curve in curves
+            if len(curve.known)
+            for line in lines(curve, plan, "not smoothed", alone=not mixed or len(curve) >= SMOOTHED_FROM)
+        ),
+        (Axes.set_xlim, (), {"left": 0}),
+        *(stroke for (phase, _), end in zip(ran, ends[1:], strict=True) for stroke in _gate(phase, end)),
+    ]
+    shown = replace(plan, key=f"phases_{plan.key}", title=f"{plan.heading}, all phases", unit="")
+    return draw(shown, describe({"loss": whole}), strokes, whole.known, "optimizer step, all phases", pictures)
+
+
+def _gate(phase: Phase, end: float) -> list[Stroke]:
+    """A line where the phase's gate was, and its name before it."""
+    level, mark, words = phase.state if phase.verdict is not None else ("", "", "not judged")
+    colour, dashes = ("line3", "-") if level == "ok" else ("rollback", "--")
+    line = {"color": COLOURS[colour], "linewidth": 1.2, "linestyle": dashes, "label": words}
+    return [(Axes.axvline, (end,), line), (Axes.annotate, (f"{phase.name} {mark}", (end, 1.0)), _NAME)]

@@ -10,14 +10,13 @@ from __future__ import annotations
 import gc
 import json
 import math
-import resource
 import shutil
 import signal
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice, product
 from pathlib import Path
@@ -25,7 +24,7 @@ from types import FrameType
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.initialization import no_init_weights
 
 from ds_encdec.checkpoint.folder import committed_steps
@@ -37,44 +36,36 @@ from ds_encdec.data.chunks import MIN_RAW_TOKENS, Chunk, max_raw_length, reconst
 from ds_encdec.data.lane import LanePipeline
 from ds_encdec.data.randomness import keyed_generator
 from ds_encdec.data.sources import OpenSource, sample_documents, source_entries
-from ds_encdec.engine.forward import packed_forward
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine
-from ds_encdec.launch.context import RunContext
+from ds_encdec.engine.sharded_engine import packed_forward
+from ds_encdec.launch.host_collectives import RunContext
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.parameter_count import count_parameters
-from ds_encdec.run_model import RunModel, new_model
+from ds_encdec.monitor.machine import peak_host_bytes
+from ds_encdec.monitor.monitor import compute_gradient_norm
+from ds_encdec.resume import RunModel, new_model
 from ds_encdec.tokenizer.sentinels import Vocabulary
 from ds_encdec.types import DENOISERS, Batch, CheckpointError, LossSum, TrainingState
 
-FRESH_LOSS_TOLERANCE = 0.5
-"""Nats per target token that the loss of fresh weights may be from its expected value."""
-MAX_LOSS = 100.0
-"""Nats per target token, of any weights."""
-MAX_GRADIENT_NORM = 1000.0
-"""Global L2 norm of the gradient of the mean loss, before clipping."""
-OVERFIT_STEPS = 20
-"""Optimizer steps on one micro-batch."""
+FRESH_LOSS_TOLERANCE = 0.5  # nats per target token that the loss of fresh weights may be from its expected value
+MAX_LOSS = 100.0  # nats per target token, of any weights
+MAX_GRADIENT_NORM = 1000.0  # global L2 norm of the gradient of the mean loss, before clipping
+OVERFIT_STEPS = 20  # optimizer steps on one micro-batch
 OVERFIT_RATE_TIMES_HIDDEN_SIZE = 0.4
 """Their learning rate times the hidden size: with Adam, wider models want proportionally smaller steps (Yang et al.,
 arXiv 2203.03466). 3e-3 for the quickstart's 128, 4e-4 for Qwen3-0.6B's 1,024."""
-OVERFIT_FACTOR = 0.9
-"""The largest ratio of the last of their losses to the first."""
-RESUME_STEPS = 3
-"""Steps made after a checkpoint, and again after loading it."""
+OVERFIT_FACTOR = 0.9  # the largest ratio of the last of their losses to the first
+RESUME_STEPS = 3  # steps made after a checkpoint, and again after loading it
 RESUME_TOLERANCE = 1e-3
 """Relative difference of their losses: kernels that add in no fixed order differ, a lost moment differs more."""
-UNTIMED_STEPS = 3
-"""First steps, which compile and allocate."""
-DOCUMENTS_PER_SOURCE = 16
-"""Documents that are denoised by every denoiser and put together again."""
-DOCUMENTS_SEARCHED = 256
-"""Documents of a source among which those are looked for: some texts are empty, or one token."""
+UNTIMED_STEPS = 3  # first steps, which compile and allocate
+DOCUMENTS_PER_SOURCE = 16  # documents that are denoised by every denoiser and put together again
+DOCUMENTS_SEARCHED = 256  # documents of a source among which those are looked for: some texts are empty, or one token
 PROMPT = "The quick brown fox jumps over the lazy dog"
 NEW_TOKENS = 8
-BYTES_PER_PARAMETER = 14
-"""Float32 weights and two moments, and the bfloat16 weights that DeepSpeed keeps beside them."""
+BYTES_PER_PARAMETER = 14  # Float32 weights and two moments, and the bfloat16 weights that DeepSpeed keeps beside them
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals from schedulers, keyboards and terminals that are closed; those that are ignored (nohup) stay so."""
 
@@ -112,6 +103,7 @@ class Subject:
 
     def __init__(self, config: FullConfig, context: RunContext) -> None:
         self.config, self.context, self.device = config, context, context.device
+        self.opened = ExitStack()  # ends what runs
 
     def forget_plain_model(self) -> None:
         """Make room for the engine's."""
@@ -129,15 +121,6 @@ class Subject:
         self.engine.step()
         return loss.total.item() / self.batch.target_tokens
 
-    def close(self) -> None:
-        """End what runs."""
-        self.forget_plain_model()
-        if "data" in vars(self):
-            self.data.loader.close()
-        if "engine" in vars(self):
-            self.engine.close()
-            del self.engine
-
 
 @dataclass(frozen=True, slots=True)
 class Check:
@@ -145,7 +128,7 @@ class Check:
 
     name: str
     function: Callable[[Subject], Found]
-    needs: tuple[str, ...]
+    needs: tuple[str, ...] = ()
 
     def look(self, subject: Subject) -> CheckResult:
         """Make the check; it raises whatever goes wrong."""
@@ -153,21 +136,6 @@ class Check:
         return CheckResult(self.name, passed, False, message, values)
 
 
-CHECKS: list[Check] = []
-"""All checks in the order in which they run, which is that of their functions below."""
-
-
-def _check(*needs: str) -> Callable[[Callable[[Subject], Found]], Callable[[Subject], Found]]:
-    """Make a function a check of the same name that needs the checks `needs`."""
-
-    def register(function: Callable[[Subject], Found]) -> Callable[[Subject], Found]:
-        CHECKS.append(Check(function.__name__.lstrip("_"), function, needs))
-        return function
-
-    return register
-
-
-@_check()
 def _model_loads(subject: Subject) -> Found:
     """The model of the configuration, in plain torch, in the dtype that it computes in."""
     subject.run_model = run_model = new_model(subject.config)
@@ -179,10 +147,10 @@ def _model_loads(subject: Subject) -> Found:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(run_model.weights(name))
-    recomputed = training.activation_checkpointing
+    mode = training.activation_checkpointing
     apply_activation_checkpointing(
         model,
-        "full" if recomputed == "selective" else recomputed,  # that is FSDP2's
+        "full" if mode == "selective" else mode,  # that is FSDP2's
         every_n=training.activation_checkpointing_every_n,
         offload=training.activation_offload,
     )
@@ -191,7 +159,6 @@ def _model_loads(subject: Subject) -> Found:
     return True, f"{parameters:,} parameters", {"parameters": parameters}
 
 
-@_check("model_loads")
 def _data_reconstructs(subject: Subject) -> Found:
     """Documents of every source, denoised by every denoiser and put together again, are what they were."""
     config, run_model = subject.config, subject.run_model
@@ -204,15 +171,16 @@ def _data_reconstructs(subject: Subject) -> Found:
         num_lanes=1,
         pin_memory=subject.device.type == "cuda",
     )
+    subject.opened.callback(data.loader.close)
     denoisers = [name for name, weight in zip(DENOISERS, config.data.ul2_task_weights, strict=True) if weight]
     examples = 0
-    for number, opened in enumerate(data.pipeline.sources):
-        texts = _texts_of(opened, data.pipeline)
-        if not texts:
-            source = source_entries(config.data)[number]
+    for number, (source, opened) in enumerate(zip(source_entries(config.data), data.pipeline.sources, strict=True)):
+        if not (texts := _texts_of(opened, data.pipeline)):
             name = f"data.mixture.{number}" if config.data.mixture else "data"
-            message = f"{name} (dataset_name={source.dataset_name}) has no text in the first {DOCUMENTS_SEARCHED} "
-            message += "documents: check its data_files and text_column, or leave it out"
+            message = (
+                f"{name} (dataset_name={source.dataset_name}) has no text in the first {DOCUMENTS_SEARCHED} "
+                "documents: check its data_files and text_column, or leave it out"
+            )
             return False, message, {}
         for (key, tokens), denoiser in product(texts, denoisers):
             if not _gives_back(tokens, denoiser, key, data.pipeline, run_model.vocabulary):
@@ -239,18 +207,16 @@ def _gives_back(tokens: np.ndarray, denoiser: str, key: str, pipeline: LanePipel
     return bool(np.array_equal(again, tokens[:length]))
 
 
-@_check("model_loads", "data_reconstructs")
 def _forward(subject: Subject) -> Found:
     """The first micro-batch of the data has a finite loss."""
     (subject.batch,) = next(subject.data.loader)
-    tokens = subject.batch.target_tokens
+    encoder_tokens, tokens = subject.batch.encoder_tokens, subject.batch.target_tokens
     subject.loss_sum = packed_forward(subject.model, subject.batch.to(subject.device))
-    subject.loss = subject.loss_sum.total.item() / tokens
-    message = f"{subject.batch.encoder_tokens} encoder and {tokens} target tokens: {subject.loss:.4f} nats per token"
-    return math.isfinite(subject.loss), message, {"loss": subject.loss}
+    subject.loss = loss = subject.loss_sum.total.item() / tokens
+    message = f"{encoder_tokens} encoder and {tokens} target tokens: {loss:.4f} nats per token"
+    return math.isfinite(loss), message, {"loss": loss}
 
 
-@_check("forward")
 def _initial_loss(subject: Subject) -> Found:
     """Fresh weights know nothing: ln(vocabulary), and what the spread of their random logits adds.
 
@@ -262,11 +228,10 @@ def _initial_loss(subject: Subject) -> Found:
         return 0 < loss < MAX_LOSS, f"{loss:.4f}, to be between 0 and {MAX_LOSS:g}", {"loss": loss}
     expected = math.log(sizes.vocab_size) + sizes.hidden_size * sizes.initializer_range**2 / 2
     message = f"{loss:.4f} of fresh weights, to be within {FRESH_LOSS_TOLERANCE} of {expected:.4f}"
-    near = abs(loss - expected) <= FRESH_LOSS_TOLERANCE
-    return near and 0 < loss < MAX_LOSS, message, {"loss": loss, "expected": expected}
+    passed = abs(loss - expected) <= FRESH_LOSS_TOLERANCE and 0 < loss < MAX_LOSS
+    return passed, message, {"loss": loss, "expected": expected}
 
 
-@_check("forward")
 def _backward(subject: Subject) -> Found:
     """Every parameter has a finite gradient."""
     (subject.loss_sum.total / subject.batch.target_tokens).backward()
@@ -277,21 +242,18 @@ def _backward(subject: Subject) -> Found:
     return True, f"all {len(parameters)} parameters have finite gradients", {"parameters": len(parameters)}
 
 
-@_check("backward")
 def _gradients_reach_both_sides(subject: Subject) -> Found:
-    norms = {side: _norm_of_gradients(getattr(subject.model, side)) for side in ("encoder", "decoder")}
+    norms = {side: compute_gradient_norm(getattr(subject.model, side)) for side in ("encoder", "decoder")}
     message = ", ".join(f"{side} {norm:.3g}" for side, norm in norms.items())
     return min(norms.values()) > 0, f"gradient norm of each: {message}", norms
 
 
-@_check("backward")
 def _gradient_norm(subject: Subject) -> Found:
-    norm = _norm_of_gradients(subject.model)
+    norm = compute_gradient_norm(subject.model)
     message = f"{norm:.4g}, to be between 0 and {MAX_GRADIENT_NORM:g}"
     return 0 < norm < MAX_GRADIENT_NORM, message, {"gradient_norm": norm}
 
 
-@_check("model_loads")
 def _embeddings_tied(subject: Subject) -> Found:
     tied = subject.model.lm_head.weight is subject.model.shared.weight
     wanted = bool(subject.run_model.config.tie_word_embeddings)
@@ -299,7 +261,6 @@ def _embeddings_tied(subject: Subject) -> Found:
     return tied == wanted, f"{word[tied]} to the output layer, to be {word[wanted]}", {"tied": tied}
 
 
-@_check("model_loads")
 def _generation(subject: Subject) -> Found:
     """A short text has a continuation of known ids."""
     model = subject.model.eval()
@@ -307,11 +268,9 @@ def _generation(subject: Subject) -> Found:
     generated: Tensor = model.generate(torch.tensor([ids], device=subject.device), max_new_tokens=NEW_TOKENS)[0]
     known = bool(((generated >= 0) & (generated < model.config.vocab_size)).all())
     new = len(generated) - 1  # behind the start token
-    where = "all in the vocabulary" if known else "not all in the vocabulary"
-    return known and new > 0, f"{new} tokens, {where}", {"tokens": new}
+    return known and new > 0, f"{new} tokens, {'' if known else 'not '}all in the vocabulary", {"tokens": new}
 
 
-@_check("forward")
 def _overfits_one_batch(subject: Subject) -> Found:
     """The configured engine learns one micro-batch by heart."""
     subject.forget_plain_model()
@@ -320,18 +279,20 @@ def _overfits_one_batch(subject: Subject) -> Found:
     training = subject.config.training.model_copy(update={"learning_rate": rate})
     config = subject.config.model_copy(update={"training": training})
     subject.engine = create_engine(config, subject.context, run_model.config, run_model.weights, 1)
+    subject.opened.callback(subject.engine.close)
     losses, subject.step_seconds = [], []
     for _ in range(OVERFIT_STEPS):
         began = time.monotonic()
         losses.append(subject.train_step())
         subject.step_seconds.append(time.monotonic() - began)
     first, last = losses[0], losses[-1]
-    message = f"{first:.4f} to {last:.4f} in {OVERFIT_STEPS} steps of {subject.context.engine} at rate {rate:.1e}, "
-    message += f"to be at most {OVERFIT_FACTOR:g} times the first"
+    message = (
+        f"{first:.4f} to {last:.4f} in {OVERFIT_STEPS} steps of {subject.context.engine} at rate {rate:.1e}, "
+        f"to be at most {OVERFIT_FACTOR:g} times the first"
+    )
     return last <= OVERFIT_FACTOR * first, message, {"first_loss": first, "last_loss": last}
 
 
-@_check("overfits_one_batch")
 def _checkpoint_resumes(subject: Subject) -> Found:
     """Steps made after a checkpoint have the same losses when they are made again from it."""
     with checkpoint_folder(count_parameters(subject.run_model.config)) as folder:
@@ -341,8 +302,10 @@ def _checkpoint_resumes(subject: Subject) -> Found:
         subject.engine.load(open_saved_state(checkpoint))
     found = [subject.train_step() for _ in range(RESUME_STEPS)]
     difference = max(abs(a - b) / abs(a) for a, b in zip(expected, found, strict=True))
-    message = f"losses of {RESUME_STEPS} steps differ by {difference:.1e} of themselves, to be at most "
-    message += f"{RESUME_TOLERANCE:g} ({num_bytes / 1e9:.3g} GB)"
+    message = (
+        f"losses of {RESUME_STEPS} steps differ by {difference:.1e} of themselves, to be at most "
+        f"{RESUME_TOLERANCE:g} ({num_bytes / 1e9:.3g} GB)"
+    )
     values = {"largest_relative_difference": difference, "checkpoint_bytes": num_bytes}
     return difference <= RESUME_TOLERANCE, message, values
 
@@ -369,8 +332,11 @@ def checkpoint_folder(parameters: int) -> Iterator[Path]:
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
 
-    heeded = [number for number in ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    previous = {number: signal.signal(number, end) for number in heeded}
+    previous = {
+        number: signal.signal(number, end)
+        for number in ENDING_SIGNALS
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
     try:
         yield folder
     finally:
@@ -379,22 +345,14 @@ def checkpoint_folder(parameters: int) -> Iterator[Path]:
             signal.signal(number, handler)
 
 
-@_check("overfits_one_batch")
 def _throughput(subject: Subject) -> Found:
     seconds = statistics.median(subject.step_seconds[UNTIMED_STEPS:])
-    tokens = subject.batch.encoder_tokens + subject.batch.target_tokens
-    if subject.device.type == "cuda":
-        peak, where = torch.cuda.max_memory_allocated(subject.device), "device"
-    else:
-        peak, where = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "host"  # kilobytes on Linux
-    message = f"{tokens / seconds:,.0f} tokens/s in steps of one micro-batch, peak {where} memory {peak / 1e9:.3g} GB"
-    values = {"tokens_per_second": tokens / seconds, "step_seconds": seconds, "peak_memory_bytes": peak}
-    return True, message, values
-
-
-def _norm_of_gradients(module: nn.Module) -> float:
-    gradients = [parameter.grad.float() for parameter in module.parameters() if parameter.grad is not None]
-    return float(nn.utils.get_total_norm(gradients))
+    speed = (subject.batch.encoder_tokens + subject.batch.target_tokens) / seconds
+    on_gpu = subject.device.type == "cuda"
+    peak = torch.cuda.max_memory_allocated(subject.device) if on_gpu else peak_host_bytes()
+    where = "device" if on_gpu else "host"
+    message = f"{speed:,.0f} tokens/s in steps of one micro-batch, peak {where} memory {peak / 1e9:.3g} GB"
+    return True, message, {"tokens_per_second": speed, "step_seconds": seconds, "peak_memory_bytes": peak}
 
 
 def _save(subject: Subject, folder: Path) -> Path:
@@ -412,3 +370,20 @@ def _save(subject: Subject, folder: Path) -> Path:
     if outcome is None or outcome.problem is not None:
         raise CheckpointError(outcome.problem if outcome else "nothing was saved")
     return committed_steps(folder)[OVERFIT_STEPS]
+
+
+# All checks in the order in which they run.
+CHECKS = (
+    Check("model_loads", _model_loads),
+    Check("data_reconstructs", _data_reconstructs, needs=("model_loads",)),
+    Check("forward", _forward, needs=("model_loads", "data_reconstructs")),
+    Check("initial_loss", _initial_loss, needs=("forward",)),
+    Check("backward", _backward, needs=("forward",)),
+    Check("gradients_reach_both_sides", _gradients_reach_both_sides, needs=("backward",)),
+    Check("gradient_norm", _gradient_norm, needs=("backward",)),
+    Check("embeddings_tied", _embeddings_tied, needs=("model_loads",)),
+    Check("generation", _generation, needs=("model_loads",)),
+    Check("overfits_one_batch", _overfits_one_batch, needs=("forward",)),
+    Check("checkpoint_resumes", _checkpoint_resumes, needs=("overfits_one_batch",)),
+    Check("throughput", _throughput, needs=("overfits_one_batch",)),
+)

@@ -13,9 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_encdec.config.batch_size import with_assumed_batch_size
-from ds_encdec.config.load import load_config
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.schema import FullConfig, load_config
+from ds_encdec.config.shares import with_assumed_batch_size
 from ds_encdec.engine.select import join_ranks
 from ds_encdec.launch.memory_errors import is_out_of_memory
 from ds_encdec.launch.process_group import shutdown
@@ -62,11 +61,27 @@ def check_config(
         raise ConfigError("ds-encdec sanity-check is one process: start it without deepspeed or torchrun")
     config = on_one_rank(config)
     subject = Subject(config, join_ranks(config, world))
-    try:
-        return _report(subject, checks, tell)
-    finally:
-        subject.close()
-        shutdown()
+    results: dict[str, CheckResult] = {}
+    errors: list[DsEncDecError] = []
+    subject.opened.callback(shutdown)
+    with subject.opened:
+        for check in checks:
+            missing = [name for name in check.needs if name not in results or not results[name].passed]
+            try:
+                skipped = f"skipped, because {' and '.join(missing)} did not pass"
+                result = CheckResult(check.name, False, True, skipped, {}) if missing else check.look(subject)
+            except Exception as error:
+                logger.debug("%s:", check.name, exc_info=True)
+                result = CheckResult(check.name, False, False, f"{type(error).__name__}: {error}", {})
+                if is_out_of_memory(error):
+                    errors.append(OutOfMemoryError(result.message))
+                elif isinstance(error, DsEncDecError) and error.exit_code != DsEncDecError.exit_code:
+                    errors.append(error)
+            results[check.name] = result
+            tell(result)
+    failed = [result.name for result in results.values() if not (result.passed or result.skipped)]
+    gate = GateError(f"the sanity check is not passed: {', '.join(failed)}") if failed else None
+    return SanityReport(tuple(results.values()), errors[0] if errors else gate)
 
 
 def config_for_model(
@@ -118,32 +133,3 @@ def on_one_rank(config: FullConfig) -> FullConfig:
     fields["infra"] |= {"num_gpus": 1, "hybrid_shard_size": None}
     fields["infra"]["deepspeed_extra"].pop("scheduler", None)
     return FullConfig.model_validate(fields)
-
-
-def _report(subject: Subject, checks: Sequence[Check], tell: Callable[[CheckResult], None]) -> SanityReport:
-    results: dict[str, CheckResult] = {}
-    errors: list[DsEncDecError] = []
-    for check in checks:
-        missing = [name for name in check.needs if name not in results or not results[name].passed]
-        if missing:
-            message = f"skipped, because {' and '.join(missing)} did not pass"
-            result = CheckResult(check.name, False, True, message, {})
-        else:
-            try:
-                result = check.look(subject)
-            except Exception as error:
-                logger.debug("%s:", check.name, exc_info=True)
-                errors += _with_exit_code(error)
-                result = CheckResult(check.name, False, False, f"{type(error).__name__}: {error}", {})
-        results[check.name] = result
-        tell(result)
-    failed = [result.name for result in results.values() if not (result.passed or result.skipped)]
-    gate = GateError(f"the sanity check is not passed: {', '.join(failed)}") if failed else None
-    return SanityReport(tuple(results.values()), errors[0] if errors else gate)
-
-
-def _with_exit_code(error: Exception) -> list[DsEncDecError]:
-    """`error` as one of ours, if it has an exit code of its own."""
-    if is_out_of_memory(error):
-        return [OutOfMemoryError(f"{type(error).__name__}: {error}")]
-    return [error] if isinstance(error, DsEncDecError) and error.exit_code != DsEncDecError.exit_code else []

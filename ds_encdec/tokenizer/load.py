@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ds_encdec.config.model_folder import TOKENIZER_FILES, model_folder
 from ds_encdec.config.schema import ModelConfig
-from ds_encdec.launch.user_cache import cached
+from ds_encdec.launch.disk import cached
 from ds_encdec.tokenizer.sentinels import MODE_TOKENS, Vocabulary, add_sentinels
 from ds_encdec.types import CheckpointError, ConfigError
 
@@ -71,7 +71,7 @@ def builtin_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokeni
     """A byte-level BPE tokenizer of at most `vocab_size` ids, trained on `texts` once and cached.
 
     Any text survives encoding and decoding unchanged. Training is deterministic. The user's cache
-    (launch/user_cache.py) is keyed by the texts, the size, and the version of tokenizers.
+    (launch/disk.py) is keyed by the texts, the size, and the version of tokenizers.
     Raises ConfigError if `vocab_size` leaves no room for the bytes and special tokens.
     """
     if vocab_size < BYTES + 2:

@@ -34,8 +34,7 @@ from ds_encdec.auto_batch.probe import full_batch, zero_weights
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine
-from ds_encdec.launch.context import RunContext
-from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
 from ds_encdec.launch.world import World, discover
 from ds_encdec.memory.estimate import estimate

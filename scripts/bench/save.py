@@ -31,8 +31,7 @@ from ds_encdec.checkpoint.manager import CheckpointManager, SaveOutcome
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine
-from ds_encdec.launch.context import RunContext
-from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
 from ds_encdec.launch.world import discover
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig

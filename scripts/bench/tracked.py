@@ -151,11 +151,11 @@ class _StorageWatch(TorchDispatchMode, _Phases):
         TorchDispatchMode.__init__(self)
         _Phases.__init__(self)
         self._model, self._optimizer, self._device_type = model, optimizer, device.type
-        self.log: StorageLog[Kind] = StorageLog(KINDS)
-        self._ends: list[tuple[str, int]] = []
+        self.log: StorageLog[Kind] = StorageLog()
+        self._names: list[str] = []
         self.log.note(_storages(_all_tensors(), self._device_type), "engine")
         self._name_kinds()
-        self._begin = len(self.log)
+        self.log.moment = "0"  # the number of the phase
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -170,16 +170,23 @@ class _StorageWatch(TorchDispatchMode, _Phases):
 
     def end_phase(self, name: str) -> None:
         self._name_kinds()
-        self._ends.append((name, len(self.log)))
+        self._names.append(name)
+        self.log.moment = str(len(self._names))
 
     def evaluate(self) -> None:
         """Turn the log into phases."""
-        self.resting_bytes = sum(self.log.held(self._begin).values())
-        begin = self._begin
-        for name, end in self._ends:
-            at_peak, _ = self.log.peak(begin, end)
-            self._add_phase(name, Phase(sum(at_peak.values()), at_peak, sum(self.log.held(end).values())))
-            begin = end
+        held: dict[Kind, int] = dict.fromkeys(KINDS, 0)
+        changes = list(self.log.changes())
+        for when, kind, change in changes:
+            held[kind] += change if when == "" else 0
+        self.resting_bytes = sum(held.values())
+        for number, name in enumerate(self._names):
+            at_peak = dict(held)
+            for _, kind, change in (change for change in changes if change[0] == str(number)):
+                held[kind] += change
+                if sum(held.values()) > sum(at_peak.values()):
+                    at_peak = dict(held)
+            self._add_phase(name, Phase(sum(at_peak.values()), at_peak, sum(held.values())))
 
     def _name_kinds(self) -> None:
         """Say of the storages that model and optimizer hold now what they are for."""

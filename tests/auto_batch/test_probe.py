@@ -13,9 +13,9 @@ import pytest
 import torch.distributed as dist
 from tiny_job import MODEL, make_config
 
-from ds_encdec.auto_batch.probe import Outcome, ProbeProcess, ProbeTask, full_batch
-from ds_encdec.config.batch_size import with_micro_batch_size
+from ds_encdec.auto_batch.probe import TASK, Outcome, ProbeProcess, ProbeTask, full_batch
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.shares import with_micro_batch_size
 from ds_encdec.data.budgets import token_budgets
 from ds_encdec.launch.world import World
 from ds_encdec.memory.job import expected_ratio
@@ -44,9 +44,9 @@ def make_task(config: FullConfig, port: int) -> ProbeTask:
 
 def test_a_task_comes_through_its_line() -> None:
     task = make_task(make_config(), 1)
-    line = task.dump()
-    assert "\n" not in line
-    assert ProbeTask.parse(line) == task
+    line = TASK.dump_json(task)
+    assert b"\n" not in line
+    assert TASK.validate_json(line) == task
 
 
 @pytest.mark.parametrize("size", [1, 3, 8])

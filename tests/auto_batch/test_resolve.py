@@ -17,11 +17,10 @@ from tiny_job import MODEL, make_config
 
 from ds_encdec.auto_batch.probe import Outcome, ProbeProcess, ProbeTask
 from ds_encdec.auto_batch.resolve import agreed_outcome, resolve_batch_size
-from ds_encdec.checkpoint.find import Checkpoint
+from ds_encdec.checkpoint.folder import Checkpoint
 from ds_encdec.checkpoint.manifest import Manifest
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.launch.context import RunContext
-from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.world import World
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig

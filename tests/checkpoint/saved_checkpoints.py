@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ds_encdec.checkpoint.manifest import MANIFEST, Manifest, record_file
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.engine.record import DCP_FOLDER, TAG, EngineRecord, write_record
+from ds_encdec.engine.protocol import DCP_FOLDER, TAG, EngineRecord, write_record
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.tokenizer.sentinels import add_sentinels

@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from ds_encdec.checkpoint.find import Checkpoint, find_checkpoint
-from ds_encdec.checkpoint.manager import CheckpointManager, SaveOutcome, Stage
+from ds_encdec.checkpoint.folder import Checkpoint
+from ds_encdec.checkpoint.manager import CheckpointManager, SaveOutcome, Stage, find_checkpoint
 from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.types import TrainingState

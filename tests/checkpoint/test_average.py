@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from saved_checkpoints import State, config, flip_byte, random_state, save_checkpoint
 
 from ds_encdec import cli
-from ds_encdec.checkpoint.average import average_checkpoints, average_last_checkpoints, clear_averaged
+from ds_encdec.checkpoint.export import average_checkpoints, average_last_checkpoints, clear_averaged
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.types import CheckpointError

@@ -16,7 +16,7 @@ from saved_checkpoints import KINDS, State, config, flip_byte, random_state, sav
 from ds_encdec import cli
 from ds_encdec.checkpoint.saved_state import open_saved_state
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.engine.record import read_record
+from ds_encdec.engine.protocol import read_record
 
 pytestmark = [pytest.mark.distributed, pytest.mark.one_process]
 
@@ -104,7 +104,7 @@ def test_deepspeeds_own_script_reads_what_one_process_wrote(
 
 CONVERT = """
 from pathlib import Path
-from ds_encdec.checkpoint.convert import convert_checkpoint
+from ds_encdec.checkpoint.export import convert_checkpoint
 convert_checkpoint(Path(sys.argv[1]), Path(sys.argv[2]), to="dcp", overrides=["infra.sharding_stage=zero1"])
 print("done")
 """

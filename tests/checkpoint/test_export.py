@@ -15,17 +15,16 @@ from safetensors.torch import load_file
 from saved_checkpoints import config, random_state, save_checkpoint, tokenizer
 
 from ds_encdec.checkpoint.export import (
-    RunFacts,
     export_checkpoint,
     export_hf,
     model_card,
     untrained_model_card,
 )
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.generate import fill_sentinels, generate_text
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.weights import random_weights
+from ds_encdec.model_folders import fill_sentinels, generate_text
 from ds_encdec.types import CheckpointError, TrainingState
 
 
@@ -192,7 +191,7 @@ def test_a_failure_leaves_nothing_under_the_name(tmp_path: Path) -> None:
 
 def test_the_card_tells_the_runs_facts() -> None:
     state = TrainingState(global_step=1200, encoder_tokens_seen=5_000_000, target_tokens_seen=6_000_000)
-    card = model_card(RunFacts(FullConfig(), state, "checkpoint `step-00001200`"))
+    card = model_card(FullConfig(), state, "checkpoint `step-00001200`")
     header, _, body = card.removeprefix("---\n").partition("\n---\n")
     assert yaml.safe_load(header) == {
         "library_name": "transformers",  # and no pipeline, for none could load it
@@ -221,7 +220,7 @@ def test_a_cards_header_takes_any_name_and_names_only_what_is_on_the_hub() -> No
         {"dataset_name": "text", "data_files": "a", "weight": 1},
     ]
     config = FullConfig.model_validate({"model": {"model_name_or_path": "./a/b"}, "data": {"mixture": sources}})
-    card = model_card(RunFacts(config, state, "x"), encoder_only=True)
+    card = model_card(config, state, "x", encoder_only=True)
     header = yaml.safe_load(card.split("---\n")[1])
     assert (header["datasets"], header["pipeline_tag"]) == (["someone/it's: #1"], "feature-extraction")
     assert header.keys().isdisjoint({"base_model", "license"})

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from saves import find, make_manager, save
 
-from ds_encdec.checkpoint.find import Checkpoint, find_checkpoint
+from ds_encdec.checkpoint.folder import Checkpoint
+from ds_encdec.checkpoint.manager import find_checkpoint
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.types import CheckpointError, ConfigError
 

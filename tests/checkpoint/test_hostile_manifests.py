@@ -14,7 +14,7 @@ import pytest
 from saved_checkpoints import config, random_state, save_checkpoint
 
 from ds_encdec import cli
-from ds_encdec.checkpoint.find import find_checkpoint
+from ds_encdec.checkpoint.manager import find_checkpoint
 from ds_encdec.checkpoint.manifest import MANIFEST, DamagedCheckpointError, read_manifest, record_file
 from ds_encdec.config.plain_files import MAX_RECORD_BYTES
 from ds_encdec.launch.host_collectives import HostCollectives

@@ -202,21 +202,6 @@ def test_a_save_that_never_began_is_not_said_to_be_saved(tmp_path: Path, caplog:
     assert manager.collect() is None
 
 
-def test_a_save_at_once_goes_through_the_buffers_of_those_before(tmp_path: Path) -> None:
-    """Beside them it would need its own host memory."""
-    manager = make_manager(tmp_path)
-    copies = []
-
-    def stage(folder: Path, *, copy: bool) -> StagedSave:
-        copies.append(copy)
-        return engine()(folder, copy=copy)
-
-    for step, in_background in enumerate((False, True, False), start=1):
-        begin(manager, step, stage=stage, in_background=in_background)
-        assert collect(manager).problem is None
-    assert copies == [False, True, True]
-
-
 @pytest.mark.parametrize(
     ("error", "advice"),
     [

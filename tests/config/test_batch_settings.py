@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 
-from ds_encdec.config.batch_size import (
+from ds_encdec.config.schema import FullConfig, load_config
+from ds_encdec.config.shares import (
     global_batch_size,
     micro_batch_candidates,
     micro_batches_per_step,
     with_assumed_batch_size,
     with_micro_batch_size,
 )
-from ds_encdec.config.load import load_config
-from ds_encdec.config.schema import FullConfig
 from ds_encdec.types import ConfigError
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from ds_encdec.config.load import load_config
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.schema import FullConfig, load_config
 from ds_encdec.types import ConfigError
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_encdec.config.load import load_config
-from ds_encdec.config.sections import fields
+from ds_encdec.config.rules import fields
+from ds_encdec.config.schema import load_config
 from ds_encdec.config.validation import stand_in, wrong_value
 from ds_encdec.types import ConfigError
 
@@ -23,6 +23,18 @@ def written(tmp_path: Path, text: str, name: str = "run.yaml") -> Path:
     path = tmp_path / name
     path.write_text(text)
     return path
+
+
+def test_weights_of_a_wrong_number_name_their_wrong_items_too() -> None:
+    assert report(None, "data.ul2_task_weights=[1, x, true, 1]").splitlines() == [
+        "The configuration has 3 problems:",
+        '  command line: data.ul2_task_weights = [1, "x", true, 1]',
+        "      must be 5 weights, of R1, R2, X1, X2, S",
+        '  command line: data.ul2_task_weights.1 = "x"',
+        "      must be a number",
+        "  command line: data.ul2_task_weights.2 = true",
+        "      must be a number",
+    ]
 
 
 MANY_MISTAKES = """\

@@ -12,8 +12,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ds_encdec.config.load import load_config, load_saved
-from ds_encdec.config.schema import DataConfig, FullConfig, InfraConfig, MixtureSource, ModelConfig
+from ds_encdec.config.schema import (
+    DataConfig,
+    FullConfig,
+    InfraConfig,
+    MixtureSource,
+    ModelConfig,
+    load_config,
+    load_saved,
+)
 from ds_encdec.config.yaml_text import parse_value, write_yaml
 from ds_encdec.types import ConfigError
 
@@ -197,7 +204,7 @@ def test_loading_is_fast_and_imports_nothing_heavy(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("infra: {deepspeed_config: ds.json}\ntrainning: {}\n")
     (tmp_path / "ds.json").write_text('{"gradient_cliping": 1.0}')
     code = (
-        "import sys; from pathlib import Path; from ds_encdec.config.load import load_config\n"
+        "import sys; from pathlib import Path; from ds_encdec.config.schema import load_config\n"
         "try: load_config(Path(sys.argv[1]))\n"
         "except Exception as error: print(type(error).__name__)\n"
         "print({'torch', 'deepspeed', 'transformers', 'datasets', 'numpy'} & set(sys.modules))"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ds_encdec import cli
-from ds_encdec.config.load import load_config
+from ds_encdec.config.schema import load_config
 
 Output = pytest.CaptureFixture[str]
 

@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from ds_encdec.config.rules import fields, section_in
 from ds_encdec.config.schema import FullConfig, Section
-from ds_encdec.config.sections import fields, section_in
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from ds_encdec.config.load import load_config
 from ds_encdec.config.rules import engine_candidates
-from ds_encdec.config.schema import FullConfig, TrainingConfig
+from ds_encdec.config.schema import FullConfig, TrainingConfig, load_config
 from ds_encdec.types import ConfigError
 
 SCRATCH = {

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_encdec.config.load import load_config
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.schema import FullConfig, load_config
 
 SHIPPED = Path(__file__).resolve().parents[2] / "ds_configs"
 FILES = sorted(SHIPPED.iterdir())

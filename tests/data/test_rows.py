@@ -12,7 +12,7 @@ from data_parts import byte_tokenizer, make_config, make_data, texts
 from ds_encdec.data.chunks import denoise, reconstruct
 from ds_encdec.data.inspect import inspect_data
 from ds_encdec.denoisers import DENOISERS, Denoiser
-from ds_encdec.engine.forward import split_by_denoiser
+from ds_encdec.engine.sharded_engine import split_by_denoiser
 from ds_encdec.source_kinds import LOCAL_SOURCES, SourceKind
 from ds_encdec.types import Document
 

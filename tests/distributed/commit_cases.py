@@ -12,14 +12,12 @@ import torch
 import torch.distributed as dist
 from small_run import MODEL, SHORT_ACCUMULATION, run_config, weights
 
-from ds_encdec.checkpoint.find import Checkpoint, find_checkpoint
-from ds_encdec.checkpoint.folder import committed_steps
-from ds_encdec.checkpoint.manager import CheckpointManager
+from ds_encdec.checkpoint.folder import Checkpoint, committed_steps
+from ds_encdec.checkpoint.manager import CheckpointManager, find_checkpoint
 from ds_encdec.checkpoint.manifest import verify_checkpoint
 from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.engine.select import create_engine, resolve_engine
-from ds_encdec.launch.context import RunContext
-from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import discover
 from ds_encdec.types import DataError, DsEncDecError, TrainingState
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from ds_encdec.engine.record import DCP_FOLDER, EngineRecord, write_record
+from ds_encdec.engine.protocol import DCP_FOLDER, EngineRecord, write_record
 
 SHAPES = {"even": (16, 4), "uneven": (7, 3), "fewer_rows_than_ranks": (1, 5), "vector": (3,), "large": (301, 257)}
 KINDS = ("weight", "exp_avg", "exp_avg_sq")

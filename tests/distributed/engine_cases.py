@@ -20,14 +20,13 @@ from packed_batches import random_batch
 from small_run import MODEL, SHORT_ACCUMULATION, SHORT_MODEL, lane_batches, run_config, weights
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_encdec.checkpoint.zero_state import ZeroState
+from ds_encdec.checkpoint.saved_state import ZeroState
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.engine.deepspeed_private import shards
 from ds_encdec.engine.deepspeed_zero import DeepSpeedEngine
-from ds_encdec.engine.optimizer_shards import shards
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine, resolve_engine
-from ds_encdec.launch.context import RunContext
-from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import discover
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import parameter_shapes

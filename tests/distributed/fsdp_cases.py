@@ -21,14 +21,12 @@ from packed_batches import random_batch
 from small_run import MODEL, SHORT_ACCUMULATION, run_config, weights
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_encdec.checkpoint.dcp_state import DcpState
+from ds_encdec.checkpoint.saved_state import DcpState
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.fsdp2 import FSDP2Engine
-from ds_encdec.engine.fsdp_state import HostCopies
 from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.engine.select import create_engine, resolve_engine
-from ds_encdec.launch.context import RunContext
-from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import discover
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.types import CheckpointError, ConfigError, DsEncDecError, StateKind, WeightSource
@@ -244,7 +242,7 @@ def host_copies(directory: str) -> dict[str, str]:
     with mock.patch("torch.cuda.is_available", return_value=True), mock.patch(loader, side_effect=AssertionError):
         background.write()
     found["written"] = "without a GPU"
-    failing = mock.patch.object(HostCopies, "take", side_effect=MemoryError("no more"))
+    failing = mock.patch.object(FSDP2Engine, "_copy_to_host", side_effect=MemoryError("no more"))
     with failing if dist.get_rank() == 1 else nullcontext():
         try:
             engine.stage(folder, copy=True)

@@ -18,8 +18,7 @@ from packed_batches import boundaries
 from tracked import tracking
 
 from ds_encdec.engine.fsdp2 import FSDP2Engine
-from ds_encdec.launch.context import RunContext
-from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import discover
 from ds_encdec.memory.storage_log import StorageLog
 from ds_encdec.model import precision

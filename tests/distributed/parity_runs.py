@@ -16,8 +16,7 @@ from torch_oracle import TorchOracle
 
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine, resolve_engine
-from ds_encdec.launch.context import RunContext
-from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import discover
 from ds_encdec.types import Batch
 

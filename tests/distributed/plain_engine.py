@@ -16,10 +16,8 @@ from torch import nn
 from torch_oracle import TorchOracle
 
 from ds_encdec.build import run_training
-from ds_encdec.config.load import load_config
-from ds_encdec.config.schema import FullConfig
-from ds_encdec.engine.protocol import StagedSave
-from ds_encdec.engine.record import DCP_FOLDER, EngineRecord, write_record
+from ds_encdec.config.schema import FullConfig, load_config
+from ds_encdec.engine.protocol import DCP_FOLDER, EngineRecord, StagedSave, write_record
 from ds_encdec.engines import ENGINES
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.world import discover
@@ -61,8 +59,8 @@ class PlainEngine(TorchOracle):
         return {"weights": sum(parameter.nbytes for parameter in self._names)}
 
 
-def lacks_nothing(config: FullConfig) -> list[Any]:
-    return []
+def lacks_nothing(config: FullConfig) -> dict[str, Any]:
+    return {}
 
 
 ROW: dict[str, Any] = {

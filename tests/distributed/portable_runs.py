@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_encdec import build
-from ds_encdec.config.load import load_config
+from ds_encdec.config.schema import load_config
 from ds_encdec.data.loader import LaneLoader
 from ds_encdec.engine import select
 from ds_encdec.launch.preemption import StopRequest

@@ -13,7 +13,7 @@ import pytest
 import torch
 from gloo_ranks import run_ranks
 
-from ds_encdec.launch.user_cache import build_folder
+from ds_encdec.launch.disk import build_folder
 
 COMPILED = (build_folder(os.environ) / "cpu_adam" / "cpu_adam.so").exists()
 

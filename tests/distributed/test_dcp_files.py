@@ -12,7 +12,7 @@ import torch
 from dcp_cases import KINDS, SHAPES, tensors
 from gloo_ranks import run_ranks
 
-from ds_encdec.checkpoint.dcp_state import DcpState
+from ds_encdec.checkpoint.saved_state import DcpState
 from ds_encdec.types import CheckpointError
 
 pytestmark = pytest.mark.distributed

@@ -15,7 +15,7 @@ from engine_plan import CHANGED_RESUMES, LOSSLESS, RESUMES, SKIPS, STAGING, SUMM
 from small_run import SHORT_ACCUMULATION, SHORT_MODEL, lane_batches, run_config, weights
 from torch_oracle import TorchOracle
 
-from ds_encdec.checkpoint.zero_state import ZeroState
+from ds_encdec.checkpoint.saved_state import ZeroState
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.types import StepResult
 
@@ -88,20 +88,15 @@ def oracle_step(oracle: TorchOracle, step: int) -> StepResult:
     return oracle.step()
 
 
-@pytest.mark.parametrize("case", UNTRAINED)
-def test_training_starts_from_the_source_to_the_bit(engine_results: Results, case: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "source"), [*((case, "float32") for case in UNTRAINED), *((case, "bf16") for case in LOSSLESS)]
+)
+def test_training_starts_from_the_source_to_the_bit(engine_results: Results, case: str, source: str) -> None:
     names = list(parameter_shapes(SHORT_MODEL))
-    for number, rank in enumerate(engine_results(2, f"untrained {case} float32")):
-        assert_identical(rank["weights"], {name: weights(name) for name in names})
-        assert set(rank["asked"]) == (set() if number else set(names))  # rank 0 reads, nobody else
-
-
-@pytest.mark.parametrize("case", LOSSLESS)
-def test_a_bf16_source_is_read_once(engine_results: Results, case: str) -> None:
-    names = list(parameter_shapes(SHORT_MODEL))
-    for number, rank in enumerate(engine_results(2, f"untrained {case} bf16")):
-        assert_identical(rank["weights"], {name: weights(name).bfloat16().float() for name in names})
-        assert rank["asked"] == ([] if number else names)
+    dtype = torch.bfloat16 if source == "bf16" else torch.float32
+    for number, rank in enumerate(engine_results(2, f"untrained {case} {source}")):
+        assert_identical(rank["weights"], {name: weights(name).to(dtype).float() for name in names})
+        assert rank["asked"] == ([] if number else names)  # rank 0 reads each once, nobody else any
 
 
 @pytest.mark.parametrize("case", UNREADABLE)

@@ -15,7 +15,7 @@ from fsdp_plan import BF16, COMMUNICATION, HELD, PARITY, result
 from small_run import MODEL, lane_batches, run_config, weights
 from test_engine_parity import SCHEDULE_FIELDS, oracle_trajectory
 
-from ds_encdec.engine.forward import packed_forward
+from ds_encdec.engine.sharded_engine import packed_forward
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.parameter_count import parameter_shapes
 

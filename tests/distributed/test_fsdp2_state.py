@@ -10,10 +10,10 @@ import torch
 from fsdp_plan import RELOADS, SAVES, SKIPS, checkpoints, result
 from small_run import MODEL, run_config, weights
 
-from ds_encdec.checkpoint.dcp_state import DcpState
-from ds_encdec.engine.record import read_record
+from ds_encdec.checkpoint.saved_state import DcpState
+from ds_encdec.engine.protocol import read_record
 from ds_encdec.model.parameter_count import parameter_shapes
-from ds_encdec.optim.schedules import learning_rate
+from ds_encdec.optim import learning_rate
 
 pytestmark = pytest.mark.distributed
 

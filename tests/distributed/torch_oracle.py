@@ -16,7 +16,7 @@ from ds_encdec.engine.protocol import Veto
 from ds_encdec.model.attention import PackedLayout
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
-from ds_encdec.optim.schedules import learning_rate
+from ds_encdec.optim import learning_rate
 from ds_encdec.types import DENOISERS, Batch, LossSum, StepResult, WeightSource
 
 

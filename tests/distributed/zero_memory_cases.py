@@ -17,8 +17,7 @@ from zero_memory_run import ACCUMULATION, MODEL, TOKENS, memory_config
 
 from ds_encdec.engine.deepspeed_zero import DeepSpeedEngine
 from ds_encdec.engine.select import create_engine
-from ds_encdec.launch.context import RunContext
-from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import discover
 from ds_encdec.model import precision
 from ds_encdec.model.parameter_count import parameter_shapes

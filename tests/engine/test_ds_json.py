@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from ds_encdec.config.deepspeed_keys import check_keys
-from ds_encdec.config.load import load_config
-from ds_encdec.config.schema import FullConfig, InfraConfig
+from ds_encdec.config.schema import FullConfig, InfraConfig, load_config
 from ds_encdec.engine.ds_json import accumulates_in_bf16, render_deepspeed_json
 from ds_encdec.types import ConfigError
 

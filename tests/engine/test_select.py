@@ -18,11 +18,10 @@ import torch
 
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine import fsdp2, select
-from ds_encdec.engine.forward import compute_dtype
 from ds_encdec.engine.select import check_engine, create_engine, fallback_engine, first_scattered, resolve_engine
+from ds_encdec.engine.sharded_engine import compute_dtype
 from ds_encdec.engines import EngineName
-from ds_encdec.launch.context import RunContext
-from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import World, discover, free_port
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.types import ConfigError

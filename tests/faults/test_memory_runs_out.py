@@ -12,7 +12,7 @@ from forked_runs import ForkedRuns
 from tiny_run import QUICKSTART, metrics, overrides
 
 from ds_encdec.checkpoint.folder import verify_checkpoints
-from ds_encdec.config.load import load_config
+from ds_encdec.config.schema import load_config
 from ds_encdec.memory.breakdown import CATEGORIES
 
 pytestmark = [pytest.mark.distributed]

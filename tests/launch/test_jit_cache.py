@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_encdec.launch.user_cache import build_folder, clear_stale_locks
+from ds_encdec.launch.disk import build_folder, clear_stale_locks
 
 
 def make_lock(folder: Path, age_minutes: float) -> Path:

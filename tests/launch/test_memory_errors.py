@@ -11,7 +11,7 @@ from torch.distributed import DistBackendError
 
 from ds_encdec.launch.host_collectives import attempt
 from ds_encdec.launch.memory_errors import is_of_device, is_out_of_memory, says_out_of_memory
-from ds_encdec.launch.run_status import named_error
+from ds_encdec.launch.peers import named_error
 from ds_encdec.types import DsEncDecError, OutOfMemoryError
 
 GIB = 2**30

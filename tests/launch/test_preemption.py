@@ -212,7 +212,7 @@ with StopRequest(discover({}), poll_seconds=0.05, stuck_seconds=2) as stop:
         libc.pthread_mutex_lock(mutex)
         libc.pthread_mutex_lock(mutex)  # for ever, and no signal interrupts it
     if kind == "busy":
-        with stop.busy():
+        with stop.heartbeat.busy():
             time.sleep(3)
     time.sleep(0.5)
     if kind == "agreed":  # the other rank was asked first, and the answer of the exchange is what this one knows
@@ -267,7 +267,7 @@ def test_a_long_save_does_not_make_a_rank_patient(monkeypatch: pytest.MonkeyPatc
     stop = StopRequest(SINGLE, stuck_seconds=2)
     assert not stop.requested
     now += 5
-    with stop.busy():
+    with stop.heartbeat.busy():
         now += 600
     assert not stop.requested
-    assert stop._patience_seconds() == 10
+    assert stop.heartbeat.longest_pause_seconds == 5

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_encdec.launch.run_status import environment_facts, git_state, masked
+from ds_encdec.launch.run_folder import environment_facts, git_state, masked
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from ds_encdec.launch import run_folder
 from ds_encdec.launch.disk import disk_error
 from ds_encdec.launch.run_folder import RunFolder
-from ds_encdec.phase_runs.records import only_one_pipeline
+from ds_encdec.phase_runs.run import only_one_pipeline
 from ds_encdec.types import ConfigError, OutputLockedError
 
 

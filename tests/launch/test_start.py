@@ -14,14 +14,13 @@ import pytest
 from tiny_run import QUICKSTART, overrides
 
 from ds_encdec import build
-from ds_encdec.config.load import load_config
+from ds_encdec.config.schema import load_config
 from ds_encdec.engine import select
 from ds_encdec.launch import peers
 from ds_encdec.launch.host_collectives import HostCollectives
-from ds_encdec.launch.peers import Peer, Peers
+from ds_encdec.launch.peers import Peer, Peers, ending_recorded
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.run_folder import RunFolder
-from ds_encdec.launch.run_status import ending_recorded
 from ds_encdec.launch.world import discover
 from ds_encdec.types import CheckpointError, DsEncDecError, LostRankError, Preempted
 
@@ -94,7 +93,7 @@ def test_a_rank_that_is_killed_before_the_run_runs_ends_the_others(
     ended: list[int] = []
     monkeypatch.setattr(peers, "end_process", ended.append)
     rank = subprocess.Popen(["sleep", "600"])
-    with Peers(folder, TwoRanks(rank.pid), leave_seconds=0.1, poll_seconds=0.02):
+    with Peers(folder, TwoRanks(rank.pid), StopRequest(SINGLE), leave_seconds=0.1, poll_seconds=0.02):
         rank.kill()
         deadline = time.monotonic() + 20
         while not ended and time.monotonic() < deadline:
@@ -122,7 +121,7 @@ def test_what_a_resume_that_does_not_begin_leaves(
     folder.claim(resume=True)
     with (
         pytest.raises(type(error)),
-        Peers(folder, HostCollectives()) as alone,
+        Peers(folder, HostCollectives(), StopRequest(SINGLE)) as alone,
         ending_recorded(folder, SINGLE, alone, spare=True),
     ):
         raise error

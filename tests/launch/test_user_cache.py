@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_encdec.launch.user_cache import cached
+from ds_encdec.launch.disk import cached
 
 TEXT = 'two lines\nof "text" 日本 \ud83d'
 

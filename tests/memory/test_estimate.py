@@ -7,8 +7,7 @@ import torch
 
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.memory.estimate import engine_memory, step_parts
-from ds_encdec.memory.job import Job, make_job
-from ds_encdec.memory.model_sizes import Sizes
+from ds_encdec.memory.job import Job, Sizes, make_job
 from ds_encdec.memory.trace import watched_pass
 from ds_encdec.model import precision
 
@@ -66,7 +65,7 @@ def test_activations_at_their_worst(
     emulated = frozenset({torch.bfloat16}) if numbers == "emulated" else frozenset()
     monkeypatch.setattr(precision, "_EMULATED_ON_CPU", emulated)
     job = job_of(device, numbers, mode, ratio)
-    held, _ = watched_pass(job).peak(counted=("activations", "logits"))
+    held, _ = watched_pass(job).peak(("activations", "logits"))
     found = sum(held.values())
     expected = max(held.activations + held.logits for _, held in step_parts(job, engine_memory(job)))
     assert 0.995 * found < expected < 1.015 * found

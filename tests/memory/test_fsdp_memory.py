@@ -14,8 +14,7 @@ import pytest
 
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.memory.fsdp import fsdp_memory
-from ds_encdec.memory.job import Job, make_job
-from ds_encdec.memory.model_sizes import Sizes
+from ds_encdec.memory.job import Job, Sizes, make_job
 from ds_encdec.types import ConfigError
 
 QWEN3_0_6B = Sizes(

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 
 import pytest
 
-from ds_encdec.config.load import load_config
+from ds_encdec.config.schema import load_config
+from ds_encdec.gpus import GPUS, Gpu
 from ds_encdec.memory.answer import answer
 from ds_encdec.memory.breakdown import GIB
-from ds_encdec.memory.estimate import estimate
-from ds_encdec.memory.gpus import GPUS
-from ds_encdec.memory.job import Job
-from ds_encdec.memory.model_sizes import run_sizes
-from ds_encdec.memory.planned import planned_job
+from ds_encdec.memory.estimate import engine_memory, estimate
+from ds_encdec.memory.job import Job, run_sizes
+from ds_encdec.memory.question import Question, planned_job
 from ds_encdec.memory.variants import (
     HEADROOM,
     HOST_HEADROOM,
-    Room,
-    adds_up_in_16_bits,
+    Fits,
+    Variant,
     as_overrides,
-    batch_overrides,
+    batches,
     changed,
     has_other_name,
     nearest,
@@ -29,13 +27,24 @@ from ds_encdec.memory.variants import (
     settings,
 )
 
-A100 = Room(GPUS["a100-80gb"].usable_bytes)
 FSDP = ("infra.distributed_type=fsdp", "infra.offload_optimizer=none")
 
 
 def job(*overrides: str, model: str = "0.6B", gpus: int = 8, nodes: int = 1) -> Job:
     config = load_config(None, [f"infra.num_gpus={gpus}", f"model.model_name_or_path=Qwen/Qwen3-{model}", *overrides])
     return planned_job(config, run_sizes(config), nodes)
+
+
+def room(device_bytes: int, host_bytes: float | None = None) -> Fits:
+    """`host_bytes`: of a node."""
+    return Question(job(), Gpu("asked", device_bytes), host_bytes and int(host_bytes)).fits
+
+
+A100 = room(GPUS["a100-80gb"].usable_bytes)
+
+
+def fits(asked: Job, in_room: Fits = A100) -> bool:
+    return in_room(Variant(asked, estimate(asked)))
 
 
 def sequences(asked: Job) -> int:
@@ -62,24 +71,24 @@ def sequences(asked: Job) -> int:
 def test_what_is_recommended_can_be_pasted(model: str, gpus: int, nodes: int, overrides: tuple[str, ...]) -> None:
     """For both engines: a valid configuration, the same run, the same global batch, and it fits."""
     asked = job(*overrides, model=model, gpus=gpus, nodes=nodes)
-    for table in answer(asked, GPUS["a100-80gb"]).tables:
+    for table in answer(Question(asked, GPUS["a100-80gb"], None)):
         best = table.recommendation
-        if "training.fp16=true" in overrides and table.engine == "fsdp":
+        if "training.fp16=true" in overrides and table.job.engine == "fsdp":
             assert best is None
             continue
         assert best is not None
         pasted = job(*overrides, *shlex.split(as_overrides(best.overrides)), model=model, gpus=gpus, nodes=nodes)
-        assert (pasted.config, pasted.engine) == (best.job.config, table.engine)
+        assert (pasted.config, pasted.engine) == (best.job.config, table.job.engine)
         assert sequences(pasted) == sequences(best.job) == sequences(asked)
         assert estimate(pasted) == best.estimate
-        assert A100.fits(best.estimate)
+        assert A100(best)
 
 
 def test_a_step_in_one_micro_batch_may_fit_where_smaller_ones_do_not() -> None:
     """FSDP2 accumulates all gradients in float32, here 56 GiB."""
     asked = job(*FSDP, "training.per_device_train_batch_size=2", "training.gradient_accumulation_steps=1", model="8B")
-    assert A100.fits(estimate(asked))
-    assert not A100.fits(estimate(changed(asked, batch_overrides(asked, 1))))
+    assert fits(asked)
+    assert not fits(changed(asked, batches(asked)[1]))
     found = recommend(asked, A100)
     assert found is not None
     assert found.job.config.infra.offload_optimizer == "none"
@@ -90,15 +99,15 @@ def test_a_step_in_one_micro_batch_may_fit_where_smaller_ones_do_not() -> None:
 def test_no_setting_of_the_table_that_fits_offloads_less(engine: str) -> None:
     """Every one of them is tried, at every micro-batch."""
     asked = job(f"infra.distributed_type={engine}", "training.gradient_accumulation_steps=2", model="8B")
-    found = recommend(asked, Room(30 * GIB))
+    found = recommend(asked, room(30 * GIB))
     assert found is not None
     assert found.job.config.infra.offload_optimizer == "cpu"
     for overrides in settings(asked):
         for batch in (1, 2, 4, 8):
-            other = changed(asked, overrides | batch_overrides(asked, batch))
+            other = changed(asked, overrides | batches(asked)[batch])
             infra = other.config.infra
             if infra.offload_optimizer == infra.offload_params == "none":
-                assert not Room(30 * GIB).fits(estimate(other))
+                assert not fits(other, room(30 * GIB))
 
 
 def test_fsdp2_reduces_every_micro_batch_rather_than_to_offload() -> None:
@@ -121,8 +130,8 @@ def test_the_fastest_setting_is_recommended_with_the_largest_micro_batch() -> No
         "none",
         "none",
     )
-    larger = changed(found.job, batch_overrides(found.job, 2 * training.micro_batch_size))
-    assert not A100.fits(estimate(larger))
+    larger = changed(found.job, batches(found.job)[2 * training.micro_batch_size])
+    assert not fits(larger)
 
 
 @pytest.mark.parametrize("gpus", [8, 64])
@@ -139,8 +148,8 @@ def test_one_gpu_adds_up_in_float32() -> None:
     found = recommend(job(gpus=1), A100)
     assert found is not None
     assert found.job.config.infra.sharding_stage == "zero2"
-    assert not adds_up_in_16_bits(found.job)
-    assert adds_up_in_16_bits(changed(found.job, {"infra.sharding_stage": "zero0"}))
+    assert not engine_memory(found.job).sums_in_16_bits
+    assert engine_memory(changed(found.job, {"infra.sharding_stage": "zero0"})).sums_in_16_bits
     whole = recommend(job("training.gradient_accumulation_steps=1", gpus=1), A100)
     assert whole is not None
     assert whole.job.config.infra.sharding_stage == "zero0"
@@ -150,7 +159,7 @@ def test_activations_on_the_host_are_offload() -> None:
     found = recommend(job("training.activation_offload=true"), A100)
     assert found is not None
     assert not found.job.config.training.activation_offload
-    assert found == recommend(job("training.activation_offload=true"), dataclasses.replace(A100, host_bytes=100 * GIB))
+    assert found == recommend(job("training.activation_offload=true"), room(GPUS["a100-80gb"].usable_bytes, 800 * GIB))
 
 
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
@@ -162,8 +171,8 @@ def test_fsdp2_has_one_name_for_one_setting(stage: str) -> None:
 
 
 def test_nothing_is_recommended_where_nothing_fits() -> None:
-    assert recommend(job(), Room(1 * GIB)) is None
-    assert nearest(job(), Room(1 * GIB)) == []
+    assert recommend(job(), room(1 * GIB)) is None
+    assert nearest(job(), room(1 * GIB)) == []
 
 
 def test_the_host_decides_too() -> None:
@@ -173,17 +182,17 @@ def test_the_host_decides_too() -> None:
     assert found is not None
     assert found.job.config.infra.offload_optimizer == "cpu"
     assert (
-        recommend(asked, dataclasses.replace(A100, host_bytes=found.estimate.host.total / (1 - HOST_HEADROOM) + 1))
+        recommend(asked, room(GPUS["a100-80gb"].usable_bytes, found.estimate.host.total / (1 - HOST_HEADROOM) + 1))
         == found
     )
-    assert recommend(asked, dataclasses.replace(A100, host_bytes=found.estimate.host.total)) != found
-    assert recommend(asked, dataclasses.replace(A100, host_bytes=50 * GIB)) is None
+    assert recommend(asked, room(GPUS["a100-80gb"].usable_bytes, found.estimate.host.total)) != found
+    assert recommend(asked, room(GPUS["a100-80gb"].usable_bytes, 50 * GIB)) is None
 
 
 def test_fitting_settings_disturb_little_and_differ_in_kind() -> None:
     asked = job("training.activation_checkpointing=none")
-    assert not Room(30 * GIB).fits(estimate(asked))
-    found = nearest(asked, Room(30 * GIB))
+    assert not fits(asked, room(30 * GIB))
+    found = nearest(asked, room(30 * GIB))
     assert len(found) == 3
     assert all(setting.estimate.peak.total <= 30 * GIB * (1 - HEADROOM) for setting in found)
     kinds = [frozenset(setting.overrides) for setting in found]

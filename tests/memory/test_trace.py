@@ -13,15 +13,12 @@ from tracked import tracking
 
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.fsdp2 import FSDP2Engine
-from ds_encdec.launch.context import RunContext
-from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import World
 from ds_encdec.memory.breakdown import Breakdown
 from ds_encdec.memory.fsdp import fsdp_memory
-from ds_encdec.memory.gpu_fakes import as_on_device
-from ds_encdec.memory.job import Job, make_job
-from ds_encdec.memory.model_sizes import Sizes
-from ds_encdec.memory.trace import _batch, _model_config, trace_memory
+from ds_encdec.memory.job import Job, Sizes, make_job
+from ds_encdec.memory.trace import _batch, _model_config, as_on_device, trace_memory
 
 CPU = torch.device("cpu")
 WIDE = Sizes(

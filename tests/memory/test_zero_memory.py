@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.memory.breakdown import Breakdown
-from ds_encdec.memory.job import Job, make_job
-from ds_encdec.memory.model_sizes import Sizes
+from ds_encdec.memory.breakdown import Breakdown, power_of_two
+from ds_encdec.memory.job import Job, Sizes, make_job
 from ds_encdec.memory.zero import zero_memory
-from ds_encdec.memory.zero_settings import power_of_two
 from ds_encdec.types import ConfigError
 
 QWEN3_0_6B = Sizes(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from ds_encdec.monitor.metrics import StepAccumulator
+from ds_encdec.monitor.metrics_file import strict_json
 from ds_encdec.types import DENOISERS, LossSum, StepResult
 
 RANKS, STEPS, MICRO_BATCHES = 2, 5, 3
@@ -48,7 +50,7 @@ def work(rank: int, store: str, out: str) -> None:
     resumed.load_state_dict(json.loads(json.dumps(state)))
     run_steps(resumed, rank, 3, STEPS)
 
-    records = {name: [record.to_dict() for record in accumulator.take()]
+    records = {name: [strict_json(asdict(record)) for record in accumulator.take()]
                for name, accumulator in (("whole", whole), ("resumed", resumed))}  # fmt: skip
     Path(out, f"{rank}.json").write_text(json.dumps(records))
     dist.barrier()

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_encdec.config.schema import MonitorConfig
-from ds_encdec.monitor.machine import MachineWatch
-from ds_encdec.monitor.rank_stats import RankStats
+from ds_encdec.monitor.machine import MachineWatch, RankStats
 
 GIB = 2.0**30
 WELL = RankStats(
@@ -96,7 +95,7 @@ def test_a_speed_that_stays_becomes_the_usual_one() -> None:
 def test_throughput_survives_a_resume_on_fewer_ranks() -> None:
     machine, resumed = watch(), watch()
     feed(machine, [ranks(4)] * 7)
-    resumed.load_state_dict(json.loads(json.dumps(machine.state_dict(), allow_nan=False)))
+    resumed.throughput.load_state_dict(json.loads(json.dumps(machine.throughput.state_dict(), allow_nan=False)))
     speeds = [1.0, 500.0, 200.0, 150.0, 150.0]  # the first interval pays for the start
     assert kinds(feed(resumed, [ranks(2)] * 5, speeds=speeds, first=8)) == [("throughput_drop", 12)]
 
@@ -282,4 +281,4 @@ def test_what_stays_the_same_is_no_alert_but_a_wait_for_data(
     alerts = feed(machine, [[rank_stats] * count] * 20, speeds=[speed] * 20)
     waits = rank_stats.data_wait_s / rank_stats.training_s > 0.2
     assert kinds(alerts) == [("data_wait", 3)] * waits
-    assert len(machine.state_dict()["throughput"]["values"]) == window_size
+    assert len(machine.throughput) == window_size

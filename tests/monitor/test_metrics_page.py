@@ -10,10 +10,8 @@ from pathlib import Path
 import torch
 
 from ds_encdec.engine.sharded_engine import HOST_STATES
-from ds_encdec.monitor.machine import MachineWatch
+from ds_encdec.monitor.machine import Lap, MachineWatch, measure_rank_stats
 from ds_encdec.monitor.metrics import eval_metrics, loss_metrics
-from ds_encdec.monitor.performance import Lap
-from ds_encdec.monitor.rank_stats import measure_rank_stats
 from ds_encdec.types import DENOISERS
 
 ROOT = Path(__file__).parents[2]

@@ -1,4 +1,4 @@
-"""Throughput, its clock, and the table of peaks."""
+"""Throughput and its clock."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from ds_encdec.monitor.performance import IntervalClock, Lap, peak_flops, performance_metrics
+from ds_encdec.monitor.machine import IntervalClock, Lap, performance_metrics
 
 
 def test_performance_of_an_interval() -> None:
@@ -44,28 +44,3 @@ def test_clock_leaves_out_pauses_and_counts_waits_and_starts_anew() -> None:
     second = clock.lap()
     assert second.data_wait_s == 0.0
     assert second.training_s < lap.training_s
-
-
-@pytest.mark.parametrize(
-    ("name", "tflops"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H100 NVL", 835),
-        ("NVIDIA H200", 989),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA A100 80GB PCIe", 312),
-        ("NVIDIA B200", 2250),
-        ("NVIDIA GH200 480GB", 989),
-        ("NVIDIA L40S", 362),
-        ("NVIDIA L4", 121),
-        ("AMD Instinct MI300X", 1307),
-    ],
-)
-def test_known_peaks(name: str, tflops: float) -> None:
-    assert peak_flops(name) == tflops * 1e12
-
-
-@pytest.mark.parametrize("name", ["NVIDIA A10G", "NVIDIA A1000", "NVIDIA GeForce RTX 2080", "cpu", ""])
-def test_unknown_devices_have_no_peak(name: str) -> None:
-    assert peak_flops(name) is None

@@ -9,9 +9,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ds_encdec.monitor import rank_stats
-from ds_encdec.monitor.performance import Lap
-from ds_encdec.monitor.rank_stats import measure_arithmetic, measure_rank_stats
+from ds_encdec.monitor import machine
+from ds_encdec.monitor.machine import Lap, measure_arithmetic, measure_rank_stats
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 
@@ -66,7 +65,7 @@ def test_what_is_queued_on_a_gpu_is_not_measured() -> None:
 
 def test_a_rank_without_a_core_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """While it waits, here asleep, it takes no CPU time. What MachineWatch makes of it: test_machine.py."""
-    monkeypatch.setattr(rank_stats, "_multiply", lambda device, times: time.sleep(0.02))
+    monkeypatch.setattr(machine, "_multiply", lambda device, times: time.sleep(0.02))
     used = time.thread_time()
     measured = measure_arithmetic(torch.device("cpu"))
     assert measured >= 0.02 > time.thread_time() - used

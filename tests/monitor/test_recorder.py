@@ -13,7 +13,7 @@ import torch
 
 from ds_encdec.config.schema import FullConfig, MonitorConfig
 from ds_encdec.launch.host_collectives import HostCollectives
-from ds_encdec.monitor.events import EventLog
+from ds_encdec.monitor.metrics_file import EventLog
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.recorder import Actions, Recorder
 from ds_encdec.monitor.sinks import JsonlSink

@@ -13,7 +13,7 @@ import torch
 
 from ds_encdec.config.rules import NATIVE_SCHEDULES
 from ds_encdec.config.schema import TrainingConfig
-from ds_encdec.optim.schedules import learning_rate, lr_lambda
+from ds_encdec.optim import learning_rate, lr_lambda
 
 OWN_SCHEDULES = ("cosine", "linear", "constant", "wsd")
 

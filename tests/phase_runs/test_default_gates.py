@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from finished_runs import watch
 
-from ds_encdec.config.load import load_config
+from ds_encdec.config.schema import load_config
 from ds_encdec.phases import PHASE_CONFIGS, PhaseConfig, TrainingPhase, phase_config
 
 CURVES = Path(__file__).with_name("curves")

@@ -13,10 +13,8 @@ from pathlib import Path
 import pytest
 from finished_runs import finish_run
 
-from ds_encdec.config.load import load_config
-from ds_encdec.config.schema import FullConfig
-from ds_encdec.phase_runs.records import PhaseRecords, only_one_pipeline
-from ds_encdec.phase_runs.run import run_phases
+from ds_encdec.config.schema import FullConfig, load_config
+from ds_encdec.phase_runs.run import PhaseFolder, only_one_pipeline, run_phases
 from ds_encdec.phases import PlannedPhase, TrainingPhase, plan_phase
 from ds_encdec.types import CheckpointError, ConfigError, DsEncDecError, GateError, OutputLockedError
 
@@ -29,16 +27,16 @@ def setup(tmp_path: Path, *overrides: str) -> tuple[FullConfig, PlannedPhase]:
     return config, plan_phase(config, TrainingPhase.SANITY_CHECK, max_steps=40)
 
 
-def records_of(planned: PlannedPhase) -> PhaseRecords:
-    return PhaseRecords(planned.folder, planned.settings)
+def records_of(planned: PlannedPhase) -> PhaseFolder:
+    return PhaseFolder(planned.folder, planned.settings)
 
 
-def began(planned: PlannedPhase, weights_sha256: str | None = None, *, saved_at: int | None) -> PhaseRecords:
+def began(planned: PlannedPhase, weights_sha256: str | None = None, *, saved_at: int | None) -> PhaseFolder:
     """A phase that was started, and stopped after it had saved, if it had."""
     records = records_of(planned)
     records.begin(planned.config, weights_sha256)
     if saved_at is not None:
-        checkpoint = records.run.checkpoints / f"step-{saved_at:08d}"
+        checkpoint = records.checkpoints / f"step-{saved_at:08d}"
         checkpoint.mkdir(parents=True)
         (checkpoint / "manifest.json").write_text("{}")
     return records
@@ -50,7 +48,7 @@ def completed(tmp_path: Path, *, passed: bool) -> None:
     records = records_of(planned)
     records.begin(planned.config, None)
     finish_run(planned, FALLING)
-    records.run.write_status("completed", exit_code=0)
+    records.write_status("completed", exit_code=0)
     result = {"passed": passed, "pipeline_initial_loss": 8.3, "checkpoint_sha256": "0" * 64}
     records.write_result(result)
     if passed:
@@ -222,7 +220,7 @@ def test_the_code_of_the_run_is_the_pipelines(tmp_path: Path) -> None:
 
 def test_an_older_status_does_not_speak_for_this_start(tmp_path: Path) -> None:
     config, planned = setup(tmp_path)
-    began(planned, saved_at=None).run.write_status("preempted", reason="stopped at step 3", exit_code=75)
+    began(planned, saved_at=None).write_status("preempted", reason="stopped at step 3", exit_code=75)
     with pytest.raises(DsEncDecError, match="did not start") as caught:
         run_phases(config, [planned], launcher="false")
     assert caught.value.exit_code == 1
@@ -238,7 +236,7 @@ def test_it_is_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_one_process_runs_the_phases_of_a_folder(tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path
-from ds_encdec.phase_runs.records import only_one_pipeline
+from ds_encdec.phase_runs.run import only_one_pipeline
 with only_one_pipeline(Path({str(tmp_path)!r})):
     pass
 """

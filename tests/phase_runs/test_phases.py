@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_encdec.config.load import load_config
-from ds_encdec.config.schema import FullConfig, PhaseOverrides
+from ds_encdec.config.schema import FullConfig, PhaseOverrides, load_config
 from ds_encdec.phases import (
     PHASE_CONFIGS,
     PHASES,

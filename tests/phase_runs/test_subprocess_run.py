@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ds_encdec.config.load import load_config
+from ds_encdec.config.schema import load_config
 from ds_encdec.phase_runs import subprocess_run
 from ds_encdec.phase_runs.subprocess_run import SubprocessRun, launcher_command
 from ds_encdec.types import ConfigError

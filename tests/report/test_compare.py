@@ -12,9 +12,8 @@ from one_page import Page
 from run_folders import write_checkpoint, write_lines, write_run
 
 from ds_encdec import cli
-from ds_encdec.report.compare import difference, distinct_names, incomparable
 from ds_encdec.report.read_run import read_run
-from ds_encdec.report.write import write_report
+from ds_encdec.report.write import difference, distinct_names, incomparable, write_report
 
 LOSSES = ("train/loss", "eval/loss", "train/tokens_seen")
 
@@ -85,7 +84,7 @@ def test_other_held_out_examples_are_warned_of(tmp_path: Path, field: str, value
     runs = [write_run(tmp_path / "one", only=LOSSES), write_run(tmp_path / "two", only=LOSSES, **{field: value})]
     for run in runs if saved else ():
         write_checkpoint(run, 200)
-    assert incomparable([read_run(run) for run in runs], ["one", "two"]) == [
+    assert list(incomparable([read_run(run) for run in runs], ["one", "two"])) == [
         f"one and two differ in {field.replace('__', '.')}: evaluation losses are over different examples."
     ]
 
@@ -94,7 +93,7 @@ def test_checkpoints_know_the_tokenizer_better_than_its_path(tmp_path: Path) -> 
     runs = [write_run(tmp_path / "one"), write_run(tmp_path / "two", model__tokenizer_name_or_path="a copy")]
     files = [write_checkpoint(run, 200) / "trainer.json" for run in runs]
     names = ["one", "two"]
-    assert incomparable([read_run(run) for run in runs], names) == []
+    assert list(incomparable([read_run(run) for run in runs], names)) == []
     files[1].write_text(json.dumps({"data": {"fingerprint": {"tokenizer": "another"}}}))
     assert [warning[:30] for warning in incomparable([read_run(run) for run in runs], names)] == [
         "one and two differ in tokenize"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,6 @@ def test_a_real_run_with_a_rollback(tmp_path: Path) -> None:
     for legend in ("taken back", "rollback", "alert"):
         assert f">{legend}</text>" in page.source
     assert "clipped above 1×10⁻⁵" in page.source
+    counted = json.loads((tmp_path / "run" / "run.json").read_text())["parameters"]
+    assert f"{counted:,} parameters, " in finished.stdout
+    assert page.facts["parameters"] == f"{counted:,}"

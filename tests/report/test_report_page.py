@@ -22,13 +22,12 @@ from run_folders import (
 )
 
 from ds_encdec import cli
-from ds_encdec.report.charts import GRAD_NORM_PLAN, LOSS_PLAN, PLANS, AlertMark, alert_marks, charts_of
-from ds_encdec.report.drawing import COLOURS
+from ds_encdec.report.charts import COLOURS, PLANS, alert_marks, charts_of
 from ds_encdec.report.page import number
 from ds_encdec.report.read_run import read_run
 from ds_encdec.report.write import write_report
 
-TITLES = [plan.heading for plan in PLANS]
+TITLES = [plan.heading for plan in PLANS.values()]
 
 
 @pytest.fixture(scope="module")
@@ -193,8 +192,8 @@ def test_checkpoints_are_compared_with_their_manifests(troubled: Path, page: Pag
         damaged = read_run(troubled)
     finally:
         (troubled / "trainer.json").rename(troubled / "checkpoints" / "step-00090000" / "trainer.json")
-    assert "missing, but the manifest lists it" in damaged.checkpoints[0].damage
-    assert damaged.checkpoints[1].damage == ""
+    assert "missing, but the manifest lists it" in damaged.checkpoints[0]["damage"]
+    assert damaged.checkpoints[1]["damage"] == ""
 
 
 def test_the_alert_before_a_rollback_is_marked_on_the_branch_that_was_taken_back(tmp_path: Path) -> None:
@@ -209,10 +208,10 @@ def test_the_alert_before_a_rollback_is_marked_on_the_branch_that_was_taken_back
             alert("loss_plateau", 60, 5.0, "warn"),
         ],
     )
-    first, second = alert_marks(read_run(run), LOSS_PLAN)
-    assert first == AlertMark(60, 30.0, 1)
-    assert (second.step, second.times) == (60, 1)
-    assert second.value < 10
+    first, second = alert_marks(read_run(run), PLANS["loss"])
+    assert first == (60, 30.0, 1)
+    assert (second[0], second[2]) == (60, 1)
+    assert second[1] < 10
 
 
 def test_alerts_are_marked_at_what_they_saw_and_none_hides_another(tmp_path: Path) -> None:
@@ -221,10 +220,10 @@ def test_alerts_are_marked_at_what_they_saw_and_none_hides_another(tmp_path: Pat
     skipped = [alert("grad_explosion", 20, norm, "skip_step") for norm in (12.0, 36.5, 9.0, 25.0)]
     skipped = [entry | {"data_step": 21 + index} for index, entry in enumerate(skipped)]
     write_lines(run / "ledger.jsonl", [*skipped, alert("grad_explosion", 103, 10.265, "warn")])
-    assert alert_marks(read_run(run), GRAD_NORM_PLAN) == [AlertMark(20, 36.5, 4), AlertMark(103, 10.265, 1)]
+    assert alert_marks(read_run(run), PLANS["grad_norm"]) == [(20, 36.5, 4), (103, 10.265, 1)]
     page = Page(write_report(run)[0])
-    assert "highest 36.5 at step 20 (alert)" in page.charts[GRAD_NORM_PLAN.heading]
-    assert "(alert)" not in page.charts[LOSS_PLAN.heading]
+    assert "highest 36.5 at step 20 (alert)" in page.charts[PLANS["grad_norm"].heading]
+    assert "(alert)" not in page.charts[PLANS["loss"].heading]
     assert page.source.count(">×4</text>") == 1
 
 
@@ -436,3 +435,5 @@ def test_what_ran_and_on_what_is_among_the_facts(tmp_path: Path) -> None:
     assert facts["git commit"] == "0123456789ab, changed since"
     assert (facts["device"], facts["host memory"]) == ("8 × H200", "1,024 GiB")
     assert facts["last eval loss"] == "–"
+    (run / "run.json").write_text(json.dumps(status | {"parameters": 51_456}))  # counted where the model was at hand
+    assert Page(write_report(run)[0]).facts["parameters"] == "51,456"

@@ -1,11 +1,11 @@
-"""GPUs by name, and sizes in words."""
+"""GPUs by name, sizes in words, and peaks."""
 
 from __future__ import annotations
 
 import pytest
 
+from ds_encdec.gpus import GPUS, parse_bytes, parse_gpu, peak_flops
 from ds_encdec.memory.breakdown import GIB
-from ds_encdec.memory.gpus import GPUS, parse_bytes, parse_gpu
 from ds_encdec.types import ConfigError
 
 
@@ -50,3 +50,28 @@ def test_an_unknown_gpu_lists_the_known_ones(text: str, message: str) -> None:
 
 def test_old_gpus_have_no_bfloat16() -> None:
     assert [name for name, gpu in GPUS.items() if not gpu.has_bf16] == ["t4", "v100-16gb", "v100-32gb"]
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
+        ("AMD Instinct MI300X", 1307),
+    ],
+)
+def test_known_peaks(name: str, tflops: float) -> None:
+    assert peak_flops(name) == tflops * 1e12
+
+
+@pytest.mark.parametrize("name", ["NVIDIA A10G", "NVIDIA A1000", "NVIDIA GeForce RTX 2080", "cpu", ""])
+def test_unknown_devices_have_no_peak(name: str) -> None:
+    assert peak_flops(name) is None

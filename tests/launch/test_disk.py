@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_encdec.launch.atomic_files import atomic_file, write_atomically
+from ds_encdec.launch.disk import atomic_file, write_atomically
 
 
 def write_half(path: Path, error: BaseException) -> None:

@@ -1,4 +1,6 @@
-"""Learning-rate schedules, as pure functions of the update's index.
+"""Which parameters decay, and the learning-rate schedules as pure functions of the update's index.
+
+Matrices decay, norms and biases do not.
 
 `learning_rate(i, training)` is the rate of the i-th *applied* update (0, 1, 2, …); skipped steps do not count. A
 schedule is a row: its warm-up, and the shape of its decay. Four are ours, and run through a LambdaLR under DeepSpeed;
@@ -16,9 +18,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from torch import nn
 
 from ds_encdec.config.schema import TrainingConfig
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two optimizer groups, with and without weight decay, for `torch.optim` and DeepSpeed alike.
+
+    Decided by the module a parameter belongs to and by its name, never by its shape: under ZeRO-3 every
+    parameter has shape [0] until it is gathered. Each parameter appears once, also when modules share
+    it; frozen ones do not appear, nor does an empty group. Embeddings decay.
+    """
+    decays: dict[nn.Parameter, bool] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad:
+                # By class name: every model family brings its own RMSNorm, none of which share a base class.
+                decays.setdefault(parameter, not type(module).__name__.endswith("Norm") and name != "bias")
+    groups = [
+        {"params": [parameter for parameter, found in decays.items() if found is wanted], "weight_decay": rate}
+        for wanted, rate in ((True, weight_decay), (False, 0.0))
+    ]
+    return [group for group in groups if group["params"]]
 
 
 class _Schedule(NamedTuple):
@@ -28,29 +52,17 @@ class _Schedule(NamedTuple):
     native: bool = False
 
 
-def _flat(done: int, steps: int, low: float) -> float:
-    return 1.0
-
-
-def _linear(done: int, steps: int, low: float) -> float:
-    return 1.0 - done / steps
-
-
-def _native_linear(done: int, steps: int, low: float) -> float:
-    return (steps - done) / steps  # as DeepSpeed rounds it
-
-
 def _cosine(done: int, steps: int, low: float) -> float:
     return low + (1.0 - low) * 0.5 * (1.0 + math.cos(math.pi * (done / steps)))
 
 
 _SCHEDULES = {
-    "WarmupDecayLR": _Schedule(_native_linear, native=True),
-    "WarmupLR": _Schedule(_flat, native=True),
+    "WarmupDecayLR": _Schedule(lambda done, steps, low: (steps - done) / steps, native=True),  # as DeepSpeed rounds it
+    "WarmupLR": _Schedule(lambda done, steps, low: 1.0, native=True),
     "WarmupCosineLR": _Schedule(_cosine, native=True),
     "cosine": _Schedule(_cosine),
-    "linear": _Schedule(_linear),
-    "constant": _Schedule(_flat),
+    "linear": _Schedule(lambda done, steps, low: 1.0 - done / steps),
+    "constant": _Schedule(lambda done, steps, low: 1.0),
     "wsd": _Schedule(_cosine),  # MiniCPM's (arXiv 2404.06395, section 4), with a cosine for the decay
 }
 

@@ -14,14 +14,13 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from torch import Tensor
 
-from ds_encdec.engine.optimizer_shards import (
-    Piece,
-    Shard,
+from ds_encdec.engine.deepspeed_private import (
     adam_state,
     loss_scaler_state,
     set_loss_scaler_state,
 )
-from ds_encdec.engine.sharded_engine import set_adam_step
+from ds_encdec.engine.protocol import Piece
+from ds_encdec.engine.sharded_engine import Shard, set_adam_step
 
 
 def engine_with(scaler: Any) -> DeepSpeedEngine:
@@ -39,7 +38,7 @@ def test_a_shard_is_filled_by_ranges_and_its_padding_zeroed() -> None:
     values = {"a": torch.arange(10.0), "b": torch.tensor([20.0, 21.0])}
     shard.fill(shard.weights, lambda name, start, stop: values[name][start:stop])
     assert shard.weights.tolist() == [2, 3, 4, 0, 20, 21, 0, 0]
-    shard.fill_parameter("b", torch.tensor([30.0, 31.0]))
+    shard.fill(shard.weights, lambda name, start, stop: torch.tensor([30.0, 31.0])[start:stop], only="b")
     assert shard.weights.tolist() == [2, 3, 4, 0, 30, 31, 0, 0]
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from ds_encdec.config.load import load_config
-from ds_encdec.memory.model_sizes import QWEN3_IDS, Sizes, adapter_parameters, published_sizes, run_sizes
+from ds_encdec.config.schema import load_config
+from ds_encdec.memory.job import PUBLISHED, QWEN3_IDS, Sizes, adapter_parameters, run_sizes
 from ds_encdec.model.parameter_count import count_parameters
 from ds_encdec.types import ConfigError
 
@@ -81,8 +81,7 @@ def test_the_default_run_has_the_parameters_that_it_has_with_torch() -> None:
     ],
 )
 def test_the_decoder_alone_has_the_published_parameters(name: str, parameters: int) -> None:
-    sizes = published_sizes(name)
-    assert sizes is not None
+    sizes = PUBLISHED[name]
     alone = count_parameters(dataclasses.replace(sizes, num_encoder_layers=0)) - sizes.hidden_size  # its last norm
     assert alone == parameters
 
@@ -148,8 +147,7 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
 
 
 def test_adapters_by_hand() -> None:
-    sizes = published_sizes("Qwen/Qwen3-0.6B")
-    assert sizes is not None
+    sizes = PUBLISHED["Qwen/Qwen3-0.6B"]
     attention = (1024 + 2048) + 2 * (1024 + 1024) + (2048 + 1024)
     mlp = 3 * (1024 + 3072)
     assert adapter_parameters(sizes, 8) == 8 * 56 * (attention + mlp) == 10_092_544

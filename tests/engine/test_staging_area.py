@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ds_encdec.engine.zero_files import HostBuffers, StagingArea
+from ds_encdec.engine.deepspeed_zero import StagingArea
 
 
 def tied_state() -> tuple[dict[str, Any], Tensor]:
@@ -26,12 +26,11 @@ def tied_state() -> tuple[dict[str, Any], Tensor]:
 @pytest.mark.parametrize("copied", [True, False])
 def test_shared_storage_stays_shared_and_counts_once(copied: bool) -> None:
     state, flat = tied_state()
-    area = StagingArea(HostBuffers(pin_memory=False) if copied else None)
-    taken = area.take(state)
+    num_bytes, taken = StagingArea(pin_memory=False).take_all(state, copy=copied)
     assert isinstance(taken, OrderedDict)
     assert taken["matrix"][1:] == (torch.Size([3]),)
     assert taken["step"] == 3
-    assert area.num_bytes == (12 + 5) * 4
+    assert num_bytes == (12 + 5) * 4
     for found, given in ((taken["part"][0], flat[4:8]), (taken["matrix"][0], flat.view(3, 4).t())):
         assert torch.equal(found, given)
         assert found.untyped_storage().data_ptr() == taken["flat"].untyped_storage().data_ptr()
@@ -41,10 +40,9 @@ def test_shared_storage_stays_shared_and_counts_once(copied: bool) -> None:
 
 
 def test_the_next_save_uses_the_same_memory() -> None:
-    buffers = HostBuffers(pin_memory=False)
-    first = StagingArea(buffers).take(tied_state()[0])
-    buffers.rewind()
-    second = StagingArea(buffers).take({"a": torch.full((12,), 7.0), "b": torch.zeros(9)})
+    area = StagingArea(pin_memory=False)
+    _, first = area.take_all(tied_state()[0], copy=True)
+    _, second = area.take_all({"a": torch.full((12,), 7.0), "b": torch.zeros(9)}, copy=True)
     assert second["a"].data_ptr() == first["flat"].data_ptr()
     assert first["flat"].tolist() == [7.0] * 12
     assert second["b"].tolist() == [0.0] * 9  # another size: new memory

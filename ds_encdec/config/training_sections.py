@@ -1,0 +1,362 @@
+"""The sections of a configuration that say how it trains, on which machines, watched how, and in which phases.
+
+Sizes, batches and cadences are fields of `training`, folders and devices of `infra`, thresholds of `monitor`; `phases`
+overrides some of them. See sections.py for what all sections have in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
+
+from ds_encdec.config.deepspeed_keys import check_extra
+from ds_encdec.config.sections import Mark, Section, one_or_many
+from ds_encdec.config.settings import Conflict, Rules, join
+from ds_encdec.engines import DistributedType
+from ds_encdec.types import ConfigError
+
+LARGEST_LOSS = 20.0
+"""Nats per target token, above what any model starts with: a guess among the 151,936 ids of Qwen3 costs 11.9."""
+_FSDP_STRATEGIES = {
+    "FULL_SHARD": "zero3",
+    "SHARD_GRAD_OP": "zero2",
+    "NO_SHARD": "zero0",
+    "HYBRID_SHARD": "zero3_hybrid",
+}
+Tracker = Literal["wandb", "tensorboard"]
+Trackers = Annotated[
+    tuple[Tracker, ...],
+    BeforeValidator(one_or_many, json_schema_input_type=Literal[Tracker, "none"] | tuple[Tracker, ...]),
+]
+
+
+class TrainingConfig(Section):
+    """Batch, optimizer, schedule, evaluation and checkpoint cadence."""
+
+    per_device_train_batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = 4
+    """Micro-batch: its token budget is this times (max_encoder_length + max_decoder_length). `auto`: the largest that
+    is found to fit at the first start, with the accumulation that keeps the global batch (docs/auto-batch-size.md)."""
+    global_batch_size: int | None = Field(default=None, ge=1)
+    """Sequences per optimizer step over all ranks, each of max_encoder_length + max_decoder_length tokens. The
+    accumulation follows from it. None: the micro-batch (with `auto`: of 4) × ranks × `gradient_accumulation_steps`."""
+    per_device_eval_batch_size: Annotated[int, Mark.UNTRAINED] = Field(default=8, ge=1)
+    """Micro-batch of an evaluation, in sequences of max_encoder_length + max_decoder_length tokens."""
+    gradient_accumulation_steps: Annotated[int, Mark.UNTRAINED] = Field(default=8, ge=1)
+    """Micro-batches per rank and optimizer step at the first start (see `data.num_lanes`); where
+    `global_batch_size` is given, it decides instead."""
+    learning_rate: Annotated[float, Mark.TUNABLE] = Field(default=2e-4, gt=0, le=10_000)
+    """Peak learning rate."""
+    weight_decay: Annotated[float, Mark.TUNABLE] = Field(default=0.01, ge=0, le=10_000)
+    """Decoupled weight decay of matrices; norms and biases have none."""
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Adam's first-moment decay."""
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1)
+    """Adam's second-moment decay."""
+    adam_epsilon: float = Field(default=1e-8, gt=0)
+    """Adam's epsilon."""
+    torch_adam: bool = False
+    """Use torch's AdamW instead of DeepSpeed's compiled CPUAdam/FusedAdam: no compilation at the first start,
+    and a resume is exact to the bit."""
+    max_grad_norm: Annotated[float, Mark.TUNABLE] = Field(default=1.0, ge=0)
+    """Global gradient norm above which gradients are scaled down; 0 turns clipping off."""
+    num_train_steps: int = Field(default=100_000, ge=1, le=1_000_000_000)
+    """Optimizer steps of the run."""
+    warmup_steps: Annotated[int, Mark.TUNABLE] = Field(default=1000, ge=0)
+    """Optimizer steps over which the learning rate rises."""
+    warmup_type: Annotated[Literal["linear", "log"], Mark.TUNABLE] = "linear"
+    """Shape of the warm-up of DeepSpeed's schedules (DeepSpeed's own default is log)."""
+    lr_scheduler_type: Annotated[
+        Literal["WarmupDecayLR", "WarmupLR", "WarmupCosineLR", "cosine", "linear", "constant", "wsd"], Mark.TUNABLE
+    ] = "WarmupDecayLR"
+    """Learning-rate schedule. The first three are DeepSpeed's own classes; `wsd` is warm-up, stable, cosine decay."""
+    min_lr_ratio: Annotated[float, Mark.TUNABLE] = Field(default=0.1, ge=0, le=1)
+    """Final learning rate over peak, for `cosine`, `WarmupCosineLR` and `wsd`."""
+    wsd_decay_fraction: Annotated[float, Mark.TUNABLE] = Field(default=0.1, gt=0, le=1)
+    """Share of the steps that `wsd` decays over, at the end."""
+    bf16: bool = True
+    """bfloat16 compute with float32 master weights."""
+    fp16: bool = False
+    """float16 compute with dynamic loss scaling; excludes bf16. Neither: float32."""
+    activation_checkpointing: Annotated[Literal["none", "full", "every_n", "selective"], Mark.UNTRAINED] = "full"
+    """Which layers recompute their activations in the backward pass (`selective`: FSDP2 only)."""
+    activation_checkpointing_every_n: Annotated[int, Mark.UNTRAINED] = Field(default=2, ge=1)
+    """Every n-th layer recomputes (`every_n` only)."""
+    activation_offload: Annotated[bool, Mark.UNTRAINED] = False
+    """Keep saved activations in host memory until the backward pass."""
+    torch_compile: Annotated[bool, Mark.UNTRAINED] = False
+    """Compile each layer with torch.compile (FSDP2 and DDP)."""
+    save_steps: Annotated[int, Mark.UNTRAINED] = Field(default=1000, ge=1)
+    """Optimizer steps between checkpoints."""
+    save_interval_hours: Annotated[float | None, Mark.UNTRAINED] = Field(default=None, gt=0)
+    """Hours between checkpoints, in addition to `save_steps`."""
+    save_total_limit: Annotated[int | None, Mark.UNTRAINED] = Field(default=5, ge=1)
+    """Step checkpoints kept (the best and the final one always are); None keeps all."""
+    async_save: Annotated[bool, Mark.UNTRAINED] = True
+    """Copy what a checkpoint holds to host memory and write it while training goes on. Needs host memory for the copy,
+    kept from save to save: over all ranks about 14 bytes per parameter (bf16; FSDP2: 12), on GPUs up to twice that, as
+    torch rounds pinned buffers up to powers of two (infra.pin_memory=false avoids it). False: training waits until the
+    files are written; FSDP2 on GPUs then still passes each rank's whole part through host memory."""
+    average_checkpoints: Annotated[int, Mark.UNTRAINED] = Field(default=5, ge=0)
+    """Newest checkpoints whose weights are averaged into `export/averaged` at the end of a run that has at least 3;
+    0: none."""
+    eval_steps: Annotated[int, Mark.UNTRAINED] = Field(default=500, ge=1)
+    """Optimizer steps between evaluations; each checkpoint of `save_steps` is evaluated too."""
+    eval_samples: Annotated[int, Mark.EXAMPLES, Mark.UNTRAINED] = Field(default=1000, ge=0)
+    """Examples of the held-out split in one evaluation; 0 turns evaluation off."""
+    logging_steps: Annotated[int, Mark.UNTRAINED] = Field(default=10, ge=1)
+    """Optimizer steps between two lines of metrics."""
+    report_to: Annotated[Trackers, Mark.UNTRAINED] = ("wandb", "tensorboard")
+    """Trackers besides the console and `metrics.jsonl`, which are always written; `none` for no other."""
+    seed: int = Field(default=42, ge=0)
+    """Everything random is derived from it."""
+    max_consecutive_skipped_steps: Annotated[int, Mark.TUNABLE] = Field(default=20, ge=1)
+    """Steps skipped in a row (not finite, or by a `skip_step` of `monitor`) after which the run stops as diverged."""
+    early_stopping_patience: Annotated[int | None, Mark.TUNABLE] = Field(default=None, ge=1)
+    """Evaluations in a row without a lower loss after which the run is over, complete; None trains all steps."""
+    early_stopping_threshold: Annotated[float, Mark.TUNABLE] = Field(default=0.0, ge=0)
+    """Least decrease of an evaluation's loss that counts as lower, in nats per target token."""
+    save_on_best: Annotated[bool, Mark.UNTRAINED] = False
+    """Save after each evaluation with the lowest loss so far, not only every `save_steps`."""
+
+    @field_validator("per_device_train_batch_size", mode="wrap")
+    @classmethod
+    def _number_or_auto(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        """One message, where pydantic has one for each alternative."""
+        try:
+            return validate(value)
+        except ValidationError:
+            raise ValueError("must be a whole number >= 1, or `auto`") from None
+
+    @property
+    def micro_batch_size(self) -> int:
+        """`per_device_train_batch_size` as a number. Raises ConfigError while it is `auto`."""
+        if self.per_device_train_batch_size == "auto":
+            raise ConfigError(
+                "training.per_device_train_batch_size=auto is found when a run starts, on its machine: "
+                "give a number where nothing can be tried"
+            )
+        return self.per_device_train_batch_size
+
+    def _rules(self) -> Rules:
+        size, steps, schedule = self.per_device_train_batch_size, self.num_train_steps, self.lr_scheduler_type
+        ends, decay_steps = "warmup_steps num_train_steps lr_scheduler_type", round(self.wsd_decay_fraction * steps)
+        is_short = schedule == "wsd" and self.warmup_steps < steps < self.warmup_steps + decay_steps
+        is_late = schedule not in ("WarmupLR", "constant") and self.warmup_steps >= steps
+        selects, one = self.activation_checkpointing == "selective", self.average_checkpoints == 1
+        judged = {name: getattr(self, name) for name in ("early_stopping_patience", "save_on_best")}
+        return {
+            "global_batch_size per_device_train_batch_size: global_batch_size must be a multiple of the micro-batch "
+            "size": size != "auto" and (self.global_batch_size or 0) % size,
+            "bf16 fp16: at most one may be true; both false is float32": self.bf16 and self.fp16,
+            "torch_compile activation_checkpointing: inside compiled layers nothing can be selected: set full, every_n "
+            "or none, or torch_compile=false": self.torch_compile and selects,
+            f"{ends}: the warm-up must end before the run does; only WarmupLR and constant have no end": is_late,
+            f"{ends} wsd_decay_fraction: the warm-up and the decay of {decay_steps} steps do not fit into the "
+            "run": is_short,
+            "average_checkpoints: the mean of one is that one: give 2 or more, or 0 for none": one,
+        } | {
+            f"{name} eval_samples: this is decided on the evaluation's loss: set eval_samples > 0, or turn it "
+            "off": value and not self.eval_samples
+            for name, value in judged.items()
+        }
+
+
+class InfraConfig(Section):
+    """The folders of the run, and how it is spread over devices."""
+
+    output_dir: str = "./output"
+    """Folder of the run."""
+    require_disk_space: bool = False
+    """Refuse to start (exit code 5) where the disk of `output_dir` cannot hold the checkpoints that
+    `training.save_total_limit` lets stand at a time, one being written; False: warn."""
+    logging_dir: str = "./logs"
+    """Folder of TensorBoard and W&B files; a relative path is inside `output_dir`."""
+    distributed_type: DistributedType = "deepspeed"
+    """Engine."""
+    num_gpus: int = Field(default=8, ge=1)
+    """Ranks the configuration was planned for. The launcher decides how many there are; a difference is reported."""
+    device: Literal["cuda", "cpu", "auto"] = "cuda"
+    """Device to train on; `auto` takes an accelerator where there is one; `cuda` refuses a machine
+    without."""
+    sharding_stage: Literal["zero0", "zero1", "zero2", "zero3", "zero2_hybrid", "zero3_hybrid"] = "zero3"
+    """Sharding: zero0 nothing (DDP), zero1 optimizer, zero2 + gradients, zero3 + parameters; `_hybrid`
+    shards inside a node and replicates across nodes."""
+    hybrid_shard_size: int | None = Field(default=None, ge=1)
+    """Ranks that hold one sharded copy together, with a `_hybrid` stage; must divide the ranks. None: the ranks of a
+    node."""
+    offload_optimizer: Literal["none", "cpu", "nvme"] = "cpu"
+    """Place of optimizer states and master weights. Not with zero0. `nvme` does not work yet and is refused."""
+    offload_params: Literal["none", "cpu", "nvme"] = "none"
+    """Place of parameters between uses. zero3 only. `nvme` does not work yet and is refused."""
+    nvme_path: str | None = None
+    """Folder on a fast local disk, for `nvme` offload, which does not work yet."""
+    pin_memory: bool = True
+    """Pin host buffers of offloaded states and of saves (ignored without an accelerator)."""
+    deepspeed_config: str | None = None
+    """Path of a raw DeepSpeed JSON. What it and this file both set must agree."""
+    deepspeed_extra: dict[str, Any] = Field(default_factory=dict)
+    """DeepSpeed keys that no field here stands for; handed on unchanged. Filled from `deepspeed_config`."""
+    distributed_timeout_minutes: float = Field(default=30.0, ge=0.1, le=100_000)
+    """Time after which a collective that does not complete ends the run."""
+    hang_timeout_minutes: float | None = Field(default=None, ge=0)
+    """Time without a step after which every rank writes its stacks into the run's folder and ends (exit code 8);
+    evaluations and saves count as life. None: two thirds of `distributed_timeout_minutes`; 0: never."""
+    fsdp_sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"] | None = None
+    """Alias of `sharding_stage` in FSDP's words; must agree with it."""
+    fsdp_activation_checkpointing: bool | None = None
+    """Alias of `training.activation_checkpointing` (true: full, false: none); must agree with it."""
+    fsdp_cpu_offload: bool | None = None
+    """Alias of `offload_params` = cpu and `offload_optimizer` = cpu under FSDP; must agree with them."""
+    fsdp_reduce_every_micro_batch: bool = False
+    """FSDP2: reduce gradients after every micro-batch instead of once per step. Costs communication, and saves the
+    4 bytes per parameter that each rank accumulates unsharded gradients in."""
+    wandb_project: str = "qwen3-encoder-decoder"
+    """W&B project."""
+    wandb_entity: str | None = None
+    """W&B entity (team or user)."""
+    wandb_run_name: str | None = None
+    """W&B run name; None lets W&B choose."""
+
+    def _rules(self) -> Rules:
+        stage, alias, offloads = self.sharding_stage, self.fsdp_sharding_strategy, self.fsdp_cpu_offload
+        is_hybrid, is_ddp, cpu = (
+            stage.endswith("_hybrid"),
+            self.distributed_type == "ddp",
+            "cpu" if offloads else "none",
+        )
+        strategy = "fsdp_sharding_strategy sharding_stage"
+        meant = _FSDP_STRATEGIES.get(alias or "", stage)
+        hang, timeout = self.hang_timeout_minutes or 0, self.distributed_timeout_minutes
+        rules: Rules = {
+            "sharding_stage offload_optimizer: without sharding there is nothing to offload: set "
+            "offload_optimizer=none, or zero1 to zero3": stage == "zero0" and self.offload_optimizer != "none",
+            "sharding_stage offload_params: parameters can be offloaded only where they are sharded: set zero3, or "
+            "offload_params=none": self.offload_params != "none" and stage not in ("zero3", "zero3_hybrid"),
+            "distributed_type sharding_stage: ddp shards nothing: set zero0": is_ddp and stage != "zero0",
+            "hybrid_shard_size sharding_stage: only zero2_hybrid and zero3_hybrid shard over fewer ranks than all: set "
+            "one of them, or null": self.hybrid_shard_size is not None and not is_hybrid,
+        }
+        for field in ("offload_optimizer", "offload_params"):
+            place = getattr(self, field)
+            rules |= {
+                f"{field}: nvme does not work yet: checkpoints would lack what is there; use cpu": place == "nvme",
+                f"fsdp_cpu_offload {field}: the alias must agree: this is {field}={cpu}": (
+                    offloads is not None and (place == "cpu") is not offloads
+                ),
+            }
+        return rules | {
+            f"{strategy}: the alias must agree: {alias} is sharding_stage={meant}": meant != stage,
+            "hang_timeout_minutes: no run makes a step so soon after its start: give 0.1 (6 seconds) or more, or 0 for "
+            "never": 0 < hang < 0.1,
+            "hang_timeout_minutes distributed_timeout_minutes: must be smaller, or collectives time out before the "
+            "watchdog writes stack traces": hang >= timeout,
+        }
+
+    def conflicts(self, at: str = "") -> Iterator[Conflict]:
+        """Yield what is wrong with `deepspeed_extra`, too, whose keys may hold blanks."""
+        yield from super().conflicts(at)
+        for path, message in check_extra(self.deepspeed_extra):
+            yield Conflict((join(at, f"deepspeed_extra.{path}"),), message)
+
+
+class MonitorConfig(Section):
+    """Thresholds of alerts, and how the run answers them (docs/monitor.md).
+
+    An alert is answered with `warn` (say so and go on), `skip_step` (as if the step had not been), `rollback` (back to
+    an earlier checkpoint, past the data since) or `stop`.
+    """
+
+    window_size: int = Field(default=100, ge=2)
+    """Optimizer steps whose losses and gradient norms are compared with; logging intervals for throughput."""
+    loss_spike_threshold: float = Field(default=2.0, gt=1)
+    """`loss_spike`: the step's loss over the mean of its window."""
+    loss_spike_min_values: int = Field(default=10, ge=1)
+    """Losses that must be in the window before one can be a spike."""
+    grad_norm_threshold: float = Field(default=10.0, gt=0)
+    """`grad_explosion`: global gradient norm of a step before clipping."""
+    loss_plateau_steps: int | None = Field(default=10_000, ge=1)
+    """`loss_plateau`: optimizer steps in which the window's mean loss has not fallen; None: never."""
+    loss_plateau_min_decrease: float = Field(default=0.005, ge=0)
+    """Least decrease of the window's mean loss that is no plateau, in nats per target token."""
+    learning_rate_tolerance: float = Field(default=1e-3, gt=0, lt=1)
+    """`learning_rate_off`: relative difference between the rate of a step and its schedule's."""
+    throughput_drop_threshold: float = Field(default=0.5, gt=0, lt=1)
+    """`throughput_drop`: tokens per second of a logging interval over the mean of its window."""
+    straggler_threshold: float = Field(default=1.5, gt=1)
+    """`straggler`: a rank's time for a fixed piece of arithmetic over that of the median rank."""
+    straggler_late_threshold: float = Field(default=0.1, gt=0, lt=1)
+    """`straggler`: share of the step time that one rank keeps the others waiting before a step."""
+    memory_growth_threshold: float = Field(default=0.25, gt=0)
+    """`memory_growth`: growth of a rank's memory since its first logging intervals, as a share."""
+    data_wait_threshold: float = Field(default=0.2, gt=0, lt=1)
+    """`data_wait`: share of the time that a rank waits for its next batch."""
+    on_non_finite: Literal["skip_step", "rollback", "stop"] = "skip_step"
+    """Answer to a loss or gradient norm that is not finite. Such a step is always skipped."""
+    on_loss_spike: Literal["warn", "skip_step", "rollback", "stop"] = "warn"
+    """Answer to `loss_spike`. `skip_step` looks at every step's loss before it is made, which waits for the device."""
+    on_grad_explosion: Literal["warn", "skip_step", "rollback", "stop"] = "warn"
+    """Answer to `grad_explosion`. `skip_step` waits for the device like the above."""
+    on_loss_plateau: Literal["warn", "stop"] = "warn"
+    """Answer to `loss_plateau`."""
+    on_learning_rate_off: Literal["warn", "stop"] = "warn"
+    """Answer to `learning_rate_off`."""
+    on_throughput_drop: Literal["warn", "stop"] = "warn"
+    """Answer to `throughput_drop`. A `stop` for the machine's sake saves first and can be resumed (exit code 75)."""
+    on_straggler: Literal["warn", "stop"] = "warn"
+    """Answer to `straggler`; `stop` as for `on_throughput_drop`."""
+    on_memory_growth: Literal["warn", "stop"] = "warn"
+    """Answer to `memory_growth`; `stop` as for `on_throughput_drop`."""
+    on_data_wait: Literal["warn", "stop"] = "warn"
+    """Answer to `data_wait`; `stop` as for `on_throughput_drop`."""
+    rollback_min_steps: int = Field(default=50, ge=1)
+    """Optimizer steps that a checkpoint must be older than the alert to be gone back to: trouble begins before it
+    shows."""
+    max_rollbacks: int = Field(default=5, ge=1)
+    """Rollbacks of a run; the alert that asks for one more stops it as diverged (exit code 7)."""
+
+    def _rules(self) -> Rules:
+        is_larger = self.loss_spike_min_values > self.window_size
+        return {"loss_spike_min_values window_size: must be <= window_size, or spikes are never detected": is_larger}
+
+
+class PhaseOverrides(Section):
+    """Settings of a phase that replace its defaults (`PHASE_CONFIGS` in `ds_encdec/phases.py`); None keeps these."""
+
+    num_tokens: int | None = Field(default=None, gt=0)
+    """Tokens of both sides to train on. A phase ends with these or with its steps, whichever comes first."""
+    description: str | None = None
+    """Purpose of the phase, in the log and the report."""
+    num_train_steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps."""
+    warmup_steps: int | None = Field(default=None, ge=0)
+    """Optimizer steps of warm-up; None: `training.warmup_steps`, but at most a tenth of the phase."""
+    eval_steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps between evaluations."""
+    save_steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps between checkpoints."""
+    logging_steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps between two lines of metrics."""
+    max_loss_after_warmup: float | None = Field(default=None, gt=0)
+    """Gate: largest loss allowed in the first step after the warm-up, in nats per target token."""
+    min_loss_decrease: float | None = None
+    """Gate: least that the loss must have fallen since the first step of the first phase, in nats per target token."""
+
+    def _rules(self) -> Rules:
+        is_too_high = (self.max_loss_after_warmup or 0) > LARGEST_LOSS
+        text = f"max_loss_after_warmup: must be <= {LARGEST_LOSS:.0f} nats: every run would pass a higher limit"
+        return {text: is_too_high}
+
+
+class PhasesConfig(Section):
+    """The phases of `ds-encdec phases`; the next one starts when the one before has passed its gate."""
+
+    sanity_check: PhaseOverrides = PhaseOverrides()
+    """The first phase: whether it trains at all."""
+    validation: PhaseOverrides = PhaseOverrides()
+    """The second phase: whether it learns."""
+    medium: PhaseOverrides = PhaseOverrides()
+    """The third phase: whether it goes on learning."""
+    full: PhaseOverrides = PhaseOverrides()
+    """The run itself."""
