@@ -33,7 +33,7 @@ class Waiting(Generic[Item]):
 
 
 class _Plan(NamedTuple):
-    """What is left of the last batch if batches are filled strictly in order of arrival (next fit).
+    """The room left in the last batch if batches are filled strictly in order of arrival (next fit).
 
     `turn`: that batch's number, counted from the next one. Next fit is monotone: taking examples away never makes a
     later one leave later. So a plan stays a valid promise while the best-fit rule takes examples out of the middle.
