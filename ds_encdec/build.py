@@ -181,7 +181,7 @@ def inspect_run_data(config: FullConfig, *, num_examples: int, as_json: bool) ->
     lanes, _ = plan_lanes(config, config.infra.num_gpus)
     data = build_data(config, tokenizer, vocabulary, rank=0, world_size=1, num_lanes=lanes)
     try:
-        return inspect_data(data, tokenizer, num_examples=num_examples, as_json=as_json)
+        return inspect_data(data.pipeline, tokenizer, num_examples=num_examples, as_json=as_json)
     finally:
         data.loader.close()
 

@@ -1,7 +1,7 @@
 """UL2's denoisers, a row each: adding one is adding a row here (and to its table in docs/data.md).
 
 The mixture is UL2's (arXiv 2205.05131); the five tasks and their weights are those of T5Gemma 2 (arXiv 2512.14856,
-section 3.1). A row says how a text is divided between the two sides; `data/ul2.py` does it for each kind of row. It
+section 3.1). A row says how a text is divided between the two sides; `data/chunks.py` does it for each kind of row. It
 stands on the floor, below the types, and needs neither numpy nor torch, so that the configuration and the memory
 estimate can ask for lengths and weights.
 """
@@ -9,7 +9,7 @@ estimate can ask for lengths and weights.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 
 class DenoisedLengths(NamedTuple):
@@ -22,58 +22,41 @@ class DenoisedLengths(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class SpanCorruption:
+class Denoiser:
     """Replaces spans of `mean_span` tokens on average, a share of `density` of all tokens, by sentinels.
 
-    `weight`: its default in `data.ul2_task_weights`.
+    Without a `mean_span` it is a prefix language model: the decoder continues the text, the last share of `density` of
+    its tokens. `weight`: its default in `data.ul2_task_weights`.
     """
 
-    mean_span: int
     density: float
     weight: float
-    has_spans: ClassVar[bool] = True
+    mean_span: int | None = None
+
+    @property
+    def has_spans(self) -> bool:
+        """False for a prefix language model."""
+        return self.mean_span is not None
 
     def lengths(self, raw_tokens: int) -> DenoisedLengths:
-        """The lengths that `raw_tokens` (>= 2) become; see `denoised_lengths`."""
-        noise = _noise_tokens(raw_tokens, self.density)
+        """The lengths that `raw_tokens` (>= 2) become. They are fixed: no random draw changes them.
+
+        Each side keeps at least one token. Halves round to even, as in T5's and Hugging Face's code.
+        """
+        noise = min(max(round(raw_tokens * self.density), 1), raw_tokens - 1)
+        if self.mean_span is None:
+            return DenoisedLengths(raw_tokens - noise, noise + 1, noise, 0)
         # A kept segment is at least one token: more spans than that cannot be told apart.
         spans = min(max(round(noise / self.mean_span), 1), raw_tokens - noise)
         return DenoisedLengths(raw_tokens - noise + spans, noise + spans + 1, noise, spans)
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixLM:
-    """Lets the decoder continue the text: the last share of `density` of its tokens. `weight` as above."""
-
-    density: float
-    weight: float
-    has_spans: ClassVar[bool] = False
-
-    def lengths(self, raw_tokens: int) -> DenoisedLengths:
-        """The lengths that `raw_tokens` (>= 2) become; see `denoised_lengths`."""
-        suffix = _noise_tokens(raw_tokens, self.density)
-        return DenoisedLengths(raw_tokens - suffix, suffix + 1, suffix, 0)
-
-
-DENOISERS: dict[str, SpanCorruption | PrefixLM] = {
-    "R1": SpanCorruption(mean_span=3, density=0.15, weight=1),
-    "R2": SpanCorruption(mean_span=12, density=0.50, weight=1),
-    "X1": SpanCorruption(mean_span=32, density=0.15, weight=1),
-    "X2": SpanCorruption(mean_span=32, density=0.50, weight=1),
-    "S": PrefixLM(density=0.75, weight=4),
+DENOISERS = {
+    "R1": Denoiser(mean_span=3, density=0.15, weight=1),
+    "R2": Denoiser(mean_span=12, density=0.50, weight=1),
+    "X1": Denoiser(mean_span=32, density=0.15, weight=1),
+    "X2": Denoiser(mean_span=32, density=0.50, weight=1),
+    "S": Denoiser(density=0.75, weight=4),
 }
 """The rows by name, in the order of `data.ul2_task_weights`, of mode tokens and of all sums by denoiser. New rows go to
 the end: checkpoints and exported models hold such lists."""
-
-
-def denoised_lengths(raw_tokens: int, denoiser: str) -> DenoisedLengths:
-    """The lengths that `raw_tokens` (>= 2) become. They are fixed: no random draw changes them.
-
-    Halves round to even, as in T5's and Hugging Face's code.
-    """
-    return DENOISERS[denoiser].lengths(raw_tokens)
-
-
-def _noise_tokens(raw_tokens: int, density: float) -> int:
-    """Tokens that move to the decoder; each side keeps at least one."""
-    return min(max(round(raw_tokens * density), 1), raw_tokens - 1)

@@ -14,7 +14,7 @@ class SourceKind:
     """The reader of the data sets of one kind.
 
     `reader`: the dotted name of a class or function that returns a source. `needs`: the keyword arguments that it is
-    called with, of those that `data.sources.open_sources` offers. `endings`: endings of such files other than the
+    called with, of those that `data.build.open_sources` offers. `endings`: endings of such files other than the
     kind's name, which are mistaken for it.
     """
 
@@ -31,9 +31,9 @@ class SourceKind:
 LOCAL_SOURCES: dict[str, SourceKind] = {
     "builtin": SourceKind("ds_encdec.data.builtin_corpus:BuiltinCorpus"),
     "random": SourceKind("ds_encdec.data.builtin_corpus:RandomIds", ("seed", "vocabulary")),
-    "text": SourceKind("ds_encdec.data.text_files:TextFiles", ("files",), ("txt",)),
-    "json": SourceKind("ds_encdec.data.text_files:JsonLines", ("files", "text_column"), ("jsonl", "ndjson")),
-    "csv": SourceKind("ds_encdec.data.text_files:CsvFiles", ("files", "text_column")),
+    "text": SourceKind("ds_encdec.data.local_files:TextFiles", ("files",), ("txt",)),
+    "json": SourceKind("ds_encdec.data.local_files:JsonLines", ("files", "text_column"), ("jsonl", "ndjson")),
+    "csv": SourceKind("ds_encdec.data.local_files:CsvFiles", ("files", "text_column")),
     "parquet": SourceKind("ds_encdec.data.tables:ParquetFiles", ("files", "text_column", "num_lanes")),
 }
 """The rows by the value of `data.dataset_name` that asks for it."""

@@ -18,9 +18,9 @@ import torch
 
 from ds_encdec.checkpoint.manager import CheckpointManager
 from ds_encdec.config.schema import FullConfig, TrainingConfig
+from ds_encdec.data.lane import WorkerKilledError
 from ds_encdec.data.loader import LaneLoader
 from ds_encdec.data.sources import check_bad_rows, sum_by_pass
-from ds_encdec.data.workers import WorkerKilledError
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.launch.host_collectives import HostCollectives, attempt
 from ds_encdec.launch.preemption import StopRequest

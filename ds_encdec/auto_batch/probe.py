@@ -151,7 +151,7 @@ def full_batch(config: FullConfig, micro_batch_size: int, vocab_size: int) -> Ba
     )
     denoiser = next(iter(DENOISERS))
     examples = [Example(*ids, denoiser, "") for ids in zip(encoder_ids, decoder_ids, strict=True)]
-    return collate(examples, budgets, decoder_start_id=0, pad_id=0)
+    return collate(examples, budgets, pad_id=0)
 
 
 def zero_weights(sizes: ModelSizes) -> WeightSource:

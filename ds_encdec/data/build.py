@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.schema import DataConfig, FullConfig
 from ds_encdec.data.budgets import token_budgets
 from ds_encdec.data.chunks import Chunker, TextTokenizer
-from ds_encdec.data.evaluation import cached_examples, find_examples, pack_examples
-from ds_encdec.data.fingerprint import digest, fingerprint, in_todays_form, numbered, require_same, source_facts
+from ds_encdec.data.evaluation import evaluation_examples, pack_examples
+from ds_encdec.data.fingerprint import fingerprint, in_todays_form, numbered, require_same, source_facts
+from ds_encdec.data.inspect import require_one_step, sample_statistics
 from ds_encdec.data.lane import LanePipeline
-from ds_encdec.data.loader import LaneLoader, pinned
-from ds_encdec.data.sample_statistics import require_one_step, sample_statistics
-from ds_encdec.data.sources import open_sources
+from ds_encdec.data.loader import LaneLoader
+from ds_encdec.data.local_files import expand_files
+from ds_encdec.data.sources import AnySource, OpenSource, held_out_below, hub_name, source_entries
 from ds_encdec.data.tables import resolve_commits
-from ds_encdec.types import Batch, Example
+from ds_encdec.engines import load
+from ds_encdec.source_kinds import HUB, LOCAL_SOURCES
+from ds_encdec.types import Batch, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -104,27 +107,42 @@ def build_data(
     facts = fingerprint(config, pipeline)
     if saved is not None and not accept_other_data:
         require_same(saved["fingerprint"], facts)
-    loader = LaneLoader(
-        pipeline,
-        rank=rank,
-        world_size=world_size,
-        num_workers=data.preprocessing_num_workers,
-        pin_memory=pin_memory,
-    )
-    eval_budgets = token_budgets(data, training.per_device_eval_batch_size, ratio)
-
-    @cache
-    def eval_examples() -> Sequence[Example]:
-        if evaluation_cache is None:
-            return find_examples(pipeline, training.eval_samples)
-        name = f"examples-{digest([facts, training.eval_samples])}.npz"  # after all that they depend on
-        return cached_examples(evaluation_cache / name, pipeline, training.eval_samples)
+    workers = data.preprocessing_num_workers
+    loader = LaneLoader(pipeline, rank=rank, world_size=world_size, num_workers=workers, pin_memory=pin_memory)
+    eval_examples = cache(partial(evaluation_examples, pipeline, training.eval_samples, facts, evaluation_cache))
+    if evaluation_cache and training.eval_samples:
+        eval_examples()
 
     @cache
     def eval_batches() -> Sequence[Batch]:
-        batches = pack_examples(eval_examples(), pipeline, eval_budgets, rank=rank, world_size=world_size)
-        return [pinned(batch) for batch in batches] if pin_memory else batches
+        budgets = token_budgets(data, training.per_device_eval_batch_size, ratio)
+        return pack_examples(eval_examples(), pipeline, budgets, rank, world_size, pin_memory)
 
-    if evaluation_cache and training.eval_samples:
-        eval_examples()
     return TrainingData(loader, eval_batches, pipeline, facts, ratio, commits)
+
+
+def open_sources(
+    data: DataConfig, seed: int, vocabulary: Vocabulary, num_lanes: int, commits: Mapping[str, str]
+) -> tuple[OpenSource, ...]:
+    """Open what `data` names, data sets of the hub at `commits` (see `resolve_commits`). Raises DataError."""
+    opened = []
+    for number, named in enumerate(source_entries(data)):
+        entry = named.model_copy(update={"dataset_revision": commits.get(hub_name(named), named.dataset_revision)})
+        kind = LOCAL_SOURCES.get(entry.dataset_name, HUB)
+        if kind.reads_files and not entry.data_files:
+            raise DataError(
+                f"data.dataset_name={entry.dataset_name} reads local files: name them in data.data_files "
+                "(paths or glob patterns)"
+            )
+        offered = {
+            "entry": entry,
+            "text_column": entry.text_column,
+            "seed": seed,
+            "vocabulary": vocabulary,
+            "num_lanes": num_lanes,
+            "streaming": data.streaming,
+            "files": expand_files(entry.data_files or ()) if kind.reads_files else (),
+        }
+        source: AnySource = load(kind.reader)(**{name: offered[name] for name in kind.needs})
+        opened.append(OpenSource(source, entry.weight, held_out_below(source, data.eval_fraction), number))
+    return tuple(opened)

@@ -101,11 +101,15 @@ def _read_from(sources: Iterable[Path]) -> Iterator[bytes]:
 def _read_documents(library: Path, sources: Iterable[Path]) -> list[tuple[str, str]]:
     """Keys and texts."""
     topics: dict[str, str] = import_module("pydoc_data.topics").topics
-    documents = [(f"builtin/topics/{name}", topics[name]) for name in sorted(topics)]
+    documents = [(f"topics/{name}", topics[name]) for name in sorted(topics)]
     for path in sources:
-        module = ".".join(path.relative_to(library).with_suffix("").parts)
-        documents += ((f"builtin/{key}", text) for key, text in _docstrings(module, path.read_bytes()))
-    return [(key, text) for key, text in documents if len(text) >= MIN_CHARACTERS]
+        if b'"""' in (source := path.read_bytes()):
+            module, tree = ".".join(path.relative_to(library).with_suffix("").parts), ast.parse(source)
+            documents.append((module, _joined(tree)))
+            documents += (
+                (f"{module}.{node.name}", _joined(node)) for node in tree.body if isinstance(node, ast.ClassDef)
+            )
+    return [(f"builtin/{key}", text) for key, text in documents if len(text) >= MIN_CHARACTERS]
 
 
 def _source_files(folder: Path) -> Iterator[Path]:
@@ -117,19 +121,11 @@ def _source_files(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _docstrings(module: str, source: bytes) -> Iterator[tuple[str, str]]:
-    if b'"""' not in source:
-        return
-    tree = ast.parse(source)
-    yield module, _joined(tree)
-    yield from ((f"{module}.{node.name}", _joined(node)) for node in tree.body if isinstance(node, ast.ClassDef))
-
-
 def _joined(owner: ast.Module | ast.ClassDef) -> str:
     """The docstrings of a module or class and of its functions."""
-    parts = [ast.get_docstring(owner) or ""]
+    parts = [ast.get_docstring(owner)]
     for member in owner.body:
         if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef) and (text := ast.get_docstring(member)):
             arguments = ", ".join(argument.arg for argument in member.args.args)
             parts.append(f"{member.name}({arguments})\n{text}")
-    return "\n\n".join(part for part in parts if part)
+    return "\n\n".join(filter(None, parts))

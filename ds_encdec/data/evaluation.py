@@ -16,6 +16,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from ds_encdec.data.budgets import Budgets
+from ds_encdec.data.fingerprint import Facts, digest
 from ds_encdec.data.lane import LanePipeline
 from ds_encdec.data.loader import collate
 from ds_encdec.data.packing import Packer, Waiting
@@ -26,34 +27,34 @@ from ds_encdec.types import DENOISERS, Batch, DataError, Example
 _SEED = 0
 """Evaluation does not depend on the run's seed, so that runs can be compared."""
 
-_NAMES = list(DENOISERS)
-
 logger = logging.getLogger(__name__)
 
 
-def cached_examples(cache_file: Path, pipeline: LanePipeline, num_examples: int) -> list[Example]:
-    """The examples in `cache_file`; if it is missing, those that `find_examples` finds, which are then kept in it."""
-    if cache_file.exists():
-        return _read_examples(cache_file)
-    logger.info("building the evaluation set (cached in %s)", cache_file)
-    examples = find_examples(pipeline, num_examples)
-    _write_examples(cache_file, examples)
-    return examples
+def evaluation_examples(
+    pipeline: LanePipeline, num_examples: int, facts: Facts, cache_folder: Path | None
+) -> list[Example]:
+    """The first `num_examples` held-out examples, or all if there are fewer. Raises DataError if there is none.
 
-
-def find_examples(pipeline: LanePipeline, num_examples: int) -> list[Example]:
-    """The first `num_examples` held-out examples, or all if there are fewer. Raises DataError if there is none."""
+    They are kept in `cache_folder`, or read from it if they are there, by the name of all that they depend on.
+    """
+    kept = cache_folder and cache_folder / f"examples-{digest([facts, num_examples])}.npz"
+    if kept and kept.exists():
+        return _read_examples(kept)
+    if kept:
+        logger.info("building the evaluation set (cached in %s)", kept)
     examples = list(islice(held_out_examples(pipeline), num_examples))
     if not examples:
         raise DataError(
             "no document is held out for evaluation: raise data.eval_fraction, add documents (two at least), or turn "
             "evaluation off with training.eval_samples=0"
         )
+    if kept:
+        _write_examples(kept, examples)
     return examples
 
 
 def pack_examples(
-    examples: Sequence[Example], pipeline: LanePipeline, budgets: Budgets, *, rank: int, world_size: int
+    examples: Sequence[Example], pipeline: LanePipeline, budgets: Budgets, rank: int, world_size: int, pin_memory: bool
 ) -> list[Batch]:
     """Rank `rank`'s part of `examples`.
 
@@ -65,13 +66,9 @@ def pack_examples(
     )
     arrivals = iter([Waiting(example, len(example.encoder_ids), len(example.decoder_ids)) for example in examples])
     packed: list[list[Example]] = list(iter(lambda: packer.pack(arrivals), []))
-    rounds = -(-len(packed) // world_size)
-    packed += [[]] * (rounds * world_size - len(packed))
-    vocabulary = pipeline.chunker.vocabulary
-    return [
-        collate(batch, budgets, decoder_start_id=vocabulary.decoder_start_id, pad_id=vocabulary.pad_id)
-        for batch in packed[rank::world_size]
-    ]
+    packed += [[]] * (-len(packed) % world_size)
+    pad_id = pipeline.chunker.vocabulary.pad_id
+    return [collate(batch, budgets, pad_id, pin_memory=pin_memory) for batch in packed[rank::world_size]]
 
 
 def held_out_examples(pipeline: LanePipeline) -> Iterator[Example]:
@@ -105,6 +102,7 @@ def _by_weight(sources: Sequence[OpenSource]) -> Iterator[Row]:
 def _write_examples(path: Path, examples: Sequence[Example]) -> None:
     """Write one .npz file of flat ids, lengths, denoisers and document keys. It appears complete, or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    names = list(DENOISERS)
     with atomic_file(path) as file:
         np.savez(
             file,
@@ -112,7 +110,7 @@ def _write_examples(path: Path, examples: Sequence[Example]) -> None:
             encoder_lengths=np.array([len(example.encoder_ids) for example in examples]),
             decoder_ids=np.concatenate([example.decoder_ids for example in examples]),
             decoder_lengths=np.array([len(example.decoder_ids) for example in examples]),
-            denoisers=np.array([_NAMES.index(example.denoiser) for example in examples]),
+            denoisers=np.array([names.index(example.denoiser) for example in examples]),
             documents=np.array([example.document for example in examples]),
         )
 
@@ -127,5 +125,5 @@ def _read_examples(path: Path) -> list[Example]:
     encoder_ids, decoder_ids = (
         np.split(arrays[f"{side}_ids"], np.cumsum(arrays[f"{side}_lengths"])[:-1]) for side in ("encoder", "decoder")
     )
-    denoisers = [_NAMES[number] for number in arrays["denoisers"]]
+    denoisers = np.array(list(DENOISERS))[arrays["denoisers"]].tolist()
     return list(map(Example, encoder_ids, decoder_ids, denoisers, arrays["documents"].tolist()))

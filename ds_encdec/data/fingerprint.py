@@ -17,8 +17,7 @@ from typing import Any
 
 from ds_encdec.config.schema import FullConfig, Mark, marked
 from ds_encdec.data.lane import LanePipeline
-from ds_encdec.data.readers import source_positions
-from ds_encdec.data.sources import OpenSource
+from ds_encdec.data.sources import OpenSource, source_positions
 from ds_encdec.types import CheckpointError, Document
 
 Facts = dict[str, Any]
@@ -85,23 +84,24 @@ def usable_records(records: list[dict[str, Any]], saved: Facts, now: Facts) -> l
     saved = in_todays_form(saved, now["sources"])
     if saved == now:
         return records
-    found = _fates(saved, now)
-    kept = {fate.number for fate in found if fate.kept}
+    fates = _fates(saved, now)
+    kept = {fate.number for fate in fates if fate.kept}
     cut_alike = all(saved.get(name) == now[name] for name in now if name not in _CHOICE_FACTS)
-    same = {fate.number for fate in found if fate.same and cut_alike}
-    return [_usable(record, kept, same) for record in records] if kept else []
-
-
-def _usable(record: dict[str, Any], kept: set[int], same: set[int]) -> dict[str, Any]:
-    """`record` with the places in the sources `kept`, and what waits from the sources `same`."""
-    positions = {str(number): one for number, one in source_positions(record["reader"]).items() if number in kept}
-    chunk = record["next_chunk"]
-    return {
-        **record,
-        "reader": {**record["reader"], "sources": positions},
-        "next_chunk": chunk if chunk and chunk[0][0] in same else None,
-        "waiting": [entry for entry in record["waiting"] if entry[0][0] in same],
-    }
+    same = {fate.number for fate in fates if fate.same and cut_alike}
+    return [
+        {
+            **record,
+            "reader": {
+                **record["reader"],
+                "sources": {
+                    str(number): one for number, one in source_positions(record["reader"]).items() if number in kept
+                },
+            },
+            "next_chunk": record["next_chunk"] if (record["next_chunk"] or [[None]])[0][0] in same else None,
+            "waiting": [entry for entry in record["waiting"] if entry[0][0] in same],
+        }
+        for record in (records if kept else [])
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +122,10 @@ def digest(value: Any) -> str:
 
 def source_facts(sources: Iterable[OpenSource]) -> list[Facts]:
     """The facts of each source."""
-    facts = [{"number": opened.number, "size": opened.size, **opened.source.identity} for opened in sources]
-    return json.loads(json.dumps(facts))
+    return [
+        {"number": opened.number, "size": opened.size, **json.loads(json.dumps(opened.source.identity))}
+        for opened in sources
+    ]
 
 
 def in_todays_form(saved: Facts, now: Sequence[Facts]) -> Facts:
@@ -134,22 +136,22 @@ def in_todays_form(saved: Facts, now: Sequence[Facts]) -> Facts:
     if "mixture weights" in saved:
         return saved
     sizes = {digest(_identity(facts)): facts["size"] for facts in now}
-    weights = {str(number): facts["weight"] for number, facts in enumerate(saved["sources"])}
-    sources = [
-        {"number": number, "size": sizes.get(digest(_identity(facts))), **_identity(facts)}
-        for number, facts in enumerate(saved["sources"])
-    ]
-    return {**saved, "sources": sources, "mixture weights": weights}
+    return {
+        **saved,
+        "sources": [
+            {"number": number, "size": sizes.get(digest(_identity(facts))), **_identity(facts)}
+            for number, facts in enumerate(saved["sources"])
+        ],
+        "mixture weights": {str(number): facts["weight"] for number, facts in enumerate(saved["sources"])},
+    }
 
 
 def numbered(sources: Sequence[OpenSource], saved: Sequence[Facts]) -> tuple[OpenSource, ...]:
     """`sources` with the numbers that the same ones have in `saved`; others get numbers that none of those has."""
     unused = count(max(facts["number"] for facts in saved) + 1)
-    pairs = zip(sources, _pairs(saved, source_facts(sources)), strict=True)
-    return tuple(
-        dataclasses.replace(opened, number=earlier["number"] if earlier else next(unused))
-        for opened, (_, earlier) in pairs
-    )
+    pairs = _pairs(saved, source_facts(sources))
+    numbers = (earlier["number"] if earlier else next(unused) for _, earlier in pairs)
+    return tuple(dataclasses.replace(opened, number=number) for opened, number in zip(sources, numbers, strict=True))
 
 
 def _fates(saved: Facts, now: Facts) -> list[Fate]:
@@ -194,8 +196,9 @@ def _identity(facts: Facts) -> Facts:
 
 
 def _names(facts: Facts) -> Facts:
-    names = {name: value for name, value in facts.items() if name not in _CONTENT}
-    return {**names, "files": sorted(facts.get("files", ()))}
+    return {name: value for name, value in facts.items() if name not in _CONTENT} | {
+        "files": sorted(facts.get("files", ()))
+    }
 
 
 def _words(facts: Facts) -> str:

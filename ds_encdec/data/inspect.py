@@ -1,83 +1,170 @@
-"""Showing the examples that a run will see, with fill, length and denoiser statistics."""
+"""Looking at the data: how much there is, its split between the sides, and a run's examples."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ds_encdec.data.build import TrainingData
-from ds_encdec.data.lane import Lane
-from ds_encdec.types import DENOISERS, Example
+from ds_encdec.data.budgets import Budgets
+from ds_encdec.data.chunks import MIN_RAW_TOKENS, Chunker, Tokenize
+from ds_encdec.data.lane import Lane, LanePipeline
+from ds_encdec.data.randomness import keyed_generator
+from ds_encdec.data.sources import OpenSource, StreamSource, sample_documents
+from ds_encdec.types import DENOISERS, DataError, Example
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+_SIDES = ("encoder", "decoder")
 
-def inspect_data(data: TrainingData, tokenizer: PreTrainedTokenizerFast, *, num_examples: int, as_json: bool) -> str:
+SAMPLE_DOCUMENTS = 256
+"""Documents looked at, over all sources."""
+
+_REPETITIONS = 32
+"""Times each sampled length is cut up, so that the ratio carries hardly any noise of the denoisers' draw."""
+
+_MAX_CUT_TOKENS = 1 << 24
+"""Tokens cut up in all, where that is less: so many carry little noise, and a document of 10 MB must not take a minute.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleStatistics:
+    """Facts about the training documents, from a sample of them.
+
+    `ratio`: encoder tokens per decoder token after denoising. `documents` and `tokens`: in the whole training
+    split, before denoising (tokens extrapolated from the sample); infinite where a stream is longer than the sample.
+    """
+
+    ratio: float
+    documents: float
+    tokens: float
+
+
+def sample_statistics(
+    sources: Sequence[OpenSource], tokenize: Tokenize, chunker: Chunker, bad_row_limit: int = 0
+) -> SampleStatistics:
+    """Sample the sources in proportion to their weights. Raises DataError when there is no text at all.
+
+    Of each source up to `bad_row_limit` rows that cannot be read are passed over.
+    """
+    total_weight = sum(opened.weight for opened in sources)
+    all_lengths: list[int] = []
+    documents = tokens = 0.0
+    for opened in sources:
+        count = max(16, round(SAMPLE_DOCUMENTS * opened.weight / total_weight))
+        read = list(sample_documents(opened.source, count + 1, bad_row_limit))
+        lengths = [len(tokenize(document)) for document in read[:count] if not opened.holds_out(document.key)]
+        there: float = len(lengths)
+        if len(read) > count:
+            is_stream = isinstance(opened.source, StreamSource)
+            there = math.inf if is_stream else round(opened.size * (1 - opened.held_out_below))
+        all_lengths += lengths
+        documents += there
+        tokens += math.inf if there == math.inf else there * sum(lengths) / max(1, len(lengths))
+    usable = [length for length in all_lengths if length >= MIN_RAW_TOKENS]
+    if not usable:
+        raise DataError(
+            f"the data set is empty: none of {len(all_lengths)} documents looked at has text to train on. Check "
+            "data.data_files and data.text_column"
+        )
+    return SampleStatistics(documents_ratio(usable, chunker), documents, tokens)
+
+
+def require_one_step(found: SampleStatistics, num_lanes: int, budgets: Budgets) -> None:
+    """Raise DataError when the training split is smaller than what one optimizer step consumes."""
+    if found.documents < num_lanes:
+        raise DataError(
+            f"{found.documents:,.0f} documents to train on are too few for {num_lanes} lanes: each lane (a micro-batch "
+            f"of every optimizer step) reads documents of its own. Set data.num_lanes={max(1, found.documents):.0f} or "
+            "less, give more files or lines, or cut long ones"
+        )
+    per_batch = budgets.encoder_tokens + budgets.decoder_tokens
+    if found.tokens < num_lanes * per_batch:
+        raise DataError(
+            f"the corpus is shorter than one batch: about {found.tokens:,.0f} tokens in {found.documents:,.0f} "
+            f"documents to train on, but one optimizer step of {num_lanes} micro-batches x {per_batch:,} tokens needs "
+            f"{num_lanes * per_batch:,} tokens. Add data, or lower training.per_device_train_batch_size, "
+            "training.gradient_accumulation_steps (or data.num_lanes), or the maximum lengths"
+        )
+
+
+def documents_ratio(lengths: Sequence[int], chunker: Chunker) -> float:
+    """Encoder tokens per decoder token that documents of these `lengths` (in tokens) yield after denoising."""
+    draw = keyed_generator(chunker.seed, "survey").random
+    encoder_tokens = decoder_tokens = 0
+    repetitions = min(_REPETITIONS, max(1, _MAX_CUT_TOKENS // sum(lengths)))
+    for remaining in np.tile(lengths, repetitions).tolist():
+        while remaining >= MIN_RAW_TOKENS:
+            denoiser, length = chunker.draw_chunk(remaining, draw())
+            remaining -= length
+            encoder, decoder = chunker.example_lengths(length, denoiser, document_ends=remaining == 0)
+            encoder_tokens += encoder
+            decoder_tokens += decoder
+    return encoder_tokens / decoder_tokens
+
+
+def inspect_data(
+    pipeline: LanePipeline, tokenizer: PreTrainedTokenizerFast, *, num_examples: int, as_json: bool
+) -> str:
     """The first `num_examples` examples of the run, in the order of its lanes, as text or as JSON.
 
     Statistics are over the micro-batches that were made for them. Lanes are read one after the other, and only as many
     as are needed. Raises DataError.
     """
-    lane = cache(partial(Lane, data.pipeline))
+    lane = cache(partial(Lane, pipeline))
     made: list[Example] = []
     batches = 0
     while not batches or len(made) < num_examples:
-        made += next(lane(batches % data.pipeline.num_lanes))
+        made += next(lane(batches % pipeline.num_lanes))
         batches += 1
-    statistics, examples = _statistics(data, batches, made), made[:num_examples]
+    statistics, examples = _statistics(pipeline, batches, made), made[:num_examples]
     if as_json:
         fields = ("document", "denoiser", "encoder_ids", "decoder_ids")
         rows = [{name: getattr(example, name) for name in fields} for example in examples]
         return json.dumps({"examples": rows, "statistics": statistics}, ensure_ascii=False, default=np.ndarray.tolist)
-    shown = [_as_text(number, example, tokenizer) for number, example in enumerate(examples, start=1)]
-    return "\n".join([*shown, *_statistics_lines(statistics)])
+    lines = []
+    for number, example in enumerate(examples, start=1):
+        lines.append(f"── example {number} · {example.denoiser} · {example.document}")
+        for side in _SIDES:
+            ids = getattr(example, f"{side}_ids").tolist()
+            text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            lines += [f"{side}, {len(ids)} tokens: {text}", f"{side} ids: {ids}"]
+        lines.append("")
+    lines.append(f"── {statistics['examples']} examples in {statistics['micro_batches']} micro-batches")
+    lines += (
+        f"{side}: {statistics[f'{side}_fill']:.1%} of {statistics[f'{side}_budget_tokens']} tokens filled; lengths "
+        "{min} to {max}, median {median:.0f}, mean {mean:.0f}".format(**statistics[f"{side}_tokens"])
+        for side in _SIDES
+    )
+    counts = ", ".join(f"{name} {count}" for name, count in statistics["denoisers"].items())
+    return "\n".join([*lines, f"denoisers: {counts}"])
 
 
-def _statistics(data: TrainingData, batches: int, examples: Sequence[Example]) -> dict[str, Any]:
-    encoder_tokens = np.array([len(example.encoder_ids) for example in examples])
-    decoder_tokens = np.array([len(example.decoder_ids) for example in examples])
-    budgets = data.pipeline.budgets
+def _statistics(pipeline: LanePipeline, batches: int, examples: Sequence[Example]) -> dict[str, Any]:
+    lengths = {side: np.array([len(getattr(example, f"{side}_ids")) for example in examples]) for side in _SIDES}
+    budgets = {f"{side}_budget_tokens": getattr(pipeline.budgets, f"{side}_tokens") for side in _SIDES}
     return {
         "micro_batches": batches,
         "examples": len(examples),
-        "encoder_budget_tokens": budgets.encoder_tokens,
-        "decoder_budget_tokens": budgets.decoder_tokens,
-        "encoder_fill": float(encoder_tokens.sum() / (batches * budgets.encoder_tokens)),
-        "decoder_fill": float(decoder_tokens.sum() / (batches * budgets.decoder_tokens)),
-        "encoder_tokens": _distribution(encoder_tokens),
-        "decoder_tokens": _distribution(decoder_tokens),
+        **budgets,
+        **{
+            f"{side}_fill": float(lengths[side].sum() / (batches * budgets[f"{side}_budget_tokens"])) for side in _SIDES
+        },
+        **{
+            f"{side}_tokens": {
+                "min": int(tokens.min()),
+                "median": float(np.median(tokens)),
+                "mean": float(tokens.mean()),
+                "max": int(tokens.max()),
+            }
+            for side, tokens in lengths.items()
+        },
         "denoisers": {name: sum(example.denoiser == name for example in examples) for name in DENOISERS},
     }
-
-
-def _distribution(lengths: np.ndarray) -> dict[str, float]:
-    return {
-        "min": int(lengths.min()),
-        "median": float(np.median(lengths)),
-        "mean": float(lengths.mean()),
-        "max": int(lengths.max()),
-    }
-
-
-def _as_text(number: int, example: Example, tokenizer: PreTrainedTokenizerFast) -> str:
-    lines = [f"── example {number} · {example.denoiser} · {example.document}"]
-    for side, ids in (("encoder", example.encoder_ids), ("decoder", example.decoder_ids)):
-        text = tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        lines += [f"{side}, {len(ids)} tokens: {text}", f"{side} ids: {ids.tolist()}"]
-    return "\n".join(lines) + "\n"
-
-
-def _statistics_lines(statistics: dict[str, Any]) -> list[str]:
-    sides = [
-        f"{side}: {statistics[f'{side}_fill']:.1%} of {statistics[f'{side}_budget_tokens']} tokens filled; lengths "
-        "{min} to {max}, median {median:.0f}, mean {mean:.0f}".format(**statistics[f"{side}_tokens"])
-        for side in ("encoder", "decoder")
-    ]
-    counts = ", ".join(f"{name} {count}" for name, count in statistics["denoisers"].items())
-    title = f"── {statistics['examples']} examples in {statistics['micro_batches']} micro-batches"
-    return [title, *sides, f"denoisers: {counts}"]

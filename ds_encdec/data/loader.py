@@ -1,6 +1,6 @@
 """The data pipeline of a rank, from documents to the micro-batches of one optimizer step.
 
-1. read      readers.py     a document of the lane's share      keeps: epoch and position in each source
+1. read      sources.py     a document of the lane's share      keeps: epoch and position in each source
 2. tokenize  chunks.py      its token ids                       keeps: nothing
 3. denoise   chunks.py      one chunk as an Example             keeps: the next chunk of the open document
 4. pack      packing.py     Examples that fill a micro-batch    keeps: references of what waits, and for how long
@@ -9,7 +9,7 @@
 An optimizer step consumes one micro-batch of each of `num_lanes` lanes. Rank r of W serves lanes r, r + W, ...;
 steps 1 to 4 of a lane depend on nothing but the seed, the configuration and the data (`lane.py`), so a step holds
 the same examples for every W and every number of workers. Worker processes run steps 1 to 4 ahead
-(`workers.py`); each micro-batch comes with its lane's record, so the saved state is that of the micro-batches handed
+(`lane.py`); each micro-batch comes with its lane's record, so the saved state is that of the micro-batches handed
 out, however far ahead the workers are.
 """
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,14 +27,13 @@ from torch import Tensor
 
 from ds_encdec.config.shares import per_rank
 from ds_encdec.data.budgets import Budgets
-from ds_encdec.data.lane import LanePipeline
+from ds_encdec.data.lane import LanePipeline, WorkerLanes
 from ds_encdec.data.sources import bad_rows_of, sum_by_pass
-from ds_encdec.data.workers import WorkerLanes
 from ds_encdec.types import DENOISERS, IGNORE_INDEX, Batch, CheckpointError, Example
 
 
 class LaneLoader:
-    """Endless iterator over optimizer steps: each is this rank's micro-batches, in the order of its lanes."""
+    """Optimizer steps without end, each by `next`: this rank's micro-batches, in the order of its lanes."""
 
     def __init__(
         self, pipeline: LanePipeline, *, rank: int, world_size: int, num_workers: int, pin_memory: bool = False
@@ -51,9 +51,6 @@ class LaneLoader:
         self._records_before = self._records
         self._running: WorkerLanes | None = None
 
-    def __iter__(self) -> LaneLoader:
-        return self
-
     def __next__(self) -> list[Batch]:
         """The micro-batches of the next step. Raises DataError, also for what went wrong in a worker."""
         if self._running is None:
@@ -61,20 +58,10 @@ class LaneLoader:
             atexit.register(self.close)
             self._running = WorkerLanes(self._pipeline, self.lanes, self._records, self._num_workers)
         self._records_before = self._records
-        batches = []
-        records = {}
-        for lane in self.lanes:
-            examples, records[lane] = self._running.take(lane)
-            vocabulary = self._pipeline.chunker.vocabulary
-            batch = collate(
-                examples,
-                self._pipeline.budgets,
-                decoder_start_id=vocabulary.decoder_start_id,
-                pad_id=vocabulary.pad_id,
-            )
-            batches.append(pinned(batch) if self._pin_memory else batch)
-        self._records = records
-        return batches
+        taken = [self._running.take(lane) for lane in self.lanes]
+        self._records = {lane: record for lane, (_, record) in zip(self.lanes, taken, strict=True)}
+        budgets, pad_id = self._pipeline.budgets, self._pipeline.chunker.vocabulary.pad_id
+        return [collate(examples, budgets, pad_id, pin_memory=self._pin_memory) for examples, _ in taken]
 
     def take_back(self) -> None:
         """The step asked for last, whether it was handed out or not, is not trained: the state is that before it."""
@@ -130,48 +117,44 @@ class LaneLoader:
             atexit.unregister(self.close)
 
 
-def collate(examples: Sequence[Example], budgets: Budgets, *, decoder_start_id: int, pad_id: int) -> Batch:
+def collate(examples: Sequence[Example], budgets: Budgets, pad_id: int, *, pin_memory: bool = False) -> Batch:
     """One micro-batch: examples concatenated, with boundaries, padded at the end to the budgets; see `Batch`.
 
-    The decoder's input is each target sequence shifted right behind `decoder_start_id`. No examples at all
-    give a batch without weight. Raises ValueError for examples that exceed the budgets.
+    The decoder's input is each target sequence shifted right behind `pad_id`, as in T5. No examples at all give a batch
+    without weight. `pin_memory`: the batch is in page-locked memory, from which copies to a GPU do not wait (needs
+    CUDA). Raises ValueError for examples that exceed the budgets.
     """
-    encoder_lengths = tuple(len(example.encoder_ids) for example in examples)
-    decoder_lengths = tuple(len(example.decoder_ids) for example in examples)
     if len(examples) > budgets.max_examples:
         raise ValueError(f"{len(examples)} examples in a micro-batch of at most {budgets.max_examples}")
-    targets = _padded([example.decoder_ids for example in examples], budgets.decoder_tokens, IGNORE_INDEX)
-    shifted = _padded(
-        [np.insert(example.decoder_ids[:-1], 0, decoder_start_id) for example in examples], len(targets), pad_id
-    )
+    encoder_lengths = tuple(len(example.encoder_ids) for example in examples)
+    decoder_lengths = tuple(len(example.decoder_ids) for example in examples)
+    encoder = partial(_padded, size=budgets.encoder_tokens)
+    decoder = partial(_padded, size=budgets.decoder_tokens)
     numbers = {name: number for number, name in enumerate(DENOISERS)}
-    denoisers = [np.full(len(example.decoder_ids), numbers[example.denoiser]) for example in examples]
-    return Batch(
-        encoder_ids=_padded([example.encoder_ids for example in examples], budgets.encoder_tokens, pad_id),
-        decoder_input_ids=shifted,
-        labels=targets,
-        encoder_positions=_padded([np.arange(n) for n in encoder_lengths], budgets.encoder_tokens, 0),
-        decoder_positions=_padded([np.arange(n) for n in decoder_lengths], budgets.decoder_tokens, 0),
+    batch = Batch(
+        encoder_ids=encoder([example.encoder_ids for example in examples], fill=pad_id),
+        decoder_input_ids=decoder(
+            [np.insert(example.decoder_ids[:-1], 0, pad_id) for example in examples], fill=pad_id
+        ),
+        labels=decoder([example.decoder_ids for example in examples], fill=IGNORE_INDEX),
+        encoder_positions=encoder([np.arange(length) for length in encoder_lengths]),
+        decoder_positions=decoder([np.arange(length) for length in decoder_lengths]),
         encoder_cu_seqlens=_boundaries(encoder_lengths, budgets.max_examples),
         decoder_cu_seqlens=_boundaries(decoder_lengths, budgets.max_examples),
-        denoiser_ids=_padded(denoisers, budgets.decoder_tokens, 0),
+        denoiser_ids=decoder([np.full(len(one.decoder_ids), numbers[one.denoiser]) for one in examples]),
         encoder_lengths=encoder_lengths,
         decoder_lengths=decoder_lengths,
         documents=tuple(example.document for example in examples),
     )
-
-
-def pinned(batch: Batch) -> Batch:
-    """`batch` in page-locked memory, from which copies to a GPU do not wait. Needs CUDA."""
+    if not pin_memory:
+        return batch
     tensors: dict[str, Any] = {
-        field.name: value.pin_memory()
-        for field in dataclasses.fields(batch)
-        if isinstance(value := getattr(batch, field.name), Tensor)
+        name: value.pin_memory() for name in Batch.__slots__ if isinstance(value := getattr(batch, name), Tensor)
     }
     return dataclasses.replace(batch, **tensors)
 
 
-def _padded(pieces: Sequence[np.ndarray], size: int, fill: int) -> Tensor:
+def _padded(pieces: Sequence[np.ndarray], size: int, fill: int = 0) -> Tensor:
     """`pieces` one behind the other, then `fill` up to `size`; int64 [size]."""
     joined = np.concatenate([np.empty(0, dtype=np.int64), *pieces])
     if len(joined) > size:
@@ -181,5 +164,4 @@ def _padded(pieces: Sequence[np.ndarray], size: int, fill: int) -> Tensor:
 
 def _boundaries(lengths: Sequence[int], max_examples: int) -> Tensor:
     """Cumulative lengths from 0, the last repeated; int32 [max_examples + 1]."""
-    padding = [0] * (max_examples - len(lengths))
-    return torch.from_numpy(np.cumsum([0, *lengths, *padding], dtype=np.int32))
+    return torch.from_numpy(np.cumsum([0, *lengths, *[0] * (max_examples - len(lengths))], dtype=np.int32))

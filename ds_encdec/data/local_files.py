@@ -1,8 +1,10 @@
-"""Local files as data: which ones a pattern names, their names, their digests, and plain copies.
+"""Local files as data: which ones a pattern names, their digests, plain copies of them, and the documents in them.
 
-Documents are named by their file's path below the files' common folder, so a data set keeps its order and its
-held-out split when it moves to another folder or machine. They are read by byte position, so a file that is compressed,
-or holds rows otherwise than line by line, is copied once on a machine to a plain file in the user's cache folder.
+Documents are byte ranges: of plain text, of JSON lines, and of what becomes lines (a JSON array, CSV). Each class says
+where documents start in a file and what their bytes mean; the rest is the same for all of them. A document is named by
+its file's path below the files' common folder, so a data set keeps its order and its held-out split when it moves to
+another folder or machine. A file that is compressed, or holds rows otherwise than line by line, is copied once on a
+machine to a plain file in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -24,12 +26,30 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from glob import glob
+from itertools import accumulate, chain
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
+import numpy as np
+
+from ds_encdec.data.sources import BadRow, Row, field_document
 from ds_encdec.launch.disk import atomic_file, cache_folder
 from ds_encdec.launch.run_folder import lock_file
-from ds_encdec.types import ConfigError, DataError
+from ds_encdec.types import ConfigError, DataError, Document
+
+TEXT_PIECE_BYTES = 1 << 16
+"""A larger text file is cut at blank lines into documents of at most this size, so that one long file can be
+shuffled, spread over lanes and held out in part."""
+
+_LONGEST_CHARACTER = 4
+"""Bytes of a character in UTF-8."""
+
+_SCAN_BYTES = 1 << 24
+INDEXED_BYTES = 1 << 20
+"""From this size on the index of a file's lines is kept; that of a smaller one is made anew in a millisecond."""
+
+MAX_NESTING = 200
+"""Levels of objects and lists in a line. How deep Python can read depends on its caller, which must decide nothing."""
 
 _DIGESTED_BYTES = 1 << 16
 
@@ -58,9 +78,7 @@ def expand_files(patterns: Sequence[str]) -> tuple[str, ...]:
 
 def short_names(files: Sequence[str]) -> list[str]:
     """Each file's path below the folder that all of them share."""
-    if len(files) < 2:
-        return [os.path.basename(path) for path in files]
-    folder = os.path.commonpath([os.path.dirname(path) for path in files])
+    folder = os.path.commonpath([os.path.dirname(path) for path in files] or [""])
     return [os.path.relpath(path, folder) for path in files]
 
 
@@ -92,30 +110,36 @@ def file_digest(path: str, digested_bytes: int = _DIGESTED_BYTES) -> str:
     return f"{size}-{content.hexdigest()}"
 
 
-def kept_file(source: str, kind: str, make: Callable[[str, IO[bytes]], None], *, checked_bytes: int) -> Path:
+def kept_file(source: str, kind: str, make: Callable[[str, IO[bytes]], None], checked_bytes: int = 1 << 16) -> str:
     """The file that `make(source, file)` writes, in the cache folder as `KIND-DIGEST`.
 
     It is made again when `source` has another path, size or modification time, or when it is damaged itself: its size
     and `checked_bytes` at either end are compared at every call. One process of a machine makes it while the others
-    wait, and it appears whole or not at all, with the permissions of `source`. Raises what `make` raises, and OSError
-    (RuntimeError without a home) where it cannot be kept.
+    wait, and it appears whole or not at all, with the permissions of `source`. Raises what `make` raises, and DataError
+    where it cannot be kept.
     """
-    status = os.stat(source)
-    made_from = f"{os.path.realpath(source)} {status.st_size} {status.st_mtime_ns}"
-    path = cache_folder() / f"{kind}-{hashlib.sha256(made_from.encode(errors='surrogateescape')).hexdigest()[:32]}"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{path}.sum", "a+") as record:
-        with suppress(ConfigError):  # without locks several may make it, each a file of its own
-            if lock_file(record, wait=True):
-                _remove_unfinished(path)
-        record.seek(0)
-        if not path.is_file() or record.read() != file_digest(str(path), checked_bytes):
-            logger.info("%s: preparing it for reading, once, in %s", source, path.parent)
-            with atomic_file(path, status.st_mode & 0o777 | 0o600) as file:
-                make(source, file)
-            record.truncate(0)
-            record.write(file_digest(str(path), checked_bytes))
-    return path
+    try:
+        status = os.stat(source)
+        made_from = f"{os.path.realpath(source)} {status.st_size} {status.st_mtime_ns}"
+        path = cache_folder() / f"{kind}-{hashlib.sha256(made_from.encode(errors='surrogateescape')).hexdigest()[:32]}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(f"{path}.sum", "a+") as record:
+            with suppress(ConfigError):  # without locks several may make it, each a file of its own
+                if lock_file(record, wait=True):
+                    _remove_unfinished(path)
+            record.seek(0)
+            if not path.is_file() or record.read() != file_digest(str(path), checked_bytes):
+                logger.info("%s: preparing it for reading, once, in %s", source, path.parent)
+                with atomic_file(path, status.st_mode & 0o777 | 0o600) as file:
+                    make(source, file)
+                record.truncate(0)
+                record.write(file_digest(str(path), checked_bytes))
+        return str(path)
+    except (OSError, RuntimeError) as error:
+        raise DataError(
+            f"{source}: a plain copy is needed to read it, and cannot be kept in the cache folder ({error}). Set "
+            "XDG_CACHE_HOME to a folder on a disk with room, or make plain files yourself"
+        ) from error
 
 
 def _remove_unfinished(path: Path) -> None:
@@ -156,30 +180,7 @@ def plain_file(path: str) -> str:
     found = next((what for pattern, what in _NOT_PLAIN if re.match(pattern, start, re.DOTALL)), None)
     if isinstance(found, str):
         raise DataError(f"{path}: {found}, or leave it out of data.data_files")
-    return plain_copy(path, "plain", partial(_unpack, found)) if found else path
-
-
-def lines_of_json(path: str) -> str:
-    """`path`, or where it holds one JSON array, a copy with an element a line. The array is read into memory whole."""
-    with local_errors(path), open(path, "rb") as file:
-        is_array = file.read(4096).lstrip()[:1] == b"["
-        file.seek(max(0, os.path.getsize(path) - 4096))
-        is_array = is_array and file.read().rstrip()[-1:] == b"]"
-    try:
-        return plain_copy(path, "rows", _write_array) if is_array else path
-    except (ValueError, RecursionError):
-        return path  # lines that are lists, or damaged: whoever reads the lines will say so
-
-
-def plain_copy(path: str, kind: str, make: Callable[[str, IO[bytes]], None]) -> str:
-    """The `kept_file` of `path`. Raises DataError where it cannot be kept."""
-    try:
-        return str(kept_file(path, kind, make, checked_bytes=1 << 16))
-    except (OSError, RuntimeError) as error:
-        raise DataError(
-            f"{path}: a plain copy is needed to read it, and cannot be kept in the cache folder ({error}). Set "
-            "XDG_CACHE_HOME to a folder on a disk with room, or make plain files yourself"
-        ) from error
+    return kept_file(path, "plain", partial(_unpack, found)) if found else path
 
 
 def _unpack(opener: Callable[[str], Any], path: str, out: IO[bytes]) -> None:
@@ -199,7 +200,7 @@ def _write_array(path: str, out: IO[bytes]) -> None:
         out.writelines(json.dumps(row).encode() + b"\n" for row in json.load(file))
 
 
-def write_csv(path: str, out: IO[bytes]) -> None:
+def _write_csv(path: str, out: IO[bytes]) -> None:
     """Write the rows of a CSV file as JSON objects, one a line; its first row names the columns. Raises DataError."""
     csv.field_size_limit(sys.maxsize)
     # Bytes that are no UTF-8 go into the copy as they are: the row that has them cannot be read, and no other.
@@ -207,7 +208,197 @@ def write_csv(path: str, out: IO[bytes]) -> None:
         try:
             for row in csv.DictReader(file, restkey=""):
                 fields = {name: value for name, value in row.items() if value is not None}
-                line = json.dumps(fields, ensure_ascii=False)
-                out.write(line.encode(errors="surrogateescape") + b"\n")
+                out.write(json.dumps(fields, ensure_ascii=False).encode(errors="surrogateescape") + b"\n")
         except csv.Error as error:
             raise DataError(f"{path}: not a CSV file ({error})") from error
+
+
+class _FileRanges:
+    """Documents that are byte ranges of local files, compressed ones included. A `MapSource`.
+
+    `plain`: for each of `files` the plain file with the same documents. `edges`: where the documents of a plain file
+    start, and the end of the last one; int64 [documents + 1]. Memory-mapped ones stay files when this is pickled.
+    """
+
+    def __init__(
+        self, files: Sequence[str], plain: Sequence[str], edges: Callable[[str], np.ndarray], **facts: str
+    ) -> None:
+        self._names = short_names(files)
+        self._plain = plain
+        self._edges = [edges(path) for path in plain]
+        self._first = [0, *accumulate(len(file_edges) - 1 for file_edges in self._edges)]
+        self.identity: dict[str, Any] = {**facts, "files": file_digests(files, self._names)}
+
+    def __len__(self) -> int:
+        return self._first[-1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        edges = [str(array.filename) if isinstance(array, np.memmap) else array for array in self._edges]
+        return {**self.__dict__, "_edges": edges}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        edges = [np.load(array, mmap_mode="r") if isinstance(array, str) else array for array in state["_edges"]]
+        self.__dict__.update(state, _edges=edges)
+
+    def key(self, index: int) -> str:
+        """`FILE:NUMBER`: the file's name below the files' common folder, and the document's number in it, from 0."""
+        file, row = self._locate(index)
+        return f"{self._names[file]}:{row}"
+
+    def document(self, index: int) -> Row:
+        """Document `index`, read from its file. Raises DataError where the file cannot be read."""
+        file, row = self._locate(index)
+        start, stop = (int(edge) for edge in self._edges[file][row : row + 2])
+        with local_errors(self._plain[file]), open(self._plain[file], "rb") as handle:
+            handle.seek(start)
+            content = handle.read(stop - start)
+        return self._parse(content, self.key(index), self._names[file], row)
+
+    def _locate(self, index: int) -> tuple[int, int]:
+        """The file's number, and the document's number in that file."""
+        file = int(np.searchsorted(self._first, index, side="right")) - 1
+        return file, index - self._first[file]
+
+    def _parse(self, content: bytes, key: str, name: str, row: int) -> Row:
+        """The document of the bytes of number `row` of the file `name`."""
+        raise NotImplementedError
+
+
+class TextFiles(_FileRanges):
+    """UTF-8 text files: a small one is a document, a larger one is cut into several.
+
+    Raises DataError for a binary file.
+    """
+
+    def __init__(self, files: Sequence[str]) -> None:
+        super().__init__(files, [plain_file(path) for path in files], _text_edges, kind="text")
+
+    def _parse(self, content: bytes, key: str, name: str, row: int) -> Row:
+        if b"\0" in content:
+            return BadRow(key, f"{key}: not text (a NUL character in this document)")
+        try:
+            return Document(key, content.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            return BadRow(
+                key,
+                f"{name}: not UTF-8 text ({error.reason}, document {row} of the file). Convert it, for example with "
+                "`iconv -f latin1 -t utf-8`, or leave it out of data.data_files",
+            )
+
+
+class JsonLines(_FileRanges):
+    """Files with one JSON object a line, or with one array, of which an element is a line then."""
+
+    kind: ClassVar = "json"
+    row_word: ClassVar = "line"
+    failure: ClassVar = "not a JSON line"
+
+    def __init__(self, files: Sequence[str], text_column: str) -> None:
+        self._text_column = text_column
+        lines = [self._as_lines(path) for path in files]
+        super().__init__(files, lines, _line_index, kind=self.kind, text_column=text_column)
+
+    def _as_lines(self, path: str) -> str:
+        if ".csv" in os.path.basename(path).lower():
+            raise DataError(f"{path}: a CSV file: set data.dataset_name=csv, or leave it out of data.data_files")
+        plain = plain_file(path)
+        with local_errors(plain), open(plain, "rb") as file:
+            ends = file.read(4096).lstrip()[:1]
+            file.seek(max(0, os.path.getsize(plain) - 4096))
+            ends += file.read().rstrip()[-1:]
+        try:  # of an array, which is read into memory whole, an element becomes a line
+            return kept_file(plain, "rows", _write_array) if ends == b"[]" else plain
+        except (ValueError, RecursionError):
+            return plain  # lines that are lists, or damaged: whoever reads the lines will say so
+
+    def _parse(self, content: bytes, key: str, name: str, row: int) -> Row:
+        if not content.strip():
+            return Document(key, "")
+        where = f"{name}, {self.row_word} {row + 1}"
+        try:
+            record = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            return BadRow(key, f"{where}: {self.failure} ({error})")
+        if content.count(b"[") + content.count(b"{") > MAX_NESTING and _is_deep(record):
+            return BadRow(key, f"{where}: {self.failure} (nested more than {MAX_NESTING} deep)")
+        if not isinstance(record, dict):
+            return BadRow(key, f"{where}: expected one JSON object a line, found {type(record).__name__}")
+        return field_document(key, record, self._text_column, where)
+
+
+class CsvFiles(JsonLines):
+    """CSV files: a row is a line, below that of the names."""
+
+    kind = "csv"
+    row_word = "row"
+    failure = "not UTF-8 text"
+
+    def _as_lines(self, path: str) -> str:
+        return kept_file(plain_file(path), "rows", _write_csv)
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_NESTING):
+        inner = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
+        level = list(chain.from_iterable(inner))
+    return any(isinstance(one, dict | list) for one in level)
+
+
+def _line_index(path: str) -> np.ndarray:
+    """The start of each line, and the file's end. A large file's index is kept, and memory-mapped."""
+    with local_errors(path):
+        is_large = os.path.getsize(path) >= INDEXED_BYTES
+    if is_large:
+        with suppress(DataError):  # no folder to keep it in
+            kept = kept_file(
+                path, "lines", lambda source, out: np.save(out, _line_edges(source)), checked_bytes=1 << 26
+            )
+            return np.load(kept, mmap_mode="r")
+    return _line_edges(path)
+
+
+def _line_edges(path: str) -> np.ndarray:
+    starts = [np.zeros(1, dtype=np.int64)]
+    position = 0
+    with local_errors(path), open(path, "rb") as file:
+        while block := file.read(_SCAN_BYTES):
+            starts.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n")) + position + 1)
+            position += len(block)
+    edges = np.concatenate(starts)
+    return edges if edges[-1] == position else np.append(edges, position)
+
+
+def _text_edges(path: str) -> np.ndarray:
+    """The start of each document of a text file, and the file's end."""
+    edges = [0]
+    with local_errors(path), open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if b"\0" in file.read(TEXT_PIECE_BYTES):
+            raise DataError(_binary(path, "NUL characters"))
+        while size - edges[-1] > TEXT_PIECE_BYTES:
+            file.seek(edges[-1])
+            block = file.read(TEXT_PIECE_BYTES)
+            if len(block) < TEXT_PIECE_BYTES:
+                raise DataError(f"{path}: became shorter while it was read. Start again when nobody writes to it")
+            length = _piece_length(block)
+            if not length:
+                raise DataError(_binary(path, f"neither lines nor UTF-8 characters near byte {edges[-1]}"))
+            edges.append(edges[-1] + length)
+    return np.array([*edges, size], dtype=np.int64)
+
+
+def _binary(path: str, sign: str) -> str:
+    return (
+        f"{path}: a binary file, or text in another encoding than UTF-8 ({sign}). Convert it, for example with "
+        "`iconv -f utf-16 -t utf-8`, or leave it out of data.data_files"
+    )
+
+
+def _piece_length(block: bytes) -> int:
+    """The place to cut: behind the last blank line, else the last line, else before the last character; 0: nowhere."""
+    for separator in (b"\n\n", b"\n"):
+        if (cut := block.rfind(separator)) >= 0:
+            return cut + len(separator)
+    starts = (len(block) - back for back in range(1, _LONGEST_CHARACTER + 1))
+    return next((cut for cut in starts if block[cut] & 0xC0 != 0x80), 0)  # no continuation byte

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -32,6 +32,19 @@ class Waiting(Generic[Item]):
     waited_batches: int = 0
 
 
+class _Plan(NamedTuple):
+    """The room left in the last batch if batches are filled strictly in order of arrival (next fit).
+
+    `turn`: that batch's number, counted from the next one. Next fit is monotone: taking examples away never makes a
+    later one leave later. So a plan stays a valid promise while the best-fit rule takes examples out of the middle.
+    """
+
+    turn: int
+    encoder_room: int
+    decoder_room: int
+    examples_room: int
+
+
 class Packer(Generic[Item]):
     """Fills micro-batches from a pool. What it does depends on the pool and on what arrives, nothing else."""
 
@@ -45,20 +58,26 @@ class Packer(Generic[Item]):
 
     def pack(self, arrivals: Iterator[Waiting[Item]]) -> list[Item]:
         """The next micro-batch. Takes what it needs from `arrivals`; empty once they and the pool are exhausted."""
-        drain = _Drain(self._budgets)
+        plan = _Plan(0, self._budgets.encoder_tokens, self._budgets.decoder_tokens, self._budgets.max_examples)
+        turns = []
         for entry in self.waiting:
-            drain.add(entry)
+            plan = self._planned(plan, entry)
+            turns.append(plan.turn)
         overdue = any(
             entry.waited_batches + 1 + turn > self._max_wait_batches
-            for entry, turn in zip(self.waiting, drain.turns, strict=True)
+            for entry, turn in zip(self.waiting, turns, strict=True)
         )
         chosen: list[Item] = []
         room = self._capacity.copy()
-        forced = drain.turns.count(0) if overdue else 0
+        forced = turns.count(0) if overdue else 0
         while len(chosen) < self._budgets.max_examples:
             best: int | None = 0
             if len(chosen) >= forced:
-                self._fill_pool(arrivals, drain)
+                while len(self.waiting) < self._pool_examples and plan.turn < self._max_wait_batches - 1:
+                    if (arrived := next(arrivals, None)) is None:
+                        break
+                    plan = self._planned(plan, arrived)
+                    self.waiting.append(arrived)
                 best = self._best_fit(room)
             if best is None:
                 break
@@ -68,12 +87,13 @@ class Packer(Generic[Item]):
         self.waiting = [replace(entry, waited_batches=entry.waited_batches + 1) for entry in self.waiting]
         return chosen
 
-    def _fill_pool(self, arrivals: Iterator[Waiting[Item]], drain: _Drain) -> None:
-        while len(self.waiting) < self._pool_examples and drain.turn < self._max_wait_batches - 1:
-            if (entry := next(arrivals, None)) is None:
-                return
-            drain.add(entry)
-            self.waiting.append(entry)
+    def _planned(self, plan: _Plan, entry: Waiting[Item]) -> _Plan:
+        """The plan with one more example behind the others."""
+        turn, encoder_room, decoder_room, examples_room = plan
+        if entry.encoder_tokens > encoder_room or entry.decoder_tokens > decoder_room or not examples_room:
+            turn, examples_room = turn + 1, self._budgets.max_examples
+            encoder_room, decoder_room = self._budgets.encoder_tokens, self._budgets.decoder_tokens
+        return _Plan(turn, encoder_room - entry.encoder_tokens, decoder_room - entry.decoder_tokens, examples_room - 1)
 
     def _best_fit(self, room: np.ndarray) -> int | None:
         """Which waiting example to take next, or None when none fits into `room`.
@@ -103,27 +123,3 @@ class Packer(Generic[Item]):
         share = np.maximum(encoder_left / self._capacity[0], decoder_left / self._capacity[1])
         share[(encoder_left < 0) | (decoder_left < 0)] = np.inf
         return share
-
-
-class _Drain:
-    """When each waiting example would leave if batches were filled strictly in order of arrival (next fit).
-
-    Next fit is monotone: taking examples away never makes a later one leave later. So a plan stays a valid
-    promise while the best-fit rule takes examples out of the middle.
-    """
-
-    def __init__(self, budgets: Budgets) -> None:
-        self._budgets = self._room = (budgets.encoder_tokens, budgets.decoder_tokens, budgets.max_examples)
-        self.turn = 0
-        """The batch, counted from the next one, in which the last example leaves."""
-        self.turns: list[int] = []
-        """The same for every example, in order of arrival."""
-
-    def add(self, entry: Waiting[Any]) -> None:
-        """Plan one more example behind the others."""
-        encoder_room, decoder_room, examples_room = self._room
-        if entry.encoder_tokens > encoder_room or entry.decoder_tokens > decoder_room or not examples_room:
-            self.turn += 1
-            encoder_room, decoder_room, examples_room = self._budgets
-        self._room = (encoder_room - entry.encoder_tokens, decoder_room - entry.decoder_tokens, examples_room - 1)
-        self.turns.append(self.turn)

@@ -58,15 +58,12 @@ class Permutation:
         if not 0 <= index < self._size:
             raise IndexError(index)
         while True:
-            index = self._encrypt(index)
+            left, right = index >> self._half_bits, index & self._half_mask
+            for round_key in self._round_keys:
+                left, right = right, left ^ (_mix(right + round_key) & self._half_mask)
+            index = (left << self._half_bits) | right
             if index < self._size:
                 return index
-
-    def _encrypt(self, value: int) -> int:
-        left, right = value >> self._half_bits, value & self._half_mask
-        for round_key in self._round_keys:
-            left, right = right, left ^ (_mix(right + round_key) & self._half_mask)
-        return (left << self._half_bits) | right
 
 
 def _mix(word: int) -> int:

@@ -63,9 +63,11 @@ class ParquetFiles:
         has_few = len(files) < self.FILES_PER_LANE * num_lanes
         looked_into = range(len(files) if has_few else 1)
         groups = [next(self._tried_again(partial(self._opened, file), 0, file)).num_row_groups for file in looked_into]
-        self._units: list[tuple[int, int | None]] = [(file, None) for file in range(len(files))]
-        if has_few:
-            self._units = [(file, group) for file, count in enumerate(groups) for group in range(count)]
+        self._units: list[tuple[int, int | None]] = (
+            [(file, group) for file, count in enumerate(groups) for group in range(count)]
+            if has_few
+            else [(file, None) for file in range(len(files))]
+        )
         self.num_units = len(self._units)
         self.identity = identity or {
             "kind": "parquet",
@@ -89,15 +91,16 @@ class ParquetFiles:
         for group in range(parquet.num_row_groups) if only_group is None else [only_group]:
             where = f"{self._names[file]}, row group {group}"
             num_rows = parquet.metadata.row_group(group).num_rows
-            read = cache(partial(self._read, parquet, file, group))
+            # It alone holds the row group: the next one is read when this one is gone.
+            texts = cache(partial(self._read, parquet, file, group))
             for row in range(first_row, num_rows):
                 key = f"{self._names[file]}:{group}:{row}"
                 if wanted is not None and not wanted(key):
                     yield None
-                elif isinstance(column := read(), str):  # damaged: none of its rows can be read
-                    yield BadRow(key, f"{where}: {column}")
+                elif isinstance(texts(), str):  # damaged: none of its rows can be read
+                    yield BadRow(key, f"{where}: {texts()}")
                 else:
-                    yield text_document(key, column[row].as_py, f"{where}, row {row}")
+                    yield text_document(key, texts()[row].as_py, f"{where}, row {row}")
             first_row = max(0, first_row - num_rows)
 
     def _read(self, parquet: Any, file: int, group: int) -> Any:
@@ -143,7 +146,7 @@ def open_hub_data(entry: MixtureSource, num_lanes: int, *, streaming: bool) -> H
     arguments: dict[str, Any] = {
         "path": path,
         "name": entry.dataset_config,
-        "data_files": list(entry.data_files) if isinstance(entry.data_files, tuple) else entry.data_files,
+        "data_files": None if entry.data_files is None else list(entry.data_files),
         "revision": entry.dataset_revision,
     }
     name = "/".join(part for part in (path, entry.dataset_config, entry.dataset_split) if part)
@@ -300,6 +303,7 @@ def _retry_rows(read: Callable[[int], Iterator[T]], first_row: int, what: str) -
                     "from the last checkpoint once it is back"
                 ) from error
             delay = RETRY_DELAYS_SECONDS[failures - 1]
-            message = "%s: attempt %d of %d failed (%s); trying again in %g s"
-            logger.warning(message, what, failures, attempts, reason, delay)
+            logger.warning(
+                "%s: attempt %d of %d failed (%s); trying again in %g s", what, failures, attempts, reason, delay
+            )
             time.sleep(delay)

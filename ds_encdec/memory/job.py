@@ -18,7 +18,6 @@ from ds_encdec.config.schema import FullConfig, TrainingConfig
 from ds_encdec.config.settings import closest
 from ds_encdec.config.shares import micro_batches_per_step
 from ds_encdec.data.budgets import token_budgets
-from ds_encdec.denoisers import denoised_lengths
 from ds_encdec.engines import ENGINES, EngineName
 from ds_encdec.model.parameter_count import EMBEDDING_ROWS_MULTIPLE, ModelSizes, num_encoder_layers, parameter_shapes
 from ds_encdec.tokenizer.sentinels import MODE_TOKENS
@@ -167,10 +166,10 @@ def with_micro_batch(job: Job, micro_batch_size: int) -> Job:
 def expected_ratio(task_weights: tuple[float, ...]) -> float:
     """Encoder tokens per decoder token of long texts under these weights of the denoisers.
 
-    A run measures its own (data/sample_statistics.py); on web text the two differ by a percent or two, which moves
+    A run measures its own (data/inspect.py); on web text the two differ by a percent or two, which moves
     tokens from one side to the other and leaves their sum.
     """
-    lengths = [denoised_lengths(_LONG_TEXT, denoiser) for denoiser in DENOISERS]
+    lengths = [row.lengths(_LONG_TEXT) for row in DENOISERS.values()]
     encoder, decoder = (
         sum(weight * tokens[side] for weight, tokens in zip(task_weights, lengths, strict=True)) for side in (0, 1)
     )

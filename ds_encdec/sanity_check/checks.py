@@ -30,11 +30,10 @@ from ds_encdec.checkpoint.manager import CheckpointManager
 from ds_encdec.checkpoint.saved_state import open_saved_state
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.build import TrainingData, build_data
-from ds_encdec.data.chunks import Chunk
+from ds_encdec.data.chunks import MIN_RAW_TOKENS, Chunk, max_raw_length, reconstruct
 from ds_encdec.data.lane import LanePipeline
 from ds_encdec.data.randomness import keyed_generator
 from ds_encdec.data.sources import OpenSource, sample_documents, source_entries
-from ds_encdec.data.ul2 import MIN_RAW_TOKENS, max_raw_length, reconstruct
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine
 from ds_encdec.engine.sharded_engine import packed_forward

@@ -33,7 +33,13 @@ def load_tokenizer(
     """
     name_or_path = section.tokenizer_name_or_path or section.model_name_or_path
     if name_or_path == BUILTIN:
-        tokenizer = _builtin(section, builtin_texts, mode_tokens)
+        if section.architecture is None:
+            raise ConfigError(
+                f"model.tokenizer_name_or_path: {BUILTIN} goes with model.architecture only; a pretrained model needs "
+                "the tokenizer it was trained with"
+            )
+        reserved = section.num_sentinel_tokens + (len(MODE_TOKENS) if mode_tokens else 0)
+        tokenizer = builtin_tokenizer(builtin_texts(), section.architecture.vocab_size - reserved)
     elif name_or_path is None:
         raise ConfigError(
             f"model.tokenizer_name_or_path: a model.architecture needs a tokenizer: a folder, a hub id, or {BUILTIN}"
@@ -59,18 +65,6 @@ def pretrained_tokenizer(name_or_path: str, *, field: str) -> PreTrainedTokenize
         return PreTrainedTokenizerFast.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"The tokenizer in {folder} could not be loaded: {error}") from error
-
-
-def _builtin(
-    section: ModelConfig, builtin_texts: Callable[[], Iterable[str]], mode_tokens: bool
-) -> PreTrainedTokenizerFast:
-    if section.architecture is None:
-        raise ConfigError(
-            f"model.tokenizer_name_or_path: {BUILTIN} goes with model.architecture only; a pretrained model needs the "
-            "tokenizer it was trained with"
-        )
-    reserved = section.num_sentinel_tokens + (len(MODE_TOKENS) if mode_tokens else 0)
-    return builtin_tokenizer(builtin_texts(), section.architecture.vocab_size - reserved)
 
 
 def builtin_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:

@@ -19,7 +19,7 @@ class Vocabulary:
     """The special token ids of a tokenizer, each looked up, none computed from the tokenizer's size.
 
     `sentinel_ids[i]` is `<extra_id_i>`; `mode_token_ids` follow `DENOISERS`, or are empty. `eos_id` ends a target;
-    `pad_id` fills and is also what the decoder starts from (they may be equal: padding is known by length).
+    `pad_id` fills and is also what the decoder starts from, as in T5 (they may be equal: padding is known by length).
     `vocab_size` is one past the largest id, added tokens included; a model's embedding may have more rows.
     """
 
@@ -28,11 +28,6 @@ class Vocabulary:
     pad_id: int
     mode_token_ids: tuple[int, ...]
     vocab_size: int
-
-    @property
-    def decoder_start_id(self) -> int:
-        """The token that the decoder's input begins with: the pad token, as in T5."""
-        return self.pad_id
 
 
 def sentinel(index: int) -> str:
@@ -62,11 +57,10 @@ def add_sentinels(tokenizer: PreTrainedTokenizerFast, num_sentinels: int, *, mod
             raise CheckpointError(f"The tokenizer does not keep {token} together: it cannot carry sentinels")
     if tokenizer.eos_token_id is None:
         raise CheckpointError("The tokenizer names no eos_token in its tokenizer_config.json: targets could not end")
-    pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return Vocabulary(
         sentinel_ids=tuple(ids[sentinel(index)] for index in range(num_sentinels)),
         eos_id=tokenizer.eos_token_id,
-        pad_id=pad_id,
+        pad_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         mode_token_ids=tuple(ids[token] for token in MODE_TOKENS) if mode_tokens else (),
         vocab_size=max(ids.values()) + 1,
     )

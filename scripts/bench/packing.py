@@ -15,8 +15,8 @@ import numpy as np
 from ds_encdec.config.schema import DataConfig
 from ds_encdec.data.budgets import token_budgets
 from ds_encdec.data.chunks import Chunker
+from ds_encdec.data.inspect import documents_ratio
 from ds_encdec.data.packing import Packer, Waiting
-from ds_encdec.data.sample_statistics import documents_ratio
 from ds_encdec.tokenizer.sentinels import Vocabulary
 
 VOCABULARY = Vocabulary(tuple(range(1000, 1100)), eos_id=998, pad_id=999, mode_token_ids=(), vocab_size=1100)

@@ -12,8 +12,8 @@ import time
 import numpy as np
 
 from ds_encdec.config.schema import DataConfig
+from ds_encdec.data.chunks import denoise
 from ds_encdec.data.randomness import keyed_generator
-from ds_encdec.data.ul2 import denoise
 from ds_encdec.tokenizer.sentinels import Vocabulary
 from ds_encdec.types import DENOISERS
 

@@ -17,8 +17,8 @@ from ds_encdec.config.schema import FullConfig
 from ds_encdec.data import lane
 from ds_encdec.data.build import TrainingData
 from ds_encdec.data.evaluation import held_out_examples
+from ds_encdec.data.local_files import JsonLines
 from ds_encdec.data.sources import sum_by_pass
-from ds_encdec.data.text_files import JsonLines
 from ds_encdec.types import DataError, Document
 
 COUNT = 80

@@ -13,11 +13,11 @@ import torch
 from data_parts import byte_tokenizer, make_config, make_data, texts, write_json_lines, write_parquet
 
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.data.chunks import reconstruct
 from ds_encdec.data.evaluation import held_out_examples
 from ds_encdec.data.inspect import inspect_data
 from ds_encdec.data.sources import held_out_hash
 from ds_encdec.data.tables import ParquetFiles
-from ds_encdec.data.ul2 import reconstruct
 from ds_encdec.types import Batch, CheckpointError, DataError
 
 
@@ -198,7 +198,7 @@ def test_nothing_to_evaluate_on(tmp_path: Path) -> None:
 def test_inspection_shows_what_a_run_sees(path: str) -> None:
     tokenizer, vocabulary = byte_tokenizer()
     data = make_data(make_config(dataset_name="json", data_files=path))
-    report = json.loads(inspect_data(data, tokenizer, num_examples=25, as_json=True))
+    report = json.loads(inspect_data(data.pipeline, tokenizer, num_examples=25, as_json=True))
     steps = [next(data.loader) for _ in range(2)]
     run = [
         (key, batch.labels[batch.decoder_cu_seqlens[i] : batch.decoder_cu_seqlens[i + 1]].tolist())
@@ -216,7 +216,7 @@ def test_inspection_shows_what_a_run_sees(path: str) -> None:
     assert sum(statistics["denoisers"].values()) == statistics["examples"] >= 25
     assert 0.5 < statistics["encoder_fill"] <= 1
 
-    text = inspect_data(data, tokenizer, num_examples=3, as_json=False)
+    text = inspect_data(data.pipeline, tokenizer, num_examples=3, as_json=False)
     assert text.count("── example") == 3
     assert f"decoder ids: {report['examples'][0]['decoder_ids']}" in text
     assert "denoisers: R1" in text

@@ -11,7 +11,7 @@ from ds_encdec.data.loader import collate
 from ds_encdec.types import DENOISERS, Example
 
 BUDGETS = Budgets(encoder_tokens=8, decoder_tokens=9, max_examples=4)
-START, PAD = 90, 90
+PAD = 90
 
 
 def example(encoder: list[int], decoder: list[int], denoiser: str) -> Example:
@@ -22,8 +22,7 @@ def test_two_examples() -> None:
     batch = collate(
         [example([1, 2, 3], [4, 90], "R2"), example([5, 6], [7, 8, 9], "S")],
         BUDGETS,
-        decoder_start_id=START,
-        pad_id=PAD,
+        PAD,
     )
     assert batch.encoder_ids.tolist() == [1, 2, 3, 5, 6, 90, 90, 90]
     assert batch.decoder_input_ids.tolist() == [90, 4, 90, 7, 8, 90, 90, 90, 90]
@@ -42,7 +41,7 @@ def test_two_examples() -> None:
 
 
 def test_an_empty_batch_has_the_same_shapes_and_no_weight() -> None:
-    batch = collate([], BUDGETS, decoder_start_id=START, pad_id=PAD)
+    batch = collate([], BUDGETS, PAD)
     assert batch.target_tokens == batch.encoder_tokens == 0
     assert (batch.labels == -100).all()
     assert batch.encoder_cu_seqlens.tolist() == [0] * 5
@@ -51,6 +50,6 @@ def test_an_empty_batch_has_the_same_shapes_and_no_weight() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="10 tokens in a buffer of 9"):
-        collate([example([1], list(range(10)), "R1")], BUDGETS, decoder_start_id=START, pad_id=PAD)
+        collate([example([1], list(range(10)), "R1")], BUDGETS, PAD)
     with pytest.raises(ValueError, match="5 examples in a micro-batch of at most 4"):
-        collate([example([1], [2], "R1")] * 5, BUDGETS, decoder_start_id=START, pad_id=PAD)
+        collate([example([1], [2], "R1")] * 5, BUDGETS, PAD)

@@ -18,7 +18,7 @@ import torch
 from data_parts import make_config, make_data, texts, write_json_lines
 
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.data import workers
+from ds_encdec.data import lane
 from ds_encdec.data.loader import LaneLoader
 from ds_encdec.launch.preemption import STOP_SIGNALS
 from ds_encdec.types import Batch, CheckpointError, ConfigError, DataError
@@ -153,7 +153,7 @@ def test_a_dead_worker_is_noticed(path: str) -> None:
 
 def test_workers_leave_signals_to_their_parent(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Launchers and terminals signal every process of a job, as it starts or later; the parent may have work to end."""
-    start = workers._start
+    start = lane._start
 
     def start_and_signal() -> subprocess.Popen[bytes]:
         process = start()
@@ -166,7 +166,7 @@ def test_workers_leave_signals_to_their_parent(path: str, monkeypatch: pytest.Mo
 
     with loaders(path, 1, 0) as alone:
         expected = steps(alone, 6)
-    monkeypatch.setattr(workers, "_start", start_and_signal)
+    monkeypatch.setattr(lane, "_start", start_and_signal)
     with loaders(path, 1, 2) as ranks:
         first = steps(ranks, 1)
         for process in worker_processes(ranks[0]):

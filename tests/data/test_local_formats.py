@@ -23,10 +23,11 @@ import pytest
 from data_parts import texts, write_json_lines
 
 from ds_encdec.config.schema import DataConfig, MixtureSource
-from ds_encdec.data import text_files
-from ds_encdec.data.sources import BadRow, open_sources
+from ds_encdec.data import local_files
+from ds_encdec.data.build import open_sources
+from ds_encdec.data.local_files import INDEXED_BYTES, JsonLines, TextFiles
+from ds_encdec.data.sources import BadRow
 from ds_encdec.data.tables import open_hub_data
-from ds_encdec.data.text_files import INDEXED_BYTES, JsonLines, TextFiles
 from ds_encdec.types import DataError
 
 
@@ -127,13 +128,13 @@ def fail(error: Exception, *_: Any) -> None:
 
 def test_a_text_file_that_shrinks_while_it_is_opened_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text("a line\n" * 30_000)
-    cut = text_files._piece_length
+    cut = local_files._piece_length
 
     def shrink(block: bytes) -> int:
         os.truncate(tmp_path / "a.txt", 1000)
         return cut(block)
 
-    monkeypatch.setattr(text_files, "_piece_length", shrink)
+    monkeypatch.setattr(local_files, "_piece_length", shrink)
     with pytest.raises(DataError, match=r"a\.txt: became shorter while it was read"):
         opened("text", tmp_path / "a.txt")
 
@@ -223,14 +224,14 @@ def large_json_lines(folder: Path) -> tuple[str, list[str]]:
 
 def count_scans(path: str, start: Any, counts: Any) -> None:
     """Open `path` in a process of its own, at the same time as others, and say how often it was scanned."""
-    scan = text_files._line_edges
+    scan = local_files._line_edges
     scans = []
 
     def counted(path: str) -> np.ndarray:
         scans.append(path)
         return scan(path)
 
-    text_files._line_edges = counted
+    local_files._line_edges = counted
     start.wait()
     source = JsonLines([path], "text")
     counts.put((len(scans), [source.document(i).key for i in (0, len(source) - 1)]))

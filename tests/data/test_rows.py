@@ -9,9 +9,9 @@ import pytest
 import torch
 from data_parts import byte_tokenizer, make_config, make_data, texts
 
+from ds_encdec.data.chunks import denoise, reconstruct
 from ds_encdec.data.inspect import inspect_data
-from ds_encdec.data.ul2 import denoise, reconstruct
-from ds_encdec.denoisers import DENOISERS, SpanCorruption
+from ds_encdec.denoisers import DENOISERS, Denoiser
 from ds_encdec.engine.sharded_engine import split_by_denoiser
 from ds_encdec.source_kinds import LOCAL_SOURCES, SourceKind
 from ds_encdec.types import Document
@@ -49,14 +49,14 @@ def test_a_kind_of_source_is_a_class_and_a_row(numbered: None) -> None:
 
 def test_a_denoiser_is_a_row(numbered: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is drawn, packed, shown, and has a loss of its own, in the last place."""
-    monkeypatch.setitem(DENOISERS, "R3", SpanCorruption(mean_span=6, density=0.3, weight=9))
+    monkeypatch.setitem(DENOISERS, "R3", Denoiser(mean_span=6, density=0.3, weight=9))
     config = make_config(dataset_name="numbered")
     weights = tuple(row.weight for row in DENOISERS.values())
     config = config.model_copy(update={"data": config.data.model_copy(update={"ul2_task_weights": weights})})
     tokenizer, vocabulary = byte_tokenizer()
 
     data = make_data(config, num_lanes=2)
-    report = json.loads(inspect_data(data, tokenizer, num_examples=60, as_json=True))
+    report = json.loads(inspect_data(data.pipeline, tokenizer, num_examples=60, as_json=True))
     counts = report["statistics"]["denoisers"]
     assert list(counts) == ["R1", "R2", "X1", "X2", "S", "R3"]
     assert counts["R3"] > report["statistics"]["examples"] / 4  # 9 of 17 chunks

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_encdec.data.ul2 import LengthBounds, denoise, denoised_lengths, max_raw_length, reconstruct
+from ds_encdec.data.chunks import LengthBounds, denoise, max_raw_length, reconstruct
 from ds_encdec.tokenizer.sentinels import Vocabulary
 from ds_encdec.types import DENOISERS, ConfigError
 
@@ -45,7 +45,7 @@ def test_encoder_and_decoder_give_back_the_text(
 
     assert encoder_ids.dtype == decoder_ids.dtype == np.int32
     np.testing.assert_array_equal(reconstruct(encoder_ids, decoder_ids, vocabulary), tokens)
-    expected = denoised_lengths(length, denoiser)
+    expected = DENOISERS[denoiser].lengths(length)
     mode_tokens = bool(vocabulary.mode_token_ids)
     assert len(encoder_ids) == expected.encoder_tokens + mode_tokens
     assert len(decoder_ids) == expected.decoder_tokens - (denoiser == "S" and not document_ends)
@@ -81,7 +81,7 @@ def test_s_continues_the_first_quarter() -> None:
 @pytest.mark.parametrize("length", [2, 3, 7, 40])
 def test_a_single_span_lies_anywhere(length: int) -> None:
     """T5's own order would always put it at the end. Chi-square at 0.1 % with one bin per start."""
-    noise = denoised_lengths(length, "X1").noise_tokens
+    noise = DENOISERS["X1"].lengths(length).noise_tokens
     starts = length - noise + 1
     counts = np.zeros(starts)
     draws = 400 * starts
@@ -116,7 +116,7 @@ def test_positions_are_corrupted_evenly(length: int, denoiser: str, low: float, 
 def test_every_partition_is_equally_likely() -> None:
     """Six noise tokens in two spans: the first has 1 to 5 of them, each as often; sigma of a share is 0.006."""
     length, draws = 40, 5000
-    assert denoised_lengths(length, "R1")[2:] == (6, 2)
+    assert DENOISERS["R1"].lengths(length)[2:] == (6, 2)
     rng = np.random.default_rng(0)
     counts = np.zeros(5)
     for _ in range(draws):

@@ -24,7 +24,7 @@ import torch
 
 from ds_encdec import build
 from ds_encdec.checkpoint.folder import CheckpointFolder
-from ds_encdec.data import workers
+from ds_encdec.data import lane
 from ds_encdec.data.loader import LaneLoader
 from ds_encdec.engine import fsdp2, sharded_engine
 from ds_encdec.engine.protocol import StagedSave
@@ -224,11 +224,11 @@ def signal_all(rank: int, *, signals: list[str], at: int) -> None:
 
 def signal_all_at_start(rank: int, *, signals: list[str], seconds: float) -> None:
     """Every process of the run gets these signals so long after rank 0 has started its first data worker."""
-    start = workers._start
+    start = lane._start
 
     def start_and_signal() -> subprocess.Popen[bytes]:
         process = start()
-        workers._start = start
+        lane._start = start
         if seconds:
             threading.Timer(seconds, _signal_group, [signals]).start()
         else:
@@ -236,7 +236,7 @@ def signal_all_at_start(rank: int, *, signals: list[str], seconds: float) -> Non
         return process
 
     if rank == 0:
-        workers._start = start_and_signal
+        lane._start = start_and_signal
 
 
 def signal_after_training(rank: int, *, signals: list[str]) -> None:

@@ -36,7 +36,7 @@ def test_sentinels_take_qwen3s_spare_rows() -> None:
     tokenizer = qwen3_tokenizer()
     vocabulary = add_sentinels(tokenizer, 100, mode_tokens=False)
     assert vocabulary.sentinel_ids == tuple(range(151669, 151769))
-    assert (vocabulary.eos_id, vocabulary.pad_id, vocabulary.decoder_start_id) == (151645, 151643, 151643)
+    assert (vocabulary.eos_id, vocabulary.pad_id) == (151645, 151643)
     assert vocabulary.vocab_size == 151769 <= 151936
     ids = tokenizer.encode("Hello<extra_id_0> world <extra_id_99>.")
     assert [token for token in ids if token >= 151669] == [151669, 151768]
