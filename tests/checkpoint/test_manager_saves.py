@@ -294,7 +294,7 @@ def test_a_file_system_that_is_really_full(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "No space left on device" in result.stdout

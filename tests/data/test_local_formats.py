@@ -244,7 +244,7 @@ def test_the_index_of_lines_is_made_by_one_process_and_kept(tmp_path: Path) -> N
     ranks = [context.Process(target=partial(count_scans, path, start, counts)) for _ in range(4)]
     for rank in ranks:
         rank.start()
-    answers = [counts.get(timeout=120) for _ in ranks]
+    answers = [counts.get(timeout=600) for _ in ranks]
     for rank in ranks:
         rank.join()
     assert sorted(scans for scans, _ in answers) == [0, 0, 0, 1]

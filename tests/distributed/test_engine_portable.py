@@ -115,7 +115,7 @@ def test_files_are_read_where_deepspeed_is_not_installed(results: dict[str, list
         f"{KINDS!r}))"
     )
     command = [sys.executable, "-c", code, *(str(folder / case) for case in cases)]
-    output = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    output = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
     for case, line in zip(cases, output.stdout.splitlines(), strict=True):
         saved = ZeroState(folder / case)
         sums = [saved.read(kind, name).double().sum().item() for name in saved.shapes for kind in KINDS]

@@ -157,7 +157,7 @@ def converted(engine_results: Results, checkpoints: Path, tmp_path_factory: pyte
     for case in CONVERTED:
         engine_results(2, f"resume {case}")  # must be there
     arguments = [str(path / case) for case in CONVERTED for path in (checkpoints, folder)]
-    subprocess.run([sys.executable, "-c", CONVERT, *arguments], check=True, capture_output=True, timeout=120)
+    subprocess.run([sys.executable, "-c", CONVERT, *arguments], check=True, capture_output=True, timeout=600)
     return folder
 
 

@@ -100,7 +100,7 @@ dist.destroy_process_group()
 
 
 def test_a_machine_without_deepspeed_trains_with_fsdp2() -> None:
-    result = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
     refusal, found = result.stdout.strip().splitlines()
     assert refusal.startswith("2 infra.distributed_type=deepspeed, but deepspeed is not installed")
@@ -153,7 +153,7 @@ def test_all_ranks_agree_on_a_deepspeed_that_one_cannot_import(tmp_path: Path, k
         for rank in (0, 1)
     ]
     try:
-        printed = [rank.communicate(timeout=120) for rank in ranks]
+        printed = [rank.communicate(timeout=600) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

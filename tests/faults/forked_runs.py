@@ -61,7 +61,7 @@ class ForkedRuns:
     ) -> None:
         assert self._server.stdin is not None
         self._server.stdin.close()  # the server ends with its input
-        self._server.wait(timeout=60)
+        self._server.wait(timeout=300)
 
     @property
     def pid(self) -> int:

@@ -68,7 +68,7 @@ def probes() -> list[psutil.Process]:
 
 def await_probes(count: int) -> list[psutil.Process]:
     """The probes, as soon as there are `count`."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while len(found := probes()) != count:
         assert time.monotonic() < deadline, found
         time.sleep(0.05)
@@ -155,5 +155,5 @@ def test_a_run_that_is_killed_while_it_probes_leaves_nothing_behind(runs: Forked
             rank.kill()
         run.result(timeout=180)
         stopped.resume()
-        _, alive = psutil.wait_procs([waiting, stopped], timeout=120)
+        _, alive = psutil.wait_procs([waiting, stopped], timeout=600)
     assert alive == []

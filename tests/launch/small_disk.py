@@ -28,4 +28,4 @@ def with_small_disk(mount: Path, kilobytes: int) -> tuple[str, ...]:
 def _may_mount() -> bool:
     if sys.platform != "linux" or shutil.which("unshare") is None:
         return False
-    return subprocess.run([*_UNSHARE, "mount -t tmpfs none /mnt"], capture_output=True, timeout=60).returncode == 0
+    return subprocess.run([*_UNSHARE, "mount -t tmpfs none /mnt"], capture_output=True, timeout=300).returncode == 0

@@ -87,7 +87,7 @@ def start(launcher: str, folder: Path, *, wait: bool) -> subprocess.Popen[str]:
 )
 def test_ranks_find_their_place(tmp_path: Path, launcher: str, name: str, ranks: int) -> None:
     process = start(launcher, tmp_path, wait=False)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     worlds = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(ranks)]
     for rank, world in enumerate(worlds):

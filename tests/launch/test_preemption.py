@@ -100,11 +100,11 @@ def test_a_signal_before_the_ranks_have_met_ends_the_program(tmp_path: Path, num
     program = start_program(tmp_path, "waits")
     wait_for(tmp_path / "ready")
     program.send_signal(number)
-    assert program.wait(timeout=30) == 75
+    assert program.wait(timeout=300) == 75
 
 
 def test_signals_after_a_good_end_change_nothing(tmp_path: Path) -> None:
-    assert start_program(tmp_path, "over").wait(timeout=30) == 0
+    assert start_program(tmp_path, "over").wait(timeout=300) == 0
 
 
 @pytest.mark.parametrize("kind", ["waits", "late"])

@@ -122,7 +122,7 @@ def test_tasks_that_no_launcher_explains_are_refused(environ: dict[str, str], na
 def test_the_program_refuses_them_before_it_imports_torch() -> None:
     code = "import sys; from ds_encdec.train import main; print(main([]), 'torch' in sys.modules)"
     environ = {name: value for name, value in os.environ.items() if name not in BY_HAND} | SLURM_STEP
-    result = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=300)
     assert result.stdout == "2 False\n", result.stderr
     assert result.stderr.startswith("error: SLURM_STEP_NUM_TASKS=8")
 
