@@ -6,8 +6,6 @@ stands on the floor, below the types, and needs neither numpy nor torch, so that
 estimate can ask for lengths and weights.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

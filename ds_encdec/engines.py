@@ -4,8 +4,6 @@ It stands on the floor, beside the types, so it imports nothing of the other roo
 name ("package.module:attribute"), which the room that uses it resolves with `load`.
 """
 
-from __future__ import annotations
-
 import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ Without arguments, the default run on 8 x a100-80gb. docs/estimate-memory.md exp
 Neither torch nor the network is needed, except for --trace, which imports torch.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -6,8 +6,6 @@ every out-of-memory message); it differs by some hundredths of a GiB between dri
 is part of the estimate.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

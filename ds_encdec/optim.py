@@ -14,8 +14,6 @@ three are classes that DeepSpeed builds from its JSON. The rows of those give th
 - WarmupCosineLR begins its cosine one step ahead, so it never reaches its peak.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple

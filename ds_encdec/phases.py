@@ -4,8 +4,6 @@ sanity_check → validation → medium → full. `phase_runs/` runs them one aft
 that a plan can be looked at, and refused, at once.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 For a run also disks and host memory. Imports no torch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

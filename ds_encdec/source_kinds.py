@@ -4,8 +4,6 @@ It stands on the floor, so that the configuration's rules ask a row what a data 
 is imported for it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

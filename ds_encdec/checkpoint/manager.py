@@ -9,8 +9,6 @@ A disk that does not take the files is no reason to end a run: the save fails, a
 removed, and earlier checkpoints are what they were.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import os

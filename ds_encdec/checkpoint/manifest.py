@@ -4,8 +4,6 @@ It is the last file written before a checkpoint becomes visible, so a folder wit
 checkpoint; and it is checked before anything in the folder is unpickled.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -6,8 +6,6 @@ because DeepSpeed reads it so: fp16 switches bf16 off, and a ZeRO stage given wi
 means no offload; they give way to the YAML file and the command line.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

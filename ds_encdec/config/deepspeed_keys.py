@@ -9,8 +9,6 @@ runtime/model_checkpointing/constants.py, runtime/swap_tensor/constants.py, prof
 with the installed DeepSpeed.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Finds what a `name_or_path` names: a local folder, or a snapshot of a repository on the Hugging Face hub."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Sequence

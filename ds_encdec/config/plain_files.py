@@ -4,8 +4,6 @@ Configurations, manifests and indexes are all read by these functions. A FIFO wo
 and a JSON nested deep enough exhausts the interpreter's stack.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

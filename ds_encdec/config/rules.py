@@ -4,8 +4,6 @@ The rules inside of one section are its own (sections.py, training_sections.py).
 reads, so that the report can say where each was set.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from functools import cache

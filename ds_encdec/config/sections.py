@@ -5,8 +5,6 @@ generated from them. Names follow Hugging Face's and DeepSpeed's own. A configur
 never changed after loading, and run state lives elsewhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Annotated, Any, Literal

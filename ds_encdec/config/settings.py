@@ -3,8 +3,6 @@
 Every problem of a configuration is reported at once, with its place, field, value and fix.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import math

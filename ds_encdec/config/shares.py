@@ -6,8 +6,6 @@ shared out among the ranks. A number that does not divide is the same mistake wh
 a start, a resume), so it has one message.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Literal, TypeVar
 

@@ -4,8 +4,6 @@ Sizes, batches and cadences are fields of `training`, folders and devices of `in
 overrides some of them. See sections.py for what all sections have in common.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 

@@ -1,7 +1,5 @@
 """From nested settings to a validated configuration, or to a list of everything that is wrong with them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from copy import deepcopy
 from typing import Any

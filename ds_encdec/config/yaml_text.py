@@ -4,8 +4,6 @@ The dialect is YAML 1.2's core where it matters for configurations: `1e-4` is a 
 reads a string), `no`, `on` and dates are strings, and a key that occurs twice is an error.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path

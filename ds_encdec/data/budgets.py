@@ -1,7 +1,5 @@
 """The tokens of a micro-batch on either side; without numpy, which the memory estimate does not wait for."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ds_encdec.config.schema import DataConfig

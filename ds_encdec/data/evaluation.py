@@ -4,8 +4,6 @@ Finding them takes a look at the keys of about `eval_samples / eval_fraction` do
 the examples are kept in a small file.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from collections.abc import Iterator, Sequence

@@ -5,8 +5,6 @@ has the kind, names and column of a saved one is that one, with other content if
 says what becomes of the lanes' places in each source.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

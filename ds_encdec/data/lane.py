@@ -14,8 +14,6 @@ launchers, schedulers and terminals signal every process of a job, and the paren
 save.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import os

@@ -13,8 +13,6 @@ the same examples for every W and every number of workers. Worker processes run 
 out, however far ahead the workers are.
 """
 
-from __future__ import annotations
-
 import atexit
 import dataclasses
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ another folder or machine. A file that is compressed, or holds rows otherwise th
 machine to a plain file in the user's cache folder.
 """
 
-from __future__ import annotations
-
 import bz2
 import csv
 import gzip

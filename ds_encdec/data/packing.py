@@ -6,8 +6,6 @@ order of arrival within `max_wait_batches`, and a batch is filled in order of ar
 off once more would break the promise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar

@@ -5,8 +5,6 @@ name is hashed to the key of a counter-based generator (Philox, Salmon et al., S
 is the same in whichever process, and in whatever order, it is taken.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 

@@ -9,8 +9,6 @@ Lane i of M reads every document that falls to it once per epoch, in an order ke
 position is a small dict of integers. A reference is a tuple of integers with which `fetch` reads one document again.
 """
 
-from __future__ import annotations
-
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

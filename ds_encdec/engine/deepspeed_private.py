@@ -14,8 +14,6 @@ All of these are private places. The parity tests and those of resumed runs hold
 hold.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain

@@ -19,8 +19,6 @@ CHECKPOINT/
 Stage 0 has no zero_to_fp32.py: its weights stand in full in `mp_rank_00_model_states.pt`.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import os

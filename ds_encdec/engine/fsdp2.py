@@ -29,8 +29,6 @@ Names are FQNs: those of `named_parameters()`, a tied one's first. Where paramet
 written by one replica alone, so all replicas share the work, and the host memory of the copies.
 """
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace

@@ -4,8 +4,6 @@ The state is filled by shards: whatever a rank's optimizer steps, each with the 
 So one loop reads a checkpoint for all engines and stages, and an engine only says what it holds (`_states`).
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ lock (torch/utils/file_baton.py): a file called `lock` that is removed when the 
 leaves it behind, and every later start then waits for it, for ever and silently.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import itertools

@@ -3,8 +3,6 @@
 They never touch the accelerator, so none of them waits for a kernel. All are no-ops for one process.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

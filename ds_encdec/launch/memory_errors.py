@@ -1,7 +1,5 @@
 """Which errors mean that memory has run out: torch has a class of its own for one of them only."""
 
-from __future__ import annotations
-
 import errno
 
 import torch

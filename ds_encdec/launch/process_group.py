@@ -4,8 +4,6 @@ The order matters and is why this is one module: DeepSpeed reads DS_ACCELERATOR 
 imported, OpenMP its thread count when it first runs, and the JIT its folder when it first builds.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json

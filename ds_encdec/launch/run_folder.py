@@ -15,8 +15,6 @@ OUTPUT_DIR/
   .signs/                      of ranks that look for lost ones (launch/peers.py)
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import itertools

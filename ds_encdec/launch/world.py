@@ -4,8 +4,6 @@
 choose a port, and changes nothing. A launcher is one row of `LAUNCHERS`; adding one means adding a row.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """The largest batch that a plain torch model can be trained with on its device, found by trying."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The memory that a device or this machine has, and that this process has taken of it."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import suppress

@@ -18,8 +18,6 @@ intermediate size and rows of the vocabulary; `h`, `k` query and key/value heads
 Formulas remain for what no trace without a GPU shows: attention there without a flash kernel.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 The message of the last says what was expected, what was measured, and which settings would fit.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import math

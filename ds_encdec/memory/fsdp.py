@@ -8,8 +8,6 @@ What layers compute with counts as `weights` where it stays from the forward pas
 `communication` where it comes and goes layer by layer (zero3). docs/memory.md has the principle.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from math import prod

@@ -4,8 +4,6 @@ For a run of this program there is better: estimate.py knows its engine, its sta
 on the back of an envelope: parameters, a shape, an optimizer; nothing is sharded or offloaded.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from numbers import Real

@@ -3,8 +3,6 @@
 The job of a run that has not begun is on as many GPUs as `infra.num_gpus` says, evenly in so many nodes.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -5,8 +5,6 @@ deaths and resizes itself. What a storage is for may be known only when it has b
 other threads, gloo's above all: so nothing is added up before the log is read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

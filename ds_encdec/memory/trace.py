@@ -11,8 +11,6 @@ allocates, keeps for the backward pass and gives back what the kernels do. What 
 before they return is not seen, except in flash attention's backward pass.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import time

@@ -5,8 +5,6 @@ from one list of changes, in the order of one cost: the recommendation is the fi
 also after memory ran out, are the first few that differ in kind.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

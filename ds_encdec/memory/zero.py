@@ -6,8 +6,6 @@ parameter at a time, which is the worst part of a step of stages 1 and 2 alone. 
 formulas in tables. Rare settings are estimated at their defaults, and remarked on: `not_estimated`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from functools import lru_cache

@@ -11,8 +11,6 @@ OUTPUT/phases/
   validation/ …
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -3,8 +3,6 @@
 A chart is SVG to stand in a page, whose light or dark colours it takes, and PNG for everywhere else.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import warnings

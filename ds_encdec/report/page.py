@@ -3,8 +3,6 @@
 The values come from files that nobody has checked: everything is escaped, and of whatever type it is, it has a text.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from itertools import groupby

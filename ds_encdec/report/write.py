@@ -4,8 +4,6 @@ Runs that are compared have their curves in one chart, and what differed in the 
 page of a pipeline has the losses of its phases one behind the other, and each one's verdict.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

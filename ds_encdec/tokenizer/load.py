@@ -1,7 +1,5 @@
 """The tokenizer of a run: from a folder, from the hub, or trained on the built-in corpus."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import tokenizers
