@@ -206,8 +206,10 @@ class Peers:
             end_process(HangError.exit_code)
 
     def _missing(self) -> list[int]:
-        """The ranks that have written nothing in this start of the run."""
-        written = {path.name for path in self.stacks.glob("rank-*.txt")}
+        """The ranks that have written nothing in this start of the run; all of them where the folder cannot be read."""
+        written: list[str] = []
+        with suppress(OSError):
+            written = os.listdir(self.stacks)
         return [rank for rank in range(len(self._all)) if f"rank-{rank}.txt" not in written]
 
     def _tell(self, reason: str) -> None:
