@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from ds_encdec.engines import ENGINES, load
 from ds_encdec.gpus import peak_flops
 from ds_encdec.launch.disk import Writing, write_atomically
 from ds_encdec.launch.host_collectives import RunContext
-from ds_encdec.launch.peers import Peers, ending_recorded, is_broken_connection, named_error, record
+from ds_encdec.launch.peers import Peers, Watchdog, ending_recorded, is_broken_connection, named_error, record
 from ds_encdec.launch.preemption import StopRequest, awaited
 from ds_encdec.launch.process_group import shutdown
 from ds_encdec.launch.run_folder import RunFolder
@@ -87,11 +88,12 @@ def run_training(
     given, longest = config.infra.hang_timeout_minutes, config.infra.distributed_timeout_minutes
     hang_minutes = longest * 2 / 3 if given is None else given
     with (
-        Peers(folder, context.collectives, stop, hang_minutes or None) as peers,
+        Peers(folder, context.collectives) as peers,
         ending_recorded(folder, world, peers, spare=resume is not None) as begin,
+        Watchdog(stop, hang_minutes or None, folder, context.collectives),
     ):
-        trainer, expected = _wire(config, context, folder, stop, resume, allow_data_change)
-        begin()
+        trainer, expected, facts = _wire(config, context, folder, stop, resume, allow_data_change)
+        begin(**facts)
         state = _train_and_close(trainer, peers, expected)
     del trainer
     with stop.heartbeat.busy():  # no step follows, and nobody is stuck
@@ -153,13 +155,9 @@ def plan_lanes(config: FullConfig, world_size: int, saved_lanes: int | None = No
     A saved run's lanes never change. Raises ConfigError where the ranks do not divide them.
     """
     lanes = saved_lanes or micro_batches_per_step(config, world_size)
-    origin = (
-        "data.num_lanes (fixed when this run first started)"
-        if saved_lanes
-        else "data.num_lanes"
-        if config.data.num_lanes
-        else "training.global_batch_size / training.per_device_train_batch_size"
-    )
+    origin = "training.global_batch_size / training.per_device_train_batch_size"
+    if saved_lanes or config.data.num_lanes:
+        origin = "data.num_lanes (fixed when this run first started)" if saved_lanes else "data.num_lanes"
     return lanes, per_rank(lanes, world_size, origin)
 
 
@@ -206,8 +204,11 @@ def _wire(
     stop: StopRequest,
     resume: str | None,
     allow_data_change: bool,
-) -> tuple[Trainer, ExpectedMemory | None]:
-    """Everything a run needs, in the order in which it may fail cheaply; the run's own files are touched last."""
+) -> tuple[Trainer, ExpectedMemory | None, dict[str, Any]]:
+    """Everything a run needs, in the order in which it may fail cheaply; the run's own files are touched last.
+
+    Returns also what memory it is expected to take, and facts of the run for `run.json`.
+    """
     world, collectives = context.world, context.collectives
     checkpoints = CheckpointManager(
         folder.checkpoints, collectives, engine_name=context.engine, keep=config.training.save_total_limit
@@ -222,7 +223,8 @@ def _wire(
     saved_commits = saved["data"]["dataset_commits"] if found else None
     commits = collectives.on_rank_zero(lambda: resolve_commits(config.data, saved_commits))
     config = resolve_batch_size(config, context, stop, model.config, found)
-    run = _Run(config, context, folder, found, model, *plan_lanes(config, world.world_size, saved.get("num_lanes")))
+    lanes, accumulation = plan_lanes(config, world.world_size, saved.get("num_lanes"))
+    run = _Run(config, context, folder, found, model, num_lanes=lanes, accumulation=accumulation)
     data = collectives.rank_zero_first(lambda: _build_data(run, saved.get("data"), commits, allow_data_change))
     if found:
         state = restore_data(found, data, state, is_main=world.is_main)
@@ -230,8 +232,9 @@ def _wire(
     if found:
         state = checkpoints.adopt(found, state)
         logger.info("resumed from %s (step %d)", found.path, state.global_step)
+    parameters = count_parameters(model.config)
     logger.info(
-        f"{count_parameters(model.config):,} parameters, {run.num_lanes} micro-batches a step on {world.world_size} "
+        f"{parameters:,} parameters, {run.num_lanes} micro-batches a step on {world.world_size} "
         f"ranks, steps {state.global_step} to {config.training.num_train_steps}, into {folder.root}"
     )
     recorder = _begin_recording(run, state, expected)
@@ -244,11 +247,11 @@ def _wire(
         recorder=recorder,
         checkpoints=checkpoints,
         stop=stop,
-        run_files=lambda *content: _run_files(run, data, *content),
+        run_files=partial(_run_files, run, data),
         state=state,
         require_folder=folder.require_present,
     )
-    return trainer, expected
+    return trainer, expected, {"parameters": parameters}
 
 
 def _find(config: FullConfig, context: RunContext, folder: RunFolder, resume: str | None) -> Checkpoint | None:
@@ -310,7 +313,6 @@ def _begin_recording(run: _Run, state: TrainingState, expected: ExpectedMemory |
         with Writing(folder.root, "The run", MAKE_ROOM).refusals_told():
             if world.is_main:
                 _write_run_configuration(run)
-                folder.write_status("running", parameters=count_parameters(sizes))
             return Recorder(
                 device=device,
                 collectives=run.context.collectives,

@@ -5,7 +5,7 @@ for ever. On its own machine every rank sees whether the others' processes live,
 word, so that it is named and its survivors not blamed. Ranks on other machines look for that when a connection breaks;
 where nobody saw a rank go, they ask through the run's folder, and name those on machines that do not answer.
 
-The same thread of each rank, its watchdog, looks at the main thread's heartbeats (preemption.py). Where they stop for
+Another thread of each rank, its watchdog, looks at the main thread's heartbeats (preemption.py). Where they stop for
 `infra.hang_timeout_minutes`, the rank writes the Python stacks of all its threads into a folder that all ranks see;
 the others find that file, whether they hang themselves or not, and write theirs. The launcher kills all ranks as soon
 as one has ended, so each waits until all have written, for some seconds at most, and all end with exit code 8.
@@ -68,57 +68,37 @@ class Peers:
     `search_seconds`: how long a rank that has lost a connection looks for the one to blame. `leave_seconds`: how long,
     after one of its machine has gone without a word, a rank may need to notice and end by itself; one that sits in a
     GPU's collective never would. Launchers kill all 30 seconds after the first has gone.
-
-    The watch for hangs ends this rank, and every other, when one takes no step for `hang_timeout_minutes`; None for no
-    such watch. It begins with the first heartbeat, which the loop gives with its first batch in hand: what comes before
-    (downloads, compilation, the first documents) has no limit but that of the collectives the others wait in,
-    `infra.distributed_timeout_minutes`. It does not sleep while the run is `busy`, but nothing counts as silence then.
-    `grace_seconds`: how long to wait for others' stacks.
     """
 
     def __init__(
         self,
         run: RunFolder,
         collectives: HostCollectives,
-        stop: StopRequest,
-        hang_timeout_minutes: float | None = None,
         *,
         search_seconds: float = 10.0,
         leave_seconds: float = 20.0,
-        grace_seconds: float = 15.0,
         poll_seconds: float = 1.0,
     ) -> None:
         """Collective."""
         self._run = run
-        self._heartbeat = stop.heartbeat
-        self._hang_seconds = math.inf if hang_timeout_minutes is None else hang_timeout_minutes * 60
         self._search_seconds = search_seconds
         self._leave_seconds = leave_seconds
-        self._grace_seconds = grace_seconds
         self._poll_seconds = poll_seconds
         collectives.on_rank_zero(lambda: shutil.rmtree(run.signs, ignore_errors=True))
-        # One folder per start: what an earlier start of the run left behind is no news, and is kept.
-        self.stacks = collectives.on_rank_zero(lambda: unused_path(run.stacks / time.strftime("%Y%m%d-%H%M%S")))
         own = Peer(collectives.rank, os.getpid(), socket.gethostname(), machine())
         self._all: list[Peer] = collectives.gather(own)
         self._rank = own.rank
-        processes = {process.pid: process for process in psutil.process_iter()}
-        self._here = {peer: processes.get(peer.pid) for peer in self._all if peer.machine == own.machine}
+        self._here = {peer: _process(peer.pid) for peer in self._all if peer.machine == own.machine}
         self._elsewhere = [peer for peer in self._all if peer not in self._here]
         self._left = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Peers:
-        self._thread.start()
+        if len(self._all) > 1:
+            threading.Thread(target=self._watch, name="peers", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._left.set()
-        # A rank gets here by the errors of peers that have ended, while its own watchdog is still waiting for others:
-        # then the watchdog has the last word, and its exit code.
-        self._thread.join()
-        if self._hang_seconds < math.inf:
-            faulthandler.cancel_dump_traceback_later()
 
     def explain(self, error: BaseException) -> DsEncDecError | None:
         """The error to end with where `error`, unforeseen, comes of a rank that is gone; None where it does not.
@@ -146,14 +126,11 @@ class Peers:
         return told
 
     def _watch(self) -> None:
-        """Look after the heartbeat and the others; write down who goes without a word, and do not wait for it for ever.
+        """Write down who goes without a word, and do not wait for ever in a collective with it.
 
         Before the run runs a rank that leaves may have been refused, as this one then is in a moment.
         """
-        gone_since = math.inf
         while not self._left.wait(self._poll_seconds):
-            if self._hang_seconds < math.inf:
-                self._look_for_hangs()
             gone = self._gone_here()
             living = [peer.rank for peer in self._here if peer not in gone]
             speaks = bool(self._elsewhere) and self._rank == min(living, default=-1)
@@ -163,54 +140,11 @@ class Peers:
             status = self._run.read_status() if gone else {}
             if not gone or (status.get("state") in ("completed", "preempted") and status != self._run.earlier):
                 continue  # it has saved itself, and has said so before it went
-            gone_since = min(gone_since, time.monotonic())
-            stays = time.monotonic() - gone_since < self._leave_seconds
-            if status.get("state") == "running" or not stays:
+            if status.get("state") == "running":
                 self._tell(_words(gone))
-            if not stays:
+            if not self._left.wait(self._leave_seconds):
+                self._tell(_words(gone))
                 end_process((self._told() or LostRankError()).exit_code)
-
-    def _look_for_hangs(self) -> None:
-        silent_seconds = self._heartbeat.silent_seconds if self._heartbeat.beats else 0.0
-        # Started anew at every turn, so that it runs out only where this thread no longer turns. Standard error by its
-        # file descriptor: the stream of that name may have been replaced by one that has none.
-        faulthandler.dump_traceback_later(
-            max(0.0, self._hang_seconds - silent_seconds) + 2 * self._grace_seconds, exit=True, file=2
-        )
-        if silent_seconds > self._hang_seconds or len(self._missing()) < len(self._all):
-            self._end_hung(f"no step for more than {self._hang_seconds:g} s")
-
-    def _end_hung(self, why: str) -> NoReturn:
-        """Write, wait for the others, and end. `why` is true of some rank, and the same on all."""
-        try:
-            self.stacks.mkdir(parents=True, exist_ok=True)
-            names = "".join(f"  0x{thread.ident or 0:016x} {thread.name}\n" for thread in threading.enumerate())
-            with atomic_file(self.stacks / f"rank-{self._rank}.txt") as file:  # what the others see is complete
-                file.write(
-                    f"rank {self._rank} of {len(self._all)}, process {os.getpid()} on {socket.gethostname()}, "
-                    f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n"
-                    f"heartbeat {self._heartbeat.beats} was {self._heartbeat.silent_seconds:.1f} s ago "
-                    f"(0: busy with a save)\nthreads:\n{names}\n".encode()
-                )
-                file.flush()
-                faulthandler.dump_traceback(file)  # reads no source file: the file system may be what hangs
-            awaited(self._grace_seconds, lambda: not self._missing())
-            missing = self._missing()
-            silent = f" (rank {', '.join(map(str, missing))} wrote none: stopped, or gone)" if missing else ""
-            reason = f"{why}; stacks in {self.stacks}{silent}"
-            self._run.write_status("failed", reason=reason, exit_code=HangError.exit_code)
-            logger.error("rank %d: %s: ending.", self._rank, reason)
-        except OSError:
-            logger.exception("rank %d: %s, and its stacks cannot be written: ending.", self._rank, why)
-        finally:
-            end_process(HangError.exit_code)
-
-    def _missing(self) -> list[int]:
-        """The ranks that have written nothing in this start of the run; all of them where the folder cannot be read."""
-        written: list[str] = []
-        with suppress(OSError):
-            written = os.listdir(self.stacks)
-        return [rank for rank in range(len(self._all)) if f"rank-{rank}.txt" not in written]
 
     def _tell(self, reason: str) -> None:
         if self._told() is None:  # one that failed has said so before it went
@@ -233,6 +167,100 @@ class Peers:
         with suppress(OSError):
             self._run.signs.mkdir(exist_ok=True)
             (self._run.signs / name).touch()
+
+
+class Watchdog:
+    """Ends this rank, and every other, when one takes no step for too long. Use as a context manager around the loop.
+
+    The watch begins with the first heartbeat, which the loop gives with its first batch in hand: what comes before
+    (downloads, compilation, the first documents) has no limit but that of the collectives the others wait in,
+    `infra.distributed_timeout_minutes`. It does not sleep while the run is `busy`, but nothing counts as silence then.
+    """
+
+    def __init__(
+        self,
+        stop: StopRequest,
+        timeout_minutes: float | None,
+        run: RunFolder,
+        collectives: HostCollectives,
+        *,
+        grace_seconds: float = 15.0,
+        poll_seconds: float = 1.0,
+    ) -> None:
+        """Collective. `timeout_minutes`: None for no watch. `grace_seconds`: how long to wait for others' stacks."""
+        self._heartbeat = stop.heartbeat
+        self._timeout_seconds = math.inf if timeout_minutes is None else timeout_minutes * 60
+        self._run = run
+        self._rank, self._world_size = collectives.rank, collectives.world_size
+        # One folder per start: what an earlier start of the run left behind is no news, and is kept.
+        self.stacks = collectives.on_rank_zero(lambda: unused_path(run.stacks / time.strftime("%Y%m%d-%H%M%S")))
+        self._grace_seconds = grace_seconds
+        self._poll_seconds = poll_seconds
+        self._left = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Watchdog:
+        if self._timeout_seconds < math.inf:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._left.set()
+        if self._timeout_seconds < math.inf:
+            # A rank gets here by the errors of peers that have ended, while its own watchdog is still waiting for
+            # others: then the watchdog has the last word, and its exit code.
+            self._thread.join()
+            faulthandler.cancel_dump_traceback_later()
+
+    def _watch(self) -> None:
+        while not self._left.wait(self._poll_seconds):
+            silent_seconds = self._heartbeat.silent_seconds if self._heartbeat.beats else 0.0
+            # Started anew at every turn, so that it runs out only where this thread no longer turns. Standard error by
+            # its file descriptor: the stream of that name may have been replaced by one that has none.
+            faulthandler.dump_traceback_later(
+                max(0.0, self._timeout_seconds - silent_seconds) + 2 * self._grace_seconds, exit=True, file=2
+            )
+            if silent_seconds > self._timeout_seconds or len(self._missing()) < self._world_size:
+                self._end(f"no step for more than {self._timeout_seconds:g} s")
+
+    def _end(self, why: str) -> NoReturn:
+        """Write, wait for the others, and end. `why` is true of some rank, and the same on all."""
+        try:
+            self.stacks.mkdir(parents=True, exist_ok=True)
+            names = "".join(f"  0x{thread.ident or 0:016x} {thread.name}\n" for thread in threading.enumerate())
+            with atomic_file(self.stacks / f"rank-{self._rank}.txt") as file:  # what the others see is complete
+                file.write(
+                    f"rank {self._rank} of {self._world_size}, process {os.getpid()} on {socket.gethostname()}, "
+                    f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n"
+                    f"heartbeat {self._heartbeat.beats} was {self._heartbeat.silent_seconds:.1f} s ago "
+                    f"(0: busy with a save)\nthreads:\n{names}\n".encode()
+                )
+                file.flush()
+                faulthandler.dump_traceback(file)  # reads no source file: the file system may be what hangs
+            awaited(self._grace_seconds, lambda: not self._missing())
+            missing = self._missing()
+            silent = f" (rank {', '.join(map(str, missing))} wrote none: stopped, or gone)" if missing else ""
+            reason = f"{why}; stacks in {self.stacks}{silent}"
+            self._run.write_status("failed", reason=reason, exit_code=HangError.exit_code)
+            logger.error("rank %d: %s: ending.", self._rank, reason)
+        except OSError:
+            logger.exception("rank %d: %s, and its stacks cannot be written: ending.", self._rank, why)
+        finally:
+            end_process(HangError.exit_code)
+
+    def _missing(self) -> list[int]:
+        """The ranks that have written nothing in this start of the run; all of them where the folder cannot be read."""
+        written: list[str] = []
+        with suppress(OSError):
+            written = os.listdir(self.stacks)
+        return [rank for rank in range(self._world_size) if f"rank-{rank}.txt" not in written]
+
+
+def _process(pid: int) -> psutil.Process | None:
+    """The process of this number; None where it has ended already."""
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid)
+    return None
 
 
 def is_broken_connection(error: BaseException | None) -> bool:
@@ -269,8 +297,8 @@ def _words(lost: Sequence[Peer], error: BaseException | None = None) -> str:
 
 
 @contextmanager
-def ending_recorded(folder: RunFolder, world: World, peers: Peers, *, spare: bool) -> Iterator[Callable[[], None]]:
-    """Keep `run.json` true: running once the function it yields is called, then completed, preempted or failed.
+def ending_recorded(folder: RunFolder, world: World, peers: Peers, *, spare: bool) -> Iterator[Callable[..., None]]:
+    """Keep `run.json` true: running once the function it yields is called (with facts of the run), then how it ended.
 
     What goes wrong before that is recorded too, unless `spare`: a resume that is refused leaves the good end of the
     earlier start alone, but no failure, which a supervisor would act on once more. Any rank may be the one that
@@ -279,11 +307,11 @@ def ending_recorded(folder: RunFolder, world: World, peers: Peers, *, spare: boo
     """
     began = False
 
-    def begin() -> None:
+    def begin(**facts: Any) -> None:
         nonlocal began
         began = True
         if world.is_main:
-            record(folder, "running", **start_facts(world))
+            record(folder, "running", **start_facts(world), **facts)
 
     try:
         yield begin

@@ -294,6 +294,8 @@ def is_alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
+    except OSError:  # this process cannot look now (out of file descriptors, say), which is no sign of the other's end
+        return True
 
 
 @contextmanager

@@ -56,13 +56,23 @@ def test_a_save_says_when_it_is_over(tmp_path: Path) -> None:
     assert not manager.save_is_over
 
 
-def test_a_second_interrupt_leaves_the_save_that_was_waited_for_to_close(tmp_path: Path) -> None:
+def test_a_second_interrupt_leaves_the_save_that_was_waited_for_to_close(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     manager = make_manager(tmp_path)
-    waited_for, go_on = threading.Event(), threading.Event()
+    waited_for, interrupted, go_on = threading.Event(), threading.Event(), threading.Event()
+
+    def on_interrupt(*_: object) -> None:
+        if not interrupted.is_set():
+            interrupted.set()
+            raise KeyboardInterrupt
 
     def interrupt() -> None:
         waited_for.wait()
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        while not interrupted.is_set():  # one that comes just before the wait begins does not end it
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            interrupted.wait(0.05)
         go_on.wait()
 
     begin(manager, 1, stage=engine(before_writing=interrupt), in_background=True)
@@ -71,11 +81,16 @@ def test_a_second_interrupt_leaves_the_save_that_was_waited_for_to_close(tmp_pat
         waited_for.set()  # the interrupt may come before the wait has begun, but no sooner than here
         manager.collect()
 
-    with pytest.raises(KeyboardInterrupt):
-        collect_now()
-    go_on.set()
-    manager.close()
+    handler = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            collect_now()
+        go_on.set()
+        manager.close()
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert list(committed_steps(tmp_path)) == [1]
+    assert "saved step 1" in caplog.text
 
 
 def test_waiting_for_a_save_is_time_that_training_was_held_up(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_a_rank_that_is_killed_before_the_run_runs_ends_the_others(
     ended: list[int] = []
     monkeypatch.setattr(peers, "end_process", ended.append)
     rank = subprocess.Popen(["sleep", "600"])
-    with Peers(folder, TwoRanks(rank.pid), StopRequest(SINGLE), leave_seconds=0.1, poll_seconds=0.02):
+    with Peers(folder, TwoRanks(rank.pid), leave_seconds=0.1, poll_seconds=0.02):
         rank.kill()
         deadline = time.monotonic() + 20
         while not ended and time.monotonic() < deadline:
@@ -121,7 +121,7 @@ def test_what_a_resume_that_does_not_begin_leaves(
     folder.claim(resume=True)
     with (
         pytest.raises(type(error)),
-        Peers(folder, HostCollectives(), StopRequest(SINGLE)) as alone,
+        Peers(folder, HostCollectives()) as alone,
         ending_recorded(folder, SINGLE, alone, spare=True),
     ):
         raise error

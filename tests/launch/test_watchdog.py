@@ -21,7 +21,7 @@ from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.process_group import init_process_group, shutdown
 from ds_encdec.launch.run_folder import RunFolder
-from ds_encdec.launch.peers import Peers
+from ds_encdec.launch.peers import Watchdog
 from ds_encdec.launch.world import discover
 import torch
 output, kind, timeout_seconds = sys.argv[1], sys.argv[2], float(sys.argv[3])
@@ -48,7 +48,7 @@ act = {
 }[kind]
 run = RunFolder(output)
 stop = StopRequest(world)
-with stop, Peers(run, collectives, stop, timeout_seconds / 60, grace_seconds=2, poll_seconds=0.1):
+with stop, Watchdog(stop, timeout_seconds / 60, run, collectives, grace_seconds=2, poll_seconds=0.1):
     time.sleep(1.5 * timeout_seconds * (kind == "lives"))  # what comes before the first batch is no hang
     for step in range(5):
         if step == 2 and (world.rank == 1 or kind == "lives"):
