@@ -124,4 +124,5 @@ def _read_examples(path: Path) -> list[Example]:
         np.split(arrays[f"{side}_ids"], np.cumsum(arrays[f"{side}_lengths"])[:-1]) for side in ("encoder", "decoder")
     )
     denoisers = np.array(list(DENOISERS))[arrays["denoisers"]].tolist()
-    return list(map(Example, encoder_ids, decoder_ids, denoisers, arrays["documents"].tolist()))
+    columns = (encoder_ids, decoder_ids, denoisers, arrays["documents"].tolist())
+    return [Example(*row) for row in zip(*columns, strict=True)]

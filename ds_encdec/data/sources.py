@@ -235,15 +235,19 @@ class MapReader:
         self._source, self._number, self._share = source, source_number, share
         self.position = position or {"epoch": 0, "index": share.lane}
         """Epoch, and index in the epoch's permutation, of the next document. Replaced, never changed."""
+        self._order = self._permutation(self.position["epoch"])
 
     def __next__(self) -> Located:
         epoch, index = self.position["epoch"], self.position["index"]
         if index >= len(self._source):
             epoch, index = epoch + 1, self._share.lane
+            self._order = self._permutation(epoch)
         self.position = {"epoch": epoch, "index": index + self._share.num_lanes}
-        order = Permutation(len(self._source), self._share.seed, "documents", self._number, epoch)
-        reference = (order[index],)
+        reference = (self._order[index],)
         return Located(self.fetch(reference), reference, epoch)
+
+    def _permutation(self, epoch: int) -> Permutation:
+        return Permutation(len(self._source), self._share.seed, "documents", self._number, epoch)
 
     def fetch(self, reference: Reference) -> Row:
         """Document number `reference[0]`."""

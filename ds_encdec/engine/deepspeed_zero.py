@@ -184,20 +184,23 @@ class DeepSpeedEngine(ShardedEngine):
         fails to read, or CheckpointError for another shape, is raised by all ranks, after the last broadcast, in which
         the others would wait for a failed one for ever.
         """
-
-        def read(_: str, start: int, stop: int) -> Tensor:
-            return full.view(-1)[start:stop]
-
         held, error = shards(self._engine), None
         for name, parameter in self.model.named_parameters():
-            full = torch.zeros(full_shape(parameter), dtype=torch.float32, device=self.device)
-            if self._context.world.is_main and error is None:
-                _, error = attempt(partial(_read, weights, name, full))
-            dist.broadcast(full, src=0)
-            for shard in held:
-                shard.fill(shard.weights, read, only=name)
+            error = self._take_parameter(name, full_shape(parameter), weights if error is None else None, held) or error
         self._collectives.raise_first(error)
         refresh_parameters(self._engine)
+
+    def _take_parameter(
+        self, name: str, shape: torch.Size, weights: WeightSource | None, held: Iterable[Shard]
+    ) -> Exception | None:
+        """Keep what this rank holds of a parameter of rank 0's `weights`, zeros without; returns rank 0's error."""
+        full, error = torch.zeros(shape, dtype=torch.float32, device=self.device), None
+        if self._context.world.is_main and weights is not None:
+            _, error = attempt(partial(_read, weights, name, full))
+        dist.broadcast(full, src=0)
+        for shard in held:
+            shard.fill(shard.weights, lambda _, start, stop: full.view(-1)[start:stop], only=name)
+        return error
 
     def _states(self) -> Iterator[tuple[Shard, dict[str, Any]]]:
         for shard in shards(self._engine):
@@ -289,14 +292,16 @@ class StagingArea:
         """`pin_memory`: an accelerator then copies several times faster."""
         self._pin_memory = pin_memory
         self._kept: list[torch.UntypedStorage] = []
+        self._copies = False
         self._storages: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
 
     def take_all(self, item: Any, *, copy: bool) -> tuple[int, Any]:
         """The bytes of the tensors in `item`, and `item` with them copied to the host or, without `copy`, referred to.
 
-        What an earlier call has copied is written over.
+        What an earlier call has copied is written over. Once there is memory for copies, all calls use it: a save at
+        once would otherwise take as much host memory again beside it.
         """
-        self._copies, self._storages = copy, {}
+        self._copies, self._storages = copy or bool(self._kept), {}
         taken = self._take(item)
         num_bytes, self._storages = sum(storage.nbytes() for storage in self._storages.values()), {}
         return num_bytes, taken

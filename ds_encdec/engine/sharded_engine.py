@@ -198,13 +198,14 @@ def full_shape(parameter: nn.Parameter) -> torch.Size:
 
 
 def assert_ties(model: Qwen3ForSeq2SeqLM) -> None:
-    """Assert that the output layer shares the embedding's parameter exactly when the configuration says so.
+    """Raise AssertionError unless the output layer shares the embedding's parameter exactly as configured.
 
     Sharding can break the tie in silence.
     """
     shared = model.lm_head.weight is model.shared.weight
     tied = bool(model.config.tie_word_embeddings)
-    assert shared == tied, f"tie_word_embeddings={tied}, but lm_head and embedding share: {shared}"
+    if shared != tied:
+        raise AssertionError(f"tie_word_embeddings={tied}, but lm_head and embedding share: {shared}")
 
 
 def check_same_model(saved: SavedState, shapes: Mapping[str, tuple[int, ...]]) -> None:

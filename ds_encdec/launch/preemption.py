@@ -131,6 +131,11 @@ class StopRequest:
         self._seen = self.reason is not None
         return self._seen
 
+    @property
+    def patience_seconds(self) -> float:
+        """How long after its last heartbeat SIGTERM finds this rank stuck."""
+        return max(self.stuck_seconds, 2 * self.heartbeat.longest_pause_seconds)
+
     def acknowledge(self) -> None:
         """The ranks have agreed to stop, whoever was asked first: this one may take its time to save."""
         self._seen = True
@@ -193,8 +198,7 @@ class StopRequest:
                 return
             terminated = terminated or signal.SIGTERM in arrived
             silent_seconds = self.heartbeat.silent_seconds
-            patience_seconds = max(self.stuck_seconds, 2 * self.heartbeat.longest_pause_seconds)
-            if terminated and not self._seen and silent_seconds > patience_seconds:
+            if terminated and not self._seen and silent_seconds > self.patience_seconds:
                 self._end(f"Asked to stop, and no step for {silent_seconds:.0f} s: another rank is probably gone")
             select.select([self._arrivals], [], [], self.poll_seconds)
 

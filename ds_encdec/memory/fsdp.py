@@ -166,7 +166,7 @@ class _Sharding:
             sum(size(num_bytes) * times for num_bytes, times in shards)
             for size in (float, power_of_two if pins else float)
         )
-        states = held + self.trained * (held * (not self.keeps_gradients) + 2 * plain)
+        states = held + held * self.trained * (not self.keeps_gradients) + 2 * plain * self.trained
         # engine/fsdp2.py: weights and both moments, each copied by one of the replicas (the mean of them), also
         # where the run waits for the save (training.async_save=false).
         return HostBreakdown(states=states * self.offloads, save=3 * held / self.replicas)

@@ -382,7 +382,7 @@ def _host(s: _Settings) -> HostBreakdown:
         buffers = [s.master * s.partition, s.accumulation * s.partition]
         if s.stage < 3:
             buffers = [*2 * [s.master * s.partition], s.weight * s.partition, s.weight * s.largest]
-        states = sum(map(power_of_two if s.pins_optimizer else float, buffers))
+        states = sum(map(power_of_two if s.pins_optimizer else int, buffers))
         states += (2 * s.moment + s.master * (s.stage == 3)) * s.partition
         if s.stage == 2 and s.accumulates and not s.is_compact and s.master == 4:
             # accumulated_grads_in_cpu: one buffer for each parameter that the partition touches

@@ -94,6 +94,7 @@ class GuardedSink(Sink):
     def close(self, exit_code: int = 0) -> None:
         """Close the sink if it still lives."""
         self._guard(lambda sink: sink.close(exit_code))
+        self._opener = None
 
     def _guard(self, action: Callable[[Sink], None]) -> None:
         if self._opener is None:

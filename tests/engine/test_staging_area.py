@@ -47,3 +47,14 @@ def test_the_next_save_uses_the_same_memory() -> None:
     assert first["flat"].tolist() == [7.0] * 12
     assert second["b"].tolist() == [0.0] * 9  # another size: new memory
     assert first["own"].tolist() == [1.0] * 5
+
+
+def test_a_save_at_once_goes_through_the_memory_of_those_before() -> None:
+    """Beside it, it would need its own host memory."""
+    area = StagingArea(pin_memory=False)
+    state, flat = tied_state()
+    _, referred = area.take_all(state, copy=False)
+    assert referred["flat"].data_ptr() == flat.data_ptr()
+    _, copied = area.take_all(state, copy=True)
+    _, at_once = area.take_all(state, copy=False)
+    assert at_once["flat"].data_ptr() == copied["flat"].data_ptr() != flat.data_ptr()
