@@ -90,6 +90,7 @@ def run_training(
     with (
         Peers(folder, context.collectives) as peers,
         ending_recorded(folder, world, peers, spare=resume is not None) as begin,
+        # Innermost: left first, it ends a run that hangs before another ending is recorded.
         Watchdog(stop, hang_minutes or None, folder, context.collectives),
     ):
         trainer, expected, facts = _wire(config, context, folder, stop, resume, allow_data_change)
