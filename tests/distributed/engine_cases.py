@@ -20,7 +20,7 @@ from packed_batches import random_batch
 from small_run import MODEL, SHORT_ACCUMULATION, SHORT_MODEL, lane_batches, run_config, weights
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_encdec.checkpoint.saved_state import ZeroState
+from ds_encdec.checkpoint.zero_state import ZeroState
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.deepspeed_private import shards
 from ds_encdec.engine.deepspeed_zero import DeepSpeedEngine

@@ -13,7 +13,7 @@ import torch
 from engine_plan import ARRIVING, LEAVING, SAVED_STEP, portable_cases
 from gloo_ranks import run_ranks
 
-from ds_encdec.checkpoint.saved_state import ZeroState
+from ds_encdec.checkpoint.zero_state import ZeroState
 from ds_encdec.types import StateKind
 
 pytestmark = pytest.mark.distributed
@@ -108,7 +108,7 @@ def test_files_are_read_where_deepspeed_is_not_installed(results: dict[str, list
     assert results.keys() >= set(cases)
     code = (
         "import sys; sys.modules['deepspeed'] = None\n"
-        "from pathlib import Path; from ds_encdec.checkpoint.saved_state import ZeroState\n"
+        "from pathlib import Path; from ds_encdec.checkpoint.zero_state import ZeroState\n"
         "for folder in sys.argv[1:]:\n"
         "    saved = ZeroState(Path(folder))\n"
         "    print(*(saved.read(kind, name).double().sum().item() for name in saved.shapes for kind in "

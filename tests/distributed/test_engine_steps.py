@@ -15,7 +15,7 @@ from engine_plan import CHANGED_RESUMES, LOSSLESS, RESUMES, SKIPS, STAGING, SUMM
 from small_run import SHORT_ACCUMULATION, SHORT_MODEL, lane_batches, run_config, weights
 from torch_oracle import TorchOracle
 
-from ds_encdec.checkpoint.saved_state import ZeroState
+from ds_encdec.checkpoint.zero_state import ZeroState
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.types import StepResult
 

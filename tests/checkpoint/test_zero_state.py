@@ -12,8 +12,8 @@ import pytest
 import torch
 from saved_checkpoints import Attribute
 
-from ds_encdec.checkpoint import saved_state
-from ds_encdec.checkpoint.saved_state import ZeroState
+from ds_encdec.checkpoint import zero_state
+from ds_encdec.checkpoint.zero_state import ZeroState
 from ds_encdec.engine.protocol import TAG, EngineRecord, write_record
 from ds_encdec.types import CheckpointError
 
@@ -95,8 +95,8 @@ def test_ranges_over_a_cut(tmp_path: Path, stage: str, pad: int) -> None:
 
 def test_only_files_that_hold_a_part_of_the_range_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = []
-    load = saved_state._load
-    monkeypatch.setattr(saved_state, "_load", lambda path: opened.append(path.name) or load(path))
+    load = zero_state._load
+    monkeypatch.setattr(zero_state, "_load", lambda path: opened.append(path.name) or load(path))
     saved = ZeroState(checkpoint(tmp_path, "zero2", two_parts(2, 0), world_size=2))
     assert opened == ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"]
     saved.read("weight", "a.weight")

@@ -1,0 +1,215 @@
+"""The tensors of DeepSpeed's own files, of any ZeRO stage and number of ranks.
+
+Nothing of DeepSpeed is needed, and nothing that a file names is run. The files are mapped, not read: a range costs its
+own bytes. Where things stand in them (DeepSpeed 0.19.8, runtime/zero; compare its utils/zero_to_fp32.py):
+
+| stage | file, one per rank from stage 1 | flat float32 tensors in it |
+|---|---|---|
+| 0 | `mp_rank_00_model_states.pt` | each parameter; in 16 bit its master, or one tensor with those of a group |
+| 1, 2 | `*zero_pp_rank_R_…_optim_states.pt` | of each group laid end to end and cut into equal parts, part R |
+| 3 | the same | of each sub-group: of every parameter, cut into equal parts with padding, part R |
+
+Beside each stand its `exp_avg` and `exp_avg_sq`, of the same length. Names and shapes, in the order in which the
+parameters were laid out, are in the model states of rank 0.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+from ds_encdec.checkpoint.saved_state import Fragment, FragmentedState
+from ds_encdec.engine.protocol import TAG, EngineRecord, Piece, end_to_end, own_parts, read_record
+from ds_encdec.types import MOMENTS, CheckpointError, StateKind
+
+_Tensors = Mapping[str, Tensor]
+"""Flat tensors of one length that belong together: `weight`, and the moments where there are any."""
+_Placed = tuple[Piece, Callable[[], _Tensors]]
+"""A piece of a parameter, and the part of a file in which it begins at its offset."""
+
+
+class ZeroState(FragmentedState):
+    """`types.SavedState` of a checkpoint that the DeepSpeed engine wrote. Its hashes were checked before."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        """Map the files. Raises CheckpointError, naming the file, for one that is missing or of another layout."""
+        record, folder = read_record(checkpoint), checkpoint / TAG
+        with _layout_checked(folder):
+            shapes, pieces = _read_layout(folder, record)
+        fragments: dict[str, list[Fragment]] = {name: [] for name in shapes}
+        for piece, part in pieces:
+            copy = partial(self._copy, piece, part)
+            fragments[piece.name].append(Fragment(piece.start, piece.start + piece.length, copy))
+        kinds = ("weight", *MOMENTS)
+        super().__init__(
+            record, folder, shapes, {f"{kind}.{name}": fragments[name] for kind in kinds for name in shapes}
+        )
+
+    def _copy(self, piece: Piece, part: Callable[[], _Tensors], kind: StateKind, out: Tensor, first: int) -> None:
+        """Copy into `out` what `part` has of `piece` from `first` on. Moments before the first step are zeros."""
+        tensors = part()
+        if kind in tensors:
+            out.copy_(tensors[kind].narrow(0, piece.offset + first, len(out)))
+        elif self.applied_steps > 0:
+            raise CheckpointError(f"{self._folder} has no {kind} of {piece.name}")
+        else:
+            out.zero_()
+
+
+def _read_layout(folder: Path, record: EngineRecord) -> tuple[dict[str, tuple[int, ...]], list[_Placed]]:
+    """The shapes in the model's order, and where the elements of each parameter are."""
+    stage = int(record.sharding_stage.removeprefix("zero").removesuffix("_hybrid"))
+    states = _load(folder / ("zero_pp_rank_0_" * (stage == 3) + "mp_rank_00_model_states.pt"))
+    module: Mapping[str, Tensor] = states["module"]
+    named = states["param_shapes"] if stage else [{name: module[name].shape for name in own} for own in record.groups]
+    shapes = {name: tuple(shape) for group in named for name, shape in group.items()}
+    groups = [{name: prod(shape) for name, shape in group.items()} for group in named]
+    if stage == 0:
+        pieces = list(_replicated(module, states["optimizer"], groups))
+    else:
+        pieces = list(
+            (_cut_parameters if stage == 3 else _cut_groups)(_Parts(folder, stage, record.world_size), groups)
+        )
+    # The module's own dict has the model's order; a tied parameter stands in it under every name.
+    return {name: shapes[name] for name in module if name in shapes}, pieces
+
+
+class _Parts:
+    """The optimizer states of all ranks, stages 1 to 3: one file per rank, opened when something of it is asked for.
+
+    All parts of a group have the same size, so the first rank's file says where everything stands in the others. What
+    a rank loads comes out of few of them, and each of hundreds of ranks would open hundreds of files.
+    """
+
+    def __init__(self, folder: Path, stage: int, world_size: int) -> None:
+        self._stage = stage
+        self.world_size = world_size
+        self._files: list[Path] = []
+        paths = list(folder.iterdir())
+        for rank in range(world_size):
+            ending = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"  # bf16_… in bfloat16
+            found = [path for path in paths if path.name.endswith(ending)]
+            if len(found) != 1:
+                raise CheckpointError(
+                    f"{folder}: {len(found)} files of optimizer states of rank {rank}, instead of one"
+                )
+            self._files += found
+        self._opened: dict[int, list[_Tensors]] = {}
+        self.sizes: Sequence[int] = ()
+        """Elements of a part of each group, padding included."""
+        self.alignments: Sequence[Sequence[int]] = ()
+        """Padding behind each parameter of each group; none: not aligned."""
+        self._open(0)
+
+    def part(self, rank: int, group: int) -> _Tensors:
+        """Rank `rank`'s part of a group. Raises CheckpointError."""
+        if rank not in self._opened:
+            with _layout_checked(self._files[rank]):
+                self._open(rank)
+        return self._opened[rank][group]
+
+    def _open(self, rank: int) -> None:
+        states = _load(self._files[rank])["optimizer_state_dict"]
+        if self._stage == 3:
+            weights, base = states["fp32_flat_groups"], states["optimizer_state_dict"]
+            paddings = [0] * len(weights)
+        else:
+            weights, base = states["single_partition_of_fp32_groups"], states["base_optimizer_state"]
+            # BF16_Optimizer, which has no "zero_stage", saves its parts with their padding at the end, never aligned.
+            paddings = states["group_paddings"] if "zero_stage" in states else [0] * len(weights)
+        sizes = [weight.numel() + padding for weight, padding in zip(weights, paddings, strict=True)]
+        if rank == 0:
+            self.sizes, self.alignments = sizes, states.get("param_alignment_paddings") or [[] for _ in sizes]
+        if sizes != self.sizes:
+            raise ValueError(f"parts of {sizes} elements, and of {self.sizes} on rank 0")
+        parts = zip(weights, _moments(base), strict=True)
+        self._opened[rank] = [{"weight": weight} | moments for weight, moments in parts]
+
+
+@contextmanager
+def _layout_checked(path: Path) -> Iterator[None]:
+    """Raise CheckpointError, naming `path`, where the code inside stumbles over another layout."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(f"{path}: not laid out as DeepSpeed 0.19 does it ({error!r})") from None
+
+
+def _replicated(
+    module: Mapping[str, Tensor], optimizer: Mapping[str, Any], groups: Sequence[Mapping[str, int]]
+) -> Iterator[_Placed]:
+    """Stage 0: everything in full. `optimizer`: torch's state dict, in 16 bit inside that of DeepSpeed's wrapper."""
+    base = optimizer.get("optimizer_state_dict", optimizer)
+    names = [name for group in groups for name in group]
+    if "fp32_groups_flat" in optimizer:  # FP16_Optimizer
+        weights, held = list(optimizer["fp32_groups_flat"]), groups
+    else:
+        masters = (
+            chain.from_iterable(optimizer["fp32_groups"]) if "fp32_groups" in optimizer else map(module.get, names)
+        )
+        weights, held = list(masters), [{name: numel} for group in groups for name, numel in group.items()]
+    for weight, moments, within in zip(weights, _moments(base), held, strict=True):
+        tensors = {"weight": weight.reshape(-1)} | {kind: moment.reshape(-1) for kind, moment in moments.items()}
+        for piece in end_to_end(within):
+            yield piece, partial(dict, tensors)
+
+
+def _cut_groups(parts: _Parts, groups: Sequence[Mapping[str, int]]) -> Iterator[_Placed]:
+    """Stages 1 and 2: a group's parameters end to end, cut into equal parts regardless of where one begins."""
+    for index, (numels, size, alignment) in enumerate(zip(groups, parts.sizes, parts.alignments, strict=True)):
+        for whole in end_to_end(numels, alignment):
+            begin, end = whole.offset, min(whole.offset + whole.length, parts.world_size * size)
+            for rank in range(begin // size, -(-end // size)):
+                first, last = max(begin, rank * size), min(end, (rank + 1) * size)
+                piece = Piece(whole.name, first - begin, last - first, first - rank * size)
+                yield piece, partial(parts.part, rank, index)
+
+
+def _cut_parameters(parts: _Parts, groups: Sequence[Mapping[str, int]]) -> Iterator[_Placed]:
+    """Stage 3: a rank's part of each parameter, end to end."""
+    for index, (numels, _) in enumerate(zip(groups, parts.sizes, strict=True)):
+        for rank in range(parts.world_size):
+            for piece in own_parts(numels, rank, parts.world_size):
+                yield piece, partial(parts.part, rank, index)
+
+
+def _moments(base: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+    """Adam's two moments of each of the optimizer's tensors, in its order; nothing of one that was never stepped."""
+    states = (base["state"].get(number, {}) for group in base["param_groups"] for number in group["params"])
+    return [{kind: state[kind] for kind in MOMENTS if kind in state} for state in states]
+
+
+class _Inert:
+    """Stands in for DeepSpeed's own classes (loss scalers, enumerations, addresses) when a file is opened.
+
+    And for `getattr`, by which Python 3.11.2 and its neighbours pickle a member of an enumeration.
+    """
+
+    def __new__(cls, *arguments: object) -> _Inert:
+        """Take whatever the class itself would; keep nothing."""
+        return super().__new__(cls)
+
+
+def _load(path: Path) -> Any:
+    """The content of a file of `torch.save`, its tensors mapped. Runs nothing but torch's own rebuilding of tensors."""
+    try:
+        foreign = get_unsafe_globals_in_checkpoint(path)
+        refused = [name for name in foreign if not name.startswith("deepspeed.") and name != "builtins.getattr"]
+        if refused:
+            raise CheckpointError(
+                f"{path}: names {', '.join(refused)}, which DeepSpeed does not save. It was not opened."
+            )
+        with safe_globals([(_Inert, name) for name in foreign]):
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from None
