@@ -13,6 +13,8 @@ as one has ended, so each waits until all have written, for some seconds at most
 A rank that is stopped (SIGSTOP) cannot write anything, and the others say so. One whose main thread hangs in native
 code that holds the interpreter's lock runs no other thread either: a timer of `faulthandler`, which needs no lock,
 writes its stacks to stderr and ends it. The same timer ends a rank whose file system does not take its stacks.
+
+What `run.json` says of the ending, and with which error a rank ends, follows from this, and so is here as well.
 """
 
 from __future__ import annotations

@@ -236,25 +236,27 @@ class MachineWatch:
             self.throughput.add(speed)
         shares = [rank.data_wait_s / max(rank.training_s, 1e-9) for rank in rank_stats]
         share, (latest, lateness) = max(shares), _latest(rank_stats)
-        # What and whose, whether it is beyond its threshold, and the alert. Of waits for data the rank does not count:
-        # they take turns.
+        waits, slow, late = (
+            settings.data_wait_threshold,
+            settings.straggler_threshold,
+            settings.straggler_late_threshold,
+        )
+        low_speed = f"{speed:.1f} tokens/s per rank are below {least:.1f}"
+        waiting = f"rank {shares.index(share)} waits for its next batch for {share:.0%} of the time"
+        waited_for = f"rank {latest} is late: others wait for it before the steps, for {lateness:.0%} of the time"
+        # What and whose, whether it is beyond its threshold, and the alert. Ranks that wait for data take turns, so it
+        # does not count which one does.
         rows = [
-            (("throughput", 0), speed < least, "throughput_drop", speed, least,
-             f"{speed:.1f} tokens/s per rank are below {least:.1f}"),
-            (("data_wait", 0), share > settings.data_wait_threshold, "data_wait", share, settings.data_wait_threshold,
-             f"rank {shares.index(share)} waits for its next batch for {share:.0%} of the time"),
-            *((("slow", rank), ratio > settings.straggler_threshold, "straggler", ratio, settings.straggler_threshold,
-               f"rank {rank} is slow: it takes {ratio:.2f} times as long as the median rank for the same arithmetic")
-              for rank, ratio in enumerate(_slowness(rank_stats))),
-            (("late", latest), lateness > settings.straggler_late_threshold,
-             "straggler", lateness, settings.straggler_late_threshold,
-             f"rank {latest} is late: others wait for it before the steps, for {lateness:.0%} of the time"),
-        ]  # fmt: skip
-        seen = {
-            key: make_alert(kind, step, value, threshold, message)
-            for key, is_beyond, kind, value, threshold, message in rows
-            if is_beyond
-        }
+            (("throughput", 0), speed < least, make_alert("throughput_drop", step, speed, least, low_speed)),
+            (("data_wait", 0), share > waits, make_alert("data_wait", step, share, waits, waiting)),
+        ]
+        for rank, ratio in enumerate(_slowness(rank_stats)):
+            message = (
+                f"rank {rank} is slow: it takes {ratio:.2f} times as long as the median rank for the same arithmetic"
+            )
+            rows.append((("slow", rank), ratio > slow, make_alert("straggler", step, ratio, slow, message)))
+        rows.append((("late", latest), lateness > late, make_alert("straggler", step, lateness, late, waited_for)))
+        seen = {key: alert for key, is_beyond, alert in rows if is_beyond}
         self._streaks = {key: self._streaks.get(key, 0) + 1 for key in seen}
         return [alert for key, alert in seen.items() if self._streaks[key] == PERSISTENT_INTERVALS]
 

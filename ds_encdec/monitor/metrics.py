@@ -140,8 +140,17 @@ class StepAccumulator:
 
     def end_step(self, result: StepResult, *, global_step: int, data_step: int) -> None:
         """Close the current step, applied or not; the counters are those after it."""
-        names = dict.fromkeys(result.extra, math.nan)
-        step = StepRecord(global_step, data_step, result.applied, result.learning_rate, math.nan, {}, {}, 0, names)
+        step = StepRecord(  # what the ranks have to add up is filled in by `reduce`
+            global_step=global_step,
+            data_step=data_step,
+            applied=result.applied,
+            learning_rate=result.learning_rate,
+            grad_norm=math.nan,
+            loss_sums={},
+            target_tokens={},
+            encoder_tokens=0,
+            extra=dict.fromkeys(result.extra, math.nan),
+        )
         metrics = [value.detach().to(self.sums) for value in (result.grad_norm, *result.extra.values())]
         tokens = self.sums.new_full((1,), self._encoder_tokens)
         self._pending.append((step, torch.cat([self.sums.flatten(), tokens, torch.stack(metrics)])))

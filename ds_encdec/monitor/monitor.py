@@ -227,20 +227,17 @@ class TrainingMonitor:
         """Alerts of a step by itself, against the window before its loss is in it."""
         enough = len(self.loss_window) >= self.loss_spike_min_values  # to be compared with
         largest, steepest = self.loss_spike_threshold * self.loss_window.mean, self.grad_norm_threshold
+        is_finite = math.isfinite(loss) and (math.isfinite(grad_norm) or self.loss_scaling)
+        culprit = grad_norm if math.isfinite(loss) else loss
+        not_finite = f"loss {loss:.4f}, gradient norm {grad_norm:.4f}: not finite"
+        spike = f"loss {loss:.4f} is above {largest:.4f}"
+        explosion = f"gradient norm {grad_norm:.4f} is above {steepest:.4f}"
         rows = [
-            ("non_finite", not (math.isfinite(loss) and (math.isfinite(grad_norm) or self.loss_scaling)),
-             grad_norm if math.isfinite(loss) else loss, math.inf,
-             f"loss {loss:.4f}, gradient norm {grad_norm:.4f}: not finite"),
-            ("loss_spike", enough and largest < loss < math.inf, loss, largest,
-             f"loss {loss:.4f} is above {largest:.4f}"),
-            ("grad_explosion", steepest < grad_norm < math.inf, grad_norm, steepest,
-             f"gradient norm {grad_norm:.4f} is above {steepest:.4f}"),
-        ]  # fmt: skip
-        return [
-            make_alert(kind, step, value, threshold, message)
-            for kind, is_raised, value, threshold, message in rows
-            if is_raised
+            (not is_finite, make_alert("non_finite", step, culprit, math.inf, not_finite)),
+            (enough and largest < loss < math.inf, make_alert("loss_spike", step, loss, largest, spike)),
+            (steepest < grad_norm < math.inf, make_alert("grad_explosion", step, grad_norm, steepest, explosion)),
         ]
+        return [alert for is_raised, alert in rows if is_raised]
 
     def _judge_plateau(self, step: int) -> list[dict[str, Any]]:
         """One alert per stretch of steps in which the full window's mean has not fallen by enough."""
