@@ -236,8 +236,8 @@ class MachineWatch:
             self.throughput.add(speed)
         shares = [rank.data_wait_s / max(rank.training_s, 1e-9) for rank in rank_stats]
         share, (latest, lateness) = max(shares), _latest(rank_stats)
-        # What and whose, whether it is beyond its threshold, and the alert. Of waits for data the rank does not count:
-        # they take turns.
+        # A row has what is judged and whose it is, whether it is beyond its threshold, and the alert. The rank does not
+        # matter for waits for data: ranks take turns at waiting.
         rows = [
             (("throughput", 0), speed < least, "throughput_drop", speed, least,
              f"{speed:.1f} tokens/s per rank are below {least:.1f}"),
