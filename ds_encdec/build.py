@@ -84,7 +84,7 @@ def run_training(
     stop.before_end = lambda why: record(
         folder, "failed", reason=f"rank {world.rank}: {why}", exit_code=HangError.exit_code
     )
-    # By default well before a collective would give up; 0 is never.
+    # The default is well before a collective would give up; 0 means never.
     given, longest = config.infra.hang_timeout_minutes, config.infra.distributed_timeout_minutes
     hang_minutes = longest * 2 / 3 if given is None else given
     with (

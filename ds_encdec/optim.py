@@ -34,7 +34,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad:
-                # By class name: every model family brings its own RMSNorm, none of which share a base class.
+                # Norms are found by class name: every family brings its own RMSNorm, and these share no base class.
                 decays.setdefault(parameter, not type(module).__name__.endswith("Norm") and name != "bias")
     groups = [
         {"params": [parameter for parameter, found in decays.items() if found is wanted], "weight_decay": rate}

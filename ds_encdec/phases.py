@@ -200,7 +200,7 @@ def plan_phase(config: FullConfig, phase: TrainingPhase, max_steps: int | None =
             "logging_steps": min(settings.logging_steps, steps),
             "seed": training.seed + PHASES.index(phase),
         },
-        # What keeps the runs of the phases apart.
+        # These fields keep the runs of the phases apart.
         "infra": {
             "output_dir": str(phase_folder(config, phase)),
             "logging_dir": str(logging_dir / phase) if logging_dir.is_absolute() else infra.logging_dir,

@@ -78,7 +78,7 @@ def _disk(job: Job, steps: int) -> dict[str, Any]:
     """Bytes in the run's folder at its fullest; logs and the tokenizer, some megabytes, are not counted."""
     training, monitor = job.config.training, job.config.monitor
     checkpoint = checkpoint_bytes(job)
-    # With an interval in hours, or saves of the best, there may be as many as steps; the last step saves in any case.
+    # An interval in hours, or saves of the best, may save at every step; the last step saves in any case.
     unbounded = training.save_interval_hours is not None or training.save_on_best
     saves = steps if unbounded else math.ceil(steps / training.save_steps)
     keep = saves if training.save_total_limit is None else training.save_total_limit

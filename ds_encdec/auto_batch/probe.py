@@ -175,7 +175,7 @@ def _limit(device: torch.device, task: ProbeTask) -> None:
         usable = max(0, free - (task.available_bytes - task.limit_bytes))
         torch.cuda.set_per_process_memory_fraction(usable / total, device)
         return
-    # What is limited is what has been mapped, whether it is used or not: stacks and arenas of threads mostly are not.
+    # The limit is on what has been mapped, whether it is used or not: stacks and arenas of threads mostly are not.
     torch.zeros(2**22).add_(1)  # starts them
     unused = max(0, _own_status("VmData") - _own_status("VmRSS"))
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)

@@ -207,7 +207,7 @@ class CheckpointFolder:
                 aside = unused_path(path.with_name(f"abandoned-{path.name}-{time.strftime('%Y%m%dT%H%M%S')}"))
                 path.rename(aside)
                 logger.warning("Going back to step %d: %s is now %s.", step, path.name, aside.name)
-        # By the moment at which they were put aside, which ends their names; then by step.
+        # They are sorted by the moment at which they were put aside, which ends their names, and then by step.
         abandoned = sorted(self.path.glob("abandoned-*"), key=lambda path: path.name.split("-", 3)[3:])
         for path in abandoned[: -self._keep] if self._keep else ():
             logger.warning("training.save_total_limit=%s: deleting %s.", self._keep, path.name)
@@ -338,7 +338,7 @@ def verify_checkpoints(path: Path) -> Iterator[Checkpoint]:
     path = path.expanduser().resolve()
     damage = []
     found = {} if os.path.lexists(path / MANIFEST) else committed_steps(path / "checkpoints") or committed_steps(path)
-    # What is neither a run nor a folder of checkpoints should be one: what is wrong is for its manifest to say.
+    # A path that is neither a run nor a folder of checkpoints should be a checkpoint: its manifest says what is wrong.
     for _, checkpoint in sorted(found.items()) or [(0, path)]:
         try:
             manifest = verify_checkpoint(checkpoint)

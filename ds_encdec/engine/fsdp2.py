@@ -93,7 +93,8 @@ class FSDP2Engine(ShardedEngine):
         model = build_sharded_model(config, model_config, mesh, context.device)
         assert isinstance(model, FSDPModule)
         self.model = self._engine = model
-        # By FQN, tied ones once. While a module is gathered it shows others; these stay the shards.
+        # The keys are FQNs; tied parameters appear once. While a module is gathered it shows others; these stay the
+        # shards.
         self._parameters = cast(dict[str, DTensor], dict(model.named_parameters()))
         assert all(isinstance(parameter, DTensor) for parameter in self._parameters.values())
         if weights is not None:

@@ -135,7 +135,7 @@ def join_deepspeed(world: World, device: torch.device, timeout: timedelta, store
     import deepspeed
 
     backend = "nccl" if device.type == "cuda" else "gloo"
-    # As DeepSpeed itself makes it (comm/torch.py): one rank has nobody to connect to.
+    # DeepSpeed itself makes it like this (comm/torch.py): one rank has nobody to connect to.
     bound = device if device.type == "cuda" and world.world_size > 1 else None
     dist.init_process_group(
         backend, timeout=timeout, store=store, world_size=world.world_size, rank=world.rank, device_id=bound
@@ -171,7 +171,7 @@ def _share_the_node(world: World, device: torch.device, store: dist.Store) -> No
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     mine = {"rank": world.rank, "machine": machine(), "host": socket.gethostname(), "cores": cores, "uuid": uuid}
     places = _everyones(mine, dist.PrefixStore("node", store), world)
-    # Those of this machine, since not every launcher says how many there are.
+    # The ranks of this machine are counted, since not every launcher says how many there are.
     neighbours = [place["cores"] for place in places if place["machine"] == mine["machine"]]
     if (threads := openmp_threads(os.environ, cores, neighbours)) is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -216,5 +216,5 @@ def _prepare_environment(world: World, device: torch.device) -> None:
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
         if world.num_nodes == 1 and "lo" in (name for _, name in socket.if_nameindex()):
-            # Where the host's own name does not resolve, or only to a foreign interface, gloo cannot connect.
+            # Gloo cannot connect if the host's own name does not resolve, or only to a foreign interface.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -245,7 +245,8 @@ def _cells(asked: Question, row: Variant) -> tuple[str, ...]:
     setting = ("" if row.overrides else "*", config.infra.sharding_stage, _offload_name(row.job))
     if row.reason:
         return setting + ("-",) * (len(_HEADER) - len(setting))
-    figures = [*held["bytes"].values(), held["host_bytes_per_node"]["total"]]
+    peak, host = row.estimate.peak, row.estimate.host.scaled(row.job.ranks_per_node)
+    figures = [*(getattr(peak, name) for name in CATEGORIES), peak.total, host.total]
     verdict = "yes" if held["fits"] else f"no: {held['short_of']}"
     return (*setting, config.training.activation_checkpointing, *map(in_gib, figures), verdict)
 

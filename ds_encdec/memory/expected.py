@@ -148,7 +148,8 @@ def settings_that_fit(expected: Variant, device_bytes: float, host_bytes: float,
     copies: list[Change] = [{"infra.pin_memory": False}, {"training.async_save": False}]
     found: Iterable[Variant] = filter(fits, (variant(job, change) for change in (*copies, *settings(job))))
     if of_device or on_cpu:
-        # Of 20, as some may not do: they move what they save to the memory that ran out, or come last.
+        # There are 20 to choose from: some move what they save to the memory that ran out, and those for a new run
+        # come last.
         found = nearest(job, fits, 20)
     return sorted((row for row in found if row.node_bytes < node_limit), key=is_for_new_run)[:SETTINGS]
 

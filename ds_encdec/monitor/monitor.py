@@ -82,7 +82,8 @@ class TrainingMonitor:
     min_loss: float | None = field(default=None, init=False)
     max_loss: float | None = field(default=None, init=False)
     steps: int = field(default=0, init=False)
-    # Where the window's mean last fell by enough, and whether an alert has been raised because it has not since.
+    # These are the window's mean and the step when it last fell by enough, and whether an alert was raised since then
+    # because it had not.
     plateau_mean: float | None = field(default=None, init=False)
     plateau_step: int = field(default=0, init=False)
     plateau_said: bool = field(default=False, init=False)

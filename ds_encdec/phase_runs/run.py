@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.config.plain_files import read_json
@@ -189,35 +189,26 @@ def _result_before(config: FullConfig, phase: TrainingPhase) -> dict[str, Any]:
         return {}
     folder = PhaseFolder(phase_folder(config, before), phase_config(config, before))
     result = folder.read_result()
-    refusals = (
-        (
-            not result,
-            ConfigError,
+    if not result:
+        raise ConfigError(
             f"phase {phase} starts from the weights of {before}, which has no result in {folder.root}: "
-            f"run it first (`--from {before}`), or name the infra.output_dir that has it",
-        ),
-        (
-            not result.get("passed"),
-            GateError,
+            f"run it first (`--from {before}`), or name the infra.output_dir that has it"
+        )
+    if not result.get("passed"):
+        raise GateError(
             f"phase {phase} is not started: {before} did not pass its gate ({folder.root / 'result.json'}). "
-            f"`--from {before}` judges it again, by the limits that phases.{before} has now",
-        ),
-        (
-            not folder.is_judged_as_now(),
-            ConfigError,
+            f"`--from {before}` judges it again, by the limits that phases.{before} has now"
+        )
+    if not folder.is_judged_as_now():
+        raise ConfigError(
             f"phase {phase} is not started: {before} has passed its gate, but phases.{before} has other numbers now. "
-            f"`--from {before}` judges it again, without training",
-        ),
-        (
-            not folder.export.exists(),
-            ConfigError,
+            f"`--from {before}` judges it again, without training"
+        )
+    if not folder.export.exists():
+        raise ConfigError(
             f"phase {phase} starts from {folder.export}, which is not there: `--from {before}` writes it again "
-            "from the final checkpoint",
-        ),
-    )
-    for is_refused, error, message in refusals:
-        if is_refused:
-            raise error(message)
+            "from the final checkpoint"
+        )
     return result
 
 
@@ -274,15 +265,29 @@ def _judge_and_hand_on(planned: PlannedPhase, folder: PhaseFolder, pipeline_init
         )
 
 
-def judge(planned: PlannedPhase, pipeline_initial_loss: float | None) -> dict[str, Any]:
+class Verdict(TypedDict):
+    """How a phase was judged, as result.json has it in strict JSON. Losses are in nats per target token.
+
+    `passed`: every check was passed. `checks`: `name`, `passed` and `message` of each. `summary`:
+    `TrainingMonitor.get_summary()`; `eval`: the last evaluation's metrics. `checkpoint_sha256`: of the manifest of the
+    checkpoint that was judged.
+    """
+
+    passed: bool
+    checks: list[dict[str, Any]]
+    summary: dict[str, Any]
+    eval: dict[str, float | None]
+    pipeline_initial_loss: float | None
+    steps: int
+    tokens_seen: int
+    checkpoint_sha256: str
+
+
+def judge(planned: PlannedPhase, pipeline_initial_loss: float | None) -> Verdict:
     """Hold the final checkpoint and the metrics of a completed run against its phase's limits.
 
     `pipeline_initial_loss`: the first loss of the first phase, which the decrease is measured from; None where this is
-    the first phase. Returns what result.json says of it, for strict JSON, with losses in nats per target token:
-    `passed`, if every check was; `checks`: `name`, `passed` and `message` of each; `summary`:
-    `TrainingMonitor.get_summary()`; `eval`: the last evaluation's metrics; `pipeline_initial_loss`, `steps`,
-    `tokens_seen`; `checkpoint_sha256`: of the manifest of the checkpoint that was judged. Raises CheckpointError where
-    there is no final checkpoint.
+    the first phase. Raises CheckpointError where there is no final checkpoint.
     """
     from ds_encdec.monitor.monitor import TrainingMonitor  # torch
 
@@ -333,8 +338,13 @@ def _look_at_metrics(path: Path) -> tuple[dict[str, Any], dict[str, float | None
         for name in LOSSES
         if name in line and not is_number(line[name])
     ]
-    wrong = f"{bad[0]} ({len(bad)} such values)" if bad else "" if logged else f"{path}: no line has train/loss"
-    wrong = problem or wrong
+    wrong = ""
+    if problem:
+        wrong = problem
+    elif bad:
+        wrong = f"{bad[0]} ({len(bad)} such values)"
+    elif not logged:
+        wrong = f"{path}: no line has train/loss"
     message = wrong or f"{logged} logged losses and {len(evaluations)} evaluations, all finite"
     last = evaluations[-1] if evaluations else {}
     check = {"name": "logged_losses", "passed": not wrong, "message": message}

@@ -43,8 +43,6 @@ more than twice as high, and the curve flat."""
 Style = Mapping[str, Any]
 Stroke = tuple[Callable[..., Any], tuple[Any, ...], Style]
 """One thing that is drawn: a method of matplotlib's Axes, its positional arguments, and those by name."""
-AlertMark = tuple[float, float, int]
-"""A mark of alerts: their step, the highest of their values in the unit of the chart, and how many there are."""
 
 _COLOURED = {
     "ink": ("text.color", "axes.titlecolor"),
@@ -79,6 +77,14 @@ class Chart(NamedTuple):
 
     caption: str
     svg: str
+
+
+class AlertMark(NamedTuple):
+    """The place where a chart marks `times` alerts: at the highest of their values, in the unit of the chart."""
+
+    step: float
+    value: float
+    times: int
 
 
 @dataclass(frozen=True)
@@ -160,7 +166,7 @@ def _chart(run: Run, plan: ChartPlan, pictures: Path | None) -> Chart:
     first, *others = plan.metrics
     taken_back = [] if others else [branch.get(first, NO_CURVE).scaled(plan.scale) for branch in run.abandoned.values()]
     marks = alert_marks(run, plan)
-    known = np.concatenate([[value for _, value, _ in marks], *(curve.known for curve in curves.values())])
+    known = np.concatenate([[mark.value for mark in marks], *(curve.known for curve in curves.values())])
     limits = {f"{label} {number(v)}": v for label, path in plan.limits.items() if (v := run.number(path)) is not None}
     reach = LIMIT_WITHIN * np.ptp(known)
     far = [label for label, limit in limits.items() if not known.min() - reach <= limit <= known.max() + reach]
@@ -172,12 +178,12 @@ def _chart(run: Run, plan: ChartPlan, pictures: Path | None) -> Chart:
             for index, (label, curve) in enumerate(curves.items())
             for line in lines(curve, plan, label, index, alone=not others)
         ),
-        *(
-            (Axes.plot, (curve.steps[lowest], curve.values[lowest]), _STYLES["lowest"])
-            for curve in curves.values()
-            for lowest in [int(np.nanargmin(curve.values))]
-            if plan.key == "eval_loss"
-        ),
+    ]
+    if plan.key == "eval_loss":
+        (curve,) = curves.values()
+        lowest = int(np.nanargmin(curve.values))
+        strokes.append((Axes.plot, (curve.steps[lowest], curve.values[lowest]), _STYLES["lowest"]))
+    strokes += [
         *(
             (Axes.axhline, (limit,), {"label": label, "linewidth": 1.1, **style})
             for (label, limit), style in zip(limits.items(), _LIMITS, strict=False)
@@ -186,9 +192,15 @@ def _chart(run: Run, plan: ChartPlan, pictures: Path | None) -> Chart:
         *((Axes.axvline, (e["step"],), _STYLES["restart"]) for e in run.entries("start") if e.get("resumed_from")),
         *((Axes.axvline, (end,), _STYLES["rollback"]) for _, end in rollbacks),
         *((Axes.axvspan, span, _STYLES["steps of the rollback"]) for span in rollbacks),
-        # A triangle a mark, with the number of its alerts where it stands for several.
-        *((Axes.plot, tuple(zip(*marks[:MAX_MARKS], strict=True))[:2], _STYLES["alert"]) for _ in marks[:1]),
-        *((Axes.annotate, (f"×{n}", mark), _STYLES["alerts"]) for *mark, n in marks[:MAX_MARKS] if n > 1),
+    ]
+    # Each mark is a triangle, with the number of its alerts beside it where it stands for several.
+    drawn = marks[:MAX_MARKS]
+    if drawn:
+        strokes.append((Axes.plot, ([mark.step for mark in drawn], [mark.value for mark in drawn]), _STYLES["alert"]))
+    strokes += [
+        (Axes.annotate, (f"×{mark.times}", (mark.step, mark.value)), _STYLES["alerts"])
+        for mark in drawn
+        if mark.times > 1
     ]
     return draw(plan, "; ".join([describe(curves, marks), *far]), strokes, known, pictures=pictures)
 
@@ -199,9 +211,9 @@ def describe(curves: Mapping[str, Curve], marks: Sequence[AlertMark] = ()) -> st
         return "last " + ", ".join(f"{label} {number(curve.known[-1])}" for label, curve in curves.items())
     (curve,) = curves.values()
     lowest, highest = int(np.nanargmin(curve.values)), int(np.nanargmax(curve.values))
-    logged = (curve.values[highest], curve.steps[highest], "")
-    alerted = [(value, step, " (alert)") for step, value, _ in marks[:1]]
-    top, at, remark = max([logged, *alerted], key=lambda point: float(point[0]))
+    top, at, remark = curve.values[highest], curve.steps[highest], ""
+    if marks and marks[0].value > top:
+        top, at, remark = marks[0].value, marks[0].step, " (alert)"
     gaps = len(curve) - len(curve.known)
     return (
         f"first {number(curve.known[0])}, last {number(curve.known[-1])}, "
@@ -253,8 +265,8 @@ def alert_marks(run: Run, plan: ChartPlan) -> list[AlertMark]:
             value = float((taken_back if len(taken_back.known) else run.curve(metric)).at(np.array([step]))[0])
         if not np.isnan(value):
             heights[step, branch].append(value * plan.scale)
-    marks = [(step, max(values), len(values)) for (step, _), values in heights.items()]
-    return sorted(marks, key=lambda mark: -mark[1])
+    marks = [AlertMark(step, max(values), len(values)) for (step, _), values in heights.items()]
+    return sorted(marks, key=lambda mark: -mark.value)
 
 
 def draw(

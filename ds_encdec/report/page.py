@@ -3,7 +3,6 @@
 The values come from files that nobody has checked: everything is escaped, and of whatever type it is, it has a text.
 """
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from itertools import groupby
 from operator import itemgetter
@@ -74,13 +73,15 @@ def when(written: object) -> str:
     return f"{time:%Y-%m-%d %H:%M:%S %z}" if (time := read_time(written)) else ""
 
 
-def flat(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """The values of nested mappings by readable names, times and sizes as one reads them."""
-    for name, value in _leaves(values):
-        label = re.sub("[._]", " ", name)
-        if label.endswith(" bytes") and is_number(value):
+    for name, value in values.items():
+        label = f"{prefix}{name}".replace("_", " ")
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{label} ")
+        elif label.endswith(" bytes") and is_number(value):
             yield label.removesuffix(" bytes"), number(value / 2**30, "GiB")
-        elif value not in (None, "", {}):
+        elif value not in (None, ""):
             yield label, when(value) or str(value)
 
 

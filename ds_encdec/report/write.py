@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -80,7 +80,7 @@ def write_report(
 def _write_run(runs: Sequence[Run], folder: Path, *, png: bool) -> tuple[Path, list[str]]:
     folder.mkdir(parents=True, exist_ok=True)  # before the time is spent on drawing
     run, pictures = runs[0], folder if png else None
-    comparison = compare_runs(runs, pictures) if len(runs) > 1 else {"warnings": []}
+    comparison = compare_runs(runs, pictures) if len(runs) > 1 else None
     charts, empty = charts_of(run, pictures)
     alerts = Counter(str(entry.get("type", "unknown")) for entry in run.entries("alert"))
     page = write_page(
@@ -93,16 +93,28 @@ def _write_run(runs: Sequence[Run], folder: Path, *, png: bool) -> tuple[Path, l
         alert_types=alerts.most_common(),
         steps_taken_back=int(sum(entry["step"] - back_to(entry) for entry in run.entries("rollback"))),
     )
-    return page, comparison["warnings"]
+    return page, comparison.warnings if comparison else []
 
 
-def compare_runs(runs: Sequence[Run], pictures: Path | None = None) -> dict[str, Any]:
-    """Lay `runs`, of which the first is the page's own, over each other; `pictures`: see `charts_of`.
+class Comparison(NamedTuple):
+    """All that the page shows of several runs, the first of which is the page's own.
 
-    Returns all that the page shows of them: the `names` and `warnings`; `charts`, the same ones over `tokens` seen,
-    where they are known, and over optimizer `steps`; `outcomes`, rows of a name and a value for each run; `differing`,
-    the same by field of the configuration. Raises DataError where two of the runs have no loss in common; runs whose
-    losses mean different things are drawn, with a warning, since their throughput and stability can still be compared.
+    `charts`: the same ones over `tokens` seen, where they are known, and over optimizer `steps`. `outcomes`: rows of a
+    name and a value for each run; `differing`: the same by field of the configuration.
+    """
+
+    names: list[str]
+    warnings: list[str]
+    charts: dict[str, list[Chart]]
+    outcomes: list[list[str]]
+    differing: list[tuple[str, list[str]]]
+
+
+def compare_runs(runs: Sequence[Run], pictures: Path | None = None) -> Comparison:
+    """Lay `runs` over each other; `pictures`: see `charts_of`.
+
+    Raises DataError where two of the runs have no loss in common; runs whose losses mean different things are drawn,
+    with a warning, since their throughput and stability can still be compared.
     """
     for other in runs[1:]:
         if not any(len(runs[0].curve(metric).known) and len(other.curve(metric).known) for metric in _LOSSES):
@@ -112,13 +124,13 @@ def compare_runs(runs: Sequence[Run], pictures: Path | None = None) -> dict[str,
             )
     names = distinct_names(runs)
     charts = {over: [_chart_of_runs(plan, runs, names, over, pictures) for plan in COMPARED] for over in _ABSCISSAE}
-    return {
-        "names": names,
-        "warnings": list(incomparable(runs, names)),
-        "charts": {over: [chart for chart in drawn if chart] for over, drawn in charts.items()},
-        "outcomes": [[rows[0][0], *(value for _, value in rows)] for rows in zip(*map(outcomes, runs), strict=True)],
-        "differing": differences([run.config for run in runs]),
-    }
+    return Comparison(
+        names=names,
+        warnings=list(incomparable(runs, names)),
+        charts={over: [chart for chart in drawn if chart] for over, drawn in charts.items()},
+        outcomes=[[rows[0][0], *(value for _, value in rows)] for rows in zip(*map(outcomes, runs), strict=True)],
+        differing=differences([run.config for run in runs]),
+    )
 
 
 def distinct_names(runs: Sequence[Run]) -> list[str]:
@@ -156,7 +168,7 @@ def _chart_of_runs(
     logged = [run.curve(metric) for run in runs]
     if over == "tokens":
         logged = [Curve(run.tokens_at(curve.steps), curve.values) for run, curve in zip(runs, logged, strict=True)]
-    # By number of the run, which has its colour in every chart.
+    # The key is the number of the run, which has its own colour in every chart.
     curves = {i: curve for i, curve in enumerate(logged) if len(curve.known) and np.isfinite(curve.steps).all()}
     strokes: list[Stroke] = []
     labels = dict(enumerate(names))

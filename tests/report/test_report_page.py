@@ -23,7 +23,7 @@ from run_folders import (
 
 from ds_encdec import cli
 from ds_encdec.report.charts import COLOURS, PLANS, alert_marks, charts_of
-from ds_encdec.report.page import number
+from ds_encdec.report.page import flat, number
 from ds_encdec.report.read_run import read_run
 from ds_encdec.report.write import write_report
 
@@ -145,6 +145,11 @@ def test_the_environment_is_shown_with_readable_times(page: Page) -> None:
     environment = page.text.split("Environment")[-1]
     assert "started at" in environment
     assert "2026-01-02 03:04:05 +0000" in environment.split("Checkpoints")[0]
+
+
+def test_nested_values_are_named_level_by_level_and_their_keys_keep_their_dots() -> None:
+    values = {"a_b": {"dotted.key": 1, "used_bytes": 2**30, "none": None}, "torch.version": "2.9"}
+    assert list(flat(values)) == [("a b dotted.key", "1"), ("a b used", "1 GiB"), ("torch.version", "2.9")]
 
 
 def test_events_are_listed_newest_first_with_what_was_done(page: Page) -> None:
