@@ -67,7 +67,7 @@ def test_budgets_follow_the_ratio_and_hold_the_longest_example() -> None:
         token_budgets(data, 4, 0.0)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     pairs=st.lists(st.tuples(st.integers(1, 100), st.integers(1, 60)), min_size=1, max_size=250),
     budgets=st.builds(Budgets, st.integers(100, 300), st.integers(60, 300), st.integers(1, 12)),
@@ -119,7 +119,7 @@ def test_denoisers_are_drawn_by_weight_whatever_fits() -> None:
         assert counts[name] == pytest.approx(20_000 * share, abs=4 * np.sqrt(20_000 * share * (1 - share)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(length=st.integers(0, 30_000), epoch=st.integers(0, 3))
 def test_chunks_cover_a_document_without_stubs(length: int, epoch: int) -> None:
     chunker = Chunker.from_config(DataConfig(), seed=5, vocabulary=VOCABULARY)

@@ -27,7 +27,7 @@ def text(length: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(TEXT_IDS, size=length).astype(np.int32)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     length=st.integers(2, 60) | st.integers(2, 5000),
     denoiser=st.sampled_from(list(DENOISERS)),

@@ -394,7 +394,7 @@ def feed_steps(monitor: TrainingMonitor, steps: list[tuple[float, float, float, 
         monitor.update(step, loss, norm, rate, loss, is_warmup=step <= 3, applied=applied)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(step_values, max_size=40), st.integers(0, 40))
 def test_a_resume_at_any_point_changes_nothing(steps: list[tuple[float, float, float, bool]], cut: int) -> None:
     whole, first, resumed = full_monitor(), full_monitor(), full_monitor()
@@ -407,7 +407,7 @@ def test_a_resume_at_any_point_changes_nothing(steps: list[tuple[float, float, f
         assert len(window) <= 5
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.floats(0.0, 50.0), st.floats(0.0, 10.0), st.integers(1, 12), st.integers(1, 60))
 def test_what_stays_the_same_is_no_alert(loss: float, norm: float, window_size: int, steps: int) -> None:
     monitor = TrainingMonitor(window_size, planned_learning_rate=lambda index: 1e-4)
