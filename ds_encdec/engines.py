@@ -23,7 +23,7 @@ class EngineSpec:
     `state_format`: `format` in its checkpoints' engine.json. `converted_as`: the sharding stages instead of which
     `ds-encdec convert` writes another one.
 
-    Dotted names, with what they are called with: `lacks` (configuration → `Rules`, broken by what it cannot do),
+    Dotted names, with what they are called with: `lacks` (configuration → `Rule`s, broken by what it cannot do),
     `check` (configuration, World, device; raises ConfigError for what these ranks cannot do, before they meet), `join`
     (World, device, timeout, store; makes the default process group), `compile_optimizer` (configuration; compiles what
     takes minutes, once on a machine), `build` (configuration, RunContext, the model's configuration, weights,

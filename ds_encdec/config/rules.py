@@ -5,7 +5,7 @@ reads, so that the report can say where each was set.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any, get_args
 
@@ -13,7 +13,7 @@ from pydantic import field_validator
 from pydantic.fields import FieldInfo
 
 from ds_encdec.config.sections import DataConfig, Mark, ModelConfig, Section
-from ds_encdec.config.settings import Conflict, Rules, Settings, broken, join
+from ds_encdec.config.settings import Conflict, Rule, Settings, broken, join
 from ds_encdec.config.training_sections import LARGEST_LOSS, InfraConfig, MonitorConfig, PhasesConfig, TrainingConfig
 from ds_encdec.denoisers import DENOISERS
 from ds_encdec.engines import ENGINES, EngineName, EngineSpec, load
@@ -76,87 +76,105 @@ def marked(*marks: Mark) -> list[str]:
 
 def find_conflicts(config: Sections) -> list[Conflict]:
     """List everything that contradicts itself in `config`."""
-    between = _architecture(config) | _training(config) | _rollback(config) | _phase_gates(config)
+    between = [*_architecture(config), *_training(config), *_rollback(config), *_phase_gates(config)]
     kind = config.infra.distributed_type
     lacks = [engine_conflicts(config, row.name) for row in ENGINES.values() if kind in (*row.distributed_types, "auto")]
     no_engine = [conflict for found in lacks for conflict in found if all(lacks)]  # `auto` takes one that can
     return [*config.conflicts(), *broken(between), *no_engine]
 
 
-def _architecture(config: Sections) -> Rules:
+def _architecture(config: Sections) -> Iterable[Rule]:
     shape, at = config.model.architecture, "model.architecture."
     if shape is None:
-        return {}
+        return
     needed = SMALLEST_VOCABULARY + config.model.num_sentinel_tokens + len(DENOISERS) * config.data.use_mode_tokens
-    return {
-        f"{at}vocab_size model.num_sentinel_tokens data.use_mode_tokens: must be >= {needed}: bytes, special tokens, "
-        "sentinels and mode tokens each take a row": shape.vocab_size < needed
-    } | {
-        f"data.{length} {at}max_position_embeddings: an example may be longer than the model is declared for": getattr(
-            config.data, length
-        )
-        > shape.max_position_embeddings
-        for length in ("max_encoder_length", "max_decoder_length")
-    }
+    yield Rule(
+        f"{at}vocab_size model.num_sentinel_tokens data.use_mode_tokens",
+        f"must be >= {needed}: bytes, special tokens, sentinels and mode tokens each take a row",
+        shape.vocab_size < needed,
+    )
+    for name in ("max_encoder_length", "max_decoder_length"):
+        is_longer = getattr(config.data, name) > shape.max_position_embeddings
+        message = "an example may be longer than the model is declared for"
+        yield Rule(f"data.{name} {at}max_position_embeddings", message, is_longer)
 
 
-def _training(config: Sections) -> Rules:
+def _training(config: Sections) -> Iterable[Rule]:
     training, data, infra, monitor = config.training, config.data, config.infra, config.monitor
     sequences, size, lanes = training.global_batch_size, training.per_device_train_batch_size, data.num_lanes
     micro, made = "training.per_device_train_batch_size", lanes and size != "auto" and lanes * size
     divides = size != "auto" and sequences is not None and sequences % size == 0
-    alias, checkpointing = infra.fsdp_activation_checkpointing, training.activation_checkpointing
-    meant, limit = "full" if alias else "none", monitor.grad_norm_threshold
-    is_set, ours = limit != MonitorConfig.model_fields["grad_norm_threshold"].default, NATIVE_SCHEDULES
+    yield Rule(
+        f"{micro} data.num_lanes",
+        "auto decides how many micro-batches make a step: set global_batch_size, and num_lanes=null",
+        size == "auto" and lanes is not None,
+    )
+    yield Rule(
+        f"training.global_batch_size data.num_lanes {micro}",
+        f"{lanes} micro-batches of {size} are {made} sequences: make them equal, or remove one",
+        divides and made and made != sequences,
+    )
+    yield Rule(
+        "data.eval_fraction training.eval_samples",
+        "evaluation needs held-out documents: set eval_fraction > 0, or eval_samples=0",
+        training.eval_samples and not data.eval_fraction,
+    )
+    alias = infra.fsdp_activation_checkpointing
+    meant = "full" if alias else "none"
+    yield Rule(
+        "infra.fsdp_activation_checkpointing training.activation_checkpointing",
+        f"the alias must agree: this is activation_checkpointing={meant}",
+        alias is not None and meant != training.activation_checkpointing,
+    )
+    limit = monitor.grad_norm_threshold
+    is_set = limit != MonitorConfig.model_fields["grad_norm_threshold"].default
+    yield Rule(
+        "monitor.grad_norm_threshold training.max_grad_norm",
+        "gradients below max_grad_norm are not clipped and cannot be explosions: raise grad_norm_threshold",
+        is_set and limit < training.max_grad_norm,
+    )
+    yield Rule(
+        "infra.deepspeed_extra.scheduler training.lr_scheduler_type",
+        f"only DeepSpeed's own schedules take these: {', '.join(NATIVE_SCHEDULES)}",
+        "scheduler" in infra.deepspeed_extra and training.lr_scheduler_type not in NATIVE_SCHEDULES,
+    )
     # Options that one class of AdamW has and the other, which runs, would stop at.
     given, at = Settings(infra.deepspeed_extra).get("optimizer.params"), "infra.deepspeed_extra.optimizer.params."
     given = given if isinstance(given, dict) else {}
     theirs, other = ("DeepSpeed", "false") if training.torch_adam else ("torch", "true")
-    return {
-        f"{micro} data.num_lanes: auto decides how many micro-batches make a step: set global_batch_size, and "
-        "num_lanes=null": size == "auto" and lanes is not None,
-        f"training.global_batch_size data.num_lanes {micro}: {lanes} micro-batches of {size} are {made} sequences: "
-        "make them equal, or remove one": divides and made and made != sequences,
-        "data.eval_fraction training.eval_samples: evaluation needs held-out documents: set eval_fraction > 0, or "
-        "eval_samples=0": training.eval_samples and not data.eval_fraction,
-        "infra.fsdp_activation_checkpointing training.activation_checkpointing: the alias must agree: this is "
-        f"activation_checkpointing={meant}": alias is not None and meant != checkpointing,
-        "monitor.grad_norm_threshold training.max_grad_norm: gradients below max_grad_norm are not clipped and cannot "
-        "be explosions: raise grad_norm_threshold": is_set and limit < training.max_grad_norm,
-        "infra.deepspeed_extra.scheduler training.lr_scheduler_type: only DeepSpeed's own schedules take these: "
-        f"{', '.join(ours)}": "scheduler" in infra.deepspeed_extra and training.lr_scheduler_type not in ours,
-        **{
-            f"{at}{name} training.torch_adam: only {theirs}'s AdamW has this: set training.torch_adam={other}": name
-            in given
-            for name in (("bias_correction",) if training.torch_adam else ("fused", "foreach"))
-        },
-        f"{at}fused {at}foreach: torch's AdamW takes one of them": given.get("fused") and given.get("foreach"),
-    }
+    for name in ("bias_correction",) if training.torch_adam else ("fused", "foreach"):
+        message = f"only {theirs}'s AdamW has this: set training.torch_adam={other}"
+        yield Rule(f"{at}{name} training.torch_adam", message, name in given)
+    takes_both = given.get("fused") and given.get("foreach")
+    yield Rule(f"{at}fused {at}foreach", "torch's AdamW takes one of them", takes_both)
 
 
-def _rollback(config: Sections) -> Rules:
+def _rollback(config: Sections) -> Iterable[Rule]:
     monitor, training = config.monitor, config.training
     rolling_back = " ".join(f"monitor.{name}" for name in ROLLBACK_FIELDS if getattr(monitor, name) == "rollback")
     kept, fields = training.save_total_limit, f"training.save_steps monitor.rollback_min_steps {rolling_back}"
     oldest = math.inf if kept is None else (kept - 1) * training.save_steps
     least = training.save_steps + monitor.rollback_min_steps
-    return {
-        f"training.save_total_limit {fields}: the oldest of {kept} kept checkpoints is {oldest} steps old, too young "
-        "to go back to: keep more": rolling_back and oldest < monitor.rollback_min_steps,
-        f"{fields} training.num_train_steps: no checkpoint of this run would ever be old enough to go back to: lower "
-        "the first two": rolling_back and least > training.num_train_steps,
-    }
+    yield Rule(
+        f"training.save_total_limit {fields}",
+        f"the oldest of {kept} kept checkpoints is {oldest} steps old, too young to go back to: keep more",
+        rolling_back and oldest < monitor.rollback_min_steps,
+    )
+    yield Rule(
+        f"{fields} training.num_train_steps",
+        "no checkpoint of this run would ever be old enough to go back to: lower the first two",
+        rolling_back and least > training.num_train_steps,
+    )
 
 
-def _phase_gates(config: Sections) -> Rules:
+def _phase_gates(config: Sections) -> Iterable[Rule]:
     """A decrease that no run can make would be noticed after days."""
     shape = config.model.architecture
     first_loss, sizes = (math.log(shape.vocab_size), " model.architecture.vocab_size") if shape else (LARGEST_LOSS, "")
-    return {
-        f"phases.{phase}.min_loss_decrease{sizes}: must be >= 0 and < {first_loss:.1f} nats, what the first loss is at "
-        "most: none falls below 0": not 0 <= (numbers.min_loss_decrease or 0) < first_loss
-        for phase, numbers in config.phases
-    }
+    message = f"must be >= 0 and < {first_loss:.1f} nats, what the first loss is at most: none falls below 0"
+    for phase, numbers in config.phases:
+        is_possible = 0 <= (numbers.min_loss_decrease or 0) < first_loss
+        yield Rule(f"phases.{phase}.min_loss_decrease{sizes}", message, not is_possible)
 
 
 def engine_conflicts(config: Sections, engine: EngineName) -> list[Conflict]:
@@ -174,36 +192,55 @@ def engine_candidates(config: Sections) -> list[EngineSpec]:
     return asked or [row for row in rows if not engine_conflicts(config, row.name)] or rows[-1:]
 
 
-def deepspeed_lacks(config: Sections) -> Rules:
-    """Rules that a configuration breaks where it asks for what DeepSpeed cannot do."""
+def deepspeed_lacks(config: Sections) -> Iterable[Rule]:
+    """List what a configuration may ask for that DeepSpeed cannot do."""
     training, infra, engine = config.training, config.infra, "infra.distributed_type"
-    is_native, on_cpu = training.lr_scheduler_type in NATIVE_SCHEDULES, infra.device == "cpu"
-    return {
-        f"infra.sharding_stage {engine}: DeepSpeed has no hybrid of ZeRO-2; FSDP2 has: set distributed_type=fsdp, or "
-        "zero3_hybrid": infra.sharding_stage == "zero2_hybrid",
-        f"training.activation_checkpointing {engine}: selective checkpointing is FSDP2's (distributed_type=fsdp); "
-        "DeepSpeed has none, full and every_n": training.activation_checkpointing == "selective",
-        f"training.torch_compile {engine}: compiled layers are FSDP2's: set distributed_type=fsdp, or "
-        "torch_compile=false": training.torch_compile,
-        f"infra.fsdp_reduce_every_micro_batch {engine}: this is FSDP2's: set distributed_type=fsdp, or "
-        "fsdp_reduce_every_micro_batch=false": infra.fsdp_reduce_every_micro_batch,
-        "training.fp16 infra.device: DeepSpeed trains no float16 on CPUs: use bf16": training.fp16 and on_cpu,
-        # DeepSpeed 0.19.8 unscales these gradients without having scaled the loss (runtime/engine.py: backward).
-        "training.fp16 infra.sharding_stage: without sharding DeepSpeed trains float16 wrongly: use bf16, or zero1 to "
-        "zero3": training.fp16 and infra.sharding_stage == "zero0",
-        "training.warmup_steps training.lr_scheduler_type: DeepSpeed's schedules need at least 1 step of warm-up; "
-        "linear, cosine and constant do without": is_native and training.warmup_steps < 1,
-    }
+    yield Rule(
+        f"infra.sharding_stage {engine}",
+        "DeepSpeed has no hybrid of ZeRO-2; FSDP2 has: set distributed_type=fsdp, or zero3_hybrid",
+        infra.sharding_stage == "zero2_hybrid",
+    )
+    yield Rule(
+        f"training.activation_checkpointing {engine}",
+        "selective checkpointing is FSDP2's (distributed_type=fsdp); DeepSpeed has none, full and every_n",
+        training.activation_checkpointing == "selective",
+    )
+    yield Rule(
+        f"training.torch_compile {engine}",
+        "compiled layers are FSDP2's: set distributed_type=fsdp, or torch_compile=false",
+        training.torch_compile,
+    )
+    yield Rule(
+        f"infra.fsdp_reduce_every_micro_batch {engine}",
+        "this is FSDP2's: set distributed_type=fsdp, or fsdp_reduce_every_micro_batch=false",
+        infra.fsdp_reduce_every_micro_batch,
+    )
+    on_cpu = infra.device == "cpu"
+    yield Rule("training.fp16 infra.device", "DeepSpeed trains no float16 on CPUs: use bf16", training.fp16 and on_cpu)
+    # DeepSpeed 0.19.8 unscales these gradients without having scaled the loss (runtime/engine.py: backward).
+    yield Rule(
+        "training.fp16 infra.sharding_stage",
+        "without sharding DeepSpeed trains float16 wrongly: use bf16, or zero1 to zero3",
+        training.fp16 and infra.sharding_stage == "zero0",
+    )
+    yield Rule(
+        "training.warmup_steps training.lr_scheduler_type",
+        "DeepSpeed's schedules need at least 1 step of warm-up; linear, cosine and constant do without",
+        training.lr_scheduler_type in NATIVE_SCHEDULES and training.warmup_steps < 1,
+    )
 
 
-def fsdp_lacks(config: Sections) -> Rules:
-    """Rules that a configuration breaks where it asks for what FSDP2 cannot do."""
-    infra = config.infra
-    is_apart = infra.offload_params == "cpu" and infra.offload_optimizer == "none"
-    return {
-        "training.fp16 infra.distributed_type: FSDP2 has no loss scaling: set bf16=true and fp16=false, or "
-        "distributed_type=deepspeed": config.training.fp16,
-        # Its sharded parameters are the float32 master weights that the optimizer steps, where they are.
-        "infra.offload_params infra.offload_optimizer: FSDP2 offloads parameters and optimizer together: set "
-        "offload_optimizer=cpu, or offload_params=none": is_apart,
-    }
+def fsdp_lacks(config: Sections) -> Iterable[Rule]:
+    """List what a configuration may ask for that FSDP2 cannot do."""
+    training, infra = config.training, config.infra
+    yield Rule(
+        "training.fp16 infra.distributed_type",
+        "FSDP2 has no loss scaling: set bf16=true and fp16=false, or distributed_type=deepspeed",
+        training.fp16,
+    )
+    # Its sharded parameters are the float32 master weights that the optimizer steps, where they are.
+    yield Rule(
+        "infra.offload_params infra.offload_optimizer",
+        "FSDP2 offloads parameters and optimizer together: set offload_optimizer=cpu, or offload_params=none",
+        infra.offload_params == "cpu" and infra.offload_optimizer == "none",
+    )

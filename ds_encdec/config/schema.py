@@ -44,7 +44,7 @@ class FullConfig(Sections):
 
     @model_validator(mode="after")
     def _reject_contradictions(self, info: ValidationInfo) -> FullConfig:
-        was_judged = (info.context or {}).get("was_judged", False)  # load.load_saved
+        was_judged = (info.context or {}).get("was_judged", False)  # by load_saved
         if not was_judged and (conflicts := find_conflicts(self)):
             raise ValueError("; ".join(f"{', '.join(c.fields)}: {c.message}" for c in conflicts))
         return self

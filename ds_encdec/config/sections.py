@@ -5,14 +5,14 @@ generated from them. Names follow Hugging Face's and DeepSpeed's own. A configur
 never changed after loading, and run state lives elsewhere.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WrapValidator, field_validator, model_validator
 from pydantic_core import PydanticCustomError, ValidationError
 
-from ds_encdec.config.settings import Conflict, Rules, broken, join, unknown_key
+from ds_encdec.config.settings import Conflict, Rule, broken, join, unknown_key
 from ds_encdec.denoisers import DENOISERS
 from ds_encdec.source_kinds import LOCAL_SOURCES
 
@@ -96,9 +96,9 @@ class Section(BaseModel):
             return tuple(value)
         return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**63 else value
 
-    def _rules(self) -> Rules:
+    def _rules(self) -> Iterable[Rule]:
         """Every way in which values of this section that are valid by themselves may contradict each other."""
-        return {}
+        return ()
 
     def conflicts(self, at: str = "") -> Iterator[Conflict]:
         """Yield what breaks a rule of this section, or of one inside of it. `at`: the dotted path of this section."""
@@ -138,12 +138,13 @@ class ArchitectureConfig(Section):
     max_position_embeddings: int = Field(default=40960, gt=0)
     """Longest sequence the model is declared for, in tokens."""
 
-    def _rules(self) -> Rules:
-        return {
-            "num_attention_heads num_key_value_heads: every key/value head must serve equally many query heads: one "
-            "must divide the other": self.num_attention_heads % self.num_key_value_heads,
-            "head_dim: must be even: rotary embeddings turn pairs of dimensions": self.head_dim % 2,
-        }
+    def _rules(self) -> Iterable[Rule]:
+        yield Rule(
+            "num_attention_heads num_key_value_heads",
+            "every key/value head must serve equally many query heads: one must divide the other",
+            self.num_attention_heads % self.num_key_value_heads,
+        )
+        yield Rule("head_dim", "must be even: rotary embeddings turn pairs of dimensions", self.head_dim % 2)
 
 
 class ModelConfig(Section):
@@ -173,18 +174,23 @@ class ModelConfig(Section):
             return {"model_name_or_path": None, **values}
         return values
 
-    def _rules(self) -> Rules:
+    def _rules(self) -> Iterable[Rule]:
         named, from_scratch = self.model_name_or_path is not None, self.architecture is not None
         sources, tokenizer = "model_name_or_path architecture", self.tokenizer_name_or_path
-        lacks_both, lacks_tokenizer = not named and not from_scratch, from_scratch and tokenizer is None
-        return {
-            f"{sources}: give one of the two: a checkpoint to start from, or an architecture to start from "
-            "scratch": named and from_scratch,
-            f"{sources}: one of the two is needed: a checkpoint to start from, or an architecture": lacks_both,
-            "tokenizer_name_or_path: a model from scratch brings no tokenizer: name one, or `builtin`": lacks_tokenizer,
-            "tokenizer_name_or_path model_name_or_path: builtin goes with an architecture: a pretrained model needs "
-            "the tokenizer it was trained with": not from_scratch and tokenizer == "builtin",
-        }
+        message = "give one of the two: a checkpoint to start from, or an architecture to start from scratch"
+        yield Rule(sources, message, named and from_scratch)
+        message = "one of the two is needed: a checkpoint to start from, or an architecture"
+        yield Rule(sources, message, not named and not from_scratch)
+        yield Rule(
+            "tokenizer_name_or_path",
+            "a model from scratch brings no tokenizer: name one, or `builtin`",
+            from_scratch and tokenizer is None,
+        )
+        yield Rule(
+            "tokenizer_name_or_path model_name_or_path",
+            "builtin goes with an architecture: a pretrained model needs the tokenizer it was trained with",
+            not from_scratch and tokenizer == "builtin",
+        )
 
 
 class Source(Section):
@@ -207,16 +213,14 @@ class Source(Section):
     text_column: Annotated[str, Mark.TEXTS] = "text"
     """Column that holds the text."""
 
-    def _rules(self) -> Rules:
+    def _rules(self) -> Iterable[Rule]:
         name, formats, files = self.dataset_name, ", ".join(LOCAL_FORMATS), self.data_files
         kind, meant = LOCAL_SOURCES.get(name), _FORMAT_OF.get(name)
         lacks_files = kind and kind.reads_files and not files
         takes_none = kind and not kind.reads_files and files is not None
-        return {
-            f"dataset_name: no data set; for local files of this kind write `{meant}`": meant,
-            f"dataset_name data_files: {name} needs data_files: paths or patterns of local files": lacks_files,
-            f"dataset_name data_files: {name} reads no files; for yours set {formats}": takes_none,
-        }
+        yield Rule("dataset_name", f"no data set; for local files of this kind write `{meant}`", meant)
+        yield Rule("dataset_name data_files", f"{name} needs data_files: paths or patterns of local files", lacks_files)
+        yield Rule("dataset_name data_files", f"{name} reads no files; for yours set {formats}", takes_none)
 
 
 class MixtureSource(Source):
@@ -269,16 +273,14 @@ class DataConfig(Source):
     eval_fraction: Annotated[float, Mark.ORDER, Mark.EXAMPLES] = Field(default=0.005, ge=0.0, lt=1.0)
     """Share of the documents held out for evaluation, chosen by a hash of the document's key."""
 
-    def _rules(self) -> Rules:
+    def _rules(self) -> Iterable[Rule]:
         weights, names, is_mixed = self.ul2_task_weights, ", ".join(DENOISERS), self.mixture is not None
-        return {
-            **({} if is_mixed else super()._rules()),
-            "mixture: a mixture needs at least one source": self.mixture == (),
-            **{
-                f"mixture {name}: a mixture replaces {name}: remove it, or make it one of the mixture's "
-                "sources": is_mixed and getattr(self, name) != type(self).model_fields[name].default
-                for name in Source.model_fields
-            },
-            f"ul2_task_weights: weights of {names} must be >= 0": min(weights) < 0,
-            f"ul2_task_weights: at least one of {names} must have a weight > 0": not any(weights),
-        }
+        if not is_mixed:
+            yield from super()._rules()
+        yield Rule("mixture", "a mixture needs at least one source", self.mixture == ())
+        for name in Source.model_fields:
+            is_set = getattr(self, name) != type(self).model_fields[name].default
+            message = f"a mixture replaces {name}: remove it, or make it one of the mixture's sources"
+            yield Rule(f"mixture {name}", message, is_mixed and is_set)
+        yield Rule("ul2_task_weights", f"weights of {names} must be >= 0", min(weights) < 0)
+        yield Rule("ul2_task_weights", f"at least one of {names} must have a weight > 0", not any(weights))

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ds_encdec.types import ConfigError
 
@@ -25,8 +25,16 @@ LARGEST_FLOAT32 = 3.4e38
 _NOT_TEXT = re.compile("[\0\ud800-\udfff]")
 _NOTHING = object()
 
-Rules = dict[str, object]
-"""Rules by their text, "FIELDS: what is allowed" (dotted names, between blanks): true for one that is broken."""
+
+class Rule(NamedTuple):
+    """Fields that must go together, or a field that has bounds, and whether a configuration keeps to that."""
+
+    fields: str
+    """Dotted names of all the fields that the rule reads, between blanks."""
+    message: str
+    """The values that are allowed and, where it helps, the fix."""
+    is_broken: object
+    """True, or anything that counts as true, where it is broken."""
 
 
 @dataclass(frozen=True)
@@ -137,10 +145,11 @@ class Conflict:
     message: str
 
 
-def broken(rules: Rules, at: str = "") -> Iterator[Conflict]:
+def broken(rules: Iterable[Rule], at: str = "") -> Iterator[Conflict]:
     """Yield those of the `rules` that are broken. `at`: the dotted path of the section that they are about."""
-    for fields, _, message in (text.partition(": ") for text, is_broken in rules.items() if is_broken):
-        yield Conflict(tuple(join(at, name) for name in fields.split()), message)
+    for fields, message, is_broken in rules:
+        if is_broken:
+            yield Conflict(tuple(join(at, name) for name in fields.split()), message)
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,14 @@ Sizes, batches and cadences are fields of `training`, folders and devices of `in
 overrides some of them. See sections.py for what all sections have in common.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
 
 from ds_encdec.config.deepspeed_keys import check_extra
 from ds_encdec.config.sections import Mark, Section, one_or_many
-from ds_encdec.config.settings import Conflict, Rules, join
+from ds_encdec.config.settings import Conflict, Rule, join
 from ds_encdec.engines import DistributedType
 from ds_encdec.types import ConfigError
 
@@ -137,28 +137,30 @@ class TrainingConfig(Section):
             )
         return self.per_device_train_batch_size
 
-    def _rules(self) -> Rules:
+    def _rules(self) -> Iterable[Rule]:
         size, steps, schedule = self.per_device_train_batch_size, self.num_train_steps, self.lr_scheduler_type
         ends, decay_steps = "warmup_steps num_train_steps lr_scheduler_type", round(self.wsd_decay_fraction * steps)
-        is_short = schedule == "wsd" and self.warmup_steps < steps < self.warmup_steps + decay_steps
         is_late = schedule not in ("WarmupLR", "constant") and self.warmup_steps >= steps
-        selects, one = self.activation_checkpointing == "selective", self.average_checkpoints == 1
-        judged = {name: getattr(self, name) for name in ("early_stopping_patience", "save_on_best")}
-        return {
-            "global_batch_size per_device_train_batch_size: global_batch_size must be a multiple of the micro-batch "
-            "size": size != "auto" and (self.global_batch_size or 0) % size,
-            "bf16 fp16: at most one may be true; both false is float32": self.bf16 and self.fp16,
-            "torch_compile activation_checkpointing: inside compiled layers nothing can be selected: set full, every_n "
-            "or none, or torch_compile=false": self.torch_compile and selects,
-            f"{ends}: the warm-up must end before the run does; only WarmupLR and constant have no end": is_late,
-            f"{ends} wsd_decay_fraction: the warm-up and the decay of {decay_steps} steps do not fit into the "
-            "run": is_short,
-            "average_checkpoints: the mean of one is that one: give 2 or more, or 0 for none": one,
-        } | {
-            f"{name} eval_samples: this is decided on the evaluation's loss: set eval_samples > 0, or turn it "
-            "off": value and not self.eval_samples
-            for name, value in judged.items()
-        }
+        is_short = schedule == "wsd" and self.warmup_steps < steps < self.warmup_steps + decay_steps
+        is_one = self.average_checkpoints == 1
+        yield Rule(
+            "global_batch_size per_device_train_batch_size",
+            "global_batch_size must be a multiple of the micro-batch size",
+            size != "auto" and (self.global_batch_size or 0) % size,
+        )
+        yield Rule("bf16 fp16", "at most one may be true; both false is float32", self.bf16 and self.fp16)
+        yield Rule(
+            "torch_compile activation_checkpointing",
+            "inside compiled layers nothing can be selected: set full, every_n or none, or torch_compile=false",
+            self.torch_compile and self.activation_checkpointing == "selective",
+        )
+        yield Rule(ends, "the warm-up must end before the run does; only WarmupLR and constant have no end", is_late)
+        message = f"the warm-up and the decay of {decay_steps} steps do not fit into the run"
+        yield Rule(f"{ends} wsd_decay_fraction", message, is_short)
+        yield Rule("average_checkpoints", "the mean of one is that one: give 2 or more, or 0 for none", is_one)
+        for name in ("early_stopping_patience", "save_on_best"):
+            message = "this is decided on the evaluation's loss: set eval_samples > 0, or turn it off"
+            yield Rule(f"{name} eval_samples", message, getattr(self, name) and not self.eval_samples)
 
 
 class InfraConfig(Section):
@@ -217,39 +219,46 @@ class InfraConfig(Section):
     wandb_run_name: str | None = None
     """W&B run name; None lets W&B choose."""
 
-    def _rules(self) -> Rules:
+    def _rules(self) -> Iterable[Rule]:
         stage, alias, offloads = self.sharding_stage, self.fsdp_sharding_strategy, self.fsdp_cpu_offload
-        is_hybrid, is_ddp, cpu = (
-            stage.endswith("_hybrid"),
-            self.distributed_type == "ddp",
-            "cpu" if offloads else "none",
+        yield Rule(
+            "sharding_stage offload_optimizer",
+            "without sharding there is nothing to offload: set offload_optimizer=none, or zero1 to zero3",
+            stage == "zero0" and self.offload_optimizer != "none",
         )
-        strategy = "fsdp_sharding_strategy sharding_stage"
-        meant = _FSDP_STRATEGIES.get(alias or "", stage)
-        hang, timeout = self.hang_timeout_minutes or 0, self.distributed_timeout_minutes
-        rules: Rules = {
-            "sharding_stage offload_optimizer: without sharding there is nothing to offload: set "
-            "offload_optimizer=none, or zero1 to zero3": stage == "zero0" and self.offload_optimizer != "none",
-            "sharding_stage offload_params: parameters can be offloaded only where they are sharded: set zero3, or "
-            "offload_params=none": self.offload_params != "none" and stage not in ("zero3", "zero3_hybrid"),
-            "distributed_type sharding_stage: ddp shards nothing: set zero0": is_ddp and stage != "zero0",
-            "hybrid_shard_size sharding_stage: only zero2_hybrid and zero3_hybrid shard over fewer ranks than all: set "
-            "one of them, or null": self.hybrid_shard_size is not None and not is_hybrid,
-        }
+        yield Rule(
+            "sharding_stage offload_params",
+            "parameters can be offloaded only where they are sharded: set zero3, or offload_params=none",
+            self.offload_params != "none" and stage not in ("zero3", "zero3_hybrid"),
+        )
+        is_sharded_ddp = self.distributed_type == "ddp" and stage != "zero0"
+        yield Rule("distributed_type sharding_stage", "ddp shards nothing: set zero0", is_sharded_ddp)
+        yield Rule(
+            "hybrid_shard_size sharding_stage",
+            "only zero2_hybrid and zero3_hybrid shard over fewer ranks than all: set one of them, or null",
+            self.hybrid_shard_size is not None and not stage.endswith("_hybrid"),
+        )
+        cpu = "cpu" if offloads else "none"
         for field in ("offload_optimizer", "offload_params"):
             place = getattr(self, field)
             differs = offloads is not None and (place == "cpu") is not offloads
-            rules |= {
-                f"{field}: nvme does not work yet: checkpoints would lack what is there; use cpu": place == "nvme",
-                f"fsdp_cpu_offload {field}: the alias must agree: this is {field}={cpu}": differs,
-            }
-        return rules | {
-            f"{strategy}: the alias must agree: {alias} is sharding_stage={meant}": meant != stage,
-            "hang_timeout_minutes: no run makes a step so soon after its start: give 0.1 (6 seconds) or more, or 0 for "
-            "never": 0 < hang < 0.1,
-            "hang_timeout_minutes distributed_timeout_minutes: must be smaller, or collectives time out before the "
-            "watchdog writes stack traces": hang >= timeout,
-        }
+            no_nvme = "nvme does not work yet: checkpoints would lack what is there; use cpu"
+            yield Rule(field, no_nvme, place == "nvme")
+            yield Rule(f"fsdp_cpu_offload {field}", f"the alias must agree: this is {field}={cpu}", differs)
+        meant = _FSDP_STRATEGIES.get(alias or "", stage)
+        message = f"the alias must agree: {alias} is sharding_stage={meant}"
+        yield Rule("fsdp_sharding_strategy sharding_stage", message, meant != stage)
+        hang = self.hang_timeout_minutes or 0
+        yield Rule(
+            "hang_timeout_minutes",
+            "no run makes a step so soon after its start: give 0.1 (6 seconds) or more, or 0 for never",
+            0 < hang < 0.1,
+        )
+        yield Rule(
+            "hang_timeout_minutes distributed_timeout_minutes",
+            "must be smaller, or collectives time out before the watchdog writes stack traces",
+            hang >= self.distributed_timeout_minutes,
+        )
 
     def conflicts(self, at: str = "") -> Iterator[Conflict]:
         """Yield what is wrong with `deepspeed_extra`, too, whose keys may hold blanks."""
@@ -313,9 +322,9 @@ class MonitorConfig(Section):
     max_rollbacks: int = Field(default=5, ge=1)
     """Rollbacks of a run; the alert that asks for one more stops it as diverged (exit code 7)."""
 
-    def _rules(self) -> Rules:
-        is_larger = self.loss_spike_min_values > self.window_size
-        return {"loss_spike_min_values window_size: must be <= window_size, or spikes are never detected": is_larger}
+    def _rules(self) -> Iterable[Rule]:
+        message = "must be <= window_size, or spikes are never detected"
+        return [Rule("loss_spike_min_values window_size", message, self.loss_spike_min_values > self.window_size)]
 
 
 class PhaseOverrides(Section):
@@ -340,10 +349,9 @@ class PhaseOverrides(Section):
     min_loss_decrease: float | None = None
     """Gate: least that the loss must have fallen since the first step of the first phase, in nats per target token."""
 
-    def _rules(self) -> Rules:
-        is_too_high = (self.max_loss_after_warmup or 0) > LARGEST_LOSS
-        text = f"max_loss_after_warmup: must be <= {LARGEST_LOSS:.0f} nats: every run would pass a higher limit"
-        return {text: is_too_high}
+    def _rules(self) -> Iterable[Rule]:
+        message = f"must be <= {LARGEST_LOSS:.0f} nats: every run would pass a higher limit"
+        return [Rule("max_loss_after_warmup", message, (self.max_loss_after_warmup or 0) > LARGEST_LOSS)]
 
 
 class PhasesConfig(Section):

@@ -45,6 +45,7 @@ _READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     ),
 }
 """The kinds that a scalar may be, also by a tag (`!!float 3`): how it must look, and how it is read."""
+_TAGS = {_PREFIX + kind for kind in _READERS}
 
 
 class _Loader(yaml.SafeLoader):
@@ -272,7 +273,7 @@ class _NodeReader:
 
     def _is_name(self, key: yaml.Node, path: str) -> bool:
         """Return whether `key` can name a field. Dotted names are for the command line."""
-        if isinstance(key, yaml.ScalarNode) and is_name(key.value) and key.tag.removeprefix(_PREFIX) in _READERS:
+        if isinstance(key, yaml.ScalarNode) and is_name(key.value) and key.tag in _TAGS:
             return True
         name = (key.value or '""') if isinstance(key, yaml.ScalarNode) else "a list or a mapping"
         self._report(key, join(path, name), "not a key: sections are nested, with one `field: value` line each")
@@ -285,7 +286,7 @@ class _NodeReader:
 def _scalar(node: yaml.ScalarNode) -> Any:
     """The value of a node, whose tag may be written (`!!float 3`) or follow from how it looks."""
     kind = node.tag.removeprefix(_PREFIX)
-    pattern, read = _READERS.get(kind, ("", None))
+    pattern, read = _READERS[kind] if node.tag in _TAGS else ("", None)
     if read is not None and re.fullmatch(pattern, node.value):
         return read(node.value)
     message = "unknown tag: write a plain value" if read is None else f"this is no {kind}"

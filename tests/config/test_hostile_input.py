@@ -38,6 +38,8 @@ def refused(capsys: Output, *arguments: str) -> str:
         ("training: !!python/object/apply:os.system [true]", "1: training", "unknown tag"),
         ("training: !foo {seed: 1}", "1: training", "unknown tag"),
         ("training: {report_to: !!set [wandb]}", "1: training.report_to", "unknown tag"),
+        ("training: {seed: !<int> 3}", "1: training.seed", "unknown tag"),  # not YAML's own, which is `!!int`
+        ("training: {!<str> seed: 3}", "1: training.seed", "not a key"),
         ("training: {!!python/name:os.system seed: 1}", "1: training.seed", "not a key"),
         (f"training: {{num_train_steps: 1{'0' * 400}}}", "1: training.num_train_steps", "finite number"),
         (f"training: {{num_train_steps: 1{'0' * 300}}}", "1: training.num_train_steps", "64 bits"),

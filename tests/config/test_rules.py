@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from ds_encdec.config.rules import engine_candidates
 from ds_encdec.config.schema import FullConfig, TrainingConfig, load_config
+from ds_encdec.config.settings import Conflict, Rule, broken
 from ds_encdec.types import ConfigError
 
 SCRATCH = {
@@ -248,6 +249,11 @@ def test_contradictions_are_reported_beside_invalid_fields_that_they_do_not_touc
     assert "3 problems" in message
     assert "at most one may be true" in message
     assert "offload" not in message  # nobody knows what zero9 was meant to be
+
+
+def test_rules_with_the_same_text_are_each_judged() -> None:
+    rules = [Rule("a b", "at most one: or none", is_broken) for is_broken in ("yes", True, 0)]
+    assert list(broken(rules, "part")) == [Conflict(("part.a", "part.b"), "at most one: or none")] * 2
 
 
 def test_a_configuration_built_in_python_is_checked_too() -> None:

@@ -17,6 +17,7 @@ from torch_oracle import TorchOracle
 
 from ds_encdec.build import run_training
 from ds_encdec.config.schema import FullConfig, load_config
+from ds_encdec.config.settings import Rule
 from ds_encdec.engine.protocol import DCP_FOLDER, EngineRecord, StagedSave, write_record
 from ds_encdec.engines import ENGINES
 from ds_encdec.launch.preemption import StopRequest
@@ -59,8 +60,8 @@ class PlainEngine(TorchOracle):
         return {"weights": sum(parameter.nbytes for parameter in self._names)}
 
 
-def lacks_nothing(config: FullConfig) -> dict[str, Any]:
-    return {}
+def lacks_nothing(config: FullConfig) -> list[Rule]:
+    return []
 
 
 ROW: dict[str, Any] = {
