@@ -58,3 +58,6 @@ DENOISERS = {
 }
 """The rows by name, in the order of `data.ul2_task_weights`, of mode tokens and of all sums by denoiser. New rows go to
 the end: checkpoints and exported models hold such lists."""
+FEWEST_WEIGHTS = 5
+"""Weights that a list has at least. One that was written before a row was added stays as it is: the new row has weight
+0 in it, and the data of a run is what it was."""

@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WrapValidato
 from pydantic_core import PydanticCustomError, ValidationError
 
 from ds_encdec.config.settings import Conflict, Rule, broken, join, unknown_key
-from ds_encdec.denoisers import DENOISERS
+from ds_encdec.denoisers import DENOISERS, FEWEST_WEIGHTS
 from ds_encdec.source_kinds import LOCAL_SOURCES
 
 LOCAL_FORMATS = [name for name, kind in LOCAL_SOURCES.items() if kind.reads_files]
@@ -46,15 +46,17 @@ def one_or_many(value: Any) -> Any:
 def _by_denoiser(value: Any, validate: Callable[[Any], Any]) -> Any:
     """A mapping stands for the list of its weights in the order of `DENOISERS`; what it does not name has weight 0.
 
-    A wrong length is a mistake beside those of the items. Pydantic would end at the first.
+    A list may end before the rows that have come since the first ones. A wrong length is a mistake beside those of the
+    items. Pydantic would end at the first.
     """
     wrong: list[Any] = []
     if isinstance(value, dict):
         if unknown := [name for name in value if name not in DENOISERS]:
             raise ValueError(f"{unknown[0]}: {unknown_key(str(unknown[0]), DENOISERS)}")
         value = tuple(value.get(name, 0.0) for name in DENOISERS)
-    elif isinstance(value, tuple) and len(value) != len(DENOISERS):
-        message = f"must be {len(DENOISERS)} weights, of {', '.join(DENOISERS)}"
+    elif isinstance(value, tuple) and not FEWEST_WEIGHTS <= len(value) <= len(DENOISERS):
+        numbers = dict.fromkeys((FEWEST_WEIGHTS, len(DENOISERS)))
+        message = f"must be {' to '.join(map(str, numbers))} weights, of {', '.join(DENOISERS)}"
         wrong.append({"type": PydanticCustomError("length", message), "input": value})
     try:
         weights = validate(value)
@@ -67,7 +69,7 @@ def _by_denoiser(value: Any, validate: Callable[[Any], Any]) -> Any:
 
 DataFiles = Annotated[tuple[str, ...], BeforeValidator(one_or_many, json_schema_input_type=str | tuple[str, ...])]
 _DEFAULT_WEIGHTS = tuple(float(row.weight) for row in DENOISERS.values())
-_WeightList = Annotated[tuple[float, ...], Field(min_length=len(DENOISERS), max_length=len(DENOISERS))]
+_WeightList = Annotated[tuple[float, ...], Field(min_length=FEWEST_WEIGHTS, max_length=len(DENOISERS))]
 Weights = Annotated[
     tuple[float, ...], WrapValidator(_by_denoiser, json_schema_input_type=_WeightList | dict[str, float])
 ]

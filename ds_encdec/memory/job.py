@@ -171,7 +171,7 @@ def expected_ratio(task_weights: tuple[float, ...]) -> float:
     """
     lengths = [row.lengths(_LONG_TEXT) for row in DENOISERS.values()]
     encoder, decoder = (
-        sum(weight * tokens[side] for weight, tokens in zip(task_weights, lengths, strict=True)) for side in (0, 1)
+        sum(weight * tokens[side] for weight, tokens in zip(task_weights, lengths, strict=False)) for side in (0, 1)
     )
     return encoder / decoder
 

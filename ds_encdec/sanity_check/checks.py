@@ -170,7 +170,7 @@ def _data_reconstructs(subject: Subject) -> Found:
         pin_memory=subject.device.type == "cuda",
     )
     subject.opened.callback(data.loader.close)
-    denoisers = [name for name, weight in zip(DENOISERS, config.data.ul2_task_weights, strict=True) if weight]
+    denoisers = [name for name, weight in zip(DENOISERS, config.data.ul2_task_weights, strict=False) if weight]
     examples = 0
     for number, (source, opened) in enumerate(zip(source_entries(config.data), data.pipeline.sources, strict=True)):
         if not (texts := _texts_of(opened, data.pipeline)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from ds_encdec.data.chunks import denoise, reconstruct
 from ds_encdec.data.inspect import inspect_data
 from ds_encdec.denoisers import DENOISERS, Denoiser
 from ds_encdec.engine.sharded_engine import split_by_denoiser
+from ds_encdec.memory.job import expected_ratio
 from ds_encdec.source_kinds import LOCAL_SOURCES, SourceKind
 from ds_encdec.types import Document
 
@@ -49,6 +51,7 @@ def test_a_kind_of_source_is_a_class_and_a_row(numbered: None) -> None:
 
 def test_a_denoiser_is_a_row(numbered: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is drawn, packed, shown, and has a loss of its own, in the last place."""
+    names = list(DENOISERS)
     monkeypatch.setitem(DENOISERS, "R3", Denoiser(mean_span=6, density=0.3, weight=9))
     config = make_config(dataset_name="numbered")
     weights = tuple(row.weight for row in DENOISERS.values())
@@ -58,16 +61,32 @@ def test_a_denoiser_is_a_row(numbered: None, monkeypatch: pytest.MonkeyPatch) ->
     data = make_data(config, num_lanes=2)
     report = json.loads(inspect_data(data.pipeline, tokenizer, num_examples=60, as_json=True))
     counts = report["statistics"]["denoisers"]
-    assert list(counts) == ["R1", "R2", "X1", "X2", "S", "R3"]
+    assert list(counts) == [*names, "R3"]
     assert counts["R3"] > report["statistics"]["examples"] / 4  # 9 of 17 chunks
 
     batch = next(data.loader)[0]
     losses = (batch.labels != -100).float()
     split = split_by_denoiser(losses.sum(), losses, batch)
     torch.testing.assert_close(split.tokens_by_denoiser, split.by_denoiser)
-    assert split.tokens_by_denoiser[5] == (batch.denoiser_ids == 5).sum() > 0
+    assert split.tokens_by_denoiser[-1] == (batch.denoiser_ids == len(names)).sum() > 0
 
     tokens = data.pipeline.tokenize(Document("", texts(1)[0]))[:100]
     pair = denoise(tokens, "R3", vocabulary, np.random.default_rng(0), document_ends=True)
     assert reconstruct(*pair, vocabulary).tolist() == tokens.tolist()
-    assert data.saved()["fingerprint"]["data.ul2_task_weights"] == [1, 1, 1, 1, 4, 9]
+    assert data.saved()["fingerprint"]["data.ul2_task_weights"] == list(weights)
+
+
+def test_a_list_of_weights_from_before_a_row_is_what_it_was(numbered: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints hold such lists: their data is the same, and the new row is not drawn."""
+
+    def read() -> tuple[Any, list[list[int]]]:
+        config = make_config(dataset_name="numbered", ul2_task_weights=(1, 1, 1, 1, 4))
+        data = make_data(config, num_lanes=2)
+        return data.fingerprint, [batch.encoder_ids.tolist() for _ in range(3) for batch in next(data.loader)]
+
+    before, ratio = read(), expected_ratio((1, 1, 1, 1, 4))
+    monkeypatch.setitem(DENOISERS, "R3", Denoiser(mean_span=6, density=0.3, weight=9))
+    assert read() == before
+    assert expected_ratio((1, 1, 1, 1, 4)) == ratio
+    with pytest.raises(ValueError, match="must be 5 to 6 weights"):
+        make_config(ul2_task_weights=(1, 1, 1, 4))
