@@ -53,18 +53,21 @@ def _by_denoiser(value: Any, validate: Callable[[Any], Any]) -> Any:
     if isinstance(value, dict):
         if unknown := [name for name in value if name not in DENOISERS]:
             raise ValueError(f"{unknown[0]}: {unknown_key(str(unknown[0]), DENOISERS)}")
-        value = tuple(value.get(name, 0.0) for name in DENOISERS)
+        weights = [value.get(name, 0.0) for name in DENOISERS]
+        while len(weights) > FEWEST_WEIGHTS and weights[-1] == 0:
+            weights.pop()
+        value = tuple(weights)
     elif isinstance(value, tuple) and not FEWEST_WEIGHTS <= len(value) <= len(DENOISERS):
         numbers = dict.fromkeys((FEWEST_WEIGHTS, len(DENOISERS)))
         message = f"must be {' to '.join(map(str, numbers))} weights, of {', '.join(DENOISERS)}"
         wrong.append({"type": PydanticCustomError("length", message), "input": value})
     try:
-        weights = validate(value)
+        read = validate(value)
     except ValidationError as error:
         wrong += error.errors()
     if wrong:
         raise ValidationError.from_exception_data("weights", wrong)
-    return weights
+    return read
 
 
 DataFiles = Annotated[tuple[str, ...], BeforeValidator(one_or_many, json_schema_input_type=str | tuple[str, ...])]

@@ -88,5 +88,5 @@ def test_a_list_of_weights_from_before_a_row_is_what_it_was(numbered: None, monk
     monkeypatch.setitem(DENOISERS, "R3", Denoiser(mean_span=6, density=0.3, weight=9))
     assert read() == before
     assert expected_ratio((1, 1, 1, 1, 4)) == ratio
-    with pytest.raises(ValueError, match="must be 5 to 6 weights"):
+    with pytest.raises(ValueError, match=r"must be 5 to \d weights"):
         make_config(ul2_task_weights=(1, 1, 1, 4))
