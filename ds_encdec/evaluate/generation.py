@@ -174,7 +174,7 @@ def _before(ids: list[int], ends: list[int]) -> list[int]:
 
 
 def _sampling(settings: GenerationSettings, numbers: Sequence[int]) -> LogitsProcessorList:
-    """What draws the next tokens of a batch; nothing where none are drawn."""
+    """The steps that draw the next tokens of a batch; none where the likeliest are taken."""
     if settings.temperature == 0:
         return LogitsProcessorList()
     limits: list[LogitsProcessor] = [TemperatureLogitsWarper(settings.temperature)]
