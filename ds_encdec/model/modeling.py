@@ -218,7 +218,13 @@ class Qwen3Decoder(Qwen3Stack):
 
 
 class LanguageModelHead(Linear):
-    """The output layer, and with it the training loss: the only reader of its (usually tied) weight."""
+    """The output layer, and with it the training loss: the only reader of its (usually tied) weight.
+
+    `label_smoothing`, `z_loss`: of the loss in training mode, see loss.py. Settings of a run, in no `config.json`.
+    """
+
+    label_smoothing = 0.0
+    z_loss = 0.0
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, labels: Tensor | None = None, chunk_tokens: int = 0
@@ -226,7 +232,8 @@ class LanguageModelHead(Linear):
         """Logits [..., vocab] without labels; else the loss sum and token losses of `linear_cross_entropy`."""
         if labels is None:
             return super().forward(hidden_states)
-        return linear_cross_entropy(hidden_states, self.weight, labels, chunk_tokens)
+        extras = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss} if self.training else {}
+        return linear_cross_entropy(hidden_states, self.weight, labels, chunk_tokens, **extras)
 
 
 class EmbeddedEncoder(nn.Module):
@@ -288,8 +295,8 @@ class Qwen3EncoderModel(Qwen3PreTrainedModel):
 class PackedLossOutput(ModelOutput):
     """Loss of one packed micro-batch.
 
-    `loss`: float32 scalar with gradient, the *sum* of token losses in nats. `token_losses`: float32 [Td], detached,
-    0 where the label is -100.
+    `loss`: float32 scalar with gradient, the *sum* of what is optimised over tokens, in nats: of the token losses, but
+    for label smoothing and z-loss. `token_losses`: cross-entropy, float32 [Td], detached, 0 where the label is -100.
     """
 
     loss: Tensor | None = None
