@@ -52,7 +52,7 @@ def linear_cross_entropy(
 
 
 class _Extras(NamedTuple):
-    """What is optimised beside the cross-entropy; false where nothing is."""
+    """Parts of what is optimised beside the cross-entropy; false where there are none."""
 
     label_smoothing: float
     z_loss: float
