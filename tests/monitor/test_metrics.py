@@ -19,7 +19,7 @@ from ds_encdec.monitor.metrics import (
     train_metrics,
 )
 from ds_encdec.monitor.metrics_file import strict_json
-from ds_encdec.types import TASKS, LossSum, StepResult
+from ds_encdec.types import DENOISERS, TASKS, LossSum, StepResult
 
 
 def loss_sum(*by_denoiser: float, tokens: tuple[float, ...] = (10, 0, 0, 0, 30)) -> LossSum:
@@ -186,7 +186,8 @@ def test_records_of_older_checkpoints_have_no_names() -> None:
     assert StepRecord.from_dict(json.loads(json.dumps(saved, allow_nan=False))) == record(grad_norm=math.inf)
     del saved["extra"]
     old = saved | {"loss_sums": [20.0, 0.0, 0.0, 0.0, 90.0], "target_tokens": [10, 0, 0, 0, 30]}
-    assert StepRecord.from_dict(old) == record(grad_norm=math.inf)
+    of_denoisers = {name: dict(zip(DENOISERS, old[name], strict=True)) for name in ("loss_sums", "target_tokens")}
+    assert StepRecord.from_dict(old) == record(grad_norm=math.inf, **of_denoisers)
 
 
 def test_eval_metrics_have_perplexities_per_denoiser() -> None:
