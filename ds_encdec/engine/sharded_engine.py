@@ -19,6 +19,7 @@ from ds_encdec.engine.protocol import EngineRecord, Piece
 from ds_encdec.launch.host_collectives import RunContext
 from ds_encdec.model.attention import PackedLayout
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
+from ds_encdec.model.trained import canonical_name
 from ds_encdec.optim import parameter_groups
 from ds_encdec.types import DENOISERS, IGNORE_INDEX, MOMENTS, Batch, CheckpointError, LossSum, SavedState
 
@@ -31,7 +32,10 @@ HOST_STATES = "host_states"
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One of the tensors that the optimizer steps: float32 weights. What is not in `pieces` is padding."""
+    """One of the tensors that the optimizer steps: float32 weights. What is not in `pieces` is padding.
+
+    Or one that nothing steps: frozen weights, in the compute dtype.
+    """
 
     weights: Tensor
     pieces: tuple[Piece, ...]
@@ -63,6 +67,7 @@ class ShardedEngine(ABC):
         self.device = context.device
         self._context, self._training, self._infra = context, config.training, config.infra
         self._collectives = context.collectives
+        self._saves_frozen = config.model.lora is None  # those beside adapters are the base's, which is named instead
         self._loss_scaler: Mapping[str, float | int] | None = None
 
     def forward(self, batch: Batch) -> LossSum:
@@ -116,6 +121,10 @@ class ShardedEngine(ABC):
         """Every shard of this rank with its Adam state: `step`, and the moments, shaped as the shard's weights."""
 
     @abstractmethod
+    def _frozen(self) -> Iterator[Shard]:
+        """Every part that this rank has of a parameter that nothing trains."""
+
+    @abstractmethod
     def _continue_from(self, saved: SavedState) -> None:
         """Take over the counters of `saved`, whose weights and moments have been filled in. Collective."""
 
@@ -124,12 +133,15 @@ class ShardedEngine(ABC):
         """The engine's own tensors by category, in containers of any depth; what is neither is passed over."""
 
     def _parameter_groups(self, model: Qwen3ForSeq2SeqLM) -> list[dict[str, Any]]:
-        """The optimizer's groups of parameters. Keeps their names, by which checkpoints know them, and full shapes."""
+        """The optimizer's groups of parameters.
+
+        Keeps their names, by which checkpoints know them, and the full shapes of all that checkpoints hold.
+        """
         assert_ties(model)
         groups = parameter_groups(model, self._training.weight_decay)
-        names = {parameter: name for name, parameter in model.named_parameters()}
+        names = {parameter: canonical_name(name) for name, parameter in model.named_parameters()}
         self._names = tuple(tuple(names[parameter] for parameter in group["params"]) for group in groups)
-        self._shapes = {names[p]: tuple(full_shape(p)) for group in groups for p in group["params"]}
+        self._shapes = {names[p]: tuple(full_shape(p)) for p in names if p.requires_grad or self._saves_frozen}
         return groups
 
     def _record(self, applied_steps: int, loss_scaler: Mapping[str, float | int] | None = None) -> EngineRecord:
@@ -143,8 +155,10 @@ class ShardedEngine(ABC):
         )
 
     def _fill(self, saved: SavedState) -> None:
-        """Read what this rank's optimizer holds. Not collective. Raises CheckpointError."""
+        """Read what this rank holds of the saved parameters. Not collective. Raises CheckpointError."""
         check_same_model(saved, self._shapes)
+        for shard in self._frozen() if self._saves_frozen else ():
+            shard.fill(shard.weights, partial(saved.read, "weight"))
         for shard, state in self._states():
             shard.fill(shard.weights, partial(saved.read, "weight"))
             for kind in MOMENTS:
