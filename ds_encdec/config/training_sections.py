@@ -118,6 +118,9 @@ class TrainingConfig(Section):
     """Optimizer steps between two lines of metrics."""
     report_to: Annotated[Trackers, Mark.UNTRAINED] = ("wandb", "tensorboard")
     """Trackers besides the console and `metrics.jsonl`, which are always written; `none` for no other."""
+    freeze: Annotated[tuple[str, ...], BeforeValidator(one_or_many, json_schema_input_type=str | tuple[str, ...])] = ()
+    """Parameters that are not trained, by patterns of their names (`encoder.*`, `shared.weight`, `*.mlp.*`). They are
+    kept in the compute dtype, without gradients and optimizer states (docs/lora.md)."""
     seed: int = Field(default=42, ge=0)
     """Everything random is derived from it."""
     max_consecutive_skipped_steps: Annotated[int, Mark.TUNABLE] = Field(default=20, ge=1)
