@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_encdec.config.schema import DataConfig, FullConfig
 from ds_encdec.data.budgets import token_budgets
-from ds_encdec.data.chunks import Chunker, TextTokenizer
+from ds_encdec.data.chunks import Chunker
 from ds_encdec.data.evaluation import evaluation_examples, pack_examples
 from ds_encdec.data.fingerprint import fingerprint, in_todays_form, numbered, require_same, source_facts
 from ds_encdec.data.inspect import require_one_step, sample_statistics
@@ -19,6 +19,7 @@ from ds_encdec.data.loader import LaneLoader
 from ds_encdec.data.local_files import expand_files
 from ds_encdec.data.sources import AnySource, OpenSource, held_out_below, hub_name, source_entries
 from ds_encdec.data.tables import resolve_commits
+from ds_encdec.data.text_tokenizer import TextTokenizer
 from ds_encdec.engines import load
 from ds_encdec.source_kinds import HUB, LOCAL_SOURCES
 from ds_encdec.types import Batch, DataError

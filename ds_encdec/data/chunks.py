@@ -1,4 +1,4 @@
-"""Tokenising a document, cutting it into chunks and denoising each: texts to Examples.
+"""Cutting a document's tokens into chunks and denoising each: tokens to Examples.
 
 Each chunk draws its denoiser by the configured weights, and only then its length, so that the fill of the
 batches never bends the mixture. Everything about chunk k of a document follows from (seed, epoch, document
@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -34,8 +34,6 @@ from ds_encdec.denoisers import DENOISERS, DenoisedLengths
 from ds_encdec.types import ConfigError, Document, Example
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
     from ds_encdec.tokenizer.sentinels import Vocabulary
 
 Tokenize = Callable[[Document], np.ndarray]
@@ -46,30 +44,6 @@ MIN_RAW_TOKENS = 2
 
 MIN_TAIL_TOKENS = 16
 """A document's last chunk takes this many tokens from the one before rather than be shorter."""
-
-
-@dataclass(frozen=True, slots=True)
-class TextTokenizer:
-    """A `Tokenize` made of a fast tokenizer's Rust half, which worker processes load without transformers.
-
-    Special tokens in the text are split into ordinary ones (`encode_special_tokens`). So `<extra_id_0>` or
-    `<|endoftext|>` written in a document can neither be taken for a sentinel nor end a sequence.
-    """
-
-    backend: Tokenizer
-
-    def __call__(self, document: Document) -> np.ndarray:
-        """Token ids of `document`. Surrogates without a partner (JSON can hold them, UTF-8 cannot) are read as `?`."""
-        if document.token_ids is not None:
-            return document.token_ids
-        text = document.text.encode("utf-8", errors="replace").decode("utf-8")
-        before = self.backend.encode_special_tokens
-        self.backend.encode_special_tokens = True
-        try:
-            encodings: list[Any] = self.backend.encode_batch_fast([text], add_special_tokens=False)
-        finally:
-            self.backend.encode_special_tokens = before
-        return np.array(encodings[0].ids, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
