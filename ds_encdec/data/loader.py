@@ -27,7 +27,7 @@ from ds_encdec.config.shares import per_rank
 from ds_encdec.data.budgets import Budgets
 from ds_encdec.data.lane import LanePipeline, WorkerLanes
 from ds_encdec.data.sources import bad_rows_of, sum_by_pass
-from ds_encdec.types import DENOISERS, IGNORE_INDEX, Batch, CheckpointError, Example
+from ds_encdec.types import IGNORE_INDEX, TASKS, Batch, CheckpointError, Example
 
 
 class LaneLoader:
@@ -58,7 +58,7 @@ class LaneLoader:
         self._records_before = self._records
         taken = [self._running.take(lane) for lane in self.lanes]
         self._records = {lane: record for lane, (_, record) in zip(self.lanes, taken, strict=True)}
-        budgets, pad_id = self._pipeline.budgets, self._pipeline.chunker.vocabulary.pad_id
+        budgets, pad_id = self._pipeline.budgets, self._pipeline.maker.vocabulary.pad_id
         return [collate(examples, budgets, pad_id, pin_memory=self._pin_memory) for examples, _ in taken]
 
     def take_back(self) -> None:
@@ -128,7 +128,7 @@ def collate(examples: Sequence[Example], budgets: Budgets, pad_id: int, *, pin_m
     decoder_lengths = tuple(len(example.decoder_ids) for example in examples)
     encoder = partial(_padded, size=budgets.encoder_tokens)
     decoder = partial(_padded, size=budgets.decoder_tokens)
-    numbers = {name: number for number, name in enumerate(DENOISERS)}
+    numbers = {name: number for number, name in enumerate(TASKS)}
     batch = Batch(
         encoder_ids=encoder([example.encoder_ids for example in examples], fill=pad_id),
         decoder_input_ids=decoder(

@@ -20,7 +20,7 @@ from ds_encdec.launch.host_collectives import RunContext
 from ds_encdec.model.attention import PackedLayout
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.optim import parameter_groups
-from ds_encdec.types import DENOISERS, IGNORE_INDEX, MOMENTS, Batch, CheckpointError, LossSum, SavedState
+from ds_encdec.types import IGNORE_INDEX, MOMENTS, TASKS, Batch, CheckpointError, LossSum, SavedState
 
 Read = Callable[[str, int, int], Tensor]
 """Elements [start, stop) of the flattened parameter of this name."""
@@ -173,7 +173,7 @@ def packed_forward(model: nn.Module, batch: Batch) -> LossSum:
 def split_by_denoiser(total: Tensor, token_losses: Tensor, batch: Batch) -> LossSum:
     """Split the loss of a batch by denoiser. `token_losses`: float32 [Td], 0 where the label is -100."""
     has_loss = (batch.labels != IGNORE_INDEX).float()
-    zeros = torch.zeros(len(DENOISERS), device=token_losses.device)
+    zeros = torch.zeros(len(TASKS), device=token_losses.device)
     return LossSum(
         total=total,
         by_denoiser=zeros.index_add(0, batch.denoiser_ids, token_losses),
