@@ -119,6 +119,7 @@ class Batch:
     | denoiser_ids | int64 [Td] | index into `TASKS` of each decoder token; 0 on padding (no loss there) |
     | encoder_lengths, decoder_lengths | N host integers | tokens of each example |
     | documents | N strings | key of the document of each example |
+    | lane, number | integers | the lane it comes from, and which of that lane's it is: dropout is drawn by them |
     """
 
     encoder_ids: Tensor
@@ -132,6 +133,8 @@ class Batch:
     encoder_lengths: tuple[int, ...]
     decoder_lengths: tuple[int, ...]
     documents: tuple[str, ...] = ()
+    lane: int = 0
+    number: int = 0
 
     @property
     def encoder_tokens(self) -> int:

@@ -27,7 +27,7 @@ LAYERS = (
     ("build",),
     ("trainer",),
     ("resume", "auto_batch"),
-    ("checkpoint",),
+    ("checkpoint", "evaluate"),
     ("memory",),
     ("data", "engine", "monitor"),
     ("model", "optim", "gpus"),
@@ -35,7 +35,7 @@ LAYERS = (
     ("launch", "config"),
     ("engines", "types"),
     ("objectives",),
-    ("denoisers", "source_kinds"),
+    ("denoisers", "source_kinds", "text_metrics"),
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 

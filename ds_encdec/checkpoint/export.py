@@ -29,6 +29,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from torch import Tensor
 from transformers import GenerationConfig
 
+from ds_encdec.checkpoint.export_files import write_tokenizer
 from ds_encdec.checkpoint.folder import (
     Checkpoint,
     clear_leftovers,
@@ -118,7 +119,7 @@ def export_hf(
         for module in REMOTE_CODE:
             shutil.copyfile(str(module.__file__), unfinished / Path(str(module.__file__)).name)
         if tokenizer is not None:
-            tokenizer.save_pretrained(unfinished)
+            write_tokenizer(tokenizer, unfinished)
         (unfinished / "README.md").write_text(card)
 
 

@@ -59,7 +59,14 @@ class LaneLoader:
         taken = [self._running.take(lane) for lane in self.lanes]
         self._records = {lane: record for lane, (_, record) in zip(self.lanes, taken, strict=True)}
         budgets, pad_id = self._pipeline.budgets, self._pipeline.maker.vocabulary.pad_id
-        return [collate(examples, budgets, pad_id, pin_memory=self._pin_memory) for examples, _ in taken]
+        return [
+            dataclasses.replace(
+                collate(examples, budgets, pad_id, pin_memory=self._pin_memory),
+                lane=record["lane"],
+                number=record["batches"],
+            )
+            for examples, record in taken
+        ]
 
     def take_back(self) -> None:
         """The step asked for last, whether it was handed out or not, is not trained: the state is that before it."""

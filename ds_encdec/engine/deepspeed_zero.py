@@ -52,9 +52,9 @@ from ds_encdec.engine.deepspeed_private import (
 )
 from ds_encdec.engine.ds_json import accumulates_in_bf16, run_json
 from ds_encdec.engine.protocol import TAG, EngineRecord, StagedSave, Veto, write_record
+from ds_encdec.engine.regularization import prepare_for_training
 from ds_encdec.engine.sharded_engine import Shard, ShardedEngine, assert_ties, compute_dtype, full_shape
 from ds_encdec.launch.host_collectives import RunContext, attempt
-from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.optim import lr_lambda
@@ -104,12 +104,7 @@ class DeepSpeedEngine(ShardedEngine):
         self._area = StagingArea(pin_memory=config.infra.pin_memory and device.type == "cuda")
         with _device_as_local_rank(device):
             model = _build_model(model_config, ds_json, dtype=compute_dtype(training), device=device)
-            apply_activation_checkpointing(
-                model,
-                training.activation_checkpointing,
-                every_n=training.activation_checkpointing_every_n,
-                offload=training.activation_offload,
-            )
+            prepare_for_training(model, config)
             self._engine, *_ = deepspeed.initialize(
                 model=model,
                 model_parameters=self._parameter_groups(model),

@@ -54,12 +54,12 @@ from transformers.initialization import no_init_weights
 from ds_encdec.config.schema import FullConfig, InfraConfig, TrainingConfig
 from ds_encdec.config.shares import mesh_shape
 from ds_encdec.engine.protocol import DCP_FOLDER, EngineRecord, Piece, StagedSave, Veto, write_record
+from ds_encdec.engine.regularization import prepare_for_training
 from ds_encdec.engine.sharded_engine import Shard, ShardedEngine, compute_dtype
 from ds_encdec.launch.disk import disk_error
 from ds_encdec.launch.host_collectives import RunContext
 from ds_encdec.launch.memory_errors import is_out_of_memory, out_of_memory
 from ds_encdec.launch.world import World
-from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.optim import learning_rate
@@ -227,13 +227,7 @@ def build_sharded_model(
     training, infra = config.training, config.infra
     with torch.device("meta"), no_init_weights():
         model = Qwen3ForSeq2SeqLM(model_config)
-    apply_activation_checkpointing(
-        model,
-        training.activation_checkpointing,
-        every_n=training.activation_checkpointing_every_n,
-        offload=training.activation_offload,
-        compiled=training.torch_compile,
-    )
+    prepare_for_training(model, config)
     dtype = compute_dtype(training)
     offloaded = infra.offload_optimizer == "cpu"  # under FSDP2 the parameters are the float32 master weights
     pin_memory = infra.pin_memory and device.type != "cpu"

@@ -6,6 +6,7 @@ So one loop reads a checkpoint for all engines and stages, and an engine only sa
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ds_encdec.config.schema import FullConfig, TrainingConfig
 from ds_encdec.engine.protocol import EngineRecord, Piece
+from ds_encdec.engine.regularization import draws_masks, masks_of
 from ds_encdec.launch.host_collectives import RunContext
 from ds_encdec.model.attention import PackedLayout
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
@@ -64,10 +66,13 @@ class ShardedEngine(ABC):
         self._context, self._training, self._infra = context, config.training, config.infra
         self._collectives = context.collectives
         self._loss_scaler: Mapping[str, float | int] | None = None
+        self._masks_of = partial(masks_of, seed=config.training.seed) if draws_masks(config) else nullcontext
 
     def forward(self, batch: Batch) -> LossSum:
         """See protocol.Engine."""
-        return packed_forward(self._engine, batch.to(self.device))
+        batch = batch.to(self.device)
+        with self._masks_of(batch):
+            return packed_forward(self._engine, batch)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> LossSum:

@@ -116,7 +116,7 @@ class Subject:
         loss = self.engine.forward(self.batch)
         self.engine.backward(loss, target_tokens=self.batch.target_tokens, last=True)
         self.engine.step()
-        return loss.total.item() / self.batch.target_tokens
+        return loss.by_denoiser.sum().item() / self.batch.target_tokens
 
 
 @dataclass(frozen=True, slots=True)

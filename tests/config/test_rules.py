@@ -70,6 +70,12 @@ def load(settings: dict[str, Any]) -> FullConfig:
         ),
         ({"training.early_stopping_patience": 2, "training.eval_samples": 0}, "patience = 2", "set eval_samples > 0"),
         ({"training.save_on_best": "true", "training.eval_samples": 0}, "save_on_best = true", "set eval_samples > 0"),
+        ({"training.residual_dropout": 1.0}, "training.residual_dropout = 1", "must be < 1"),
+        (
+            FSDP | {"training.attention_dropout": 0.1, "training.activation_checkpointing": "selective"},
+            "training.attention_dropout = 0.1",
+            "without what it dropped out",
+        ),
         (SCRATCH | {"model.architecture.num_key_value_heads": 3}, "num_attention_heads = 4", "must divide"),
         (SCRATCH | {"model.architecture.head_dim": 15}, "model.architecture.head_dim = 15", "must be even"),
         (SCRATCH | {"model.architecture.vocab_size": 357}, "vocab_size = 357", "must be >= 358"),

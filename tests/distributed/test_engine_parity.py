@@ -14,19 +14,19 @@ import torch
 from conftest import Results
 from engine_plan import PARITY, TWO_RANK_PARITY
 from packed_batches import random_batch
-from small_run import MODEL, lane_batches, run_config, weights
+from small_run import MODEL, REGULARIZED, lane_batches, run_config, weights
 from torch_oracle import TorchOracle
 
 pytestmark = pytest.mark.distributed
 
 CASES = [(1, name) for name in PARITY] + [(2, name) for name in TWO_RANK_PARITY]
-SCHEDULE_FIELDS = ("lr_scheduler_type", "wsd_decay_fraction")
+SHARED_FIELDS = ("lr_scheduler_type", "wsd_decay_fraction", *REGULARIZED)
 
 
 @functools.cache
-def oracle_trajectory(world_size: int, steps: int, schedule: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+def oracle_trajectory(world_size: int, steps: int, shared: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
     """What engine_cases.trajectory must find, from the oracle, on the lanes of `world_size` ranks."""
-    oracle = TorchOracle(run_config(**dict(schedule)), MODEL, weights)
+    oracle = TorchOracle(run_config(**dict(shared)), MODEL, weights)
     held_out = random_batch(10_000, MODEL.vocab_size)
     before = float(oracle.evaluate(held_out).total)
     trained = []
@@ -51,8 +51,8 @@ def oracle_trajectory(world_size: int, steps: int, schedule: tuple[tuple[str, An
 
 def both(engine_results: Results, world_size: int, case: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     given = TWO_RANK_PARITY[case]
-    schedule = tuple((field, given[field]) for field in SCHEDULE_FIELDS if field in given)
-    return engine_results(world_size, f"parity {case}"), oracle_trajectory(world_size, given["steps"], schedule)
+    shared = tuple((field, given[field]) for field in SHARED_FIELDS if field in given)
+    return engine_results(world_size, f"parity {case}"), oracle_trajectory(world_size, given["steps"], shared)
 
 
 @pytest.mark.parametrize(("world_size", "case"), CASES)

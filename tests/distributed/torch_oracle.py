@@ -1,7 +1,8 @@
 """The plain single-process torch engine: no sharding, no DeepSpeed, every rank's micro-batches in one process.
 
 It implements `engine.protocol.Engine` with nothing but torch, so its losses, norms and weights are what any
-other engine must reproduce. Shared with the engines under test: the model, and the names of the schedule.
+other engine must reproduce. Shared with the engines under test: the model, the seeds of dropout, and the names of the
+schedule.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from ds_encdec.config.schema import FullConfig, TrainingConfig
 from ds_encdec.engine.protocol import Veto
+from ds_encdec.engine.regularization import masks_of, regularize
 from ds_encdec.model.attention import PackedLayout
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
@@ -26,12 +27,13 @@ class TorchOracle:
     def __init__(self, config: FullConfig, model_config: Qwen3Seq2SeqConfig, weights: WeightSource) -> None:
         self.device = torch.device("cpu")
         self.training = config.training
-        self.model: nn.Module = Qwen3ForSeq2SeqLM(model_config)
+        self.model = Qwen3ForSeq2SeqLM(model_config)
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(weights(name))
         matrices = [p for p in self.model.parameters() if p.dim() > 1]
         vectors = [p for p in self.model.parameters() if p.dim() <= 1]
+        regularize(self.model, self.training)
         self.optimizer = torch.optim.AdamW(
             [
                 {"params": matrices, "weight_decay": self.training.weight_decay},
@@ -53,7 +55,8 @@ class TorchOracle:
 
     def forward(self, batch: Batch) -> LossSum:
         self.model.train()
-        return self._loss(batch)
+        with masks_of(batch, self.training.seed):
+            return self._loss(batch)
 
     def _loss(self, batch: Batch) -> LossSum:
         packing = PackedLayout.build(
