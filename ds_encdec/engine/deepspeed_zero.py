@@ -52,7 +52,7 @@ from ds_encdec.engine.deepspeed_private import (
 )
 from ds_encdec.engine.ds_json import accumulates_in_bf16, run_json
 from ds_encdec.engine.protocol import TAG, EngineRecord, StagedSave, Veto, write_record
-from ds_encdec.engine.sharded_engine import Shard, ShardedEngine, assert_ties, compute_dtype, full_shape
+from ds_encdec.engine.sharded_engine import Shard, ShardedEngine, assert_ties, compute_dtype, empty_model, full_shape
 from ds_encdec.launch.host_collectives import RunContext, attempt
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
@@ -173,6 +173,12 @@ class DeepSpeedEngine(ShardedEngine):
                 written += [directory / name for name in ("zero_to_fp32.py", "zero_to_torch.py", "latest")]
         return written
 
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """See protocol.Engine."""
+        for name, parameter in self.model.named_parameters():
+            with deepspeed.zero.GatheredParameters([parameter]):  # does nothing to what ZeRO-3 has not taken apart
+                yield name, parameter.detach()
+
     def close(self) -> None:
         """See protocol.Engine. Afterwards drop the last reference to the engine."""
         self._engine.destroy()
@@ -269,17 +275,10 @@ def _build_model(
     Under ZeRO-3 each module is partitioned as soon as it is made, so no rank ever holds more than one module in full.
     Otherwise the model is made in `dtype` on `device`.
     """
-    before = torch.get_default_dtype()
-    with no_init_weights():  # a weight source or a checkpoint fills every parameter
-        if ds_json["zero_optimization"]["stage"] == 3:
-            with deepspeed.zero.Init(config_dict_or_path=ds_json):
-                return Qwen3ForSeq2SeqLM(model_config)
-        torch.set_default_dtype(dtype)
-        try:
-            with device:
-                return Qwen3ForSeq2SeqLM(model_config)
-        finally:
-            torch.set_default_dtype(before)
+    if ds_json["zero_optimization"]["stage"] == 3:
+        with no_init_weights(), deepspeed.zero.Init(config_dict_or_path=ds_json):
+            return Qwen3ForSeq2SeqLM(model_config)
+    return empty_model(model_config, dtype, device)
 
 
 class StagingArea:
