@@ -147,6 +147,12 @@ class FSDP2Engine(ShardedEngine):
         record = self._record(self._applied_steps)
         return StagedSave(num_bytes, partial(_write, tensors, frozenset(mine), record, directory, self._writers))
 
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """See protocol.Engine."""
+        dtype = compute_dtype(self._training)
+        for name, parameter in self._parameters.items():
+            yield name, cast(DTensor, parameter.detach().to(self.device, dtype)).full_tensor()
+
     def close(self) -> None:
         """See protocol.Engine. Afterwards drop the last reference to the engine."""
         self.optimizer.zero_grad()

@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers.initialization import no_init_weights
 
 from ds_encdec.config.schema import FullConfig, TrainingConfig
-from ds_encdec.engine.protocol import EngineRecord, Piece
+from ds_encdec.engine.protocol import Engine, EngineRecord, Piece
 from ds_encdec.engine.regularization import draws_masks, masks_of
-from ds_encdec.launch.host_collectives import RunContext
+from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.model.attention import PackedLayout
+from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.trained import canonical_name
 from ds_encdec.optim import parameter_groups
@@ -57,7 +59,7 @@ class Shard:
 
 
 class ShardedEngine(ABC):
-    """The common half of the engines behind `protocol.Engine`; see there. Every method is collective, but for the last.
+    """The common half of the engines behind `protocol.Engine`; see there. All but `held_bytes` is collective.
 
     A subclass builds `model` and, where forward passes go through a wrapper of it, sets `_engine`.
     """
@@ -122,6 +124,10 @@ class ShardedEngine(ABC):
         return held
 
     @abstractmethod
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """See protocol.Engine."""
+
+    @abstractmethod
     def _states(self) -> Iterator[tuple[Shard, dict[str, Any]]]:
         """Every shard of this rank with its Adam state: `step`, and the moments, shaped as the shard's weights."""
 
@@ -169,6 +175,32 @@ class ShardedEngine(ABC):
             for kind in MOMENTS:
                 shard.fill(state[kind], partial(saved.read, kind))
             set_adam_step(state, saved.applied_steps)
+
+
+def empty_model(config: Qwen3Seq2SeqConfig, dtype: torch.dtype, device: torch.device) -> Qwen3ForSeq2SeqLM:
+    """The model in `dtype` on `device`, its parameters not yet filled. Takes nothing from the random generators."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with no_init_weights(), device:  # whoever asks for it fills every parameter
+            return Qwen3ForSeq2SeqLM(config)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def whole_copy(
+    engine: Engine, config: Qwen3Seq2SeqConfig, dtype: torch.dtype, collectives: HostCollectives
+) -> Qwen3ForSeq2SeqLM:
+    """A second, plain model with the weights of `engine` as they are now, in `dtype`, to be used without collectives.
+
+    Collective; each rank gets one. Raises OutOfMemoryError, on every rank, where it does not fit on one.
+    """
+    model = collectives.on_every_rank(lambda: empty_model(config, dtype, engine.device))
+    places = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in engine.full_parameters():
+            places[name].copy_(parameter)
+    return model.eval()
 
 
 def packed_forward(model: nn.Module, batch: Batch) -> LossSum:

@@ -11,6 +11,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from ds_encdec.config.schema import FullConfig, TrainingConfig
 from ds_encdec.engine.protocol import Veto
