@@ -1,4 +1,4 @@
-"""Tokenising a document, cutting it into chunks and denoising each: texts to Examples.
+"""Cutting a document's tokens into chunks and denoising each: tokens to Examples.
 
 Each chunk draws its denoiser by the configured weights, and only then its length, so that the fill of the
 batches never bends the mixture. Everything about chunk k of a document follows from (seed, epoch, document
@@ -31,11 +31,11 @@ import numpy as np
 from ds_encdec.config.schema import DataConfig
 from ds_encdec.data.examples import ALL, Made
 from ds_encdec.data.randomness import keyed_generator
+from ds_encdec.data.text_tokenizer import TextTokenizer
 from ds_encdec.denoisers import DENOISERS, DenoisedLengths
 from ds_encdec.types import ConfigError, Document, Example
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
     from ds_encdec.tokenizer.sentinels import Vocabulary
@@ -56,30 +56,6 @@ _REPETITIONS = 32
 _MAX_CUT_TOKENS = 1 << 24
 """Tokens cut up in all, where that is less: so many carry little noise, and a document of 10 MB must not take a minute.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class TextTokenizer:
-    """A `Tokenize` made of a fast tokenizer's Rust half, which worker processes load without transformers.
-
-    Special tokens in the text are split into ordinary ones (`encode_special_tokens`). So `<extra_id_0>` or
-    `<|endoftext|>` written in a document can neither be taken for a sentinel nor end a sequence.
-    """
-
-    backend: Tokenizer
-
-    def __call__(self, document: Document) -> np.ndarray:
-        """Token ids of `document`. Surrogates without a partner (JSON can hold them, UTF-8 cannot) are read as `?`."""
-        if document.token_ids is not None:
-            return document.token_ids
-        text = document.text.encode("utf-8", errors="replace").decode("utf-8")
-        before = self.backend.encode_special_tokens
-        self.backend.encode_special_tokens = True
-        try:
-            encodings: list[Any] = self.backend.encode_batch_fast([text], add_special_tokens=False)
-        finally:
-            self.backend.encode_special_tokens = before
-        return np.array(encodings[0].ids, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)

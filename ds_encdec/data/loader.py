@@ -1,10 +1,10 @@
 """The data pipeline of a rank, from documents to the micro-batches of one optimizer step.
 
-1. read      sources.py     a document of the lane's share      keeps: epoch and position in each source
-2. tokenize  chunks.py      its token ids                       keeps: nothing
-3. denoise   chunks.py      one chunk as an Example             keeps: the next chunk of the open document
-4. pack      packing.py     Examples that fill a micro-batch    keeps: references of what waits, and for how long
-5. collate   below          a Batch of tensors                  keeps: nothing
+1. read      sources.py         a document of the lane's share    keeps: epoch and position in each source
+2. tokenize  text_tokenizer.py  its token ids                     keeps: nothing
+3. denoise   chunks.py          one chunk as an Example           keeps: the next chunk of the open document
+4. pack      packing.py         Examples that fill a micro-batch  keeps: references of what waits, and for how long
+5. collate   below              a Batch of tensors                keeps: nothing
 
 An optimizer step consumes one micro-batch of each of `num_lanes` lanes. Rank r of W serves lanes r, r + W, ...;
 steps 1 to 4 of a lane depend on nothing but the seed, the configuration and the data (`lane.py`), so a step holds
