@@ -147,9 +147,14 @@ class Qwen3MLP(nn.Module):
 
 
 class Qwen3Layer(GradientCheckpointingLayer):
-    """Qwen3's pre-norm layer around either attention, which takes what the layer is called with."""
+    """Qwen3's pre-norm layer around either attention, which takes what the layer is called with.
+
+    `residual_dropout`: share of what attention and MLP add to the residual stream that is set to zero in training mode.
+    A setting of a run, in no `config.json`.
+    """
 
     attention: type[Qwen3Attention]
+    residual_dropout = 0.0
 
     def __init__(self, config: Qwen3Seq2SeqConfig, layer_idx: int) -> None:
         super().__init__()
@@ -161,8 +166,12 @@ class Qwen3Layer(GradientCheckpointingLayer):
     def forward(self, hidden_states: Tensor, *encoder_states: Tensor, **shared: Any) -> Tensor:
         """[..., tokens, hidden], and a decoder's layer [..., Te, hidden] beside it → the shape of the first."""
         attended = self.self_attn(self.input_layernorm(hidden_states), *encoder_states, **shared)
-        hidden_states = hidden_states + attended
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        hidden_states = hidden_states + self._drop_out(attended)
+        return hidden_states + self._drop_out(self.mlp(self.post_attention_layernorm(hidden_states)))
+
+    def _drop_out(self, added: Tensor) -> Tensor:
+        active = self.residual_dropout and self.training
+        return nn.functional.dropout(added, self.residual_dropout) if active else added
 
 
 class Qwen3EncoderLayer(Qwen3Layer):
@@ -235,7 +244,13 @@ class Qwen3Decoder(Qwen3Stack):
 
 
 class LanguageModelHead(Linear):
-    """The output layer, and with it the training loss: the only reader of its (usually tied) weight."""
+    """The output layer, and with it the training loss: the only reader of its (usually tied) weight.
+
+    `label_smoothing`, `z_loss`: of the loss in training mode, see loss.py. Settings of a run, in no `config.json`.
+    """
+
+    label_smoothing = 0.0
+    z_loss = 0.0
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, labels: Tensor | None = None, chunk_tokens: int = 0
@@ -243,7 +258,8 @@ class LanguageModelHead(Linear):
         """Logits [..., vocab] without labels; else the loss sum and token losses of `linear_cross_entropy`."""
         if labels is None:
             return super().forward(hidden_states)
-        return linear_cross_entropy(hidden_states, self.weight, labels, chunk_tokens)
+        extras = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss} if self.training else {}
+        return linear_cross_entropy(hidden_states, self.weight, labels, chunk_tokens, **extras)
 
 
 def embedded(embedding: nn.Embedding, ids: Tensor | None, embeds: Tensor | None, side: str = "") -> Tensor:
@@ -335,8 +351,8 @@ class Qwen3EncoderModel(Qwen3PreTrainedModel):
 class PackedLossOutput(ModelOutput):
     """Loss of one packed micro-batch.
 
-    `loss`: float32 scalar with gradient, the *sum* of token losses in nats. `token_losses`: float32 [Td], detached,
-    0 where the label is -100.
+    `loss`: float32 scalar with gradient, the *sum* of what is optimised over tokens, in nats: of the token losses, but
+    for label smoothing and z-loss. `token_losses`: cross-entropy, float32 [Td], detached, 0 where the label is -100.
     """
 
     loss: Tensor | None = None
@@ -344,7 +360,13 @@ class PackedLossOutput(ModelOutput):
 
 
 class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
-    """The encoder-decoder with its language-model head."""
+    """The encoder-decoder with its language-model head.
+
+    `attention_dropout`: share of the attention weights that is set to zero in training mode, in the packed form. A
+    setting of a run, in no `config.json`.
+    """
+
+    attention_dropout = 0.0
 
     config_class = Qwen3Seq2SeqConfig
     _skip_keys_device_placement = ("past_key_values",)
@@ -449,6 +471,8 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
             raise ValueError("The packed form needs input_ids, decoder_input_ids and labels")
         if not self.config.use_flash_attention:
             packing = replace(packing, flash=False)
+        if self.attention_dropout and self.training:
+            packing = replace(packing, dropout=self.attention_dropout)
         # One look-up for both sides: the embedding's gradient, as large as the embedding, exists once.
         embeds = self.shared(torch.cat([input_ids, decoder_input_ids]))
         encoder_embeds, decoder_embeds = embeds.split([len(input_ids), len(decoder_input_ids)])
