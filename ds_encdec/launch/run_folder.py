@@ -2,7 +2,8 @@
 
 OUTPUT_DIR/
   checkpoints/step-00001000/   see checkpoint/folder.py
-  export/averaged/             the mean of the last checkpoints as a Hugging Face model, at the end of a run
+  export/final/  best/         the last checkpoint, or the best, as a Hugging Face model, at the end of a run
+  export/averaged/             the mean of the last checkpoints as such a model
   logs/                        TensorBoard and W&B files
   config.yaml  ds_config.json  what the run was started with; the latter where DeepSpeed runs
   metrics.jsonl                one JSON object per logging interval
@@ -55,7 +56,8 @@ class RunFolder:
     def __init__(self, output_dir: str) -> None:
         self.root = Path(output_dir).expanduser().absolute()
         self.checkpoints = self.root / "checkpoints"
-        self.averaged = self.root / "export" / "averaged"
+        self.exports = self.root / "export"
+        self.averaged = self.exports / "averaged"
         self.metrics = self.root / "metrics.jsonl"
         self.abandoned_metrics = self.root / "metrics.abandoned.jsonl"
         self.events = self.root / "ledger.jsonl"

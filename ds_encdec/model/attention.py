@@ -164,7 +164,7 @@ class PaddedLayout:
     encoder_positions: Tensor
     decoder_positions: Tensor
     encoder_mask: Tensor | None
-    merged_mask: Tensor | None
+    merged_mask: Tensor
 
     @classmethod
     def build(
@@ -210,10 +210,17 @@ class PaddedLayout:
         return _masked_attention(q, k, v, self.encoder_mask)
 
     def attend_merged(self, q: Tensor, k: Tensor, v: Tensor, encoder_k: Tensor, encoder_v: Tensor) -> Tensor:
-        """Merged attention of each row. q: [B, Lq, heads, D]; returns the same shape."""
-        return _masked_attention(
-            q, torch.cat([encoder_k, k], dim=1), torch.cat([encoder_v, v], dim=1), self.merged_mask
+        """Merged attention of each row. q: [B, Lq, heads, D]; returns the same shape.
+
+        Keys and values of a static cache stand in buffers longer than what has been written, which is cut off.
+        """
+        encoder_length = self.encoder_positions.shape[1]
+        decoder_length = self.merged_mask.shape[-1] - encoder_length
+        keys, values = (
+            torch.cat([encoder[:, :encoder_length], decoder[:, :decoder_length]], dim=1)
+            for encoder, decoder in ((encoder_k, k), (encoder_v, v))
         )
+        return _masked_attention(q, keys, values, self.merged_mask)
 
 
 Layout = PackedLayout | PaddedLayout
