@@ -28,7 +28,7 @@ from ds_encdec.monitor.metrics import by_denoiser, eval_metrics
 from ds_encdec.monitor.recorder import Actions, Recorder
 from ds_encdec.monitor.sinks import Sample
 from ds_encdec.resume import roll_back
-from ds_encdec.types import DENOISERS, Batch, CheckpointError, DivergedError, Preempted, StepResult, TrainingState
+from ds_encdec.types import TASKS, Batch, CheckpointError, DivergedError, Preempted, StepResult, TrainingState
 
 logger = logging.getLogger(__name__)
 
@@ -323,7 +323,7 @@ def evaluate(run: Trainer) -> dict[str, float]:
     (empty ones where it has no data): the engine's collectives are per module call. Returns {} where no rank has a
     target token.
     """
-    sums = torch.zeros(2, len(DENOISERS), dtype=torch.float64, device=run.engine.device)
+    sums = torch.zeros(2, len(TASKS), dtype=torch.float64, device=run.engine.device)
     for batch in run.eval_batches():
         run.stop.heartbeat.beat()
         loss = run.engine.evaluate(batch)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ds_encdec.denoisers import DENOISERS as DENOISERS
+from ds_encdec.objectives import TASKS as TASKS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -88,11 +89,11 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One training pair after denoising.
+    """One training pair.
 
     `encoder_ids` and `decoder_ids`: int32 arrays of token ids. `decoder_ids` are the *targets*; the
     decoder's input is the same sequence shifted right behind `decoder_start_token_id`.
-    `denoiser` is one of `DENOISERS`; `document` is the key of the `Document` it was cut from.
+    `denoiser` is one of `TASKS`; `document` is the key of the `Document` it was cut from.
     """
 
     encoder_ids: np.ndarray
@@ -115,9 +116,10 @@ class Batch:
     | labels | int64 [Td] | targets; -100 on padding |
     | encoder_positions, decoder_positions | int64 [Te], [Td] | restart at 0 in every example |
     | encoder_cu_seqlens, decoder_cu_seqlens | int32 [max_examples + 1] | boundaries; past N the last repeats |
-    | denoiser_ids | int64 [Td] | index into `DENOISERS` of each decoder token; 0 on padding (no loss there) |
+    | denoiser_ids | int64 [Td] | index into `TASKS` of each decoder token; 0 on padding (no loss there) |
     | encoder_lengths, decoder_lengths | N host integers | tokens of each example |
     | documents | N strings | key of the document of each example |
+    | lane, number | integers | the lane it comes from, and which of that lane's it is: dropout is drawn by them |
     """
 
     encoder_ids: Tensor
@@ -131,6 +133,8 @@ class Batch:
     encoder_lengths: tuple[int, ...]
     decoder_lengths: tuple[int, ...]
     documents: tuple[str, ...] = ()
+    lane: int = 0
+    number: int = 0
 
     @property
     def encoder_tokens(self) -> int:
@@ -157,8 +161,8 @@ class LossSum:
     """Loss of one micro-batch on this rank, not yet normalised.
 
     `total`: float32 scalar with gradient, the sum of token losses in nats. `by_denoiser` and
-    `tokens_by_denoiser`: float32 [len(DENOISERS)], detached: the same sum and the target tokens
-    split by denoiser. All on the engine's device; nothing here has been synchronised.
+    `tokens_by_denoiser`: float32 [len(TASKS)], detached: the same sum and the target tokens
+    split by `TASKS`. All on the engine's device; nothing here has been synchronised.
     """
 
     total: Tensor

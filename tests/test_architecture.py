@@ -34,6 +34,7 @@ LAYERS = (
     ("tokenizer",),
     ("launch", "config"),
     ("engines", "types"),
+    ("objectives",),
     ("denoisers", "source_kinds", "text_metrics"),
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}

@@ -127,6 +127,11 @@ def _training(config: Sections) -> Iterable[Rule]:
         f"the alias must agree: this is activation_checkpointing={meant}",
         alias is not None and meant != training.activation_checkpointing,
     )
+    yield Rule(
+        "training.freeze model.lora",
+        "with adapters everything else is frozen already: remove one of the two",
+        training.freeze and config.model.lora is not None,
+    )
     limit = monitor.grad_norm_threshold
     is_set = limit != MonitorConfig.model_fields["grad_norm_threshold"].default
     yield Rule(
@@ -223,6 +228,12 @@ def deepspeed_lacks(config: Sections) -> Iterable[Rule]:
         "training.fp16 infra.sharding_stage",
         "without sharding DeepSpeed trains float16 wrongly: use bf16, or zero1 to zero3",
         training.fp16 and infra.sharding_stage == "zero0",
+    )
+    quantized = "zero_optimization.zero_quantized_nontrainable_weights"
+    yield Rule(
+        f"infra.deepspeed_extra.{quantized}",
+        "DeepSpeed quantizes frozen weights for good, and checkpoints would hold what is left of them: remove it",
+        Settings(infra.deepspeed_extra).get(quantized),
     )
     yield Rule(
         "training.warmup_steps training.lr_scheduler_type",

@@ -23,6 +23,7 @@ from ds_encdec.config.sections import (  # noqa: F401  who has the whole finds i
     LOCAL_FORMATS,
     ArchitectureConfig,
     DataConfig,
+    LoraConfig,
     Mark,
     MixtureSource,
     ModelConfig,

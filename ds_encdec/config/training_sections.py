@@ -92,6 +92,17 @@ class TrainingConfig(Section):
     """Final learning rate over peak, for `cosine`, `WarmupCosineLR` and `wsd`."""
     wsd_decay_fraction: Annotated[float, Mark.TUNABLE] = Field(default=0.1, gt=0, le=1)
     """Share of the steps that `wsd` decays over, at the end."""
+    residual_dropout: Annotated[float, Mark.TUNABLE] = Field(default=0.0, ge=0, lt=1)
+    """Share of what attention and MLP of each layer add to the residual stream that is set to zero, the rest scaled up
+    for it. In training alone, as the next three."""
+    attention_dropout: Annotated[float, Mark.TUNABLE] = Field(default=0.0, ge=0, lt=1)
+    """Share of the attention weights that is set to zero. `torch.nn.attention.varlen`, in which attention runs on GPUs
+    in 16 bits, has none: a run that would need it there is refused when it starts."""
+    label_smoothing: Annotated[float, Mark.TUNABLE] = Field(default=0.0, ge=0, lt=1)
+    """Share of each target that is spread evenly over the vocabulary. Reported losses stay plain cross-entropy."""
+    z_loss: Annotated[float, Mark.TUNABLE] = Field(default=0.0, ge=0, le=1)
+    """Coefficient of the square of the logarithm of the softmax's normaliser, added to each token's loss (PaLM: 1e-4).
+    Reported losses stay plain cross-entropy."""
     bf16: bool = True
     """bfloat16 compute with float32 master weights."""
     fp16: bool = False
@@ -134,6 +145,9 @@ class TrainingConfig(Section):
     """Optimizer steps between two lines of metrics."""
     report_to: Annotated[Trackers, Mark.UNTRAINED] = ("wandb", "tensorboard")
     """Trackers besides the console and `metrics.jsonl`, which are always written; `none` for no other."""
+    freeze: Annotated[tuple[str, ...], BeforeValidator(one_or_many, json_schema_input_type=str | tuple[str, ...])] = ()
+    """Parameters that are not trained, by patterns of their names (`encoder.*`, `shared.weight`, `*.mlp.*`). They are
+    kept in the compute dtype, without gradients and optimizer states (docs/lora.md)."""
     seed: int = Field(default=42, ge=0)
     """Everything random is derived from it."""
     max_consecutive_skipped_steps: Annotated[int, Mark.TUNABLE] = Field(default=20, ge=1)
@@ -211,6 +225,11 @@ class TrainingConfig(Section):
             self.torch_compile and self.activation_checkpointing == "selective",
         )
         yield Rule(ends, "the warm-up must end before the run does; only WarmupLR and constant have no end", is_late)
+        yield Rule(
+            "attention_dropout activation_checkpointing",
+            "selective checkpointing keeps attention's output without what it dropped out: set full, every_n or none",
+            self.attention_dropout and self.activation_checkpointing == "selective",
+        )
         message = f"the warm-up and the decay of {decay_steps} steps do not fit into the run"
         yield Rule(f"{ends} wsd_decay_fraction", message, is_short)
         yield Rule("average_checkpoints", "the mean of one is that one: give 2 or more, or 0 for none", is_one)

@@ -6,6 +6,7 @@ So one loop reads a checkpoint for all engines and stages, and an engine only sa
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,12 +18,14 @@ from transformers.initialization import no_init_weights
 
 from ds_encdec.config.schema import FullConfig, TrainingConfig
 from ds_encdec.engine.protocol import Engine, EngineRecord, Piece
+from ds_encdec.engine.regularization import draws_masks, masks_of
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.model.attention import PackedLayout
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
+from ds_encdec.model.trained import canonical_name
 from ds_encdec.optim import parameter_groups
-from ds_encdec.types import DENOISERS, IGNORE_INDEX, MOMENTS, Batch, CheckpointError, LossSum, SavedState
+from ds_encdec.types import IGNORE_INDEX, MOMENTS, TASKS, Batch, CheckpointError, LossSum, SavedState
 
 Read = Callable[[str, int, int], Tensor]
 """Elements [start, stop) of the flattened parameter of this name."""
@@ -33,7 +36,10 @@ HOST_STATES = "host_states"
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One of the tensors that the optimizer steps: float32 weights. What is not in `pieces` is padding."""
+    """One of the tensors that the optimizer steps: float32 weights. What is not in `pieces` is padding.
+
+    Or one that nothing steps: frozen weights, in the compute dtype.
+    """
 
     weights: Tensor
     pieces: tuple[Piece, ...]
@@ -65,11 +71,15 @@ class ShardedEngine(ABC):
         self.device = context.device
         self._context, self._training, self._infra = context, config.training, config.infra
         self._collectives = context.collectives
+        self._saves_frozen = config.model.lora is None  # those beside adapters are the base's, which is named instead
         self._loss_scaler: Mapping[str, float | int] | None = None
+        self._masks_of = partial(masks_of, seed=config.training.seed) if draws_masks(config) else nullcontext
 
     def forward(self, batch: Batch) -> LossSum:
         """See protocol.Engine."""
-        return packed_forward(self._engine, batch.to(self.device))
+        batch = batch.to(self.device)
+        with self._masks_of(batch):
+            return packed_forward(self._engine, batch)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> LossSum:
@@ -122,6 +132,10 @@ class ShardedEngine(ABC):
         """Every shard of this rank with its Adam state: `step`, and the moments, shaped as the shard's weights."""
 
     @abstractmethod
+    def _frozen(self) -> Iterator[Shard]:
+        """Every part that this rank has of a parameter that nothing trains."""
+
+    @abstractmethod
     def _continue_from(self, saved: SavedState) -> None:
         """Take over the counters of `saved`, whose weights and moments have been filled in. Collective."""
 
@@ -130,12 +144,15 @@ class ShardedEngine(ABC):
         """The engine's own tensors by category, in containers of any depth; what is neither is passed over."""
 
     def _parameter_groups(self, model: Qwen3ForSeq2SeqLM) -> list[dict[str, Any]]:
-        """The optimizer's groups of parameters. Keeps their names, by which checkpoints know them, and full shapes."""
+        """The optimizer's groups of parameters.
+
+        Keeps their names, by which checkpoints know them, and the full shapes of all that checkpoints hold.
+        """
         assert_ties(model)
         groups = parameter_groups(model, self._training.weight_decay)
-        names = {parameter: name for name, parameter in model.named_parameters()}
+        names = {parameter: canonical_name(name) for name, parameter in model.named_parameters()}
         self._names = tuple(tuple(names[parameter] for parameter in group["params"]) for group in groups)
-        self._shapes = {names[p]: tuple(full_shape(p)) for group in groups for p in group["params"]}
+        self._shapes = {names[p]: tuple(full_shape(p)) for p in names if p.requires_grad or self._saves_frozen}
         return groups
 
     def _record(self, applied_steps: int, loss_scaler: Mapping[str, float | int] | None = None) -> EngineRecord:
@@ -149,8 +166,10 @@ class ShardedEngine(ABC):
         )
 
     def _fill(self, saved: SavedState) -> None:
-        """Read what this rank's optimizer holds. Not collective. Raises CheckpointError."""
+        """Read what this rank holds of the saved parameters. Not collective. Raises CheckpointError."""
         check_same_model(saved, self._shapes)
+        for shard in self._frozen() if self._saves_frozen else ():
+            shard.fill(shard.weights, partial(saved.read, "weight"))
         for shard, state in self._states():
             shard.fill(shard.weights, partial(saved.read, "weight"))
             for kind in MOMENTS:
@@ -205,7 +224,7 @@ def packed_forward(model: nn.Module, batch: Batch) -> LossSum:
 def split_by_denoiser(total: Tensor, token_losses: Tensor, batch: Batch) -> LossSum:
     """Split the loss of a batch by denoiser. `token_losses`: float32 [Td], 0 where the label is -100."""
     has_loss = (batch.labels != IGNORE_INDEX).float()
-    zeros = torch.zeros(len(DENOISERS), device=token_losses.device)
+    zeros = torch.zeros(len(TASKS), device=token_losses.device)
     return LossSum(
         total=total,
         by_denoiser=zeros.index_add(0, batch.denoiser_ids, token_losses),

@@ -17,7 +17,8 @@ UNTRAINED += "save_interval_hours save_total_limit save_on_best async_save avera
 UNTRAINED += "activation_checkpointing activation_checkpointing_every_n activation_offload torch_compile"
 TUNABLE = "learning_rate weight_decay max_grad_norm lr_scheduler_type warmup_steps warmup_type min_lr_ratio "
 TUNABLE += "wsd_decay_fraction max_consecutive_skipped_steps early_stopping_patience early_stopping_threshold "
-TUNABLE += "metric_for_best_model greater_is_better"
+TUNABLE += "metric_for_best_model greater_is_better "
+TUNABLE += "residual_dropout attention_dropout label_smoothing z_loss"
 SOURCE = "dataset_name dataset_config dataset_split dataset_revision data_files text_column mixture"
 
 

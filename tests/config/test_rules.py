@@ -70,6 +70,12 @@ def load(settings: dict[str, Any]) -> FullConfig:
         ),
         ({"training.early_stopping_patience": 2, "training.eval_samples": 0}, "patience = 2", "set eval_samples > 0"),
         ({"training.save_on_best": "true", "training.eval_samples": 0}, "save_on_best = true", "set eval_samples > 0"),
+        ({"training.residual_dropout": 1.0}, "training.residual_dropout = 1", "must be < 1"),
+        (
+            FSDP | {"training.attention_dropout": 0.1, "training.activation_checkpointing": "selective"},
+            "training.attention_dropout = 0.1",
+            "without what it dropped out",
+        ),
         ({"training.save_strategy": "best", "training.eval_samples": 0}, '= "best"', "set eval_samples > 0"),
         ({"training.metric_for_best_model": "eval_rougeL"}, "generate_samples = 0", "set eval_generate_samples > 0"),
         ({"training.metric_for_best_model": "exactmatch"}, '= "exactmatch"', "did you mean `exact_match`?"),

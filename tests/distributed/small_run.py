@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -18,6 +19,8 @@ ACCUMULATION = 4
 SHORT_ACCUMULATION = 2
 STEPS = 8
 """The whole schedule."""
+REGULARIZED = {"residual_dropout": 0.1, "attention_dropout": 0.2, "label_smoothing": 0.1, "z_loss": 1e-2}
+"""What training optimises beside the cross-entropy."""
 SHORT_STEPS = 4
 """The warmup and two more: where steps cost much, or every step is compared to the bit."""
 
@@ -44,7 +47,8 @@ SHORT_MODEL = _model(1)
 
 
 def run_config(**overrides: Any) -> FullConfig:
-    """A small float32 run. `overrides`: fields of `training` and `infra` by name."""
+    """A small float32 run. `overrides`: fields of `training` and `infra`, and of `model` `lora`, by name."""
+    lora = overrides.pop("lora", None)
     training: dict[str, Any] = {
         "bf16": False,
         "torch_adam": True,
@@ -63,7 +67,12 @@ def run_config(**overrides: Any) -> FullConfig:
         infra["deepspeed_extra"] = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
     for name, value in overrides.items():
         (infra if name in InfraConfig.model_fields else training)[name] = value
-    return FullConfig.model_validate({"training": training, "infra": infra})
+    return FullConfig.model_validate({"model": {"lora": lora}, "training": training, "infra": infra})
+
+
+LORA: dict[str, Any] = {"lora": {"r": 4, "lora_dropout": 0.0}}
+FREEZE: dict[str, Any] = {"freeze": ("encoder.*", "shared.weight", "*.mlp.*")}
+"""Runs that train adapters, and the decoder's attention and norms, alone."""
 
 
 @functools.cache
@@ -88,6 +97,10 @@ def lane_batches(step: int, world_size: int, accumulation: int = ACCUMULATION) -
     """
     lanes = range(accumulation * world_size)
     return [
-        random_batch(1000 * step + lane, MODEL.vocab_size, examples=0 if (step, lane) == (3, 1) else None)
+        dataclasses.replace(
+            random_batch(1000 * step + lane, MODEL.vocab_size, examples=0 if (step, lane) == (3, 1) else None),
+            lane=lane,
+            number=step,
+        )
         for lane in lanes
     ]

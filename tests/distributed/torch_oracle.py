@@ -1,11 +1,13 @@
 """The plain single-process torch engine: no sharding, no DeepSpeed, every rank's micro-batches in one process.
 
 It implements `engine.protocol.Engine` with nothing but torch, so its losses, norms and weights are what any
-other engine must reproduce. Shared with the engines under test: the model, and the names of the schedule.
+other engine must reproduce. Shared with the engines under test: the model, the seeds of dropout, and the names of the
+schedule.
 """
 
 from __future__ import annotations
 
+from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
@@ -13,8 +15,10 @@ from torch import nn
 
 from ds_encdec.config.schema import FullConfig, TrainingConfig
 from ds_encdec.engine.protocol import Veto
+from ds_encdec.engine.regularization import masks_of, regularize
 from ds_encdec.model.attention import PackedLayout
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.lora import with_new_adapters
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.optim import learning_rate
 from ds_encdec.types import DENOISERS, Batch, LossSum, StepResult, WeightSource
@@ -27,11 +31,28 @@ class TorchOracle:
         self.device = torch.device("cpu")
         self.training = config.training
         self.model: nn.Module = Qwen3ForSeq2SeqLM(model_config)
+        lora = config.model.lora
+        if lora is not None:
+            from peft import LoraConfig, inject_adapter_in_model
+
+            weights = with_new_adapters(weights, lora, model_config, config.training.seed)
+            peft = LoraConfig(
+                r=lora.r, lora_alpha=lora.lora_alpha, target_modules=list(lora.target_modules), lora_dropout=0.0
+            )
+            inject_adapter_in_model(peft, self.model)  # which freezes the rest
+        self.named = {
+            name.replace(".base_layer", "").replace(".default", ""): parameter
+            for name, parameter in self.model.named_parameters()
+        }
         with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
+            for name, parameter in self.named.items():
                 parameter.copy_(weights(name))
-        matrices = [p for p in self.model.parameters() if p.dim() > 1]
-        vectors = [p for p in self.model.parameters() if p.dim() <= 1]
+                if any(fnmatch(name, pattern) for pattern in config.training.freeze):
+                    parameter.requires_grad_(False)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        matrices = [p for p in trained if p.dim() > 1]
+        vectors = [p for p in trained if p.dim() <= 1]
+        regularize(self.model, self.training)
         self.optimizer = torch.optim.AdamW(
             [
                 {"params": matrices, "weight_decay": self.training.weight_decay},
@@ -53,7 +74,8 @@ class TorchOracle:
 
     def forward(self, batch: Batch) -> LossSum:
         self.model.train()
-        return self._loss(batch)
+        with masks_of(batch, self.training.seed):
+            return self._loss(batch)
 
     def _loss(self, batch: Batch) -> LossSum:
         packing = PackedLayout.build(
