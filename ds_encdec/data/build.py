@@ -8,7 +8,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_encdec.config.schema import DataConfig, FullConfig
+from ds_encdec.config.schema import DataConfig, FullConfig, MixtureSource
 from ds_encdec.data.budgets import token_budgets
 from ds_encdec.data.evaluation import evaluation_examples, pack_examples
 from ds_encdec.data.fingerprint import fingerprint, in_todays_form, numbered, require_same, source_facts
@@ -81,7 +81,7 @@ def build_data(
     data, training = config.data, config.training
     if commits is None:
         commits = resolve_commits(data, saved["dataset_commits"] if saved else None)
-    objective = OBJECTIVES[data.objective]
+    objective, own = OBJECTIVES[data.objective], own_split(data, "validation", training.seed, vocabulary, commits)
     maker = load(objective.maker).from_config(data, training.seed, tokenizer, vocabulary)
     sources = open_sources(data, training.seed, vocabulary, num_lanes, commits)
     bad_row_limit = data.max_bad_rows if data.on_bad_row == "skip" else 0
@@ -105,12 +105,12 @@ def build_data(
         bad_row_limit=bad_row_limit,
         tasks=tuple(objective.tasks),
     )
-    facts = fingerprint(config, pipeline)
+    facts = fingerprint(config, pipeline, own)
     if saved is not None and not accept_other_data:
         require_same(saved["fingerprint"], facts)
     workers = data.preprocessing_num_workers
     loader = LaneLoader(pipeline, rank=rank, world_size=world_size, num_workers=workers, pin_memory=pin_memory)
-    eval_examples = cache(partial(evaluation_examples, pipeline, training.eval_samples, facts, evaluation_cache))
+    eval_examples = cache(partial(evaluation_examples, pipeline, training.eval_samples, facts, evaluation_cache, own))
     if evaluation_cache and training.eval_samples:
         eval_examples()
 
@@ -127,23 +127,53 @@ def open_sources(
 ) -> tuple[OpenSource, ...]:
     """Open what `data` names, data sets of the hub at `commits` (see `resolve_commits`). Raises DataError."""
     opened = []
-    for number, named in enumerate(source_entries(data)):
-        entry = named.model_copy(update={"dataset_revision": commits.get(hub_name(named), named.dataset_revision)})
-        kind = LOCAL_SOURCES.get(entry.dataset_name, HUB)
-        if kind.reads_files and not entry.data_files:
-            raise DataError(
-                f"data.dataset_name={entry.dataset_name} reads local files: name them in data.data_files "
-                "(paths or glob patterns)"
-            )
-        offered = {
-            "entry": entry,
-            "text_column": entry.text_column,
-            "seed": seed,
-            "vocabulary": vocabulary,
-            "num_lanes": num_lanes,
-            "streaming": data.streaming,
-            "files": expand_files(entry.data_files or ()) if kind.reads_files else (),
-        }
-        source: AnySource = load(kind.reader)(**{name: offered[name] for name in kind.needs})
-        opened.append(OpenSource(source, entry.weight, held_out_below(source, data.eval_fraction), number))
+    shares = OBJECTIVES[data.objective].held_out(data)
+    validation, test = (
+        0.0 if data.own_split(split) else share for split, share in zip(("validation", "test"), shares, strict=True)
+    )
+    for number, entry in enumerate(source_entries(data)):
+        source = _open(entry, data, seed, vocabulary, num_lanes, commits)
+        below = held_out_below(source, validation)
+        opened.append(OpenSource(source, entry.weight, below, number, below + test if test else 0.0))
     return tuple(opened)
+
+
+def own_split(
+    data: DataConfig, split: str, seed: int, vocabulary: Vocabulary, commits: Mapping[str, str]
+) -> tuple[OpenSource, ...]:
+    """The source of a split that has one of its own, all of whose rows are in it; else none. Raises DataError."""
+    entry = data.own_split(split)
+    if entry is None:
+        return ()
+    source, is_test = _open(entry, data, seed, vocabulary, 1, commits), split == "test"
+    return (OpenSource(source, 1.0, 0.0 if is_test else 1.0, 0, 1.0),)
+
+
+def _open(
+    named: MixtureSource,
+    data: DataConfig,
+    seed: int,
+    vocabulary: Vocabulary,
+    num_lanes: int,
+    commits: Mapping[str, str],
+) -> AnySource:
+    entry = named.model_copy(update={"dataset_revision": commits.get(hub_name(named), named.dataset_revision)})
+    kind = LOCAL_SOURCES.get(entry.dataset_name, HUB)
+    if kind.reads_files and not entry.data_files:
+        raise DataError(
+            f"data.dataset_name={entry.dataset_name} reads local files: name them in data.data_files "
+            "(paths or glob patterns)"
+        )
+    takes_records = OBJECTIVES[data.objective].takes_records
+    offered = {
+        "entry": entry,
+        "text_column": None if takes_records else entry.text_column,
+        "takes_records": takes_records,
+        "seed": seed,
+        "vocabulary": vocabulary,
+        "num_lanes": num_lanes,
+        "streaming": data.streaming,
+        "files": expand_files(entry.data_files or ()) if kind.reads_files else (),
+    }
+    source: AnySource = load(kind.reader)(**{name: offered[name] for name in kind.needs})
+    return source
