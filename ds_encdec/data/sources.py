@@ -92,6 +92,12 @@ class OpenSource:
         return self.source.num_units if isinstance(self.source, StreamSource) else len(self.source)
 
 
+def opened(source: AnySource, data: DataConfig, number: int) -> OpenSource:
+    """Source `number` of `data`, with its weight and its share of held-out documents."""
+    weight = source_entries(data)[number].weight
+    return OpenSource(source, weight, held_out_below(source, data.eval_fraction), number)
+
+
 def source_entries(data: DataConfig) -> Sequence[MixtureSource]:
     """The sources that `data` names: those of `data.mixture`, else the only one."""
     return data.mixture or (MixtureSource(weight=1.0, **{name: getattr(data, name) for name in Source.model_fields}),)
