@@ -192,10 +192,11 @@ class TrainingState:
 
     `global_step` counts applied optimizer steps (schedules follow it), `data_step` consumed ones,
     `skipped_steps` their difference. Token counts are global, over all ranks. `epoch` is the number
-    of the pass over the data that the slowest lane is in. `best_eval_loss` (nats per target token) is the
-    lowest of all saved checkpoints, that of `best_step`. `lowest_eval_loss` is the lowest that counted for early
-    stopping, `evaluations_since_lowest` how many have come after it. `rollbacks` counts those of the whole run,
-    `bad_rows` the rows that could not be read and were passed over, in the pass over the data that had most of them.
+    of the pass over the data that the slowest lane is in. `best_by` says which evaluation is the best,
+    `TrainingConfig.best_by`: `lowest loss` (nats per target token), `highest exact_match`. `best_value` is that of the
+    best saved checkpoint, which is `best_step`'s. `leading_value` is the best that counted for early stopping,
+    `evaluations_since_leading` how many have come after it. `rollbacks` counts those of the whole run, `bad_rows` the
+    rows that could not be read and were passed over, in the pass over the data that had most of them.
 
     A rollback takes `global_step` and what belongs to the weights back to the checkpoint's; what counts the data
     consumed (`data_step`, tokens, epoch) goes on.
@@ -205,12 +206,13 @@ class TrainingState:
     data_step: int = 0
     skipped_steps: int = 0
     epoch: int = 0
-    best_eval_loss: float | None = None
+    best_by: str = "lowest loss"
+    best_value: float | None = None
     best_step: int | None = None
     encoder_tokens_seen: int = 0
     target_tokens_seen: int = 0
-    lowest_eval_loss: float | None = None
-    evaluations_since_lowest: int = 0
+    leading_value: float | None = None
+    evaluations_since_leading: int = 0
     rollbacks: int = 0
     bad_rows: int = 0
 
@@ -220,8 +222,27 @@ class TrainingState:
         return self.encoder_tokens_seen + self.target_tokens_seen
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-able dict; `TrainingState(**d)` restores it."""
+        """A JSON-able dict, which `from_dict` restores."""
         return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> TrainingState:
+        """Restore what was saved; older checkpoints knew the loss alone. Raises TypeError for other fields."""
+        return cls(**{_EARLIER_FIELDS.get(name, name): value for name, value in saved.items()})
+
+    def choosing_by(self, best_by: str) -> TrainingState:
+        """The state from which evaluations are compared by `best_by`; what was found by another order is forgotten."""
+        if best_by == self.best_by:
+            return self
+        forgotten: dict[str, Any] = {"best_value": None, "best_step": None, "leading_value": None}
+        return dataclasses.replace(self, best_by=best_by, **forgotten, evaluations_since_leading=0)
+
+
+_EARLIER_FIELDS = {
+    "best_eval_loss": "best_value",
+    "lowest_eval_loss": "leading_value",
+    "evaluations_since_lowest": "evaluations_since_leading",
+}
 
 
 class WeightSource(Protocol):

@@ -130,12 +130,15 @@ def export_checkpoint(
     dtype: torch.dtype,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     encoder_only: bool = False,
+    replace: bool = False,
 ) -> None:
     """Export a committed checkpoint, whichever engine saved it, with a model card written from its run.
 
-    `encoder_only`: the encoder and its embedding, as a `Qwen3EncoderModel`. Raises CheckpointError.
+    `encoder_only`: the encoder and its embedding, as a `Qwen3EncoderModel`. `replace`: an earlier export at `out` makes
+    way once this one is complete. Raises CheckpointError.
     """
-    refuse_existing(out)  # before minutes of reading
+    if not replace:
+        refuse_existing(out)  # before minutes of reading
     path = checkpoint.expanduser().resolve()
     _export_trained(
         path,
@@ -146,6 +149,7 @@ def export_checkpoint(
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,
         encoder_only=encoder_only,
+        replace=replace,
     )
 
 
@@ -185,14 +189,16 @@ def model_card(config: FullConfig, state: TrainingState, weights: str, *, encode
     sources = data.mixture or [data]
     names = [f"`{one.dataset_name}`" + (f" ({one.dataset_config})" if one.dataset_config else "") for one in sources]
     shares = [f"{name} × {one.weight:g}" for name, one in zip(names, data.mixture or [], strict=False)]
-    best, objective = state.best_eval_loss, OBJECTIVES[data.objective]
+    best, objective = state.best_value, OBJECTIVES[data.objective]
     rows = {
         "Started from": f"`{model.model_name_or_path}`" if model.architecture is None else "random weights",
         "Weights": weights,
         "Optimizer steps": f"{state.global_step:,} of {training.num_train_steps:,}",
         "Encoder tokens seen": f"{state.encoder_tokens_seen:,}",
         "Target tokens seen": f"{state.target_tokens_seen:,}",
-        "Best held-out loss of the run (nats per target token)": "not evaluated" if best is None else f"{best:.4f}",
+        "Best on held-out examples (losses are nats per target token)": "not evaluated"
+        if best is None
+        else f"{state.best_by}, {best:.4f}",
         "Data": ", ".join(shares or names),
         **objective.described(data),
         "Longest encoder and decoder sequence (tokens)": f"{data.max_encoder_length}, {data.max_decoder_length}",

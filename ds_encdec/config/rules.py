@@ -1,7 +1,7 @@
 """All sections together: their fields by dotted path, and the contradictions between sections.
 
-The rules inside of one section are its own (sections.py, training_sections.py). Every rule names all the fields that it
-reads, so that the report can say where each was set.
+The rules inside of one section are its own (sections.py, training_sections.py, monitor_sections.py). Every rule names
+all the fields that it reads, so that the report can say where each was set.
 """
 
 import math
@@ -12,9 +12,10 @@ from typing import Any, get_args
 from pydantic import field_validator
 from pydantic.fields import FieldInfo
 
+from ds_encdec.config.monitor_sections import LARGEST_LOSS, MonitorConfig, PhasesConfig
 from ds_encdec.config.sections import DataConfig, Mark, ModelConfig, Section
 from ds_encdec.config.settings import Conflict, Rule, Settings, broken, join
-from ds_encdec.config.training_sections import LARGEST_LOSS, InfraConfig, MonitorConfig, PhasesConfig, TrainingConfig
+from ds_encdec.config.training_sections import InfraConfig, TrainingConfig
 from ds_encdec.denoisers import DENOISERS
 from ds_encdec.engines import ENGINES, EngineName, EngineSpec, load
 
@@ -126,6 +127,11 @@ def _training(config: Sections) -> Iterable[Rule]:
         f"the alias must agree: this is activation_checkpointing={meant}",
         alias is not None and meant != training.activation_checkpointing,
     )
+    yield Rule(
+        "training.freeze model.lora",
+        "with adapters everything else is frozen already: remove one of the two",
+        training.freeze and config.model.lora is not None,
+    )
     limit = monitor.grad_norm_threshold
     is_set = limit != MonitorConfig.model_fields["grad_norm_threshold"].default
     yield Rule(
@@ -222,6 +228,12 @@ def deepspeed_lacks(config: Sections) -> Iterable[Rule]:
         "training.fp16 infra.sharding_stage",
         "without sharding DeepSpeed trains float16 wrongly: use bf16, or zero1 to zero3",
         training.fp16 and infra.sharding_stage == "zero0",
+    )
+    quantized = "zero_optimization.zero_quantized_nontrainable_weights"
+    yield Rule(
+        f"infra.deepspeed_extra.{quantized}",
+        "DeepSpeed quantizes frozen weights for good, and checkpoints would hold what is left of them: remove it",
+        Settings(infra.deepspeed_extra).get(quantized),
     )
     yield Rule(
         "training.warmup_steps training.lr_scheduler_type",

@@ -7,7 +7,7 @@ never changed after loading, and run state lives elsewhere.
 
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WrapValidator, field_validator, model_validator
 from pydantic_core import PydanticCustomError, ValidationError
@@ -70,6 +70,8 @@ def _by_denoiser(value: Any, validate: Callable[[Any], Any]) -> Any:
     return read
 
 
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+"""The matrices of a layer."""
 DataFiles = Annotated[tuple[str, ...], BeforeValidator(one_or_many, json_schema_input_type=str | tuple[str, ...])]
 _DEFAULT_WEIGHTS = tuple(float(row.weight) for row in DENOISERS.values())
 _WeightList = Annotated[tuple[float, ...], Field(min_length=FEWEST_WEIGHTS, max_length=len(DENOISERS))]
@@ -152,6 +154,30 @@ class ArchitectureConfig(Section):
         yield Rule("head_dim", "must be even: rotary embeddings turn pairs of dimensions", self.head_dim % 2)
 
 
+class LoraConfig(Section):
+    """Adapters of low rank beside frozen matrices (LoRA, arXiv 2106.09685), which peft makes; `{}` takes the defaults.
+
+    A product with the matrix W becomes one with W + lora_alpha / r · B A. Nothing but A and B is trained.
+    """
+
+    r: int = Field(default=32, ge=1, le=65_536)
+    """Rank: rows of A and columns of B."""
+    lora_alpha: float = Field(default=32.0, gt=0, le=1e6)
+    """Weight of the adapters: their product is multiplied by lora_alpha / r."""
+    lora_dropout: float = Field(default=0.1, ge=0, lt=1)
+    """Share of an adapter's inputs that are dropped in training."""
+    target_modules: Annotated[
+        tuple[LoraTarget, ...],
+        BeforeValidator(one_or_many, json_schema_input_type=LoraTarget | tuple[LoraTarget, ...]),
+    ] = get_args(LoraTarget)
+    """The matrices of each encoder and decoder layer that have an adapter."""
+
+    def _rules(self) -> Iterable[Rule]:
+        targets = self.target_modules
+        yield Rule("target_modules", "at least one is needed, or nothing is trained", not targets)
+        yield Rule("target_modules", "a name stands there twice", len(set(targets)) < len(targets))
+
+
 class ModelConfig(Section):
     """Which model is trained, and from what it starts."""
 
@@ -160,6 +186,8 @@ class ModelConfig(Section):
     `ds-encdec init-model` or an export. None when `architecture` is given."""
     architecture: ArchitectureConfig | None = None
     """Train from scratch with these sizes instead of starting from a checkpoint."""
+    lora: LoraConfig | None = None
+    """Train adapters of low rank and freeze everything else (docs/lora.md). None trains the model itself."""
     tokenizer_name_or_path: Annotated[str | None, Mark.TOKENS] = None
     """Hub id or folder of the tokenizer; None means the model's own. `builtin` trains a byte-level BPE on
     the built-in corpus once and caches it (no download)."""

@@ -90,6 +90,15 @@ def shards(engine: DeepSpeedEngine) -> list[Shard]:
     return [Shard(master, tuple(_whole([parameter], engine))) for master, parameter in found]
 
 
+def frozen_shards(engine: DeepSpeedEngine) -> Iterator[Shard]:
+    """The parts that this rank has of the parameters that no optimizer steps, in the dtype that layers compute in."""
+    for parameter in engine.module.parameters():
+        if parameter.requires_grad:
+            continue
+        cut = hasattr(parameter, "ds_tensor")
+        yield Shard(parameter.ds_tensor if cut else parameter, tuple((_own if cut else _whole)([parameter], engine)))
+
+
 def adam_state(optimizer: torch.optim.Optimizer, weights: Tensor) -> dict[str, Any]:
     """The Adam state of a shard; made, as the optimizer itself would in its first step, where there is none yet."""
     state: dict[str, Any] = optimizer.state[weights]
@@ -134,6 +143,9 @@ def refresh_parameters(engine: DeepSpeedEngine) -> None:
     """Give the layers' parameters the values of the float32 weights, as at the end of a step. Collective."""
     optimizer = engine.optimizer
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        for parameter in engine.module.parameters():
+            if not parameter.requires_grad:
+                parameter.ds_secondary_tensor = None  # the epilogue drops those of what is trained
         optimizer.checkpoint_event_prologue()  # no parameter is whole
         for index in range(len(optimizer.fp16_groups)):
             optimizer._reassign_or_swap_out_partitioned_parameters(index)

@@ -42,6 +42,7 @@ from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.deepspeed_private import (
     adam_state,
     computing_parameters,
+    frozen_shards,
     gradients,
     loss_scaler_state,
     refresh_parameters,
@@ -53,10 +54,12 @@ from ds_encdec.engine.deepspeed_private import (
 from ds_encdec.engine.ds_json import accumulates_in_bf16, run_json
 from ds_encdec.engine.protocol import TAG, EngineRecord, StagedSave, Veto, write_record
 from ds_encdec.engine.regularization import prepare_for_training
-from ds_encdec.engine.sharded_engine import Shard, ShardedEngine, assert_ties, compute_dtype, full_shape
+from ds_encdec.engine.sharded_engine import Shard, ShardedEngine, assert_ties, compute_dtype, empty_model, full_shape
 from ds_encdec.launch.host_collectives import RunContext, attempt
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.lora import choose_trained
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
+from ds_encdec.model.trained import canonical_name
 from ds_encdec.optim import lr_lambda
 from ds_encdec.types import CheckpointError, LossSum, SavedState, StepResult, WeightSource
 
@@ -103,7 +106,7 @@ class DeepSpeedEngine(ShardedEngine):
             )
         self._area = StagingArea(pin_memory=config.infra.pin_memory and device.type == "cuda")
         with _device_as_local_rank(device):
-            model = _build_model(model_config, ds_json, dtype=compute_dtype(training), device=device)
+            model = _build_model(config, model_config, ds_json, dtype=compute_dtype(training), device=device)
             prepare_for_training(model, config)
             self._engine, *_ = deepspeed.initialize(
                 model=model,
@@ -116,6 +119,8 @@ class DeepSpeedEngine(ShardedEngine):
                 dist_init_required=False,
             )
         assert_ties(model)
+        # By these names it saves what is cut.
+        self._engine.param_names = {parameter: canonical_name(name) for name, parameter in model.named_parameters()}
         undo_first_step(self._engine)
         self.model = self._engine.module
         if weights:
@@ -168,6 +173,12 @@ class DeepSpeedEngine(ShardedEngine):
                 written += [directory / name for name in ("zero_to_fp32.py", "zero_to_torch.py", "latest")]
         return written
 
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """See protocol.Engine."""
+        for name, parameter in self.model.named_parameters():
+            with deepspeed.zero.GatheredParameters([parameter]):  # does nothing to what ZeRO-3 has not taken apart
+                yield name, parameter.detach()
+
     def close(self) -> None:
         """See protocol.Engine. Afterwards drop the last reference to the engine."""
         self._engine.destroy()
@@ -175,12 +186,14 @@ class DeepSpeedEngine(ShardedEngine):
     def _take_weights(self, weights: WeightSource) -> None:
         """Give the optimizer's float32 weights the exact values of `weights`, then the layers' parameters theirs.
 
+        Frozen parameters have no others.
+
         Rank 0 reads each parameter once and broadcasts it through the device, one at a time. Collective: what rank 0
         fails to read, or CheckpointError for another shape, is raised by all ranks, after the last broadcast, in which
         the others would wait for a failed one for ever.
         """
-        held, error = shards(self._engine), None
-        for name, parameter in self.model.named_parameters():
+        held, error = [*shards(self._engine), *self._frozen()], None
+        for parameter, name in self._engine.param_names.items():
             error = self._take_parameter(name, full_shape(parameter), weights if error is None else None, held) or error
         self._collectives.raise_first(error)
         refresh_parameters(self._engine)
@@ -200,6 +213,9 @@ class DeepSpeedEngine(ShardedEngine):
     def _states(self) -> Iterator[tuple[Shard, dict[str, Any]]]:
         for shard in shards(self._engine):
             yield shard, adam_state(self._engine.basic_optimizer, shard.weights)
+
+    def _frozen(self) -> Iterator[Shard]:
+        return frozen_shards(self._engine)
 
     def _continue_from(self, saved: SavedState) -> None:
         engine = self._engine
@@ -257,24 +273,26 @@ def set_applied_steps(scheduler: Any, applied: int) -> None:
 
 
 def _build_model(
-    model_config: Qwen3Seq2SeqConfig, ds_json: dict[str, Any], *, dtype: torch.dtype, device: torch.device
+    config: FullConfig,
+    model_config: Qwen3Seq2SeqConfig,
+    ds_json: dict[str, Any],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Qwen3ForSeq2SeqLM:
-    """The model, its parameters not yet filled.
+    """The model with the adapters of `config`, if any, its parameters not yet filled.
 
     Under ZeRO-3 each module is partitioned as soon as it is made, so no rank ever holds more than one module in full.
     Otherwise the model is made in `dtype` on `device`.
     """
-    before = torch.get_default_dtype()
-    with no_init_weights():  # a weight source or a checkpoint fills every parameter
-        if ds_json["zero_optimization"]["stage"] == 3:
-            with deepspeed.zero.Init(config_dict_or_path=ds_json):
-                return Qwen3ForSeq2SeqLM(model_config)
-        torch.set_default_dtype(dtype)
-        try:
-            with device:
-                return Qwen3ForSeq2SeqLM(model_config)
-        finally:
-            torch.set_default_dtype(before)
+    if ds_json["zero_optimization"]["stage"] == 3:
+        with no_init_weights(), deepspeed.zero.Init(config_dict_or_path=ds_json):
+            model = Qwen3ForSeq2SeqLM(model_config)
+            choose_trained(model, config)
+    else:
+        model = empty_model(model_config, dtype, device)
+        choose_trained(model, config)
+    return model
 
 
 class StagingArea:

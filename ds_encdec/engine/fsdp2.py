@@ -13,7 +13,7 @@ FSDP2 scatters gradients as it reduces them, so zero1 is zero2 here. Each encode
 gathered at once; the root holds the rest, above all the embedding, which stays whole until its backward pass is over.
 
 Parameters are float32 and are the master weights; layers compute in bfloat16 or float32, gradients are reduced and
-accumulated in float32.
+accumulated in float32. Frozen parameters are in the compute dtype from the start.
 
 Averaging. FSDP2 averages gradients over all ranks, so the loss, a *sum* over tokens, is multiplied by world size /
 target tokens of the whole step. Between the micro-batches of a step nothing is communicated unless
@@ -23,9 +23,10 @@ Saving. The state is written out into torch.distributed.checkpoint's files:
 
 CHECKPOINT/
   engine.json                      what wrote it (protocol.py)
-  dcp/.metadata, __RANK_0.distcp   float32 tensors weight.NAME, exp_avg.NAME, exp_avg_sq.NAME
+  dcp/.metadata, __RANK_0.distcp   float32 tensors weight.NAME, exp_avg.NAME, exp_avg_sq.NAME; of what is frozen
+                                   weight.NAME alone, in the compute dtype
 
-Names are FQNs: those of `named_parameters()`, a tied one's first. Where parameters are replicated, each tensor is
+Names are canonical ones, a tied one's first. Where parameters are replicated, each tensor is
 written by one replica alone, so all replicas share the work, and the host memory of the copies.
 """
 
@@ -61,7 +62,9 @@ from ds_encdec.launch.host_collectives import RunContext
 from ds_encdec.launch.memory_errors import is_out_of_memory, out_of_memory
 from ds_encdec.launch.world import World
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.lora import choose_trained
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
+from ds_encdec.model.trained import canonical_name
 from ds_encdec.optim import learning_rate
 from ds_encdec.types import MOMENTS, CheckpointError, LossSum, SavedState, StepResult, WeightSource
 
@@ -93,9 +96,10 @@ class FSDP2Engine(ShardedEngine):
         model = build_sharded_model(config, model_config, mesh, context.device)
         assert isinstance(model, FSDPModule)
         self.model = self._engine = model
-        # The keys are FQNs; tied parameters appear once. While a module is gathered it shows others; these stay the
-        # shards.
-        self._parameters = cast(dict[str, DTensor], dict(model.named_parameters()))
+        # The keys are canonical names; tied parameters appear once. While a module is gathered it shows others; these
+        # stay the shards.
+        named = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
+        self._parameters = cast(dict[str, DTensor], named)
         assert all(isinstance(parameter, DTensor) for parameter in self._parameters.values())
         if weights is not None:
             self._collectives.on_every_rank(lambda: _fill_local(self._parameters, weights))
@@ -131,7 +135,8 @@ class FSDP2Engine(ShardedEngine):
 
     def stage(self, directory: Path, *, copy: bool) -> StagedSave:
         """See protocol.Engine."""
-        tensors = state_tensors(self._parameters, self.optimizer)
+        saved = {name: parameter for name, parameter in self._parameters.items() if name in self._shapes}
+        tensors = state_tensors(saved, self.optimizer)
         mine = keys_to_write(tensors)
         # DCP keeps what it has fetched from a GPU until its file is closed: a second copy beside the one that is held.
         if copy or self._host_copies:
@@ -141,6 +146,12 @@ class FSDP2Engine(ShardedEngine):
         num_bytes = sum(tensors[key].to_local().nbytes for key in mine)
         record = self._record(self._applied_steps)
         return StagedSave(num_bytes, partial(_write, tensors, frozenset(mine), record, directory, self._writers))
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """See protocol.Engine."""
+        dtype = compute_dtype(self._training)
+        for name, parameter in self._parameters.items():
+            yield name, cast(DTensor, parameter.detach().to(self.device, dtype)).full_tensor()
 
     def close(self) -> None:
         """See protocol.Engine. Afterwards drop the last reference to the engine."""
@@ -163,11 +174,13 @@ class FSDP2Engine(ShardedEngine):
 
     def _states(self) -> Iterator[tuple[Shard, dict[str, Any]]]:
         for name, parameter in self._parameters.items():
-            local, row_elements = parameter.to_local().detach(), prod(parameter.shape[1:])
-            piece = Piece(name, local_rows(parameter).start * row_elements, local.numel())
-            state = self.optimizer.state[parameter]
-            moments: dict[str, Any] = {kind: state[kind].to_local() for kind in MOMENTS}
-            yield Shard(local, (piece,) if piece.length else ()), {"step": state["step"], **moments}
+            if parameter.requires_grad:
+                state = self.optimizer.state[parameter]
+                moments: dict[str, Any] = {kind: state[kind].to_local() for kind in MOMENTS}
+                yield _shard(name, parameter), {"step": state["step"], **moments}
+
+    def _frozen(self) -> Iterator[Shard]:
+        return (_shard(name, parameter) for name, parameter in self._parameters.items() if not parameter.requires_grad)
 
     def _continue_from(self, saved: SavedState) -> None:
         for module in self.model.modules():
@@ -176,11 +189,11 @@ class FSDP2Engine(ShardedEngine):
         self._applied_steps = saved.applied_steps
 
     def _held(self) -> Mapping[str, Iterable[Any]]:
-        """The shards are the master weights; weights are what is gathered of them now."""
-        shards = list(self._parameters.values())
+        """The shards of what is trained are the master weights; weights are the frozen ones, and what is gathered."""
+        shards = self._parameters.values()
         return {
-            "master_weights": shards,
-            "weights": self.model.parameters(),
+            "master_weights": [parameter for parameter in shards if parameter.requires_grad],
+            "weights": [*shards, *self.model.parameters()],
             "gradients": [parameter.grad for parameter in shards],
             "optimizer": self.optimizer.state,
         }
@@ -220,15 +233,20 @@ def _reshards_after_forward(infra: InfraConfig) -> bool:
 def build_sharded_model(
     config: FullConfig, model_config: Qwen3Seq2SeqConfig, mesh: DeviceMesh, device: torch.device
 ) -> Qwen3ForSeq2SeqLM:
-    """The model on `mesh`: float32 shards, not yet filled, on `device` (on the CPU if they are offloaded).
+    """The model on `mesh`: float32 shards (frozen ones in the compute dtype), not yet filled, on `device`.
 
-    Layers recompute, compile and offload as configured. It is made without memory, cut, and only then given any.
+    They are on the CPU if they are offloaded. Layers recompute, compile and offload as configured. It is made without
+    memory, cut, and only then given any.
     """
     training, infra = config.training, config.infra
     with torch.device("meta"), no_init_weights():
         model = Qwen3ForSeq2SeqLM(model_config)
+        choose_trained(model, config)
     prepare_for_training(model, config)
     dtype = compute_dtype(training)
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.to(dtype)
     offloaded = infra.offload_optimizer == "cpu"  # under FSDP2 the parameters are the float32 master weights
     pin_memory = infra.pin_memory and device.type != "cpu"
     shard = partial(
@@ -255,6 +273,13 @@ def local_rows(parameter: DTensor) -> slice:
     return slice(start, start + rows)
 
 
+def _shard(name: str, parameter: DTensor) -> Shard:
+    """The part that this rank has of a parameter."""
+    local, row_elements = parameter.to_local().detach(), prod(parameter.shape[1:])
+    piece = Piece(name, local_rows(parameter).start * row_elements, local.numel())
+    return Shard(local, (piece,) if piece.length else ())
+
+
 @torch.no_grad()
 def _fill_local(parameters: dict[str, DTensor], weights: WeightSource) -> None:
     """Copy this rank's rows of `weights` into its shards. Raises CheckpointError for another shape."""
@@ -270,9 +295,9 @@ def _fill_local(parameters: dict[str, DTensor], weights: WeightSource) -> None:
 
 
 def state_tensors(parameters: Mapping[str, DTensor], optimizer: torch.optim.Optimizer) -> dict[str, DTensor]:
-    """`KIND.NAME` → the sharded tensor itself, for every weight and moment."""
+    """`KIND.NAME` → the sharded tensor itself, for every weight, and every moment of what is trained."""
     weights = {f"weight.{name}": parameter.detach() for name, parameter in parameters.items()}
-    states = {name: optimizer.state[parameter] for name, parameter in parameters.items()}
+    states = {name: optimizer.state[parameter] for name, parameter in parameters.items() if parameter.requires_grad}
     moments = {f"{kind}.{name}": state[kind] for kind in MOMENTS for name, state in states.items()}
     return cast(dict[str, DTensor], weights | moments)  # what DTensor's operations return is typed as Tensor
 

@@ -21,7 +21,12 @@ from ds_encdec.types import Batch
 
 def draws_masks(config: FullConfig) -> bool:
     """Return whether a forward pass in training mode draws random numbers."""
-    return bool(config.training.residual_dropout or config.training.attention_dropout)
+    adapters = config.model.lora
+    return bool(
+        config.training.residual_dropout
+        or config.training.attention_dropout
+        or (adapters is not None and adapters.lora_dropout)
+    )
 
 
 def prepare_for_training(model: Qwen3ForSeq2SeqLM, config: FullConfig) -> None:

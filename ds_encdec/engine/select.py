@@ -86,7 +86,8 @@ def create_engine(
 ) -> Engine:
     """Build the model and the context's engine for it. Collective.
 
-    `weights` is None for a run that loads a checkpoint at once, and so needs none. Raises ConfigError for a number of
+    `weights`: of the model itself; new adapters are drawn beside them. None for a run that loads all from a checkpoint.
+    Raises ConfigError for a number of
     ranks that does not fit the sharding, and CheckpointError, on every rank, for weights that cannot be read.
     """
     if context.world.is_main:
@@ -94,6 +95,13 @@ def create_engine(
         _warn_of_another_engine(config, context.engine_spec)
     if config.infra.sharding_stage.endswith("_hybrid"):
         _warn_of_shards_across_nodes(config, context)
+    lora = config.model.lora
+    if lora is not None:
+        from ds_encdec.model.lora import require_peft, with_new_adapters
+
+        require_peft()
+        if weights is not None:
+            weights = with_new_adapters(weights, lora, model_config, config.training.seed)
     build: Callable[..., Engine] = load(context.engine_spec.build)
     return build(config, context, model_config, weights, gradient_accumulation_steps)
 

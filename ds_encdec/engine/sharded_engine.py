@@ -14,13 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers.initialization import no_init_weights
 
 from ds_encdec.config.schema import FullConfig, TrainingConfig
-from ds_encdec.engine.protocol import EngineRecord, Piece
+from ds_encdec.engine.protocol import Engine, EngineRecord, Piece
 from ds_encdec.engine.regularization import draws_masks, masks_of
-from ds_encdec.launch.host_collectives import RunContext
+from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.model.attention import PackedLayout
+from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
+from ds_encdec.model.trained import canonical_name
 from ds_encdec.optim import parameter_groups
 from ds_encdec.types import IGNORE_INDEX, MOMENTS, TASKS, Batch, CheckpointError, LossSum, SavedState
 
@@ -33,7 +36,10 @@ HOST_STATES = "host_states"
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One of the tensors that the optimizer steps: float32 weights. What is not in `pieces` is padding."""
+    """One of the tensors that the optimizer steps: float32 weights. What is not in `pieces` is padding.
+
+    Or one that nothing steps: frozen weights, in the compute dtype.
+    """
 
     weights: Tensor
     pieces: tuple[Piece, ...]
@@ -53,7 +59,7 @@ class Shard:
 
 
 class ShardedEngine(ABC):
-    """The common half of the engines behind `protocol.Engine`; see there. Every method is collective, but for the last.
+    """The common half of the engines behind `protocol.Engine`; see there. All but `held_bytes` is collective.
 
     A subclass builds `model` and, where forward passes go through a wrapper of it, sets `_engine`.
     """
@@ -65,6 +71,7 @@ class ShardedEngine(ABC):
         self.device = context.device
         self._context, self._training, self._infra = context, config.training, config.infra
         self._collectives = context.collectives
+        self._saves_frozen = config.model.lora is None  # those beside adapters are the base's, which is named instead
         self._loss_scaler: Mapping[str, float | int] | None = None
         self._masks_of = partial(masks_of, seed=config.training.seed) if draws_masks(config) else nullcontext
 
@@ -117,8 +124,16 @@ class ShardedEngine(ABC):
         return held
 
     @abstractmethod
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """See protocol.Engine."""
+
+    @abstractmethod
     def _states(self) -> Iterator[tuple[Shard, dict[str, Any]]]:
         """Every shard of this rank with its Adam state: `step`, and the moments, shaped as the shard's weights."""
+
+    @abstractmethod
+    def _frozen(self) -> Iterator[Shard]:
+        """Every part that this rank has of a parameter that nothing trains."""
 
     @abstractmethod
     def _continue_from(self, saved: SavedState) -> None:
@@ -129,12 +144,15 @@ class ShardedEngine(ABC):
         """The engine's own tensors by category, in containers of any depth; what is neither is passed over."""
 
     def _parameter_groups(self, model: Qwen3ForSeq2SeqLM) -> list[dict[str, Any]]:
-        """The optimizer's groups of parameters. Keeps their names, by which checkpoints know them, and full shapes."""
+        """The optimizer's groups of parameters.
+
+        Keeps their names, by which checkpoints know them, and the full shapes of all that checkpoints hold.
+        """
         assert_ties(model)
         groups = parameter_groups(model, self._training.weight_decay)
-        names = {parameter: name for name, parameter in model.named_parameters()}
+        names = {parameter: canonical_name(name) for name, parameter in model.named_parameters()}
         self._names = tuple(tuple(names[parameter] for parameter in group["params"]) for group in groups)
-        self._shapes = {names[p]: tuple(full_shape(p)) for group in groups for p in group["params"]}
+        self._shapes = {names[p]: tuple(full_shape(p)) for p in names if p.requires_grad or self._saves_frozen}
         return groups
 
     def _record(self, applied_steps: int, loss_scaler: Mapping[str, float | int] | None = None) -> EngineRecord:
@@ -148,13 +166,41 @@ class ShardedEngine(ABC):
         )
 
     def _fill(self, saved: SavedState) -> None:
-        """Read what this rank's optimizer holds. Not collective. Raises CheckpointError."""
+        """Read what this rank holds of the saved parameters. Not collective. Raises CheckpointError."""
         check_same_model(saved, self._shapes)
+        for shard in self._frozen() if self._saves_frozen else ():
+            shard.fill(shard.weights, partial(saved.read, "weight"))
         for shard, state in self._states():
             shard.fill(shard.weights, partial(saved.read, "weight"))
             for kind in MOMENTS:
                 shard.fill(state[kind], partial(saved.read, kind))
             set_adam_step(state, saved.applied_steps)
+
+
+def empty_model(config: Qwen3Seq2SeqConfig, dtype: torch.dtype, device: torch.device) -> Qwen3ForSeq2SeqLM:
+    """The model in `dtype` on `device`, its parameters not yet filled. Takes nothing from the random generators."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with no_init_weights(), device:  # whoever asks for it fills every parameter
+            return Qwen3ForSeq2SeqLM(config)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def whole_copy(
+    engine: Engine, config: Qwen3Seq2SeqConfig, dtype: torch.dtype, collectives: HostCollectives
+) -> Qwen3ForSeq2SeqLM:
+    """A second, plain model with the weights of `engine` as they are now, in `dtype`, to be used without collectives.
+
+    Collective; each rank gets one. Raises OutOfMemoryError, on every rank, where it does not fit on one.
+    """
+    model = collectives.on_every_rank(lambda: empty_model(config, dtype, engine.device))
+    places = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in engine.full_parameters():
+            places[name].copy_(parameter)
+    return model.eval()
 
 
 def packed_forward(model: nn.Module, batch: Batch) -> LossSum:

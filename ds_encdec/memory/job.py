@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from math import prod
+from math import ceil, prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -182,6 +182,13 @@ def checkpoint_bytes_per_parameter(job: Job) -> int:
 def checkpoint_bytes(job: Job) -> int:
     """The tensors of one checkpoint; what else is in it, the tokenizer above all, is some megabytes."""
     return job.parameters * checkpoint_bytes_per_parameter(job)
+
+
+def saves_at_most(training: TrainingConfig, steps: int) -> int:
+    """The checkpoints that a run of `steps` saves, or the most, where hours or its evaluations decide."""
+    if training.save_interval_hours is not None or training.save_on_best:
+        return steps  # any step; the last one saves in any case
+    return ceil(steps / (training.save_steps if training.save_strategy == "steps" else training.eval_steps))
 
 
 def checkpoints_at_once(training: TrainingConfig, saves: int) -> int:

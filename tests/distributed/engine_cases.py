@@ -13,6 +13,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from engine_plan import LANES, LAST_STEP, SAVED_STEP
 from engine_steps import Case, run_all, train_step
@@ -49,7 +50,13 @@ def make_engine(
 
 def full_weights(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
     """Every parameter in full, float32 master where there is one."""
-    parameters = dict(engine.model.named_parameters())
+    parameters = {name: parameter for parameter, name in engine._engine.param_names.items()}
+    frozen = {}
+    for name in [name for name, parameter in parameters.items() if not parameter.requires_grad]:
+        parameter = parameters.pop(name)
+        with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            frozen[name] = parameter.detach().float().clone()
+        assert parameter.grad is None
     if engine._engine.zero_optimization():
         masters = {name: safe_get_full_fp32_param(parameter) for name, parameter in parameters.items()}
     else:
@@ -60,7 +67,7 @@ def full_weights(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
             for shard in shards(engine._engine)
             for piece in shard.pieces
         }
-    return {name: master.detach().float().clone() for name, master in masters.items()}
+    return frozen | {name: master.detach().float().clone() for name, master in masters.items()}
 
 
 def trajectory(steps: int, **overrides: Any) -> dict[str, Any]:

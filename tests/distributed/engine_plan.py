@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_steps import Case
-from small_run import REGULARIZED, SHORT_STEPS, STEPS
+from small_run import FREEZE, LORA, REGULARIZED, SHORT_STEPS, STEPS
 
 LANES = 4
 SAVED_STEP, LAST_STEP = 3, 7
@@ -52,6 +52,18 @@ TWO_RANK_PARITY: dict[str, dict[str, Any]] = PARITY | {
         "activation_offload": True,
     },
     "zero3-warmup-decay": {"steps": SHORT_STEPS, "lr_scheduler_type": "WarmupDecayLR"},
+    **{f"{stage}-lora": {"sharding_stage": stage, "steps": STEPS, **LORA} for stage in ("zero0", "zero1")},
+    "zero2-lora-offload": {"sharding_stage": "zero2", "offload_optimizer": "cpu", "steps": STEPS, **LORA},
+    "zero3-lora-offload-all": {
+        "offload_optimizer": "cpu",
+        "offload_params": "cpu",
+        "activation_checkpointing": "full",
+        "steps": SHORT_STEPS,
+        **LORA,
+    },
+    "zero3-lora-persistent": {"steps": SHORT_STEPS, **LORA, **DEFAULT_PERSISTENCE},
+    "zero2-freeze": {"sharding_stage": "zero2", "steps": STEPS, **FREEZE},
+    "zero3-freeze": {"steps": SHORT_STEPS, **FREEZE},
 }
 """The same, on two ranks only."""
 

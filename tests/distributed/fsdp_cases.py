@@ -64,7 +64,7 @@ def full_state(engine: FSDP2Engine) -> dict[str, torch.Tensor]:
     found = {}
     for name, parameter in engine._parameters.items():
         found[f"weight.{name}"] = parameter.detach().full_tensor().clone()
-        for kind in ("exp_avg", "exp_avg_sq"):
+        for kind in ("exp_avg", "exp_avg_sq") if parameter.requires_grad else ():
             found[f"{kind}.{name}"] = engine.optimizer.state[parameter][kind].full_tensor().clone()
     return found
 

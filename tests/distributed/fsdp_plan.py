@@ -10,7 +10,7 @@ from typing import Any
 
 from engine_steps import Case
 from gloo_ranks import RankFailure, run_ranks
-from small_run import REGULARIZED, SHORT_STEPS, STEPS
+from small_run import FREEZE, LORA, REGULARIZED, SHORT_STEPS, STEPS
 
 HYBRID_OF_ONE = {"hybrid_shard_size": 1}
 
@@ -58,6 +58,17 @@ PARITY: dict[int, dict[str, dict[str, Any]]] = {
             "steps": SHORT_STEPS,
         },
         "zero3-reduce-always": {"fsdp_reduce_every_micro_batch": True, "steps": SHORT_STEPS},
+        "zero0-lora": {"sharding_stage": "zero0", "steps": SHORT_STEPS, **LORA},
+        "zero2-lora-offload": {
+            "sharding_stage": "zero2",
+            "offload_optimizer": "cpu",
+            "activation_checkpointing": "full",
+            "steps": SHORT_STEPS,
+            **LORA,
+        },
+        "zero3-lora": {"steps": SHORT_STEPS, **LORA},
+        "zero2-freeze": {"sharding_stage": "zero2", "steps": SHORT_STEPS, **FREEZE},
+        "zero3-freeze": {"steps": SHORT_STEPS, **FREEZE},
     },
     4: {
         **{stage: {"sharding_stage": stage, "steps": SHORT_STEPS} for stage in ("zero0", "zero3")},

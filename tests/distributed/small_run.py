@@ -47,7 +47,8 @@ SHORT_MODEL = _model(1)
 
 
 def run_config(**overrides: Any) -> FullConfig:
-    """A small float32 run. `overrides`: fields of `training` and `infra` by name."""
+    """A small float32 run. `overrides`: fields of `training` and `infra`, and of `model` `lora`, by name."""
+    lora = overrides.pop("lora", None)
     training: dict[str, Any] = {
         "bf16": False,
         "torch_adam": True,
@@ -66,7 +67,12 @@ def run_config(**overrides: Any) -> FullConfig:
         infra["deepspeed_extra"] = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
     for name, value in overrides.items():
         (infra if name in InfraConfig.model_fields else training)[name] = value
-    return FullConfig.model_validate({"training": training, "infra": infra})
+    return FullConfig.model_validate({"model": {"lora": lora}, "training": training, "infra": infra})
+
+
+LORA: dict[str, Any] = {"lora": {"r": 4, "lora_dropout": 0.0}}
+FREEZE: dict[str, Any] = {"freeze": ("encoder.*", "shared.weight", "*.mlp.*")}
+"""Runs that train adapters, and the decoder's attention and norms, alone."""
 
 
 @functools.cache

@@ -7,6 +7,8 @@ Float32, four micro-batches per rank with unequal target tokens and one of them 
 from __future__ import annotations
 
 import functools
+import json
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -20,13 +22,14 @@ from torch_oracle import TorchOracle
 pytestmark = pytest.mark.distributed
 
 CASES = [(1, name) for name in PARITY] + [(2, name) for name in TWO_RANK_PARITY]
-SHARED_FIELDS = ("lr_scheduler_type", "wsd_decay_fraction", *REGULARIZED)
+ORACLE_FIELDS = ("lr_scheduler_type", "wsd_decay_fraction", "lora", "freeze", *REGULARIZED)
 
 
 @functools.cache
-def oracle_trajectory(world_size: int, steps: int, shared: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
-    """What engine_cases.trajectory must find, from the oracle, on the lanes of `world_size` ranks."""
-    oracle = TorchOracle(run_config(**dict(shared)), MODEL, weights)
+def _oracle_trajectory(world_size: int, given: str) -> dict[str, Any]:
+    settings = json.loads(given)
+    steps = settings.pop("steps")
+    oracle = TorchOracle(run_config(**settings), MODEL, weights)
     held_out = random_batch(10_000, MODEL.vocab_size)
     before = float(oracle.evaluate(held_out).total)
     trained = []
@@ -45,14 +48,18 @@ def oracle_trajectory(world_size: int, steps: int, shared: tuple[tuple[str, Any]
         "steps": trained,
         "eval": [before, float(after.total)],
         "after": after,
-        "weights": {name: p.detach() for name, p in oracle.model.named_parameters()},
+        "weights": {name: p.detach() for name, p in oracle.named.items()},
     }
 
 
+def oracle_trajectory(world_size: int, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What engine_cases.trajectory must find for a case, from the oracle, on the lanes of `world_size` ranks."""
+    asked = {field: given[field] for field in ("steps", *ORACLE_FIELDS) if field in given}
+    return _oracle_trajectory(world_size, json.dumps(asked))
+
+
 def both(engine_results: Results, world_size: int, case: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    given = TWO_RANK_PARITY[case]
-    shared = tuple((field, given[field]) for field in SHARED_FIELDS if field in given)
-    return engine_results(world_size, f"parity {case}"), oracle_trajectory(world_size, given["steps"], shared)
+    return engine_results(world_size, f"parity {case}"), oracle_trajectory(world_size, TWO_RANK_PARITY[case])
 
 
 @pytest.mark.parametrize(("world_size", "case"), CASES)

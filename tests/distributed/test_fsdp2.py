@@ -13,7 +13,7 @@ import pytest
 import torch
 from fsdp_plan import BF16, COMMUNICATION, HELD, PARITY, result
 from small_run import MODEL, lane_batches, run_config, weights
-from test_engine_parity import SHARED_FIELDS, oracle_trajectory
+from test_engine_parity import oracle_trajectory
 
 from ds_encdec.engine.sharded_engine import packed_forward
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
@@ -25,9 +25,7 @@ CASES = [(world_size, name) for world_size, cases in PARITY.items() for name in 
 
 
 def both(world_size: int, case: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    given = PARITY[world_size][case]
-    shared = tuple((field, given[field]) for field in SHARED_FIELDS if field in given)
-    return result(world_size, f"parity {case}"), oracle_trajectory(world_size, given["steps"], shared)
+    return result(world_size, f"parity {case}"), oracle_trajectory(world_size, PARITY[world_size][case])
 
 
 @pytest.mark.parametrize(("world_size", "case"), CASES)
@@ -91,7 +89,7 @@ def plain_bf16_step() -> tuple[float, float]:
 @pytest.mark.parametrize("case", BF16)
 def test_bf16_is_torchs_bf16_and_stays_near_the_oracle(case: str) -> None:
     """The first step is plain torch's in bf16; the losses of eight, near 5 nats, are within 0.05 of float32's."""
-    oracle = oracle_trajectory(2, run_config().training.num_train_steps, ())
+    oracle = oracle_trajectory(2, {"steps": run_config().training.num_train_steps})
     loss, grad_norm = plain_bf16_step()
     for found in result(2, f"bf16 {case}"):
         assert found["loss_dtype"] == "torch.float32"

@@ -7,18 +7,21 @@ schedule.
 
 from __future__ import annotations
 
+from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from ds_encdec.config.schema import FullConfig, TrainingConfig
 from ds_encdec.engine.protocol import Veto
 from ds_encdec.engine.regularization import masks_of, regularize
 from ds_encdec.model.attention import PackedLayout
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.lora import with_new_adapters
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.optim import learning_rate
-from ds_encdec.types import DENOISERS, Batch, LossSum, StepResult, WeightSource
+from ds_encdec.types import TASKS, Batch, LossSum, StepResult, WeightSource
 
 
 class TorchOracle:
@@ -27,12 +30,28 @@ class TorchOracle:
     def __init__(self, config: FullConfig, model_config: Qwen3Seq2SeqConfig, weights: WeightSource) -> None:
         self.device = torch.device("cpu")
         self.training = config.training
-        self.model = Qwen3ForSeq2SeqLM(model_config)
+        self.model: nn.Module = Qwen3ForSeq2SeqLM(model_config)
+        lora = config.model.lora
+        if lora is not None:
+            from peft import LoraConfig, inject_adapter_in_model
+
+            weights = with_new_adapters(weights, lora, model_config, config.training.seed)
+            peft = LoraConfig(
+                r=lora.r, lora_alpha=lora.lora_alpha, target_modules=list(lora.target_modules), lora_dropout=0.0
+            )
+            inject_adapter_in_model(peft, self.model)  # which freezes the rest
+        self.named = {
+            name.replace(".base_layer", "").replace(".default", ""): parameter
+            for name, parameter in self.model.named_parameters()
+        }
         with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
+            for name, parameter in self.named.items():
                 parameter.copy_(weights(name))
-        matrices = [p for p in self.model.parameters() if p.dim() > 1]
-        vectors = [p for p in self.model.parameters() if p.dim() <= 1]
+                if any(fnmatch(name, pattern) for pattern in config.training.freeze):
+                    parameter.requires_grad_(False)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        matrices = [p for p in trained if p.dim() > 1]
+        vectors = [p for p in trained if p.dim() <= 1]
         regularize(self.model, self.training)
         self.optimizer = torch.optim.AdamW(
             [
@@ -73,7 +92,7 @@ class TorchOracle:
             labels=batch.labels,
             packing=packing,
         )
-        by_denoiser, tokens = torch.zeros(len(DENOISERS)), torch.zeros(len(DENOISERS))
+        by_denoiser, tokens = torch.zeros(len(TASKS)), torch.zeros(len(TASKS))
         for index, label in enumerate(batch.labels.tolist()):
             if label != -100:
                 by_denoiser[batch.denoiser_ids[index]] += output.token_losses[index]

@@ -1,0 +1,113 @@
+"""Adapters of low rank: put into the model by peft, drawn, and merged into the matrices that they stand beside.
+
+    y = W x + scale · B (A dropout(x)),   scale = lora_alpha / r
+
+peft wraps each `Linear` that has an adapter. A is drawn as peft draws it, keyed by (seed, name) like all random weights
+here; B is zero, so that a run begins as the model it starts from.
+"""
+
+import importlib.util
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_encdec.config.rules import Sections
+from ds_encdec.config.sections import LoraConfig
+from ds_encdec.model.parameter_count import ModelSizes
+from ds_encdec.model.precision import Linear
+from ds_encdec.model.trained import (
+    ADAPTER,
+    LORA_A,
+    LORA_B,
+    canonical_name,
+    frozen_names,
+    has_adapter,
+    is_adapter,
+    model_shapes,
+)
+from ds_encdec.model.weights import keyed_generator
+from ds_encdec.types import ConfigError, WeightSource
+
+
+def require_peft() -> None:
+    """Raise ConfigError where peft is not installed."""
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError("model.lora needs peft, which is not installed: pip install 'ds_encdec[lora]'")
+
+
+def choose_trained(model: nn.Module, config: Sections) -> None:
+    """Add the adapters that `config` asks for, and switch the gradients of all that is frozen off.
+
+    `model`: a Qwen3ForSeq2SeqLM that no engine has wrapped yet; its parameters may be anywhere, whole or cut, without
+    values. Raises ConfigError for a pattern that matches nothing.
+    """
+    lora = config.model.lora
+    if lora is not None:
+        _add_adapters(model, lora)
+    named = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
+    frozen = frozen_names(config, named)
+    for name, parameter in named.items():
+        parameter.requires_grad_(name not in frozen)
+
+
+def peft_fields(lora: LoraConfig) -> dict[str, Any]:
+    """The fields of peft's own configuration of these adapters."""
+    return {
+        "r": lora.r,
+        "lora_alpha": lora.lora_alpha,
+        "lora_dropout": lora.lora_dropout,
+        "target_modules": list(lora.target_modules),
+        "bias": "none",
+    }
+
+
+def _add_adapters(model: nn.Module, lora: LoraConfig) -> None:
+    from peft import LoraConfig as PeftConfig
+    from peft import inject_adapter_in_model
+
+    # Values come from a weight source or a checkpoint.
+    inject_adapter_in_model(PeftConfig(**peft_fields(lora), init_lora_weights=False), model, adapter_name=ADAPTER)
+    for name, module in model.named_modules():
+        if name.endswith((f".lora_A.{ADAPTER}", f".lora_B.{ADAPTER}")):
+            module.__class__ = Linear  # torch's, of which ours is computed in the precision that is fast
+
+
+def with_new_adapters(base: WeightSource, lora: LoraConfig, sizes: ModelSizes, seed: int) -> WeightSource:
+    """The parameters of `base`, and of adapters that are not trained yet, which are float32."""
+    shapes = model_shapes(sizes, lora)
+
+    def weights(name: str, rows: slice = slice(None), /) -> Tensor:
+        if not is_adapter(name):
+            return base(name, rows)
+        if name.endswith(LORA_B):
+            return torch.zeros(shapes[name])[rows]
+        bound = 1 / math.sqrt(shapes[name][1])  # kaiming_uniform_(a=√5), as peft has it
+        return torch.empty(shapes[name]).uniform_(-bound, bound, generator=keyed_generator(seed, name))[rows]
+
+    return weights
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, lora: LoraConfig) -> Tensor:
+    """The matrix `weight` (or rows of it, and the same rows of `b`) with its adapter in it; a new tensor, float32."""
+    return torch.addmm(weight.float(), b.float(), a.float(), alpha=lora.lora_alpha / lora.r)
+
+
+def merged_weights(base: WeightSource, adapters: WeightSource, lora: LoraConfig) -> WeightSource:
+    """The parameters of the model without adapters that computes what `base` with `adapters` does; float32."""
+
+    def weights(name: str, rows: slice = slice(None), /) -> Tensor:
+        weight = base(name, rows)
+        if not has_adapter(name, lora):
+            return weight.float()
+        module = name.removesuffix(".weight")
+        return merged(weight, adapters(module + LORA_A), adapters(module + LORA_B, rows), lora)
+
+    return weights
+
+
+def peft_names(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """Name in a peft folder's file → canonical name, of each adapter's matrix in `shapes`."""
+    return {f"base_model.model.{name}": name for name in shapes if is_adapter(name)}

@@ -1,0 +1,88 @@
+"""The parameters that a run trains and those that it freezes, by name and without torch.
+
+Names are canonical ones (parameter_count.py). A matrix with an adapter keeps its own, although peft calls it
+`….q_proj.base_layer.weight`; its adapter's are `….q_proj.lora_A.weight` and `….q_proj.lora_B.weight`.
+"""
+
+from collections.abc import Collection
+from fnmatch import fnmatchcase
+
+from ds_encdec.config.rules import Sections
+from ds_encdec.config.sections import LoraConfig
+from ds_encdec.config.settings import closest
+from ds_encdec.model.parameter_count import ModelSizes, parameter_shapes
+from ds_encdec.types import ConfigError
+
+ADAPTER = "default"
+"""peft's name of the one adapter, which is part of the names of modules, and not of the files it saves."""
+LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
+"""Endings of the names of an adapter's two matrices."""
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def canonical_name(name: str) -> str:
+    """The canonical name of what `named_parameters()` calls `name`."""
+    return name.replace(".base_layer.", ".").replace(f".{ADAPTER}.", ".")
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether `name` is that of one of an adapter's matrices."""
+    return name.endswith((LORA_A, LORA_B))
+
+
+def has_adapter(name: str, lora: LoraConfig) -> bool:
+    """Return whether the parameter `name` is a matrix that has an adapter."""
+    return name.startswith(("encoder.layers.", "decoder.layers.")) and name.split(".")[-2] in lora.target_modules
+
+
+def model_shapes(sizes: ModelSizes, lora: LoraConfig | None) -> Shapes:
+    """Shape of every parameter, those of adapters included, by canonical name in the order of `named_parameters()`."""
+    shapes: Shapes = {}
+    for name, shape in parameter_shapes(sizes).items():
+        shapes[name] = shape
+        if lora is not None and has_adapter(name, lora):
+            module, (rows, columns) = name.removesuffix(".weight"), shape
+            shapes |= {module + LORA_A: (lora.r, columns), module + LORA_B: (rows, lora.r)}
+    return shapes
+
+
+def trained_shapes(config: Sections, sizes: ModelSizes) -> Shapes:
+    """Shape of every parameter that a run of `config` trains. Raises ConfigError: see `frozen_names`."""
+    shapes = model_shapes(sizes, config.model.lora)
+    frozen = frozen_names(config, shapes)
+    return {name: shape for name, shape in shapes.items() if name not in frozen}
+
+
+def frozen_names(config: Sections, names: Collection[str]) -> frozenset[str]:
+    """Names, of all `names` of the model, that `config` freezes.
+
+    Raises ConfigError for a pattern that matches nothing, and where nothing would be left to train.
+    """
+    if config.model.lora is not None:
+        return frozenset(name for name in names if not is_adapter(name))
+    matches = {pattern: [name for name in names if fnmatchcase(name, pattern)] for pattern in config.training.freeze}
+    for pattern, found in matches.items():
+        if not found:
+            raise ConfigError(f"training.freeze: no parameter is called {pattern!r}; {_alike(pattern, names)}")
+    frozen = frozenset(name for found in matches.values() for name in found)
+    if frozen and len(frozen) == len(names):
+        raise ConfigError(
+            f"training.freeze: {', '.join(map(repr, matches))} match all {len(names)} parameters, and nothing would be "
+            "trained"
+        )
+    return frozen
+
+
+def _alike(pattern: str, names: Collection[str]) -> str:
+    """Names that may have been meant; where none is alike, one of each kind."""
+    guess = closest(pattern, names)
+    if guess is not None:
+        return f"did you mean {guess!r}?"
+    kinds = dict.fromkeys(".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names)
+    return f"there are {', '.join(kinds)}"
+
+
+def told(trained: int, parameters: int) -> str:
+    """A line for logs: the numbers of parameters that are trained, and of all."""
+    return f"trainable parameters: {trained:,} of {parameters:,} ({trained / parameters:.2%})".replace("%", " %")
