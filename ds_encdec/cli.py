@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_encdec import estimate_memory, train
+from ds_encdec import estimate_memory, prepare, train
 from ds_encdec.engines import STATE_FORMATS
 from ds_encdec.launch.preemption import outlive_readers, reader_may_leave
 from ds_encdec.types import ConfigError, DsEncDecError, Preempted
@@ -335,6 +335,7 @@ ARGUMENTS: dict[str, Arguments | Callable[[argparse.ArgumentParser], None]] = {
         "--json": _flag("the dry run as one JSON object"),
     },
     "inspect-data": {**_CONFIG, "-n": _value("examples to show (default 20)", int, default=20), **_JSON},
+    "prepare": prepare.add_arguments,
     "init-model": {
         "--from": _value("decoder-only Qwen3", dest="source", required=True, metavar="PATH_OR_HUB_ID"),
         "--out": _OUT | {"required": True},
@@ -393,6 +394,7 @@ VERBS: dict[str, tuple[Verb, bool, str]] = {
     "schema": (_schema, False, "print the JSON schema of the configuration, for editors"),
     "phases": (_phases, True, "run the phases of a pre-training, each behind the gate of the one before"),
     "inspect-data": (_inspect_data, True, "show the examples that a run will see"),
+    "prepare": (prepare.run, True, "render and tokenize the data once, for every rank and run to read"),
     "init-model": (_init_model, False, "make an encoder-decoder from a Qwen3 checkpoint"),
     "export": (_export, False, "write a checkpoint as a Hugging Face model folder"),
     "average": (_average, False, "write the mean of a run's last checkpoints as a Hugging Face model folder"),
