@@ -41,6 +41,7 @@ from ds_encdec.config.rules import NATIVE_SCHEDULES
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.deepspeed_private import (
     adam_state,
+    complete_frozen,
     computing_parameters,
     frozen_shards,
     gradients,
@@ -157,10 +158,14 @@ class DeepSpeedEngine(ShardedEngine):
         native, engine.checkpoint_engine = engine.checkpoint_engine, collector
         engine._copy_recovery_script = lambda folder: None  # hides the method, which writes
         try:
-            engine.save_checkpoint(str(directory), tag=TAG, save_latest=False)
+            excluded = not self._saves_frozen
+            engine.save_checkpoint(str(directory), tag=TAG, save_latest=False, exclude_frozen_parameters=excluded)
         finally:
             engine.checkpoint_engine = native
             del engine._copy_recovery_script
+        for state in collector.files.values():
+            if "module" in state and any(True for _ in self._frozen()):
+                complete_frozen(engine, state, self._shapes.keys())
         return collector.files
 
     def _write(self, staged: dict[Path, Any], record: EngineRecord, directory: Path) -> list[Path]:
