@@ -18,7 +18,8 @@ import torch
 
 from ds_encdec.auto_batch.resolve import job_here, resolve_batch_size
 from ds_encdec.checkpoint.adapters import BASE_RECORD
-from ds_encdec.checkpoint.export import average_last_checkpoints, clear_averaged
+from ds_encdec.checkpoint.export import average_last_checkpoints
+from ds_encdec.checkpoint.final_export import clear_exports, export_at_end
 from ds_encdec.checkpoint.folder import Checkpoint, check_room
 from ds_encdec.checkpoint.manager import MAKE_ROOM, CheckpointManager, find_checkpoint
 from ds_encdec.config.schema import FullConfig
@@ -36,6 +37,7 @@ from ds_encdec.engine.ds_json import render_deepspeed_json
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine, join_ranks
 from ds_encdec.engines import ENGINES, load
+from ds_encdec.evaluate.in_training import Judge, usable_metrics
 from ds_encdec.gpus import peak_flops
 from ds_encdec.launch.disk import Writing, write_atomically
 from ds_encdec.launch.host_collectives import RunContext
@@ -56,6 +58,7 @@ from ds_encdec.resume import (
     load_engine,
     new_model,
     refuse_other_model,
+    restore_choice,
     restore_data,
     run_tokenizer,
     saved_model,
@@ -99,10 +102,12 @@ def run_training(
         trainer, expected, facts = _wire(config, context, folder, stop, resume, allow_data_change)
         begin(**facts)
         state = _train_and_close(trainer, peers, expected)
+        trained = state is not trainer.state
     del trainer
     with stop.heartbeat.busy():  # no step follows, and nobody is stuck
         shutdown()
         if world.is_main:
+            export_at_end(folder, config.training, anew=trained)
             average_last_checkpoints(folder, last=config.training.average_checkpoints)
     folder.release()
     return state
@@ -131,8 +136,8 @@ def _train_and_close(
         training = trainer.config.training
         if state is not trainer.state and state.global_step < training.num_train_steps:
             message = (
-                f"the evaluation's loss has not fallen by more than {training.early_stopping_threshold:g} below "
-                f"{state.lowest_eval_loss:.4f} in {state.evaluations_since_lowest} evaluations"
+                f"{state.evaluations_since_leading} evaluations have not been better by more than "
+                f"{training.early_stopping_threshold:g} than the {state.best_by} before, {state.leading_value}"
             )
             logger.info("early stopping at step %d: %s", state.global_step, message)
             where = {"step": state.global_step, "data_step": state.data_step}
@@ -218,10 +223,10 @@ def _wire(
         folder.checkpoints, collectives, engine_name=context.engine, keep=config.training.save_total_limit
     )
     checkpoints.prepare()
-    collectives.on_rank_zero(lambda: clear_averaged(folder))
+    collectives.on_rank_zero(lambda: clear_exports(folder))
     found = _find(config, context, folder, resume)
     saved = found.read_json("trainer.json") if found else {}
-    state = found.training_state() if found else TrainingState()
+    state = found.training_state() if found else TrainingState(best_by=config.training.best_by)
     model = collectives.rank_zero_first(lambda: saved_model(config, found.path) if found else new_model(config))
     # One rank asks the hub, so that all read the same commit of a data set.
     saved_commits = saved["data"]["dataset_commits"] if found else None
@@ -229,8 +234,10 @@ def _wire(
     config = resolve_batch_size(config, context, stop, model.config, found)
     lanes, accumulation = plan_lanes(config, world.world_size, saved.get("num_lanes"))
     run = _Run(config, context, folder, found, model, num_lanes=lanes, accumulation=accumulation)
+    metrics = usable_metrics(config) if config.training.eval_generate_samples else []
     data = collectives.rank_zero_first(lambda: _build_data(run, saved.get("data"), commits, allow_data_change))
     if found:
+        state = restore_choice(found, state, config.training)
         state = restore_data(found, data, state, is_main=world.is_main)
     engine, expected = _build_engine(run, data.ratio)
     if found:
@@ -260,6 +267,8 @@ def _wire(
         state=state,
         require_folder=folder.require_present,
     )
+    if metrics:
+        trainer.judge = Judge(config, engine, model.config, model.tokenizer, collectives, data.eval_examples, metrics)
     return trainer, expected, {"parameters": parameters, "trainable_parameters": trained}
 
 

@@ -61,3 +61,19 @@ the end: checkpoints and exported models hold such lists."""
 FEWEST_WEIGHTS = 5
 """Weights that a list has at least. One that was written before a row was added stays as it is: the new row has weight
 0 in it, and the data of a run is what it was."""
+
+_LONG_TEXT = 1_200_000
+"""Tokens of a text at whose length the roundings of a denoiser do not show."""
+
+
+def expected_ratio(task_weights: tuple[float, ...]) -> float:
+    """Encoder tokens per decoder token of long texts under these weights of the denoisers.
+
+    A run measures its own (data/inspect.py); on web text the two differ by a percent or two, which moves
+    tokens from one side to the other and leaves their sum.
+    """
+    lengths = [row.lengths(_LONG_TEXT) for row in DENOISERS.values()]
+    encoder, decoder = (
+        sum(weight * tokens[side] for weight, tokens in zip(task_weights, lengths, strict=False)) for side in (0, 1)
+    )
+    return encoder / decoder

@@ -3,7 +3,6 @@
 For a run also disks and host memory. Imports no torch.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,14 @@ from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.shares import global_batch_size, with_assumed_batch_size
 from ds_encdec.memory.breakdown import in_gib
 from ds_encdec.memory.estimate import estimate
-from ds_encdec.memory.job import Job, checkpoint_bytes, checkpoint_bytes_per_parameter, checkpoints_at_once, run_sizes
+from ds_encdec.memory.job import (
+    Job,
+    checkpoint_bytes,
+    checkpoint_bytes_per_parameter,
+    checkpoints_at_once,
+    run_sizes,
+    saves_at_most,
+)
 from ds_encdec.memory.question import indivisible, planned_job
 from ds_encdec.phases import PlannedPhase, estimate_steps_for_tokens, estimate_training_time
 from ds_encdec.types import ConfigError
@@ -78,21 +84,21 @@ def _disk(job: Job, steps: int) -> dict[str, Any]:
     """Bytes in the run's folder at its fullest; logs and the tokenizer, some megabytes, are not counted."""
     training, monitor = job.config.training, job.config.monitor
     checkpoint = checkpoint_bytes(job)
-    # An interval in hours, or saves of the best, may save at every step; the last step saves in any case.
-    unbounded = training.save_interval_hours is not None or training.save_on_best
-    saves = steps if unbounded else math.ceil(steps / training.save_steps)
+    saves = saves_at_most(training, steps)
     keep = saves if training.save_total_limit is None else training.save_total_limit
     checkpoints = checkpoints_at_once(training, saves)
     abandoned = keep if any(getattr(monitor, field) == "rollback" for field in ROLLBACK_FIELDS) else 0
     averages = training.average_checkpoints and min(saves, keep) >= FEWEST_TO_AVERAGE
-    averaged = EXPORT_BYTES["float32"] * job.parameters if averages else 0
+    exported = EXPORT_BYTES["float32"] * job.parameters
+    at_end, averaged = exported * training.export_at_end, exported * bool(averages)
     return {
         "checkpoint": checkpoint,
         "checkpoint_bytes_per_parameter": checkpoint_bytes_per_parameter(job),
         "checkpoints": checkpoints,
         "abandoned_checkpoints": abandoned,
         "averaged": averaged,
-        "total": checkpoint * (checkpoints + abandoned) + averaged,
+        "exported": at_end,
+        "total": checkpoint * (checkpoints + abandoned) + averaged + at_end,
         "export": {dtype: size * job.parameters for dtype, size in EXPORT_BYTES.items()},
     }
 
@@ -101,7 +107,7 @@ def describe_plan(plan: Mapping[str, Any]) -> str:
     """The plan in words."""
     disk, time = plan["disk"], plan["time"]
     money = "" if plan["usd"] is None else f" and {plan['usd']:,.2f} USD"
-    put_aside, averaged = disk["abandoned_checkpoints"], disk["averaged"]
+    put_aside, at_end = disk["abandoned_checkpoints"], disk["averaged"] + disk["exported"]
     exports = " or ".join(f"{_gb(size)} in {dtype}" for dtype, size in disk["export"].items())
     lines = [
         f"{plan['steps']:,} steps of {plan['tokens_per_step']:,} tokens ({plan['sequences_per_step']:,} sequences, "
@@ -117,7 +123,7 @@ def describe_plan(plan: Mapping[str, Any]) -> str:
         f"{plan['parameters']:,} parameters). The run's folder grows to {_gb(disk['total'])}: {disk['checkpoints']} "
         "checkpoints (those kept, the best, the one being written)"
         + (f", {put_aside} put aside by rollbacks" if put_aside else "")
-        + (f", and the averaged model of {_gb(averaged)}" if averaged else "")
+        + (f", and the models at its end, {_gb(at_end)}" if at_end else "")
         + ".",
         f"An export takes {exports}.",
         f"Each node's ranks need {in_gib(plan['host_bytes_per_node'])} GiB of host memory.",

@@ -16,7 +16,7 @@ from ds_encdec.checkpoint.adapters import base_record, opened_base
 from ds_encdec.checkpoint.folder import Checkpoint
 from ds_encdec.checkpoint.manager import CheckpointManager, find_checkpoint
 from ds_encdec.checkpoint.saved_state import open_saved_state
-from ds_encdec.config.schema import FullConfig, load_saved
+from ds_encdec.config.schema import FullConfig, TrainingConfig, load_saved
 from ds_encdec.data.build import TrainingData
 from ds_encdec.data.builtin_corpus import builtin_documents
 from ds_encdec.data.fingerprint import in_todays_form, told, usable_records
@@ -133,7 +133,20 @@ def restore_data(found: Checkpoint, data: TrainingData, state: TrainingState, *,
         "the lanes keep their places among the documents" if lanes else "the lanes begin anew",
         told(fingerprint, data.fingerprint),
     )
-    return dataclasses.replace(state, best_eval_loss=None, best_step=None)
+    return dataclasses.replace(state, best_value=None, best_step=None)
+
+
+def restore_choice(found: Checkpoint, state: TrainingState, training: TrainingConfig) -> TrainingState:
+    """The saved `state`, without what another `metric_for_best_model` than this run's has found to be the best."""
+    if state.best_by != training.best_by:
+        logger.info(
+            "%s was saved by a run whose best checkpoint is that of the %s. It is the %s now: the best checkpoint is "
+            "chosen anew, and early stopping counts from here.",
+            found.path,
+            state.best_by,
+            training.best_by,
+        )
+    return state.choosing_by(training.best_by)
 
 
 def load_engine(engine: Engine, found: Checkpoint, collectives: HostCollectives) -> None:
@@ -171,7 +184,7 @@ def roll_back(
             logger.error(refusal)
         return None
     saved = found.read_json("trainer.json")
-    then = found.training_state()
+    then = found.training_state().choosing_by(state.best_by)
     load_engine(engine, found, collectives)
     gone_back = dataclasses.replace(
         then,  # but for what counts data

@@ -26,8 +26,9 @@ from ds_encdec.launch.host_collectives import HostCollectives, attempt
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.monitor.metrics import by_denoiser, eval_metrics
 from ds_encdec.monitor.recorder import Actions, Recorder
+from ds_encdec.monitor.sinks import Sample
 from ds_encdec.resume import roll_back
-from ds_encdec.types import DENOISERS, Batch, CheckpointError, DivergedError, Preempted, StepResult, TrainingState
+from ds_encdec.types import TASKS, Batch, CheckpointError, DivergedError, Preempted, StepResult, TrainingState
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,10 @@ data lane. Returns what writes it into the checkpoint's folder later, from any t
 
 @dataclass
 class Trainer:
-    """A run, wired. `require_folder` raises where the run's folder is gone. What `run_files` returns is for rank 0."""
+    """A run, wired. `require_folder` raises where the run's folder is gone. What `run_files` returns is for rank 0.
+
+    `judge`: figures of the texts that the model generates for held-out inputs, and some of the texts. Collective.
+    """
 
     config: FullConfig
     engine: Engine
@@ -65,6 +69,7 @@ class Trainer:
     run_files: RunFiles
     state: TrainingState
     require_folder: Callable[[], None] = lambda: None
+    judge: Callable[[], tuple[dict[str, float], list[Sample]]] = lambda: ({}, [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +99,10 @@ class Due:
             """True at steps n, 2n, … when they were applied, and at the last step of the run."""
             return result.applied and (state.global_step % n == 0 or done)
 
-        log, save = every(training.logging_steps), totals.save_due or every(training.save_steps)
+        log, planned = every(training.logging_steps), training.save_strategy == "steps" and every(training.save_steps)
+        save = totals.save_due or planned
         # A checkpoint is evaluated, or it could not be the best.
-        evaluate = bool(training.eval_samples) and (every(training.eval_steps) or every(training.save_steps))
+        evaluate = bool(training.eval_samples) and (every(training.eval_steps) or planned)
         # No state is saved unjudged, and no step follows a skipped one unjudged.
         judge = log or evaluate or save or totals.stop or not result.applied or every_step
         return cls(log, judge, evaluate, save, leave=totals.stop)
@@ -129,9 +135,9 @@ def train(run: Trainer) -> TrainingState:
         actions = _observe(run, state, due)
         state, due = _react(run, state, due, actions)
         skipped_in_a_row = 0 if due.rolled_back else skipped_in_a_row
-        state, eval_loss = _evaluate(run, state, due)
-        if due.save or is_over(state, training) or (training.save_on_best and is_best(state, eval_loss)):
-            state = _save(run, state, due, eval_loss)
+        state, value = _evaluate(run, state, due)
+        if due.save or is_over(state, training) or (training.saves_best and is_best(state, value, training)):
+            state = _save(run, state, due, value)
             last_save = time.monotonic()
         if due.leave and not is_over(state, training):
             raise _preempted(run, state, actions)
@@ -139,26 +145,30 @@ def train(run: Trainer) -> TrainingState:
 
 
 def is_over(state: TrainingState, training: TrainingConfig) -> bool:
-    """Return whether all steps have been applied, or evaluations have brought no lower loss for too long."""
+    """Return whether all steps have been applied, or evaluations have brought nothing better for too long."""
     patience = training.early_stopping_patience
-    stopped_early = patience is not None and state.evaluations_since_lowest >= patience
+    stopped_early = patience is not None and state.evaluations_since_leading >= patience
     return stopped_early or state.global_step >= training.num_train_steps
 
 
-def after_evaluation(state: TrainingState, eval_loss: float | None, training: TrainingConfig) -> TrainingState:
-    """Count an evaluation's loss for early stopping; one that is not finite is not lower. Returns the state then."""
-    if eval_loss is None:
+def after_evaluation(state: TrainingState, value: float | None, training: TrainingConfig) -> TrainingState:
+    """Count an evaluation, None for none, by its `metric_for_best_model` for early stopping. Returns the state then."""
+    if value is None:
         return state
-    lowest = math.inf if state.lowest_eval_loss is None else state.lowest_eval_loss
-    if eval_loss < lowest - training.early_stopping_threshold:
-        return replace(state, lowest_eval_loss=eval_loss, evaluations_since_lowest=0)
-    return replace(state, evaluations_since_lowest=state.evaluations_since_lowest + 1)
+    if is_better(value, state.leading_value, training, by=training.early_stopping_threshold):
+        return replace(state, leading_value=value, evaluations_since_leading=0)
+    return replace(state, evaluations_since_leading=state.evaluations_since_leading + 1)
 
 
-def is_best(state: TrainingState, eval_loss: float | None) -> bool:
-    """Return whether an evaluation found a lower loss than every saved checkpoint has."""
-    lowest = math.inf if state.best_eval_loss is None else state.best_eval_loss
-    return eval_loss is not None and math.isfinite(eval_loss) and eval_loss < lowest
+def is_best(state: TrainingState, value: float | None, training: TrainingConfig) -> bool:
+    """Return whether an evaluation found a better `metric_for_best_model` than every saved checkpoint has."""
+    return value is not None and is_better(value, state.best_value, training)
+
+
+def is_better(value: float, than: float | None, training: TrainingConfig, *, by: float = 0.0) -> bool:
+    """Return whether `value` is better by more than `by`; a finite one is better than none, and no other is at all."""
+    gain = math.inf if than is None else value - than if training.best_is_greatest else than - value
+    return math.isfinite(value) and gain > by
 
 
 def advance(state: TrainingState, result: StepResult, totals: StepTotals) -> TrainingState:
@@ -290,15 +300,20 @@ def _react(run: Trainer, state: TrainingState, due: Due, actions: Actions) -> tu
 
 
 def _evaluate(run: Trainer, state: TrainingState, due: Due) -> tuple[TrainingState, float | None]:
-    """Evaluate if it is due; returns the loss too, which is None where the held-out split has no target token."""
+    """Evaluate if it is due; returns its `metric_for_best_model` too, None where no held-out example has a target."""
     if not due.evaluate:
         return state, None
     with run.recorder.clock.spent_on("pause"):
         metrics = evaluate(run)
+        with run.stop.heartbeat.busy():  # each rank generates as long as its texts are, and waits for the others
+            figures, samples = run.judge()
+    metrics |= figures
+    run.recorder.show(state, samples)
     if metrics:
         run.recorder.publish(state, metrics)
-    eval_loss = metrics.get("eval/loss")
-    return after_evaluation(state, eval_loss, run.config.training), eval_loss
+    training = run.config.training
+    value = metrics.get(f"eval/{training.metric_for_best_model}")
+    return after_evaluation(state, value, training), value
 
 
 def evaluate(run: Trainer) -> dict[str, float]:
@@ -308,7 +323,7 @@ def evaluate(run: Trainer) -> dict[str, float]:
     (empty ones where it has no data): the engine's collectives are per module call. Returns {} where no rank has a
     target token.
     """
-    sums = torch.zeros(2, len(DENOISERS), dtype=torch.float64, device=run.engine.device)
+    sums = torch.zeros(2, len(TASKS), dtype=torch.float64, device=run.engine.device)
     for batch in run.eval_batches():
         run.stop.heartbeat.beat()
         loss = run.engine.evaluate(batch)
@@ -317,8 +332,8 @@ def evaluate(run: Trainer) -> dict[str, float]:
     return eval_metrics(losses, tokens) if any(tokens.values()) else {}
 
 
-def _save(run: Trainer, state: TrainingState, due: Due, eval_loss: float | None) -> TrainingState:
-    """Save a checkpoint. It becomes `best` when it was evaluated just now, to the lowest loss of all saved ones.
+def _save(run: Trainer, state: TrainingState, due: Due, value: float | None) -> TrainingState:
+    """Save a checkpoint. It becomes `best` when it was evaluated just now, and is better than all saved ones.
 
     The last one of this process is written at once, and the run fails with it. For any other the run learns later
     (unless it was rolled back) whether it was written, and goes on if not. Returns the state, with what is known of the
@@ -331,8 +346,8 @@ def _save(run: Trainer, state: TrainingState, due: Due, eval_loss: float | None)
     with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
         run.collectives.on_rank_zero(run.require_folder)
         state = _collect_save(run, state)  # at most one under way
-        best = is_best(state, eval_loss)
-        saved = replace(state, best_eval_loss=eval_loss, best_step=state.global_step) if best else state
+        best = is_best(state, value, run.config.training)
+        saved = replace(state, best_value=value, best_step=state.global_step) if best else state
         records = run.recorder.state_dict()
         lanes = [record for rank_records in run.collectives.gather(run.loader.state()) for record in rank_records]
         in_background = run.config.training.async_save and not (last or due.rolled_back)
@@ -369,4 +384,4 @@ def _collect_save(run: Trainer, state: TrainingState, *, must_succeed: bool = Fa
     run.recorder.log_save(blocked_seconds=outcome.blocked_seconds, seconds=outcome.seconds)
     best = " (best so far)" if outcome.state.best_step == step else ""
     logger.info(f"saved step {step}{best} in {outcome.seconds:.1f} s, training paused {outcome.blocked_seconds:.1f} s")
-    return replace(state, best_eval_loss=outcome.state.best_eval_loss, best_step=outcome.state.best_step)
+    return replace(state, best_value=outcome.state.best_value, best_step=outcome.state.best_step)

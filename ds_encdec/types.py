@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ds_encdec.denoisers import DENOISERS as DENOISERS
+from ds_encdec.objectives import TASKS as TASKS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -88,11 +89,11 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One training pair after denoising.
+    """One training pair.
 
     `encoder_ids` and `decoder_ids`: int32 arrays of token ids. `decoder_ids` are the *targets*; the
     decoder's input is the same sequence shifted right behind `decoder_start_token_id`.
-    `denoiser` is one of `DENOISERS`; `document` is the key of the `Document` it was cut from.
+    `denoiser` is one of `TASKS`; `document` is the key of the `Document` it was cut from.
     """
 
     encoder_ids: np.ndarray
@@ -115,9 +116,10 @@ class Batch:
     | labels | int64 [Td] | targets; -100 on padding |
     | encoder_positions, decoder_positions | int64 [Te], [Td] | restart at 0 in every example |
     | encoder_cu_seqlens, decoder_cu_seqlens | int32 [max_examples + 1] | boundaries; past N the last repeats |
-    | denoiser_ids | int64 [Td] | index into `DENOISERS` of each decoder token; 0 on padding (no loss there) |
+    | denoiser_ids | int64 [Td] | index into `TASKS` of each decoder token; 0 on padding (no loss there) |
     | encoder_lengths, decoder_lengths | N host integers | tokens of each example |
     | documents | N strings | key of the document of each example |
+    | lane, number | integers | the lane it comes from, and which of that lane's it is: dropout is drawn by them |
     """
 
     encoder_ids: Tensor
@@ -131,6 +133,8 @@ class Batch:
     encoder_lengths: tuple[int, ...]
     decoder_lengths: tuple[int, ...]
     documents: tuple[str, ...] = ()
+    lane: int = 0
+    number: int = 0
 
     @property
     def encoder_tokens(self) -> int:
@@ -157,8 +161,8 @@ class LossSum:
     """Loss of one micro-batch on this rank, not yet normalised.
 
     `total`: float32 scalar with gradient, the sum of token losses in nats. `by_denoiser` and
-    `tokens_by_denoiser`: float32 [len(DENOISERS)], detached: the same sum and the target tokens
-    split by denoiser. All on the engine's device; nothing here has been synchronised.
+    `tokens_by_denoiser`: float32 [len(TASKS)], detached: the same sum and the target tokens
+    split by `TASKS`. All on the engine's device; nothing here has been synchronised.
     """
 
     total: Tensor
@@ -188,10 +192,11 @@ class TrainingState:
 
     `global_step` counts applied optimizer steps (schedules follow it), `data_step` consumed ones,
     `skipped_steps` their difference. Token counts are global, over all ranks. `epoch` is the number
-    of the pass over the data that the slowest lane is in. `best_eval_loss` (nats per target token) is the
-    lowest of all saved checkpoints, that of `best_step`. `lowest_eval_loss` is the lowest that counted for early
-    stopping, `evaluations_since_lowest` how many have come after it. `rollbacks` counts those of the whole run,
-    `bad_rows` the rows that could not be read and were passed over, in the pass over the data that had most of them.
+    of the pass over the data that the slowest lane is in. `best_by` says which evaluation is the best,
+    `TrainingConfig.best_by`: `lowest loss` (nats per target token), `highest exact_match`. `best_value` is that of the
+    best saved checkpoint, which is `best_step`'s. `leading_value` is the best that counted for early stopping,
+    `evaluations_since_leading` how many have come after it. `rollbacks` counts those of the whole run, `bad_rows` the
+    rows that could not be read and were passed over, in the pass over the data that had most of them.
 
     A rollback takes `global_step` and what belongs to the weights back to the checkpoint's; what counts the data
     consumed (`data_step`, tokens, epoch) goes on.
@@ -201,12 +206,13 @@ class TrainingState:
     data_step: int = 0
     skipped_steps: int = 0
     epoch: int = 0
-    best_eval_loss: float | None = None
+    best_by: str = "lowest loss"
+    best_value: float | None = None
     best_step: int | None = None
     encoder_tokens_seen: int = 0
     target_tokens_seen: int = 0
-    lowest_eval_loss: float | None = None
-    evaluations_since_lowest: int = 0
+    leading_value: float | None = None
+    evaluations_since_leading: int = 0
     rollbacks: int = 0
     bad_rows: int = 0
 
@@ -216,8 +222,27 @@ class TrainingState:
         return self.encoder_tokens_seen + self.target_tokens_seen
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-able dict; `TrainingState(**d)` restores it."""
+        """A JSON-able dict, which `from_dict` restores."""
         return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> TrainingState:
+        """Restore what was saved; older checkpoints knew the loss alone. Raises TypeError for other fields."""
+        return cls(**{_EARLIER_FIELDS.get(name, name): value for name, value in saved.items()})
+
+    def choosing_by(self, best_by: str) -> TrainingState:
+        """The state from which evaluations are compared by `best_by`; what was found by another order is forgotten."""
+        if best_by == self.best_by:
+            return self
+        forgotten: dict[str, Any] = {"best_value": None, "best_step": None, "leading_value": None}
+        return dataclasses.replace(self, best_by=best_by, **forgotten, evaluations_since_leading=0)
+
+
+_EARLIER_FIELDS = {
+    "best_eval_loss": "best_value",
+    "lowest_eval_loss": "leading_value",
+    "evaluations_since_lowest": "evaluations_since_leading",
+}
 
 
 class WeightSource(Protocol):

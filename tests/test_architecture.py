@@ -27,14 +27,15 @@ LAYERS = (
     ("build",),
     ("trainer",),
     ("resume", "auto_batch"),
-    ("checkpoint",),
+    ("checkpoint", "evaluate"),
     ("memory",),
     ("data", "engine", "monitor"),
     ("model", "optim", "gpus"),
     ("tokenizer",),
     ("launch", "config"),
     ("engines", "types"),
-    ("denoisers", "source_kinds"),
+    ("objectives",),
+    ("denoisers", "source_kinds", "text_metrics"),
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 

@@ -35,7 +35,8 @@ def test_the_default_run_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     assert disk["checkpoint"] == 12 * PARAMETERS  # ZeRO-3
     assert disk["checkpoints"] == 5 + 1 + 1  # kept, best, being written
     assert disk["averaged"] == 4 * PARAMETERS
-    assert disk["total"] == 7 * 12 * PARAMETERS + 4 * PARAMETERS
+    assert disk["exported"] == 4 * PARAMETERS
+    assert disk["total"] == 7 * 12 * PARAMETERS + 2 * 4 * PARAMETERS
     assert disk["export"] == {"float32": 4 * PARAMETERS, "bfloat16": 2 * PARAMETERS}
 
 
@@ -86,6 +87,7 @@ def test_bytes_of_a_checkpoint(overrides: list[str], expected: int) -> None:
         (["training.average_checkpoints=0"], 7, 0, False),
         (["monitor.on_loss_spike=rollback"], 7, 5, True),
         (["training.save_interval_hours=1", "training.save_steps=100000"], 7, 0, True),
+        (["training.save_strategy=best", "training.eval_steps=50000"], 2, 0, False),
     ],
 )
 def test_how_many_checkpoints(

@@ -46,6 +46,7 @@ PLAN = TrainingConfig(num_train_steps=100, warmup_steps=1, logging_steps=2, eval
         (6, {"eval_samples": 0}, Due(log=True, judge=True, save=True)),
         (6, {"applied": False}, Due(judge=True)),  # what was due at step 6 happened when that was applied
         (5, {"save_steps": 5}, Due(judge=True, evaluate=True, save=True)),  # no state is saved unjudged
+        (6, {"save_strategy": "best"}, Due(log=True, judge=True)),  # evaluations decide, every 4 steps
         (1, {"save_due": True}, Due(judge=True, save=True)),  # by the clock
         (1, {"stop": True}, Due(judge=True, leave=True)),
         (1, {"every_step": True}, Due(judge=True)),
@@ -87,13 +88,33 @@ def test_ranks_that_do_not_divide_the_lanes_are_told_which_do() -> None:
         plan_lanes(make_config(8), world_size=3)
 
 
+def test_what_older_checkpoints_and_another_metric_know_of_the_best() -> None:
+    saved = {"global_step": 9, "best_eval_loss": 2.0, "best_step": 8, "lowest_eval_loss": 1.5}
+    state = TrainingState.from_dict({**saved, "evaluations_since_lowest": 3})
+    assert (state.best_by, state.best_value, state.best_step) == ("lowest loss", 2.0, 8)
+    assert (state.leading_value, state.evaluations_since_leading) == (1.5, 3)
+    assert state.choosing_by(TrainingConfig().best_by) == state == TrainingState.from_dict(state.to_dict())
+    anew = TrainingState(global_step=9, best_by="highest chrf")
+    assert state.choosing_by(TrainingConfig(metric_for_best_model="eval_chrf").best_by) == anew
+    assert TrainingConfig(metric_for_best_model="chrf", greater_is_better=False).best_by == "lowest chrf"
+
+
+def test_a_figure_that_is_better_when_greater() -> None:
+    training = TrainingConfig(metric_for_best_model="exact_match", early_stopping_threshold=0.1)
+    state, seen = TrainingState(best_value=0.3), []
+    for value in (0.0, 0.2, 0.25, math.nan, 0.4):
+        state = after_evaluation(state, value, training)
+        seen.append((state.leading_value, state.evaluations_since_leading, is_best(state, value, training)))
+    assert seen == [(0.0, 0, False), (0.2, 0, False), (0.2, 1, False), (0.2, 2, False), (0.4, 0, True)]
+
+
 def test_early_stopping_counts_evaluations_that_are_not_lower_by_the_threshold() -> None:
     training = TrainingConfig(early_stopping_patience=2, early_stopping_threshold=0.5)
     state = TrainingState(global_step=1)
     seen = []
     for loss in (4.0, 3.6, 3.4, 3.3, None, math.nan, 3.0):
         state = after_evaluation(state, loss, training)
-        seen.append((state.lowest_eval_loss, state.evaluations_since_lowest, is_over(state, training)))
+        seen.append((state.leading_value, state.evaluations_since_leading, is_over(state, training)))
     assert seen == [
         (4.0, 0, False),
         (4.0, 1, False),  # lower, but not by the threshold
@@ -112,4 +133,4 @@ def test_early_stopping_counts_evaluations_that_are_not_lower_by_the_threshold()
     [(None, 3.0, True), (3.0, 2.9, True), (3.0, 3.0, False), (None, math.nan, False), (None, None, False)],
 )
 def test_best_is_lower_than_every_saved_one(best: float | None, loss: float | None, expected: bool) -> None:
-    assert is_best(TrainingState(best_eval_loss=best), loss) is expected
+    assert is_best(TrainingState(best_value=best), loss, TrainingConfig()) is expected

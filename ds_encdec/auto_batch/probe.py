@@ -47,10 +47,11 @@ from ds_encdec.launch.preemption import stop_signals_left_to_this_process
 from ds_encdec.launch.process_group import init_process_group
 from ds_encdec.launch.world import World
 from ds_encdec.memory.device_stats import device_capacity
-from ds_encdec.memory.job import expected_ratio
+from ds_encdec.memory.job import assumed_ratio
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import ModelSizes, parameter_shapes
-from ds_encdec.types import DENOISERS, Batch, DsEncDecError, Example, WeightSource
+from ds_encdec.objectives import OBJECTIVES
+from ds_encdec.types import Batch, DsEncDecError, Example, WeightSource
 
 STEPS = 2  # optimizer steps: from the second one on, the optimizer has its states
 MICRO_BATCHES = 2  # micro-batches of a step, at most: from the second one on, gradients are accumulated
@@ -137,7 +138,7 @@ def measure(task: ProbeTask) -> Outcome:
 def full_batch(config: FullConfig, micro_batch_size: int, vocab_size: int) -> Batch:
     """A micro-batch of random tokens without padding, in as few examples as hold them: attention is at its longest."""
     data = config.data
-    budgets = token_budgets(data, micro_batch_size, expected_ratio(data.ul2_task_weights))
+    budgets = token_budgets(data, micro_batch_size, assumed_ratio(data))
     sides = (budgets.encoder_tokens, data.max_encoder_length), (budgets.decoder_tokens, data.max_decoder_length)
     count = min(max(math.ceil(tokens / longest) for tokens, longest in sides), budgets.max_examples)
     draw = np.random.default_rng(0).integers
@@ -149,8 +150,8 @@ def full_batch(config: FullConfig, micro_batch_size: int, vocab_size: int) -> Ba
         ]
         for tokens, longest in sides
     )
-    denoiser = next(iter(DENOISERS))
-    examples = [Example(*ids, denoiser, "") for ids in zip(encoder_ids, decoder_ids, strict=True)]
+    task = next(iter(OBJECTIVES[data.objective].tasks))
+    examples = [Example(*ids, task, "") for ids in zip(encoder_ids, decoder_ids, strict=True)]
     return collate(examples, budgets, pad_id=0)
 
 

@@ -30,6 +30,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from ds_encdec.checkpoint.adapters import trained_weights
+from ds_encdec.checkpoint.export_files import write_tokenizer
 from ds_encdec.checkpoint.folder import (
     Checkpoint,
     clear_leftovers,
@@ -52,8 +53,9 @@ from ds_encdec.model.configuration import Qwen3EncoderConfig, Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import count_parameters, parameter_shapes
 from ds_encdec.model.source import architecture
 from ds_encdec.model.weights import write_safetensors_folder
+from ds_encdec.objectives import OBJECTIVES
 from ds_encdec.tokenizer.load import pretrained_tokenizer
-from ds_encdec.types import DENOISERS, CheckpointError, ConfigError, TrainingState, WeightSource
+from ds_encdec.types import CheckpointError, ConfigError, TrainingState, WeightSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -118,7 +120,7 @@ def export_hf(
         for module in REMOTE_CODE:
             shutil.copyfile(str(module.__file__), unfinished / Path(str(module.__file__)).name)
         if tokenizer is not None:
-            tokenizer.save_pretrained(unfinished)
+            write_tokenizer(tokenizer, unfinished)
         (unfinished / "README.md").write_text(card)
 
 
@@ -129,14 +131,16 @@ def export_checkpoint(
     dtype: torch.dtype,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     encoder_only: bool = False,
+    replace: bool = False,
     base: str | None = None,
 ) -> None:
     """Export a committed checkpoint, whichever engine saved it, with a model card written from its run.
 
-    `encoder_only`: the encoder and its embedding, as a `Qwen3EncoderModel`. `base`: where the base of adapters is now.
-    Raises CheckpointError.
+    `encoder_only`: the encoder and its embedding, as a `Qwen3EncoderModel`. `replace`: an earlier export at `out` makes
+    way once this one is complete. `base`: where the base of adapters is now. Raises CheckpointError.
     """
-    refuse_existing(out)  # before minutes of reading
+    if not replace:
+        refuse_existing(out)  # before minutes of reading
     path = checkpoint.expanduser().resolve()
     _export_trained(
         path,
@@ -147,6 +151,7 @@ def export_checkpoint(
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,
         encoder_only=encoder_only,
+        replace=replace,
     )
 
 
@@ -186,7 +191,7 @@ def model_card(config: FullConfig, state: TrainingState, weights: str, *, encode
     sources = data.mixture or [data]
     names = [f"`{one.dataset_name}`" + (f" ({one.dataset_config})" if one.dataset_config else "") for one in sources]
     shares = [f"{name} × {one.weight:g}" for name, one in zip(names, data.mixture or [], strict=False)]
-    best = state.best_eval_loss
+    best, objective = state.best_value, OBJECTIVES[data.objective]
     rows = {
         "Started from": f"`{model.model_name_or_path}`" if model.architecture is None else "random weights",
         "Weights": weights,
@@ -194,9 +199,11 @@ def model_card(config: FullConfig, state: TrainingState, weights: str, *, encode
         "Optimizer steps": f"{state.global_step:,} of {training.num_train_steps:,}",
         "Encoder tokens seen": f"{state.encoder_tokens_seen:,}",
         "Target tokens seen": f"{state.target_tokens_seen:,}",
-        "Best held-out loss of the run (nats per target token)": "not evaluated" if best is None else f"{best:.4f}",
+        "Best on held-out examples (losses are nats per target token)": "not evaluated"
+        if best is None
+        else f"{state.best_by}, {best:.4f}",
         "Data": ", ".join(shares or names),
-        f"UL2 weights ({', '.join(DENOISERS)})": ", ".join(f"{weight:g}" for weight in data.ul2_task_weights),
+        **objective.described(data),
         "Longest encoder and decoder sequence (tokens)": f"{data.max_encoder_length}, {data.max_decoder_length}",
         "Peak learning rate, schedule": f"{training.learning_rate:g}, {training.lr_scheduler_type}",
         "Weight decay, gradient clipping": f"{training.weight_decay:g}, {training.max_grad_norm:g}",
@@ -208,6 +215,7 @@ def model_card(config: FullConfig, state: TrainingState, weights: str, *, encode
         rows,
         encoder_only,
         base_model=base,
+        objective=objective.tag,
         license="apache-2.0" if base and base.startswith("Qwen/Qwen3-") else None,  # all of these have that one
         datasets=[name for one in sources if (name := _hub_id(one.dataset_name))] or None,
     )
@@ -226,11 +234,11 @@ def untrained_model_card(description: str, config: Qwen3Seq2SeqConfig) -> str:
     return _card({"Weights": description, "Parameters": f"{count_parameters(config):,}", "Training": "none yet"})
 
 
-def _card(rows: Mapping[str, str], encoder_only: bool = False, **header: Any) -> str:
+def _card(rows: Mapping[str, str], encoder_only: bool = False, objective: str = "ul2", **header: Any) -> str:
     """No `pipeline_tag` for the whole: none of transformers' pipelines takes an encoder-decoder with its own code."""
     tags = ["text-encoder", "embeddings"] if encoder_only else ["encoder-decoder"]
     pipeline = "feature-extraction" if encoder_only else None
-    data = ModelCardData(library_name="transformers", tags=[*tags, "ul2", "qwen3"], pipeline_tag=pipeline, **header)
+    data = ModelCardData(library_name="transformers", tags=[*tags, objective, "qwen3"], pipeline_tag=pipeline, **header)
     return str(ModelCard.from_template(data, template_path=str(_CARD_TEMPLATE), rows=rows, encoder=encoder_only))
 
 

@@ -15,7 +15,6 @@ Rank 0 alone changes it. `.removed-…` is a checkpoint that is being deleted.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import re
 import shutil
@@ -39,7 +38,7 @@ from ds_encdec.config.plain_files import read_json
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.protocol import StagedSave, read_record
 from ds_encdec.launch.disk import DiskRefusedError, Writing, flush_folder, free_bytes, unused_path
-from ds_encdec.memory.job import Job, checkpoint_bytes, checkpoints_at_once
+from ds_encdec.memory.job import Job, checkpoint_bytes, checkpoints_at_once, saves_at_most
 from ds_encdec.types import CheckpointError, TrainingState
 
 if TYPE_CHECKING:  # it imports torch, which a report of a run does without
@@ -266,7 +265,7 @@ def check_room(folder: Path, config: FullConfig, job: Job) -> None:
     """
     training = config.training
     size = checkpoint_bytes(job)
-    most = checkpoints_at_once(training, math.ceil(training.num_train_steps / training.save_steps))
+    most = checkpoints_at_once(training, saves_at_most(training, training.num_train_steps))
     needed = size * max(1, most - len(committed_steps(folder)))
     free = free_bytes(folder)
     if free is None or free >= needed:
@@ -305,7 +304,7 @@ class Checkpoint:
     def training_state(self) -> TrainingState:
         """The counters that it was saved with. Raises DamagedCheckpointError."""
         try:
-            return TrainingState(**self.read_json("trainer.json")["state"])
+            return TrainingState.from_dict(self.read_json("trainer.json")["state"])
         except TypeError as error:
             path = self.path / "trainer.json"
             raise DamagedCheckpointError(f"{path}: `state` is not what ds_encdec writes: {error}.") from error

@@ -17,6 +17,7 @@ from pydantic import ValidationError, ValidationInfo, model_validator
 
 from ds_encdec.config.deepspeed_json import merge_deepspeed_json, read_deepspeed_json
 from ds_encdec.config.model_folder import is_hub_name
+from ds_encdec.config.monitor_sections import MonitorConfig, PhaseOverrides, PhasesConfig  # noqa: F401
 from ds_encdec.config.rules import Sections, find_conflicts, marked  # noqa: F401
 from ds_encdec.config.sections import (  # noqa: F401  who has the whole finds its parts here, too
     LOCAL_FORMATS,
@@ -31,7 +32,7 @@ from ds_encdec.config.sections import (  # noqa: F401  who has the whole finds i
 )
 from ds_encdec.config.settings import COMMAND_LINE, Conflict, Mention, Problem, Settings, raise_if_any, show, unusable
 from ds_encdec.config.shares import is_auto, micro_batches_per_step, per_rank
-from ds_encdec.config.training_sections import InfraConfig, MonitorConfig, PhaseOverrides, PhasesConfig, TrainingConfig  # noqa: F401
+from ds_encdec.config.training_sections import InfraConfig, TrainingConfig  # noqa: F401
 from ds_encdec.config.validation import mention, mention_all, validate
 from ds_encdec.config.yaml_text import apply_overrides, file_problem, read_text, read_yaml, write_yaml
 from ds_encdec.types import ConfigError

@@ -268,6 +268,8 @@ class MixtureSource(Source):
 class DataConfig(Source):
     """The documents that are read, how they are denoised, and how they are packed."""
 
+    objective: Literal["ul2"] = "ul2"
+    """The objective: `ul2`, to fill in what denoisers have taken out of a text."""
     mixture: Annotated[tuple[MixtureSource, ...] | None, Mark.TEXTS] = None
     """Weighted mixture of sources; replaces `dataset_name`."""
     on_bad_row: Literal["stop", "skip"] = "stop"

@@ -1,28 +1,47 @@
-"""The sections of a configuration that say how it trains, on which machines, watched how, and in which phases.
+"""The sections of a configuration that say how it trains, and on which machines.
 
-Sizes, batches and cadences are fields of `training`, folders and devices of `infra`, thresholds of `monitor`; `phases`
-overrides some of them. See sections.py for what all sections have in common.
+Sizes, batches and cadences are fields of `training`, folders and devices of `infra`. See sections.py for what all
+sections have in common.
 """
 
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+)
 
 from ds_encdec.config.deepspeed_keys import check_extra
 from ds_encdec.config.sections import Mark, Section, one_or_many
-from ds_encdec.config.settings import Conflict, Rule, join
+from ds_encdec.config.settings import Conflict, Rule, closest, join
 from ds_encdec.engines import DistributedType
+from ds_encdec.text_metrics import FIGURES
 from ds_encdec.types import ConfigError
 
-LARGEST_LOSS = 20.0
-"""Nats per target token, above what any model starts with: a guess among the 151,936 ids of Qwen3 costs 11.9."""
 _FSDP_STRATEGIES = {
     "FULL_SHARD": "zero3",
     "SHARD_GRAD_OP": "zero2",
     "NO_SHARD": "zero0",
     "HYBRID_SHARD": "zero3_hybrid",
 }
+TEXT_FIGURES = {figure: row.higher_is_better for figure, row in FIGURES.items() if not row.needs_model}
+"""The figures of generated texts that evaluations in training have, and whether the higher is the better."""
+
+
+def _evaluated(name: str) -> str:
+    """The name of a figure of evaluations, without Hugging Face's prefix. Raises ValueError for others."""
+    name, known = name.removeprefix("eval_").removeprefix("eval/"), ("loss", "perplexity", *TEXT_FIGURES)
+    if name not in known:
+        guess = closest(name, known)
+        raise ValueError(f"allowed: {', '.join(known)}" + (f"; did you mean `{guess}`?" if guess else ""))
+    return name
+
+
 Tracker = Literal["wandb", "tensorboard"]
 Trackers = Annotated[
     tuple[Tracker, ...],
@@ -73,6 +92,17 @@ class TrainingConfig(Section):
     """Final learning rate over peak, for `cosine`, `WarmupCosineLR` and `wsd`."""
     wsd_decay_fraction: Annotated[float, Mark.TUNABLE] = Field(default=0.1, gt=0, le=1)
     """Share of the steps that `wsd` decays over, at the end."""
+    residual_dropout: Annotated[float, Mark.TUNABLE] = Field(default=0.0, ge=0, lt=1)
+    """Share of what attention and MLP of each layer add to the residual stream that is set to zero, the rest scaled up
+    for it. In training alone, as the next three."""
+    attention_dropout: Annotated[float, Mark.TUNABLE] = Field(default=0.0, ge=0, lt=1)
+    """Share of the attention weights that is set to zero. `torch.nn.attention.varlen`, in which attention runs on GPUs
+    in 16 bits, has none: a run that would need it there is refused when it starts."""
+    label_smoothing: Annotated[float, Mark.TUNABLE] = Field(default=0.0, ge=0, lt=1)
+    """Share of each target that is spread evenly over the vocabulary. Reported losses stay plain cross-entropy."""
+    z_loss: Annotated[float, Mark.TUNABLE] = Field(default=0.0, ge=0, le=1)
+    """Coefficient of the square of the logarithm of the softmax's normaliser, added to each token's loss (PaLM: 1e-4).
+    Reported losses stay plain cross-entropy."""
     bf16: bool = True
     """bfloat16 compute with float32 master weights."""
     fp16: bool = False
@@ -103,6 +133,14 @@ class TrainingConfig(Section):
     """Optimizer steps between evaluations; each checkpoint of `save_steps` is evaluated too."""
     eval_samples: Annotated[int, Mark.EXAMPLES, Mark.UNTRAINED] = Field(default=1000, ge=0)
     """Examples of the held-out split in one evaluation; 0 turns evaluation off."""
+    eval_generate_samples: Annotated[int, Mark.UNTRAINED] = Field(default=0, ge=0)
+    """Examples of `eval_samples`, the first ones, whose outputs the model generates in each evaluation, to be compared
+    with the right ones (docs/metrics.md); 0: none. Takes a second copy of the model on each rank: in bf16 2 bytes per
+    parameter."""
+    generation_max_new_tokens: Annotated[int, Mark.UNTRAINED] = Field(default=512, ge=1)
+    """Most tokens of a generated text."""
+    generation_num_beams: Annotated[int, Mark.UNTRAINED] = Field(default=1, ge=1)
+    """Beams of the search for the likeliest text; 1 takes the likeliest token each time."""
     logging_steps: Annotated[int, Mark.UNTRAINED] = Field(default=10, ge=1)
     """Optimizer steps between two lines of metrics."""
     report_to: Annotated[Trackers, Mark.UNTRAINED] = ("wandb", "tensorboard")
@@ -114,12 +152,25 @@ class TrainingConfig(Section):
     """Everything random is derived from it."""
     max_consecutive_skipped_steps: Annotated[int, Mark.TUNABLE] = Field(default=20, ge=1)
     """Steps skipped in a row (not finite, or by a `skip_step` of `monitor`) after which the run stops as diverged."""
+    metric_for_best_model: Annotated[str, AfterValidator(_evaluated), Mark.TUNABLE] = "loss"
+    """Figure of an evaluation (`eval/…` in its metrics) by which checkpoints are the best, and early stopping decides.
+    Those of texts need `eval_generate_samples`."""
+    greater_is_better: Annotated[bool | None, Mark.TUNABLE] = None
+    """A greater figure is the better one; None: not so for `loss` and `perplexity`, but for all others."""
     early_stopping_patience: Annotated[int | None, Mark.TUNABLE] = Field(default=None, ge=1)
-    """Evaluations in a row without a lower loss after which the run is over, complete; None trains all steps."""
+    """Evaluations in a row without a better `metric_for_best_model` after which the run is over, complete; None trains
+    all steps."""
     early_stopping_threshold: Annotated[float, Mark.TUNABLE] = Field(default=0.0, ge=0)
-    """Least decrease of an evaluation's loss that counts as lower, in nats per target token."""
+    """Least gain of `metric_for_best_model` that counts as better, in its unit (loss: nats per target token)."""
+    save_strategy: Annotated[Literal["steps", "best"], Mark.UNTRAINED] = "steps"
+    """`steps`: save every `save_steps`. `best`: only after evaluations that are better than all before, and at the
+    end."""
     save_on_best: Annotated[bool, Mark.UNTRAINED] = False
-    """Save after each evaluation with the lowest loss so far, not only every `save_steps`."""
+    """Save after each evaluation that is better than all saved ones, too, not only every `save_steps`."""
+    load_best_model_at_end: Annotated[bool, Mark.UNTRAINED] = False
+    """Export the best checkpoint at the end of the run, to `export/best`, in the place of the last one."""
+    export_at_end: Annotated[bool, Mark.UNTRAINED] = True
+    """Write the model at the end of the run as a Hugging Face folder, `export/final` (or `export/best`)."""
 
     @field_validator("per_device_train_batch_size", mode="wrap")
     @classmethod
@@ -129,6 +180,22 @@ class TrainingConfig(Section):
             return validate(value)
         except ValidationError:
             raise ValueError("must be a whole number >= 1, or `auto`") from None
+
+    @property
+    def best_is_greatest(self) -> bool:
+        """True if the best evaluation is the one with the greatest `metric_for_best_model`."""
+        given = self.greater_is_better
+        return TEXT_FIGURES.get(self.metric_for_best_model, False) if given is None else given
+
+    @property
+    def best_by(self) -> str:
+        """Which evaluation is the best: `lowest loss`, `highest exact_match`."""
+        return f"{'highest' if self.best_is_greatest else 'lowest'} {self.metric_for_best_model}"
+
+    @property
+    def saves_best(self) -> bool:
+        """True if every evaluation that is better than all saved ones is saved."""
+        return self.save_on_best or self.save_strategy == "best"
 
     @property
     def micro_batch_size(self) -> int:
@@ -158,12 +225,36 @@ class TrainingConfig(Section):
             self.torch_compile and self.activation_checkpointing == "selective",
         )
         yield Rule(ends, "the warm-up must end before the run does; only WarmupLR and constant have no end", is_late)
+        yield Rule(
+            "attention_dropout activation_checkpointing",
+            "selective checkpointing keeps attention's output without what it dropped out: set full, every_n or none",
+            self.attention_dropout and self.activation_checkpointing == "selective",
+        )
         message = f"the warm-up and the decay of {decay_steps} steps do not fit into the run"
         yield Rule(f"{ends} wsd_decay_fraction", message, is_short)
         yield Rule("average_checkpoints", "the mean of one is that one: give 2 or more, or 0 for none", is_one)
-        for name in ("early_stopping_patience", "save_on_best"):
-            message = "this is decided on the evaluation's loss: set eval_samples > 0, or turn it off"
-            yield Rule(f"{name} eval_samples", message, getattr(self, name) and not self.eval_samples)
+        by_evaluation = {
+            name: bool(getattr(self, name))
+            for name in ("early_stopping_patience", "save_on_best", "load_best_model_at_end", "eval_generate_samples")
+        }
+        for name, is_set in {**by_evaluation, "save_strategy": self.save_strategy == "best"}.items():
+            message = "this is done in evaluations, or decided by them: set eval_samples > 0, or turn it off"
+            yield Rule(f"{name} eval_samples", message, is_set and not self.eval_samples)
+        yield Rule(
+            "eval_generate_samples eval_samples",
+            "outputs are generated for the first of the examples that are evaluated: make it eval_samples at most",
+            0 < self.eval_samples < self.eval_generate_samples,
+        )
+        yield Rule(
+            "metric_for_best_model eval_generate_samples",
+            "a figure of generated texts, of which there are none: set eval_generate_samples > 0, or take loss",
+            self.metric_for_best_model in TEXT_FIGURES and not self.eval_generate_samples,
+        )
+        yield Rule(
+            "load_best_model_at_end export_at_end",
+            "the best model is exported at the end: set export_at_end=true",
+            self.load_best_model_at_end and not self.export_at_end,
+        )
 
 
 class InfraConfig(Section):
@@ -268,103 +359,3 @@ class InfraConfig(Section):
         yield from super().conflicts(at)
         for path, message in check_extra(self.deepspeed_extra):
             yield Conflict((join(at, f"deepspeed_extra.{path}"),), message)
-
-
-class MonitorConfig(Section):
-    """Thresholds of alerts, and how the run answers them (docs/monitor.md).
-
-    An alert is answered with `warn` (say so and go on), `skip_step` (as if the step had not been), `rollback` (back to
-    an earlier checkpoint, past the data since) or `stop`.
-    """
-
-    window_size: int = Field(default=100, ge=2)
-    """Optimizer steps whose losses and gradient norms are compared with; logging intervals for throughput."""
-    loss_spike_threshold: float = Field(default=2.0, gt=1)
-    """`loss_spike`: the step's loss over the mean of its window."""
-    loss_spike_min_values: int = Field(default=10, ge=1)
-    """Losses that must be in the window before one can be a spike."""
-    grad_norm_threshold: float = Field(default=10.0, gt=0)
-    """`grad_explosion`: global gradient norm of a step before clipping."""
-    loss_plateau_steps: int | None = Field(default=10_000, ge=1)
-    """`loss_plateau`: optimizer steps in which the window's mean loss has not fallen; None: never."""
-    loss_plateau_min_decrease: float = Field(default=0.005, ge=0)
-    """Least decrease of the window's mean loss that is no plateau, in nats per target token."""
-    learning_rate_tolerance: float = Field(default=1e-3, gt=0, lt=1)
-    """`learning_rate_off`: relative difference between the rate of a step and its schedule's."""
-    throughput_drop_threshold: float = Field(default=0.5, gt=0, lt=1)
-    """`throughput_drop`: tokens per second of a logging interval over the mean of its window."""
-    straggler_threshold: float = Field(default=1.5, gt=1)
-    """`straggler`: a rank's time for a fixed piece of arithmetic over that of the median rank."""
-    straggler_late_threshold: float = Field(default=0.1, gt=0, lt=1)
-    """`straggler`: share of the step time that one rank keeps the others waiting before a step."""
-    memory_growth_threshold: float = Field(default=0.25, gt=0)
-    """`memory_growth`: growth of a rank's memory since its first logging intervals, as a share."""
-    data_wait_threshold: float = Field(default=0.2, gt=0, lt=1)
-    """`data_wait`: share of the time that a rank waits for its next batch."""
-    on_non_finite: Literal["skip_step", "rollback", "stop"] = "skip_step"
-    """Answer to a loss or gradient norm that is not finite. Such a step is always skipped."""
-    on_loss_spike: Literal["warn", "skip_step", "rollback", "stop"] = "warn"
-    """Answer to `loss_spike`. `skip_step` looks at every step's loss before it is made, which waits for the device."""
-    on_grad_explosion: Literal["warn", "skip_step", "rollback", "stop"] = "warn"
-    """Answer to `grad_explosion`. `skip_step` waits for the device like the above."""
-    on_loss_plateau: Literal["warn", "stop"] = "warn"
-    """Answer to `loss_plateau`."""
-    on_learning_rate_off: Literal["warn", "stop"] = "warn"
-    """Answer to `learning_rate_off`."""
-    on_throughput_drop: Literal["warn", "stop"] = "warn"
-    """Answer to `throughput_drop`. A `stop` for the machine's sake saves first and can be resumed (exit code 75)."""
-    on_straggler: Literal["warn", "stop"] = "warn"
-    """Answer to `straggler`; `stop` as for `on_throughput_drop`."""
-    on_memory_growth: Literal["warn", "stop"] = "warn"
-    """Answer to `memory_growth`; `stop` as for `on_throughput_drop`."""
-    on_data_wait: Literal["warn", "stop"] = "warn"
-    """Answer to `data_wait`; `stop` as for `on_throughput_drop`."""
-    rollback_min_steps: int = Field(default=50, ge=1)
-    """Optimizer steps that a checkpoint must be older than the alert to be gone back to: trouble begins before it
-    shows."""
-    max_rollbacks: int = Field(default=5, ge=1)
-    """Rollbacks of a run; the alert that asks for one more stops it as diverged (exit code 7)."""
-
-    def _rules(self) -> Iterable[Rule]:
-        message = "must be <= window_size, or spikes are never detected"
-        return [Rule("loss_spike_min_values window_size", message, self.loss_spike_min_values > self.window_size)]
-
-
-class PhaseOverrides(Section):
-    """Settings of a phase that replace its defaults (`PHASE_CONFIGS` in `ds_encdec/phases.py`); None keeps these."""
-
-    num_tokens: int | None = Field(default=None, gt=0)
-    """Tokens of both sides to train on. A phase ends with these or with its steps, whichever comes first."""
-    description: str | None = None
-    """Purpose of the phase, in the log and the report."""
-    num_train_steps: int | None = Field(default=None, ge=1)
-    """Optimizer steps."""
-    warmup_steps: int | None = Field(default=None, ge=0)
-    """Optimizer steps of warm-up; None: `training.warmup_steps`, but at most a tenth of the phase."""
-    eval_steps: int | None = Field(default=None, ge=1)
-    """Optimizer steps between evaluations."""
-    save_steps: int | None = Field(default=None, ge=1)
-    """Optimizer steps between checkpoints."""
-    logging_steps: int | None = Field(default=None, ge=1)
-    """Optimizer steps between two lines of metrics."""
-    max_loss_after_warmup: float | None = Field(default=None, gt=0)
-    """Gate: largest loss allowed in the first step after the warm-up, in nats per target token."""
-    min_loss_decrease: float | None = None
-    """Gate: least that the loss must have fallen since the first step of the first phase, in nats per target token."""
-
-    def _rules(self) -> Iterable[Rule]:
-        message = f"must be <= {LARGEST_LOSS:.0f} nats: every run would pass a higher limit"
-        return [Rule("max_loss_after_warmup", message, (self.max_loss_after_warmup or 0) > LARGEST_LOSS)]
-
-
-class PhasesConfig(Section):
-    """The phases of `ds-encdec phases`; the next one starts when the one before has passed its gate."""
-
-    sanity_check: PhaseOverrides = PhaseOverrides()
-    """The first phase: whether it trains at all."""
-    validation: PhaseOverrides = PhaseOverrides()
-    """The second phase: whether it learns."""
-    medium: PhaseOverrides = PhaseOverrides()
-    """The third phase: whether it goes on learning."""
-    full: PhaseOverrides = PhaseOverrides()
-    """The run itself."""

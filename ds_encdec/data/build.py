@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from ds_encdec.config.schema import DataConfig, FullConfig
 from ds_encdec.data.budgets import token_budgets
-from ds_encdec.data.chunks import Chunker, TextTokenizer
 from ds_encdec.data.evaluation import evaluation_examples, pack_examples
 from ds_encdec.data.fingerprint import fingerprint, in_todays_form, numbered, require_same, source_facts
 from ds_encdec.data.inspect import require_one_step, sample_statistics
@@ -20,8 +19,9 @@ from ds_encdec.data.local_files import expand_files
 from ds_encdec.data.sources import AnySource, OpenSource, held_out_below, hub_name, source_entries
 from ds_encdec.data.tables import resolve_commits
 from ds_encdec.engines import load
+from ds_encdec.objectives import OBJECTIVES
 from ds_encdec.source_kinds import HUB, LOCAL_SOURCES
-from ds_encdec.types import Batch, DataError
+from ds_encdec.types import Batch, DataError, Example
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -33,12 +33,13 @@ if TYPE_CHECKING:
 class TrainingData:
     """The data of one rank.
 
-    `eval_batches` packs the held-out examples at its first call and keeps the batches. `ratio`: encoder
+    `eval_batches` packs the held-out `eval_examples` at its first call and keeps the batches. `ratio`: encoder
     tokens per decoder token, by which the micro-batch was divided. `commits`: see `resolve_commits`.
     """
 
     loader: LaneLoader
     eval_batches: Callable[[], Sequence[Batch]]
+    eval_examples: Callable[[], Sequence[Example]]
     pipeline: LanePipeline
     fingerprint: dict[str, Any]
     ratio: float
@@ -80,12 +81,12 @@ def build_data(
     data, training = config.data, config.training
     if commits is None:
         commits = resolve_commits(data, saved["dataset_commits"] if saved else None)
-    tokenize = TextTokenizer(tokenizer.backend_tokenizer)
-    chunker = Chunker.from_config(data, training.seed, vocabulary)
+    objective = OBJECTIVES[data.objective]
+    maker = load(objective.maker).from_config(data, training.seed, tokenizer, vocabulary)
     sources = open_sources(data, training.seed, vocabulary, num_lanes, commits)
     bad_row_limit = data.max_bad_rows if data.on_bad_row == "skip" else 0
     if saved is None:
-        found = sample_statistics(sources, tokenize, chunker, bad_row_limit)
+        found = sample_statistics(sources, maker, bad_row_limit)
         ratio = found.ratio
         require_one_step(found, num_lanes, token_budgets(data, training.micro_batch_size, ratio))
     else:
@@ -94,8 +95,7 @@ def build_data(
         sources = numbered(sources, earlier["sources"])
     pipeline = LanePipeline(
         sources=sources,
-        tokenize=tokenize,
-        chunker=chunker,
+        maker=maker,
         budgets=token_budgets(data, training.micro_batch_size, ratio),
         num_lanes=num_lanes,
         seed=training.seed,
@@ -103,6 +103,7 @@ def build_data(
         pool_examples=data.packing_pool_examples,
         max_wait_batches=data.packing_max_wait_batches,
         bad_row_limit=bad_row_limit,
+        tasks=tuple(objective.tasks),
     )
     facts = fingerprint(config, pipeline)
     if saved is not None and not accept_other_data:
@@ -118,7 +119,7 @@ def build_data(
         budgets = token_budgets(data, training.per_device_eval_batch_size, ratio)
         return pack_examples(eval_examples(), pipeline, budgets, rank, world_size, pin_memory)
 
-    return TrainingData(loader, eval_batches, pipeline, facts, ratio, commits)
+    return TrainingData(loader, eval_batches, eval_examples, pipeline, facts, ratio, commits)
 
 
 def open_sources(

@@ -1,4 +1,4 @@
-"""Tokenising a document, cutting it into chunks and denoising each: texts to Examples.
+"""Cutting a document's tokens into chunks and denoising each: tokens to Examples.
 
 Each chunk draws its denoiser by the configured weights, and only then its length, so that the fill of the
 batches never bends the mixture. Everything about chunk k of a document follows from (seed, epoch, document
@@ -20,8 +20,8 @@ where the document ends.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -29,12 +29,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ds_encdec.config.schema import DataConfig
+from ds_encdec.data.examples import ALL, Made
 from ds_encdec.data.randomness import keyed_generator
+from ds_encdec.data.text_tokenizer import TextTokenizer
 from ds_encdec.denoisers import DENOISERS, DenoisedLengths
 from ds_encdec.types import ConfigError, Document, Example
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
 
     from ds_encdec.tokenizer.sentinels import Vocabulary
 
@@ -48,28 +50,12 @@ MIN_TAIL_TOKENS = 16
 """A document's last chunk takes this many tokens from the one before rather than be shorter."""
 
 
-@dataclass(frozen=True, slots=True)
-class TextTokenizer:
-    """A `Tokenize` made of a fast tokenizer's Rust half, which worker processes load without transformers.
+_REPETITIONS = 32
+"""Times each sampled length is cut up, so that the ratio carries hardly any noise of the denoisers' draw."""
 
-    Special tokens in the text are split into ordinary ones (`encode_special_tokens`). So `<extra_id_0>` or
-    `<|endoftext|>` written in a document can neither be taken for a sentinel nor end a sequence.
-    """
-
-    backend: Tokenizer
-
-    def __call__(self, document: Document) -> np.ndarray:
-        """Token ids of `document`. Surrogates without a partner (JSON can hold them, UTF-8 cannot) are read as `?`."""
-        if document.token_ids is not None:
-            return document.token_ids
-        text = document.text.encode("utf-8", errors="replace").decode("utf-8")
-        before = self.backend.encode_special_tokens
-        self.backend.encode_special_tokens = True
-        try:
-            encodings: list[Any] = self.backend.encode_batch_fast([text], add_special_tokens=False)
-        finally:
-            self.backend.encode_special_tokens = before
-        return np.array(encodings[0].ids, dtype=np.int32)
+_MAX_CUT_TOKENS = 1 << 24
+"""Tokens cut up in all, where that is less: so many carry little noise, and a document of 10 MB must not take a minute.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +127,78 @@ class Chunker:
             document_ends=chunk.start + chunk.length == len(tokens),
         )
         return Example(encoder_ids, decoder_ids, chunk.denoiser, document)
+
+
+@dataclass(frozen=True)
+class ChunkMaker:
+    """The `ExampleMaker` of pre-training: documents are tokenised, cut and denoised."""
+
+    tokenize: Tokenize
+    chunker: Chunker
+
+    @classmethod
+    def from_config(
+        cls, data: DataConfig, seed: int, tokenizer: PreTrainedTokenizerFast, vocabulary: Vocabulary
+    ) -> ChunkMaker:
+        """The maker of a run."""
+        return cls(TextTokenizer(tokenizer.backend_tokenizer), Chunker.from_config(data, seed, vocabulary))
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The special ids."""
+        return self.chunker.vocabulary
+
+    def read(self, document: Document) -> np.ndarray:
+        """The document's tokens, int32 [n]."""
+        return self.tokenize(document)
+
+    def size(self, ids: np.ndarray) -> int:
+        """Tokens before denoising; 0 for a text that is too short for it."""
+        return len(ids) if len(ids) >= MIN_RAW_TOKENS else 0
+
+    def ratio(self, read: Sequence[np.ndarray]) -> float:
+        """See `documents_ratio`."""
+        return documents_ratio([len(ids) for ids in read], self.chunker)
+
+    def examples(self, ids: np.ndarray, document: str, epoch: int, wanted: Container[int] = ALL) -> Iterator[Made]:
+        """An example of each chunk."""
+        for chunk in self.chunker.chunks(len(ids), document, epoch):
+            if chunk.index in wanted:
+                is_last = chunk.start + chunk.length == len(ids)
+                yield Made(chunk.index, self.chunker.example(chunk, ids, document), is_last)
+
+    def of_evaluation(self) -> ChunkMaker:
+        """One whose randomness does not depend on the run's seed, so that runs can be compared."""
+        return replace(self, chunker=replace(self.chunker, seed=0))
+
+    def checked(self, ids: np.ndarray, document: str) -> Iterator[tuple[str, bool]]:
+        """The longest example of each denoiser that occurs, and whether it gives back its tokens."""
+        for denoiser, weight in zip(DENOISERS, self.chunker.weights, strict=False):
+            if weight:
+                length = min(len(ids), max_raw_length(denoiser, self.chunker.bounds))
+                rng = keyed_generator(self.chunker.seed, "sanity check", document, denoiser)
+                example = self.chunker.example(Chunk(0, 0, length, denoiser, rng), ids, document)
+                again = reconstruct(example.encoder_ids, example.decoder_ids, self.vocabulary)
+                yield denoiser, bool(np.array_equal(again, ids[:length]))
+
+    def facts(self) -> dict[str, Any]:
+        """None: the configuration says it all."""
+        return {}
+
+
+def documents_ratio(lengths: Sequence[int], chunker: Chunker) -> float:
+    """Encoder tokens per decoder token that documents of these `lengths` (in tokens) yield after denoising."""
+    draw = keyed_generator(chunker.seed, "survey").random
+    encoder_tokens = decoder_tokens = 0
+    repetitions = min(_REPETITIONS, max(1, _MAX_CUT_TOKENS // sum(lengths)))
+    for remaining in np.tile(lengths, repetitions).tolist():
+        while remaining >= MIN_RAW_TOKENS:
+            denoiser, length = chunker.draw_chunk(remaining, draw())
+            remaining -= length
+            encoder, decoder = chunker.example_lengths(length, denoiser, document_ends=remaining == 0)
+            encoder_tokens += encoder
+            decoder_tokens += decoder
+    return encoder_tokens / decoder_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ Finding them takes a look at the keys of about `eval_samples / eval_fraction` do
 the examples are kept in a small file.
 """
 
-import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -14,16 +13,14 @@ from zipfile import BadZipFile
 import numpy as np
 
 from ds_encdec.data.budgets import Budgets
+from ds_encdec.data.examples import read_documents
 from ds_encdec.data.fingerprint import Facts, digest
 from ds_encdec.data.lane import LanePipeline
 from ds_encdec.data.loader import collate
 from ds_encdec.data.packing import Packer, Waiting
-from ds_encdec.data.sources import OpenSource, Row, all_rows, readable
+from ds_encdec.data.sources import OpenSource, Row, all_rows
 from ds_encdec.launch.disk import atomic_file
-from ds_encdec.types import DENOISERS, Batch, DataError, Example
-
-_SEED = 0
-"""Evaluation does not depend on the run's seed, so that runs can be compared."""
+from ds_encdec.types import TASKS, Batch, DataError, Example
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +62,7 @@ def pack_examples(
     arrivals = iter([Waiting(example, len(example.encoder_ids), len(example.decoder_ids)) for example in examples])
     packed: list[list[Example]] = list(iter(lambda: packer.pack(arrivals), []))
     packed += [[]] * (-len(packed) % world_size)
-    pad_id = pipeline.chunker.vocabulary.pad_id
+    pad_id = pipeline.maker.vocabulary.pad_id
     return [collate(batch, budgets, pad_id, pin_memory=pin_memory) for batch in packed[rank::world_size]]
 
 
@@ -74,11 +71,9 @@ def held_out_examples(pipeline: LanePipeline) -> Iterator[Example]:
 
     Raises DataError where more of the rows read than the run's limit cannot be read.
     """
-    chunker = dataclasses.replace(pipeline.chunker, seed=_SEED)
-    for document in readable(_by_weight(pipeline.sources), pipeline.bad_row_limit):
-        tokens = pipeline.tokenize(document)
-        for chunk in chunker.chunks(len(tokens), document.key, 0):
-            yield chunker.example(chunk, tokens, document.key)
+    maker = pipeline.maker.of_evaluation()
+    for document, ids in read_documents(_by_weight(pipeline.sources), maker, pipeline.bad_row_limit):
+        yield from (made.example for made in maker.examples(ids, document.key, 0) if made.example is not None)
 
 
 def _by_weight(sources: Sequence[OpenSource]) -> Iterator[Row]:
@@ -100,7 +95,7 @@ def _by_weight(sources: Sequence[OpenSource]) -> Iterator[Row]:
 def _write_examples(path: Path, examples: Sequence[Example]) -> None:
     """Write one .npz file of flat ids, lengths, denoisers and document keys. It appears complete, or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    names = list(DENOISERS)
+    names = list(TASKS)
     with atomic_file(path) as file:
         np.savez(
             file,
@@ -123,6 +118,6 @@ def _read_examples(path: Path) -> list[Example]:
     encoder_ids, decoder_ids = (
         np.split(arrays[f"{side}_ids"], np.cumsum(arrays[f"{side}_lengths"])[:-1]) for side in ("encoder", "decoder")
     )
-    denoisers = np.array(list(DENOISERS))[arrays["denoisers"]].tolist()
+    denoisers = np.array(list(TASKS))[arrays["denoisers"]].tolist()
     columns = (encoder_ids, decoder_ids, denoisers, arrays["documents"].tolist())
     return [Example(*row) for row in zip(*columns, strict=True)]

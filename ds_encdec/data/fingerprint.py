@@ -38,18 +38,19 @@ def fingerprint(config: FullConfig, pipeline: LanePipeline) -> Facts:
     Fields carry their configuration names. The tokenizer is known by what it makes of a fixed text, sources by
     commit (hub), content (built-in corpus), or names, sizes, beginnings and ends of their files (local).
     """
-    vocabulary = pipeline.chunker.vocabulary
+    maker, vocabulary = pipeline.maker, pipeline.maker.vocabulary
     facts = {path: getattr(config.data, path.removeprefix("data.")) for path in marked(Mark.ORDER)}
     facts |= {
         "data.num_lanes": pipeline.num_lanes,
         "training.seed": pipeline.seed,
         "training.per_device_train_batch_size": config.training.micro_batch_size,
-        "tokenizer": digest(pipeline.tokenize(Document("probe", _PROBE)).tolist()),
+        "tokenizer": digest(maker.tokenize(Document("probe", _PROBE)).tolist()),
         "special tokens": digest(
             [vocabulary.sentinel_ids, vocabulary.eos_id, vocabulary.pad_id, vocabulary.mode_token_ids]
         ),
         "sources": source_facts(pipeline.sources),
         "mixture weights": {opened.number: opened.weight for opened in pipeline.sources},
+        **maker.facts(),
     }
     return json.loads(json.dumps(facts))
 

@@ -7,16 +7,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ds_encdec.data.budgets import Budgets
-from ds_encdec.data.chunks import MIN_RAW_TOKENS, Chunker, Tokenize
+from ds_encdec.data.examples import ExampleMaker, read_documents
 from ds_encdec.data.lane import Lane, LanePipeline
-from ds_encdec.data.randomness import keyed_generator
-from ds_encdec.data.sources import OpenSource, StreamSource, sample_documents
-from ds_encdec.types import DENOISERS, DataError, Example
+from ds_encdec.data.sources import OpenSource, StreamSource, all_rows
+from ds_encdec.types import DataError, Example
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -25,13 +25,6 @@ _SIDES = ("encoder", "decoder")
 
 SAMPLE_DOCUMENTS = 256
 """Documents looked at, over all sources."""
-
-_REPETITIONS = 32
-"""Times each sampled length is cut up, so that the ratio carries hardly any noise of the denoisers' draw."""
-
-_MAX_CUT_TOKENS = 1 << 24
-"""Tokens cut up in all, where that is less: so many carry little noise, and a document of 10 MB must not take a minute.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,34 +40,32 @@ class SampleStatistics:
     tokens: float
 
 
-def sample_statistics(
-    sources: Sequence[OpenSource], tokenize: Tokenize, chunker: Chunker, bad_row_limit: int = 0
-) -> SampleStatistics:
+def sample_statistics(sources: Sequence[OpenSource], maker: ExampleMaker, bad_row_limit: int = 0) -> SampleStatistics:
     """Sample the sources in proportion to their weights. Raises DataError when there is no text at all.
 
     Of each source up to `bad_row_limit` rows that cannot be read are passed over.
     """
     total_weight = sum(opened.weight for opened in sources)
-    all_lengths: list[int] = []
+    all_read: list[Any] = []
     documents = tokens = 0.0
     for opened in sources:
         count = max(16, round(SAMPLE_DOCUMENTS * opened.weight / total_weight))
-        read = list(sample_documents(opened.source, count + 1, bad_row_limit))
-        lengths = [len(tokenize(document)) for document in read[:count] if not opened.holds_out(document.key)]
-        there: float = len(lengths)
+        read = list(islice(read_documents(all_rows(opened.source, "sample"), maker, bad_row_limit), count + 1))
+        trained = [ids for document, ids in read[:count] if not opened.holds_out(document.key)]
+        there: float = len(trained)
         if len(read) > count:
             is_stream = isinstance(opened.source, StreamSource)
             there = math.inf if is_stream else round(opened.size * (1 - opened.held_out_below))
-        all_lengths += lengths
+        all_read += trained
         documents += there
-        tokens += math.inf if there == math.inf else there * sum(lengths) / max(1, len(lengths))
-    usable = [length for length in all_lengths if length >= MIN_RAW_TOKENS]
+        tokens += math.inf if there == math.inf else there * sum(map(maker.size, trained)) / max(1, len(trained))
+    usable = [ids for ids in all_read if maker.size(ids)]
     if not usable:
         raise DataError(
-            f"the data set is empty: none of {len(all_lengths)} documents looked at has text to train on. Check "
+            f"the data set is empty: none of {len(all_read)} documents looked at has text to train on. Check "
             "data.data_files and data.text_column"
         )
-    return SampleStatistics(documents_ratio(usable, chunker), documents, tokens)
+    return SampleStatistics(maker.ratio(usable), documents, tokens)
 
 
 def require_one_step(found: SampleStatistics, num_lanes: int, budgets: Budgets) -> None:
@@ -93,21 +84,6 @@ def require_one_step(found: SampleStatistics, num_lanes: int, budgets: Budgets) 
             f"{num_lanes * per_batch:,} tokens. Add data, or lower training.per_device_train_batch_size, "
             "training.gradient_accumulation_steps (or data.num_lanes), or the maximum lengths"
         )
-
-
-def documents_ratio(lengths: Sequence[int], chunker: Chunker) -> float:
-    """Encoder tokens per decoder token that documents of these `lengths` (in tokens) yield after denoising."""
-    draw = keyed_generator(chunker.seed, "survey").random
-    encoder_tokens = decoder_tokens = 0
-    repetitions = min(_REPETITIONS, max(1, _MAX_CUT_TOKENS // sum(lengths)))
-    for remaining in np.tile(lengths, repetitions).tolist():
-        while remaining >= MIN_RAW_TOKENS:
-            denoiser, length = chunker.draw_chunk(remaining, draw())
-            remaining -= length
-            encoder, decoder = chunker.example_lengths(length, denoiser, document_ends=remaining == 0)
-            encoder_tokens += encoder
-            decoder_tokens += decoder
-    return encoder_tokens / decoder_tokens
 
 
 def inspect_data(
@@ -166,5 +142,5 @@ def _statistics(pipeline: LanePipeline, batches: int, examples: Sequence[Example
             }
             for side, tokens in lengths.items()
         },
-        "denoisers": {name: sum(example.denoiser == name for example in examples) for name in DENOISERS},
+        "denoisers": {name: sum(example.denoiser == name for example in examples) for name in pipeline.tasks},
     }

@@ -26,10 +26,12 @@ import threading
 import traceback
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import IO, Any, NamedTuple
 
 from ds_encdec.data.budgets import Budgets
-from ds_encdec.data.chunks import Chunker, Tokenize
+from ds_encdec.data.chunks import Tokenize
+from ds_encdec.data.examples import ALL, ExampleMaker
 from ds_encdec.data.packing import Packer, Waiting
 from ds_encdec.data.sources import (
     BadRow,
@@ -38,6 +40,7 @@ from ds_encdec.data.sources import (
     MixtureReader,
     OpenSource,
     Reference,
+    Row,
     bad_rows_of,
     check_bad_rows,
 )
@@ -55,8 +58,6 @@ _BOOTSTRAP = (
     "from ds_encdec.data.lane import serve; serve(sys.stdin.buffer)"
 )
 
-_ALL_CHUNKS = range(1 << 62)
-
 logger = logging.getLogger(__name__)
 
 
@@ -65,11 +66,12 @@ class LanePipeline:
     """Everything that the lanes of a run have in common. It is pickled into worker processes.
 
     `bad_row_limit`: rows that cannot be read and are passed over, in one pass and over all lanes; 0: none may be.
+    `tasks`: the kinds of examples that may occur.
     """
 
     sources: tuple[OpenSource, ...]
-    tokenize: Tokenize
-    chunker: Chunker
+    maker: ExampleMaker
+    tasks: tuple[str, ...]
     budgets: Budgets
     num_lanes: int
     seed: int
@@ -77,6 +79,11 @@ class LanePipeline:
     pool_examples: int
     max_wait_batches: int
     bad_row_limit: int = 0
+
+    @property
+    def tokenize(self) -> Tokenize:
+        """The function from a document to the ids of its text."""
+        return self.maker.tokenize
 
 
 class _Origin(NamedTuple):
@@ -142,8 +149,8 @@ class Lane:
         wanted: dict[tuple[Reference, int], set[int]] = {}
         for reference, epoch, chunk in origins:
             wanted.setdefault((reference, epoch), set()).add(chunk)
-        made = (self._cut(self._fetch(*place), chunks) for place, chunks in wanted.items())
-        entries = {entry.item.origin: entry for document in made for entry in document}
+        made = chain.from_iterable(self._cut(*self._fetch(*place), chunks) for place, chunks in wanted.items())
+        entries = {entry.item.origin: entry for entry in made}
         return [
             dataclasses.replace(entries[origin], waited_batches=waited)
             for origin, (*_, waited) in zip(origins, waiting, strict=True)
@@ -156,7 +163,7 @@ class Lane:
         """
         if self._next_chunk:
             reference, epoch, chunk = self._next_chunk
-            for entry in self._cut(self._fetch(reference, epoch), _ALL_CHUNKS[chunk:]):
+            for entry in self._cut(*self._fetch(reference, epoch), ALL[chunk:]):
                 self._next_chunk = entry.item.next
                 yield entry
         # A look that meets more bad rows than two passes may have has gone over all documents.
@@ -165,13 +172,16 @@ class Lane:
         while barren < most:
             barren += 1
             located = next(self._reader)
-            if isinstance(located.document, BadRow):
-                self._pass_over(located.document, located.epoch)
-            elif not self._reader.sources[located.reference[0]].holds_out(located.document.key):
-                for entry in self._cut(located):
-                    barren, self._next_chunk = 0, entry.item.next
-                    yield entry
-                self._skipped_documents += barren > 0
+            if not isinstance(located.document, BadRow) and self._is_held_out(located):
+                continue
+            ids = self._read(located.document)
+            if isinstance(ids, BadRow):
+                self._pass_over(ids, located.epoch)
+                continue
+            for entry in self._cut(located, ids):
+                barren, self._next_chunk = 0, entry.item.next
+                yield entry
+            self._skipped_documents += barren > 0
         raise DataError(
             f"lane {self._number} read {most} documents in a row without finding text to train on: all "
             "were empty, held out or not readable. Check data.text_column and data.eval_fraction"
@@ -188,23 +198,27 @@ class Lane:
             logger.warning("passed over: %s", row.problem)
         self._last_bad_row = [self._batches, row.problem]
 
-    def _fetch(self, reference: Reference, epoch: int) -> Located:
-        document = self._reader.fetch(reference)
-        if isinstance(document, BadRow):
-            raise DataError(f"{document.problem}. It could be read when the checkpoint was made")
-        return Located(document, reference, epoch)
+    def _is_held_out(self, located: Located) -> bool:
+        return self._reader.sources[located.reference[0]].holds_out(located.document.key)
 
-    def _cut(self, located: Located, wanted: Container[int] = _ALL_CHUNKS) -> Iterator[Waiting[_Made]]:
-        """The examples of the `wanted` chunks of a document, for the packer. One without text has none."""
+    def _read(self, row: Row) -> Any | BadRow:
+        return row if isinstance(row, BadRow) else self._pipeline.maker.read(row)
+
+    def _fetch(self, reference: Reference, epoch: int) -> tuple[Located, Any]:
+        """A document again, and its ids."""
+        document = self._reader.fetch(reference)
+        ids = self._read(document)
+        if isinstance(ids, BadRow):
+            raise DataError(f"{ids.problem}. It could be read when the checkpoint was made")
+        return Located(document, reference, epoch), ids
+
+    def _cut(self, located: Located, ids: Any, wanted: Container[int] = ALL) -> Iterator[Waiting[_Made]]:
+        """The `wanted` examples of a document, for the packer. One without text has none."""
         document, reference, epoch = located
-        assert not isinstance(document, BadRow)
-        tokens, chunker = self._pipeline.tokenize(document), self._pipeline.chunker
-        for chunk in chunker.chunks(len(tokens), document.key, epoch):
-            if chunk.index in wanted:
-                example = chunker.example(chunk, tokens, document.key)
-                is_last = chunk.start + chunk.length == len(tokens)
-                behind = None if is_last else _Origin(reference, epoch, chunk.index + 1)
-                made = _Made(example, _Origin(reference, epoch, chunk.index), behind)
+        for number, example, is_last, _ in self._pipeline.maker.examples(ids, document.key, epoch, wanted):
+            if example is not None:
+                behind = None if is_last else _Origin(reference, epoch, number + 1)
+                made = _Made(example, _Origin(reference, epoch, number), behind)
                 yield Waiting(made, len(example.encoder_ids), len(example.decoder_ids))
 
 

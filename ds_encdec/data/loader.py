@@ -1,10 +1,10 @@
 """The data pipeline of a rank, from documents to the micro-batches of one optimizer step.
 
-1. read      sources.py     a document of the lane's share      keeps: epoch and position in each source
-2. tokenize  chunks.py      its token ids                       keeps: nothing
-3. denoise   chunks.py      one chunk as an Example             keeps: the next chunk of the open document
-4. pack      packing.py     Examples that fill a micro-batch    keeps: references of what waits, and for how long
-5. collate   below          a Batch of tensors                  keeps: nothing
+1. read      sources.py         a document of the lane's share    keeps: epoch and position in each source
+2. tokenize  text_tokenizer.py  its token ids                     keeps: nothing
+3. denoise   chunks.py          one chunk as an Example           keeps: the next chunk of the open document
+4. pack      packing.py         Examples that fill a micro-batch  keeps: references of what waits, and for how long
+5. collate   below              a Batch of tensors                keeps: nothing
 
 An optimizer step consumes one micro-batch of each of `num_lanes` lanes. Rank r of W serves lanes r, r + W, ...;
 steps 1 to 4 of a lane depend on nothing but the seed, the configuration and the data (`lane.py`), so a step holds
@@ -27,7 +27,7 @@ from ds_encdec.config.shares import per_rank
 from ds_encdec.data.budgets import Budgets
 from ds_encdec.data.lane import LanePipeline, WorkerLanes
 from ds_encdec.data.sources import bad_rows_of, sum_by_pass
-from ds_encdec.types import DENOISERS, IGNORE_INDEX, Batch, CheckpointError, Example
+from ds_encdec.types import IGNORE_INDEX, TASKS, Batch, CheckpointError, Example
 
 
 class LaneLoader:
@@ -58,8 +58,15 @@ class LaneLoader:
         self._records_before = self._records
         taken = [self._running.take(lane) for lane in self.lanes]
         self._records = {lane: record for lane, (_, record) in zip(self.lanes, taken, strict=True)}
-        budgets, pad_id = self._pipeline.budgets, self._pipeline.chunker.vocabulary.pad_id
-        return [collate(examples, budgets, pad_id, pin_memory=self._pin_memory) for examples, _ in taken]
+        budgets, pad_id = self._pipeline.budgets, self._pipeline.maker.vocabulary.pad_id
+        return [
+            dataclasses.replace(
+                collate(examples, budgets, pad_id, pin_memory=self._pin_memory),
+                lane=record["lane"],
+                number=record["batches"],
+            )
+            for examples, record in taken
+        ]
 
     def take_back(self) -> None:
         """The step asked for last, whether it was handed out or not, is not trained: the state is that before it."""
@@ -128,7 +135,7 @@ def collate(examples: Sequence[Example], budgets: Budgets, pad_id: int, *, pin_m
     decoder_lengths = tuple(len(example.decoder_ids) for example in examples)
     encoder = partial(_padded, size=budgets.encoder_tokens)
     decoder = partial(_padded, size=budgets.decoder_tokens)
-    numbers = {name: number for number, name in enumerate(DENOISERS)}
+    numbers = {name: number for number, name in enumerate(TASKS)}
     batch = Batch(
         encoder_ids=encoder([example.encoder_ids for example in examples], fill=pad_id),
         decoder_input_ids=decoder(

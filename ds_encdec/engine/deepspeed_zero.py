@@ -54,9 +54,9 @@ from ds_encdec.engine.deepspeed_private import (
 )
 from ds_encdec.engine.ds_json import accumulates_in_bf16, run_json
 from ds_encdec.engine.protocol import TAG, EngineRecord, StagedSave, Veto, write_record
-from ds_encdec.engine.sharded_engine import Shard, ShardedEngine, assert_ties, compute_dtype, full_shape
+from ds_encdec.engine.regularization import prepare_for_training
+from ds_encdec.engine.sharded_engine import Shard, ShardedEngine, assert_ties, compute_dtype, empty_model, full_shape
 from ds_encdec.launch.host_collectives import RunContext, attempt
-from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.lora import choose_trained
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
@@ -108,12 +108,7 @@ class DeepSpeedEngine(ShardedEngine):
         self._area = StagingArea(pin_memory=config.infra.pin_memory and device.type == "cuda")
         with _device_as_local_rank(device):
             model = _build_model(config, model_config, ds_json, dtype=compute_dtype(training), device=device)
-            apply_activation_checkpointing(
-                model,
-                training.activation_checkpointing,
-                every_n=training.activation_checkpointing_every_n,
-                offload=training.activation_offload,
-            )
+            prepare_for_training(model, config)
             self._engine, *_ = deepspeed.initialize(
                 model=model,
                 model_parameters=self._parameter_groups(model),
@@ -182,6 +177,12 @@ class DeepSpeedEngine(ShardedEngine):
                 (directory / "latest").write_text(TAG)
                 written += [directory / name for name in ("zero_to_fp32.py", "zero_to_torch.py", "latest")]
         return written
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """See protocol.Engine."""
+        for name, parameter in self.model.named_parameters():
+            with deepspeed.zero.GatheredParameters([parameter]):  # does nothing to what ZeRO-3 has not taken apart
+                yield name, parameter.detach()
 
     def close(self) -> None:
         """See protocol.Engine. Afterwards drop the last reference to the engine."""
@@ -289,19 +290,14 @@ def _build_model(
     Under ZeRO-3 each module is partitioned as soon as it is made, so no rank ever holds more than one module in full.
     Otherwise the model is made in `dtype` on `device`.
     """
-    before = torch.get_default_dtype()
-    with no_init_weights():  # a weight source or a checkpoint fills every parameter
-        if ds_json["zero_optimization"]["stage"] == 3:
-            with deepspeed.zero.Init(config_dict_or_path=ds_json):
-                choose_trained(model := Qwen3ForSeq2SeqLM(model_config), config)
-                return model
-        torch.set_default_dtype(dtype)
-        try:
-            with device:
-                choose_trained(model := Qwen3ForSeq2SeqLM(model_config), config)
-                return model
-        finally:
-            torch.set_default_dtype(before)
+    if ds_json["zero_optimization"]["stage"] == 3:
+        with no_init_weights(), deepspeed.zero.Init(config_dict_or_path=ds_json):
+            model = Qwen3ForSeq2SeqLM(model_config)
+            choose_trained(model, config)
+    else:
+        model = empty_model(model_config, dtype, device)
+        choose_trained(model, config)
+    return model
 
 
 class StagingArea:

@@ -55,12 +55,12 @@ from transformers.initialization import no_init_weights
 from ds_encdec.config.schema import FullConfig, InfraConfig, TrainingConfig
 from ds_encdec.config.shares import mesh_shape
 from ds_encdec.engine.protocol import DCP_FOLDER, EngineRecord, Piece, StagedSave, Veto, write_record
+from ds_encdec.engine.regularization import prepare_for_training
 from ds_encdec.engine.sharded_engine import Shard, ShardedEngine, compute_dtype
 from ds_encdec.launch.disk import disk_error
 from ds_encdec.launch.host_collectives import RunContext
 from ds_encdec.launch.memory_errors import is_out_of_memory, out_of_memory
 from ds_encdec.launch.world import World
-from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.lora import choose_trained
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
@@ -146,6 +146,12 @@ class FSDP2Engine(ShardedEngine):
         num_bytes = sum(tensors[key].to_local().nbytes for key in mine)
         record = self._record(self._applied_steps)
         return StagedSave(num_bytes, partial(_write, tensors, frozenset(mine), record, directory, self._writers))
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """See protocol.Engine."""
+        dtype = compute_dtype(self._training)
+        for name, parameter in self._parameters.items():
+            yield name, cast(DTensor, parameter.detach().to(self.device, dtype)).full_tensor()
 
     def close(self) -> None:
         """See protocol.Engine. Afterwards drop the last reference to the engine."""
@@ -236,13 +242,7 @@ def build_sharded_model(
     with torch.device("meta"), no_init_weights():
         model = Qwen3ForSeq2SeqLM(model_config)
         choose_trained(model, config)
-    apply_activation_checkpointing(
-        model,
-        training.activation_checkpointing,
-        every_n=training.activation_checkpointing_every_n,
-        offload=training.activation_offload,
-        compiled=training.torch_compile,
-    )
+    prepare_for_training(model, config)
     dtype = compute_dtype(training)
     for parameter in model.parameters():
         if not parameter.requires_grad:

@@ -80,6 +80,12 @@ class Engine(Protocol):
         every rank, where the state is another model's.
         """
 
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter by its canonical name, whole, in the compute dtype on the device; each holds until the next.
+
+        Collective: every rank takes all of them, in this order. One is gathered at a time.
+        """
+
     def held_bytes(self) -> dict[str, int]:
         """Bytes of the engine's own tensors on this rank now: `weights`, `master_weights`, `gradients`, `optimizer`.
 

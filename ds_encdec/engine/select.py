@@ -70,6 +70,7 @@ def join_ranks(config: FullConfig, world: World, *, met: Callable[[], None] = la
     """
     engine, device = resolve_engine(config), choose_device(config.infra.device, world)
     check_engine(engine, config, world, device)
+    check_attention_dropout(config, device)
     timeout = timedelta(minutes=config.infra.distributed_timeout_minutes)
     engine = init_process_group(world, device, timeout, engine, otherwise=fallback_engine(config))
     met()
@@ -114,7 +115,7 @@ def _say_attention(config: FullConfig, device: torch.device) -> None:
     from ds_encdec.engine.sharded_engine import compute_dtype  # both need transformers
     from ds_encdec.model.attention import choose_kernel
 
-    kernel, name = choose_kernel(device, compute_dtype(config.training))
+    kernel, name = choose_kernel(device, compute_dtype(config.training), config.training.attention_dropout)
     if not config.model.use_flash_attention:
         logger.info("attention: one call per document (model.use_flash_attention=false)")
     elif kernel is not None:
@@ -122,6 +123,23 @@ def _say_attention(config: FullConfig, device: torch.device) -> None:
     else:
         level = logging.INFO if device.type == "cpu" else logging.WARNING
         logger.log(level, "attention: one call per document (%s)", name)
+
+
+def check_attention_dropout(config: FullConfig, device: torch.device) -> None:
+    """Raise ConfigError where attention would run in a kernel that cannot drop anything out."""
+    rate = config.training.attention_dropout
+    if rate and config.model.use_flash_attention:
+        from ds_encdec.engine.sharded_engine import compute_dtype
+        from ds_encdec.model.attention import choose_kernel
+
+        dtype = compute_dtype(config.training)
+        kernel, name = choose_kernel(device, dtype)
+        if kernel is not None and choose_kernel(device, dtype, rate)[0] is None:
+            raise ConfigError(
+                f"training.attention_dropout={rate:g}: attention on this device runs in {name}, which has no dropout. "
+                "Set it to 0, install flash_attn, or set model.use_flash_attention=false (one call per document, many "
+                "times slower)"
+            )
 
 
 def _warn_of_another_engine(config: FullConfig, engine: EngineSpec) -> None:

@@ -6,6 +6,7 @@ So one loop reads a checkpoint for all engines and stages, and an engine only sa
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,15 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers.initialization import no_init_weights
 
 from ds_encdec.config.schema import FullConfig, TrainingConfig
-from ds_encdec.engine.protocol import EngineRecord, Piece
-from ds_encdec.launch.host_collectives import RunContext
+from ds_encdec.engine.protocol import Engine, EngineRecord, Piece
+from ds_encdec.engine.regularization import draws_masks, masks_of
+from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.model.attention import PackedLayout
+from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.trained import canonical_name
 from ds_encdec.optim import parameter_groups
-from ds_encdec.types import DENOISERS, IGNORE_INDEX, MOMENTS, Batch, CheckpointError, LossSum, SavedState
+from ds_encdec.types import IGNORE_INDEX, MOMENTS, TASKS, Batch, CheckpointError, LossSum, SavedState
 
 Read = Callable[[str, int, int], Tensor]
 """Elements [start, stop) of the flattened parameter of this name."""
@@ -55,7 +59,7 @@ class Shard:
 
 
 class ShardedEngine(ABC):
-    """The common half of the engines behind `protocol.Engine`; see there. Every method is collective, but for the last.
+    """The common half of the engines behind `protocol.Engine`; see there. All but `held_bytes` is collective.
 
     A subclass builds `model` and, where forward passes go through a wrapper of it, sets `_engine`.
     """
@@ -69,10 +73,13 @@ class ShardedEngine(ABC):
         self._collectives = context.collectives
         self._saves_frozen = config.model.lora is None  # those beside adapters are the base's, which is named instead
         self._loss_scaler: Mapping[str, float | int] | None = None
+        self._masks_of = partial(masks_of, seed=config.training.seed) if draws_masks(config) else nullcontext
 
     def forward(self, batch: Batch) -> LossSum:
         """See protocol.Engine."""
-        return packed_forward(self._engine, batch.to(self.device))
+        batch = batch.to(self.device)
+        with self._masks_of(batch):
+            return packed_forward(self._engine, batch)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> LossSum:
@@ -115,6 +122,10 @@ class ShardedEngine(ABC):
                     counted.add(key)
                     held[category if tensor.device.type == self.device.type else HOST_STATES] += storage.nbytes()
         return held
+
+    @abstractmethod
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """See protocol.Engine."""
 
     @abstractmethod
     def _states(self) -> Iterator[tuple[Shard, dict[str, Any]]]:
@@ -166,6 +177,32 @@ class ShardedEngine(ABC):
             set_adam_step(state, saved.applied_steps)
 
 
+def empty_model(config: Qwen3Seq2SeqConfig, dtype: torch.dtype, device: torch.device) -> Qwen3ForSeq2SeqLM:
+    """The model in `dtype` on `device`, its parameters not yet filled. Takes nothing from the random generators."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with no_init_weights(), device:  # whoever asks for it fills every parameter
+            return Qwen3ForSeq2SeqLM(config)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def whole_copy(
+    engine: Engine, config: Qwen3Seq2SeqConfig, dtype: torch.dtype, collectives: HostCollectives
+) -> Qwen3ForSeq2SeqLM:
+    """A second, plain model with the weights of `engine` as they are now, in `dtype`, to be used without collectives.
+
+    Collective; each rank gets one. Raises OutOfMemoryError, on every rank, where it does not fit on one.
+    """
+    model = collectives.on_every_rank(lambda: empty_model(config, dtype, engine.device))
+    places = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in engine.full_parameters():
+            places[name].copy_(parameter)
+    return model.eval()
+
+
 def packed_forward(model: nn.Module, batch: Batch) -> LossSum:
     """The loss of `batch` (on the device). `model`: a Qwen3ForSeq2SeqLM, or an engine's wrapper of one."""
     output = model(
@@ -187,7 +224,7 @@ def packed_forward(model: nn.Module, batch: Batch) -> LossSum:
 def split_by_denoiser(total: Tensor, token_losses: Tensor, batch: Batch) -> LossSum:
     """Split the loss of a batch by denoiser. `token_losses`: float32 [Td], 0 where the label is -100."""
     has_loss = (batch.labels != IGNORE_INDEX).float()
-    zeros = torch.zeros(len(DENOISERS), device=token_losses.device)
+    zeros = torch.zeros(len(TASKS), device=token_losses.device)
     return LossSum(
         total=total,
         by_denoiser=zeros.index_add(0, batch.denoiser_ids, token_losses),

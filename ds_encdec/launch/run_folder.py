@@ -2,11 +2,13 @@
 
 OUTPUT_DIR/
   checkpoints/step-00001000/   see checkpoint/folder.py
-  export/averaged/             the mean of the last checkpoints as a Hugging Face model, at the end of a run
+  export/final/  best/         the last checkpoint, or the best, as a Hugging Face model, at the end of a run
+  export/averaged/             the mean of the last checkpoints as such a model
   logs/                        TensorBoard and W&B files
   config.yaml  ds_config.json  what the run was started with; the latter where DeepSpeed runs
   metrics.jsonl                one JSON object per logging interval
   metrics.abandoned.jsonl      the lines that rollbacks took back
+  samples.jsonl                texts that the model generated in evaluations, where it was asked to
   ledger.jsonl                 what happened to the run, and what it did about it (monitor/metrics_file.py)
   stacks/                      what every rank was doing when the run hung (launch/peers.py)
   run.json                     running | completed | preempted | failed, with reason and exit code
@@ -55,9 +57,11 @@ class RunFolder:
     def __init__(self, output_dir: str) -> None:
         self.root = Path(output_dir).expanduser().absolute()
         self.checkpoints = self.root / "checkpoints"
-        self.averaged = self.root / "export" / "averaged"
+        self.exports = self.root / "export"
+        self.averaged = self.exports / "averaged"
         self.metrics = self.root / "metrics.jsonl"
         self.abandoned_metrics = self.root / "metrics.abandoned.jsonl"
+        self.samples = self.root / "samples.jsonl"
         self.events = self.root / "ledger.jsonl"
         self.stacks = self.root / "stacks"
         self.config_yaml = self.root / "config.yaml"

@@ -9,22 +9,21 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from math import prod
+from math import ceil, prod
 from pathlib import Path
 from typing import Any, Literal
 
 from ds_encdec.config.plain_files import read_json
-from ds_encdec.config.schema import FullConfig, TrainingConfig
+from ds_encdec.config.schema import DataConfig, FullConfig, TrainingConfig
 from ds_encdec.config.settings import closest
 from ds_encdec.config.shares import micro_batches_per_step
 from ds_encdec.data.budgets import token_budgets
 from ds_encdec.engines import ENGINES, EngineName
 from ds_encdec.model.parameter_count import EMBEDDING_ROWS_MULTIPLE, ModelSizes, num_encoder_layers, parameter_shapes
+from ds_encdec.objectives import OBJECTIVES
 from ds_encdec.tokenizer.sentinels import MODE_TOKENS
-from ds_encdec.types import DENOISERS, ConfigError
+from ds_encdec.types import ConfigError
 
-_LONG_TEXT = 1_200_000
-"""Tokens of a text at whose length the roundings of a denoiser do not show."""
 QWEN3_IDS = 151_669
 """Ids that Qwen3's tokenizer has before sentinels are added (tokenizer/sentinels.py)."""
 
@@ -133,12 +132,12 @@ def make_job(
     trainable_parameters: int | None = None,
     emulates_bf16: bool = False,
 ) -> Job:
-    """The job of a run. `ratio`: encoder per decoder token of its data; None: `expected_ratio`.
+    """The job of a run. `ratio`: encoder per decoder token of its data; None: `assumed_ratio`.
 
     `gradient_accumulation_steps` None: what the configured batch and the ranks leave.
     """
     steps = gradient_accumulation_steps or max(1, micro_batches_per_step(config, world_size) // world_size)
-    ratio = expected_ratio(config.data.ul2_task_weights) if ratio is None else ratio
+    ratio = assumed_ratio(config.data) if ratio is None else ratio
     budgets, own_sizes = token_budgets(config.data, config.training.micro_batch_size, ratio), Sizes.of(sizes)
     return Job(
         config=config,
@@ -157,23 +156,15 @@ def make_job(
     )
 
 
+def assumed_ratio(data: DataConfig) -> float:
+    """Encoder tokens per decoder token, before any data was looked at."""
+    return OBJECTIVES[data.objective].expected_ratio(data)
+
+
 def with_micro_batch(job: Job, micro_batch_size: int) -> Job:
     """The same job on micro-batches of another size, in sequences; its accumulation stays."""
     budgets = token_budgets(job.config.data, micro_batch_size, job.ratio)
     return replace(job, encoder_tokens=budgets.encoder_tokens, decoder_tokens=budgets.decoder_tokens)
-
-
-def expected_ratio(task_weights: tuple[float, ...]) -> float:
-    """Encoder tokens per decoder token of long texts under these weights of the denoisers.
-
-    A run measures its own (data/inspect.py); on web text the two differ by a percent or two, which moves
-    tokens from one side to the other and leaves their sum.
-    """
-    lengths = [row.lengths(_LONG_TEXT) for row in DENOISERS.values()]
-    encoder, decoder = (
-        sum(weight * tokens[side] for weight, tokens in zip(task_weights, lengths, strict=False)) for side in (0, 1)
-    )
-    return encoder / decoder
 
 
 def checkpoint_bytes_per_parameter(job: Job) -> int:
@@ -191,6 +182,13 @@ def checkpoint_bytes_per_parameter(job: Job) -> int:
 def checkpoint_bytes(job: Job) -> int:
     """The tensors of one checkpoint; what else is in it, the tokenizer above all, is some megabytes."""
     return job.parameters * checkpoint_bytes_per_parameter(job)
+
+
+def saves_at_most(training: TrainingConfig, steps: int) -> int:
+    """The checkpoints that a run of `steps` saves, or the most, where hours or its evaluations decide."""
+    if training.save_interval_hours is not None or training.save_on_best:
+        return steps  # any step; the last one saves in any case
+    return ceil(steps / (training.save_steps if training.save_strategy == "steps" else training.eval_steps))
 
 
 def checkpoints_at_once(training: TrainingConfig, saves: int) -> int:

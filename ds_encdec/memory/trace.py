@@ -283,7 +283,7 @@ def as_on_device(job: Job) -> Iterator[None]:
         yield
 
 
-def varlen_kernel(q: Tensor) -> attention.Kernel | None:
+def varlen_kernel(q: Tensor, _dropout: float = 0.0) -> attention.Kernel | None:
     """Stand in for `attention.flash_kernel`, as for a tensor on a GPU."""
     return _varlen_attention if q.dtype in (torch.bfloat16, torch.float16) else None
 

@@ -36,7 +36,13 @@ _ATTENTION_NAMES = ("attention", "attn")
 
 
 def apply_activation_checkpointing(
-    model: Qwen3ForSeq2SeqLM, mode: Mode, *, every_n: int = 2, offload: bool = False, compiled: bool = False
+    model: Qwen3ForSeq2SeqLM,
+    mode: Mode,
+    *,
+    every_n: int = 2,
+    offload: bool = False,
+    compiled: bool = False,
+    random: bool = False,
 ) -> None:
     """Make layers recompute their activations in the backward pass, or keep them in host memory, or both.
 
@@ -53,23 +59,23 @@ def apply_activation_checkpointing(
             assert isinstance(layer, Qwen3Layer)
             forward: Forward = layer.forward
             if compiled:
-                forward = torch.compile(forward)
+                # Inductor's own random numbers would be others than those of layers that are not compiled.
+                forward = torch.compile(forward, options={"fallback_random": True} if random else None)
             if interval and index % interval == 0:
-                forward = _recomputing(forward, contexts)
+                forward = _recomputing(forward, contexts, random)
             if offload:
                 forward = _offloading(forward, layer)
             layer.forward = forward  # type: ignore[method-assign]
 
 
-def _recomputing(forward: Forward, contexts: Callable[[], Contexts]) -> Forward:
+def _recomputing(forward: Forward, contexts: Callable[[], Contexts], random: bool) -> Forward:
     """The layer, remembering only `hidden_states`; what else it reads (encoder output, rotary tables) lives anyway."""
 
     def recomputing_forward(hidden_states: Tensor, *shared: Any, **options: Any) -> Tensor:
         def run(hidden_states: Tensor) -> Tensor:
             return forward(hidden_states, *shared, **options)
 
-        # The model draws no random numbers, so there is no generator state to save and restore.
-        return checkpoint(run, hidden_states, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+        return checkpoint(run, hidden_states, use_reentrant=False, preserve_rng_state=random, context_fn=contexts)
 
     return recomputing_forward
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -89,6 +89,8 @@ class PackedLayout:
     merge_index: Tensor
     flash: bool = True
     """Use a flash kernel where the device has one."""
+    dropout: float = 0.0
+    """Share of the attention weights that is set to zero; the others are scaled up for it."""
 
     @classmethod
     def build(
@@ -147,8 +149,8 @@ class PackedLayout:
         return torch.where(self.decoder_valid[:, None, None], out, 0.0)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, *, causal: bool) -> Tensor:
-        kernel = flash_kernel(q) if self.flash else None
-        return kernel(q, k, v, segments, causal) if kernel else attend_by_document(q, k, v, segments, causal)
+        kernel = flash_kernel(q, self.dropout) if self.flash else None
+        return (kernel or partial(attend_by_document, dropout=self.dropout))(q, k, v, segments, causal)
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ class PaddedLayout:
     encoder_positions: Tensor
     decoder_positions: Tensor
     encoder_mask: Tensor | None
-    merged_mask: Tensor | None
+    merged_mask: Tensor
 
     @classmethod
     def build(
@@ -208,17 +210,26 @@ class PaddedLayout:
         return _masked_attention(q, k, v, self.encoder_mask)
 
     def attend_merged(self, q: Tensor, k: Tensor, v: Tensor, encoder_k: Tensor, encoder_v: Tensor) -> Tensor:
-        """Merged attention of each row. q: [B, Lq, heads, D]; returns the same shape."""
-        return _masked_attention(
-            q, torch.cat([encoder_k, k], dim=1), torch.cat([encoder_v, v], dim=1), self.merged_mask
+        """Merged attention of each row. q: [B, Lq, heads, D]; returns the same shape.
+
+        Keys and values of a static cache stand in buffers longer than what has been written, which is cut off.
+        """
+        encoder_length = self.encoder_positions.shape[1]
+        decoder_length = self.merged_mask.shape[-1] - encoder_length
+        keys, values = (
+            torch.cat([encoder[:, :encoder_length], decoder[:, :decoder_length]], dim=1)
+            for encoder, decoder in ((encoder_k, k), (encoder_v, v))
         )
+        return _masked_attention(q, keys, values, self.merged_mask)
 
 
 Layout = PackedLayout | PaddedLayout
 Kernel = Callable[[Tensor, Tensor, Tensor, Segments, bool], Tensor]
 
 
-def attend_by_document(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
+def attend_by_document(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool, dropout: float = 0.0
+) -> Tensor:
     """One `scaled_dot_product_attention` per document: the fastest form on CPUs, and the one every device has.
 
     A bottom-right aligned causal mask if `causal`. Of the padding tail only one row is computed, and zeroed: enough
@@ -227,7 +238,7 @@ def attend_by_document(q: Tensor, k: Tensor, v: Tensor, segments: Segments, caus
     queries = q.split((*segments.query_lengths, segments.query_tail))
     keys, values = (x.split((*segments.key_lengths, segments.key_tail)) for x in (k, v))
     *documents, tail = zip(queries, keys, values, strict=True)
-    out = [_attend_one(*document, causal) for document in documents if len(document[0])]
+    out = [_attend_one(*document, causal, dropout) for document in documents if len(document[0])]
     if segments.query_tail:
         query, key, value = (x[:1] for x in tail)
         row = _attend_one(query, key, value, causal=False)
@@ -235,12 +246,12 @@ def attend_by_document(q: Tensor, k: Tensor, v: Tensor, segments: Segments, caus
     return torch.cat(out) if out else q
 
 
-def flash_kernel(q: Tensor) -> Kernel | None:
+def flash_kernel(q: Tensor, dropout: float) -> Kernel | None:
     """The variable-length flash kernel that can run on q's device and dtype; None if there is none."""
-    return choose_kernel(q.device, q.dtype)[0]
+    return choose_kernel(q.device, q.dtype, dropout)[0]
 
 
-def choose_kernel(device: torch.device, dtype: torch.dtype) -> tuple[Kernel | None, str]:
+def choose_kernel(device: torch.device, dtype: torch.dtype, dropout: float = 0.0) -> tuple[Kernel | None, str]:
     """The variable-length flash kernel for tensors of `dtype` on `device`, and its name; or None, and why."""
     if device.type != "cuda":
         return None, f"there is no flash kernel for {device.type} devices"
@@ -249,10 +260,12 @@ def choose_kernel(device: torch.device, dtype: torch.dtype) -> tuple[Kernel | No
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         return None, f"flash kernels need compute capability 8.0 (Ampere) or later, and this GPU has {major}.{minor}"
-    if torch_varlen is not None and "window_size" in _options(torch_varlen.varlen_attn):
+    if not dropout and torch_varlen is not None and "window_size" in _options(torch_varlen.varlen_attn):
         return _torch_varlen, "torch.nn.attention.varlen"
     if flash_attn is not None:
-        return _flash_attn_varlen, "flash_attn"
+        return partial(_flash_attn_varlen, dropout=dropout), "flash_attn"
+    if dropout:
+        return None, "torch.nn.attention.varlen has no dropout, and flash_attn is not installed"
     return None, f"torch {torch.__version__} has no fitting torch.nn.attention.varlen, and flash_attn is not installed"
 
 
@@ -273,25 +286,27 @@ def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: b
     return attend(q, k, v, *segments.kernel_lengths(), **options)  # type: ignore[return-value]
 
 
-def _flash_attn_varlen(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
+def _flash_attn_varlen(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool, dropout: float = 0.0
+) -> Tensor:
     # Causal is aligned to the bottom right since flash-attn 2.1.
-    return flash_attn.flash_attn_varlen_func(q, k, v, *segments.kernel_lengths(), causal=causal)
+    return flash_attn.flash_attn_varlen_func(q, k, v, *segments.kernel_lengths(), dropout_p=dropout, causal=causal)
 
 
-def _attend_one(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+def _attend_one(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float = 0.0) -> Tensor:
     """q: [Lq, heads, D] against k, v: [Lk, key_value_heads, D] of one document."""
     mask = None
     if causal and len(q) != len(k):
         mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(len(k) - len(q))
     dtype, multiply_in = q.dtype, product_dtype(q)
     q, k, v = (x[None].to(multiply_in) for x in (q, k, v))
-    return _masked_attention(q, k, v, mask, is_causal=causal and mask is None)[0].to(dtype)
+    return _masked_attention(q, k, v, mask, is_causal=causal and mask is None, dropout_p=dropout)[0].to(dtype)
 
 
-def _masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool = False) -> Tensor:
+def _masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, enable_gqa=grouped).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=grouped, **options).transpose(1, 2)
 
 
 def _merge_index(encoder_cu: Tensor, decoder_cu: Tensor, encoder_tokens: int, decoder_tokens: int) -> Tensor:

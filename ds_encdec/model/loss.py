@@ -7,10 +7,16 @@ So no logits are computed twice, and nothing reads the head's weight in the back
 Softmax, losses and sums are float32 whatever the weights are, and the weight's gradient is accumulated in float32. So
 are the logits, but for CPUs with instructions for 16 bits: these round each product's result to 16 bits.
 
+Training may optimise more than the token losses: label smoothing spreads its share of each target evenly over the
+vocabulary, (1 - share) * -log p(target) + share * mean(-log p), as Hugging Face's does; z-loss adds its coefficient
+times the square of the logarithm of the softmax's normaliser, which keeps it near 0 (PaLM, arXiv 2204.02311, section
+5). The token losses that are reported stay plain cross-entropy.
+
 Part of the exported remote code: it imports nothing of ds_encdec outside its own folder.
 """
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,34 +28,76 @@ IGNORE_INDEX = -100
 """Label of a position without loss (`ds_encdec.types` holds the same; exported code cannot import it)."""
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> tuple[Tensor, Tensor]:
-    """Sum of the token losses of `hidden @ weight.T` against `labels`, and the token losses.
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    chunk_tokens: int,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Sum of what is optimised for `hidden @ weight.T` against `labels`, and the token losses.
 
     hidden: [T, H]; weight: [V, H], same dtype; labels: int64 [T], -100 where there is no loss. `chunk_tokens`: tokens
-    whose logits exist at one time. Returns a float32 scalar with gradient to hidden and weight, and float32 [T],
-    detached, in nats, 0 at ignored positions. Under `no_grad` no gradient is computed.
+    whose logits exist at one time. Returns a float32 scalar with gradient to hidden and weight (without smoothing and
+    z-loss the sum of the token losses), and float32 [T], detached, in nats, 0 at ignored positions. Under `no_grad` no
+    gradient is computed.
     """
+    extras = _Extras(label_smoothing, z_loss)
     with torch.autocast(hidden.device.type, enabled=False):  # which would round logits to 16 bits
-        return _LinearCrossEntropy.apply(hidden.to(weight.dtype), weight, labels, chunk_tokens, torch.is_grad_enabled())
+        return _LinearCrossEntropy.apply(
+            hidden.to(weight.dtype), weight, labels, chunk_tokens, extras, torch.is_grad_enabled()
+        )
+
+
+class _Extras(NamedTuple):
+    """Parts of what is optimised beside the cross-entropy; false where there are none."""
+
+    label_smoothing: float
+    z_loss: float
+
+    def __bool__(self) -> bool:
+        return any(self)
+
+    @property
+    def float16_scale(self) -> float:
+        """Gradients of logits are multiplied by this before they are rounded to float16.
+
+        Most are smaller than what float16 tells from 0 (6e-8), and none becomes larger than what it holds (65,504):
+        without z-loss they are between -1 and 1, with it up to its derivative, of normalisers up to e**1000.
+        """
+        return 2.0 ** (15 - int(math.log2(1 + 2 * self.z_loss * 1000)))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, grad_enabled: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        chunk_tokens: int,
+        extras: _Extras,
+        grad_enabled: bool,
     ) -> tuple[Tensor, Tensor]:
         wants_hidden, wants_weight = (grad_enabled and wanted for wanted in ctx.needs_input_grad[:2])
         # In float16 gradients of hidden states wait in float32 for the loss scale that `backward` brings.
         in_float16 = hidden.dtype == torch.float16
-        scale = _FLOAT16_SCALE if in_float16 else 1.0
+        scale = extras.float16_scale if in_float16 else 1.0
         hidden_grad = torch.empty_like(hidden, dtype=torch.float32 if in_float16 else None) if wants_hidden else None
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         token_losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
+        extra_losses = torch.zeros_like(token_losses) if extras else None
         matmul_weight = _matmul_operand(weight)
         for start in range(0, len(labels), chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             states = _matmul_operand(hidden[chunk])
-            token_losses[chunk], logit_grads = _loss_and_logit_grads(states, matmul_weight, labels[chunk], scale)
+            token_losses[chunk], extra, logit_grads = _loss_and_logit_grads(
+                states, matmul_weight, labels[chunk], scale, extras
+            )
+            if extra_losses is not None and extra is not None:
+                extra_losses[chunk] = extra
             if hidden_grad is not None:
                 hidden_grad[chunk] = _matmul(logit_grads, matmul_weight)
             if weight_grad is not None:
@@ -62,7 +110,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(hidden_grad, weight_grad)
         ctx.hidden_dtype, ctx.weight_dtype, ctx.scale = hidden.dtype, weight.dtype, scale
         ctx.mark_non_differentiable(token_losses)
-        return token_losses.sum(), token_losses
+        total = token_losses.sum()
+        return total if extra_losses is None else total + extra_losses.sum(), token_losses
 
     @staticmethod
     @once_differentiable
@@ -71,31 +120,37 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden_grad, weight_grad = ctx.saved_tensors
         grad = grad / ctx.scale
         gradients = zip((hidden_grad, weight_grad), (ctx.hidden_dtype, ctx.weight_dtype), strict=True)
-        return *(held if held is None else held.mul_(grad).to(dtype) for held, dtype in gradients), None, None, None
+        return *(held if held is None else held.mul_(grad).to(dtype) for held, dtype in gradients), *[None] * 4
 
 
-_FLOAT16_SCALE = 2.0**15
-"""Gradients of logits, between -1 and 1, are multiplied by this before they are rounded to float16.
+def _loss_and_logit_grads(
+    states: Tensor, weight: Tensor, labels: Tensor, scale: float, extras: _Extras
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Token losses, what is optimised beside them, both float32 [C], and the gradients of the logits of the sum.
 
-Most are smaller than what float16 tells from 0 (6e-8), and none becomes larger than what it holds (65,504)."""
-
-
-def _loss_and_logit_grads(states: Tensor, weight: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Token losses, float32 [C], and `scale` times d(sum of losses)/d(logits), [C, V] in the weight's dtype.
-
-    The float32 logits are overwritten by their own gradients, and gone on return.
+    The latter are `scale` times the gradients, [C, V] in the weight's dtype. The float32 logits are overwritten by
+    them, and gone on return.
     """
     logits = _matmul(states, weight.T).float()
     ignored = labels == IGNORE_INDEX
     targets = labels.masked_fill(ignored, 0)[:, None]
     target_logits = logits.gather(1, targets)
+    smoothing, extra = extras.label_smoothing, None
+    above_mean = target_logits - logits.mean(dim=-1, keepdim=True) if smoothing else 0.0
     maximum = logits.amax(dim=-1, keepdim=True)
     exponentials = logits.sub_(maximum).exp_()
     normalizer = exponentials.sum(dim=-1, keepdim=True)
-    losses = (normalizer.log() + maximum - target_logits).squeeze(1).masked_fill(ignored, 0.0)
+    log_normalizer = normalizer.log() + maximum
+    losses = (log_normalizer - target_logits).squeeze(1).masked_fill(ignored, 0.0)
+    if extras:
+        extra = smoothing * above_mean + extras.z_loss * log_normalizer.square()
+        extra = extra.squeeze(1).masked_fill_(ignored, 0.0)
+        normalizer = normalizer / (1 + 2 * extras.z_loss * log_normalizer)
     gradients = exponentials.div_(normalizer / scale)
-    gradients.scatter_add_(1, targets, gradients.new_full((1, 1), -scale).expand_as(targets))
-    return losses, gradients.masked_fill_(ignored[:, None], 0.0).to(weight.dtype)
+    gradients.scatter_add_(1, targets, gradients.new_full((1, 1), -scale * (1 - smoothing)).expand_as(targets))
+    if smoothing:
+        gradients.sub_(scale * smoothing / gradients.shape[1])
+    return losses, extra, gradients.masked_fill_(ignored[:, None], 0.0).to(weight.dtype)
 
 
 def _matmul_operand(x: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from .precision import Linear
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines, [..., tokens, 1, head_dim], in the dtype of the states
 Cache: TypeAlias = EncoderDecoderCache | None  # keys and values of a generation so far; None in training
+States: TypeAlias = list[Tensor] | None  # collects the states between layers; None where nobody asked for them
 
 
 def rotary_tables(positions: Tensor, config: Qwen3Seq2SeqConfig, dtype: torch.dtype) -> Rotary:
@@ -124,7 +125,9 @@ class Qwen3MergedAttention(Qwen3Attention):
         if new is None:
             held = cache.layers[self.layer_idx].keys, cache.layers[self.layer_idx].values
         else:
-            held = cache.update(*(x.transpose(1, 2) for x in new), self.layer_idx)
+            # transformers 4 asks where a static cache shall write; 5 counts by itself.
+            positions = torch.arange(new[0].shape[1], device=new[0].device) + cache.get_seq_length(self.layer_idx)
+            held = cache.update(*(x.transpose(1, 2) for x in new), self.layer_idx, {"cache_position": positions})
         return tuple(x.transpose(1, 2) for x in held)
 
 
@@ -144,9 +147,14 @@ class Qwen3MLP(nn.Module):
 
 
 class Qwen3Layer(GradientCheckpointingLayer):
-    """Qwen3's pre-norm layer around either attention, which takes what the layer is called with."""
+    """Qwen3's pre-norm layer around either attention, which takes what the layer is called with.
+
+    `residual_dropout`: share of what attention and MLP add to the residual stream that is set to zero in training mode.
+    A setting of a run, in no `config.json`.
+    """
 
     attention: type[Qwen3Attention]
+    residual_dropout = 0.0
 
     def __init__(self, config: Qwen3Seq2SeqConfig, layer_idx: int) -> None:
         super().__init__()
@@ -158,8 +166,12 @@ class Qwen3Layer(GradientCheckpointingLayer):
     def forward(self, hidden_states: Tensor, *encoder_states: Tensor, **shared: Any) -> Tensor:
         """[..., tokens, hidden], and a decoder's layer [..., Te, hidden] beside it → the shape of the first."""
         attended = self.self_attn(self.input_layernorm(hidden_states), *encoder_states, **shared)
-        hidden_states = hidden_states + attended
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        hidden_states = hidden_states + self._drop_out(attended)
+        return hidden_states + self._drop_out(self.mlp(self.post_attention_layernorm(hidden_states)))
+
+    def _drop_out(self, added: Tensor) -> Tensor:
+        active = self.residual_dropout and self.training
+        return nn.functional.dropout(added, self.residual_dropout) if active else added
 
 
 class Qwen3EncoderLayer(Qwen3Layer):
@@ -183,11 +195,19 @@ class Qwen3Stack(nn.Module):
         self.layers = nn.ModuleList(layer(config, index) for index in range(num_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def _run(self, hidden_states: Tensor, *encoder_states: Tensor, positions: Tensor, **shared: Any) -> Tensor:
+    def _run(
+        self, hidden_states: Tensor, *encoder_states: Tensor, positions: Tensor, kept: States, **shared: Any
+    ) -> Tensor:
+        """The normed states of the last layer. `kept` gets what each layer starts from, and these."""
         rotary = rotary_tables(positions, self.config, hidden_states.dtype)
         for layer in self.layers:
+            if kept is not None:
+                kept.append(hidden_states)
             hidden_states = layer(hidden_states, *encoder_states, rotary=rotary, **shared)
-        return self.norm(hidden_states)
+        hidden_states = self.norm(hidden_states)
+        if kept is not None:
+            kept.append(hidden_states)
+        return hidden_states
 
 
 class Qwen3Encoder(Qwen3Stack):
@@ -198,9 +218,9 @@ class Qwen3Encoder(Qwen3Stack):
     def __init__(self, config: Qwen3Seq2SeqConfig) -> None:
         super().__init__(config, Qwen3EncoderLayer, config.num_encoder_layers)
 
-    def forward(self, inputs_embeds: Tensor, *, layout: Layout) -> Tensor:
+    def forward(self, inputs_embeds: Tensor, *, layout: Layout, kept: States = None) -> Tensor:
         """[..., Te, hidden] embeddings → [..., Te, hidden] states."""
-        return self._run(inputs_embeds, positions=layout.encoder_positions, layout=layout)
+        return self._run(inputs_embeds, positions=layout.encoder_positions, kept=kept, layout=layout)
 
 
 class Qwen3Decoder(Qwen3Stack):
@@ -210,15 +230,27 @@ class Qwen3Decoder(Qwen3Stack):
         super().__init__(config, Qwen3DecoderLayer, config.num_hidden_layers)
 
     def forward(
-        self, inputs_embeds: Tensor, encoder_states: Tensor, *, layout: Layout, past_key_values: Cache = None
+        self,
+        inputs_embeds: Tensor,
+        encoder_states: Tensor,
+        *,
+        layout: Layout,
+        past_key_values: Cache = None,
+        kept: States = None,
     ) -> Tensor:
         """[..., Td, hidden] embeddings and [..., Te, hidden] encoder states → [..., Td, hidden] states."""
-        positions, past = layout.decoder_positions, past_key_values
-        return self._run(inputs_embeds, encoder_states, positions=positions, layout=layout, past_key_values=past)
+        shared = {"layout": layout, "past_key_values": past_key_values}
+        return self._run(inputs_embeds, encoder_states, positions=layout.decoder_positions, kept=kept, **shared)
 
 
 class LanguageModelHead(Linear):
-    """The output layer, and with it the training loss: the only reader of its (usually tied) weight."""
+    """The output layer, and with it the training loss: the only reader of its (usually tied) weight.
+
+    `label_smoothing`, `z_loss`: of the loss in training mode, see loss.py. Settings of a run, in no `config.json`.
+    """
+
+    label_smoothing = 0.0
+    z_loss = 0.0
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, labels: Tensor | None = None, chunk_tokens: int = 0
@@ -226,7 +258,15 @@ class LanguageModelHead(Linear):
         """Logits [..., vocab] without labels; else the loss sum and token losses of `linear_cross_entropy`."""
         if labels is None:
             return super().forward(hidden_states)
-        return linear_cross_entropy(hidden_states, self.weight, labels, chunk_tokens)
+        extras = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss} if self.training else {}
+        return linear_cross_entropy(hidden_states, self.weight, labels, chunk_tokens, **extras)
+
+
+def embedded(embedding: nn.Embedding, ids: Tensor | None, embeds: Tensor | None, side: str = "") -> Tensor:
+    """The given `embeds`, or those of `ids`. `side`: "" or "decoder_", for the error if both are given, or none."""
+    if (ids is None) == (embeds is None):
+        raise ValueError(f"Give either {side}input_ids or {side}inputs_embeds")
+    return embedding(ids) if embeds is None else embeds
 
 
 class EmbeddedEncoder(nn.Module):
@@ -242,12 +282,18 @@ class EmbeddedEncoder(nn.Module):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
+        output_hidden_states: bool | None = None,
         **_: Any,
     ) -> BaseModelOutput:
-        """input_ids: int64 [B, Le], or inputs_embeds: [B, Le, hidden]; attention_mask: [B, Le] or None."""
-        embeds = self.shared(input_ids) if inputs_embeds is None else inputs_embeds
+        """input_ids: int64 [B, Le], or inputs_embeds: [B, Le, hidden]; attention_mask: [B, Le] or None.
+
+        `output_hidden_states`: give the embeddings and the states behind each layer, too, the last ones normed.
+        """
+        embeds = embedded(self.shared, input_ids, inputs_embeds)
         layout = PaddedLayout.build(encoder_length=embeds.shape[1], encoder_valid=attention_mask, device=embeds.device)
-        return BaseModelOutput(last_hidden_state=self.encoder(embeds, layout=layout))
+        kept: States = [] if output_hidden_states else None
+        states = self.encoder(embeds, layout=layout, kept=kept)
+        return BaseModelOutput(last_hidden_state=states, hidden_states=None if kept is None else tuple(kept))
 
 
 class Qwen3PreTrainedModel(PreTrainedModel):
@@ -258,6 +304,20 @@ class Qwen3PreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ("Qwen3EncoderLayer", "Qwen3DecoderLayer")
     _supports_sdpa = True
+
+    def _asked(self, output_hidden_states: bool | None, output_attentions: bool | None) -> dict[str, bool]:
+        """The outputs that a call asks for, or else the configuration. Attention weights are refused."""
+        if self.config.output_attentions if output_attentions is None else output_attentions:
+            raise NotImplementedError(
+                "output_attentions: this model runs fused attention, which never holds its weights; leave it out "
+                "(output_hidden_states is there)"
+            )
+        asked = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        return {"output_hidden_states": bool(asked)}
+
+    def _answer(self, output: ModelOutput, return_dict: bool | None) -> Any:
+        """`output`, as a tuple where the call or else the configuration wants that."""
+        return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
 
 class Qwen3EncoderModel(Qwen3PreTrainedModel):
@@ -276,20 +336,23 @@ class Qwen3EncoderModel(Qwen3PreTrainedModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
         return_dict: bool | None = None,
         **_: Any,
     ) -> BaseModelOutput | tuple[Tensor, ...]:
         """See `EmbeddedEncoder`; `last_hidden_state` is [B, Le, hidden]."""
-        output = EmbeddedEncoder(self.shared, self.encoder)(input_ids, attention_mask, inputs_embeds)
-        return output.to_tuple() if return_dict is False else output
+        asked = self._asked(output_hidden_states, output_attentions)
+        output = EmbeddedEncoder(self.shared, self.encoder)(input_ids, attention_mask, inputs_embeds, **asked)
+        return self._answer(output, return_dict)
 
 
 @dataclass
 class PackedLossOutput(ModelOutput):
     """Loss of one packed micro-batch.
 
-    `loss`: float32 scalar with gradient, the *sum* of token losses in nats. `token_losses`: float32 [Td], detached,
-    0 where the label is -100.
+    `loss`: float32 scalar with gradient, the *sum* of what is optimised over tokens, in nats: of the token losses, but
+    for label smoothing and z-loss. `token_losses`: cross-entropy, float32 [Td], detached, 0 where the label is -100.
     """
 
     loss: Tensor | None = None
@@ -297,7 +360,13 @@ class PackedLossOutput(ModelOutput):
 
 
 class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
-    """The encoder-decoder with its language-model head."""
+    """The encoder-decoder with its language-model head.
+
+    `attention_dropout`: share of the attention weights that is set to zero in training mode, in the packed form. A
+    setting of a run, in no `config.json`.
+    """
+
+    attention_dropout = 0.0
 
     config_class = Qwen3Seq2SeqConfig
     _skip_keys_device_placement = ("past_key_values",)
@@ -319,6 +388,15 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
         """The encoder as a function of token ids."""
         return EmbeddedEncoder(self.shared, self.encoder)
 
+    @staticmethod
+    def create_masks_for_generate(attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
+        """The decoder's mask as it is, [B, length]: `generate` would make four dimensions of it for a static cache."""
+        return attention_mask
+
+    def _valid_auto_compile_criteria(self, *_: Any, **__: Any) -> bool:
+        """Refuse that `generate` compiles the model for a static cache: masks grow, so each step would be compiled."""
+        return False
+
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -328,8 +406,11 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
         encoder_outputs: BaseModelOutput | tuple[Tensor, ...] | None = None,
         past_key_values: EncoderDecoderCache | None = None,
         inputs_embeds: Tensor | None = None,
+        decoder_inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
         return_dict: bool | None = None,
         packing: PackedLayout | None = None,
         **kwargs: Any,
@@ -337,36 +418,51 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
         """Packed, with `packing`: input_ids int64 [Te], decoder_input_ids and labels int64 [Td] → `PackedLossOutput`.
 
         Ordinary, without: input_ids int64 [B, Le] (or `inputs_embeds`, or `encoder_outputs`), decoder_input_ids
-        int64 [B, Ld] (or made from labels by shifting right), masks [B, length], non-zero on real tokens →
-        `Seq2SeqLMOutput` with logits [B, Ld, vocab] and, given labels (-100: no loss), the mean token loss.
+        int64 [B, Ld] (or `decoder_inputs_embeds`, or made from labels by shifting right), masks [B, length], non-zero
+        on real tokens → `Seq2SeqLMOutput` with logits [B, Ld, vocab] and, given labels (-100: no loss), the mean token
+        loss. With `output_hidden_states` the embeddings and the states behind each layer, the last ones normed.
         """
         if packing is not None:
             return self._packed_loss(input_ids, decoder_input_ids, labels, packing)
+        asked = self._asked(output_hidden_states, output_attentions)
         if encoder_outputs is None:
-            encoder_outputs = self.get_encoder()(input_ids, attention_mask, inputs_embeds)
-        encoder_states = encoder_outputs[0]
-        if decoder_input_ids is None:
+            encoder_outputs = self.get_encoder()(input_ids, attention_mask, inputs_embeds, **asked)
+        encoded = BaseModelOutput(*encoder_outputs) if isinstance(encoder_outputs, tuple) else encoder_outputs
+        encoder_states = encoded.last_hidden_state
+        if decoder_input_ids is None and decoder_inputs_embeds is None:
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+        decoder_embeds = embedded(self.shared, decoder_input_ids, decoder_inputs_embeds, "decoder_")
+        if past_key_values is not None and past_key_values.cross_attention_cache.offloading:
+            raise NotImplementedError(
+                "cache_implementation: an offloaded cache keeps the encoder's keys and values in host memory, where "
+                "this model does not fetch them from; use 'dynamic' or 'static'"
+            )
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if use_cache and past_key_values is None and not self.training:
             past_key_values = EncoderDecoderCache(DynamicCache(), DynamicCache())
         layout = PaddedLayout.build(
             encoder_length=encoder_states.shape[1],
             encoder_valid=attention_mask,
-            decoder_length=decoder_input_ids.shape[1],
+            decoder_length=decoder_embeds.shape[1],
             decoder_valid=decoder_attention_mask,
-            past_length=0 if past_key_values is None else past_key_values.get_seq_length(),
+            past_length=0 if past_key_values is None else int(past_key_values.get_seq_length()),
             device=encoder_states.device,
         )
+        kept: States = [] if asked["output_hidden_states"] else None
         hidden_states = self.decoder(
-            self.shared(decoder_input_ids), encoder_states, layout=layout, past_key_values=past_key_values
+            decoder_embeds, encoder_states, layout=layout, past_key_values=past_key_values, kept=kept
         )
         logits = self.lm_head(hidden_states)
         loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
         output = Seq2SeqLMOutput(
-            loss=loss, logits=logits, past_key_values=past_key_values, encoder_last_hidden_state=encoder_states
+            loss=loss,
+            logits=logits,
+            past_key_values=past_key_values,
+            decoder_hidden_states=None if kept is None else tuple(kept),
+            encoder_last_hidden_state=encoder_states,
+            encoder_hidden_states=encoded.hidden_states,
         )
-        return output.to_tuple() if return_dict is False else output
+        return self._answer(output, return_dict)
 
     def _packed_loss(
         self, input_ids: Tensor | None, decoder_input_ids: Tensor | None, labels: Tensor | None, packing: PackedLayout
@@ -375,6 +471,8 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
             raise ValueError("The packed form needs input_ids, decoder_input_ids and labels")
         if not self.config.use_flash_attention:
             packing = replace(packing, flash=False)
+        if self.attention_dropout and self.training:
+            packing = replace(packing, dropout=self.attention_dropout)
         # One look-up for both sides: the embedding's gradient, as large as the embedding, exists once.
         embeds = self.shared(torch.cat([input_ids, decoder_input_ids]))
         encoder_embeds, decoder_embeds = embeds.split([len(input_ids), len(decoder_input_ids)])

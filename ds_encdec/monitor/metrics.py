@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_encdec.monitor.metrics_file import strict_json
-from ds_encdec.types import DENOISERS, LossSum, StepResult
+from ds_encdec.types import DENOISERS, TASKS, LossSum, StepResult
 
 _LARGEST_EXPONENT = math.log(sys.float_info.max)
 
@@ -180,13 +180,13 @@ class StepAccumulator:
 
     def _begin_step(self) -> None:
         # This rank's losses and target tokens of the step that has not ended.
-        self.sums = torch.zeros(2, len(DENOISERS), dtype=torch.float64, device=self.device)
+        self.sums = torch.zeros(2, len(TASKS), dtype=torch.float64, device=self.device)
         self._encoder_tokens = 0
 
 
 def _summed(step: StepRecord, totals: Iterator[float], num_ranks: int) -> StepRecord:
     """The step with its totals over all ranks, which are taken from `totals`."""
-    loss_sums, target_tokens = (dict(zip(DENOISERS, totals, strict=False)) for _ in range(2))
+    loss_sums, target_tokens = (dict(zip(TASKS, totals, strict=False)) for _ in range(2))
     encoder_tokens = int(next(totals))
     grad_norm, *means = (total / num_ranks for total in islice(totals, 1 + len(step.extra)))
     return dataclasses.replace(
@@ -219,7 +219,7 @@ def sum_in_rank_order(ranks: Sequence[Tensor]) -> Tensor:
 
 def by_denoiser(sums: Tensor) -> list[dict[str, float]]:
     """The rows of [rows, denoisers] by the denoisers' names. Waits for the device."""
-    return [dict(zip(DENOISERS, row, strict=True)) for row in sums.tolist()]
+    return [dict(zip(TASKS, row, strict=True)) for row in sums.tolist()]
 
 
 def mean_loss(loss_sums: Mapping[str, float], target_tokens: Mapping[str, float]) -> float:

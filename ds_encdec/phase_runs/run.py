@@ -295,7 +295,7 @@ def judge(planned: PlannedPhase, pipeline_initial_loss: float | None) -> Verdict
     monitor = TrainingMonitor(window_size=planned.config.monitor.window_size)
     try:
         saved = read_json(final / "trainer.json", None)
-        state, monitor_state = TrainingState(**saved["state"]), saved["recorder"]["monitor"]
+        state, monitor_state = TrainingState.from_dict(saved["state"]), saved["recorder"]["monitor"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{final}: the phase is complete, but its final checkpoint cannot be read to judge it: {error}. "

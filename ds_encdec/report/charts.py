@@ -22,7 +22,7 @@ from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 from ds_encdec.monitor.metrics_file import is_number
 from ds_encdec.report.page import number
 from ds_encdec.report.read_run import NO_CURVE, SMOOTHED_FROM, Curve, Run, back_to
-from ds_encdec.types import DENOISERS
+from ds_encdec.types import TASKS
 
 COLOURS: dict[str, str] = dict(
     re.findall(r"--(\w+): (#[0-9a-f]{6})", Path(__file__).with_name("page.css").read_text().partition("@media")[0])
@@ -122,7 +122,7 @@ PLANS = {
     for plan in (
         ChartPlan("loss", "Training loss", _NATS, {"train/loss": "loss"}, ("loss_spike", "loss_plateau", "non_finite"),
                   measured_alert="loss_spike", smoothed=True, log=True),
-        ChartPlan("loss_by_denoiser", "Loss by denoiser", _NATS, {f"train/loss_{name}": name for name in DENOISERS},
+        ChartPlan("loss_by_denoiser", "Loss by denoiser", _NATS, {f"train/loss_{name}": name for name in TASKS},
                   smoothed=True, log=True),
         ChartPlan("eval_loss", "Evaluation loss", _NATS, {"eval/loss": "loss"}, log=True),
         ChartPlan("grad_norm", "Gradient norm", "before clipping", {"train/grad_norm": "norm"},

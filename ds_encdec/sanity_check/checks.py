@@ -13,14 +13,15 @@ import signal
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import islice, product
+from itertools import islice
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers.initialization import no_init_weights
@@ -30,10 +31,9 @@ from ds_encdec.checkpoint.manager import CheckpointManager
 from ds_encdec.checkpoint.saved_state import open_saved_state
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.build import TrainingData, build_data
-from ds_encdec.data.chunks import MIN_RAW_TOKENS, Chunk, max_raw_length, reconstruct
+from ds_encdec.data.examples import read_documents
 from ds_encdec.data.lane import LanePipeline
-from ds_encdec.data.randomness import keyed_generator
-from ds_encdec.data.sources import OpenSource, sample_documents, source_entries
+from ds_encdec.data.sources import OpenSource, all_rows, source_entries
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine
 from ds_encdec.engine.sharded_engine import packed_forward
@@ -44,8 +44,7 @@ from ds_encdec.model.parameter_count import count_parameters
 from ds_encdec.monitor.machine import peak_host_bytes
 from ds_encdec.monitor.monitor import compute_gradient_norm
 from ds_encdec.resume import RunModel, new_model
-from ds_encdec.tokenizer.sentinels import Vocabulary
-from ds_encdec.types import DENOISERS, Batch, CheckpointError, LossSum, TrainingState
+from ds_encdec.types import Batch, CheckpointError, LossSum, TrainingState
 
 FRESH_LOSS_TOLERANCE = 0.5  # nats per target token that the loss of fresh weights may be from its expected value
 MAX_LOSS = 100.0  # nats per target token, of any weights
@@ -117,7 +116,7 @@ class Subject:
         loss = self.engine.forward(self.batch)
         self.engine.backward(loss, target_tokens=self.batch.target_tokens, last=True)
         self.engine.step()
-        return loss.total.item() / self.batch.target_tokens
+        return loss.by_denoiser.sum().item() / self.batch.target_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +169,7 @@ def _data_reconstructs(subject: Subject) -> Found:
         pin_memory=subject.device.type == "cuda",
     )
     subject.opened.callback(data.loader.close)
-    denoisers = [name for name, weight in zip(DENOISERS, config.data.ul2_task_weights, strict=False) if weight]
-    examples = 0
+    maker, kinds = data.pipeline.maker, Counter[str]()
     for number, (source, opened) in enumerate(zip(source_entries(config.data), data.pipeline.sources, strict=True)):
         if not (texts := _texts_of(opened, data.pipeline)):
             name = f"data.mixture.{number}" if config.data.mixture else "data"
@@ -180,28 +178,24 @@ def _data_reconstructs(subject: Subject) -> Found:
                 "documents: check its data_files and text_column, or leave it out"
             )
             return False, message, {}
-        for (key, tokens), denoiser in product(texts, denoisers):
-            if not _gives_back(tokens, denoiser, key, data.pipeline, run_model.vocabulary):
-                return False, f"{denoiser} does not give back the tokens of {key}", {}
-            examples += 1
-    message = f"{examples} examples of {', '.join(denoisers)} give back their documents' tokens"
-    return True, message, {"examples": examples}
+        for key, ids in texts:
+            for kind, holds in maker.checked(ids, key):
+                if not holds:
+                    return False, f"{kind} does not give back the tokens of {key}", {}
+                kinds[kind] += 1
+    message = f"{kinds.total()} examples of {', '.join(kinds)} give back their documents' tokens"
+    return True, message, {"examples": kinds.total()}
 
 
-def _texts_of(opened: OpenSource, pipeline: LanePipeline) -> list[tuple[str, np.ndarray]]:
-    """Keys and tokens (int32 [n]) of documents that are long enough to be denoised."""
-    documents = sample_documents(opened.source, DOCUMENTS_SEARCHED, pipeline.bad_row_limit)
-    texts = ((document.key, pipeline.tokenize(document)) for document in documents)
-    return list(islice((text for text in texts if len(text[1]) >= MIN_RAW_TOKENS), DOCUMENTS_PER_SOURCE))
-
-
-def _gives_back(tokens: np.ndarray, denoiser: str, key: str, pipeline: LanePipeline, vocabulary: Vocabulary) -> bool:
-    """Return whether the longest example of `tokens` that the budgets allow is made of those very tokens."""
-    length = min(len(tokens), max_raw_length(denoiser, pipeline.chunker.bounds))
-    rng = keyed_generator(pipeline.seed, "sanity check", key, denoiser)
-    example = pipeline.chunker.example(Chunk(0, 0, length, denoiser, rng), tokens, key)
-    again = reconstruct(example.encoder_ids, example.decoder_ids, vocabulary)
-    return bool(np.array_equal(again, tokens[:length]))
+def _texts_of(opened: OpenSource, pipeline: LanePipeline) -> list[tuple[str, Any]]:
+    """Keys and ids of documents that examples can be made of."""
+    rows = islice(all_rows(opened.source, "sample"), DOCUMENTS_SEARCHED)
+    texts = (
+        (document.key, ids)
+        for document, ids in read_documents(rows, pipeline.maker, pipeline.bad_row_limit)
+        if pipeline.maker.size(ids)
+    )
+    return list(islice(texts, DOCUMENTS_PER_SOURCE))
 
 
 def _forward(subject: Subject) -> Found:

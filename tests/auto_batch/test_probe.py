@@ -17,8 +17,8 @@ from ds_encdec.auto_batch.probe import TASK, Outcome, ProbeProcess, ProbeTask, f
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.shares import with_micro_batch_size
 from ds_encdec.data.budgets import token_budgets
+from ds_encdec.denoisers import expected_ratio
 from ds_encdec.launch.world import World
-from ds_encdec.memory.job import expected_ratio
 
 
 @pytest.fixture

@@ -10,17 +10,24 @@ from pathlib import Path
 
 BLOCKED = """
 import sys
-class Blocked:
-    def find_spec(self, name, *_):
-        if name.partition(".")[0] in BLOCKED_PACKAGES:
-            raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, Blocked())
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+    def find_spec(self, name, *more):
+        return None if name.partition(".")[0] in BLOCKED_PACKAGES else self.finder.find_spec(name, *more)
+sys.meta_path[:] = map(Without, sys.meta_path)
 """
 
 
-def without(packages: Sequence[str], code: str, *arguments: Path, cwd: Path) -> str:
-    """The last line that `code` prints in a fresh process in which `packages` cannot be imported."""
-    program = f"BLOCKED_PACKAGES = {packages!r}{BLOCKED}{code}"
+def without(packages: Sequence[str], code: str, *arguments: Path, cwd: Path, site: str | None = None) -> str:
+    """The last line that `code` prints in a fresh process in which `packages` cannot be imported.
+
+    `site`: a folder whose packages go before installed ones.
+    """
+    first = "" if site is None else f"\nsys.path.insert(0, {site!r})\n"
+    program = f"BLOCKED_PACKAGES = {packages!r}{BLOCKED}{first}{code}"
     run = subprocess.run(
         [sys.executable, "-c", program, *map(str, arguments)],
         capture_output=True,

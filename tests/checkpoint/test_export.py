@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import yaml
 from fresh_process import without
 from safetensors.torch import load_file
 from saved_checkpoints import config, random_state, save_checkpoint, tokenizer
+from transformers import AutoTokenizer
 
 from ds_encdec.checkpoint.export import (
     export_checkpoint,
@@ -20,6 +22,7 @@ from ds_encdec.checkpoint.export import (
     model_card,
     untrained_model_card,
 )
+from ds_encdec.checkpoint.export_files import write_tokenizer
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
@@ -36,7 +39,7 @@ def export(out: Path, model_config: Qwen3Seq2SeqConfig, **options: Any) -> None:
 
 # Each with its own names: `folder` is given, `report` is what the test looks at.
 GENERATION = """
-import torch
+import torch, transformers
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 model = AutoModelForSeq2SeqLM.from_pretrained(folder, trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
@@ -46,12 +49,13 @@ generated = model.generate(input_ids=ids, max_new_tokens=6, num_beams=2)
 report = {
     "ids": ids.tolist(), "logits": logits.double().tolist(), "generated": generated.tolist(), "dtype": str(model.dtype),
     "tied": model.lm_head.weight is model.shared.weight, "eos": model.generation_config.eos_token_id,
-    "module": type(model).__module__,
+    "module": type(model).__module__.partition(".")[0], "version": transformers.__version__,
 }
 """
+GENERATING = ("tied", "untied")
 EMBEDDINGS = """
 report = {
-    "model": type(model).__name__, "module": type(model).__module__,
+    "model": type(model).__name__, "module": type(model).__module__.partition(".")[0],
     "parameters": [name for name, _ in model.named_parameters()],
     "ids": inputs["input_ids"].tolist(), "mask": inputs["attention_mask"].tolist(),
     "states": states.double().tolist(), "embeddings": embeddings.double().tolist(),
@@ -82,10 +86,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fresh(root: Path) -> dict[str, Any]:
+    return reports(root)
+
+
+def reports(root: Path, site: str | None = None) -> dict[str, Any]:
     """Export → what its program reports in a process, one for all, that has neither ds_encdec nor deepspeed."""
     programs = {
-        "tied": GENERATION,
-        "untied": GENERATION,
+        **dict.fromkeys(GENERATING, GENERATION),
         "whole": card_code(root / "whole") + "report = None",
         "encoder": card_code(root / "encoder") + EMBEDDINGS,
     }
@@ -94,8 +101,8 @@ def fresh(root: Path) -> dict[str, Any]:
         f"    scope = {{'folder': f'{root}/{{name}}'}}\n    exec(program, scope)\n    reports[name] = scope['report']\n"
         "print(json.dumps(reports))"
     )
-    reports: dict[str, Any] = json.loads(without(["ds_encdec", "deepspeed"], run_all, cwd=root))
-    return reports
+    found: dict[str, Any] = json.loads(without(["ds_encdec", "deepspeed"], run_all, cwd=root, site=site))
+    return found
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -105,12 +112,43 @@ def test_loads_and_generates_without_ds_encdec(root: Path, fresh: dict[str, Any]
     assert report["ids"] == [[2, 6, 3]]
     assert report["tied"] == tied
     assert (report["eos"], report["dtype"]) == (1, "torch.float32")
-    assert report["module"].startswith("transformers_modules.")
+    assert report["module"] == "transformers_modules"
     ours = Qwen3ForSeq2SeqLM.from_pretrained(out).eval()
     ids = torch.tensor(report["ids"])
     torch.testing.assert_close(torch.tensor(report["logits"]), ours(input_ids=ids, decoder_input_ids=ids).logits)
     assert report["generated"] == ours.generate(ids, max_new_tokens=6, num_beams=2).tolist()
     assert len(list(out.glob("*.safetensors"))) == (1 if tied else 11)
+
+
+TRANSFORMERS_4 = "DS_ENCDEC_TRANSFORMERS_4"
+"""Names a folder with transformers 4.57 and what it needs in other versions than 5 (docs/serving.md)."""
+
+
+def test_transformers_4_gives_the_same(root: Path, fresh: dict[str, Any]) -> None:
+    site = os.environ.get(TRANSFORMERS_4) or pytest.skip(f"{TRANSFORMERS_4} names no folder with transformers 4.57")
+    found = reports(root, site)
+    assert [found[name].pop("version")[:2] for name in GENERATING] == ["4."] * 2
+    assert [fresh[name].pop("version")[:2] for name in GENERATING] == ["5."] * 2
+    assert found == fresh
+
+
+def test_tokenizer_files_hold_what_any_transformers_reads(tmp_path: Path) -> None:
+    """transformers 5 writes a class, a list and marks of the machine that 4.57 cannot read."""
+    made = tokenizer()
+    made.extra_special_tokens = ["<extra_id_0>"]
+    write_tokenizer(made, tmp_path)
+    fields = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert fields.pop("model_max_length") > 1e6
+    assert fields == {
+        "additional_special_tokens": ["<extra_id_0>"],
+        "eos_token": "<eos>",
+        "model_input_names": ["input_ids", "attention_mask"],
+        "pad_token": "<pad>",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert again("hello <extra_id_2>", return_tensors=None).data == made("hello <extra_id_2>").data
+    assert again.extra_special_tokens == ["<extra_id_0>"]
 
 
 def test_tied_weights_are_written_once_in_the_dtype_asked_for(tmp_path: Path) -> None:
@@ -156,7 +194,7 @@ def test_the_encoder_alone_is_an_embedding_model_that_its_card_shows_how_to_use(
     }
     assert not (root / "encoder" / "generation_config.json").exists()
     assert report["model"] == "Qwen3EncoderModel"
-    assert report["module"].startswith("transformers_modules.")
+    assert report["module"] == "transformers_modules"
     encoder = Qwen3ForSeq2SeqLM.from_pretrained(root / "whole").eval().get_encoder()
     assert report["parameters"] == [name for name, _ in encoder.named_parameters()]
     ids, mask = torch.tensor(report["ids"]), torch.tensor(report["mask"])

@@ -11,10 +11,14 @@ DATA = "max_seq_length max_encoder_length max_decoder_length ul2_task_weights us
 DATA += "max_examples_per_micro_batch packing_pool_examples packing_max_wait_batches eval_fraction"
 EXAMPLES = "eval_fraction max_seq_length max_encoder_length max_decoder_length use_mode_tokens"
 UNTRAINED = "gradient_accumulation_steps per_device_eval_batch_size eval_steps eval_samples save_steps "
+UNTRAINED += "eval_generate_samples generation_max_new_tokens generation_num_beams save_strategy "
+UNTRAINED += "load_best_model_at_end export_at_end "
 UNTRAINED += "save_interval_hours save_total_limit save_on_best async_save average_checkpoints logging_steps report_to "
 UNTRAINED += "activation_checkpointing activation_checkpointing_every_n activation_offload torch_compile"
 TUNABLE = "learning_rate weight_decay max_grad_norm lr_scheduler_type warmup_steps warmup_type min_lr_ratio "
-TUNABLE += "wsd_decay_fraction max_consecutive_skipped_steps early_stopping_patience early_stopping_threshold"
+TUNABLE += "wsd_decay_fraction max_consecutive_skipped_steps early_stopping_patience early_stopping_threshold "
+TUNABLE += "metric_for_best_model greater_is_better "
+TUNABLE += "residual_dropout attention_dropout label_smoothing z_loss"
 SOURCE = "dataset_name dataset_config dataset_split dataset_revision data_files text_column mixture"
 
 

@@ -55,7 +55,14 @@ def loaders(
 
 
 def content(batch: Batch) -> Any:
-    return (batch.documents, batch.encoder_lengths, batch.encoder_ids.tolist(), batch.labels.tolist())
+    return (
+        batch.lane,
+        batch.number,
+        batch.documents,
+        batch.encoder_lengths,
+        batch.encoder_ids.tolist(),
+        batch.labels.tolist(),
+    )
 
 
 def steps(ranks: list[LaneLoader], count: int) -> list[list[Any]]:

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from ds_encdec.config.schema import DataConfig
 from ds_encdec.data.budgets import Budgets, token_budgets
-from ds_encdec.data.chunks import Chunker
-from ds_encdec.data.inspect import documents_ratio
+from ds_encdec.data.chunks import Chunker, documents_ratio
 from ds_encdec.data.packing import Packer, Waiting
 from ds_encdec.tokenizer.sentinels import Vocabulary
 from ds_encdec.types import ConfigError

@@ -12,9 +12,8 @@ from data_parts import byte_tokenizer, make_config, make_data, texts
 
 from ds_encdec.data.chunks import denoise, reconstruct
 from ds_encdec.data.inspect import inspect_data
-from ds_encdec.denoisers import DENOISERS, Denoiser
+from ds_encdec.denoisers import DENOISERS, Denoiser, expected_ratio
 from ds_encdec.engine.sharded_engine import split_by_denoiser
-from ds_encdec.memory.job import expected_ratio
 from ds_encdec.source_kinds import LOCAL_SOURCES, SourceKind
 from ds_encdec.types import Document
 
@@ -50,7 +49,7 @@ def test_a_kind_of_source_is_a_class_and_a_row(numbered: None) -> None:
 
 
 def test_a_denoiser_is_a_row(numbered: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is drawn, packed, shown, and has a loss of its own, in the last place."""
+    """It is drawn, packed, shown, and has a loss of its own, behind the other denoisers."""
     names = list(DENOISERS)
     monkeypatch.setitem(DENOISERS, "R3", Denoiser(mean_span=6, density=0.3, weight=9))
     config = make_config(dataset_name="numbered")
@@ -68,7 +67,7 @@ def test_a_denoiser_is_a_row(numbered: None, monkeypatch: pytest.MonkeyPatch) ->
     losses = (batch.labels != -100).float()
     split = split_by_denoiser(losses.sum(), losses, batch)
     torch.testing.assert_close(split.tokens_by_denoiser, split.by_denoiser)
-    assert split.tokens_by_denoiser[-1] == (batch.denoiser_ids == len(names)).sum() > 0
+    assert split.tokens_by_denoiser[len(names)] == (batch.denoiser_ids == len(names)).sum() > 0
 
     tokens = data.pipeline.tokenize(Document("", texts(1)[0]))[:100]
     pair = denoise(tokens, "R3", vocabulary, np.random.default_rng(0), document_ends=True)

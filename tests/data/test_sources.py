@@ -20,10 +20,10 @@ from ds_encdec.config.schema import DataConfig, MixtureSource
 from ds_encdec.data import builtin_corpus
 from ds_encdec.data.build import open_sources
 from ds_encdec.data.builtin_corpus import RandomIds, builtin_documents
-from ds_encdec.data.chunks import TextTokenizer
 from ds_encdec.data.local_files import TEXT_PIECE_BYTES, JsonLines, TextFiles, expand_files
 from ds_encdec.data.sources import BadRow, StreamSource
 from ds_encdec.data.tables import HubStream, HubTable, ParquetFiles, open_hub_data
+from ds_encdec.data.text_tokenizer import TextTokenizer
 from ds_encdec.types import DataError, Document
 
 
@@ -256,7 +256,7 @@ def test_half_a_surrogate_pair_does_not_end_a_run(tmp_path: Path) -> None:
 def test_workers_do_not_import_torch() -> None:
     code = (
         "import sys, ds_encdec.data.lane; "
-        "print(sorted({'torch', 'transformers', 'datasets', 'pyarrow'} & set(sys.modules)))"
+        "print(sorted({'torch', 'transformers', 'datasets', 'pyarrow', 'tiktoken'} & set(sys.modules)))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     assert result.stdout.strip() == "[]"

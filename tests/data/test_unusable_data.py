@@ -7,8 +7,8 @@ from data_parts import byte_tokenizer
 
 from ds_encdec.config.schema import DataConfig
 from ds_encdec.data.budgets import Budgets
-from ds_encdec.data.chunks import Chunker
-from ds_encdec.data.inspect import SampleStatistics, documents_ratio, require_one_step
+from ds_encdec.data.chunks import Chunker, documents_ratio
+from ds_encdec.data.inspect import SampleStatistics, require_one_step
 from ds_encdec.types import DataError
 
 BUDGETS = Budgets(encoder_tokens=400, decoder_tokens=600, max_examples=8)

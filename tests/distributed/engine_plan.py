@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_steps import Case
-from small_run import FREEZE, LORA, SHORT_STEPS, STEPS
+from small_run import FREEZE, LORA, REGULARIZED, SHORT_STEPS, STEPS
 
 LANES = 4
 SAVED_STEP, LAST_STEP = 3, 7
@@ -31,6 +31,7 @@ PARITY: dict[str, dict[str, Any]] = {
         "wsd_decay_fraction": 0.5,
         "steps": STEPS,
     },
+    "zero2-regularized": {"sharding_stage": "zero2", "steps": SHORT_STEPS, **REGULARIZED},
     "zero3": {"steps": SHORT_STEPS},
     "zero3-offload": {"offload_optimizer": "cpu", "steps": SHORT_STEPS},
     "zero3-offload-all": {"offload_optimizer": "cpu", "offload_params": "cpu", "steps": SHORT_STEPS},
@@ -43,6 +44,7 @@ ZeRO-3's steps take ten times those of the others; fifty of them are compared in
 TWO_RANK_PARITY: dict[str, dict[str, Any]] = PARITY | {
     "zero3-persistent": {"steps": SHORT_STEPS, **DEFAULT_PERSISTENCE},
     "zero3-recompute": {"steps": SHORT_STEPS, "activation_checkpointing": "full"},
+    "zero3-recompute-regularized": {"steps": SHORT_STEPS, "activation_checkpointing": "full", **REGULARIZED},
     "zero3-recompute-every-2": {"steps": SHORT_STEPS, "activation_checkpointing": "every_n"},
     "zero3-activation-offload": {
         "steps": SHORT_STEPS,

@@ -10,7 +10,7 @@ from typing import Any
 
 from engine_steps import Case
 from gloo_ranks import RankFailure, run_ranks
-from small_run import FREEZE, LORA, SHORT_STEPS, STEPS
+from small_run import FREEZE, LORA, REGULARIZED, SHORT_STEPS, STEPS
 
 HYBRID_OF_ONE = {"hybrid_shard_size": 1}
 
@@ -18,6 +18,7 @@ PARITY: dict[int, dict[str, dict[str, Any]]] = {
     1: {
         **{stage: {"sharding_stage": stage, "steps": STEPS} for stage in ("zero0", "zero2", "zero3")},
         "zero3-offload": {"offload_optimizer": "cpu", "steps": SHORT_STEPS},
+        "zero3-regularized": {"steps": SHORT_STEPS, **REGULARIZED},
         "zero3_hybrid": {"sharding_stage": "zero3_hybrid", "steps": SHORT_STEPS},
     },
     2: {
@@ -36,6 +37,7 @@ PARITY: dict[int, dict[str, dict[str, Any]]] = {
         "zero3-short": {"steps": SHORT_STEPS},
         "zero3-full": {"activation_checkpointing": "full", "steps": SHORT_STEPS},
         "zero3-every-2": {"activation_checkpointing": "every_n", "steps": SHORT_STEPS},
+        "zero3-full-regularized": {"activation_checkpointing": "full", "steps": SHORT_STEPS, **REGULARIZED},
         "zero3-selective": {"activation_checkpointing": "selective", "steps": SHORT_STEPS},
         "zero3-activation-offload": {
             "activation_checkpointing": "full",
@@ -47,6 +49,7 @@ PARITY: dict[int, dict[str, dict[str, Any]]] = {
             "sharding_stage": "zero2",
             "torch_compile": True,
             "activation_checkpointing": "full",
+            "residual_dropout": 0.1,
             "steps": SHORT_STEPS,
         },
         "zero2-reduce-always": {

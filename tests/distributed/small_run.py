@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -18,6 +19,8 @@ ACCUMULATION = 4
 SHORT_ACCUMULATION = 2
 STEPS = 8
 """The whole schedule."""
+REGULARIZED = {"residual_dropout": 0.1, "attention_dropout": 0.2, "label_smoothing": 0.1, "z_loss": 1e-2}
+"""What training optimises beside the cross-entropy."""
 SHORT_STEPS = 4
 """The warmup and two more: where steps cost much, or every step is compared to the bit."""
 
@@ -94,6 +97,10 @@ def lane_batches(step: int, world_size: int, accumulation: int = ACCUMULATION) -
     """
     lanes = range(accumulation * world_size)
     return [
-        random_batch(1000 * step + lane, MODEL.vocab_size, examples=0 if (step, lane) == (3, 1) else None)
+        dataclasses.replace(
+            random_batch(1000 * step + lane, MODEL.vocab_size, examples=0 if (step, lane) == (3, 1) else None),
+            lane=lane,
+            number=step,
+        )
         for lane in lanes
     ]

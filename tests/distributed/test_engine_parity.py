@@ -16,13 +16,13 @@ import torch
 from conftest import Results
 from engine_plan import PARITY, TWO_RANK_PARITY
 from packed_batches import random_batch
-from small_run import MODEL, lane_batches, run_config, weights
+from small_run import MODEL, REGULARIZED, lane_batches, run_config, weights
 from torch_oracle import TorchOracle
 
 pytestmark = pytest.mark.distributed
 
 CASES = [(1, name) for name in PARITY] + [(2, name) for name in TWO_RANK_PARITY]
-ORACLE_FIELDS = ("lr_scheduler_type", "wsd_decay_fraction", "lora", "freeze")
+ORACLE_FIELDS = ("lr_scheduler_type", "wsd_decay_fraction", "lora", "freeze", *REGULARIZED)
 
 
 @functools.cache

@@ -37,7 +37,8 @@ def test_trains_like_the_oracle(world_size: int, case: str) -> None:
         for mine, (loss, grad_norm, learning_rate) in zip(found["steps"], oracle["steps"], strict=True):
             assert mine["applied"]
             assert mine["loss"] == pytest.approx(loss, abs=1e-5)
-            assert mine["grad_norm"] == pytest.approx(grad_norm, rel=1e-5)
+            # Compiled code scales what dropout leaves in another order.
+            assert mine["grad_norm"] == pytest.approx(grad_norm, rel=1e-4 if case == "zero2-compile-full" else 1e-5)
             assert mine["grad_norm"] > 10 * max_grad_norm  # or clipping would not be tested
             assert mine["grad_norm_dtype"] == "torch.float32"
             assert mine["learning_rate"] == learning_rate

@@ -1,7 +1,8 @@
 """The plain single-process torch engine: no sharding, no DeepSpeed, every rank's micro-batches in one process.
 
 It implements `engine.protocol.Engine` with nothing but torch, so its losses, norms and weights are what any
-other engine must reproduce. Shared with the engines under test: the model, and the names of the schedule.
+other engine must reproduce. Shared with the engines under test: the model, the seeds of dropout, and the names of the
+schedule.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from torch import nn
 
 from ds_encdec.config.schema import FullConfig, TrainingConfig
 from ds_encdec.engine.protocol import Veto
+from ds_encdec.engine.regularization import masks_of, regularize
 from ds_encdec.model.attention import PackedLayout
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.lora import with_new_adapters
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.optim import learning_rate
-from ds_encdec.types import DENOISERS, Batch, LossSum, StepResult, WeightSource
+from ds_encdec.types import TASKS, Batch, LossSum, StepResult, WeightSource
 
 
 class TorchOracle:
@@ -50,6 +52,7 @@ class TorchOracle:
         trained = [p for p in self.model.parameters() if p.requires_grad]
         matrices = [p for p in trained if p.dim() > 1]
         vectors = [p for p in trained if p.dim() <= 1]
+        regularize(self.model, self.training)
         self.optimizer = torch.optim.AdamW(
             [
                 {"params": matrices, "weight_decay": self.training.weight_decay},
@@ -71,7 +74,8 @@ class TorchOracle:
 
     def forward(self, batch: Batch) -> LossSum:
         self.model.train()
-        return self._loss(batch)
+        with masks_of(batch, self.training.seed):
+            return self._loss(batch)
 
     def _loss(self, batch: Batch) -> LossSum:
         packing = PackedLayout.build(
@@ -88,7 +92,7 @@ class TorchOracle:
             labels=batch.labels,
             packing=packing,
         )
-        by_denoiser, tokens = torch.zeros(len(DENOISERS)), torch.zeros(len(DENOISERS))
+        by_denoiser, tokens = torch.zeros(len(TASKS)), torch.zeros(len(TASKS))
         for index, label in enumerate(batch.labels.tolist()):
             if label != -100:
                 by_denoiser[batch.denoiser_ids[index]] += output.token_losses[index]

@@ -24,21 +24,26 @@ MODES = [
 ]
 
 
-def step(model: Qwen3ForSeq2SeqLM) -> tuple[Tensor, dict[str, Tensor]]:
+def step(model: Qwen3ForSeq2SeqLM, dropout: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
     model.train()
+    for layer in (*model.encoder.layers, *model.decoder.layers):
+        layer.residual_dropout = dropout
+    model.attention_dropout = dropout
+    torch.manual_seed(0)
     loss = model(**pack((5, 0, 7), (4, 6, 3), 16, 17).inputs).loss
     loss.backward()
     return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("options", MODES, ids=str)
-def test_loss_and_gradients_are_bit_identical(options: dict[str, Any]) -> None:
-    expected_loss, expected = step(tiny_model(num_hidden_layers=3))
+def test_loss_and_gradients_are_bit_identical(options: dict[str, Any], dropout: float) -> None:
+    expected_loss, expected = step(tiny_model(num_hidden_layers=3), dropout)
     model = tiny_model(num_hidden_layers=3)
     names = [name for name, _ in model.named_modules()]
-    apply_activation_checkpointing(model, **options)
+    apply_activation_checkpointing(model, **options, random=bool(dropout))
     assert [name for name, _ in model.named_modules()] == names
-    loss, gradients = step(model)
+    loss, gradients = step(model, dropout)
     assert torch.equal(loss, expected_loss)
     for name, gradient in gradients.items():
         assert torch.equal(gradient, expected[name]), name

@@ -12,14 +12,15 @@ import torch
 from tiny_models import pack
 from torch import Tensor
 
-from ds_encdec.config.schema import DataConfig
+from ds_encdec.config.schema import DataConfig, FullConfig
 from ds_encdec.data.budgets import token_budgets
-from ds_encdec.data.chunks import Chunker
-from ds_encdec.data.inspect import documents_ratio
+from ds_encdec.data.chunks import Chunker, documents_ratio
 from ds_encdec.data.packing import Packer, Waiting
+from ds_encdec.engine.select import check_attention_dropout
 from ds_encdec.model import attention
 from ds_encdec.model.attention import PackedLayout, Segments, attend_by_document
 from ds_encdec.tokenizer.sentinels import Vocabulary
+from ds_encdec.types import ConfigError
 
 VOCABULARY = Vocabulary(tuple(range(1000, 1100)), eos_id=998, pad_id=999, mode_token_ids=(), vocab_size=1100)
 BATCHES = 40
@@ -70,7 +71,7 @@ def test_kernels_are_handed_the_segments_there_are(monkeypatch: pytest.MonkeyPat
         handed.append((segments, len(segments.query_cu_seqlens) - 1))
         return q
 
-    monkeypatch.setattr(attention, "flash_kernel", lambda q: kernel)
+    monkeypatch.setattr(attention, "flash_kernel", lambda q, dropout: kernel)
     data = DataConfig()
     blocks = blocks_of_all = 0
     for layout in web_like_layouts(data):
@@ -142,6 +143,25 @@ def test_grouped_queries_run_in_the_kernel_of_every_torch(monkeypatch: pytest.Mo
         results.append((out, q.grad, k.grad, v.grad))
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected)
+
+
+def test_attention_dropout_is_refused_where_the_kernel_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_gpu(monkeypatch, varlen_2_13)
+    config = FullConfig.model_validate({"training": {"attention_dropout": 0.1}})
+    gpu = torch.device("cuda", 0)
+    with pytest.raises(ConfigError, match=r"attention_dropout=0.1: .* torch.nn.attention.varlen, which has no dropout"):
+        check_attention_dropout(config, gpu)
+    check_attention_dropout(config, torch.device("cpu"))
+    by_document = config.model.model_copy(update={"use_flash_attention": False})
+    check_attention_dropout(config.model_copy(update={"model": by_document}), gpu)
+    given: dict[str, Any] = {}
+    kernel = SimpleNamespace(flash_attn_varlen_func=lambda *_, **options: given.update(options))
+    monkeypatch.setattr(attention, "flash_attn", kernel)
+    check_attention_dropout(config, gpu)
+    attend, _ = attention.choose_kernel(gpu, torch.bfloat16, 0.1)
+    assert attend is not None
+    attend(torch.empty(0), torch.empty(0), torch.empty(0), pack((5,), (4,), 16, 17).inputs["packing"].merged, True)
+    assert given == {"dropout_p": 0.1, "causal": True}
 
 
 @pytest.mark.parametrize(

@@ -54,10 +54,34 @@ def test_float32_equals_the_plain_form(chunk_tokens: int) -> None:
     assert not token_losses.requires_grad
 
 
-def exact_results(hidden: Tensor, weight: Tensor, labels: Tensor) -> list[Tensor]:
+def exact_results(hidden: Tensor, weight: Tensor, labels: Tensor, **extras: float) -> list[Tensor]:
     """The same in float64."""
     hidden, weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
-    return results(F.cross_entropy(hidden @ weight.T, labels, reduction="sum"), hidden, weight, scale=1.0)
+    return results(optimized(hidden @ weight.T, labels, **extras), hidden, weight, scale=1.0)
+
+
+def optimized(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
+    """The definition, on whole logits."""
+    logits, labels = logits[labels != -100], labels[labels != -100]
+    smoothed = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=label_smoothing)
+    return smoothed + z_loss * logits.logsumexp(dim=-1).square().sum()
+
+
+EXTRAS = ({"label_smoothing": 0.1}, {"z_loss": 1e-2}, {"label_smoothing": 0.1, "z_loss": 1e-4})
+
+
+@pytest.mark.parametrize("extras", EXTRAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_smoothing_and_z_loss_equal_their_definitions(dtype: torch.dtype, extras: dict[str, float]) -> None:
+    hidden, weight, labels = inputs(dtype)
+    exact = exact_results(hidden, weight, labels, **extras)
+    rounded = results(optimized((hidden @ weight.T).float(), labels, **extras), hidden, weight, scale=1.0)
+    hidden, weight, labels = inputs(dtype)
+    loss, token_losses = linear_cross_entropy(hidden, weight, labels, 8, **extras)
+    for value, of_whole, expected in zip(results(loss, hidden, weight, scale=1.0), rounded, exact, strict=True):
+        within = 1e-6 if dtype == torch.float32 else 1.1 * relative_error(of_whole, expected)
+        assert relative_error(value, expected) <= within
+    assert torch.equal(token_losses, linear_cross_entropy(hidden, weight, labels, 8)[1])
 
 
 @pytest.mark.parametrize("emulated", [True, False])
@@ -83,8 +107,12 @@ def test_bfloat16_is_no_further_from_exact_than_the_plain_form(emulated: bool, m
         )
 
 
-@pytest.mark.parametrize("loss_scale", [1.0, 2.0**8])
-def test_float16_loses_no_small_gradients(loss_scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("loss_scale", "extras"), [(1.0, {}), (2.0**8, {}), (2.0**8, EXTRAS[2]), (2.0**8, {"z_loss": 0.1})]
+)
+def test_float16_loses_no_small_gradients(
+    loss_scale: float, extras: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Gradients of a trained model's logits are tiny: far below what float16 tells from 0.
 
     The products are stand-ins for a GPU's, which multiplies float16 and sums up in float32.
@@ -105,14 +133,17 @@ def test_float16_loses_no_small_gradients(loss_scale: float, monkeypatch: pytest
     towards = weight[labels].float() + 1.5 * torch.randn(tokens, hidden_size, generator=generator)
     hidden = (4 * F.normalize(towards)).half()
     hidden.requires_grad_(), weight.requires_grad_()
-    exact = exact_results(hidden, weight, labels)
+    exact = exact_results(hidden, weight, labels, **extras)
     probabilities = torch.softmax(hidden.detach().double() @ weight.detach().double().T, dim=-1)
     assert (probabilities < 2**-25).double().mean() > 0.5  # rounded as they are, to float16's 0
-    (linear_cross_entropy(hidden, weight, labels, tokens)[0] * loss_scale).backward()
-    assert (rounded[1] == 0).double().mean() < 0.05  # of the gradients of logits, as they are multiplied
+    (linear_cross_entropy(hidden, weight, labels, tokens, **extras)[0] * loss_scale).backward()
+    if extras.get("z_loss", 0.0) < 1e-2:  # a large one leaves them less room
+        assert (rounded[1] == 0).double().mean() < 0.05  # of the gradients of logits, as they are multiplied
     found = (hidden.grad.double() / loss_scale, weight.grad.double() / loss_scale)
     assert relative_error(found[0], exact[1]) < 1e-3
     assert relative_error(found[1], exact[2]) < 1e-3
+    if extras:
+        return
     # Rows of tokens that are no target. At scale 1 float16 itself, which the gradient comes out in, is too coarse.
     others = slice(vocab // 2, None)
     by_row = (found[1] - exact[2])[others].norm(dim=1) / exact[2][others].norm(dim=1)

@@ -10,8 +10,11 @@ import torch
 from tiny_models import tiny_model
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import CompileConfig
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
+from ds_encdec.model.attention import PaddedLayout
+from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM, rotary_tables
 
 
 @pytest.fixture
@@ -86,6 +89,63 @@ def test_generate_with_cache_equals_without(model: Qwen3ForSeq2SeqLM, ids: Tenso
     assert torch.equal(*generated)
     assert generated[0].shape == (3, 9)
     assert (generated[0][:, 0] == model.config.decoder_start_token_id).all()
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_static_cache_generates_the_same(model: Qwen3ForSeq2SeqLM, ids: Tensor, beams: int) -> None:
+    """Its buffers are longer than what is written; one kept over calls is longer than the second call needs."""
+    inputs: dict[str, Any] = {
+        "attention_mask": torch.tensor([[1] * 9, [1] * 5 + [0] * 4, [0] * 2 + [1] * 7]),
+        "decoder_input_ids": torch.tensor([[0, 5], [0, 0], [0, 7]]),
+        "decoder_attention_mask": torch.tensor([[1, 1], [0, 1], [1, 1]]),
+        "num_beams": beams,
+    }
+    for length in (8, 5):
+        inputs |= {"max_new_tokens": length, "min_new_tokens": length}
+        expected = model.generate(ids, **inputs)
+        static = {"cache_implementation": "static", "compile_config": CompileConfig(fullgraph=True)}
+        static["compile_config"]._compile_all_devices = True  # and still nothing is compiled
+        assert torch.equal(model.generate(ids, **inputs, **static), expected)
+
+
+def test_hidden_states_of_both_sides(model: Qwen3ForSeq2SeqLM, ids: Tensor) -> None:
+    output = model(input_ids=ids, labels=ids, output_hidden_states=True)
+    encoder, decoder = output.encoder_hidden_states, output.decoder_hidden_states
+    assert (len(encoder), len(decoder)) == (3, 3)
+    assert torch.equal(encoder[0], model.shared(ids))
+    assert torch.equal(encoder[-1], output.encoder_last_hidden_state)
+    assert torch.equal(model.lm_head(decoder[-1]), output.logits)
+    rotary = rotary_tables(torch.arange(9)[None], model.config, torch.float32)
+    layout = PaddedLayout.build(encoder_length=9, device=ids.device)
+    assert torch.equal(model.encoder.layers[0](encoder[0], rotary=rotary, layout=layout), encoder[1])
+    plain = model(input_ids=ids, labels=ids)
+    assert plain.encoder_hidden_states is plain.decoder_hidden_states is None
+    given = model(encoder_outputs=(encoder[-1],), labels=ids, return_dict=False)
+    assert (len(given), given[0]) == (4, plain.loss)
+    model.config.return_dict = False
+    assert model(input_ids=ids, labels=ids)[0] == plain.loss
+    generated = model.generate(ids, max_new_tokens=2, output_hidden_states=True, return_dict_in_generate=True)
+    assert torch.equal(generated.encoder_hidden_states[1], encoder[1])
+    assert generated.decoder_hidden_states[0][1].shape == (3, 1, 32)
+
+
+def test_embeddings_stand_for_ids_on_either_side(model: Qwen3ForSeq2SeqLM, ids: Tensor) -> None:
+    expected = model(input_ids=ids, decoder_input_ids=ids).logits
+    embeds = model.shared(ids)
+    assert torch.equal(model(inputs_embeds=embeds, decoder_inputs_embeds=embeds).logits, expected)
+    with pytest.raises(ValueError, match="either decoder_input_ids or decoder_inputs_embeds"):
+        model(input_ids=ids, decoder_input_ids=ids, decoder_inputs_embeds=embeds)
+    with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
+        model(decoder_input_ids=ids)
+
+
+def test_what_is_not_supported_is_refused_by_name(model: Qwen3ForSeq2SeqLM, ids: Tensor) -> None:
+    with pytest.raises(NotImplementedError, match="output_attentions"):
+        model(input_ids=ids, labels=ids, output_attentions=True)
+    offloaded = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    offloaded.cross_attention_cache.offloading = True
+    with pytest.raises(NotImplementedError, match="cache_implementation: an offloaded cache"):
+        model.generate(ids, past_key_values=offloaded, max_new_tokens=2)
 
 
 def test_greedy_generation_follows_the_logits(model: Qwen3ForSeq2SeqLM, ids: Tensor) -> None:

@@ -157,7 +157,7 @@ def test_flash_kernel_equals_attention_by_document(side: str) -> None:
     queries, keys = (256, 256) if side == "encoder" else (128, 384)
     causal = side == "merged"
     results = []
-    for attend in (flash_kernel(torch.empty(0, device="cuda", dtype=torch.bfloat16)), attend_by_document):
+    for attend in (flash_kernel(torch.empty(0, device="cuda", dtype=torch.bfloat16), 0.0), attend_by_document):
         torch.manual_seed(0)
         q = torch.randn(queries, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         k = torch.randn(keys, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)

@@ -1,0 +1,50 @@
+"""The model that a complete run leaves behind: the export of its last checkpoint, or of its best."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from ds_encdec.checkpoint.export import export_checkpoint
+from ds_encdec.checkpoint.folder import clear_leftovers
+from ds_encdec.checkpoint.manifest import read_manifest
+from ds_encdec.config.schema import TrainingConfig
+from ds_encdec.launch.run_folder import RunFolder
+
+logger = logging.getLogger(__name__)
+
+
+def export_at_end(run: RunFolder, training: TrainingConfig, *, anew: bool) -> None:
+    """Write the float32 weights of a complete run to `export/final`, or with `load_best_model_at_end` to `export/best`.
+
+    An earlier export there is replaced, or left where the run has not trained since (`anew`). The run is complete
+    whatever happens here: what goes wrong is logged.
+    """
+    name = "best" if training.load_best_model_at_end else "final"
+    if name == "best" and not (run.checkpoints / name).exists():
+        logger.warning("load_best_model_at_end: no checkpoint of this run was evaluated, so the last one is exported.")
+        name = "final"
+    out, checkpoint = run.exports / name, run.checkpoints / name
+    if not training.export_at_end or (out.exists() and not anew):
+        return
+    try:
+        manifest = read_manifest(checkpoint.resolve())
+        logger.info(
+            "Exporting the %s checkpoint, of step %d: rank 0 reads %.1f GB. The run is complete; this may be "
+            "interrupted.",
+            name,
+            manifest.step,
+            manifest.num_bytes / 1e9,
+        )
+        export_checkpoint(checkpoint, out, dtype=torch.float32, replace=True)
+    except Exception as error:
+        logger.error("The %s checkpoint could not be exported: %s. `ds-encdec export` tries again.", name, error)
+        return
+    logger.info("the %s model (step %d) is in %s", name, manifest.step, out)
+
+
+def clear_exports(run: RunFolder) -> None:
+    """Remove what a run that was killed while it exported left in `export/`; give back what it was replacing."""
+    for name in (run.averaged.name, "final", "best"):
+        clear_leftovers(run.exports, name)

@@ -1,0 +1,209 @@
+"""A document to its token ids: by tiktoken's BPE where that gives the tokenizer's own, and is several times faster.
+
+It does for byte-level BPE with one of the `PATTERNS`, in Unicode's form NFC or as it comes. tiktoken merges any two
+neighbours that make up a token, in the order of the tokens; Hugging Face's tokenizers merges the pairs of a list. When
+each token's pairs stand together in the list, behind those of its parts, and the list gives every token back from its
+bytes, both come to the same tokens: a pair that is not in the list never becomes neighbours. That is looked up once for
+each tokenizer, and all of it is tried on `SAMPLE` whenever a tokenizer is opened.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ds_encdec.launch.disk import cached
+from ds_encdec.types import Document
+
+if TYPE_CHECKING:
+    import tiktoken
+    from tokenizers import Tokenizer
+
+BYTE_LEVEL_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+"""GPT-2's, which tokenizers' `ByteLevel` has built in."""
+QWEN_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PATTERNS = (BYTE_LEVEL_PATTERN, QWEN_PATTERN)
+"""tiktoken and tokenizers cut a text at the same places by these: compared around each of Unicode's characters."""
+
+SAMPLE = (
+    "It's what they'll've DONE'S, I'D say: 'ſ we\u212are don't\u2019s\u00a0!? #$%^&*()_+ -- ---...\u2026 <|endoftext|>",
+    "def f(x):\n\tif x:\r\n\r\n        return {'a': [1, 22, 333, 4_444.5e-6]}  # \t \n\n\n    \n \t x  ",
+    "0123456789 \u0661\u0662\u0663 \u4e00\u4e8c \u216b\u00bd\u00b2 1st 2nd x86_64 \U0001d7d8",
+    "naïve café nai\u0308ve cafe\u0301 \u1e9b\u0323 \ufb01 \u037e \u1100\u1161\u11a8 \u0958 q\u0323\u0307 \u0301",
+    "日本語テキスト 中文 繁體 ไทย हिन्दी العربية עברית Ελληνικά русский Tiếng Việt İstanbul ǅ አማርኛ ქართული 한글",
+    "🙂\U0001f469\u200d\U0001f467 \ufe0f\u200b\ufeff\u0085\u1680\u2003\u2028\u202f\u3000\x00\x1c\x7f \ufffd\U0010ffff",
+    "\u0870 \u1c89 \u0897a \ua7cb \U00010d6f \U0001e4d0 \U00011bc0 \U00016d63\U00016d67 \U000323af \U0002ebf0",
+    "Donaudampfschifffahrtsgesellschaftskapitän" * 3 + "a" * 999 + " " * 99 + "\n" * 99 + "^" * 99 + "\t " * 50 + "x",
+)
+"""Texts in which implementations could differ: scripts, code, white space, emoji, normal forms, recent characters."""
+
+_WINDOW = 8192
+"""Characters of a text that are looked at together: where they hold no white space, or nothing else behind it, a piece
+may be too long for tiktoken. It takes it time by the square of its length before version 0.14, and a very long run of
+spaces overflows its stack in any."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TextTokenizer:
+    """Makes documents token ids, as a fast tokenizer's Rust half does. Worker processes load it without transformers.
+
+    Special tokens in the text are split into ordinary ones (`encode_special_tokens`). So `<extra_id_0>` or
+    `<|endoftext|>` written in a document can neither be taken for a sentinel nor end a sequence.
+    """
+
+    backend: Tokenizer
+    faster: TiktokenForm | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "faster", tiktoken_form(self.backend))
+
+    def __call__(self, document: Document) -> np.ndarray:
+        """Token ids of `document`, int32 [n]."""
+        return self.encode(document.text) if document.token_ids is None else document.token_ids
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids of `text`, int32 [n]. Half a surrogate pair (JSON can hold it, UTF-8 cannot) is read as `?`."""
+        if not text.isascii():
+            text = text.encode("utf-8", errors="replace").decode("utf-8")
+        ids = self.faster.encode(text, self.backend) if self.faster else None
+        return slow_ids(self.backend, text) if ids is None else ids
+
+
+@dataclass(frozen=True, slots=True)
+class TiktokenForm:
+    """A tokenizer as an encoding of tiktoken, whose ids are ranks of tokens.
+
+    `ids`: of each rank, int32. `added`: ordinary tokens that the tokenizer finds in a text before it cuts the rest.
+    """
+
+    encoding: tiktoken.Encoding
+    ids: np.ndarray
+    added: tuple[str, ...]
+
+    def encode(self, text: str, backend: Tokenizer) -> np.ndarray | None:
+        """Token ids of `text`, int32 [n]; None where that is left to `backend`, the tokenizer."""
+        normal = text if backend.normalizer is None else _nfc(text, backend)
+        windows = (normal[at : at + _WINDOW] for at in range(0, len(normal) - _WINDOW + 1, _WINDOW))
+        if any(len(window.split(None, 1)) < 2 for window in windows):
+            return None
+        forms = [text] if normal is text else [text, normal]
+        if any(token in form for form in forms for token in self.added):
+            return None
+        return self.ids[self.encoding.encode_ordinary(normal)]
+
+
+def slow_ids(backend: Tokenizer, text: str) -> np.ndarray:
+    """The ids that the tokenizer itself gives, int32 [n]."""
+    before = backend.encode_special_tokens
+    backend.encode_special_tokens = True
+    try:
+        encodings: list[Any] = backend.encode_batch_fast([text], add_special_tokens=False)
+    finally:
+        backend.encode_special_tokens = before
+    return np.array(encodings[0].ids, dtype=np.int32)
+
+
+def tiktoken_form(backend: Tokenizer) -> TiktokenForm | None:
+    """The form of a tokenizer for tiktoken; None, with a line in the log, where its ids are not known to be equal."""
+    spec: dict[str, Any] = json.loads(backend.to_str())
+    pattern = _pattern(spec)
+    lacks = (
+        "its model is not plain BPE"
+        if not _is_plain_bpe(spec["model"])
+        else "it cuts texts by other rules"
+        if pattern not in PATTERNS
+        else "it has a normalizer other than NFC"
+        if spec["normalizer"] not in (None, {"type": "NFC"})
+        else "it cuts off or pads"
+        if spec["truncation"] or spec["padding"]
+        else cached("merges", [backend.to_str().encode(), version("tokenizers").encode()], lambda: _unlike(spec))
+    )
+    if not lacks:
+        form = _form(spec, str(pattern))
+        differs = [text for text in SAMPLE if not _equal(form.encode(text, backend), slow_ids(backend, text))]
+        lacks = f"tiktoken's ids differ for {differs[0]!r:.40}" if differs else ""
+        if not lacks:
+            return form
+    logger.info("tokenizing with Hugging Face's tokenizers, as tiktoken's may not be the same: %s", lacks)
+    return None
+
+
+def _form(spec: dict[str, Any], pattern: str) -> TiktokenForm:
+    # Imported here: those who only name a TextTokenizer need none of it.
+    import tiktoken
+
+    vocabulary, spelled = spec["model"]["vocab"], _byte_characters()
+    to_byte = {character: byte for byte, character in enumerate(spelled)}
+    tokens = [*spelled, *dict.fromkeys(left + right for left, right in spec["model"]["merges"])]
+    ranks = {bytes(map(to_byte.__getitem__, token)): rank for rank, token in enumerate(tokens)}
+    encoding = tiktoken.Encoding("equal", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    ordinary = [token["content"] for token in spec["added_tokens"] if not token["special"]]
+    added = {form for token in ordinary for form in (token, unicodedata.normalize("NFC", token))}
+    return TiktokenForm(encoding, np.array([vocabulary[token] for token in tokens], dtype=np.int32), tuple(added))
+
+
+def _is_plain_bpe(model: dict[str, Any]) -> bool:
+    others = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
+    is_plain = model["type"] == "BPE" and not any(model.get(name) for name in others)
+    return is_plain and all(character in model["vocab"] for character in _byte_characters())
+
+
+def _pattern(spec: dict[str, Any]) -> str | None:
+    """The regular expression by which a text is cut into pieces; None where something else does it."""
+    cut = spec["pre_tokenizer"] or {}
+    *splits, level = cut.get("pretokenizers", [cut])
+    if level.get("type") != "ByteLevel" or level["add_prefix_space"]:
+        return None
+    if not splits:
+        return BYTE_LEVEL_PATTERN if level["use_regex"] else None
+    expected = {"type": "Split", "pattern": splits[0].get("pattern"), "behavior": "Isolated", "invert": False}
+    return (expected["pattern"] or {}).get("Regex") if splits == [expected] and not level["use_regex"] else None
+
+
+def _unlike(spec: dict[str, Any]) -> str:
+    """Say why the list of merges may give other tokens than their order alone; empty where it cannot."""
+    from tokenizers import Tokenizer
+
+    merges: Sequence[tuple[str, str]] = spec["model"]["merges"]
+    order = dict.fromkeys(left + right for left, right in merges)
+    rank = {token: number for number, token in enumerate(order)}
+    last = -1
+    for left, right in merges:
+        number = rank[left + right]
+        if number < last or max(rank.get(left, -1), rank.get(right, -1)) >= number:
+            return f"its merges are in another order than its tokens ({left} {right})"
+        last = number
+    bare = {**spec, "model": {**spec["model"], "ignore_merges": False}}
+    alone = Tokenizer.from_str(json.dumps({**bare, "normalizer": None, "pre_tokenizer": None, "added_tokens": []}))
+    pieces = alone.encode_batch_fast(list(order), add_special_tokens=False)
+    lost = next((token for token, made in zip(order, pieces, strict=True) if len(made.ids) != 1), None)
+    return "" if lost is None else f"its merges do not lead to its token {lost}"
+
+
+def _nfc(text: str, backend: Tokenizer) -> str:
+    """`text` in the form NFC. Python's look is faster, and as good where it knows every character."""
+    if text.isascii() or (text.replace("\n", "").isprintable() and unicodedata.is_normalized("NFC", text)):
+        return text
+    return backend.normalizer.normalize_str(text)
+
+
+def _equal(ids: np.ndarray | None, others: np.ndarray) -> bool:
+    return ids is None or np.array_equal(ids, others)
+
+
+def _byte_characters() -> list[str]:
+    """The character that stands for each byte in the vocabulary of byte-level BPE: GPT-2's."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]

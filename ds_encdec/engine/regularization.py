@@ -1,0 +1,65 @@
+"""Dropout, label smoothing and z-loss: settings of a run, given to its model here and saved in no `config.json`.
+
+Dropout's masks are torch's own. The generators that they come from are seeded for each micro-batch with the run's seed,
+the micro-batch's lane and its number there, and are afterwards where they were: the masks of a micro-batch are the same
+on any number of ranks, in any engine, and in a resumed run. Layers that recompute go back to the state that they began
+at (model/activation_checkpointing.py), so masks are also the same there.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.training_sections import TrainingConfig
+from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
+from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
+from ds_encdec.types import Batch
+
+
+def draws_masks(config: FullConfig) -> bool:
+    """Return whether a forward pass in training mode draws random numbers."""
+    adapters = config.model.lora
+    return bool(
+        config.training.residual_dropout
+        or config.training.attention_dropout
+        or (adapters is not None and adapters.lora_dropout)
+    )
+
+
+def prepare_for_training(model: Qwen3ForSeq2SeqLM, config: FullConfig) -> None:
+    """Let `model` recompute, offload, compile and drop out as configured, before an engine wraps it."""
+    training = config.training
+    apply_activation_checkpointing(
+        model,
+        training.activation_checkpointing,
+        every_n=training.activation_checkpointing_every_n,
+        offload=training.activation_offload,
+        compiled=training.torch_compile,
+        random=draws_masks(config),
+    )
+    regularize(model, training)
+
+
+def regularize(model: Qwen3ForSeq2SeqLM, training: TrainingConfig) -> None:
+    """Give `model` the settings that it follows in training mode and in its packed form."""
+    model.attention_dropout = training.attention_dropout
+    model.lm_head.label_smoothing, model.lm_head.z_loss = training.label_smoothing, training.z_loss
+    for layer in (*model.encoder.layers, *model.decoder.layers):
+        layer.residual_dropout = training.residual_dropout
+
+
+@contextmanager
+def masks_of(batch: Batch, seed: int) -> Iterator[None]:
+    """Inside, torch draws for `batch` on the CPU and on its device what a run of `seed` always draws for it."""
+    device = batch.labels.device
+    named = f"{seed}:dropout:{batch.lane}:{batch.number}"
+    key = int.from_bytes(hashlib.sha256(named.encode()).digest()[:8], "little")
+    on_cpu = device.type == "cpu"
+    with torch.random.fork_rng(devices=[] if on_cpu else [device], device_type="cuda" if on_cpu else device.type):
+        torch.default_generator.manual_seed(key)
+        if not on_cpu:
+            torch.get_device_module(device).default_generators[device.index or 0].manual_seed(key)
+        yield

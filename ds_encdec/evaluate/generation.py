@@ -1,0 +1,214 @@
+"""Generation for many inputs: batches of similar length, by the model's own `generate()` with its cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from ds_encdec.data.randomness import keyed_generator
+from ds_encdec.types import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+TokenIds = Sequence[int] | np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationSettings:
+    """How texts are generated. Raises ConfigError for values that contradict each other.
+
+    `temperature` 0 takes the likeliest token (or searches with `num_beams`), above it samples; `top_p` (1: all) and
+    `top_k` (0: all) limit what is sampled from. `repetition_penalty`: by how much tokens that were generated already
+    are made less likely (1: not at all). `batch_tokens`: the most that a batch holds, encoder tokens and new ones of
+    all rows and beams together, padding included (a row by itself may be longer).
+    """
+
+    max_new_tokens: int = 512
+    num_beams: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    batch_tokens: int = 16_384
+
+    def __post_init__(self) -> None:
+        for name, is_sound, range_ in (
+            ("max_new_tokens", self.max_new_tokens >= 1, "1 or more"),
+            ("num_beams", self.num_beams >= 1, "1 or more"),
+            ("temperature", 0 <= self.temperature < float("inf"), "0 (greedy) or more"),
+            ("top_p", 0 < self.top_p <= 1, "above 0, and at most 1 (all)"),
+            ("top_k", self.top_k >= 0, "0 (all) or more"),
+            ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "above 0 (1: none)"),
+            ("batch_tokens", self.batch_tokens >= 1, "1 or more"),
+        ):
+            if not is_sound:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be {range_}")
+        if self.temperature == 0 and (self.top_p < 1 or self.top_k):
+            raise ConfigError("top_p and top_k limit sampling: give a temperature above 0, too (such as 0.1)")
+        if self.temperature > 0 and self.num_beams > 1:
+            raise ConfigError("num_beams searches for the likeliest text, a temperature samples: give one of them")
+
+
+def plan_batches(encoder_ids: Sequence[TokenIds], settings: GenerationSettings) -> list[list[int]]:
+    """Divide the inputs into batches of similar length, each a list of their numbers. The longest come first.
+
+    It depends on nothing but the lengths and `batch_tokens`, so that ranks and later runs divide them alike.
+    """
+    order = sorted(range(len(encoder_ids)), key=lambda number: -len(encoder_ids[number]))
+    batches: list[list[int]] = []
+    for number in order:
+        longest = len(encoder_ids[batches[-1][0]]) if batches else 0
+        row = (longest + settings.max_new_tokens) * settings.num_beams
+        if batches and (len(batches[-1]) + 1) * row <= settings.batch_tokens:
+            batches[-1].append(number)
+        else:
+            batches.append([number])
+    return batches
+
+
+def generate(model: PreTrainedModel, encoder_ids: Sequence[TokenIds], settings: GenerationSettings) -> list[list[int]]:
+    """The tokens that `model` generates for each input, in their order, without start and end tokens.
+
+    Greedy and beam search give each input what it would get alone, in any batch, but for ties within rounding. So does
+    sampling: each input draws from random numbers of its own, keyed by (seed, its number). In bfloat16 and float16
+    rounding is coarse, and other batches (another `batch_tokens`, other inputs) may give another text.
+    """
+    generated: list[list[int]] = [[] for _ in encoder_ids]
+    for batch in plan_batches(encoder_ids, settings):
+        for number, ids in zip(batch, generate_batch(model, encoder_ids, batch, settings), strict=True):
+            generated[number] = ids
+    return generated
+
+
+@torch.no_grad()
+def generate_batch(
+    model: PreTrainedModel,
+    encoder_ids: Sequence[TokenIds],
+    numbers: Sequence[int],
+    settings: GenerationSettings,
+    stopping: StoppingCriteriaList | None = None,
+) -> list[list[int]]:
+    """The tokens for the inputs `numbers` of `encoder_ids`, as one batch; see `generate`.
+
+    `stopping`: further reasons to end a row, as transformers takes them.
+    """
+    config = _generation_config(model, settings)
+    ids, mask = padded([encoder_ids[number] for number in numbers], pad_id_of(config), model.device)
+    with evaluating(model):
+        rows = model.generate(
+            ids,
+            attention_mask=mask,
+            generation_config=config,
+            logits_processor=_sampling(settings, numbers),
+            stopping_criteria=stopping or StoppingCriteriaList(),
+        )
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    return [_before(row[1:], ends) for row in rows.tolist()]
+
+
+def text_of(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> str:
+    """The text of generated or target tokens, without those that begin, end and fill sequences. Sentinels stay."""
+    names = ("bos", "eos", "pad", "cls", "sep")
+    marks = {getattr(tokenizer, f"{name}_token_id") for name in names}
+    shown = [token for token in ids if token not in marks]
+    return str(tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def padded(rows: Sequence[TokenIds], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """int64 [B, longest, at least 1]: the rows filled up with `pad_id` on the right; and a mask, 1 on real tokens."""
+    ids = torch.full((len(rows), max(1, *map(len, rows))), pad_id)
+    mask = torch.zeros_like(ids)
+    for index, row in enumerate(rows):
+        ids[index, : len(row)] = torch.as_tensor(np.asarray(row, dtype=np.int64))
+        mask[index, : len(row)] = 1
+    return ids.to(device), mask.to(device)
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Put `model` into evaluation mode (no dropout) for the time of the block."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def _generation_config(model: PreTrainedModel, settings: GenerationSettings) -> GenerationConfig:
+    """The model's own settings (special tokens, forced ones), with ours in the place of the rest."""
+    config: GenerationConfig = deepcopy(model.generation_config)
+    config.update(
+        max_new_tokens=settings.max_new_tokens,
+        max_length=None,
+        num_beams=settings.num_beams,
+        repetition_penalty=settings.repetition_penalty,
+        do_sample=False,  # `_SeededSampling` does, where it is asked for
+        temperature=None,
+        top_p=None,
+        top_k=None,
+        use_cache=True,
+        return_dict_in_generate=False,
+    )
+    return config
+
+
+def pad_id_of(config: GenerationConfig) -> int:
+    """The id that fills rows; masks hide it."""
+    if config.pad_token_id is not None:
+        return int(config.pad_token_id)
+    return int(config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id)
+
+
+def _before(ids: list[int], ends: list[int]) -> list[int]:
+    """`ids` up to the first of `ends`."""
+    return ids[: next((place for place, token in enumerate(ids) if token in ends), len(ids))]
+
+
+def _sampling(settings: GenerationSettings, numbers: Sequence[int]) -> LogitsProcessorList:
+    """The steps that draw the next tokens of a batch; none where the likeliest are taken."""
+    if settings.temperature == 0:
+        return LogitsProcessorList()
+    limits: list[LogitsProcessor] = [TemperatureLogitsWarper(settings.temperature)]
+    if settings.top_k:
+        limits.append(TopKLogitsWarper(settings.top_k))
+    if settings.top_p < 1:
+        limits.append(TopPLogitsWarper(settings.top_p))
+    return LogitsProcessorList([*limits, _SeededSampling(settings, numbers)])
+
+
+class _SeededSampling(LogitsProcessor):
+    """Draws the next token of each row by a random number of the row's own, and leaves that token alone to be taken.
+
+    transformers' own sampling draws for all rows of a batch from one generator: a text would depend on the others.
+    """
+
+    def __init__(self, settings: GenerationSettings, numbers: Sequence[int]) -> None:
+        generators = (keyed_generator(settings.seed, "generation", number) for number in numbers)
+        self._draws = np.stack([generator.random(settings.max_new_tokens) for generator in generators])
+        self._step = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores [B, vocabulary] → the same shape, 0 for the token drawn and -inf for all others."""
+        cumulative = scores.double().softmax(-1).cumsum(-1)
+        draws = torch.from_numpy(self._draws[:, self._step, None]).to(scores.device)
+        self._step += 1
+        drawn = torch.searchsorted(cumulative, draws * cumulative[:, -1:], right=True)
+        return torch.full_like(scores, -torch.inf).scatter_(-1, drawn.clamp_max(scores.shape[-1] - 1), 0.0)

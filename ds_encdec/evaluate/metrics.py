@@ -1,0 +1,150 @@
+"""The functions behind the rows of `text_metrics.py`; each compares predictions with references, pair by pair.
+
+Figures are on the scale of 0 to 100. `exact_match`, `rouge` and `bertscore` are means over the pairs; `bleu` and `chrf`
+are those of the whole set (sacrebleu's corpus scores).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from ds_encdec.engines import load
+from ds_encdec.text_metrics import TEXT_METRICS as TEXT_METRICS
+from ds_encdec.text_metrics import not_installed
+from ds_encdec.types import ConfigError
+
+if TYPE_CHECKING:
+    from rouge_score.rouge_scorer import RougeScorer
+
+ROUGE_TYPES = TEXT_METRICS["rouge"].figures
+
+
+@dataclass(frozen=True, slots=True)
+class BertScoreModel:
+    """The model that BERTScore compares tokens with: a folder, and the layer whose states it takes.
+
+    `layer` None: the one that bert-score's authors found best for a model of the folder's name, else the last.
+    """
+
+    folder: Path
+    layer: int | None = None
+    device: str | None = None
+
+    def chosen_layer(self) -> int:
+        """The layer, counted from 1. Raises ConfigError for a folder without a model, or without such a layer."""
+        from bert_score.utils import model2layers
+
+        try:
+            config = json.loads((self.folder / "config.json").read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"--bertscore-model: {self.folder} is not a model folder: its config.json cannot be read ({error})"
+            ) from error
+        known = {name.rpartition("/")[2]: layer for name, layer in model2layers.items()}
+        last = int(config.get("num_hidden_layers") or config.get("num_layers") or config.get("n_layers") or 0)
+        layer = self.layer or known.get(self.folder.resolve().name) or last
+        if not 0 < layer <= last:
+            raise ConfigError(f"--bertscore-layer {layer}: {self.folder} has {last} layers")
+        return layer
+
+
+def check_metrics(names: Iterable[str], bertscore_model: BertScoreModel | None = None) -> None:
+    """Raise ConfigError where a metric is unknown, or a package or model that it needs is missing."""
+    names = list(names)
+    if unknown := [name for name in names if name not in TEXT_METRICS]:
+        raise ConfigError(f"unknown metric {', '.join(unknown)}; there are {', '.join(TEXT_METRICS)}")
+    if problems := list(not_installed(names)):
+        raise ConfigError("\n".join(problems))
+    if needs_model := [name for name in names if TEXT_METRICS[name].needs_model]:
+        if bertscore_model is None:
+            raise ConfigError(f"{needs_model[0]} compares texts by a model: name its folder in --bertscore-model")
+        bertscore_model.chosen_layer()
+
+
+def score_texts(
+    names: Iterable[str],
+    predictions: Sequence[str],
+    references: Sequence[str],
+    *,
+    bertscore_model: BertScoreModel | None = None,
+) -> dict[str, float]:
+    """All figures of the metrics `names` over the pairs of texts, of which there must be one at least.
+
+    Raises ConfigError as `check_metrics` does.
+    """
+    names = list(names)
+    check_metrics(names, bertscore_model)
+    figures: dict[str, float] = {}
+    for name in names:
+        row = TEXT_METRICS[name]
+        model = {"bertscore_model": bertscore_model} if row.needs_model else {}
+        figures |= load(row.compute)(predictions, references, **model)
+    return figures
+
+
+def same_words(prediction: str, reference: str) -> bool:
+    """Return whether the texts are equal but for white space: at the ends none counts, within any run is one blank."""
+    return prediction.split() == reference.split()
+
+
+def exact_match(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+    """The share of predictions that are their reference but for white space. Case and punctuation count."""
+    return {"exact_match": 100 * fmean(map(same_words, predictions, references))}
+
+
+def rouge_scorer() -> RougeScorer:
+    """ROUGE-1, -2 and -L of Google's package, with Porter's stemmer. It knows words of a to z and digits only."""
+    from rouge_score.rouge_scorer import RougeScorer
+
+    return RougeScorer(list(ROUGE_TYPES), use_stemmer=True)
+
+
+def rouge(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+    """Mean F1 of common words, pairs of words, and the longest common sequence of words."""
+    scorer = rouge_scorer()
+    scores: list[Mapping[str, Any]] = [
+        scorer.score(reference, prediction) for prediction, reference in zip(predictions, references, strict=True)
+    ]
+    return {name: 100 * fmean(score[name].fmeasure for score in scores) for name in ROUGE_TYPES}
+
+
+def chrf(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+    """chrF2: F-score of character n-grams up to 6. Good for languages that ROUGE and BLEU cannot divide into words."""
+    from sacrebleu import corpus_chrf
+
+    return {"chrf": corpus_chrf(predictions, [references]).score}
+
+
+def bleu(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+    """sacrebleu's BLEU with its default tokenizer (13a) and smoothing (exp)."""
+    from sacrebleu import corpus_bleu
+
+    return {"bleu": corpus_bleu(predictions, [references]).score}
+
+
+def bertscore(
+    predictions: Sequence[str], references: Sequence[str], *, bertscore_model: BertScoreModel
+) -> dict[str, float]:
+    """Mean precision, recall and F1 of the tokens' best cosines, without rescaling. A text without words scores 0."""
+    from bert_score import score
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    names = TEXT_METRICS["bertscore"].figures
+    pairs = [pair for pair in zip(predictions, references, strict=True) if all(text.strip() for text in pair)]
+    if not pairs:
+        return dict.fromkeys(names, 0.0)
+    folder, layer = str(bertscore_model.folder), bertscore_model.chosen_layer()
+    try:
+        parts = score(*zip(*pairs, strict=True), model_type=folder, num_layers=layer, device=bertscore_model.device)
+    except OverflowError as error:  # bert-score hands model_max_length on, which is 1e30 where a tokenizer has none
+        raise ConfigError(
+            f"--bertscore-model: the tokenizer in {folder} does not say how long a text may be; add "
+            '"model_max_length" (such as 512) to its tokenizer_config.json'
+        ) from error
+    return {name: 100 * part.sum().item() / len(predictions) for name, part in zip(names, parts, strict=True)}

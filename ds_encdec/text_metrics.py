@@ -1,0 +1,53 @@
+"""The metrics that compare generated texts with references, a row each: adding one is a function and a row here.
+
+All figures are on the scale of 0 to 100. It stands on the floor, so that the configuration can ask for the figures'
+names, and nothing is imported for it: the functions are in `evaluate/metrics.py`.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+
+@dataclass(frozen=True, slots=True)
+class TextMetric:
+    """One metric, which yields `figures`, means over the examples or figures of the whole set.
+
+    `compute`: the dotted name of a function of predictions and references that returns the figures. `package`: the
+    module that it imports, if any, which the `extra` of this package brings. `needs_model`: it takes a model of its
+    own, as `bertscore_model`.
+    """
+
+    figures: tuple[str, ...]
+    compute: str
+    package: str | None = None
+    extra: str | None = None
+    higher_is_better: bool = True
+    needs_model: bool = False
+
+
+TEXT_METRICS: dict[str, TextMetric] = {
+    "exact_match": TextMetric(("exact_match",), "ds_encdec.evaluate.metrics:exact_match"),
+    "rouge": TextMetric(("rouge1", "rouge2", "rougeL"), "ds_encdec.evaluate.metrics:rouge", "rouge_score", "eval"),
+    "chrf": TextMetric(("chrf",), "ds_encdec.evaluate.metrics:chrf", "sacrebleu", "eval"),
+    "bleu": TextMetric(("bleu",), "ds_encdec.evaluate.metrics:bleu", "sacrebleu", "eval"),
+    "bertscore": TextMetric(
+        ("bertscore_precision", "bertscore_recall", "bertscore_f1"),
+        "ds_encdec.evaluate.metrics:bertscore",
+        "bert_score",
+        "bertscore",
+        needs_model=True,
+    ),
+}
+"""The rows by the name that asks for them."""
+
+FIGURES: dict[str, TextMetric] = {figure: row for row in TEXT_METRICS.values() for figure in row.figures}
+"""The row that yields each figure."""
+
+
+def not_installed(names: Iterable[str]) -> Iterator[str]:
+    """Problems, in words, with the packages that the metrics `names` need on this machine."""
+    for name in names:
+        row = TEXT_METRICS[name]
+        if row.package is not None and find_spec(row.package) is None:
+            yield f"{name} needs {row.package}, which is not installed: pip install 'ds_encdec[{row.extra}]'"

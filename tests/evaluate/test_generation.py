@@ -1,0 +1,127 @@
+"""Generation for many inputs: in any batch what each gets alone, and what transformers' own search gives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from ds_encdec.evaluate.generation import GenerationSettings, generate, generate_batch, plan_batches
+from ds_encdec.evaluate.scoring import score_targets
+from ds_encdec.model.attention import PackedLayout
+from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
+from ds_encdec.types import ConfigError
+
+LENGTHS = [5, 0, 17, 1, 9, 17, 3, 12]
+ONE_BY_ONE = 1
+
+
+@pytest.fixture(scope="module")
+def model() -> Qwen3ForSeq2SeqLM:
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def inputs() -> list[np.ndarray]:
+    generator = np.random.default_rng(0)
+    return [generator.integers(2, 97, length, dtype=np.int32) for length in LENGTHS]
+
+
+def ended(model: Qwen3ForSeq2SeqLM, inputs: list[np.ndarray]) -> int:
+    """The likeliest first token of the third input: as an end token it stops some rows early."""
+    return generate(model, inputs[2:3], GenerationSettings(max_new_tokens=3))[0][2]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        GenerationSettings(),
+        GenerationSettings(num_beams=3, repetition_penalty=1.3),
+        GenerationSettings(temperature=1.5, top_p=0.9, top_k=40, seed=3),
+    ],
+    ids=["greedy", "beams", "sampling"],
+)
+def test_each_input_gets_in_any_batch_what_it_gets_alone(
+    model: Qwen3ForSeq2SeqLM, inputs: list[np.ndarray], how: GenerationSettings
+) -> None:
+    model.generation_config.eos_token_id = ended(model, inputs)
+    how = replace(how, max_new_tokens=10)
+    together, some, alone = (generate(model, inputs, replace(how, batch_tokens=n)) for n in (10**6, 90, ONE_BY_ONE))
+    assert together == some == alone
+    assert len({len(ids) for ids in together}) > 1  # some met the end token, which is not among theirs
+    assert not any(model.generation_config.eos_token_id in ids for ids in together)
+    model.generation_config.eos_token_id = 1
+
+
+def test_the_tokens_are_those_of_transformers_without_the_cache(
+    model: Qwen3ForSeq2SeqLM, inputs: list[np.ndarray]
+) -> None:
+    settings = GenerationSettings(max_new_tokens=8, num_beams=2)
+    model.train()
+    found = generate(model, inputs, settings)
+    assert model.training
+    model.eval()
+    for ids, row in zip(inputs, found, strict=True):
+        if len(ids):
+            expected = model.generate(torch.tensor(ids[None]), max_new_tokens=8, num_beams=2, use_cache=False)
+            assert row == [*expected[0, 1:].tolist(), 1][: len(row)]
+            assert len(row) == 8 or expected[0, len(row) + 1] == 1
+
+
+def test_batches_hold_at_most_so_many_tokens_with_the_new_ones() -> None:
+    settings = GenerationSettings(max_new_tokens=10, num_beams=2, batch_tokens=100)
+    rows = [[7] * length for length in LENGTHS]
+    batches = plan_batches(rows, settings)
+    assert batches == [[2], [5], [7, 4], [0, 6, 3], [1]]
+    assert sorted(number for batch in batches for number in batch) == list(range(len(LENGTHS)))
+
+
+def test_samples_follow_the_distribution_and_their_seed(model: Qwen3ForSeq2SeqLM, inputs: list[np.ndarray]) -> None:
+    settings = GenerationSettings(max_new_tokens=1, temperature=0.7, top_k=4)
+    rows = [inputs[0]] * 2000
+    first = Counter(ids[0] for ids in generate_batch(model, rows, range(2000), settings) if ids)
+    logits = model(torch.tensor(inputs[0][None]), decoder_input_ids=torch.tensor([[0]])).logits[0, 0]
+    values, tokens = logits.topk(4)
+    for token, share in zip(tokens.tolist(), (values / 0.7).softmax(-1).tolist(), strict=True):
+        assert token == 1 or abs(first[token] / 2000 - share) < 0.05  # 4.5 standard deviations; 1 ends a row
+    assert set(first) <= set(tokens.tolist())
+    seeds = [generate(model, inputs, replace(settings, seed=seed, top_k=0, max_new_tokens=4)) for seed in (1, 1, 2)]
+    assert seeds[0] == seeds[1] != seeds[2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be 1 or more"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_p": 0.9}, "give a temperature above 0"),
+        ({"temperature": 0.1, "num_beams": 4}, "give one of them"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, float], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        GenerationSettings(**settings)  # type: ignore[arg-type]
+
+
+def test_targets_are_scored_as_training_does(model: Qwen3ForSeq2SeqLM, inputs: list[np.ndarray]) -> None:
+    targets = [*(inputs[number][:9] for number in (2, 5, 7, 4, 0, 2, 3)), np.array([1])]
+    found = score_targets(model, inputs, targets, batch_tokens=60)
+    greedy = generate(model, inputs[:1], GenerationSettings(max_new_tokens=5))[0]
+    assert [score.is_greedy for score in score_targets(model, [inputs[0]] * 2, [greedy, [*greedy, 2]], 100)] == [
+        True,
+        False,
+    ]
+    for encoder_ids, target, score in zip(inputs, targets, found, strict=True):
+        layout = {"encoder_lengths": (len(encoder_ids),), "decoder_lengths": (len(target),)}
+        cu_seqlens = [torch.tensor([0, len(ids)], dtype=torch.int32) for ids in (encoder_ids, target)]
+        positions = [torch.arange(len(ids)) for ids in (encoder_ids, target)]
+        names = ("encoder_cu_seqlens", "decoder_cu_seqlens", "encoder_positions", "decoder_positions")
+        packing = PackedLayout.build(**layout, **dict(zip(names, [*cu_seqlens, *positions], strict=True)))
+        ids, labels = (torch.tensor(part, dtype=torch.int64) for part in (encoder_ids, target))
+        start = torch.cat([torch.zeros(1, dtype=torch.int64), labels[:-1]])
+        loss = model(ids, decoder_input_ids=start, labels=labels, packing=packing).loss.item()
+        assert -score.log_probability == pytest.approx(loss, rel=1e-5)
