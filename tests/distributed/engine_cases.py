@@ -84,6 +84,7 @@ def trajectory(steps: int, **overrides: Any) -> dict[str, Any]:
         "by_denoiser": after.by_denoiser,
         "tokens_by_denoiser": after.tokens_by_denoiser,
         "weights": full_weights(engine),
+        "merged": {name: parameter.clone() for name, parameter in engine.full_parameters()},
     }
     engine.close()
     return result

@@ -96,6 +96,7 @@ def trajectory(steps: int, **overrides: Any) -> dict[str, Any]:
         "tokens_by_denoiser": after.tokens_by_denoiser,
         "loss_dtype": str(after.total.dtype),
         "weights": full_weights(engine),
+        "merged": {name: parameter.clone() for name, parameter in engine.full_parameters()},
     }
     engine.close()
     return result
