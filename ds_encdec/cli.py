@@ -213,9 +213,17 @@ def _init_model(options: argparse.Namespace, _: Sequence[str]) -> None:
 
 
 def _export(options: argparse.Namespace, _: Sequence[str]) -> None:
-    from ds_encdec.checkpoint.export import export_checkpoint
+    if options.adapter:
+        from ds_encdec.checkpoint.adapters import export_adapter
 
-    export_checkpoint(options.checkpoint, options.out, encoder_only=options.encoder_only, **_weight_options(options))
+        if options.encoder_only:
+            raise ConfigError("--adapter and --encoder-only: adapters stand beside both sides; give one of the two")
+        export_adapter(options.checkpoint, options.out, base=options.base)
+    else:
+        from ds_encdec.checkpoint.export import export_checkpoint
+
+        how = {"encoder_only": options.encoder_only, "base": options.base} | _weight_options(options)
+        export_checkpoint(options.checkpoint, options.out, **how)
     print(f"exported to {options.out}")
 
 
@@ -223,8 +231,14 @@ def _average(options: argparse.Namespace, _: Sequence[str]) -> None:
     from ds_encdec.checkpoint.export import average_checkpoints
     from ds_encdec.launch.run_folder import RunFolder
 
+    if options.adapter:
+        raise ConfigError(
+            "--adapter: the mean of adapters is none, as the mean of products B A has a higher rank than they: "
+            "leave it out, and the mean of the merged models is written"
+        )
     run = RunFolder(str(options.run_folder))
-    steps = average_checkpoints(run, options.out, last=options.last, **_weight_options(options))
+    how = {"base": options.base} | _weight_options(options)
+    steps = average_checkpoints(run, options.out, last=options.last, **how)
     fewer = f" (there are no more in a row; {options.last} were asked for)" if len(steps) < options.last else ""
     print(f"the mean of steps {', '.join(map(str, steps))}{fewer} is in {options.out or run.averaged}")
 
@@ -302,6 +316,10 @@ _WEIGHTS: Arguments = {
     "--dtype": _value("(default float32)", choices=("float32", "bfloat16"), default="float32"),
     "--max-shard-gb": _value("largest file, in GB (default 5)", float, default=5.0),
 }
+_LORA: Arguments = {
+    "--base": _value("base of a LoRA run, if it is no longer where the run found it", metavar="PATH_OR_HUB_ID"),
+    "--adapter": _flag("the adapters of a LoRA run alone, as a folder for peft (default: merged)"),
+}
 _OUT = _value("folder to write; must not exist", Path)
 
 ARGUMENTS: dict[str, Arguments | Callable[[argparse.ArgumentParser], None]] = {
@@ -346,12 +364,14 @@ ARGUMENTS: dict[str, Arguments | Callable[[argparse.ArgumentParser], None]] = {
         **_CHECKPOINT,
         "out": _OUT,
         "--encoder-only": _flag("the encoder alone, as a text embedding model"),
+        **_LORA,
         **_WEIGHTS,
     },
     "average": {
         "run_folder": _value("a run, e.g. output", Path, metavar="run"),
         "out": _value("folder to write (default RUN/export/averaged)", Path, nargs="?"),
         "--last": _value("newest checkpoints to average (default 5)", int, default=5),
+        **_LORA,
         **_WEIGHTS,
     },
     "convert": {
