@@ -35,6 +35,7 @@ from ds_encdec.engine.ds_json import render_deepspeed_json
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine, join_ranks
 from ds_encdec.engines import ENGINES, load
+from ds_encdec.evaluate.in_training import Judge, usable_metrics
 from ds_encdec.gpus import peak_flops
 from ds_encdec.launch.disk import Writing, write_atomically
 from ds_encdec.launch.host_collectives import RunContext
@@ -230,6 +231,7 @@ def _wire(
     config = resolve_batch_size(config, context, stop, model.config, found)
     lanes, accumulation = plan_lanes(config, world.world_size, saved.get("num_lanes"))
     run = _Run(config, context, folder, found, model, num_lanes=lanes, accumulation=accumulation)
+    metrics = usable_metrics(config) if config.training.eval_generate_samples else []
     data = collectives.rank_zero_first(lambda: _build_data(run, saved.get("data"), commits, allow_data_change))
     if found:
         state = restore_choice(found, state, config.training)
@@ -257,6 +259,8 @@ def _wire(
         state=state,
         require_folder=folder.require_present,
     )
+    if metrics:
+        trainer.judge = Judge(config, engine, model.config, model.tokenizer, collectives, data.eval_examples, metrics)
     return trainer, expected, {"parameters": parameters}
 
 

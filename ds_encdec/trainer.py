@@ -26,6 +26,7 @@ from ds_encdec.launch.host_collectives import HostCollectives, attempt
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.monitor.metrics import by_denoiser, eval_metrics
 from ds_encdec.monitor.recorder import Actions, Recorder
+from ds_encdec.monitor.sinks import Sample
 from ds_encdec.resume import roll_back
 from ds_encdec.types import TASKS, Batch, CheckpointError, DivergedError, Preempted, StepResult, TrainingState
 
@@ -52,7 +53,10 @@ data lane. Returns what writes it into the checkpoint's folder later, from any t
 
 @dataclass
 class Trainer:
-    """A run, wired. `require_folder` raises where the run's folder is gone. What `run_files` returns is for rank 0."""
+    """A run, wired. `require_folder` raises where the run's folder is gone. What `run_files` returns is for rank 0.
+
+    `judge`: figures of the texts that the model generates for held-out inputs, and some of the texts. Collective.
+    """
 
     config: FullConfig
     engine: Engine
@@ -65,6 +69,7 @@ class Trainer:
     run_files: RunFiles
     state: TrainingState
     require_folder: Callable[[], None] = lambda: None
+    judge: Callable[[], tuple[dict[str, float], list[Sample]]] = lambda: ({}, [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +305,10 @@ def _evaluate(run: Trainer, state: TrainingState, due: Due) -> tuple[TrainingSta
         return state, None
     with run.recorder.clock.spent_on("pause"):
         metrics = evaluate(run)
+        with run.stop.heartbeat.busy():  # each rank generates as long as its texts are, and waits for the others
+            figures, samples = run.judge()
+    metrics |= figures
+    run.recorder.show(state, samples)
     if metrics:
         run.recorder.publish(state, metrics)
     training = run.config.training

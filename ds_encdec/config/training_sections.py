@@ -5,14 +5,22 @@ sections have in common.
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+)
 
 from ds_encdec.config.deepspeed_keys import check_extra
 from ds_encdec.config.sections import Mark, Section, one_or_many
-from ds_encdec.config.settings import Conflict, Rule, join
+from ds_encdec.config.settings import Conflict, Rule, closest, join
 from ds_encdec.engines import DistributedType
+from ds_encdec.text_metrics import FIGURES
 from ds_encdec.types import ConfigError
 
 _FSDP_STRATEGIES = {
@@ -21,14 +29,19 @@ _FSDP_STRATEGIES = {
     "NO_SHARD": "zero0",
     "HYBRID_SHARD": "zero3_hybrid",
 }
-TextFigure = Literal["exact_match", "rouge1", "rouge2", "rougeL", "chrf", "bleu"]
-"""Figures of generated texts, of all of which the greater is the better."""
-BestMetric = Annotated[
-    Literal["loss", "perplexity", TextFigure],
-    BeforeValidator(
-        lambda value: value.removeprefix("eval_").removeprefix("eval/") if isinstance(value, str) else value
-    ),
-]
+TEXT_FIGURES = {figure: row.higher_is_better for figure, row in FIGURES.items() if not row.needs_model}
+"""The figures of generated texts that evaluations in training have, and whether the higher is the better."""
+
+
+def _evaluated(name: str) -> str:
+    """The name of a figure of evaluations, without Hugging Face's prefix. Raises ValueError for others."""
+    name, known = name.removeprefix("eval_").removeprefix("eval/"), ("loss", "perplexity", *TEXT_FIGURES)
+    if name not in known:
+        guess = closest(name, known)
+        raise ValueError(f"allowed: {', '.join(known)}" + (f"; did you mean `{guess}`?" if guess else ""))
+    return name
+
+
 Tracker = Literal["wandb", "tensorboard"]
 Trackers = Annotated[
     tuple[Tracker, ...],
@@ -121,8 +134,9 @@ class TrainingConfig(Section):
     eval_samples: Annotated[int, Mark.EXAMPLES, Mark.UNTRAINED] = Field(default=1000, ge=0)
     """Examples of the held-out split in one evaluation; 0 turns evaluation off."""
     eval_generate_samples: Annotated[int, Mark.UNTRAINED] = Field(default=0, ge=0)
-    """Held-out examples whose outputs the model generates in each evaluation, to be compared with the right ones
-    (docs/metrics.md); 0: none. Takes a second copy of the model on each rank, in bf16 2 bytes per parameter."""
+    """Examples of `eval_samples`, the first ones, whose outputs the model generates in each evaluation, to be compared
+    with the right ones (docs/metrics.md); 0: none. Takes a second copy of the model on each rank: in bf16 2 bytes per
+    parameter."""
     generation_max_new_tokens: Annotated[int, Mark.UNTRAINED] = Field(default=512, ge=1)
     """Most tokens of a generated text."""
     generation_num_beams: Annotated[int, Mark.UNTRAINED] = Field(default=1, ge=1)
@@ -138,7 +152,7 @@ class TrainingConfig(Section):
     """Everything random is derived from it."""
     max_consecutive_skipped_steps: Annotated[int, Mark.TUNABLE] = Field(default=20, ge=1)
     """Steps skipped in a row (not finite, or by a `skip_step` of `monitor`) after which the run stops as diverged."""
-    metric_for_best_model: Annotated[BestMetric, Mark.TUNABLE] = "loss"
+    metric_for_best_model: Annotated[str, AfterValidator(_evaluated), Mark.TUNABLE] = "loss"
     """Figure of an evaluation (`eval/…` in its metrics) by which checkpoints are the best, and early stopping decides.
     Those of texts need `eval_generate_samples`."""
     greater_is_better: Annotated[bool | None, Mark.TUNABLE] = None
@@ -171,7 +185,7 @@ class TrainingConfig(Section):
     def best_is_greatest(self) -> bool:
         """True if the best evaluation is the one with the greatest `metric_for_best_model`."""
         given = self.greater_is_better
-        return self.metric_for_best_model in get_args(TextFigure) if given is None else given
+        return TEXT_FIGURES.get(self.metric_for_best_model, False) if given is None else given
 
     @property
     def best_by(self) -> str:
@@ -227,9 +241,14 @@ class TrainingConfig(Section):
             message = "this is done in evaluations, or decided by them: set eval_samples > 0, or turn it off"
             yield Rule(f"{name} eval_samples", message, is_set and not self.eval_samples)
         yield Rule(
+            "eval_generate_samples eval_samples",
+            "outputs are generated for the first of the examples that are evaluated: make it eval_samples at most",
+            0 < self.eval_samples < self.eval_generate_samples,
+        )
+        yield Rule(
             "metric_for_best_model eval_generate_samples",
             "a figure of generated texts, of which there are none: set eval_generate_samples > 0, or take loss",
-            self.metric_for_best_model in get_args(TextFigure) and not self.eval_generate_samples,
+            self.metric_for_best_model in TEXT_FIGURES and not self.eval_generate_samples,
         )
         yield Rule(
             "load_best_model_at_end export_at_end",

@@ -21,7 +21,7 @@ from ds_encdec.data.tables import resolve_commits
 from ds_encdec.engines import load
 from ds_encdec.objectives import OBJECTIVES
 from ds_encdec.source_kinds import HUB, LOCAL_SOURCES
-from ds_encdec.types import Batch, DataError
+from ds_encdec.types import Batch, DataError, Example
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -33,12 +33,13 @@ if TYPE_CHECKING:
 class TrainingData:
     """The data of one rank.
 
-    `eval_batches` packs the held-out examples at its first call and keeps the batches. `ratio`: encoder
+    `eval_batches` packs the held-out `eval_examples` at its first call and keeps the batches. `ratio`: encoder
     tokens per decoder token, by which the micro-batch was divided. `commits`: see `resolve_commits`.
     """
 
     loader: LaneLoader
     eval_batches: Callable[[], Sequence[Batch]]
+    eval_examples: Callable[[], Sequence[Example]]
     pipeline: LanePipeline
     fingerprint: dict[str, Any]
     ratio: float
@@ -118,7 +119,7 @@ def build_data(
         budgets = token_budgets(data, training.per_device_eval_batch_size, ratio)
         return pack_examples(eval_examples(), pipeline, budgets, rank, world_size, pin_memory)
 
-    return TrainingData(loader, eval_batches, pipeline, facts, ratio, commits)
+    return TrainingData(loader, eval_batches, eval_examples, pipeline, facts, ratio, commits)
 
 
 def open_sources(

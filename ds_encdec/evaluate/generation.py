@@ -24,7 +24,7 @@ from ds_encdec.data.randomness import keyed_generator
 from ds_encdec.types import ConfigError
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedModel
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 TokenIds = Sequence[int] | np.ndarray
 
@@ -110,7 +110,7 @@ def generate_batch(
     `stopping`: further reasons to end a row, as transformers takes them.
     """
     config = _generation_config(model, settings)
-    ids, mask = padded([encoder_ids[number] for number in numbers], _pad_id(config), model.device)
+    ids, mask = padded([encoder_ids[number] for number in numbers], pad_id_of(config), model.device)
     with evaluating(model):
         rows = model.generate(
             ids,
@@ -121,6 +121,14 @@ def generate_batch(
         )
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     return [_before(row[1:], ends) for row in rows.tolist()]
+
+
+def text_of(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> str:
+    """The text of generated or target tokens, without those that begin, end and fill sequences. Sentinels stay."""
+    names = ("bos", "eos", "pad", "cls", "sep")
+    marks = {getattr(tokenizer, f"{name}_token_id") for name in names}
+    shown = [token for token in ids if token not in marks]
+    return str(tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def padded(rows: Sequence[TokenIds], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -162,7 +170,8 @@ def _generation_config(model: PreTrainedModel, settings: GenerationSettings) -> 
     return config
 
 
-def _pad_id(config: GenerationConfig) -> int:
+def pad_id_of(config: GenerationConfig) -> int:
+    """The id that fills rows; masks hide it."""
     if config.pad_token_id is not None:
         return int(config.pad_token_id)
     return int(config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id)

@@ -8,6 +8,7 @@ OUTPUT_DIR/
   config.yaml  ds_config.json  what the run was started with; the latter where DeepSpeed runs
   metrics.jsonl                one JSON object per logging interval
   metrics.abandoned.jsonl      the lines that rollbacks took back
+  samples.jsonl                texts that the model generated in evaluations, where it was asked to
   ledger.jsonl                 what happened to the run, and what it did about it (monitor/metrics_file.py)
   stacks/                      what every rank was doing when the run hung (launch/peers.py)
   run.json                     running | completed | preempted | failed, with reason and exit code
@@ -60,6 +61,7 @@ class RunFolder:
         self.averaged = self.exports / "averaged"
         self.metrics = self.root / "metrics.jsonl"
         self.abandoned_metrics = self.root / "metrics.abandoned.jsonl"
+        self.samples = self.root / "samples.jsonl"
         self.events = self.root / "ledger.jsonl"
         self.stacks = self.root / "stacks"
         self.config_yaml = self.root / "config.yaml"

@@ -22,7 +22,7 @@ from ds_encdec.monitor.machine import (
 from ds_encdec.monitor.metrics import StepAccumulator, by_denoiser, mean_loss, sum_in_rank_order, train_metrics
 from ds_encdec.monitor.metrics_file import MACHINE_ALERTS, EventLog, answer
 from ds_encdec.monitor.monitor import TrainingMonitor
-from ds_encdec.monitor.sinks import Sink
+from ds_encdec.monitor.sinks import Sample, Sink
 from ds_encdec.types import Batch, LossSum, StepResult, TrainingState
 
 logger = logging.getLogger(__name__)
@@ -243,3 +243,8 @@ class Recorder:
         """Hand metrics to the sinks: those of an interval, or of an evaluation."""
         for sink in self.sinks:
             sink.log(state.global_step, {"data_step": state.data_step, **metrics})
+
+    def show(self, state: TrainingState, samples: Sequence[Sample]) -> None:
+        """Hand texts that the model has generated to the sinks."""
+        for sink in self.sinks if samples else ():
+            sink.show(state.global_step, samples)

@@ -11,10 +11,11 @@ import math
 import netrc
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from rich.console import Console
@@ -39,8 +40,18 @@ _SHOWN = (
     ("MFU", "perf/mfu", "{:.1%}"),
     ("eval loss", "eval/loss", "{:.4f}"),
     ("perplexity", "eval/perplexity", "{:.2f}"),
+    ("exact match", "eval/exact_match", "{:.1f} %"),
+    ("ROUGE-L", "eval/rougeL", "{:.1f}"),
 )
 _HIDDEN_AT_ZERO = {"train/skipped_steps"}
+
+
+class Sample(NamedTuple):
+    """One held-out example: what the encoder was given, what it should have become, and what the model made of it."""
+
+    input: str
+    reference: str
+    prediction: str
 
 
 class Sink:
@@ -48,6 +59,9 @@ class Sink:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write `metrics` of the applied optimizer step `step`."""
+
+    def show(self, step: int, samples: Sequence[Sample]) -> None:
+        """Write texts that the model has generated in the evaluation at `step`."""
 
     def go_back(self, step: int, rollback: int) -> None:
         """The run goes back to `step`, by its rollback of this number: later ones no longer belong to its history."""
@@ -71,8 +85,11 @@ def open_sinks(config: FullConfig, run_dir: Path, *, rank: int, start_step: int 
         "wandb": lambda: WandbSink(logging_dir, config.infra, config.model_dump(mode="json")),
     }
     chosen = ("console", *config.training.report_to)
-    metrics_file = JsonlSink(RunFolder(str(run_dir)).metrics, start_step=start_step)
-    return [metrics_file, *(GuardedSink(name, opener) for name, opener in openers.items() if name in chosen)]
+    folder = RunFolder(str(run_dir))
+    files: list[Sink] = [JsonlSink(folder.metrics, start_step=start_step)]
+    if config.training.eval_generate_samples:
+        files.append(SamplesSink(folder.samples, start_step=start_step))
+    return [*files, *(GuardedSink(name, opener) for name, opener in openers.items() if name in chosen)]
 
 
 class GuardedSink(Sink):
@@ -86,6 +103,10 @@ class GuardedSink(Sink):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Hand on."""
         self._guard(lambda sink: sink.log(step, metrics))
+
+    def show(self, step: int, samples: Sequence[Sample]) -> None:
+        """Hand on."""
+        self._guard(lambda sink: sink.show(step, samples))
 
     def go_back(self, step: int, rollback: int) -> None:
         """Hand on."""
@@ -146,6 +167,18 @@ class JsonlSink(Sink):
             logger.error("%s: the last metrics may not be on the disk: %s", self._path, error)
 
 
+class SamplesSink(JsonlSink):
+    """samples.jsonl: generated texts, one JSON object for each, with `step`; cut and put aside like metrics.jsonl."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Nothing: they are in the other file."""
+
+    def show(self, step: int, samples: Sequence[Sample]) -> None:
+        """Append a line for each."""
+        for sample in samples:
+            append_line(self._file, {"step": step, **sample._asdict()})
+
+
 class ConsoleSink(Sink):
     """The run on the screen: a progress bar on a terminal, plain lines in a file, with the time that is left.
 
@@ -202,6 +235,12 @@ class TensorBoardSink(Sink):
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
+    def show(self, step: int, samples: Sequence[Sample]) -> None:
+        """Add one table, which TensorBoard shows as text."""
+        lines = [Sample._fields, ["---"] * len(Sample._fields), *(map(_in_a_cell, sample) for sample in samples)]
+        self._writer.add_text("eval/samples", "\n".join(f"| {' | '.join(line)} |" for line in lines), step)
+        self._writer.flush()
+
     def go_back(self, step: int, rollback: int) -> None:
         """Hide the later points: a new event file says so."""
         self._writer.close()
@@ -240,9 +279,21 @@ class WandbSink(Sink):
         """Log one point."""
         self._run.log({"step": step, **metrics})
 
+    def show(self, step: int, samples: Sequence[Sample]) -> None:
+        """Log one table."""
+        import wandb
+
+        table = wandb.Table(columns=list(Sample._fields), data=[list(sample) for sample in samples])
+        self._run.log({"step": step, "eval/samples": table})
+
     def close(self, exit_code: int = 0) -> None:
         """Finish the W&B run; it is shown as failed unless `exit_code` is 0."""
         self._run.finish(exit_code=exit_code)
+
+
+def _in_a_cell(text: str) -> str:
+    """A text as it stands in a cell of a Markdown table."""
+    return escape(text).replace("|", "&#124;").replace("\n", "<br>")
 
 
 def _start_wandb(**arguments: Any) -> Any:

@@ -11,6 +11,8 @@ import torch
 from tiny_models import tiny_model
 
 from ds_encdec.evaluate.generation import GenerationSettings, generate, generate_batch, plan_batches
+from ds_encdec.evaluate.scoring import score_targets
+from ds_encdec.model.attention import PackedLayout
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.types import ConfigError
 
@@ -103,3 +105,23 @@ def test_samples_follow_the_distribution_and_their_seed(model: Qwen3ForSeq2SeqLM
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, float], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         GenerationSettings(**settings)  # type: ignore[arg-type]
+
+
+def test_targets_are_scored_as_training_does(model: Qwen3ForSeq2SeqLM, inputs: list[np.ndarray]) -> None:
+    targets = [*(inputs[number][:9] for number in (2, 5, 7, 4, 0, 2, 3)), np.array([1])]
+    found = score_targets(model, inputs, targets, batch_tokens=60)
+    greedy = generate(model, inputs[:1], GenerationSettings(max_new_tokens=5))[0]
+    assert [score.is_greedy for score in score_targets(model, [inputs[0]] * 2, [greedy, [*greedy, 2]], 100)] == [
+        True,
+        False,
+    ]
+    for encoder_ids, target, score in zip(inputs, targets, found, strict=True):
+        layout = {"encoder_lengths": (len(encoder_ids),), "decoder_lengths": (len(target),)}
+        cu_seqlens = [torch.tensor([0, len(ids)], dtype=torch.int32) for ids in (encoder_ids, target)]
+        positions = [torch.arange(len(ids)) for ids in (encoder_ids, target)]
+        names = ("encoder_cu_seqlens", "decoder_cu_seqlens", "encoder_positions", "decoder_positions")
+        packing = PackedLayout.build(**layout, **dict(zip(names, [*cu_seqlens, *positions], strict=True)))
+        ids, labels = (torch.tensor(part, dtype=torch.int64) for part in (encoder_ids, target))
+        start = torch.cat([torch.zeros(1, dtype=torch.int64), labels[:-1]])
+        loss = model(ids, decoder_input_ids=start, labels=labels, packing=packing).loss.item()
+        assert -score.log_probability == pytest.approx(loss, rel=1e-5)

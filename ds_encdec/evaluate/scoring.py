@@ -1,0 +1,69 @@
+"""How likely a model finds given targets: the loss on references, and the choices of multiple-choice tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from ds_encdec.evaluate.generation import TokenIds, evaluating, pad_id_of, padded
+from ds_encdec.types import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+MOST_LOGITS = 2**27
+"""Logits of a batch, unless one row by itself has more: 512 MiB in float32, and as much for their softmax."""
+
+
+class TargetScore(NamedTuple):
+    """The log-probability of a target given its input, in nats, and whether each of its tokens was the likeliest."""
+
+    log_probability: float
+    is_greedy: bool
+
+
+@torch.no_grad()
+def score_targets(
+    model: PreTrainedModel, encoder_ids: Sequence[TokenIds], target_ids: Sequence[TokenIds], batch_tokens: int
+) -> list[TargetScore]:
+    """The score of each target behind its input, in their order; the decoder is given the target itself.
+
+    All tokens of a target count: an end token does where it is one of them. `batch_tokens`: the most of a batch, of
+    both sides together, padding included.
+    """
+    scores = [TargetScore(0.0, True)] * len(target_ids)
+    order = sorted(range(len(target_ids)), key=lambda number: -len(encoder_ids[number]) - len(target_ids[number]))
+    vocabulary, start = int(model.config.vocab_size), 0
+    while start < len(order):
+        stop = start + 1
+        longest = [len(encoder_ids[order[start]]), len(target_ids[order[start]])]
+        while stop < len(order):
+            sides = len(encoder_ids[order[stop]]), len(target_ids[order[stop]])
+            longest = [max(pair) for pair in zip(longest, sides, strict=True)]
+            rows = stop + 1 - start
+            if rows * sum(longest) > batch_tokens or rows * longest[1] * vocabulary > MOST_LOGITS:
+                break
+            stop += 1
+        batch, start = order[start:stop], stop
+        found = _score_batch(model, [encoder_ids[number] for number in batch], [target_ids[number] for number in batch])
+        for number, score in zip(batch, found, strict=True):
+            scores[number] = score
+    return scores
+
+
+def _score_batch(
+    model: PreTrainedModel, encoder_ids: Sequence[TokenIds], target_ids: Sequence[TokenIds]
+) -> list[TargetScore]:
+    ids, mask = padded(encoder_ids, pad_id_of(model.generation_config), model.device)
+    labels, _ = padded(target_ids, IGNORE_INDEX, model.device)
+    with evaluating(model):
+        decoder_input_ids = model.prepare_decoder_input_ids_from_labels(labels)
+        logits = model(
+            input_ids=ids, attention_mask=mask, decoder_input_ids=decoder_input_ids, use_cache=False
+        ).logits.float()
+    losses = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORE_INDEX, reduction="none")
+    is_greedy = ((logits.argmax(-1) == labels) | (labels == IGNORE_INDEX)).all(-1)
+    return list(map(TargetScore, (-losses.double().sum(-1)).tolist(), is_greedy.tolist()))
