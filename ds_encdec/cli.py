@@ -11,6 +11,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -91,6 +92,13 @@ def _tokens(text: str) -> int:
     if not (1 <= number < math.inf and round(number, 3).is_integer()):
         raise argparse.ArgumentTypeError(f"{text} is not a number of tokens; write 5e11, 500B or 10M")
     return round(number)
+
+
+def _language(text: str) -> str:
+    """A code of a language as model cards have it: en, pt-BR."""
+    if not re.fullmatch(r"[a-z]{2,3}(-[A-Za-z0-9]{2,8})*", text):
+        raise argparse.ArgumentTypeError(f"{text} is not the code of a language; write en, de or pt-BR")
+    return text
 
 
 def _weight_options(options: argparse.Namespace) -> dict[str, Any]:
@@ -222,7 +230,9 @@ def _export(options: argparse.Namespace, _: Sequence[str]) -> None:
     else:
         from ds_encdec.checkpoint.export import export_checkpoint
 
-        how = {"encoder_only": options.encoder_only, "base": options.base} | _weight_options(options)
+        how = {name: getattr(options, name) for name in ("encoder_only", "base", "languages")} | _weight_options(
+            options
+        )
         export_checkpoint(options.checkpoint, options.out, **how)
     print(f"exported to {options.out}")
 
@@ -363,7 +373,10 @@ ARGUMENTS: dict[str, Arguments | Callable[[argparse.ArgumentParser], None]] = {
     "export": {
         **_CHECKPOINT,
         "out": _OUT,
-        "--encoder-only": _flag("the encoder alone, as a text embedding model"),
+        "--encoder-only": _flag("the encoder alone, as a text embedding model, also for sentence-transformers"),
+        "--language": _value(
+            "for the card, such as en (repeatable)", _language, action="append", default=[], dest="languages"
+        ),
         **_LORA,
         **_WEIGHTS,
     },
