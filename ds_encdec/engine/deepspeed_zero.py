@@ -175,7 +175,7 @@ class DeepSpeedEngine(ShardedEngine):
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """See protocol.Engine."""
-        for name, parameter in self.model.named_parameters():
+        for parameter, name in self._engine.param_names.items():
             with deepspeed.zero.GatheredParameters([parameter]):  # does nothing to what ZeRO-3 has not taken apart
                 yield name, parameter.detach()
 

@@ -48,6 +48,15 @@ def test_a_loaded_run_goes_on_to_the_bit(case: str, engine: str) -> None:
         assert not torch.equal(state["weight.shared.weight"], rank["saved"]["weight.shared.weight"])
 
 
+@pytest.mark.parametrize("case", SAVES)
+def test_a_copy_to_generate_with_has_the_weights(case: str) -> None:
+    for rank in result(2, f"save {case}"):
+        dtype = torch.bfloat16 if SAVES[case].get("bf16") else torch.float32
+        saved = {f"weight.{name}": weight for name, weight in rank["copied"].items()}
+        assert_identical(saved, {name: rank["saved"][name].to(dtype) for name in saved})
+        assert len(saved) == len(parameter_shapes(MODEL))
+
+
 @pytest.mark.parametrize("case", RELOADS)
 def test_four_ranks_load_what_two_have_saved(case: str) -> None:
     saved = result(2, "save zero3-warmup-decay")[0]["saved"]
