@@ -263,7 +263,7 @@ class LanguageModelHead(Linear):
 
 
 def embedded(embedding: nn.Embedding, ids: Tensor | None, embeds: Tensor | None, side: str = "") -> Tensor:
-    """`embeds`, or those of `ids`. `side`: "" or "decoder_", for the error if both are given, or none."""
+    """The given `embeds`, or those of `ids`. `side`: "" or "decoder_", for the error if both are given, or none."""
     if (ids is None) == (embeds is None):
         raise ValueError(f"Give either {side}input_ids or {side}inputs_embeds")
     return embedding(ids) if embeds is None else embeds
@@ -394,7 +394,7 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
         return attention_mask
 
     def _valid_auto_compile_criteria(self, *_: Any, **__: Any) -> bool:
-        """Whether `generate` shall compile the model for a static cache: masks grow, so each step would be compiled."""
+        """Refuse that `generate` compiles the model for a static cache: masks grow, so each step would be compiled."""
         return False
 
     def forward(

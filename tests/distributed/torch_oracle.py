@@ -21,7 +21,7 @@ from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.lora import with_new_adapters
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.optim import learning_rate
-from ds_encdec.types import DENOISERS, Batch, LossSum, StepResult, WeightSource
+from ds_encdec.types import TASKS, Batch, LossSum, StepResult, WeightSource
 
 
 class TorchOracle:
@@ -92,7 +92,7 @@ class TorchOracle:
             labels=batch.labels,
             packing=packing,
         )
-        by_denoiser, tokens = torch.zeros(len(DENOISERS)), torch.zeros(len(DENOISERS))
+        by_denoiser, tokens = torch.zeros(len(TASKS)), torch.zeros(len(TASKS))
         for index, label in enumerate(batch.labels.tolist()):
             if label != -100:
                 by_denoiser[batch.denoiser_ids[index]] += output.token_losses[index]

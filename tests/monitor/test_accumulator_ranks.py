@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 
 from ds_encdec.monitor.metrics import StepAccumulator
 from ds_encdec.monitor.metrics_file import strict_json
-from ds_encdec.types import DENOISERS, LossSum, StepResult
+from ds_encdec.types import TASKS, LossSum, StepResult
 
 RANKS, STEPS, MICRO_BATCHES = 2, 5, 3
 
@@ -22,16 +22,16 @@ RANKS, STEPS, MICRO_BATCHES = 2, 5, 3
 def sums_of(rank: int, step: int, micro_batch: int) -> list[float]:
     """Losses (thirds, so that rounding shows) and tokens of one micro-batch; rank 1 has none at step 2."""
     if (rank, step) == (1, 2):
-        return [0.0] * 10
+        return [0.0] * 12
     draw = random.Random(100 * rank + 10 * step + micro_batch)
-    return [draw.randrange(1000) / 3 for _ in range(5)] + [float(draw.randrange(1, 50)) for _ in range(5)]
+    return [draw.randrange(1000) / 3 for _ in TASKS] + [float(draw.randrange(1, 50)) for _ in TASKS]
 
 
 def run_steps(accumulator: StepAccumulator, rank: int, first: int, last: int) -> None:
     for step in range(first, last):
         for micro_batch in range(MICRO_BATCHES):
             values = torch.tensor(sums_of(rank, step, micro_batch))
-            accumulator.add(LossSum(values[:5].sum(), values[:5], values[5:]), encoder_tokens=10 * rank + step)
+            accumulator.add(LossSum(values[:6].sum(), values[:6], values[6:]), encoder_tokens=10 * rank + step)
         # The first step has no metric of the engine's own, and the others one each, of every rank another value.
         extra = {"train/extra": torch.tensor(1.0 + rank)} if step else {}
         result = StepResult(True, torch.tensor(float(step)), 0.1, extra)
@@ -70,12 +70,12 @@ def test_two_ranks_agree_with_the_sum_and_a_resume_equals_no_resume(tmp_path: Pa
                 for rank in range(RANKS)
                 for micro_batch in range(MICRO_BATCHES)
             )
-            for column in range(10)
+            for column in range(12)
         ]
         # Token losses are float32 (2**-24 relative) before they are added in float64.
-        assert list(record["loss_sums"]) == list(record["target_tokens"]) == list(DENOISERS)
-        assert list(record["loss_sums"].values()) == pytest.approx(expected[:5], rel=1e-7)
-        assert list(record["target_tokens"].values()) == expected[5:]
+        assert list(record["loss_sums"]) == list(record["target_tokens"]) == list(TASKS)
+        assert list(record["loss_sums"].values()) == pytest.approx(expected[:6], rel=1e-7)
+        assert list(record["target_tokens"].values()) == expected[6:]
         assert record["encoder_tokens"] == MICRO_BATCHES * (2 * step + 10)
         assert record["grad_norm"] == step
         assert record["extra"] == ({"train/extra": 1.5} if step else {})

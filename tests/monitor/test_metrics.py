@@ -19,12 +19,12 @@ from ds_encdec.monitor.metrics import (
     train_metrics,
 )
 from ds_encdec.monitor.metrics_file import strict_json
-from ds_encdec.types import DENOISERS, LossSum, StepResult
+from ds_encdec.types import DENOISERS, TASKS, LossSum, StepResult
 
 
 def loss_sum(*by_denoiser: float, tokens: tuple[float, ...] = (10, 0, 0, 0, 30)) -> LossSum:
-    losses = torch.tensor(by_denoiser)
-    return LossSum(losses.sum(), losses, torch.tensor(tokens, dtype=torch.float32))
+    losses, counts = (torch.tensor([*values, 0.0]) for values in (by_denoiser, tokens))  # none of SFT
+    return LossSum(losses.sum(), losses, counts)
 
 
 def step_result(norm: float = 1.0, *, applied: bool = True, learning_rate: float = 1e-3) -> StepResult:
@@ -32,7 +32,7 @@ def step_result(norm: float = 1.0, *, applied: bool = True, learning_rate: float
 
 
 def named(*values: float) -> dict[str, float]:
-    return dict(zip(DENOISERS, values, strict=True))
+    return dict(zip(TASKS, (*values, 0.0), strict=True))
 
 
 def record(**changes: object) -> StepRecord:
@@ -106,14 +106,14 @@ def test_sums_do_not_lose_small_losses_beside_large_ones() -> None:
 
 
 def test_recording_keeps_no_graph_and_no_later_change() -> None:
-    weight = torch.ones(5, requires_grad=True)
+    weight = torch.ones(len(TASKS), requires_grad=True)
     losses = weight * 2
     accumulator = StepAccumulator(torch.device("cpu"))
-    accumulator.add(LossSum(losses.sum(), losses, torch.ones(5)), encoder_tokens=1)
+    accumulator.add(LossSum(losses.sum(), losses, torch.ones(len(TASKS))), encoder_tokens=1)
     with torch.no_grad():
         losses.zero_()
     accumulator.end_step(step_result(), global_step=1, data_step=1)
-    assert accumulator.take()[0].loss_sums == named(2, 2, 2, 2, 2)
+    assert accumulator.take()[0].loss_sums == dict.fromkeys(TASKS, 2.0)
 
 
 def test_take_begins_a_new_interval_and_reduce_does_not() -> None:
@@ -186,7 +186,8 @@ def test_records_of_older_checkpoints_have_no_names() -> None:
     assert StepRecord.from_dict(json.loads(json.dumps(saved, allow_nan=False))) == record(grad_norm=math.inf)
     del saved["extra"]
     old = saved | {"loss_sums": [20.0, 0.0, 0.0, 0.0, 90.0], "target_tokens": [10, 0, 0, 0, 30]}
-    assert StepRecord.from_dict(old) == record(grad_norm=math.inf)
+    of_denoisers = {name: dict(zip(DENOISERS, old[name], strict=True)) for name in ("loss_sums", "target_tokens")}
+    assert StepRecord.from_dict(old) == record(grad_norm=math.inf, **of_denoisers)
 
 
 def test_eval_metrics_have_perplexities_per_denoiser() -> None:

@@ -49,8 +49,8 @@ def run(recorder: Recorder, first: int, last: int, *, every: int = 4) -> Trainin
     state = TrainingState(global_step=first, data_step=first)
     for step in range(first + 1, last + 1):
         with recorder.clock.spent_on("data"):
-            losses = torch.tensor([step / 3, 0, 0, 0, 100 / step])
-        recorder.add(LossSum(losses.sum(), losses, torch.tensor([5.0, 0, 0, 0, 15.0])), batch())
+            losses = torch.tensor([step / 3, 0, 0, 0, 100 / step, 0])
+        recorder.add(LossSum(losses.sum(), losses, torch.tensor([5.0, 0, 0, 0, 15.0, 0])), batch())
         state = dataclasses.replace(state, global_step=step, data_step=step)
         recorder.end_step(state, StepResult(True, torch.tensor(0.5), 1e-3))
         if step % every == 0:
@@ -140,7 +140,7 @@ def test_time_in_checkpoints_comes_with_the_next_line_only(tmp_path: Path) -> No
 def step(recorder: Recorder, state: TrainingState, loss: float, norm: float = 0.5) -> TrainingState:
     """One step of one target token, skipped if the recorder wants it."""
     recorder.add(
-        LossSum(torch.tensor(loss), torch.tensor([loss, 0, 0, 0, 0]), torch.tensor([1.0, 0, 0, 0, 0])), batch()
+        LossSum(torch.tensor(loss), torch.tensor([loss, 0, 0, 0, 0, 0]), torch.tensor([1.0, 0, 0, 0, 0, 0])), batch()
     )
     skipped = not math.isfinite(norm) or (recorder.veto is not None and recorder.veto(torch.tensor(norm)))
     state = dataclasses.replace(state, global_step=state.global_step + (not skipped), data_step=state.data_step + 1)
@@ -186,7 +186,7 @@ def test_a_machine_that_has_to_be_left_is_not_forgotten_for_a_rollback(tmp_path:
 
 def test_a_step_without_targets_is_no_trouble(tmp_path: Path) -> None:
     recorder = make_recorder(tmp_path / "metrics.jsonl", 0, on_non_finite="stop", on_grad_explosion="skip_step")
-    nothing = torch.zeros(5)
+    nothing = torch.zeros(6)
     recorder.add(LossSum(nothing.sum(), nothing, nothing), batch())
     assert recorder.veto is not None
     assert not recorder.veto(torch.tensor(0.0))
