@@ -153,7 +153,8 @@ def _read_signatures(library: Path, sources: Iterable[Path]) -> list[tuple[str, 
     for path in sources:
         if b'"""' in (source := path.read_bytes()):
             module, tree = ".".join(path.relative_to(library).with_suffix("").parts), ast.parse(source)
-            owners = [(module, tree), *((f"{module}.{n.name}", n) for n in tree.body if isinstance(n, ast.ClassDef))]
+            owners: list[tuple[str, ast.Module | ast.ClassDef]] = [(module, tree)]
+            owners += [(f"{module}.{one.name}", one) for one in tree.body if isinstance(one, ast.ClassDef)]
             for owner, node in owners:
                 for member in node.body:
                     if isinstance(member, ast.FunctionDef):
