@@ -283,6 +283,9 @@ class DataConfig(Source):
     ends. A damaged row group counts with all its rows."""
     streaming: bool = True
     """Read a Hugging Face data set from the hub as it is needed instead of downloading it first."""
+    prepared_dir: Annotated[str | None, Mark.UNTRAINED] = None
+    """Folder that `ds-encdec prepare` has filled with the documents' tokens: they are read from there, without the
+    sources. None: documents are tokenized when they are used."""
     max_seq_length: Annotated[int, Mark.ORDER, Mark.EXAMPLES] = Field(default=8192, ge=8)
     """Longest raw chunk before denoising, in tokens. Other bounds may be tighter."""
     max_encoder_length: Annotated[int, Mark.ORDER, Mark.EXAMPLES] = Field(default=4096, ge=4)

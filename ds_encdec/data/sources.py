@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checka
 
 from ds_encdec.config.schema import DataConfig, MixtureSource, Source
 from ds_encdec.data.randomness import Permutation, keyed_generator, unit_hash
+from ds_encdec.objectives import OBJECTIVES
 from ds_encdec.types import DataError, Document
 
 SMALL_SOURCE_DOCUMENTS = 1024
@@ -103,6 +104,17 @@ class OpenSource:
     def size(self) -> int:
         """Documents, or units of a stream."""
         return self.source.num_units if isinstance(self.source, StreamSource) else len(self.source)
+
+
+def opened(source: AnySource, data: DataConfig, number: int) -> OpenSource:
+    """Source `number` of `data`, with its weight and its shares of held-out documents."""
+    shares = OBJECTIVES[data.objective].held_out(data)
+    validation, test = (
+        0.0 if data.own_split(split) else share for split, share in zip(("validation", "test"), shares, strict=True)
+    )
+    below = held_out_below(source, validation)
+    weight = source_entries(data)[number].weight
+    return OpenSource(source, weight, below, number, below + test if test else 0.0)
 
 
 def source_entries(data: DataConfig) -> Sequence[MixtureSource]:

@@ -41,7 +41,12 @@ def test_a_comparison_knows_what_losses_depend_on() -> None:
 
 
 def test_what_may_change_in_the_middle_of_a_phase() -> None:
-    elsewhere = {"data.preprocessing_num_workers", "model.loss_chunk_tokens", "model.use_flash_attention"}
+    elsewhere = {
+        "data.preprocessing_num_workers",
+        "data.prepared_dir",
+        "model.loss_chunk_tokens",
+        "model.use_flash_attention",
+    }
     assert set(marked(Mark.UNTRAINED)) == elsewhere | {f"training.{name}" for name in UNTRAINED.split()}
     assert set(marked(Mark.TUNABLE)) == {f"training.{name}" for name in TUNABLE.split()}
 
