@@ -129,8 +129,21 @@ def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         path, overrides = None, [str(path), *overrides]
     path = path or options.config_option
     files = find_shipped(path), overrides, find_shipped(options.deepspeed_config)
-    load_config(*files, hostfile=find_shipped(options.hostfile), looks_here=not options.elsewhere)
+    config = load_config(*files, hostfile=find_shipped(options.hostfile), looks_here=not options.elsewhere)
+    _check_frozen(config)
     print(f"{show(str(path))[1:-1] if path else 'the default configuration'}: no problems found")
+
+
+def _check_frozen(config: FullConfig) -> None:
+    """Raise ConfigError for patterns of `training.freeze` that match nothing in a model whose sizes are known here."""
+    from ds_encdec.memory.job import run_sizes
+    from ds_encdec.model.trained import trained_shapes
+
+    try:
+        sizes = run_sizes(config)
+    except ConfigError:  # it is not here: a run will find it, and then look
+        return
+    trained_shapes(config, sizes)
 
 
 def _schema(options: argparse.Namespace, _: Sequence[str]) -> None:
