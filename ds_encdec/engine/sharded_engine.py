@@ -22,9 +22,9 @@ from ds_encdec.engine.regularization import draws_masks, masks_of
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.model.attention import PackedLayout
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.model.lora import merged
+from ds_encdec.model.lora import merged_in_turn
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
-from ds_encdec.model.trained import LORA_A, LORA_B, canonical_name, has_adapter, is_adapter
+from ds_encdec.model.trained import canonical_name
 from ds_encdec.optim import parameter_groups
 from ds_encdec.types import IGNORE_INDEX, MOMENTS, TASKS, Batch, CheckpointError, LossSum, SavedState
 
@@ -72,7 +72,8 @@ class ShardedEngine(ABC):
         self.device = context.device
         self._context, self._training, self._infra = context, config.training, config.infra
         self._collectives = context.collectives
-        self._saves_frozen = config.model.lora is None  # those beside adapters are the base's, which is named instead
+        self._lora = config.model.lora
+        self._saves_frozen = self._lora is None  # those beside adapters are the base's, which is named instead
         self._loss_scaler: Mapping[str, float | int] | None = None
         self._masks_of = partial(masks_of, seed=config.training.seed) if draws_masks(config) else nullcontext
 
@@ -124,9 +125,13 @@ class ShardedEngine(ABC):
                     held[category if tensor.device.type == self.device.type else HOST_STATES] += storage.nbytes()
         return held
 
-    @abstractmethod
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """See protocol.Engine."""
+        return self._whole() if self._lora is None else merged_in_turn(self._whole(), self._lora)
+
+    @abstractmethod
+    def _whole(self) -> Iterator[tuple[str, Tensor]]:
+        """Do what `full_parameters` does, with adapters by their own names, each pair after what it stands beside."""
 
     @abstractmethod
     def _states(self) -> Iterator[tuple[Shard, dict[str, Any]]]:
@@ -189,27 +194,18 @@ def empty_model(config: Qwen3Seq2SeqConfig, dtype: torch.dtype, device: torch.de
         torch.set_default_dtype(before)
 
 
-@torch.no_grad()
 def whole_copy(
-    engine: Engine, config: FullConfig, model_config: Qwen3Seq2SeqConfig, collectives: HostCollectives
+    engine: Engine, config: Qwen3Seq2SeqConfig, dtype: torch.dtype, collectives: HostCollectives
 ) -> Qwen3ForSeq2SeqLM:
-    """A second, plain model with the weights of `engine` as they are now, adapters merged, that needs no collectives.
+    """A second, plain model with the weights of `engine` as they are now, in `dtype`, to be used without collectives.
 
-    It is in the compute dtype of `config`. Collective; each rank gets one. Raises OutOfMemoryError, on every rank,
-    where it does not fit on one.
+    Collective; each rank gets one. Raises OutOfMemoryError, on every rank, where it does not fit on one.
     """
-    dtype, lora = compute_dtype(config.training), config.model.lora
-    model = collectives.on_every_rank(lambda: empty_model(model_config, dtype, engine.device))
-    places, adapters = dict(model.named_parameters()), dict[str, Tensor]()
-    for name, parameter in engine.full_parameters():
-        if is_adapter(name):
-            adapters[name] = parameter.clone()
-        else:
+    model = collectives.on_every_rank(lambda: empty_model(config, dtype, engine.device))
+    places = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in engine.full_parameters():
             places[name].copy_(parameter)
-    for name, weight in places.items():
-        if lora is not None and has_adapter(name, lora):
-            module = name.removesuffix(".weight")
-            weight.copy_(merged(weight, adapters[module + LORA_A], adapters[module + LORA_B], lora))
     return model.eval()
 
 

@@ -15,7 +15,7 @@ import torch
 
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.protocol import Engine
-from ds_encdec.engine.sharded_engine import whole_copy
+from ds_encdec.engine.sharded_engine import compute_dtype, whole_copy
 from ds_encdec.evaluate.generation import GenerationSettings, generate, text_of
 from ds_encdec.evaluate.metrics import check_metrics, score_texts
 from ds_encdec.launch.host_collectives import HostCollectives
@@ -81,7 +81,7 @@ class Judge:
         training, ranks = self.config.training, self.collectives.world_size
         settings = GenerationSettings(training.generation_max_new_tokens, training.generation_num_beams)
         mine = inputs[self.collectives.rank :: ranks]
-        model = whole_copy(self.engine, self.config, self.model_config, self.collectives)
+        model = whole_copy(self.engine, self.model_config, compute_dtype(training), self.collectives)
         texts = self.collectives.on_every_rank(
             lambda: [text_of(self.tokenizer, ids) for ids in generate(model, mine, settings)]
         )
