@@ -278,10 +278,14 @@ def _sanity_check(options: argparse.Namespace, overrides: Sequence[str]) -> None
 
 
 def _generate(options: argparse.Namespace, _: Sequence[str]) -> None:
+    from ds_encdec.evaluate.generation import GenerationSettings
     from ds_encdec.model_folders import generate_text
 
-    how = {name: getattr(options, name) for name in ("max_new_tokens", "num_beams", "temperature", "seed")}
-    print(generate_text(options.model, options.text, **how))
+    settings = GenerationSettings(**{name: getattr(options, name) for name in GENERATED})
+    text = sys.stdin.read() if options.text == "-" else options.text
+    shown = generate_text(options.model, text, settings, raw=options.raw, stream=options.stream)
+    if shown is not None:
+        print(shown)
 
 
 def _value(text: str, type: Callable[[str], Any] = str, **more: Any) -> dict[str, Any]:
@@ -312,6 +316,17 @@ _WEIGHTS: Arguments = {
     "--max-shard-gb": _value("largest file, in GB (default 5)", float, default=5.0),
 }
 _OUT = _value("folder to write; must not exist", Path)
+
+GENERATED = {
+    "max_new_tokens": _value("(default 64)", int, default=64),
+    "num_beams": _value("(default 1)", int, default=1),
+    "temperature": _value("0 is greedy (default), above it samples", float, default=0.0),
+    "top_p": _value("sample from the likeliest tokens with this share together (default 1: all)", float, default=1.0),
+    "top_k": _value("sample from as many likeliest tokens (default 0: all)", int, default=0),
+    "repetition_penalty": _value("above 1 makes tokens that were written less likely (default 1)", float, default=1.0),
+    "seed": _value("seed of sampling (default 0)", int, default=0),
+}
+"""The options of generation, by the fields of `GenerationSettings`."""
 
 ARGUMENTS: dict[str, Arguments | Callable[[argparse.ArgumentParser], None]] = {
     "train": train.add_arguments,
@@ -382,11 +397,10 @@ ARGUMENTS: dict[str, Arguments | Callable[[argparse.ArgumentParser], None]] = {
     },
     "generate": {
         "--model": _value("exported folder", Path, required=True),
-        "--text": _value("text with <extra_id_0>… to fill, or a prefix to continue", required=True),
-        "--max-new-tokens": _value("(default 64)", int, default=64),
-        "--num-beams": _value("(default 1)", int, default=1),
-        "--temperature": _value("0 is greedy (default)", float, default=0.0),
-        "--seed": _value("seed of sampling (default 0)", int, default=0),
+        "--text": _value("with <extra_id_0>… to fill, or a prefix to continue; - reads standard input", required=True),
+        "--raw": _flag("print what the model writes, and nothing of the text: the answer of a fine-tuned one"),
+        "--stream": _flag("print tokens as they come"),
+        **{f"--{name.replace('_', '-')}": how for name, how in GENERATED.items()},
     },
 }
 """The arguments of each verb that has some; for those of other modules, what adds them."""
