@@ -10,12 +10,14 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ds_encdec.auto_batch.resolve import job_here, resolve_batch_size
+from ds_encdec.checkpoint.adapters import BASE_RECORD
 from ds_encdec.checkpoint.export import average_last_checkpoints
 from ds_encdec.checkpoint.final_export import clear_exports, export_at_end
 from ds_encdec.checkpoint.folder import Checkpoint, check_room
@@ -45,7 +47,8 @@ from ds_encdec.launch.process_group import shutdown
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.launch.world import World, discover
 from ds_encdec.memory.expected import ExpectedMemory, estimate_run, out_of_memory_explained
-from ds_encdec.model.parameter_count import count_parameters, training_flops
+from ds_encdec.model.parameter_count import training_flops
+from ds_encdec.model.trained import model_shapes, told, trained_shapes
 from ds_encdec.monitor.metrics_file import EventLog
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.recorder import Recorder
@@ -240,7 +243,12 @@ def _wire(
     if found:
         state = checkpoints.adopt(found, state)
         logger.info("resumed from %s (step %d)", found.path, state.global_step)
-    parameters = count_parameters(model.config)
+    parameters, trained = (
+        sum(map(prod, found.values()))
+        for found in (model_shapes(model.config, config.model.lora), trained_shapes(config, model.config))
+    )
+    if trained < parameters:
+        logger.info(told(trained, parameters))
     logger.info(
         f"{parameters:,} parameters, {run.num_lanes} micro-batches a step on {world.world_size} "
         f"ranks, steps {state.global_step} to {config.training.num_train_steps}, into {folder.root}"
@@ -261,7 +269,7 @@ def _wire(
     )
     if metrics:
         trainer.judge = Judge(config, engine, model.config, model.tokenizer, collectives, data.eval_examples, metrics)
-    return trainer, expected, {"parameters": parameters}
+    return trainer, expected, {"parameters": parameters, "trainable_parameters": trained}
 
 
 def _find(config: FullConfig, context: RunContext, folder: RunFolder, resume: str | None) -> Checkpoint | None:
@@ -368,6 +376,8 @@ def _run_files(
             (checkpoint / name).write_text(text, encoding="utf-8")
         run.model.config.save_pretrained(checkpoint / "model")
         run.model.tokenizer.save_pretrained(checkpoint / "model")
+        if run.model.base is not None:
+            (checkpoint / "model" / BASE_RECORD).write_text(json.dumps(run.model.base, indent=1) + "\n")
 
     return write
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_encdec import estimate_memory, train
+from ds_encdec import estimate_memory, prepare, train
 from ds_encdec.engines import STATE_FORMATS
 from ds_encdec.launch.preemption import outlive_readers, reader_may_leave
 from ds_encdec.types import ConfigError, DsEncDecError, Preempted
@@ -221,10 +221,19 @@ def _init_model(options: argparse.Namespace, _: Sequence[str]) -> None:
 
 
 def _export(options: argparse.Namespace, _: Sequence[str]) -> None:
-    from ds_encdec.checkpoint.export import export_checkpoint
+    if options.adapter:
+        from ds_encdec.checkpoint.adapters import export_adapter
 
-    how = {"encoder_only": options.encoder_only, "languages": options.language, **_weight_options(options)}
-    export_checkpoint(options.checkpoint, options.out, **how)
+        if options.encoder_only:
+            raise ConfigError("--adapter and --encoder-only: adapters stand beside both sides; give one of the two")
+        export_adapter(options.checkpoint, options.out, base=options.base)
+    else:
+        from ds_encdec.checkpoint.export import export_checkpoint
+
+        how = {name: getattr(options, name) for name in ("encoder_only", "base", "languages")} | _weight_options(
+            options
+        )
+        export_checkpoint(options.checkpoint, options.out, **how)
     print(f"exported to {options.out}")
 
 
@@ -232,8 +241,14 @@ def _average(options: argparse.Namespace, _: Sequence[str]) -> None:
     from ds_encdec.checkpoint.export import average_checkpoints
     from ds_encdec.launch.run_folder import RunFolder
 
+    if options.adapter:
+        raise ConfigError(
+            "--adapter: the mean of adapters is none, as the mean of products B A has a higher rank than they: "
+            "leave it out, and the mean of the merged models is written"
+        )
     run = RunFolder(str(options.run_folder))
-    steps = average_checkpoints(run, options.out, last=options.last, **_weight_options(options))
+    how = {"base": options.base} | _weight_options(options)
+    steps = average_checkpoints(run, options.out, last=options.last, **how)
     fewer = f" (there are no more in a row; {options.last} were asked for)" if len(steps) < options.last else ""
     print(f"the mean of steps {', '.join(map(str, steps))}{fewer} is in {options.out or run.averaged}")
 
@@ -315,6 +330,10 @@ _WEIGHTS: Arguments = {
     "--dtype": _value("(default float32)", choices=("float32", "bfloat16"), default="float32"),
     "--max-shard-gb": _value("largest file, in GB (default 5)", float, default=5.0),
 }
+_LORA: Arguments = {
+    "--base": _value("base of a LoRA run, if it is no longer where the run found it", metavar="PATH_OR_HUB_ID"),
+    "--adapter": _flag("the adapters of a LoRA run alone, as a folder for peft (default: merged)"),
+}
 _OUT = _value("folder to write; must not exist", Path)
 
 GENERATED = {
@@ -359,6 +378,7 @@ ARGUMENTS: dict[str, Arguments | Callable[[argparse.ArgumentParser], None]] = {
         "--json": _flag("the dry run as one JSON object"),
     },
     "inspect-data": {**_CONFIG, "-n": _value("examples to show (default 20)", int, default=20), **_JSON},
+    "prepare": prepare.add_arguments,
     "init-model": {
         "--from": _value("decoder-only Qwen3", dest="source", required=True, metavar="PATH_OR_HUB_ID"),
         "--out": _OUT | {"required": True},
@@ -369,13 +389,17 @@ ARGUMENTS: dict[str, Arguments | Callable[[argparse.ArgumentParser], None]] = {
         **_CHECKPOINT,
         "out": _OUT,
         "--encoder-only": _flag("the encoder alone, as a text embedding model, also for sentence-transformers"),
-        "--language": _value("for the card, such as en (repeatable)", _language, action="append", default=[]),
+        "--language": _value(
+            "for the card, such as en (repeatable)", _language, action="append", default=[], dest="languages"
+        ),
+        **_LORA,
         **_WEIGHTS,
     },
     "average": {
         "run_folder": _value("a run, e.g. output", Path, metavar="run"),
         "out": _value("folder to write (default RUN/export/averaged)", Path, nargs="?"),
         "--last": _value("newest checkpoints to average (default 5)", int, default=5),
+        **_LORA,
         **_WEIGHTS,
     },
     "convert": {
@@ -417,6 +441,7 @@ VERBS: dict[str, tuple[Verb, bool, str]] = {
     "schema": (_schema, False, "print the JSON schema of the configuration, for editors"),
     "phases": (_phases, True, "run the phases of a pre-training, each behind the gate of the one before"),
     "inspect-data": (_inspect_data, True, "show the examples that a run will see"),
+    "prepare": (prepare.run, True, "render and tokenize the data once, for every rank and run to read"),
     "init-model": (_init_model, False, "make an encoder-decoder from a Qwen3 checkpoint"),
     "export": (_export, False, "write a checkpoint as a Hugging Face model folder"),
     "average": (_average, False, "write the mean of a run's last checkpoints as a Hugging Face model folder"),

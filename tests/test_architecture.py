@@ -22,7 +22,7 @@ PACKAGE = Path(__file__).parents[1] / "ds_encdec"
 LAYERS = (
     ("cli",),
     ("train",),
-    ("phase_runs", "sanity_check", "report", "model_folders", "estimate_memory", "plan"),
+    ("phase_runs", "sanity_check", "report", "model_folders", "estimate_memory", "plan", "prepare"),
     ("phases",),
     ("build",),
     ("trainer",),

@@ -29,6 +29,7 @@ from huggingface_hub import ModelCard
 from torch import Tensor
 from transformers import GenerationConfig
 
+from ds_encdec.checkpoint.adapters import trained_weights
 from ds_encdec.checkpoint.card_header import card_header
 from ds_encdec.checkpoint.export_files import write_sentence_transformers, write_tokenizer
 from ds_encdec.checkpoint.folder import (
@@ -40,7 +41,7 @@ from ds_encdec.checkpoint.folder import (
     written_whole,
 )
 from ds_encdec.checkpoint.manifest import MANIFEST, read_manifest, seal, verify_checkpoint
-from ds_encdec.checkpoint.saved_state import open_saved_state, saved_weights
+from ds_encdec.checkpoint.saved_state import open_saved_state
 from ds_encdec.config.schema import FullConfig, load_config, load_saved
 from ds_encdec.engine.select import create_engine, resolve_engine
 from ds_encdec.engines import STATE_FORMATS, EngineSpec
@@ -137,19 +138,20 @@ def export_checkpoint(
     encoder_only: bool = False,
     languages: Sequence[str] = (),
     replace: bool = False,
+    base: str | None = None,
 ) -> None:
     """Export a committed checkpoint, whichever engine saved it, with a model card written from its run.
 
     `encoder_only`: the encoder and its embedding, as a `Qwen3EncoderModel`. `languages`: codes such as `en` for the
     card, instead of what the base's says. `replace`: an earlier export at `out` makes way once this one is complete.
-    Raises CheckpointError.
+    `base`: where the base of adapters is now. Raises CheckpointError.
     """
     if not replace:
         refuse_existing(out)  # before minutes of reading
     path = checkpoint.expanduser().resolve()
     _export_trained(
         path,
-        saved_weights(open_saved_state(path)),
+        trained_weights(path, base),
         f"checkpoint `{path.name}`",
         out,
         field="CHECKPOINT",
@@ -211,6 +213,7 @@ def model_card(
     rows = {
         "Started from": f"`{model.model_name_or_path}`" if model.architecture is None else "random weights",
         "Weights": weights,
+        **_trained(config),
         "Optimizer steps": f"{state.global_step:,} of {training.num_train_steps:,}",
         "Encoder tokens seen": f"{state.encoder_tokens_seen:,}",
         "Target tokens seen": f"{state.target_tokens_seen:,}",
@@ -226,6 +229,14 @@ def model_card(
         "Seed": str(training.seed),
     }
     return _card(rows, config, objective=objective.tag, encoder_only=encoder_only, languages=languages)
+
+
+def _trained(config: FullConfig) -> dict[str, str]:
+    """A row of the card that says what was trained, where that was not everything."""
+    lora, frozen = config.model.lora, ", ".join(f"`{pattern}`" for pattern in config.training.freeze)
+    if lora is not None:
+        return {"Trained": f"LoRA adapters (r {lora.r}, alpha {lora.lora_alpha:g}), merged"}
+    return {"Frozen": frozen} if frozen else {}
 
 
 def untrained_model_card(description: str, config: Qwen3Seq2SeqConfig) -> str:
@@ -280,9 +291,15 @@ def clear_averaged(run: RunFolder) -> None:
 
 
 def average_checkpoints(
-    run: RunFolder, out: Path | None = None, *, last: int, dtype: torch.dtype, max_shard_bytes: int = MAX_SHARD_BYTES
+    run: RunFolder,
+    out: Path | None = None,
+    *,
+    last: int,
+    dtype: torch.dtype,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    base: str | None = None,
 ) -> list[int]:
-    """Write the arithmetic mean of the weights of `last_checkpoints` of `run`.
+    """Write the arithmetic mean of the weights of `last_checkpoints` of `run`, those of adapters merged into `base`.
 
     Any engines may have saved them. Sums and quotients are float32, in the order of the steps, before the result is
     rounded to `dtype`; two full parameters are in memory at a time. `out` is the Hugging Face folder to write, see
@@ -306,7 +323,7 @@ def average_checkpoints(
     _refuse_different_models(paths)
     _export_trained(
         paths[-1],
-        mean_weights([saved_weights(open_saved_state(path)) for path in paths]),
+        mean_weights([trained_weights(path, base) for path in paths]),
         f"mean of the checkpoints at steps {', '.join(map(str, steps))}",
         out or run.averaged,
         field="RUN",

@@ -150,7 +150,11 @@ def _find_json(
 def _find_absent(config: FullConfig) -> Iterator[Conflict]:
     """The files and folders that `config` names and that a run of it would not find, or could not make."""
     data, model, infra = config.data, config.model, config.infra
-    for number, source in enumerate(data.mixture or [data]):
+    if data.prepared_dir is not None and not os.path.isfile(
+        os.path.join(os.path.expanduser(data.prepared_dir), "source-0", "index.json")
+    ):
+        yield Conflict(("data.prepared_dir",), "nothing is prepared there: run `ds-encdec prepare` first")
+    for number, source in enumerate([] if data.prepared_dir is not None else data.mixture or [data]):
         field = f"data.mixture.{number}.data_files" if data.mixture else "data.data_files"
         for pattern in (source.data_files or ()) if source.dataset_name in LOCAL_FORMATS else ():
             if not any(os.path.isfile(path) for path in iglob(os.path.expanduser(pattern), recursive=True)):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_encdec.config.schema import DataConfig, FullConfig
+from ds_encdec.config.schema import DataConfig, FullConfig, MixtureSource
 from ds_encdec.data.budgets import token_budgets
 from ds_encdec.data.evaluation import evaluation_examples, pack_examples
 from ds_encdec.data.fingerprint import fingerprint, in_todays_form, numbered, require_same, source_facts
@@ -16,17 +16,23 @@ from ds_encdec.data.inspect import require_one_step, sample_statistics
 from ds_encdec.data.lane import LanePipeline
 from ds_encdec.data.loader import LaneLoader
 from ds_encdec.data.local_files import expand_files
-from ds_encdec.data.sources import AnySource, OpenSource, held_out_below, hub_name, source_entries
+from ds_encdec.data.prepare import locked, prepare_source
+from ds_encdec.data.prepared import made_from, prepared_sources, source_folder
+from ds_encdec.data.sources import AnySource, OpenSource, hub_name, opened, source_entries
 from ds_encdec.data.tables import resolve_commits
 from ds_encdec.engines import load
 from ds_encdec.objectives import OBJECTIVES
 from ds_encdec.source_kinds import HUB, LOCAL_SOURCES
-from ds_encdec.types import Batch, DataError, Example
+from ds_encdec.types import Batch, ConfigError, DataError, Example
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from ds_encdec.tokenizer.sentinels import Vocabulary
+
+
+PREPARED_LANES = 8
+"""Lanes for which a source is opened when it is prepared, whatever a run has: streams have units by them."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +87,13 @@ def build_data(
     data, training = config.data, config.training
     if commits is None:
         commits = resolve_commits(data, saved["dataset_commits"] if saved else None)
-    objective = OBJECTIVES[data.objective]
+    objective, own = OBJECTIVES[data.objective], own_split(data, "validation", training.seed, vocabulary, commits)
     maker = load(objective.maker).from_config(data, training.seed, tokenizer, vocabulary)
-    sources = open_sources(data, training.seed, vocabulary, num_lanes, commits)
+    sources = (
+        open_sources(data, training.seed, vocabulary, num_lanes, commits)
+        if data.prepared_dir is None
+        else prepared_sources(data, training.seed, maker)
+    )
     bad_row_limit = data.max_bad_rows if data.on_bad_row == "skip" else 0
     if saved is None:
         found = sample_statistics(sources, maker, bad_row_limit)
@@ -105,12 +115,12 @@ def build_data(
         bad_row_limit=bad_row_limit,
         tasks=tuple(objective.tasks),
     )
-    facts = fingerprint(config, pipeline)
+    facts = fingerprint(config, pipeline, own)
     if saved is not None and not accept_other_data:
         require_same(saved["fingerprint"], facts)
     workers = data.preprocessing_num_workers
     loader = LaneLoader(pipeline, rank=rank, world_size=world_size, num_workers=workers, pin_memory=pin_memory)
-    eval_examples = cache(partial(evaluation_examples, pipeline, training.eval_samples, facts, evaluation_cache))
+    eval_examples = cache(partial(evaluation_examples, pipeline, training.eval_samples, facts, evaluation_cache, own))
     if evaluation_cache and training.eval_samples:
         eval_examples()
 
@@ -126,24 +136,69 @@ def open_sources(
     data: DataConfig, seed: int, vocabulary: Vocabulary, num_lanes: int, commits: Mapping[str, str]
 ) -> tuple[OpenSource, ...]:
     """Open what `data` names, data sets of the hub at `commits` (see `resolve_commits`). Raises DataError."""
-    opened = []
-    for number, named in enumerate(source_entries(data)):
-        entry = named.model_copy(update={"dataset_revision": commits.get(hub_name(named), named.dataset_revision)})
-        kind = LOCAL_SOURCES.get(entry.dataset_name, HUB)
-        if kind.reads_files and not entry.data_files:
-            raise DataError(
-                f"data.dataset_name={entry.dataset_name} reads local files: name them in data.data_files "
-                "(paths or glob patterns)"
-            )
-        offered = {
-            "entry": entry,
-            "text_column": entry.text_column,
-            "seed": seed,
-            "vocabulary": vocabulary,
-            "num_lanes": num_lanes,
-            "streaming": data.streaming,
-            "files": expand_files(entry.data_files or ()) if kind.reads_files else (),
-        }
-        source: AnySource = load(kind.reader)(**{name: offered[name] for name in kind.needs})
-        opened.append(OpenSource(source, entry.weight, held_out_below(source, data.eval_fraction), number))
-    return tuple(opened)
+    return tuple(
+        opened(open_source(data, entry, seed, vocabulary, num_lanes, commits), data, number)
+        for number, entry in enumerate(source_entries(data))
+    )
+
+
+def own_split(
+    data: DataConfig, split: str, seed: int, vocabulary: Vocabulary, commits: Mapping[str, str]
+) -> tuple[OpenSource, ...]:
+    """The source of a split that has one of its own, all of whose rows are in it; else none. Raises DataError."""
+    entry = data.own_split(split)
+    if entry is None:
+        return ()
+    source, is_test = open_source(data, entry, seed, vocabulary, 1, commits), split == "test"
+    return (OpenSource(source, 1.0, 0.0 if is_test else 1.0, 0, 1.0),)
+
+
+def open_source(
+    data: DataConfig,
+    named: MixtureSource,
+    seed: int,
+    vocabulary: Vocabulary,
+    num_lanes: int,
+    commits: Mapping[str, str],
+) -> AnySource:
+    """Open one of the sources of `data` where its documents come from. Raises DataError."""
+    entry = named.model_copy(update={"dataset_revision": commits.get(hub_name(named), named.dataset_revision)})
+    kind = LOCAL_SOURCES.get(entry.dataset_name, HUB)
+    if kind.reads_files and not entry.data_files:
+        raise DataError(
+            f"data.dataset_name={entry.dataset_name} reads local files: name them in data.data_files "
+            "(paths or glob patterns)"
+        )
+    takes_records = OBJECTIVES[data.objective].takes_records
+    offered = {
+        "entry": entry,
+        "text_column": None if takes_records else entry.text_column,
+        "takes_records": takes_records,
+        "seed": seed,
+        "vocabulary": vocabulary,
+        "num_lanes": num_lanes,
+        "streaming": data.streaming,
+        "files": expand_files(entry.data_files or ()) if kind.reads_files else (),
+    }
+    source: AnySource = load(kind.reader)(**{name: offered[name] for name in kind.needs})
+    return source
+
+
+def prepare_data(
+    config: FullConfig, tokenizer: PreTrainedTokenizerFast, vocabulary: Vocabulary, num_proc: int
+) -> Iterator[str]:
+    """Prepare all sources into `data.prepared_dir`, by `num_proc` processes; yield what is in each folder, in words.
+
+    Raises ConfigError where none is named, OutputLockedError, DataError.
+    """
+    data, seed = config.data, config.training.seed
+    if data.prepared_dir is None:
+        raise ConfigError("data.prepared_dir: name the folder to prepare the data in, or give --out DIR")
+    maker = load(OBJECTIVES[data.objective].maker).from_config(data, seed, tokenizer, vocabulary)
+    bad_row_limit = data.max_bad_rows if data.on_bad_row == "skip" else 0
+    with locked(Path(data.prepared_dir).expanduser().absolute()) as folder:
+        commits = resolve_commits(data.model_copy(update={"prepared_dir": None}))
+        for number, entry in enumerate(source_entries(data)):
+            source = open_source(data, entry, seed, vocabulary, PREPARED_LANES, commits)
+            facts = made_from(data, entry, maker, seed)
+            yield prepare_source(source, facts, maker, source_folder(folder, number), bad_row_limit, num_proc)

@@ -55,7 +55,12 @@ READY_BATCHES_PER_LANE = 2
 
 _BOOTSTRAP = (
     "import sys, pickle; sys.path[:] = pickle.load(sys.stdin.buffer); "
-    "from ds_encdec.data.lane import serve; serve(sys.stdin.buffer)"
+    "from {module} import serve; serve(sys.stdin.buffer)"
+)
+
+_LESS = (
+    "lower data.preprocessing_num_workers or data.shuffle_buffer_size, or work without workers "
+    "(data.preprocessing_num_workers=0)"
 )
 
 logger = logging.getLogger(__name__)
@@ -115,6 +120,7 @@ class Lane:
         self._skipped_documents: int = start["skipped_documents"]
         self._bad_rows = bad_rows_of(start)
         self._last_bad_row: list[Any] | None = start.get("last_bad_row")
+        self._long_rows: list[int] = [*start.get("long_rows", [])]
         self._next_chunk = start["next_chunk"] and _origin(*start["next_chunk"])
         self._packer: Packer[_Made] = Packer(
             pipeline.budgets, pool_examples=pipeline.pool_examples, max_wait_batches=pipeline.max_wait_batches
@@ -138,6 +144,7 @@ class Lane:
             "skipped_documents": self._skipped_documents,
             "bad_rows": list(self._bad_rows),
             "last_bad_row": self._last_bad_row,
+            **({"long_rows": list(self._long_rows)} if self._long_rows else {}),
             "reader": self._reader.position,
             "next_chunk": self._next_chunk and list(self._next_chunk),
             "waiting": [[*entry.item.origin, entry.waited_batches] for entry in self._packer.waiting],
@@ -149,7 +156,9 @@ class Lane:
         wanted: dict[tuple[Reference, int], set[int]] = {}
         for reference, epoch, chunk in origins:
             wanted.setdefault((reference, epoch), set()).add(chunk)
-        made = chain.from_iterable(self._cut(*self._fetch(*place), chunks) for place, chunks in wanted.items())
+        made = chain.from_iterable(
+            self._cut(*self._fetch(*place), chunks, again=True) for place, chunks in wanted.items()
+        )
         entries = {entry.item.origin: entry for entry in made}
         return [
             dataclasses.replace(entries[origin], waited_batches=waited)
@@ -212,10 +221,18 @@ class Lane:
             raise DataError(f"{ids.problem}. It could be read when the checkpoint was made")
         return Located(document, reference, epoch), ids
 
-    def _cut(self, located: Located, ids: Any, wanted: Container[int] = ALL) -> Iterator[Waiting[_Made]]:
-        """The `wanted` examples of a document, for the packer. One without text has none."""
+    def _cut(
+        self, located: Located, ids: Any, wanted: Container[int] = ALL, *, again: bool = False
+    ) -> Iterator[Waiting[_Made]]:
+        """The `wanted` examples of a document, for the packer. One without text has none.
+
+        Those that are too long are counted, unless they are made `again`.
+        """
         document, reference, epoch = located
-        for number, example, is_last, _ in self._pipeline.maker.examples(ids, document.key, epoch, wanted):
+        for number, example, is_last, is_long in self._pipeline.maker.examples(ids, document.key, epoch, wanted):
+            if is_long and not again:
+                self._long_rows += [0] * (epoch + 1 - len(self._long_rows))
+                self._long_rows[epoch] += 1
             if example is not None:
                 behind = None if is_last else _Origin(reference, epoch, number + 1)
                 made = _Made(example, _Origin(reference, epoch, number), behind)
@@ -247,14 +264,14 @@ class WorkerLanes:
         self._lanes = {} if num_workers else {lane: Lane(pipeline, lane, records.get(lane)) for lane in lanes}
         for worker in range(num_workers):
             mine = list(lanes[worker::num_workers])
-            process = _start()
+            process = start_worker(__name__)
             self._processes |= dict.fromkeys(mine, process)
             try:
-                with _pipe(process.stdin) as pipe:
-                    pickle.dump(sys.path, pipe)
-                    pickle.dump((pipeline, mine, {lane: records[lane] for lane in mine if lane in records}), pipe)
+                with pipe(process.stdin) as stdin:
+                    pickle.dump(sys.path, stdin)
+                    pickle.dump((pipeline, mine, {lane: records[lane] for lane in mine if lane in records}), stdin)
             except BrokenPipeError as error:
-                raise _death(process) from error
+                raise worker_death(process, _LESS) from error
 
     def take(self, lane: int) -> LaneBatch:
         """The next micro-batch of `lane`. Raises what the worker raised, or DataError when it is gone."""
@@ -262,9 +279,9 @@ class WorkerLanes:
             return LaneBatch(next(self._lanes[lane]), self._lanes[lane].record)
         process = self._processes[lane]
         try:
-            answer = pickle.load(_pipe(process.stdout))
+            answer = pickle.load(pipe(process.stdout))
         except (EOFError, pickle.UnpicklingError) as error:
-            raise _death(process) from error
+            raise worker_death(process, _LESS) from error
         if isinstance(answer, BaseException):
             raise answer
         return answer
@@ -274,41 +291,48 @@ class WorkerLanes:
         for process in set(self._processes.values()):
             process.kill()
             process.wait()
-            _pipe(process.stdout).close()
+            pipe(process.stdout).close()
 
 
-def _start() -> subprocess.Popen[bytes]:
+def start_worker(module: str) -> subprocess.Popen[bytes]:
+    """A fresh Python in which `module.serve` works on what is pickled into its stdin, behind this process's path."""
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", _BOOTSTRAP]
+    command = [sys.executable, "-c", _BOOTSTRAP.format(module=module)]
     with stop_signals_left_to_this_process():
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
 
 
-def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
-    assert pipe is not None
-    return pipe
+def pipe(of_process: IO[bytes] | None) -> IO[bytes]:
+    """The pipe of a process that was started with one."""
+    assert of_process is not None
+    return of_process
 
 
 class WorkerKilledError(DataError):
     """A signal has ended a data worker: the kernel's, for want of memory, or that of whoever ends the run."""
 
 
-def _death(process: subprocess.Popen[bytes]) -> DataError:
+def worker_death(process: subprocess.Popen[bytes], advice: str) -> DataError:
+    """The error for a worker that is gone."""
     code = process.wait()
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
     return (WorkerKilledError if code < 0 else DataError)(
-        f"a data worker (process {process.pid}) {how}. SIGKILL usually means that the machine ran out of memory: lower "
-        "data.preprocessing_num_workers or data.shuffle_buffer_size, or work without workers "
-        "(data.preprocessing_num_workers=0)"
+        f"a data worker (process {process.pid}) {how}. SIGKILL usually means that the machine ran out of memory: "
+        f"{advice}"
     )
+
+
+def own_output() -> IO[bytes]:
+    """The pipe to the parent. It moves away from stdout, so that a library that prints cannot break the stream."""
+    out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return out
 
 
 def serve(task_stream: IO[bytes]) -> None:
     """The life of a worker: read the task, then write micro-batches until the parent is gone."""
     outlive_readers()
-    # The pipe moves away from stdout, so that a library that prints cannot break the stream.
-    out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    out = own_output()
     pipeline, numbers, records = pickle.load(task_stream)
     ready: queue.Queue[bytes | None] = queue.Queue(maxsize=READY_BATCHES_PER_LANE * len(numbers))
     writer = threading.Thread(target=_write_all, args=(ready, out))

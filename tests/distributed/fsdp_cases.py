@@ -96,6 +96,7 @@ def trajectory(steps: int, **overrides: Any) -> dict[str, Any]:
         "tokens_by_denoiser": after.tokens_by_denoiser,
         "loss_dtype": str(after.total.dtype),
         "weights": full_weights(engine),
+        "merged": {name: parameter.clone() for name, parameter in engine.full_parameters()},
     }
     engine.close()
     return result
@@ -144,7 +145,7 @@ def saving(directory: str, copy: bool, **overrides: Any) -> dict[str, Any]:
     engine.evaluate(random_batch(1, MODEL.vocab_size))  # leaves parameters gathered
     again = [_resume(engine, folder), full_state(engine)]
     engine.close()
-    fresh = short_engine(source=None, **overrides)
+    fresh = short_engine(source=weights if "lora" in overrides else None, **overrides)  # the base of adapters
     resumed = [_resume(fresh, folder), full_state(fresh)]
     fresh.close()
     return {

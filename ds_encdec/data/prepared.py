@@ -1,0 +1,283 @@
+"""Documents that were rendered and tokenized before a run, in arrow files that every rank maps into memory.
+
+PREPARED_DIR/                 `data.prepared_dir`
+  .lock                       held by who prepares it
+  source-0/                   a folder for each source: `data`'s own, or those of `data.mixture` in their order
+    index.json                what it is made from, how the work is divided; when it is finished, its shards
+    0003-00001.arrow          shard 1 of the fourth part: keys, token ids, and the problems of bad rows
+    0003-00001.json           its rows, tokens and digests: written behind it, so what has one is whole
+
+A row keeps its key, number and place, bad ones included. So a run sees of a prepared map what it would see of the map
+itself, and may change between the two at any time. A stream becomes a map, which is another order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ds_encdec.config.plain_files import MAX_RECORD_BYTES, read_plain
+from ds_encdec.config.schema import DataConfig, Source
+from ds_encdec.data.examples import ExampleMaker
+from ds_encdec.data.fingerprint import digest
+from ds_encdec.data.local_files import expand_files, file_digest, file_digests, short_names
+from ds_encdec.data.sources import BadRow, OpenSource, Row, opened, source_entries
+from ds_encdec.data.text_tokenizer import SAMPLE
+from ds_encdec.launch.disk import write_atomically
+from ds_encdec.source_kinds import HUB, LOCAL_SOURCES
+from ds_encdec.types import DataError, Document
+
+INDEX = "index.json"
+_CHECKED_BYTES = 1 << 12
+"""Bytes at either end of a shard that are compared when it is opened, with its size."""
+
+Position = tuple[int, int]
+"""A row of a map and 0; a unit of a stream and a row in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Facts about a shard. `digest`: of its size and ends. `next`: where the part goes on; None behind its last row."""
+
+    file: str
+    rows: int
+    tokens: int
+    bad_rows: int
+    problem: str | None
+    sha256: str
+    digest: str
+    next: Position | None
+
+
+class Columns(NamedTuple):
+    """A shard in memory: of row i the pieces `rows[i]` to `rows[i + 1]`, of piece j `ids[pieces[j]:pieces[j + 1]]`."""
+
+    keys: Any
+    problems: Any
+    rows: np.ndarray
+    pieces: np.ndarray
+    ids: np.ndarray
+
+
+class PreparedSource:
+    """The documents of a finished folder, with their token ids in the place of texts. A `MapSource`."""
+
+    def __init__(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        """Raises DataError where the folder is not finished, damaged, or not made from `facts`."""
+        index = read_index(folder)
+        if index is None or index["shards"] is None:
+            raise DataError(
+                f"data.prepared_dir: {folder} is not finished: run `ds-encdec prepare` with this configuration"
+            )
+        require_made_from(folder, index["made_from"], facts)
+        self._folder = folder
+        self._shards = [shard for shard in map(_shard, index["shards"]) if shard.rows]
+        for shard in self._shards:
+            if not is_whole(folder, shard):
+                raise DataError(
+                    f"data.prepared_dir: {folder / shard.file} is missing or damaged: run `ds-encdec prepare` with "
+                    "this configuration, which makes it anew"
+                )
+        self._first = [0, *accumulate(shard.rows for shard in self._shards)]
+        self._pieces_in_example: int = index["pieces_in_example"]
+        self._columns: dict[int, Columns] = {}
+        self.identity: dict[str, Any] = dict(index["identity"])
+        if index["is_stream"]:
+            self.identity["kind"] = f"prepared {self.identity['kind']}"
+
+    def __len__(self) -> int:
+        return self._first[-1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_columns": {}}
+
+    def key(self, index: int) -> str:
+        """The key that the document has in its source."""
+        columns, row = self._locate(index)
+        return columns.keys[row].as_py()
+
+    def document(self, index: int) -> Row:
+        """Document `index`, with its ids as its maker has read them."""
+        columns, row = self._locate(index)
+        key, problem = columns.keys[row].as_py(), columns.problems[row].as_py()
+        if problem is not None:
+            return BadRow(key, problem)
+        edges = columns.pieces[columns.rows[row] : columns.rows[row + 1] + 1]
+        pieces = [columns.ids[start:stop] for start, stop in pairwise(edges)]
+        return Document(key, "", joined(pieces, self._pieces_in_example))
+
+    def lengths(self) -> np.ndarray:
+        """Tokens of each document, without reading one; int64 [documents]."""
+        each = [self._open(number) for number in range(len(self._shards))]
+        return np.concatenate(
+            [np.zeros(0, np.int64), *(np.diff(one.pieces[one.rows]).astype(np.int64) for one in each)]
+        )
+
+    def _locate(self, index: int) -> tuple[Columns, int]:
+        number = int(np.searchsorted(self._first, index, side="right")) - 1
+        return self._open(number), index - self._first[number]
+
+    def _open(self, number: int) -> Columns:
+        if number not in self._columns:
+            self._columns[number] = read_shard(self._folder / self._shards[number].file)
+        return self._columns[number]
+
+
+def source_folder(prepared_dir: str | Path, number: int) -> Path:
+    """The folder of source `number`."""
+    return Path(prepared_dir).expanduser().absolute() / f"source-{number}"
+
+
+def made_from(data: DataConfig, entry: Source, maker: ExampleMaker, seed: int) -> dict[str, Any]:
+    """What decides the rows and token ids of a source: JSON-able facts by the names of fields, where they are some."""
+    facts = {f"data.{name}": getattr(entry, name) for name in Source.model_fields}
+    if "seed" in LOCAL_SOURCES.get(entry.dataset_name, HUB).needs:
+        facts["training.seed"] = seed
+    facts["data.objective"] = data.objective
+    facts["tokenizer"] = digest([maker.tokenize(Document("", text)).tolist() for text in SAMPLE])
+    return json.loads(json.dumps(facts | maker.facts()))
+
+
+def prepared_sources(data: DataConfig, seed: int, maker: ExampleMaker) -> tuple[OpenSource, ...]:
+    """What `data` names, from `data.prepared_dir`.
+
+    Raises DataError where a source is not finished, was made from something else, or has other local files by now.
+    """
+    sources = []
+    for number, entry in enumerate(source_entries(data)):
+        folder = source_folder(str(data.prepared_dir), number)
+        source = PreparedSource(folder, made_from(data, entry, maker, seed))
+        if entry.dataset_name in LOCAL_SOURCES and entry.data_files:
+            files: Sequence[str] = ()
+            with suppress(DataError):  # they need not be on this machine any more
+                files = expand_files(entry.data_files)
+            if files:
+                require_made_from(folder, source.identity["files"], file_digests(files, short_names(files)))
+        sources.append(opened(source, data, number))
+    return tuple(sources)
+
+
+def require_made_from(folder: Path, there: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise DataError naming each fact that differs, with both values."""
+    names = [name for name in {**there, **now} if there.get(name) != now.get(name)]
+    if names:
+        told = [f"{name}: {reprlib.repr(there.get(name))} there, {reprlib.repr(now.get(name))} now" for name in names]
+        raise DataError(
+            f"data.prepared_dir: {folder} was made from something else ({'; '.join(told):.600}). Restore that, or "
+            "delete the folder (or name another one) and run `ds-encdec prepare`"
+        )
+
+
+def read_index(folder: Path) -> dict[str, Any] | None:
+    """The index of a folder; None where there is none. Raises DataError for one that is damaged."""
+    try:
+        return json.loads(read_plain(folder / INDEX, MAX_RECORD_BYTES))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{folder / INDEX}: cannot be read ({error}). Delete {folder} and prepare it anew") from error
+
+
+def is_whole(folder: Path, shard: Shard) -> bool:
+    """Return whether the file of a shard is there, with its size and ends."""
+    try:
+        return file_digest(str(folder / shard.file), _CHECKED_BYTES) == shard.digest
+    except DataError:
+        return False
+
+
+def finished_shards(folder: Path, part: int) -> list[Shard]:
+    """The shards of a part from its first on, as far as they are whole."""
+    found: list[Shard] = []
+    while not found or found[-1].next is not None:
+        try:
+            shard = _shard(json.loads((folder / f"{part:04}-{len(found):05}.json").read_text()))
+        except (OSError, ValueError, TypeError):
+            return found
+        if not is_whole(folder, shard):
+            return found
+        found.append(shard)
+    return found
+
+
+def write_shard(folder: Path, name: str, rows: Sequence[tuple[str, Any | BadRow]], then: Position | None) -> Shard:
+    """Write rows, each a key and what a maker has read, as the shard `name`. Raises OSError."""
+    import pyarrow as pa
+
+    pieces = [[] if isinstance(ids, BadRow) else split(ids) for _, ids in rows]
+    problems = [ids.problem if isinstance(ids, BadRow) else None for _, ids in rows]
+    flat = [piece for row in pieces for piece in row]
+    ids = pa.ListArray.from_arrays(_edges(map(len, flat)), np.concatenate([np.zeros(0, np.int32), *flat]))
+    columns = {
+        "key": pa.array([key for key, _ in rows], pa.string()),
+        "problem": pa.array(problems, pa.string()),
+        "token_ids": pa.ListArray.from_arrays(_edges(map(len, pieces)), ids),
+    }
+    batch = pa.RecordBatch.from_pydict(columns)
+    buffer = pa.BufferOutputStream()
+    with pa.ipc.new_file(buffer, batch.schema) as writer:
+        writer.write_batch(batch)
+    content = buffer.getvalue().to_pybytes()
+    path = folder / f"{name}.arrow"
+    write_atomically(path, content)
+    bad = [problem for problem in problems if problem is not None]
+    shard = Shard(
+        file=path.name,
+        rows=len(rows),
+        tokens=sum(map(len, flat)),
+        bad_rows=len(bad),
+        problem=bad[-1] if bad else None,
+        sha256=hashlib.sha256(content).hexdigest(),
+        digest=file_digest(str(path), _CHECKED_BYTES),
+        next=then,
+    )
+    write_atomically(folder / f"{name}.json", json.dumps(asdict(shard)))
+    return shard
+
+
+def read_shard(path: Path) -> Columns:
+    """Map a shard into memory. Raises DataError."""
+    import pyarrow as pa
+
+    try:
+        batch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path}: cannot be read ({error})") from error
+    pieces = batch.column("token_ids")
+    ids = pieces.values
+    return Columns(
+        batch.column("key"),
+        batch.column("problem"),
+        pieces.offsets.to_numpy(),
+        ids.offsets.to_numpy(),
+        ids.values.to_numpy(),
+    )
+
+
+def split(ids: Any) -> list[np.ndarray]:
+    """The arrays in what a maker reads: one array, or a list of tuples of arrays."""
+    return [ids] if isinstance(ids, np.ndarray) else [piece for example in ids for piece in example]
+
+
+def joined(pieces: list[np.ndarray], in_example: int) -> Any:
+    """The inverse of `split`. `in_example`: arrays of each tuple; 0: a single array."""
+    if not in_example:
+        return pieces[0]
+    return [tuple(pieces[start : start + in_example]) for start in range(0, len(pieces), in_example)]
+
+
+def _edges(lengths: Iterable[int]) -> np.ndarray:
+    return np.fromiter(accumulate(lengths, initial=0), dtype=np.int32)
+
+
+def _shard(facts: dict[str, Any]) -> Shard:
+    return Shard(**{**facts, "next": facts["next"] and tuple(facts["next"])})

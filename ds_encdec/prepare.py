@@ -1,0 +1,45 @@
+"""`ds-encdec prepare`: render and tokenize the documents of a configuration once, into `data.prepared_dir`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ds_encdec.types import ConfigError, Preempted
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the verb."""
+    parser.add_argument("config", type=Path, nargs="?", help="YAML file")
+    parser.add_argument("--config", type=Path, dest="config_option", help="YAML file")
+    parser.add_argument("--num-proc", type=int, metavar="N", help="processes (default: all cores)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder to write (default data.prepared_dir)")
+
+
+def run(options: argparse.Namespace, overrides: Sequence[str]) -> None:
+    """Do what the options say, and say of each source what is there now. Raises Preempted at Ctrl-C."""
+    from ds_encdec.config.schema import find_shipped, load_config
+
+    path, overrides = options.config or options.config_option, list(overrides)
+    if path is not None and "=" in str(path):  # an override in the place of the file
+        path, overrides = options.config_option, [str(path), *overrides]
+    num_proc = len(os.sched_getaffinity(0)) if options.num_proc is None else options.num_proc
+    if num_proc < 1:
+        raise ConfigError(f"--num-proc {num_proc}: at least one process has to do it")
+    if options.out is not None:
+        overrides.append(f"data.prepared_dir={json.dumps(str(options.out))}")
+    config = load_config(find_shipped(path), overrides)
+    # torch: once the configuration is sound
+    from ds_encdec.data.build import prepare_data
+    from ds_encdec.resume import run_tokenizer
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
+    try:
+        for line in prepare_data(config, *run_tokenizer(config), num_proc):
+            print(line, flush=True)
+    except KeyboardInterrupt:
+        raise Preempted("stopped: what is finished is kept, and the same command goes on from there") from None

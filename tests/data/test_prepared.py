@@ -1,0 +1,178 @@
+"""Prepared data is the data: the same examples and records, or a refusal that says why not."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data_parts import byte_tokenizer, make_config, make_data, texts, write_parquet
+from tokenizers import normalizers
+
+from ds_encdec import cli
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.data import prepare
+from ds_encdec.data.build import prepare_data
+from ds_encdec.data.lane import Lane
+from ds_encdec.data.prepared import PreparedSource
+from ds_encdec.data.sources import readable
+from ds_encdec.launch.run_folder import lock_file
+from ds_encdec.types import DataError, OutputLockedError
+
+QUICKSTART = Path(__file__).resolve().parents[2] / "ds_configs" / "quickstart.yaml"
+
+
+def rows(count: int) -> list[str]:
+    """JSON lines: of each ten one that cannot be read, and one that is empty."""
+    lines = [json.dumps({"text": text}) for text in texts(count)]
+    return [("{", '{"text": ""}')[i % 10] if i % 10 < 2 else line for i, line in enumerate(lines)]
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(rows(250)) + "\n")
+    return path
+
+
+def settings(lines: Path, **more: Any) -> dict[str, Any]:
+    return {"dataset_name": "json", "data_files": str(lines), "on_bad_row": "skip", **more}
+
+
+def prepared(folder: Path, data: dict[str, Any], num_proc: int = 2) -> FullConfig:
+    config = make_config(**data, prepared_dir=str(folder))
+    for line in prepare_data(config, *byte_tokenizer(), num_proc):
+        print(line)
+    return config
+
+
+def kept(folder: Path) -> dict[str, int]:
+    """The shards that are said to be whole, and which file each is."""
+    said = (path.with_suffix(".arrow") for path in folder.glob("source-0/0*.json"))
+    return {path.name: path.stat().st_ino for path in said}
+
+
+def plain(lane: Lane) -> list[Any]:
+    return [(e.document, e.denoiser, e.encoder_ids.tolist(), e.decoder_ids.tolist()) for e in next(lane)]
+
+
+def test_a_map_gives_the_same_examples_and_records(
+    tmp_path: Path, lines: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(prepare, "PART_ROWS", 60)
+    direct = make_data(make_config(**settings(lines)))
+    config = prepared(tmp_path / "out", settings(lines, preprocessing_num_workers=2))
+    assert "250 rows" in capsys.readouterr().out
+    away = lines.rename(tmp_path / "away.jsonl")
+    data = make_data(config)  # without the source
+    away.rename(lines)
+    assert data.fingerprint == direct.fingerprint
+    assert data.ratio == direct.ratio
+    ours, theirs = data.eval_batches(), direct.eval_batches()
+    assert [batch.documents for batch in ours] == [batch.documents for batch in theirs]
+    for _ in range(12):
+        for one, other in zip(next(data.loader), next(direct.loader), strict=True):
+            assert one.documents == other.documents
+            assert one.labels.tolist() == other.labels.tolist()
+    assert data.loader.state() == direct.loader.state()
+    assert sum(data.loader.bad_rows) > 5
+    data.loader.close()
+
+    # Its records are good for either.
+    resumed, straight = (
+        Lane(data.pipeline, 1, direct.loader.state()[1]),
+        Lane(direct.pipeline, 1, data.loader.state()[1]),
+    )
+    for _ in range(5):
+        assert plain(resumed) == plain(straight)
+    source = data.pipeline.sources[0].source
+    assert isinstance(source, PreparedSource)
+    read = {document.key: len(document.token_ids) for document in readable(map(source.document, range(250)), 250)}
+    lengths = source.lengths()
+    assert len(lengths) == 250
+    assert all(lengths[int(key.split(":")[1])] == length for key, length in read.items())
+
+
+def test_a_stream_becomes_a_map_of_its_rows(tmp_path: Path) -> None:
+    documents = texts(90)
+    file = write_parquet(tmp_path / "a.parquet", documents, row_group_size=20)
+    mixture = [{"weight": 2, "dataset_name": "parquet", "data_files": file}, {"weight": 1, "dataset_name": "builtin"}]
+    config = prepared(tmp_path / "out", {"mixture": mixture})
+    data = make_data(config)
+    source = data.pipeline.sources[0].source
+    assert isinstance(source, PreparedSource)
+    tokenizer, _ = byte_tokenizer()
+    found = {row.key: tokenizer.decode(row.token_ids) for row in readable(map(source.document, range(90)), 0)}
+    assert found == {f"a.parquet:{i // 20}:{i % 20}": text for i, text in enumerate(documents)}
+    assert [facts["kind"] for facts in data.fingerprint["sources"]] == ["prepared parquet", "builtin"]
+    reweighed = {**mixture[0], "weight": 5}, mixture[1]
+    make_data(make_config(mixture=[*reweighed], prepared_dir=str(tmp_path / "out")))
+
+
+def test_what_is_not_the_same_is_refused(tmp_path: Path, lines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "PART_ROWS", 100)
+    out = tmp_path / "out"
+    config = prepared(out, settings(lines))
+    with pytest.raises(DataError, match=r"source-0 was made from .*data.text_column: 'text' there, 'body' now.*delete"):
+        make_data(make_config(**settings(lines, text_column="body"), prepared_dir=str(out)))
+    with pytest.raises(DataError, match=r"data.text_column: 'text' there, 'body' now"):
+        prepared(out, settings(lines, text_column="body"))
+    other = byte_tokenizer.__wrapped__()
+    other[0].backend_tokenizer.normalizer = normalizers.Lowercase()
+    with pytest.raises(DataError, match=r"tokenizer: '.*' there, '.*' now"):
+        list(prepare_data(config, *other, 1))
+    more = [{"weight": 1, "dataset_name": "json", "data_files": str(lines)}, {"weight": 1, "dataset_name": "random"}]
+    with pytest.raises(DataError, match=r"source-1 is not finished: run `ds-encdec prepare`"):
+        make_data(make_config(mixture=more, on_bad_row="skip", prepared_dir=str(out)))
+
+    shard = out / "source-0" / "0001-00000.arrow"
+    before = kept(out)
+    shard.write_bytes(shard.read_bytes()[:-8])
+    with pytest.raises(DataError, match=r"0001-00000.arrow is missing or damaged: run `ds-encdec prepare`"):
+        make_data(config)
+    prepared(out, settings(lines))
+    make_data(config)
+    assert {name for name, file in kept(out).items() if file != before[name]} == {shard.name}
+
+    lines.write_text("\n".join(rows(250)[::-1]) + "\n")
+    for refused in (lambda: make_data(config), lambda: prepared(out, settings(lines))):
+        with pytest.raises(DataError, match=r"a.jsonl.* there, .* now"):
+            refused()
+    with pytest.raises(DataError, match=r"a.jsonl, line \d+: not a JSON line .*data.on_bad_row=skip"):
+        prepared(tmp_path / "strict", settings(lines, on_bad_row="stop"))
+    with pytest.raises(DataError, match=r"more than data.max_bad_rows=20 rows cannot be read"):
+        prepared(tmp_path / "some", settings(lines, max_bad_rows=20))
+    (out / ".lock").write_text("")
+    with (out / ".lock").open("a+") as lock:
+        assert lock_file(lock)
+        lock.write("process 7 on host")
+        lock.flush()
+        with pytest.raises(OutputLockedError, match=r"is being prepared by process 7 on host"):
+            prepared(out, settings(lines))
+
+
+def test_a_killed_one_is_finished_and_never_read_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(6000, median_characters=1500)))
+    verb = ["prepare", str(QUICKSTART), "data.dataset_name=json", f"data.data_files={path}", "--num-proc", "1"]
+    verb += ["--out", str(tmp_path / "out"), "model.architecture.vocab_size=600"]
+    process = subprocess.Popen([sys.executable, "-m", "ds_encdec.cli", *verb], stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and not kept(tmp_path / "out"):
+        time.sleep(0.005)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL, process.stderr and process.stderr.read()
+    before = kept(tmp_path / "out")
+    assert 1 <= len(before) < 6
+    trained = ["train", "--config", *verb[1:4], f"data.prepared_dir={tmp_path}/out", verb[-1]]
+    assert cli.main([*trained, f"infra.output_dir={tmp_path}/run"]) == DataError.exit_code
+    assert "is not finished: run `ds-encdec prepare`" in capsys.readouterr().err
+    assert cli.main(verb) == 0
+    assert "6,000 rows" in capsys.readouterr().out
+    after = kept(tmp_path / "out")
+    assert len(after) == 6
+    assert before.items() <= after.items()
