@@ -296,7 +296,7 @@ def _generate(options: argparse.Namespace, _: Sequence[str]) -> None:
     from ds_encdec.evaluate.generation import GenerationSettings
     from ds_encdec.model_folders import generate_text
 
-    settings = GenerationSettings(**{name: getattr(options, name) for name in GENERATED})
+    settings = GenerationSettings(**{name: getattr(options, name) for name in GENERATION if name != "batch_tokens"})
     text = sys.stdin.read() if options.text == "-" else options.text
     shown = generate_text(options.model, text, settings, raw=options.raw, stream=options.stream)
     if shown is not None:
@@ -336,16 +336,17 @@ _LORA: Arguments = {
 }
 _OUT = _value("folder to write; must not exist", Path)
 
-GENERATED = {
-    "max_new_tokens": _value("(default 64)", int, default=64),
-    "num_beams": _value("(default 1)", int, default=1),
-    "temperature": _value("0 is greedy (default), above it samples", float, default=0.0),
-    "top_p": _value("sample from the likeliest tokens with this share together (default 1: all)", float, default=1.0),
-    "top_k": _value("sample from as many likeliest tokens (default 0: all)", int, default=0),
-    "repetition_penalty": _value("above 1 makes tokens that were written less likely (default 1)", float, default=1.0),
-    "seed": _value("seed of sampling (default 0)", int, default=0),
+GENERATION = {
+    "max_new_tokens": (int, 512, "new tokens of a prediction at most"),
+    "num_beams": (int, 1, "beams of the search"),
+    "temperature": (float, 0.0, "of sampling; 0 takes the likeliest token"),
+    "top_p": (float, 1.0, "sample from the likeliest tokens that have this share"),
+    "top_k": (int, 0, "sample from so many of the likeliest tokens; 0: from all"),
+    "repetition_penalty": (float, 1.0, "above 1: tokens that were generated are less likely"),
+    "seed": (int, 0, "of sampling"),
+    "batch_tokens": (int, 16384, "tokens of a batch at most, input and new ones"),
 }
-"""The options of generation, by the fields of `GenerationSettings`."""
+"""The options of an evaluation's generation: type, default, meaning; they are fields of `GenerationSettings`."""
 
 ARGUMENTS: dict[str, Arguments | Callable[[argparse.ArgumentParser], None]] = {
     "train": train.add_arguments,
@@ -424,7 +425,12 @@ ARGUMENTS: dict[str, Arguments | Callable[[argparse.ArgumentParser], None]] = {
         "--text": _value("with <extra_id_0>… to fill, or a prefix to continue; - reads standard input", required=True),
         "--raw": _flag("print what the model writes, and nothing of the text: the answer of a fine-tuned one"),
         "--stream": _flag("print tokens as they come"),
-        **{f"--{name.replace('_', '-')}": how for name, how in GENERATED.items()},
+        "--max-new-tokens": _value("(default 64)", int, default=64),
+        **{
+            f"--{name.replace('_', '-')}": _value(f"{text} (default {default})", kind, default=default, metavar="X")
+            for name, (kind, default, text) in GENERATION.items()
+            if name not in ("max_new_tokens", "batch_tokens")
+        },
     },
 }
 """The arguments of each verb that has some; for those of other modules, what adds them."""
