@@ -303,6 +303,13 @@ def _generate(options: argparse.Namespace, _: Sequence[str]) -> None:
         print(shown)
 
 
+def _push_to_hub(options: argparse.Namespace, _: Sequence[str]) -> None:
+    from ds_encdec.checkpoint.hub import push_to_hub
+
+    how = {name: getattr(options, name) for name in ("private", "revision", "message")}
+    print(f"uploaded: {push_to_hub(options.folder, options.repo_id, **how)}")
+
+
 def _value(text: str, type: Callable[[str], Any] = str, **more: Any) -> dict[str, Any]:
     return {"type": type, "help": text, **more}
 
@@ -420,6 +427,13 @@ ARGUMENTS: dict[str, Arguments | Callable[[argparse.ArgumentParser], None]] = {
         "--out": _value("folder to write into (default RUN/report)", Path),
         "--png": _flag("put each chart beside the page as a picture, too"),
     },
+    "push-to-hub": {
+        "folder": _value("exported folder", Path),
+        "repo_id": _value("OWNER/NAME of the repository, made where there is none"),
+        "--private": _flag("make it one that only you see"),
+        "--revision": _value("branch (default main)", metavar="BRANCH"),
+        "--message": _value("of the commit"),
+    },
     "generate": {
         "--model": _value("exported folder", Path, required=True),
         "--text": _value("with <extra_id_0>… to fill, or a prefix to continue; - reads standard input", required=True),
@@ -455,6 +469,7 @@ VERBS: dict[str, tuple[Verb, bool, str]] = {
     "verify": (_verify, False, "compare every file of a checkpoint, or of all in a run, with its SHA-256"),
     "sanity-check": (_sanity_check, True, "look at model, data and engine before a long run"),
     "report": (_report, False, "write one page with pictures about a run, or a pipeline of phases"),
+    "push-to-hub": (_push_to_hub, False, "upload an exported folder to the Hugging Face hub (token: HF_TOKEN)"),
     "generate": (_generate, False, "fill sentinels in a text, or continue it"),
 }
 """For each verb: the function that runs it, whether settings may follow its arguments, and its summary."""
