@@ -108,7 +108,9 @@ def test_a_mean_of_adapters_is_refused(run: Path, capsys: pytest.CaptureFixture[
 def test_a_base_that_was_moved_is_the_same(run: Path, checkpoint: Path, tmp_path: Path) -> None:
     moved = shutil.move(base_of(run), tmp_path / "moved")
     try:
-        with pytest.raises(CheckpointError, match=r"sha256 [0-9a-f]{64}\), which was looked for in .*does not exist.*--base"):
+        with pytest.raises(
+            CheckpointError, match=r"sha256 [0-9a-f]{64}\), which was looked for in .*does not exist.*--base"
+        ):
             trained_weights(checkpoint)
         here = trained_weights(checkpoint, str(moved))("shared.weight")
         assert torch.equal(here, random_weights(config(), 0)("shared.weight"))
