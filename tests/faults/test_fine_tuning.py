@@ -41,7 +41,7 @@ def arguments(folder: Path, rows: Path, *options: str, **changes: Any) -> list[s
 def test_a_killed_run_goes_on_alike_on_another_number_of_ranks(tmp_path: Path) -> None:
     rows = [{"instruction": f"add {i}", "input": i, "output": f"{i} and {i + 1}"} for i in range(80)]
     rows[7] = {**rows[7], "output": None}
-    rows[9] = {**rows[9], "output": "long " * 40}
+    rows[8] = {**rows[8], "output": "long " * 40}
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with ForkedRuns() as runs:
         whole = runs.run(arguments(tmp_path / "whole", tmp_path / "rows.jsonl"), ranks=2)
