@@ -156,7 +156,9 @@ def own_split(
     entry = data.own_split(split)
     if entry is None:
         return ()
-    source, is_test = open_source(data, entry, seed, vocabulary, 1, commits), split == "test"
+    is_test = split == "test"
+    field = "data.test_files" if is_test else "data.eval_files"
+    source = open_source(data, entry, seed, vocabulary, 1, commits, field)
     return (OpenSource(source, 1.0, 0.0 if is_test else 1.0, 0, 1.0),)
 
 
@@ -167,6 +169,7 @@ def open_source(
     vocabulary: Vocabulary,
     num_lanes: int,
     commits: Mapping[str, str],
+    files_field: str = "data.data_files",
 ) -> AnySource:
     """Open one of the sources of `data` where its documents come from. Raises DataError."""
     entry = named.model_copy(update={"dataset_revision": commits.get(hub_name(named), named.dataset_revision)})
@@ -185,7 +188,7 @@ def open_source(
         "vocabulary": vocabulary,
         "num_lanes": num_lanes,
         "streaming": data.streaming,
-        "files": expand_files(entry.data_files or ()) if kind.reads_files else (),
+        "files": expand_files(entry.data_files or (), files_field) if kind.reads_files else (),
     }
     source: AnySource = load(kind.reader)(**{name: offered[name] for name in kind.needs})
     return source
