@@ -7,6 +7,7 @@ without numpy or torch. A function of a row that takes `data` is given the confi
 from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from string import Formatter
 from typing import Any
 
 from ds_encdec.denoisers import DENOISERS, expected_ratio
@@ -15,20 +16,39 @@ TASKS: Mapping[str, Any] = ChainMap({"SFT": None}, DENOISERS)
 """The kinds of examples by name, in the order of all sums by kind: the denoisers, and pairs of input and output."""
 
 
+def template_parts(template: str) -> list[tuple[str, str | None]]:
+    """The parts of a template: a text, and the field behind it, None for none. Raises ValueError."""
+    parts = []
+    for text, name, form, conversion in Formatter().parse(template):
+        if name == "" or form or conversion:
+            raise ValueError("write fields as {name} and braces that are text as {{ and }}")
+        parts.append((text, name))
+    return parts
+
+
 @dataclass(frozen=True, slots=True)
 class Objective:
     """How a document becomes examples.
 
     `maker`: the dotted name of what makes them: a class with `from_config` that is a `data.examples.ExampleMaker`.
-    `tasks`: the names of its kinds of examples. `expected_ratio`: encoder tokens per decoder token that are assumed
-    before data is looked at. `described`: rows of the model card. `tag`: that of the model card.
+    `takes_records`: of whole rows, not of a text. `tasks`: the names of its kinds of examples. `own_fields`: those of
+    `data` that no other objective reads; `read_fields`: of them, those that decide the token ids of a document.
+    `held_out`: the shares of the documents that are for validation and for test, which `split_fields` decide; with
+    `split_advice` there are some for validation. `expected_ratio`: encoder tokens per decoder token that are assumed
+    before data is looked at. `described`: rows of the model card. `tag`: that of the card.
     """
 
     maker: str
     tasks: Mapping[str, Any]
+    own_fields: tuple[str, ...]
+    split_fields: tuple[str, ...]
+    split_advice: str
+    held_out: Callable[[Any], tuple[float, float]]
     expected_ratio: Callable[[Any], float]
     described: Callable[[Any], dict[str, str]]
     tag: str
+    takes_records: bool = False
+    read_fields: tuple[str, ...] = ()
 
 
 def _described_mixture(data: Any) -> dict[str, str]:
@@ -36,13 +56,56 @@ def _described_mixture(data: Any) -> dict[str, str]:
     return {f"UL2 weights ({', '.join(DENOISERS)})": weights}
 
 
+def _held_out_of_records(data: Any) -> tuple[float, float]:
+    rest = 1 - data.train_split_ratio
+    return rest * data.val_test_split_ratio, rest * (1 - data.val_test_split_ratio)
+
+
+def _described_templates(data: Any) -> dict[str, str]:
+    templates = {name: f"`{getattr(data, name)!r}`" for name in ("input_template", "output_template")}
+    return {"Objective": "supervised fine-tuning (`data.objective: sft`)", **templates}
+
+
+_RENDERED = (
+    "input_template",
+    "output_template",
+    "field_mapping",
+    "converter",
+    "messages_column",
+    "tools_column",
+    "chat_targets",
+)
+
 OBJECTIVES = {
     "ul2": Objective(
         maker="ds_encdec.data.chunks:ChunkMaker",
         tasks=DENOISERS,
+        own_fields=("max_seq_length", "ul2_task_weights", "use_mode_tokens", "eval_fraction"),
+        split_fields=("eval_fraction",),
+        split_advice="eval_fraction > 0",
+        held_out=lambda data: (data.eval_fraction, 0.0),
         expected_ratio=lambda data: expected_ratio(data.ul2_task_weights),
         described=_described_mixture,
         tag="ul2",
+    ),
+    "sft": Objective(
+        maker="ds_encdec.data.sft:PairMaker",
+        tasks={"SFT": None},
+        own_fields=(
+            "objective",
+            *_RENDERED,
+            "on_long_row",
+            "train_split_ratio",
+            "val_test_split_ratio",
+        ),
+        split_fields=("train_split_ratio", "val_test_split_ratio"),
+        split_advice="train_split_ratio < 1 and val_test_split_ratio > 0",
+        held_out=_held_out_of_records,
+        expected_ratio=lambda data: data.max_encoder_length / data.max_decoder_length,
+        described=_described_templates,
+        tag="sft",
+        takes_records=True,
+        read_fields=_RENDERED,
     ),
 }
 """The rows by the value of `data.objective`."""

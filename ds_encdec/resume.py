@@ -183,6 +183,7 @@ def roll_back(
         target_tokens_seen=state.target_tokens_seen,
         rollbacks=state.rollbacks + 1,
         bad_rows=state.bad_rows,
+        long_rows=state.long_rows,
     )
     now = checkpoints.adopt(found, gone_back)
     recorder.go_back(saved["recorder"], now)

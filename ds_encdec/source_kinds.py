@@ -13,12 +13,13 @@ class SourceKind:
 
     `reader`: the dotted name of a class or function that returns a source. `needs`: the keyword arguments that it is
     called with, of those that `data.build.open_sources` offers. `endings`: endings of such files other than the
-    kind's name, which are mistaken for it.
+    kind's name, which are mistaken for it. `has_columns`: its rows can be read whole, column by column.
     """
 
     reader: str
     needs: tuple[str, ...] = ()
     endings: tuple[str, ...] = ()
+    has_columns: bool = True
 
     @property
     def reads_files(self) -> bool:
@@ -27,14 +28,15 @@ class SourceKind:
 
 
 LOCAL_SOURCES: dict[str, SourceKind] = {
-    "builtin": SourceKind("ds_encdec.data.builtin_corpus:BuiltinCorpus"),
-    "random": SourceKind("ds_encdec.data.builtin_corpus:RandomIds", ("seed", "vocabulary")),
-    "text": SourceKind("ds_encdec.data.local_files:TextFiles", ("files",), ("txt",)),
+    "builtin": SourceKind("ds_encdec.data.builtin_corpus:BuiltinCorpus", has_columns=False),
+    "builtin_task": SourceKind("ds_encdec.data.builtin_corpus:BuiltinTask"),
+    "random": SourceKind("ds_encdec.data.builtin_corpus:RandomIds", ("seed", "vocabulary"), has_columns=False),
+    "text": SourceKind("ds_encdec.data.local_files:TextFiles", ("files",), ("txt",), has_columns=False),
     "json": SourceKind("ds_encdec.data.local_files:JsonLines", ("files", "text_column"), ("jsonl", "ndjson")),
     "csv": SourceKind("ds_encdec.data.local_files:CsvFiles", ("files", "text_column")),
     "parquet": SourceKind("ds_encdec.data.tables:ParquetFiles", ("files", "text_column", "num_lanes")),
 }
 """The rows by the value of `data.dataset_name` that asks for it."""
 
-HUB = SourceKind("ds_encdec.data.tables:open_hub_data", ("entry", "num_lanes", "streaming"))
+HUB = SourceKind("ds_encdec.data.tables:open_hub_data", ("entry", "num_lanes", "streaming", "takes_records"))
 """The kind of all other names: a data set of the hub, or of a folder laid out like one."""

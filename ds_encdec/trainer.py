@@ -44,6 +44,7 @@ class StepTotals:
     save_due: bool
     save_over: bool
     bad_rows: int = 0
+    long_rows: int = 0
 
 
 RunFiles = Callable[[TrainingState, dict[str, Any], list[dict[str, Any]]], Callable[[Path], None]]
@@ -182,6 +183,7 @@ def advance(state: TrainingState, result: StepResult, totals: StepTotals) -> Tra
         encoder_tokens_seen=state.encoder_tokens_seen + totals.encoder_tokens,
         target_tokens_seen=state.target_tokens_seen + totals.target_tokens,
         bad_rows=totals.bad_rows,
+        long_rows=totals.long_rows,
     )
 
 
@@ -216,6 +218,7 @@ def _next_step(run: Trainer, state: TrainingState, last_save: float) -> tuple[li
     failures, target_tokens, encoder_tokens, epochs, stops, saves_due, saves_over, bad_rows = zip(*rows, strict=True)
     if 2 in failures or (any(failures) and not any(stops)):
         run.collectives.raise_first(error)
+    bad, long = _count_rows(run) if any(bad_rows) else (state.bad_rows, state.long_rows)
     totals = StepTotals(
         target_tokens=sum(target_tokens),
         encoder_tokens=sum(encoder_tokens),
@@ -223,7 +226,8 @@ def _next_step(run: Trainer, state: TrainingState, last_save: float) -> tuple[li
         stop=any(stops),
         save_due=bool(saves_due[0]),  # rank 0's clock decides
         save_over=all(saves_over),
-        bad_rows=_count_bad_rows(run) if any(bad_rows) else state.bad_rows,
+        bad_rows=bad,
+        long_rows=long,
     )
     if totals.stop:
         run.stop.acknowledge()
@@ -232,12 +236,12 @@ def _next_step(run: Trainer, state: TrainingState, last_save: float) -> tuple[li
     return micro_batches or [], totals
 
 
-def _count_bad_rows(run: Trainer) -> int:
-    """The rows passed over by all ranks in the pass that has most of them. Raises DataError for too many."""
-    rows = run.collectives.gather((run.loader.bad_rows, run.loader.last_bad_row))
-    most = max(sum_by_pass(passes for passes, _ in rows))
-    check_bad_rows(most, run.config.data.max_bad_rows, max(newest for _, newest in rows if newest)[-1])
-    return most
+def _count_rows(run: Trainer) -> tuple[int, int]:
+    """The rows passed over by all ranks, and those too long, in the pass with most of each. DataError for too many."""
+    rows = run.collectives.gather((run.loader.bad_rows, run.loader.last_bad_row, run.loader.long_rows))
+    bad, long = (max(sum_by_pass(row[part] for row in rows), default=0) for part in (0, 2))
+    check_bad_rows(bad, run.config.data.max_bad_rows, max((row[1] for row in rows if row[1]), default=("",))[-1])
+    return bad, long
 
 
 def _stop_without_data(run: Trainer, state: TrainingState) -> NoReturn:

@@ -76,15 +76,18 @@ class Preempted(DsEncDecError, exit_code=75):
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text of a source. `key` names it uniquely and stably within the data set.
+    """One text or record of a source. `key` names it uniquely and stably within the data set.
 
-    `token_ids`: int32 [n], in the place of a text from a source that has token ids from the start. They are no part of
-    the `repr`, by whose digest checkpoints know the built-in corpus.
+    `token_ids`: int32 [n], in the place of a text from a source that has token ids from the start. `record`: a whole
+    row, where the objective asks for it. `pairs`: inputs and outputs as ids, of a source that has them from the start.
+    These are no part of the `repr`, by whose digest checkpoints know the built-in corpus.
     """
 
     key: str
     text: str
     token_ids: np.ndarray | None = dataclasses.field(default=None, repr=False)
+    record: Mapping[str, Any] | None = dataclasses.field(default=None, repr=False)
+    pairs: tuple[tuple[np.ndarray, np.ndarray], ...] | None = dataclasses.field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +199,8 @@ class TrainingState:
     `TrainingConfig.best_by`: `lowest loss` (nats per target token), `highest exact_match`. `best_value` is that of the
     best saved checkpoint, which is `best_step`'s. `leading_value` is the best that counted for early stopping,
     `evaluations_since_leading` how many have come after it. `rollbacks` counts those of the whole run, `bad_rows` the
-    rows that could not be read and were passed over, in the pass over the data that had most of them.
+    rows that could not be read and were passed over, in the pass over the data that had most of them,
+    `long_rows` likewise those that were too long, and left out or cut off.
 
     A rollback takes `global_step` and what belongs to the weights back to the checkpoint's; what counts the data
     consumed (`data_step`, tokens, epoch) goes on.
@@ -215,6 +219,7 @@ class TrainingState:
     evaluations_since_leading: int = 0
     rollbacks: int = 0
     bad_rows: int = 0
+    long_rows: int = 0
 
     @property
     def total_tokens_seen(self) -> int:

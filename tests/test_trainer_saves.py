@@ -70,6 +70,7 @@ class EmptyLoader:
     epoch = 0
     bad_rows: Sequence[int] = ()
     found_bad_rows = False
+    long_rows = ()
     last_bad_row = (1, 0, "the row")
 
     def __init__(self) -> None:

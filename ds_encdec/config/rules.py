@@ -18,6 +18,7 @@ from ds_encdec.config.settings import Conflict, Rule, Settings, broken, join
 from ds_encdec.config.training_sections import InfraConfig, TrainingConfig
 from ds_encdec.denoisers import DENOISERS
 from ds_encdec.engines import ENGINES, EngineName, EngineSpec, load
+from ds_encdec.objectives import OBJECTIVES
 
 NATIVE_SCHEDULES = ("WarmupDecayLR", "WarmupLR", "WarmupCosineLR")
 """Schedules that are DeepSpeed's own classes."""
@@ -115,10 +116,11 @@ def _training(config: Sections) -> Iterable[Rule]:
         f"{lanes} micro-batches of {size} are {made} sequences: make them equal, or remove one",
         divides and made and made != sequences,
     )
+    objective, has_own = OBJECTIVES[data.objective], data.own_split("validation") is not None
     yield Rule(
-        "data.eval_fraction training.eval_samples",
-        "evaluation needs held-out documents: set eval_fraction > 0, or eval_samples=0",
-        training.eval_samples and not data.eval_fraction,
+        " ".join([*(f"data.{name}" for name in objective.split_fields), "training.eval_samples"]),
+        f"evaluation needs held-out documents: set {objective.split_advice}, or eval_samples=0",
+        training.eval_samples and not has_own and not objective.held_out(data)[0],
     )
     alias = infra.fsdp_activation_checkpointing
     meant = "full" if alias else "none"

@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError, ValidationError
 
 from ds_encdec.config.settings import Conflict, Rule, broken, join, unknown_key
 from ds_encdec.denoisers import DENOISERS, FEWEST_WEIGHTS
+from ds_encdec.objectives import OBJECTIVES, template_parts
 from ds_encdec.source_kinds import LOCAL_SOURCES
 
 LOCAL_FORMATS = [name for name, kind in LOCAL_SOURCES.items() if kind.reads_files]
@@ -230,8 +231,9 @@ class Source(Section):
     """A source of documents."""
 
     dataset_name: Annotated[str, Mark.TEXTS] = "HuggingFaceFW/fineweb-edu"
-    """Hub id of a data set; or `builtin` (text that every CPython installation has), `random` (random ids,
-    to try a cluster without data), or `text`, `json`, `csv`, `parquet` (local files, see `data_files`)."""
+    """Hub id of a data set; or `builtin` (text that every CPython installation has), `builtin_task` (a task to fine-tune
+    on, made of it), `random` (random ids, to try a cluster without data), or `text`, `json`, `csv`, `parquet` (local
+    files, see `data_files`)."""
     dataset_config: Annotated[str | None, Mark.TEXTS] = None
     """Configuration (subset) of a Hugging Face data set."""
     dataset_split: Annotated[str, Mark.TEXTS] = "train"
@@ -268,8 +270,9 @@ class MixtureSource(Source):
 class DataConfig(Source):
     """The documents that are read, how they are denoised, and how they are packed."""
 
-    objective: Literal["ul2"] = "ul2"
-    """The objective: `ul2`, to fill in what denoisers have taken out of a text."""
+    objective: Literal["ul2", "sft"] = "ul2"
+    """The objective: `ul2` fills in what denoisers have taken out of a text; `sft` writes the output that goes with an
+    input (docs/fine-tuning.md)."""
     mixture: Annotated[tuple[MixtureSource, ...] | None, Mark.TEXTS] = None
     """Weighted mixture of sources; replaces `dataset_name`."""
     on_bad_row: Literal["stop", "skip"] = "stop"
@@ -309,7 +312,45 @@ class DataConfig(Source):
     packing_max_wait_batches: Annotated[int, Mark.ORDER] = Field(default=8, ge=2)
     """Micro-batches after which a waiting example is packed first, whatever the fill."""
     eval_fraction: Annotated[float, Mark.ORDER, Mark.EXAMPLES] = Field(default=0.005, ge=0.0, lt=1.0)
-    """Share of the documents held out for evaluation, chosen by a hash of the document's key."""
+    """Share of the documents held out for evaluation, chosen by a hash of the document's key (`ul2`; `sft` has
+    `train_split_ratio`)."""
+    input_template: Annotated[str, Mark.EXAMPLES] = "### Instruction:\n{instruction}\n### Input:\n{input}\n"
+    """Text that the encoder reads, with the fields of a row as `{name}` (`sft`)."""
+    output_template: Annotated[str, Mark.EXAMPLES] = "### Response:\n{output}"
+    """Text that the decoder writes, with the fields of a row as `{name}` (`sft`). EOS is put behind it."""
+    field_mapping: Annotated[dict[str, str], Mark.EXAMPLES] = Field(default_factory=dict)
+    """Columns by the name of the template's field that they fill, where it is another (`sft`). `a.b` is field b of the
+    object in column a."""
+    converter: Annotated[str | None, Mark.EXAMPLES] = None
+    """`module:function` of one's own, from a row as a dict to the dict, or list of dicts, that templates or messages
+    are read from (`sft`). It is looked for in the working folder and among installed packages."""
+    messages_column: Annotated[str, Mark.EXAMPLES] = "messages"
+    """Column of a conversation, a list of objects with `role` and `content` (`sft`). A row that has it goes through the
+    tokenizer's chat template, and any other through the templates above."""
+    tools_column: Annotated[str, Mark.EXAMPLES] = "tools"
+    """Column of the tools that a conversation may use, a list of JSON schemas (`sft`)."""
+    chat_targets: Annotated[Literal["last", "every"], Mark.EXAMPLES] = "last"
+    """Turns of the assistant that are learnt: the last one, or every one, each an example (`sft`)."""
+    on_long_row: Annotated[Literal["stop", "skip", "truncate"], Mark.EXAMPLES] = "stop"
+    """An input above `max_encoder_length` or an output above `max_decoder_length`: end the run, leave the example out,
+    or cut off what is too much (`sft`)."""
+    train_split_ratio: Annotated[float, Mark.EXAMPLES] = Field(default=0.9, gt=0.0, le=1.0)
+    """Share of the rows to train on, chosen by a hash of the row's key (`sft`)."""
+    val_test_split_ratio: Annotated[float, Mark.EXAMPLES] = Field(default=0.5, ge=0.0, le=1.0)
+    """Share of the other rows that is the validation split; the rest is the test split (`sft`)."""
+    eval_files: Annotated[DataFiles | None, Mark.TEXTS] = None
+    """Paths or patterns of local files to evaluate on, of the kind that `eval_dataset_name` or else `dataset_name`
+    says. All of them is evaluated on, and nothing is held out for it."""
+    eval_dataset_name: Annotated[str | None, Mark.TEXTS] = None
+    """Data set to evaluate on, like `dataset_name`; None: the one that is trained on."""
+    eval_dataset_config: Annotated[str | None, Mark.TEXTS] = None
+    """Configuration (subset) of the data set to evaluate on; None: `dataset_config` where the data set is the same."""
+    eval_split: Annotated[str | None, Mark.TEXTS] = None
+    """Split to evaluate on (`validation`), where one is named or `eval_dataset_name` is."""
+    test_files: Annotated[DataFiles | None, Mark.TEXTS] = None
+    """Paths or patterns of local files that are the test split, like `eval_files`."""
+    test_split: Annotated[str | None, Mark.TEXTS] = None
+    """Split that is the test split, of the data set that `eval_split` is one of."""
 
     def _rules(self) -> Iterable[Rule]:
         weights, names, is_mixed = self.ul2_task_weights, ", ".join(DENOISERS), self.mixture is not None
@@ -320,5 +361,71 @@ class DataConfig(Source):
             is_set = getattr(self, name) != type(self).model_fields[name].default
             message = f"a mixture replaces {name}: remove it, or make it one of the mixture's sources"
             yield Rule(f"mixture {name}", message, is_mixed and is_set)
+        yield from self._objective_rules()
+        yield from self._split_rules()
         yield Rule("ul2_task_weights", f"weights of {names} must be >= 0", min(weights) < 0)
         yield Rule("ul2_task_weights", f"at least one of {names} must have a weight > 0", not any(weights))
+
+    def own_split(self, split: str) -> MixtureSource | None:
+        """The source of the split `validation` or `test`; None where it is a part of what is there to train on."""
+        fields = {"validation": (self.eval_files, self.eval_split), "test": (self.test_files, self.test_split)}
+        files, part = fields.get(split, (None, None))
+        other, is_default = self.eval_dataset_name, split == "validation"
+        if files is None and part is None and not (other and is_default):
+            return None
+        return MixtureSource(
+            weight=1.0,
+            dataset_name=other or self.dataset_name,
+            dataset_config=self.eval_dataset_config or (None if other else self.dataset_config),
+            dataset_split=part or split,
+            dataset_revision=None if other else self.dataset_revision,
+            data_files=files,
+            text_column=self.text_column,
+        )
+
+    def _objective_rules(self) -> Iterable[Rule]:
+        objective = OBJECTIVES[self.objective]
+        kinds = [name for name, kind in LOCAL_SOURCES.items() if kind.has_columns]
+        if not objective.takes_records:
+            for other, name in ((key, name) for key, row in OBJECTIVES.items() for name in row.own_fields):
+                is_set = getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True)
+                message = f"{self.objective} does not read it: set objective={other}, or remove it"
+                yield Rule(f"{name} objective", message, name not in objective.own_fields and is_set)
+            return
+        mixed = {f"mixture.{i}.dataset_name": one.dataset_name for i, one in enumerate(self.mixture or ())}
+        for field, dataset in (mixed or {"dataset_name": self.dataset_name}).items():
+            message = f"its rows have no columns: take {', '.join(kinds)}, or a data set of the hub"
+            yield Rule(f"objective {field}", message, dataset in LOCAL_SOURCES and dataset not in kinds)
+        for name in ("input_template", "output_template"):
+            template = getattr(self, name)
+            try:
+                fields = [field for _, field in template_parts(template) if field is not None]
+                yield Rule(name, "must hold a field, `{name}`, that a row fills in", not fields)
+            except ValueError as error:
+                yield Rule(name, f"is no template ({error})", True)
+        if self.converter is not None:
+            module, _, function = self.converter.partition(":")
+            is_name = all(part.isidentifier() for part in [*module.split("."), function])
+            yield Rule("converter", "write `module:function`", not is_name)
+
+    def _split_rules(self) -> Iterable[Rule]:
+        name = self.eval_dataset_name
+        kind = None if self.mixture and name is None else LOCAL_SOURCES.get(name or self.dataset_name)
+        meant = f"{'eval_dataset_name' if name or self.mixture else 'dataset_name'}"
+        for files, split in (("eval_files", "eval_split"), ("test_files", "test_split")):
+            both = getattr(self, files) is not None and getattr(self, split) is not None
+            yield Rule(f"{files} {split}", "files have no splits: remove one of the two", both)
+            given = next((field for field in (files, split) if getattr(self, field) is not None), None)
+            message = "say with eval_dataset_name what this is of: a mixture is of several"
+            yield Rule(f"mixture {given} eval_dataset_name", message, given and self.mixture and name is None)
+            reads_files = kind is not None and kind.reads_files
+            message = f"set {meant} to the kind of these files: {', '.join(LOCAL_FORMATS)}"
+            yield Rule(f"{files} {meant}", message, given == files and not reads_files and not self.mixture)
+            yield Rule(f"{split} {meant}", "only data sets of the hub have splits", given == split and kind is not None)
+        lacks = name is not None and kind is not None and kind.reads_files and self.eval_files is None
+        yield Rule("eval_dataset_name eval_files", f"{name} needs eval_files: paths or patterns of local files", lacks)
+        stray = self.eval_dataset_config is not None and name is None and self.eval_split is None
+        yield Rule("eval_dataset_config eval_dataset_name", "goes with eval_dataset_name or eval_split", stray)
+        no_columns = name is not None and kind is not None and not kind.has_columns
+        message = "its rows have no columns"
+        yield Rule("objective eval_dataset_name", message, OBJECTIVES[self.objective].takes_records and no_columns)

@@ -6,6 +6,7 @@ the examples are kept in a small file.
 
 import logging
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from zipfile import BadZipFile
@@ -18,7 +19,7 @@ from ds_encdec.data.fingerprint import Facts, digest
 from ds_encdec.data.lane import LanePipeline
 from ds_encdec.data.loader import collate
 from ds_encdec.data.packing import Packer, Waiting
-from ds_encdec.data.sources import OpenSource, Row, all_rows
+from ds_encdec.data.sources import OpenSource, Row, Split, all_rows
 from ds_encdec.launch.disk import atomic_file
 from ds_encdec.types import TASKS, Batch, DataError, Example
 
@@ -26,9 +27,15 @@ logger = logging.getLogger(__name__)
 
 
 def evaluation_examples(
-    pipeline: LanePipeline, num_examples: int, facts: Facts, cache_folder: Path | None
+    pipeline: LanePipeline,
+    num_examples: int,
+    facts: Facts,
+    cache_folder: Path | None,
+    own: Sequence[OpenSource] = (),
 ) -> list[Example]:
     """The first `num_examples` held-out examples, or all if there are fewer. Raises DataError if there is none.
+
+    `own`: the sources that are evaluated on, where these are not a part of what is trained on.
 
     They are kept in `cache_folder`, or read from it if they are there, by the name of all that they depend on.
     """
@@ -37,11 +44,13 @@ def evaluation_examples(
         return _read_examples(kept)
     if kept:
         logger.info("building the evaluation set (cached in %s)", kept)
-    examples = list(islice(held_out_examples(pipeline), num_examples))
+    examples = list(islice(held_out_examples(pipeline, own), num_examples))
     if not examples:
         raise DataError(
-            "no document is held out for evaluation: raise data.eval_fraction, add documents (two at least), or turn "
-            "evaluation off with training.eval_samples=0"
+            "there is no example in the files or the split to evaluate on (data.eval_files, data.eval_split)"
+            if own
+            else "no document is held out for evaluation: raise data.eval_fraction (for sft lower "
+            "data.train_split_ratio), add documents (two at least), or turn evaluation off with training.eval_samples=0"
         )
     if kept:
         _write_examples(kept, examples)
@@ -66,23 +75,30 @@ def pack_examples(
     return [collate(batch, budgets, pad_id, pin_memory=pin_memory) for batch in packed[rank::world_size]]
 
 
-def held_out_examples(pipeline: LanePipeline) -> Iterator[Example]:
+def held_out_examples(pipeline: LanePipeline, own: Sequence[OpenSource] = ()) -> Iterator[Example]:
     """Every held-out example once, denoised alike in all runs; documents come from the sources by weight.
 
     Raises DataError where more of the rows read than the run's limit cannot be read.
     """
     maker = pipeline.maker.of_evaluation()
-    for document, ids in read_documents(_by_weight(pipeline.sources), maker, pipeline.bad_row_limit):
+    for document, ids in read_documents(
+        split_rows(own or pipeline.sources, "validation"), maker, pipeline.bad_row_limit
+    ):
         yield from (made.example for made in maker.examples(ids, document.key, 0) if made.example is not None)
 
 
-def _by_weight(sources: Sequence[OpenSource]) -> Iterator[Row]:
-    """Held-out rows in turns that keep every prefix in proportion to the weights.
+def split_rows(sources: Sequence[OpenSource], split: Split) -> Iterator[Row]:
+    """The rows of a split in turns that keep every prefix in proportion to the weights.
 
     The next one is of the source that is furthest behind its share. A source that has no more drops out.
     """
-    queues = [all_rows(opened.source, "evaluation", opened.holds_out) for opened in sources]
-    due = {number: 1 / opened.weight for number, opened in enumerate(sources) if opened.held_out_below}
+
+    def is_wanted(opened: OpenSource, key: str) -> bool:
+        return opened.split_of(key) == split
+
+    queues = [all_rows(opened.source, "evaluation", partial(is_wanted, opened)) for opened in sources]
+    shares = [{"train": 1.0, "validation": one.held_out_below, "test": one.test_below}[split] for one in sources]
+    due = {number: 1 / opened.weight for number, opened in enumerate(sources) if shares[number]}
     while due:
         number = min(due, key=lambda candidate: due[candidate])
         if document := next(queues[number], None):

@@ -16,6 +16,7 @@ from typing import Any
 from ds_encdec.config.schema import FullConfig, Mark, marked
 from ds_encdec.data.lane import LanePipeline
 from ds_encdec.data.sources import OpenSource, source_positions
+from ds_encdec.objectives import OBJECTIVES
 from ds_encdec.types import CheckpointError, Document
 
 Facts = dict[str, Any]
@@ -25,21 +26,26 @@ _PROBE = "The quick brown fox, 1234567890 — jumps\n\tover: naïve {dogs}; 日�
 _POSITION_FACTS = ("data.num_lanes", "data.shuffle_buffer_size", "training.seed")
 """The facts that decide, beside a source itself, which of its documents comes when."""
 
-_CHOICE_FACTS = ("sources", "mixture weights")
+_CHOICE_FACTS = ("sources", "mixture weights", "evaluation sources")
 """The facts that may differ without a difference in how a document is cut and packed."""
 
 _CONTENT = ("number", "size", "commit", "rows", "documents", "sha256", "seed")
 """Facts that another version of a source may have otherwise."""
 
 
-def fingerprint(config: FullConfig, pipeline: LanePipeline) -> Facts:
+def fingerprint(config: FullConfig, pipeline: LanePipeline, own_evaluation: Sequence[OpenSource] = ()) -> Facts:
     """JSON-able facts; two runs whose facts are equal see the same examples in the same order.
 
-    Fields carry their configuration names. The tokenizer is known by what it makes of a fixed text, sources by
+    `own_evaluation`: sources that are evaluated on and not trained on. Fields carry their configuration names; those
+    that only another objective reads are left out. The tokenizer is known by what it makes of a fixed text, sources by
     commit (hub), content (built-in corpus), or names, sizes, beginnings and ends of their files (local).
     """
     maker, vocabulary = pipeline.maker, pipeline.maker.vocabulary
-    facts = {path: getattr(config.data, path.removeprefix("data.")) for path in marked(Mark.ORDER)}
+    mine = OBJECTIVES[config.data.objective]
+    foreign = {name for row in OBJECTIVES.values() if row is not mine for name in row.own_fields}
+    ordering = [path.removeprefix("data.") for path in marked(Mark.ORDER)]
+    names = dict.fromkeys(name for name in (*ordering, *mine.own_fields) if name not in foreign)
+    facts: Facts = {f"data.{name}": getattr(config.data, name) for name in names}
     facts |= {
         "data.num_lanes": pipeline.num_lanes,
         "training.seed": pipeline.seed,
@@ -52,6 +58,8 @@ def fingerprint(config: FullConfig, pipeline: LanePipeline) -> Facts:
         "mixture weights": {opened.number: opened.weight for opened in pipeline.sources},
         **maker.facts(),
     }
+    if own_evaluation:
+        facts["evaluation sources"] = source_facts(own_evaluation)
     return json.loads(json.dumps(facts))
 
 

@@ -55,7 +55,7 @@ def sample_statistics(sources: Sequence[OpenSource], maker: ExampleMaker, bad_ro
         there: float = len(trained)
         if len(read) > count:
             is_stream = isinstance(opened.source, StreamSource)
-            there = math.inf if is_stream else round(opened.size * (1 - opened.held_out_below))
+            there = math.inf if is_stream else round(opened.size * (1 - opened.held_out))
         all_read += trained
         documents += there
         tokens += math.inf if there == math.inf else there * sum(map(maker.size, trained)) / max(1, len(trained))

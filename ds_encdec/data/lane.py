@@ -120,6 +120,7 @@ class Lane:
         self._skipped_documents: int = start["skipped_documents"]
         self._bad_rows = bad_rows_of(start)
         self._last_bad_row: list[Any] | None = start.get("last_bad_row")
+        self._long_rows: list[int] = [*start.get("long_rows", [])]
         self._next_chunk = start["next_chunk"] and _origin(*start["next_chunk"])
         self._packer: Packer[_Made] = Packer(
             pipeline.budgets, pool_examples=pipeline.pool_examples, max_wait_batches=pipeline.max_wait_batches
@@ -143,6 +144,7 @@ class Lane:
             "skipped_documents": self._skipped_documents,
             "bad_rows": list(self._bad_rows),
             "last_bad_row": self._last_bad_row,
+            **({"long_rows": list(self._long_rows)} if self._long_rows else {}),
             "reader": self._reader.position,
             "next_chunk": self._next_chunk and list(self._next_chunk),
             "waiting": [[*entry.item.origin, entry.waited_batches] for entry in self._packer.waiting],
@@ -154,7 +156,9 @@ class Lane:
         wanted: dict[tuple[Reference, int], set[int]] = {}
         for reference, epoch, chunk in origins:
             wanted.setdefault((reference, epoch), set()).add(chunk)
-        made = chain.from_iterable(self._cut(*self._fetch(*place), chunks) for place, chunks in wanted.items())
+        made = chain.from_iterable(
+            self._cut(*self._fetch(*place), chunks, again=True) for place, chunks in wanted.items()
+        )
         entries = {entry.item.origin: entry for entry in made}
         return [
             dataclasses.replace(entries[origin], waited_batches=waited)
@@ -217,10 +221,18 @@ class Lane:
             raise DataError(f"{ids.problem}. It could be read when the checkpoint was made")
         return Located(document, reference, epoch), ids
 
-    def _cut(self, located: Located, ids: Any, wanted: Container[int] = ALL) -> Iterator[Waiting[_Made]]:
-        """The `wanted` examples of a document, for the packer. One without text has none."""
+    def _cut(
+        self, located: Located, ids: Any, wanted: Container[int] = ALL, *, again: bool = False
+    ) -> Iterator[Waiting[_Made]]:
+        """The `wanted` examples of a document, for the packer. One without text has none.
+
+        Those that are too long are counted, unless they are made `again`.
+        """
         document, reference, epoch = located
-        for number, example, is_last, _ in self._pipeline.maker.examples(ids, document.key, epoch, wanted):
+        for number, example, is_last, is_long in self._pipeline.maker.examples(ids, document.key, epoch, wanted):
+            if is_long and not again:
+                self._long_rows += [0] * (epoch + 1 - len(self._long_rows))
+                self._long_rows[epoch] += 1
             if example is not None:
                 behind = None if is_last else _Origin(reference, epoch, number + 1)
                 made = _Made(example, _Origin(reference, epoch, number), behind)

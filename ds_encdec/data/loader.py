@@ -15,7 +15,7 @@ out, however far ahead the workers are.
 
 import atexit
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -83,9 +83,21 @@ class LaneLoader:
         return sum_by_pass(map(bad_rows_of, self._records.values()))
 
     @property
+    def long_rows(self) -> list[int]:
+        """Examples that were above a maximum length, and left out or cut off, like `bad_rows`."""
+        return self._long_rows_in(self._records)
+
+    @property
     def found_bad_rows(self) -> bool:
-        """True if the last step passed over some."""
-        return self.bad_rows != sum_by_pass(map(bad_rows_of, self._records_before.values()))
+        """True if the last step passed over some, or met some that were too long."""
+        before = self._records_before
+        return self.bad_rows != sum_by_pass(map(bad_rows_of, before.values())) or (
+            self.long_rows != self._long_rows_in(before)
+        )
+
+    @staticmethod
+    def _long_rows_in(records: Mapping[int, dict[str, Any]]) -> list[int]:
+        return sum_by_pass(record.get("long_rows", []) for record in records.values())
 
     @property
     def last_bad_row(self) -> tuple[int, int, str] | None:

@@ -219,7 +219,7 @@ class _FileRanges:
     """
 
     def __init__(
-        self, files: Sequence[str], plain: Sequence[str], edges: Callable[[str], np.ndarray], **facts: str
+        self, files: Sequence[str], plain: Sequence[str], edges: Callable[[str], np.ndarray], **facts: str | None
     ) -> None:
         self._names = short_names(files)
         self._plain = plain
@@ -285,13 +285,16 @@ class TextFiles(_FileRanges):
 
 
 class JsonLines(_FileRanges):
-    """Files with one JSON object a line, or with one array, of which an element is a line then."""
+    """Files with one JSON object a line, or with one array, of which an element is a line then.
+
+    `text_column`: the field of an object that is a document; None: all of it is.
+    """
 
     kind: ClassVar = "json"
     row_word: ClassVar = "line"
     failure: ClassVar = "not a JSON line"
 
-    def __init__(self, files: Sequence[str], text_column: str) -> None:
+    def __init__(self, files: Sequence[str], text_column: str | None) -> None:
         self._text_column = text_column
         lines = [self._as_lines(path) for path in files]
         super().__init__(files, lines, _line_index, kind=self.kind, text_column=text_column)

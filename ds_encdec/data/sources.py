@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice, zip_longest
-from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from ds_encdec.config.schema import DataConfig, MixtureSource, Source
 from ds_encdec.data.randomness import Permutation, keyed_generator, unit_hash
@@ -65,6 +65,8 @@ class StreamSource(Protocol):
 
 Reference = tuple[int, ...]
 
+Split = Literal["train", "validation", "test"]
+
 AnySource: TypeAlias = MapSource | StreamSource
 
 
@@ -72,19 +74,30 @@ AnySource: TypeAlias = MapSource | StreamSource
 class OpenSource:
     """A source as a run uses it: its share of the documents, and the rule that holds documents out.
 
-    Documents whose key hashes below `held_out_below` are kept for evaluation, whatever the seed, the number of lanes
-    and the order of reading. `number`: its own among the run's sources, whatever was added, taken out or put in another
-    order; its documents' order depends on it.
+    Documents whose key hashes below `held_out_below` are kept for evaluation, and those between it and `test_below` for
+    the test, whatever the seed, the number of lanes and the order of reading. `number`: its own among the run's
+    sources, whatever was added, taken out or put in another order; its documents' order depends on it.
     """
 
     source: AnySource
     weight: float
     held_out_below: float
     number: int
+    test_below: float = 0.0
+
+    @property
+    def held_out(self) -> float:
+        """The share of the documents that is not trained on."""
+        return max(self.held_out_below, self.test_below)
 
     def holds_out(self, key: str) -> bool:
-        """Return whether the document `key` is kept for evaluation."""
-        return held_out_hash(key) < self.held_out_below
+        """Return whether the document `key` is not trained on."""
+        return held_out_hash(key) < self.held_out
+
+    def split_of(self, key: str) -> Split:
+        """The split that the document `key` is in."""
+        place = held_out_hash(key)
+        return "train" if place >= self.held_out else "validation" if place < self.held_out_below else "test"
 
     @property
     def size(self) -> int:
@@ -92,15 +105,20 @@ class OpenSource:
         return self.source.num_units if isinstance(self.source, StreamSource) else len(self.source)
 
 
-def opened(source: AnySource, data: DataConfig, number: int) -> OpenSource:
-    """Source `number` of `data`, with its weight and its share of held-out documents."""
-    weight = source_entries(data)[number].weight
-    return OpenSource(source, weight, held_out_below(source, data.eval_fraction), number)
-
-
 def source_entries(data: DataConfig) -> Sequence[MixtureSource]:
     """The sources that `data` names: those of `data.mixture`, else the only one."""
     return data.mixture or (MixtureSource(weight=1.0, **{name: getattr(data, name) for name in Source.model_fields}),)
+
+
+def named_sources(data: DataConfig) -> dict[str, MixtureSource]:
+    """All sources that `data` names, those of its own validation and test splits too, by names for their folders."""
+    trained = {source_name(number): entry for number, entry in enumerate(source_entries(data))}
+    return trained | {split: entry for split in ("validation", "test") if (entry := data.own_split(split))}
+
+
+def source_name(number: int) -> str:
+    """The name of the source with this place in `source_entries`."""
+    return f"source-{number}"
 
 
 def hub_name(entry: MixtureSource) -> str:
@@ -170,8 +188,18 @@ def text_document(key: str, read: Callable[[], Any], where: str) -> Row:
     return BadRow(key, f"{where}: expected text, found {type(value).__name__} {reprlib.repr(value)}")
 
 
-def field_document(key: str, record: Mapping[str, Any], column: str, where: str) -> Row:
-    """The document of the field `column` of a record; a bad row where it has none."""
+def record_document(key: str, read: Callable[[], Mapping[str, Any]], where: str) -> Row:
+    """The document of the whole row that `read` returns."""
+    try:
+        return Document(key, "", record=read())
+    except UnicodeDecodeError as error:
+        return BadRow(key, f"{where}: not UTF-8 text ({error.reason})")
+
+
+def field_document(key: str, record: Mapping[str, Any], column: str | None, where: str) -> Row:
+    """The document of the field `column` of a record, or of all of it; a bad row where it has no such field."""
+    if column is None:
+        return Document(key, "", record=record)
     if column not in record:
         return BadRow(key, missing_column(column, where, list(record)))
     return text_document(key, partial(record.__getitem__, column), where)

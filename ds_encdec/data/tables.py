@@ -21,7 +21,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ds_encdec.config.schema import DataConfig, MixtureSource
 from ds_encdec.data.local_files import file_digests, local_errors, short_names
-from ds_encdec.data.sources import BadRow, Row, field_document, hub_name, missing_column, source_entries, text_document
+from ds_encdec.data.sources import (
+    BadRow,
+    Row,
+    field_document,
+    hub_name,
+    missing_column,
+    named_sources,
+    record_document,
+    text_document,
+)
 from ds_encdec.source_kinds import LOCAL_SOURCES
 from ds_encdec.types import DataError
 
@@ -55,7 +64,7 @@ class ParquetFiles:
     FILES_PER_LANE = 2
 
     def __init__(
-        self, files: Sequence[str], text_column: str, *, num_lanes: int, identity: dict[str, Any] | None = None
+        self, files: Sequence[str], text_column: str | None, *, num_lanes: int, identity: dict[str, Any] | None = None
     ) -> None:
         self._files = files
         self._names = short_names(files)
@@ -92,23 +101,29 @@ class ParquetFiles:
             where = f"{self._names[file]}, row group {group}"
             num_rows = parquet.metadata.row_group(group).num_rows
             # It alone holds the row group: the next one is read when this one is gone.
-            texts = cache(partial(self._read, parquet, file, group))
+            rows = cache(partial(self._read, parquet, file, group))
             for row in range(first_row, num_rows):
                 key = f"{self._names[file]}:{group}:{row}"
                 if wanted is not None and not wanted(key):
                     yield None
-                elif isinstance(texts(), str):  # damaged: none of its rows can be read
-                    yield BadRow(key, f"{where}: {texts()}")
+                elif isinstance(rows(), str):  # damaged: none of its rows can be read
+                    yield BadRow(key, f"{where}: {rows()}")
                 else:
-                    yield text_document(key, texts()[row].as_py, f"{where}, row {row}")
+                    yield self._document(key, rows(), row, f"{where}, row {row}")
             first_row = max(0, first_row - num_rows)
 
+    def _document(self, key: str, table: Any, row: int, where: str) -> Row:
+        if self._text_column is not None:
+            return text_document(key, table.column(0)[row].as_py, where)
+        names = table.column_names
+        return record_document(key, lambda: {name: table.column(name)[row].as_py() for name in names}, where)
+
     def _read(self, parquet: Any, file: int, group: int) -> Any:
-        """The texts of a row group, an Arrow array; for a damaged one of a local file, what is wrong with it."""
+        """The columns of a row group, an Arrow table; for a damaged one of a local file, what is wrong with it."""
         from pyarrow import ArrowException
 
         try:
-            return parquet.read_row_group(group, columns=[self._text_column]).column(0)
+            return parquet.read_row_group(group, columns=self._text_column and [self._text_column])
         except (OSError, ArrowException) as error:
             path = self._files[file]
             if _is_remote(path):
@@ -137,12 +152,14 @@ class ParquetFiles:
         return parquet
 
 
-def open_hub_data(entry: MixtureSource, num_lanes: int, *, streaming: bool) -> HubTable | HubStream | ParquetFiles:
-    """Open the data set that `entry` names. Raises DataError."""
+def open_hub_data(
+    entry: MixtureSource, num_lanes: int, *, streaming: bool, takes_records: bool = False
+) -> HubTable | HubStream | ParquetFiles:
+    """Open the data set that `entry` names, for its text or for whole rows. Raises DataError."""
     # Imported here because it takes a second, and local runs do not need it.
     import datasets
 
-    path, column = entry.dataset_name, entry.text_column
+    path, column = entry.dataset_name, None if takes_records else entry.text_column
     arguments: dict[str, Any] = {
         "path": path,
         "name": entry.dataset_config,
@@ -171,9 +188,9 @@ def open_hub_data(entry: MixtureSource, num_lanes: int, *, streaming: bool) -> H
 class HubTable:
     """A downloaded data set. A `MapSource`."""
 
-    def __init__(self, name: str, column: str, table: datasets.Dataset, identity: dict[str, Any]) -> None:
+    def __init__(self, name: str, column: str | None, table: datasets.Dataset, identity: dict[str, Any]) -> None:
         _require_column(column, name, table.column_names)
-        self._table = table.select_columns([column])
+        self._table = table if column is None else table.select_columns([column])
         self._name = name
         self._column = column
         self.identity = {**identity, "rows": len(table)}
@@ -187,14 +204,18 @@ class HubTable:
 
     def document(self, index: int) -> Row:
         """Row `index`."""
-        key = self.key(index)
-        return text_document(key, lambda: self._table[index][self._column], key)
+        key, column = self.key(index), self._column
+        if column is None:
+            return record_document(key, lambda: self._table[index], key)
+        return text_document(key, lambda: self._table[index][column], key)
 
 
 class HubStream:
     """A streamed data set that is not parquet. A `StreamSource` whose units are `datasets`' shards."""
 
-    def __init__(self, name: str, column: str, stream: datasets.IterableDataset, identity: dict[str, Any]) -> None:
+    def __init__(
+        self, name: str, column: str | None, stream: datasets.IterableDataset, identity: dict[str, Any]
+    ) -> None:
         for first in stream.take(1):
             _require_column(column, name, list(first))
         self._stream = stream
@@ -217,11 +238,11 @@ def resolve_commits(data: DataConfig, saved: Mapping[str, str] | None = None) ->
     """The commit (a sha) that each hub data set of `data` stands at, by `hub_name`; those in `saved` stay.
 
     One small request for each new one. A data set that the hub does not show (no network, no such name) is
-    left out: opening it looks into the local cache, and says what is wrong.
+    left out: opening it looks into the local cache, and says what is wrong. None of prepared data, which needs none.
     """
     commits = {
         hub_name(entry): (saved or {}).get(hub_name(entry)) or _ask_hub(entry.dataset_name, entry.dataset_revision)
-        for entry in source_entries(data)
+        for entry in ({} if data.prepared_dir else named_sources(data)).values()
         if entry.dataset_name not in LOCAL_SOURCES and not os.path.exists(entry.dataset_name)
     }
     return {name: commit for name, commit in commits.items() if commit}
@@ -261,8 +282,8 @@ def _readable_errors(entry: MixtureSource, name: str) -> Iterator[None]:
         ) from error
 
 
-def _require_column(column: str, where: str, existing: Sequence[str]) -> None:
-    if column not in existing:
+def _require_column(column: str | None, where: str, existing: Sequence[str]) -> None:
+    if column is not None and column not in existing:
         raise DataError(missing_column(column, where, existing))
 
 

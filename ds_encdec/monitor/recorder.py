@@ -146,6 +146,7 @@ class Recorder:
                 "train/target_tokens_seen": state.target_tokens_seen,
                 "train/epoch": state.epoch,
                 "data/bad_rows": state.bad_rows,
+                **({"data/long_rows": state.long_rows} if state.long_rows else {}),
                 **performance,
                 **self.machine.metrics(rank_stats),
                 **estimate,

@@ -9,7 +9,11 @@ from ds_encdec.config.schema import Mark, marked
 
 DATA = "max_seq_length max_encoder_length max_decoder_length ul2_task_weights use_mode_tokens shuffle_buffer_size "
 DATA += "max_examples_per_micro_batch packing_pool_examples packing_max_wait_batches eval_fraction"
-EXAMPLES = "eval_fraction max_seq_length max_encoder_length max_decoder_length use_mode_tokens"
+EXAMPLES = "eval_fraction max_seq_length max_encoder_length max_decoder_length use_mode_tokens "
+EXAMPLES += (
+    "input_template output_template field_mapping converter messages_column tools_column chat_targets on_long_row "
+)
+EXAMPLES += "train_split_ratio val_test_split_ratio"
 UNTRAINED = "gradient_accumulation_steps per_device_eval_batch_size eval_steps eval_samples save_steps "
 UNTRAINED += "eval_generate_samples generation_max_new_tokens generation_num_beams save_strategy "
 UNTRAINED += "load_best_model_at_end export_at_end "
@@ -19,7 +23,8 @@ TUNABLE = "learning_rate weight_decay max_grad_norm lr_scheduler_type warmup_ste
 TUNABLE += "wsd_decay_fraction max_consecutive_skipped_steps early_stopping_patience early_stopping_threshold "
 TUNABLE += "metric_for_best_model greater_is_better "
 TUNABLE += "residual_dropout attention_dropout label_smoothing z_loss"
-SOURCE = "dataset_name dataset_config dataset_split dataset_revision data_files text_column mixture"
+SOURCE = "dataset_name dataset_config dataset_split dataset_revision data_files text_column mixture "
+SOURCE += "eval_files eval_dataset_name eval_dataset_config eval_split test_files test_split"
 
 
 def test_the_fields_that_order_the_data_are_those_of_the_fingerprints_there_are() -> None:
