@@ -31,7 +31,7 @@ from ds_encdec.data.tables import resolve_commits
 from ds_encdec.engines import load
 from ds_encdec.objectives import OBJECTIVES
 from ds_encdec.source_kinds import HUB, LOCAL_SOURCES
-from ds_encdec.types import Batch, ConfigError, DataError, Example
+from ds_encdec.types import Batch, DataError, Example
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -170,11 +170,9 @@ def prepare_data(
 ) -> Iterator[str]:
     """Prepare all that `config` names in `data.prepared_dir`, by `num_proc` processes; say of each what is there now.
 
-    Raises ConfigError where no folder is named, OutputLockedError, DataError.
+    Raises ConfigError where the folder cannot be written, OutputLockedError, DataError.
     """
     data, seed = config.data, config.training.seed
-    if data.prepared_dir is None:
-        raise ConfigError("data.prepared_dir: name the folder to prepare the data in, or give --out DIR")
     maker = load(OBJECTIVES[data.objective].maker).from_config(data, seed, tokenizer, vocabulary)
     unprepared = data.model_copy(update={"prepared_dir": None})
     bad_row_limit = data.max_bad_rows if data.on_bad_row == "skip" else 0
