@@ -8,19 +8,21 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ds_encdec.auto_batch.resolve import job_here, resolve_batch_size
+from ds_encdec.checkpoint.adapters import BASE_RECORD
 from ds_encdec.checkpoint.export import average_last_checkpoints
 from ds_encdec.checkpoint.final_export import clear_exports, export_at_end
 from ds_encdec.checkpoint.folder import Checkpoint, check_room
 from ds_encdec.checkpoint.manager import MAKE_ROOM, CheckpointManager, find_checkpoint
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.schema import FullConfig, load_saved
 from ds_encdec.config.shares import (
     is_auto,
     micro_batch_candidates,
@@ -29,6 +31,7 @@ from ds_encdec.config.shares import (
     with_assumed_batch_size,
 )
 from ds_encdec.data.build import TrainingData, build_data
+from ds_encdec.data.epochs import steps_of_epochs, with_steps_of_epochs
 from ds_encdec.data.inspect import inspect_data
 from ds_encdec.data.tables import resolve_commits
 from ds_encdec.engine.ds_json import render_deepspeed_json
@@ -45,7 +48,8 @@ from ds_encdec.launch.process_group import shutdown
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.launch.world import World, discover
 from ds_encdec.memory.expected import ExpectedMemory, estimate_run, out_of_memory_explained
-from ds_encdec.model.parameter_count import count_parameters, training_flops
+from ds_encdec.model.parameter_count import training_flops
+from ds_encdec.model.trained import model_shapes, told, trained_shapes
 from ds_encdec.monitor.metrics_file import EventLog
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.recorder import Recorder
@@ -201,6 +205,7 @@ class _Run:
     model: RunModel
     num_lanes: int
     accumulation: int
+    epochs: float | None = None
 
 
 def _wire(
@@ -229,10 +234,13 @@ def _wire(
     saved_commits = saved["data"]["dataset_commits"] if found else None
     commits = collectives.on_rank_zero(lambda: resolve_commits(config.data, saved_commits))
     config = resolve_batch_size(config, context, stop, model.config, found)
+    epochs = config.training.num_train_epochs
     lanes, accumulation = plan_lanes(config, world.world_size, saved.get("num_lanes"))
     run = _Run(config, context, folder, found, model, num_lanes=lanes, accumulation=accumulation)
     metrics = usable_metrics(config) if config.training.eval_generate_samples else []
     data = collectives.rank_zero_first(lambda: _build_data(run, saved.get("data"), commits, allow_data_change))
+    config = _with_steps(run, data, saved)
+    run = replace(run, config=config, epochs=epochs)
     if found:
         state = restore_choice(found, state, config.training)
         state = restore_data(found, data, state, is_main=world.is_main)
@@ -240,7 +248,12 @@ def _wire(
     if found:
         state = checkpoints.adopt(found, state)
         logger.info("resumed from %s (step %d)", found.path, state.global_step)
-    parameters = count_parameters(model.config)
+    parameters, trained = (
+        sum(map(prod, found.values()))
+        for found in (model_shapes(model.config, config.model.lora), trained_shapes(config, model.config))
+    )
+    if trained < parameters:
+        logger.info(told(trained, parameters))
     logger.info(
         f"{parameters:,} parameters, {run.num_lanes} micro-batches a step on {world.world_size} "
         f"ranks, steps {state.global_step} to {config.training.num_train_steps}, into {folder.root}"
@@ -261,7 +274,7 @@ def _wire(
     )
     if metrics:
         trainer.judge = Judge(config, engine, model.config, model.tokenizer, collectives, data.eval_examples, metrics)
-    return trainer, expected, {"parameters": parameters}
+    return trainer, expected, {"parameters": parameters, "trainable_parameters": trained}
 
 
 def _find(config: FullConfig, context: RunContext, folder: RunFolder, resume: str | None) -> Checkpoint | None:
@@ -291,6 +304,19 @@ def _build_data(
         evaluation_cache=run.folder.root / "evaluation",
         pin_memory=run.context.device.type == "cuda",
     )
+
+
+def _with_steps(run: _Run, data: TrainingData, saved: dict[str, Any]) -> FullConfig:
+    """The configuration, with the steps of its epochs if it gives these: those of the checkpoint, or counted now."""
+    epochs = run.config.training.num_train_epochs
+    if epochs is None:
+        return run.config
+    if run.found and saved.get("num_train_epochs") == epochs:
+        steps = load_saved(run.found.path / "config.yaml").training.num_train_steps
+    else:
+        steps = run.context.collectives.on_rank_zero(lambda: steps_of_epochs(data.pipeline, epochs))
+        logger.info("num_train_epochs=%g: %d optimizer steps", epochs, steps)
+    return with_steps_of_epochs(run.config, steps)
 
 
 def _build_engine(run: _Run, ratio: float) -> tuple[Engine, ExpectedMemory | None]:
@@ -356,6 +382,7 @@ def _run_files(
 ) -> Callable[[Path], None]:
     """Return what writes all that a checkpoint holds beside the engine's files; see docs/checkpoints.md."""
     trainer = {"state": state.to_dict(), "num_lanes": run.num_lanes, "data": data.saved(), "recorder": recorder}
+    trainer |= {} if run.epochs is None else {"num_train_epochs": run.epochs}
     # Text now: by the time it is written, training may have gone on.
     texts = {
         "trainer.json": json.dumps(trainer, indent=1) + "\n",
@@ -368,6 +395,8 @@ def _run_files(
             (checkpoint / name).write_text(text, encoding="utf-8")
         run.model.config.save_pretrained(checkpoint / "model")
         run.model.tokenizer.save_pretrained(checkpoint / "model")
+        if run.model.base is not None:
+            (checkpoint / "model" / BASE_RECORD).write_text(json.dumps(run.model.base, indent=1) + "\n")
 
     return write
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ds_encdec.checkpoint.adapters import base_record, opened_base
 from ds_encdec.checkpoint.folder import Checkpoint
 from ds_encdec.checkpoint.manager import CheckpointManager, find_checkpoint
 from ds_encdec.checkpoint.saved_state import open_saved_state
@@ -22,7 +23,8 @@ from ds_encdec.data.fingerprint import in_todays_form, told, usable_records
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.model.source import architecture, resolve_model
+from ds_encdec.model.source import architecture, base_model, resolve_model
+from ds_encdec.model.trained import trained_shapes
 from ds_encdec.monitor.recorder import Alert, Recorder
 from ds_encdec.tokenizer.load import load_tokenizer
 from ds_encdec.tokenizer.sentinels import Vocabulary
@@ -39,19 +41,26 @@ _TOKENIZER_NAME = "model.tokenizer_name_or_path"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunModel:
-    """The model to train, before it is built. `weights` is None where a checkpoint will bring them."""
+    """The model to train, before it is built.
+
+    `weights` is None where a checkpoint will bring them. `base`: what checkpoints say of the base of their adapters.
+    """
 
     config: Qwen3Seq2SeqConfig
     tokenizer: PreTrainedTokenizerFast
     vocabulary: Vocabulary
     weights: WeightSource | None
+    base: dict[str, Any] | None = None
 
 
 def new_model(config: FullConfig) -> RunModel:
     """The model that `config` names. Raises ConfigError and CheckpointError: see `resolve_model`, `load_tokenizer`."""
     tokenizer, vocabulary = run_tokenizer(config)
-    source = resolve_model(config.model, vocabulary, seed=config.training.seed)
-    return RunModel(source.config, tokenizer, vocabulary, source.weights)
+    seed = config.training.seed
+    source = resolve_model(config.model, vocabulary, seed=seed)
+    trained_shapes(config, source.config)  # raises for patterns that match nothing
+    base = base_record(config.model, base_model(config.model, source.config, seed)) if config.model.lora else None
+    return RunModel(source.config, tokenizer, vocabulary, source.weights, base)
 
 
 def saved_model(config: FullConfig, checkpoint: Path) -> RunModel:
@@ -71,7 +80,10 @@ def saved_model(config: FullConfig, checkpoint: Path) -> RunModel:
         )
     model_config.loss_chunk_tokens = config.model.loss_chunk_tokens
     model_config.use_flash_attention = config.model.use_flash_attention
-    return RunModel(model_config, tokenizer, vocabulary, weights=None)
+    if config.model.lora is None:
+        return RunModel(model_config, tokenizer, vocabulary, weights=None)
+    base = opened_base(checkpoint, config.model, _MODEL_NAME)
+    return RunModel(model_config, tokenizer, vocabulary, base.weights, base_record(config.model, base))
 
 
 def run_tokenizer(config: FullConfig, folder: Path | None = None) -> tuple[PreTrainedTokenizerFast, Vocabulary]:
@@ -233,5 +245,7 @@ def _model_settings(config: FullConfig) -> dict[str, Any]:
         _TOKENIZER_NAME: section.tokenizer_name_or_path or section.model_name_or_path,
         "model.num_sentinel_tokens": section.num_sentinel_tokens,
         "data.use_mode_tokens": config.data.use_mode_tokens,
+        "model.lora": section.lora and section.lora.model_dump(exclude={"lora_dropout"}),
+        "training.freeze": config.training.freeze,
         **{f"model.architecture.{name}": value for name, value in sizes.items()},
     }

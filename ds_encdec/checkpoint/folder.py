@@ -305,7 +305,7 @@ class Checkpoint:
         """The counters that it was saved with. Raises DamagedCheckpointError."""
         try:
             return TrainingState.from_dict(self.read_json("trainer.json")["state"])
-        except TypeError as error:
+        except (TypeError, AttributeError) as error:
             path = self.path / "trainer.json"
             raise DamagedCheckpointError(f"{path}: `state` is not what ds_encdec writes: {error}.") from error
 

@@ -33,12 +33,13 @@ from ds_encdec.types import CheckpointError, SavedState, StateKind, WeightSource
 
 
 class _Chunk(NamedTuple):
-    """The file of a chunk's archive, its first byte there, its size in bytes, and the number of its elements."""
+    """The file of a chunk's archive, its first byte there, its size in bytes, and its elements."""
 
     path: Path
     offset: int
     num_bytes: int
     numel: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +148,10 @@ class DcpState(FragmentedState):
         self, folder: Path, key: str, tensor: TensorStorageMetadata, metadata: Metadata
     ) -> list[Fragment]:
         """The chunks of one tensor; empty ones (ranks without a row) are left out."""
-        if tensor.properties.dtype != torch.float32:
-            raise CheckpointError(f"{folder}: {key} is {tensor.properties.dtype}, not float32.")
+        dtype = tensor.properties.dtype
+        is_frozen = dtype == torch.bfloat16 and key.startswith("weight.")
+        if dtype != torch.float32 and not is_frozen:
+            raise CheckpointError(f"{folder}: {key} is {dtype}, not float32.")
         found = []
         for block in tensor.chunks:
             if (numel := prod(block.sizes)) == 0:
@@ -160,20 +163,23 @@ class DcpState(FragmentedState):
                 raise CheckpointError(
                     f"{folder / '.metadata'} names a file outside its folder: {place.relative_path!r}."
                 )
-            chunk = _Chunk(folder / place.relative_path, place.offset, place.length, numel)
+            chunk = _Chunk(folder / place.relative_path, place.offset, place.length, numel, dtype)
             start = block.offsets[0] * prod(tensor.size[1:])
             found.append(Fragment(start, start + numel, partial(self._copy, chunk)))
         return found
 
     def _copy(self, chunk: _Chunk, _: StateKind, out: Tensor, first: int) -> None:
         """Read into `out` the chunk's elements from `first` on."""
+        read = out if chunk.dtype == out.dtype else torch.empty_like(out, dtype=chunk.dtype)
         try:
             with open(chunk.path, "rb") as file:
-                file.seek(self._data_offset(chunk) + 4 * first)
-                if file.readinto(memoryview(out.view(torch.uint8).numpy())) != 4 * len(out):  # type: ignore[arg-type]
+                file.seek(self._data_offset(chunk) + read.itemsize * first)
+                if file.readinto(memoryview(read.view(torch.uint8).numpy())) != read.nbytes:  # type: ignore[arg-type]
                     raise EOFError("it is too short")
         except (OSError, EOFError, RuntimeError) as error:
             raise CheckpointError(f"{chunk.path}: a tensor in it is not readable: {error}") from error
+        if read is not out:
+            out.copy_(read)
 
 
 _PLAIN = {
@@ -225,6 +231,6 @@ def _data_offset(chunk: _Chunk) -> int:
     with open(chunk.path, "rb") as file:
         view = _ReaderView(file, chunk.offset, chunk.num_bytes)
         archive = torch._C.PyTorchFileReader(view)  # type: ignore[call-overload]
-        if archive.get_record_size("data/0") != 4 * chunk.numel:
+        if archive.get_record_size("data/0") != chunk.dtype.itemsize * chunk.numel:
             raise EOFError("not one plain contiguous tensor")
         return chunk.offset + int(archive.get_record_offset("data/0"))

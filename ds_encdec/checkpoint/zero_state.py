@@ -10,7 +10,8 @@ own bytes. Where things stand in them (DeepSpeed 0.19.8, runtime/zero; compare i
 | 3 | the same | of each sub-group: of every parameter, cut into equal parts with padding, part R |
 
 Beside each stand its `exp_avg` and `exp_avg_sq`, of the same length. Names and shapes, in the order in which the
-parameters were laid out, are in the model states of rank 0.
+parameters were laid out, are in the model states of rank 0. Frozen parameters have weights alone, in the dtype that
+layers compute in: in the model states of rank 0, or under stage 3, cut as all parameters are, of every rank.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -69,10 +70,11 @@ class ZeroState(FragmentedState):
 def _read_layout(folder: Path, record: EngineRecord) -> tuple[dict[str, tuple[int, ...]], list[_Placed]]:
     """The shapes in the model's order, and where the elements of each parameter are."""
     stage = int(record.sharding_stage.removeprefix("zero").removesuffix("_hybrid"))
-    states = _load(folder / ("zero_pp_rank_0_" * (stage == 3) + "mp_rank_00_model_states.pt"))
+    states = _load(_model_states(folder, stage, 0))
     module: Mapping[str, Tensor] = states["module"]
+    frozen = {name: tuple(shape) for name, shape in (states.get("frozen_param_shapes") or {}).items()}
     named = states["param_shapes"] if stage else [{name: module[name].shape for name in own} for own in record.groups]
-    shapes = {name: tuple(shape) for group in named for name, shape in group.items()}
+    shapes = frozen | {name: tuple(shape) for group in named for name, shape in group.items()}
     groups = [{name: prod(shape) for name, shape in group.items()} for group in named]
     if stage == 0:
         pieces = list(_replicated(module, states["optimizer"], groups))
@@ -80,8 +82,30 @@ def _read_layout(folder: Path, record: EngineRecord) -> tuple[dict[str, tuple[in
         pieces = list(
             (_cut_parameters if stage == 3 else _cut_groups)(_Parts(folder, stage, record.world_size), groups)
         )
+    pieces += _frozen(folder, record, stage, {name: prod(shape) for name, shape in frozen.items()})
     # The module's own dict has the model's order; a tied parameter stands in it under every name.
     return {name: shapes[name] for name in module if name in shapes}, pieces
+
+
+def _model_states(folder: Path, stage: int, rank: int) -> Path:
+    return folder / (f"zero_pp_rank_{rank}_" * (stage == 3) + "mp_rank_00_model_states.pt")
+
+
+def _frozen(folder: Path, record: EngineRecord, stage: int, numels: Mapping[str, int]) -> Iterator[_Placed]:
+    """The frozen parameters, of which each file is opened when something of it is asked for."""
+
+    @cache
+    def opened(rank: int) -> Mapping[str, Tensor]:
+        path = _model_states(folder, stage, rank)
+        with _layout_checked(path):
+            found: Mapping[str, Tensor] = _load(path)["frozen_param_fragments"]
+            return {name: found[name].reshape(-1) for name in numels}
+
+    for rank in range(record.world_size if stage == 3 else 1):
+        for name, numel in numels.items():
+            pieces = own_parts({name: numel}, rank, record.world_size) if stage == 3 else end_to_end({name: numel})
+            for piece in pieces:
+                yield piece, lambda rank=rank, name=name: {"weight": opened(rank)[name]}  # type: ignore[misc]
 
 
 class _Parts:

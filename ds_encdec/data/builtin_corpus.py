@@ -153,9 +153,9 @@ def _read_signatures(library: Path, sources: Iterable[Path]) -> list[tuple[str, 
     for path in sources:
         if b'"""' in (source := path.read_bytes()):
             module, tree = ".".join(path.relative_to(library).with_suffix("").parts), ast.parse(source)
-            owners = [(module, tree), *((f"{module}.{n.name}", n) for n in tree.body if isinstance(n, ast.ClassDef))]
-            for owner, node in owners:
-                for member in node.body:
+            classes = [(f"{module}.{node.name}", node.body) for node in tree.body if isinstance(node, ast.ClassDef)]
+            for owner, body in [(module, tree.body), *classes]:
+                for member in body:
                     if isinstance(member, ast.FunctionDef):
                         signature = f"def {member.name}({ast.unparse(member.args)})"
                         row = (f"builtin_task/{owner}.{member.name}", signature, _answer(member.args))

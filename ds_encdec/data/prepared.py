@@ -119,13 +119,6 @@ class PreparedSource:
             return Document(key, "", pairs=tuple(zip(pieces[::2], pieces[1::2], strict=True)))
         return Document(key, "", token_ids=pieces[0])
 
-    def lengths(self) -> np.ndarray:
-        """Tokens of each document, without reading one; int64 [documents]."""
-        each = [self._open(number) for number in range(len(self._shards))]
-        return np.concatenate(
-            [np.zeros(0, np.int64), *(np.diff(one.pieces[one.rows]).astype(np.int64) for one in each)]
-        )
-
     def _locate(self, index: int) -> tuple[Columns, int]:
         number = int(np.searchsorted(self._first, index, side="right")) - 1
         return self._open(number), index - self._first[number]

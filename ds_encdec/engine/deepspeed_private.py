@@ -14,7 +14,7 @@ All of these are private places. The parity tests and those of resumed runs hold
 hold.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from ds_encdec.engine.protocol import Piece, Veto, end_to_end, own_parts
 from ds_encdec.engine.sharded_engine import Shard
+from ds_encdec.model.trained import canonical_name
 from ds_encdec.types import MOMENTS
 
 _GRADIENTS_OF_PARAMETER = ("grad", "grad_accum")
@@ -97,6 +98,22 @@ def frozen_shards(engine: DeepSpeedEngine) -> Iterator[Shard]:
             continue
         cut = hasattr(parameter, "ds_tensor")
         yield Shard(parameter.ds_tensor if cut else parameter, tuple((_own if cut else _whole)([parameter], engine)))
+
+
+def complete_frozen(engine: DeepSpeedEngine, state: dict[str, Any], kept: Set[str]) -> None:
+    """Make `state`, which DeepSpeed saves, name parameters as checkpoints do and hold all that is `kept`, no more.
+
+    DeepSpeed's exclusion of frozen parameters leaves a tied one's other name. At stage 1, and 0, it saves frozen ones
+    where its zero_to_fp32.py does not look.
+    """
+    module = {canonical_name(name): tensor for name, tensor in state["module"].items()}
+    shapes = engine._get_zero_frozen_param_attributes(engine._get_param_shape_func)
+    if kept.isdisjoint(shapes):
+        module = {name: tensor for name, tensor in module.items() if name in kept}
+    elif engine.zero_optimization_stage() < 3:
+        state["frozen_param_shapes"] = shapes
+        state["frozen_param_fragments"] = {name: module[name] for name in shapes}
+    state["module"] = module
 
 
 def adam_state(optimizer: torch.optim.Optimizer, weights: Tensor) -> dict[str, Any]:

@@ -41,6 +41,7 @@ from ds_encdec.config.rules import NATIVE_SCHEDULES
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.deepspeed_private import (
     adam_state,
+    complete_frozen,
     computing_parameters,
     frozen_shards,
     gradients,
@@ -152,10 +153,14 @@ class DeepSpeedEngine(ShardedEngine):
         native, engine.checkpoint_engine = engine.checkpoint_engine, collector
         engine._copy_recovery_script = lambda folder: None  # hides the method, which writes
         try:
-            engine.save_checkpoint(str(directory), tag=TAG, save_latest=False)
+            excluded = not self._saves_frozen
+            engine.save_checkpoint(str(directory), tag=TAG, save_latest=False, exclude_frozen_parameters=excluded)
         finally:
             engine.checkpoint_engine = native
             del engine._copy_recovery_script
+        for state in collector.files.values():
+            if "module" in state and any(True for _ in self._frozen()):
+                complete_frozen(engine, state, self._shapes.keys())
         return collector.files
 
     def _write(self, staged: dict[Path, Any], record: EngineRecord, directory: Path) -> list[Path]:
@@ -173,9 +178,8 @@ class DeepSpeedEngine(ShardedEngine):
                 written += [directory / name for name in ("zero_to_fp32.py", "zero_to_torch.py", "latest")]
         return written
 
-    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """See protocol.Engine."""
-        for name, parameter in self.model.named_parameters():
+    def _whole(self) -> Iterator[tuple[str, Tensor]]:
+        for parameter, name in self._engine.param_names.items():
             with deepspeed.zero.GatheredParameters([parameter]):  # does nothing to what ZeRO-3 has not taken apart
                 yield name, parameter.detach()
 

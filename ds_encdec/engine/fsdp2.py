@@ -147,8 +147,7 @@ class FSDP2Engine(ShardedEngine):
         record = self._record(self._applied_steps)
         return StagedSave(num_bytes, partial(_write, tensors, frozenset(mine), record, directory, self._writers))
 
-    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """See protocol.Engine."""
+    def _whole(self) -> Iterator[tuple[str, Tensor]]:
         dtype = compute_dtype(self._training)
         for name, parameter in self._parameters.items():
             yield name, cast(DTensor, parameter.detach().to(self.device, dtype)).full_tensor()

@@ -83,7 +83,8 @@ class Engine(Protocol):
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter by its canonical name, whole, in the compute dtype on the device; each holds until the next.
 
-        Collective: every rank takes all of them, in this order. One is gathered at a time.
+        Collective: every rank takes all of them, in this order. One is gathered at a time. Adapters are merged into
+        what they stand beside.
         """
 
     def held_bytes(self) -> dict[str, int]:

@@ -22,6 +22,7 @@ from ds_encdec.engine.regularization import draws_masks, masks_of
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.model.attention import PackedLayout
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.lora import merged_in_turn
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.trained import canonical_name
 from ds_encdec.optim import parameter_groups
@@ -71,7 +72,8 @@ class ShardedEngine(ABC):
         self.device = context.device
         self._context, self._training, self._infra = context, config.training, config.infra
         self._collectives = context.collectives
-        self._saves_frozen = config.model.lora is None  # those beside adapters are the base's, which is named instead
+        self._lora = config.model.lora
+        self._saves_frozen = self._lora is None  # those beside adapters are the base's, which is named instead
         self._loss_scaler: Mapping[str, float | int] | None = None
         self._masks_of = partial(masks_of, seed=config.training.seed) if draws_masks(config) else nullcontext
 
@@ -123,9 +125,13 @@ class ShardedEngine(ABC):
                     held[category if tensor.device.type == self.device.type else HOST_STATES] += storage.nbytes()
         return held
 
-    @abstractmethod
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """See protocol.Engine."""
+        return self._whole() if self._lora is None else merged_in_turn(self._whole(), self._lora)
+
+    @abstractmethod
+    def _whole(self) -> Iterator[tuple[str, Tensor]]:
+        """Do what `full_parameters` does, with adapters by their own names, each pair after what it stands beside."""
 
     @abstractmethod
     def _states(self) -> Iterator[tuple[Shard, dict[str, Any]]]:

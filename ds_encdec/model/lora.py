@@ -8,7 +8,7 @@ here; B is zero, so that a run begins as the model it starts from.
 
 import importlib.util
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -106,6 +106,20 @@ def merged_weights(base: WeightSource, adapters: WeightSource, lora: LoraConfig)
         return merged(weight, adapters(module + LORA_A), adapters(module + LORA_B, rows), lora)
 
     return weights
+
+
+def merged_in_turn(parameters: Iterable[tuple[str, Tensor]], lora: LoraConfig) -> Iterator[tuple[str, Tensor]]:
+    """The `parameters`, each there until the next one, with every adapter merged into the matrix before it."""
+    waiting: list[tuple[str, Tensor]] = []  # a matrix, and the first half of its adapter
+    for name, parameter in parameters:
+        if name.endswith(LORA_B):
+            (matrix, weight), (_, a) = waiting
+            waiting.clear()
+            yield matrix, merged(weight, a, parameter, lora).to(weight.dtype)
+        elif has_adapter(name, lora) or name.endswith(LORA_A):
+            waiting.append((name, parameter.clone()))
+        else:
+            yield name, parameter
 
 
 def peft_names(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:

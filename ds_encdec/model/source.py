@@ -1,5 +1,6 @@
 """The model that a run starts from: random weights, a decoder-only Qwen3, or an encoder-decoder of our own."""
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from ds_encdec.config.model_folder import MODEL_FILES, model_folder
 from ds_encdec.config.plain_files import read_json
 from ds_encdec.config.schema import ModelConfig
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.model.parameter_count import EMBEDDING_ROWS_MULTIPLE, count_parameters
+from ds_encdec.model.parameter_count import EMBEDDING_ROWS_MULTIPLE, count_parameters, parameter_shapes
 from ds_encdec.model.weights import random_weights, stored_weights
 from ds_encdec.tokenizer.sentinels import Vocabulary
 from ds_encdec.types import CheckpointError, ConfigError, WeightSource
@@ -64,7 +65,7 @@ def resolve_model(section: ModelConfig, vocabulary: Vocabulary, seed: int) -> Mo
         raise ConfigError("model.model_name_or_path: name a model, or give its sizes in model.architecture")
     folder = model_folder(section.model_name_or_path, MODEL_FILES, field="model.model_name_or_path")
     stored = read_config(folder)
-    if of_qwen3 := stored["model_type"] != Qwen3Seq2SeqConfig.model_type:
+    if stored["model_type"] != Qwen3Seq2SeqConfig.model_type:
         fields, origin = qwen3_fields(stored, folder), "encoder and decoder from the decoder-only Qwen3"
     else:
         fields, origin = {name: stored[name] for name in stored.keys() - _NOT_COPIED}, "the encoder-decoder"
@@ -72,10 +73,47 @@ def resolve_model(section: ModelConfig, vocabulary: Vocabulary, seed: int) -> Mo
         config = _config(section, fields, vocabulary)
     except ValueError as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
-    trained_ids = {*fields.get("sentinel_token_ids", ()), *fields.get("mode_token_ids", ())}
+    return ModelSource(config, _weights_in(folder, stored, config, seed), f"{origin} in {section.model_name_or_path}")
+
+
+@dataclass(frozen=True)
+class Base:
+    """The model that a run started from: its weights, and what tells them from others.
+
+    `folder`: None for random weights. `facts` decide every weight: the shapes, the seed of what was drawn, and the
+    SHA-256 of each file of weights, so that a folder that was moved or downloaded again is the same.
+    """
+
+    weights: WeightSource
+    folder: Path | None
+    facts: dict[str, Any]
+
+
+def base_model(section: ModelConfig, config: Qwen3Seq2SeqConfig, seed: int) -> Base:
+    """Return what `resolve_model` finds for `section` and the vocabulary of `config`. Reads all files of weights.
+
+    Raises CheckpointError for a model that cannot be reached, read or used.
+    """
+    facts: dict[str, Any] = {"seed": seed, "shapes": {n: list(shape) for n, shape in parameter_shapes(config).items()}}
+    if section.model_name_or_path is None:
+        facts["initializer_range"] = config.initializer_range
+        return Base(random_weights(config, seed), None, facts)
+    folder = model_folder(section.model_name_or_path, MODEL_FILES, field="model.model_name_or_path")
+    weights = _weights_in(folder, read_config(folder), config, seed)
+    facts["files"] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            facts["files"][path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return Base(weights, folder, facts)
+
+
+def _weights_in(folder: Path, stored: dict[str, Any], config: Qwen3Seq2SeqConfig, seed: int) -> WeightSource:
+    """The weights of the model `config` from a folder with the `config.json` that holds `stored`."""
+    of_qwen3 = stored["model_type"] != Qwen3Seq2SeqConfig.model_type
+    known = () if of_qwen3 else ("sentinel_token_ids", "mode_token_ids")
+    trained_ids = {token_id for name in known for token_id in stored.get(name, ())}
     added_ids = {*config.sentinel_token_ids, *config.mode_token_ids} - trained_ids
-    weights = stored_weights(folder, config, added_ids, stored_rows=stored["vocab_size"], seed=seed, of_qwen3=of_qwen3)
-    return ModelSource(config, weights, f"{origin} in {section.model_name_or_path}")
+    return stored_weights(folder, config, added_ids, stored_rows=stored["vocab_size"], seed=seed, of_qwen3=of_qwen3)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from engine_plan import LANES, LAST_STEP, SAVED_STEP
-from engine_steps import Case, run_all, train_step
+from engine_steps import Case, copied_weights, run_all, train_step
 from packed_batches import random_batch
 from small_run import MODEL, SHORT_ACCUMULATION, SHORT_MODEL, lane_batches, run_config, weights
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,6 +27,7 @@ from ds_encdec.engine.deepspeed_private import shards
 from ds_encdec.engine.deepspeed_zero import DeepSpeedEngine
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine, resolve_engine
+from ds_encdec.engine.sharded_engine import compute_dtype
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import discover
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
@@ -56,7 +57,7 @@ def full_weights(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
         parameter = parameters.pop(name)
         with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
             frozen[name] = parameter.detach().float().clone()
-        assert parameter.grad is None
+        assert (parameter.grad, parameter.dtype) == (None, compute_dtype(engine._training))
     if engine._engine.zero_optimization():
         masters = {name: safe_get_full_fp32_param(parameter) for name, parameter in parameters.items()}
     else:
@@ -83,6 +84,7 @@ def trajectory(steps: int, **overrides: Any) -> dict[str, Any]:
         "by_denoiser": after.by_denoiser,
         "tokens_by_denoiser": after.tokens_by_denoiser,
         "weights": full_weights(engine),
+        "merged": {name: parameter.clone() for name, parameter in engine.full_parameters()},
     }
     engine.close()
     return result
@@ -137,6 +139,7 @@ def resuming(directory: str, **overrides: Any) -> dict[str, Any]:
         short_step(first, step)
     files = save(first, folder)
     saved_weights = full_weights(first)
+    copied = copied_weights(first, run_config(**overrides), SHORT_MODEL)
     straight = [short_step(first, step) for step in (2, 3)]
     straight_weights = full_weights(first)
     first.load(ZeroState(folder))
@@ -144,7 +147,7 @@ def resuming(directory: str, **overrides: Any) -> dict[str, Any]:
     repeated = [short_step(first, step) for step in (2, 3)]
     repeated_weights = full_weights(first)
     first.close()
-    second = short_engine(source=None, **overrides)
+    second = short_engine(source=weights if "lora" in overrides else None, **overrides)  # the base of adapters
     second.load(ZeroState(folder))
     loaded_steps = adam_steps(second)
     resumed = [short_step(second, step) for step in (2, 3)]
@@ -153,6 +156,7 @@ def resuming(directory: str, **overrides: Any) -> dict[str, Any]:
     return {
         "files": files,
         "saved": saved_weights,
+        "copied": copied,
         "rolled back": rolled_back_weights,
         "adam steps": loaded_steps,
         "straight": (straight, straight_weights),

@@ -93,6 +93,11 @@ RESUMES: dict[str, dict[str, Any]] = {
     "zero1-warmup-cosine": {"sharding_stage": "zero1", "lr_scheduler_type": "WarmupCosineLR"},
     "zero3-persistent": {"bf16": True, **DEFAULT_PERSISTENCE},
     "zero3-warmup-decay": {"lr_scheduler_type": "WarmupDecayLR"},
+    "zero0-lora-bf16": {"sharding_stage": "zero0", "bf16": True, **LORA},
+    "zero2-lora-offload-bf16": {"sharding_stage": "zero2", "offload_optimizer": "cpu", "bf16": True, **LORA},
+    "zero3-lora-offload-all-bf16": {"offload_optimizer": "cpu", "offload_params": "cpu", "bf16": True, **LORA},
+    "zero1-freeze-bf16": {"sharding_stage": "zero1", "bf16": True, **FREEZE},
+    "zero3-freeze-bf16": {"bf16": True, **FREEZE},
 }
 """Runs that are saved and resumed, by name. They change no setting."""
 

@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from engine_steps import Case, run_all, train_step
+from engine_steps import Case, copied_weights, run_all, train_step
 from packed_batches import random_batch
 from small_run import MODEL, SHORT_ACCUMULATION, run_config, weights
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -96,6 +96,7 @@ def trajectory(steps: int, **overrides: Any) -> dict[str, Any]:
         "tokens_by_denoiser": after.tokens_by_denoiser,
         "loss_dtype": str(after.total.dtype),
         "weights": full_weights(engine),
+        "merged": {name: parameter.clone() for name, parameter in engine.full_parameters()},
     }
     engine.close()
     return result
@@ -133,6 +134,7 @@ def saving(directory: str, copy: bool, **overrides: Any) -> dict[str, Any]:
     writer = threading.Thread(target=lambda: files.extend(staged.write()))
     if not copy:
         writer.run()
+    copied = copied_weights(engine, fsdp_config(**overrides), MODEL)
     straight = [short_step(engine, 2)]
     if copy:
         writer.start()
@@ -144,13 +146,14 @@ def saving(directory: str, copy: bool, **overrides: Any) -> dict[str, Any]:
     engine.evaluate(random_batch(1, MODEL.vocab_size))  # leaves parameters gathered
     again = [_resume(engine, folder), full_state(engine)]
     engine.close()
-    fresh = short_engine(source=None, **overrides)
+    fresh = short_engine(source=weights if "lora" in overrides else None, **overrides)  # the base of adapters
     resumed = [_resume(fresh, folder), full_state(fresh)]
     fresh.close()
     return {
         "files": [str(path.relative_to(folder)) for path in files],
         "num_bytes": staged.num_bytes,
         "saved": saved_state,
+        "copied": copied,
         "straight": [straight, straight_state],
         "again": again,
         "resumed": resumed,

@@ -115,6 +115,8 @@ SAVES: dict[str, dict[str, Any]] = {
     "zero3-offload-bf16": {"offload_optimizer": "cpu", "bf16": True, "copy": True},
     "zero3_hybrid": {"sharding_stage": "zero3_hybrid", "copy": False, **HYBRID_OF_ONE},
     "zero3-warmup-decay": {"lr_scheduler_type": "WarmupDecayLR", "copy": True},
+    "zero3-lora-bf16": {"bf16": True, "copy": True, **LORA},
+    "zero0-freeze-bf16": {"sharding_stage": "zero0", "bf16": True, "copy": True, **FREEZE},
 }
 """Runs of two ranks that are saved and loaded, by name."""
 

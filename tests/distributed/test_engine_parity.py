@@ -19,6 +19,8 @@ from packed_batches import random_batch
 from small_run import MODEL, REGULARIZED, lane_batches, run_config, weights
 from torch_oracle import TorchOracle
 
+from ds_encdec.model.parameter_count import parameter_shapes
+
 pytestmark = pytest.mark.distributed
 
 CASES = [(1, name) for name in PARITY] + [(2, name) for name in TWO_RANK_PARITY]
@@ -94,6 +96,17 @@ def test_reaches_the_weights_of_the_oracle(engine_results: Results, world_size: 
         for name, expected in oracle["weights"].items():
             # Adam divides by tiny second moments: 1e-7 in a gradient is more in a weight.
             torch.testing.assert_close(found["weights"][name], expected, rtol=0, atol=1e-4, msg=name)
+        assert_merged(found["merged"], found["weights"])
+
+
+def assert_merged(merged: dict[str, torch.Tensor], weights: dict[str, torch.Tensor]) -> None:
+    """The `merged` parameters are the trained ones, with 8 (alpha 32, rank 4) times the product of each adapter."""
+    assert list(merged) == list(parameter_shapes(MODEL))
+    for name, found in merged.items():
+        a, b = (weights.get(name.replace(".weight", f".lora_{half}.weight")) for half in "AB")
+        expected = weights[name] if a is None or b is None else weights[name] + 8 * b @ a
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5, msg=name)
+        assert (a is not None) == (not torch.equal(found, weights[name])), name
 
 
 def test_recomputation_changes_nothing_to_the_bit(engine_results: Results) -> None:

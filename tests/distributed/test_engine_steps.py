@@ -17,6 +17,7 @@ from torch_oracle import TorchOracle
 
 from ds_encdec.checkpoint.zero_state import ZeroState
 from ds_encdec.model.parameter_count import parameter_shapes
+from ds_encdec.model.trained import is_adapter
 from ds_encdec.types import StepResult
 
 pytestmark = pytest.mark.distributed
@@ -61,6 +62,16 @@ def test_going_back_is_exact_to_the_bit(engine_results: Results, case: str) -> N
         assert_identical(rank["rolled back"], rank["saved"])
         assert repeated_steps == straight_steps
         assert_identical(repeated_weights, straight_weights)
+
+
+@pytest.mark.parametrize("case", RESUMES)
+def test_a_copy_to_generate_with_has_the_weights_and_training_goes_on_as_it_would_have(
+    engine_results: Results, case: str
+) -> None:
+    """The run that is copied in its midst is the one that all others here are compared with, to the bit."""
+    for rank in engine_results(2, f"resume {case}"):
+        dtype = torch.bfloat16 if RESUMES[case].get("bf16") else torch.float32
+        assert_identical(rank["copied"], {name: weight.to(dtype) for name, weight in rank["saved"].items()})
 
 
 @pytest.mark.parametrize("case", CHANGED_RESUMES)
@@ -139,7 +150,13 @@ def test_a_rank_whose_disk_is_full_says_so_and_holds_nobody_up(engine_results: R
     assert [rank["steps"] for rank in ranks] == [[True], [True]]
 
 
-CONVERTED = ("zero1-bf16", "zero2", "zero3-offload-bf16", "zero3-sub-groups")
+CONVERTED = (
+    "zero1-bf16",
+    "zero2",
+    "zero3-offload-bf16",
+    "zero3-sub-groups",
+    *(name for name in RESUMES if ("lora" in name or "freeze" in name) and not name.startswith("zero0")),
+)
 CONVERT = """
 import runpy, sys
 for checkpoint, output in zip(sys.argv[1::2], sys.argv[2::2]):
@@ -165,10 +182,14 @@ def converted(engine_results: Results, checkpoints: Path, tmp_path_factory: pyte
 def test_zero_to_fp32_yields_the_weights(
     engine_results: Results, checkpoints: Path, converted: Path, case: str
 ) -> None:
+    """Of a run of adapters these alone."""
     expected = engine_results(2, f"resume {case}")[0]["saved"]
     checkpoint = checkpoints / case
     found = torch.load(converted / case / "pytorch_model.bin", weights_only=True)
-    assert torch.equal(found.pop("lm_head.weight"), found["shared.weight"])
+    if "lora" in RESUMES[case]:
+        expected = {name: weight for name, weight in expected.items() if is_adapter(name)}
+    else:
+        assert torch.equal(found.pop("lm_head.weight"), found["shared.weight"])
     found = {name: tensor.float() for name, tensor in found.items()}
     assert_identical(found, expected)
     saved = ZeroState(checkpoint)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from fsdp_plan import BF16, COMMUNICATION, HELD, PARITY, result
 from small_run import MODEL, lane_batches, run_config, weights
-from test_engine_parity import oracle_trajectory
+from test_engine_parity import assert_merged, oracle_trajectory
 
 from ds_encdec.engine.sharded_engine import packed_forward
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
@@ -55,6 +55,7 @@ def test_reaches_the_weights_of_the_oracle(world_size: int, case: str) -> None:
         for name, expected in oracle["weights"].items():
             # Adam divides by tiny second moments: 1e-7 in a gradient is more in a weight.
             torch.testing.assert_close(found["weights"][name], expected, rtol=0, atol=1e-4, msg=name)
+        assert_merged(found["merged"], found["weights"])
 
 
 def test_recomputation_changes_nothing_to_the_bit() -> None:
