@@ -32,10 +32,10 @@ class Objective:
 
     `maker`: the dotted name of what makes them: a class with `from_config` that is a `data.examples.ExampleMaker`.
     `takes_records`: of whole rows, not of a text. `tasks`: the names of its kinds of examples. `own_fields`: those of
-    `data` that no other objective reads. `held_out`: the shares of the documents that are for validation and for test,
-    which `split_fields` decide; with `split_advice` there are some for validation. `expected_ratio`: encoder tokens per
-    decoder token that are assumed before data is looked at. `described`: rows of the model card. `tag`: that of the
-    card.
+    `data` that no other objective reads; `read_fields`: of them, those that decide the token ids of a document.
+    `held_out`: the shares of the documents that are for validation and for test, which `split_fields` decide; with
+    `split_advice` there are some for validation. `expected_ratio`: encoder tokens per decoder token that are assumed
+    before data is looked at. `described`: rows of the model card. `tag`: that of the card.
     """
 
     maker: str
@@ -48,6 +48,7 @@ class Objective:
     described: Callable[[Any], dict[str, str]]
     tag: str
     takes_records: bool = False
+    read_fields: tuple[str, ...] = ()
 
 
 def _described_mixture(data: Any) -> dict[str, str]:
@@ -64,6 +65,16 @@ def _described_templates(data: Any) -> dict[str, str]:
     templates = {name: f"`{getattr(data, name)!r}`" for name in ("input_template", "output_template")}
     return {"Objective": "supervised fine-tuning (`data.objective: sft`)", **templates}
 
+
+_RENDERED = (
+    "input_template",
+    "output_template",
+    "field_mapping",
+    "converter",
+    "messages_column",
+    "tools_column",
+    "chat_targets",
+)
 
 OBJECTIVES = {
     "ul2": Objective(
@@ -82,13 +93,7 @@ OBJECTIVES = {
         tasks={"SFT": None},
         own_fields=(
             "objective",
-            "input_template",
-            "output_template",
-            "field_mapping",
-            "converter",
-            "messages_column",
-            "tools_column",
-            "chat_targets",
+            *_RENDERED,
             "on_long_row",
             "train_split_ratio",
             "val_test_split_ratio",
@@ -100,6 +105,7 @@ OBJECTIVES = {
         described=_described_templates,
         tag="sft",
         takes_records=True,
+        read_fields=_RENDERED,
     ),
 }
 """The rows by the value of `data.objective`."""
