@@ -108,7 +108,9 @@ def test_a_mean_of_adapters_is_refused(run: Path, capsys: pytest.CaptureFixture[
 def test_a_base_that_was_moved_is_the_same(run: Path, checkpoint: Path, tmp_path: Path) -> None:
     moved = shutil.move(base_of(run), tmp_path / "moved")
     try:
-        with pytest.raises(CheckpointError, match=r"sha256 [0-9a-f]{64}\), which was looked for in .*does not exist.*--base"):
+        with pytest.raises(
+            CheckpointError, match=r"sha256 [0-9a-f]{64}\), which was looked for in .*does not exist.*--base"
+        ):
             trained_weights(checkpoint)
         here = trained_weights(checkpoint, str(moved))("shared.weight")
         assert torch.equal(here, random_weights(config(), 0)("shared.weight"))
@@ -160,5 +162,5 @@ def test_random_bases_are_known_by_their_seed(checkpoint: Path) -> None:
     first, again, other = (base_record(section, base_model(section, config(), seed)) for seed in (1, 1, 2))
     assert first == again
     assert first["sha256"] != other["sha256"]
-    with pytest.raises(CheckpointError, match="the weights in model.architecture are others"):
+    with pytest.raises(CheckpointError, match=r"the weights in model\.architecture are others"):
         opened_base(checkpoint, section, "--base")
