@@ -142,14 +142,21 @@ def test_ranks_share_the_batches_and_leave_the_files_of_one(
         (["--out", "MODEL/inside"], 2, "is inside the model's folder"),
         (["--metrics", "bertscore"], 2, "name its folder in --bertscore-model"),
         (["--top-p", "0.9"], 2, "give a temperature above 0"),
-        (["--model", "nowhere"], 5, "--model: there is no folder nowhere"),
+        (["--model", "nowhere"], 5, "--model: nowhere does not exist"),
+        (
+            ["--model", "BART", "--config=ds_configs/quickstart.yaml", "data.test_files=null"],
+            2,
+            "is no model of ds_encdec, and data.objective=ul2",
+        ),
     ],
 )
 def test_what_cannot_be_judged_is_refused(
     model: Path, data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int,
     problem: str
 ) -> None:  # fmt: skip
-    arguments = [argument.replace("MODEL", str(model)) for argument in arguments]
+    (tmp_path / "bart").mkdir()
+    (tmp_path / "bart" / "config.json").write_text('{"model_type": "bart", "is_encoder_decoder": true}')
+    arguments = [text.replace("MODEL", str(model)).replace("BART", str(tmp_path / "bart")) for text in arguments]
     assert judge(model, tmp_path / "out", *data, *arguments) == code
     assert problem in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
