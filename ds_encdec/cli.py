@@ -11,6 +11,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -94,6 +95,13 @@ def _tokens(text: str) -> int:
     return round(number)
 
 
+def _language(text: str) -> str:
+    """A code of a language as model cards have it: en, pt-BR."""
+    if not re.fullmatch(r"[a-z]{2,3}(-[A-Za-z0-9]{2,8})*", text):
+        raise argparse.ArgumentTypeError(f"{text} is not the code of a language; write en, de or pt-BR")
+    return text
+
+
 def _weight_options(options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
@@ -122,8 +130,21 @@ def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         path, overrides = None, [str(path), *overrides]
     path = path or options.config_option
     files = find_shipped(path), overrides, find_shipped(options.deepspeed_config)
-    load_config(*files, hostfile=find_shipped(options.hostfile), looks_here=not options.elsewhere)
+    config = load_config(*files, hostfile=find_shipped(options.hostfile), looks_here=not options.elsewhere)
+    _check_frozen(config)
     print(f"{show(str(path))[1:-1] if path else 'the default configuration'}: no problems found")
+
+
+def _check_frozen(config: FullConfig) -> None:
+    """Raise ConfigError for patterns of `training.freeze` that match nothing in a model whose sizes are known here."""
+    from ds_encdec.memory.job import run_sizes
+    from ds_encdec.model.trained import trained_shapes
+
+    try:
+        sizes = run_sizes(config)
+    except ConfigError:  # it is not here: a run will find it, and then look
+        return
+    trained_shapes(config, sizes)
 
 
 def _schema(options: argparse.Namespace, _: Sequence[str]) -> None:
@@ -223,7 +244,9 @@ def _export(options: argparse.Namespace, _: Sequence[str]) -> None:
     else:
         from ds_encdec.checkpoint.export import export_checkpoint
 
-        how = {"encoder_only": options.encoder_only, "base": options.base} | _weight_options(options)
+        how = {name: getattr(options, name) for name in ("encoder_only", "base", "languages")} | _weight_options(
+            options
+        )
         export_checkpoint(options.checkpoint, options.out, **how)
     print(f"exported to {options.out}")
 
@@ -284,10 +307,21 @@ def _sanity_check(options: argparse.Namespace, overrides: Sequence[str]) -> None
 
 
 def _generate(options: argparse.Namespace, _: Sequence[str]) -> None:
+    from ds_encdec.evaluate.generation import GenerationSettings
     from ds_encdec.model_folders import generate_text
 
-    how = {name: getattr(options, name) for name in ("max_new_tokens", "num_beams", "temperature", "seed")}
-    print(generate_text(options.model, options.text, **how))
+    settings = GenerationSettings(**{name: getattr(options, name) for name in GENERATION if name != "batch_tokens"})
+    text = sys.stdin.read() if options.text == "-" else options.text
+    shown = generate_text(options.model, text, settings, raw=options.raw, stream=options.stream)
+    if shown is not None:
+        print(shown)
+
+
+def _push_to_hub(options: argparse.Namespace, _: Sequence[str]) -> None:
+    from ds_encdec.checkpoint.hub import push_to_hub
+
+    how = {name: getattr(options, name) for name in ("private", "revision", "message")}
+    print(f"uploaded: {push_to_hub(options.folder, options.repo_id, **how)}")
 
 
 def _evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
@@ -413,7 +447,10 @@ ARGUMENTS: dict[str, Arguments | Callable[[argparse.ArgumentParser], None]] = {
     "export": {
         **_CHECKPOINT,
         "out": _OUT,
-        "--encoder-only": _flag("the encoder alone, as a text embedding model"),
+        "--encoder-only": _flag("the encoder alone, as a text embedding model, also for sentence-transformers"),
+        "--language": _value(
+            "for the card, such as en (repeatable)", _language, action="append", default=[], dest="languages"
+        ),
         **_LORA,
         **_WEIGHTS,
     },
@@ -441,13 +478,24 @@ ARGUMENTS: dict[str, Arguments | Callable[[argparse.ArgumentParser], None]] = {
         "--out": _value("folder to write into (default RUN/report)", Path),
         "--png": _flag("put each chart beside the page as a picture, too"),
     },
+    "push-to-hub": {
+        "folder": _value("exported folder", Path),
+        "repo_id": _value("OWNER/NAME of the repository, made where there is none"),
+        "--private": _flag("make it one that only you see"),
+        "--revision": _value("branch (default main)", metavar="BRANCH"),
+        "--message": _value("of the commit"),
+    },
     "generate": {
         "--model": _value("exported folder", Path, required=True),
-        "--text": _value("text with <extra_id_0>… to fill, or a prefix to continue", required=True),
+        "--text": _value("with <extra_id_0>… to fill, or a prefix to continue; - reads standard input", required=True),
+        "--raw": _flag("print what the model writes, and nothing of the text: the answer of a fine-tuned one"),
+        "--stream": _flag("print tokens as they come"),
         "--max-new-tokens": _value("(default 64)", int, default=64),
-        "--num-beams": _value("(default 1)", int, default=1),
-        "--temperature": _value("0 is greedy (default)", float, default=0.0),
-        "--seed": _value("seed of sampling (default 0)", int, default=0),
+        **{
+            f"--{name.replace('_', '-')}": _value(f"{text} (default {default})", kind, default=default, metavar="X")
+            for name, (kind, default, text) in GENERATION.items()
+            if name not in ("max_new_tokens", "batch_tokens")
+        },
     },
     "evaluate": {
         "--model": _value("exported folder", Path, required=True, metavar="DIR"),
@@ -493,6 +541,7 @@ VERBS: dict[str, tuple[Verb, bool, str]] = {
     "verify": (_verify, False, "compare every file of a checkpoint, or of all in a run, with its SHA-256"),
     "sanity-check": (_sanity_check, True, "look at model, data and engine before a long run"),
     "report": (_report, False, "write one page with pictures about a run, or a pipeline of phases"),
+    "push-to-hub": (_push_to_hub, False, "upload an exported folder to the Hugging Face hub (token: HF_TOKEN)"),
     "generate": (_generate, False, "fill sentinels in a text, or continue it"),
     "evaluate": (_evaluate, True, "generate for a split of the data, and compare with its references"),
 }

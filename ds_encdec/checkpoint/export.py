@@ -25,12 +25,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCard
 from torch import Tensor
 from transformers import GenerationConfig
 
 from ds_encdec.checkpoint.adapters import trained_weights
-from ds_encdec.checkpoint.export_files import write_tokenizer
+from ds_encdec.checkpoint.card_header import card_header
+from ds_encdec.checkpoint.export_files import write_sentence_transformers, write_tokenizer
 from ds_encdec.checkpoint.folder import (
     Checkpoint,
     clear_leftovers,
@@ -90,11 +91,13 @@ def export_hf(
     dtype: torch.dtype,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     card: str,
+    longest_text: int | None = None,
     replace: bool = False,
 ) -> None:
     """Write the folder `out`: weights (safetensors, tied ones once), configuration, code, tokenizer and model card.
 
-    Under a `Qwen3EncoderConfig` it is a `Qwen3EncoderModel`, otherwise a `Qwen3ForSeq2SeqLM`. Weights are fetched,
+    Under a `Qwen3EncoderConfig` it is a `Qwen3EncoderModel`, also for sentence-transformers, which cuts texts to
+    `longest_text` tokens (None: as many as there are positions); otherwise a `Qwen3ForSeq2SeqLM`. Weights are fetched,
     converted to `dtype` and written one by one. The folder appears at `out` when it is complete, or not at all;
     `replace` and what is raised: see `written_whole`.
     """
@@ -111,7 +114,9 @@ def export_hf(
             "dtype": str(dtype).removeprefix("torch."),
         }
         (unfinished / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
-        if not is_encoder:
+        if is_encoder:
+            write_sentence_transformers(unfinished, config.hidden_size, longest_text or config.max_position_embeddings)
+        else:
             GenerationConfig(
                 pad_token_id=config.pad_token_id,
                 eos_token_id=config.eos_token_id,
@@ -131,13 +136,15 @@ def export_checkpoint(
     dtype: torch.dtype,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     encoder_only: bool = False,
+    languages: Sequence[str] = (),
     replace: bool = False,
     base: str | None = None,
 ) -> None:
     """Export a committed checkpoint, whichever engine saved it, with a model card written from its run.
 
-    `encoder_only`: the encoder and its embedding, as a `Qwen3EncoderModel`. `replace`: an earlier export at `out` makes
-    way once this one is complete. `base`: where the base of adapters is now. Raises CheckpointError.
+    `encoder_only`: the encoder and its embedding, as a `Qwen3EncoderModel`. `languages`: codes such as `en` for the
+    card, instead of what the base's says. `replace`: an earlier export at `out` makes way once this one is complete.
+    `base`: where the base of adapters is now. Raises CheckpointError.
     """
     if not replace:
         refuse_existing(out)  # before minutes of reading
@@ -151,6 +158,7 @@ def export_checkpoint(
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,
         encoder_only=encoder_only,
+        languages=languages,
         replace=replace,
     )
 
@@ -163,6 +171,7 @@ def _export_trained(
     *,
     field: str,
     encoder_only: bool = False,
+    languages: Sequence[str] = (),
     **how: Any,
 ) -> None:
     """Export `weights`, `described` in words, with the tokenizer, the configuration and the facts of `checkpoint`.
@@ -171,17 +180,26 @@ def _export_trained(
     """
     config = Qwen3Seq2SeqConfig.from_pretrained(checkpoint / "model")
     state = Checkpoint(checkpoint, read_manifest(checkpoint)).training_state()
+    run = load_saved(checkpoint / "config.yaml")
     export_hf(
         weights,
         Qwen3EncoderConfig.of(config) if encoder_only else config,
         pretrained_tokenizer(str(checkpoint / "model"), field=field),
         out,
-        card=model_card(load_saved(checkpoint / "config.yaml"), state, described, encoder_only=encoder_only),
+        card=model_card(run, state, described, encoder_only=encoder_only, languages=languages),
+        longest_text=run.data.max_encoder_length,
         **how,
     )
 
 
-def model_card(config: FullConfig, state: TrainingState, weights: str, *, encoder_only: bool = False) -> str:
+def model_card(
+    config: FullConfig,
+    state: TrainingState,
+    weights: str,
+    *,
+    encoder_only: bool = False,
+    languages: Sequence[str] = (),
+) -> str:
     """The card (Markdown with Hugging Face's YAML header) of a trained encoder-decoder, or of its encoder alone.
 
     `weights`: where in the run they are from, in words. The encoder's shows the code that pools its states into
@@ -210,15 +228,7 @@ def model_card(config: FullConfig, state: TrainingState, weights: str, *, encode
         "Precision": "bfloat16" if training.bf16 else "float16" if training.fp16 else "float32",
         "Seed": str(training.seed),
     }
-    base = _hub_id(model.model_name_or_path)
-    return _card(
-        rows,
-        encoder_only,
-        base_model=base,
-        objective=objective.tag,
-        license="apache-2.0" if base and base.startswith("Qwen/Qwen3-") else None,  # all of these have that one
-        datasets=[name for one in sources if (name := _hub_id(one.dataset_name))] or None,
-    )
+    return _card(rows, config, objective=objective.tag, encoder_only=encoder_only, languages=languages)
 
 
 def _trained(config: FullConfig) -> dict[str, str]:
@@ -234,17 +244,16 @@ def untrained_model_card(description: str, config: Qwen3Seq2SeqConfig) -> str:
     return _card({"Weights": description, "Parameters": f"{count_parameters(config):,}", "Training": "none yet"})
 
 
-def _card(rows: Mapping[str, str], encoder_only: bool = False, objective: str = "ul2", **header: Any) -> str:
-    """No `pipeline_tag` for the whole: none of transformers' pipelines takes an encoder-decoder with its own code."""
-    tags = ["text-encoder", "embeddings"] if encoder_only else ["encoder-decoder"]
-    pipeline = "feature-extraction" if encoder_only else None
-    data = ModelCardData(library_name="transformers", tags=[*tags, objective, "qwen3"], pipeline_tag=pipeline, **header)
-    return str(ModelCard.from_template(data, template_path=str(_CARD_TEMPLATE), rows=rows, encoder=encoder_only))
-
-
-def _hub_id(name: str | None) -> str | None:
-    """`name`, where it can be one of the Hugging Face hub: not the path of a folder, and not a kind of local files."""
-    return name if name and name.count("/") == 1 and not name.startswith((".", "/", "~")) else None
+def _card(
+    rows: Mapping[str, str],
+    config: FullConfig | None = None,
+    *,
+    objective: str = "ul2",
+    encoder_only: bool = False,
+    languages: Sequence[str] = (),
+) -> str:
+    header = card_header(config, objective=objective, encoder_only=encoder_only, languages=languages)
+    return str(ModelCard.from_template(header, template_path=str(_CARD_TEMPLATE), rows=rows, encoder=encoder_only))
 
 
 def average_last_checkpoints(run: RunFolder, *, last: int) -> None:

@@ -32,5 +32,24 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     _write_json(path, fields)
 
 
+def write_sentence_transformers(folder: Path, hidden_size: int, longest_text: int) -> None:
+    """Make the folder of an encoder one for `SentenceTransformer(folder, trust_remote_code=True)` as well.
+
+    Its embedding of a text is the mean of the states of its tokens, of length 1. Texts are cut to `longest_text`
+    tokens. The names of classes and fields are those of version 3, which all later ones read.
+    """
+    modules = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    listed = [
+        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{name}"}
+        for index, (name, path) in enumerate(modules.items())
+    ]
+    _write_json(folder / "modules.json", listed)
+    _write_json(folder / "config_sentence_transformers.json", {"similarity_fn_name": "cosine"})
+    _write_json(folder / "sentence_bert_config.json", {"max_seq_length": longest_text, "do_lower_case": False})
+    (folder / modules["Pooling"]).mkdir()
+    pooling = {"word_embedding_dimension": hidden_size, "pooling_mode_mean_tokens": True}
+    _write_json(folder / modules["Pooling"] / "config.json", pooling)
+
+
 def _write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n")

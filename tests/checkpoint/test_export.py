@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from fresh_process import without
+from huggingface_hub import ModelCardData
 from safetensors.torch import load_file
 from saved_checkpoints import config, random_state, save_checkpoint, tokenizer
 from transformers import AutoTokenizer
@@ -24,11 +25,12 @@ from ds_encdec.checkpoint.export import (
 )
 from ds_encdec.checkpoint.export_files import write_tokenizer
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.evaluate.generation import GenerationSettings
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
+from ds_encdec.model.modeling import Qwen3EncoderModel, Qwen3ForSeq2SeqLM
 from ds_encdec.model.weights import random_weights
 from ds_encdec.model_folders import fill_sentinels, generate_text
-from ds_encdec.types import CheckpointError, TrainingState
+from ds_encdec.types import CheckpointError, ConfigError, TrainingState
 
 
 def export(out: Path, model_config: Qwen3Seq2SeqConfig, **options: Any) -> None:
@@ -40,33 +42,48 @@ def export(out: Path, model_config: Qwen3Seq2SeqConfig, **options: Any) -> None:
 # Each with its own names: `folder` is given, `report` is what the test looks at.
 GENERATION = """
 import torch, transformers
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer, pipeline
 model = AutoModelForSeq2SeqLM.from_pretrained(folder, trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 ids = tokenizer("hello <extra_id_2> world", return_tensors="pt").input_ids
 logits = model(input_ids=ids, decoder_input_ids=ids).logits
 generated = model.generate(input_ids=ids, max_new_tokens=6, num_beams=2)
+words_only = {"max_new_tokens": 6, "num_beams": 1, "suppress_tokens": [0, 1, *range(4, 24)]}
+if transformers.__version__ < "5":
+    write = pipeline("text2text-generation", folder, trust_remote_code=True)
+    written = write("hello <extra_id_2> world", **words_only)[0]["generated_text"]
+else:
+    written = tokenizer.decode(model.generate(input_ids=ids, **words_only)[0], skip_special_tokens=True)
 report = {
     "ids": ids.tolist(), "logits": logits.double().tolist(), "generated": generated.tolist(), "dtype": str(model.dtype),
     "tied": model.lm_head.weight is model.shared.weight, "eos": model.generation_config.eos_token_id,
     "module": type(model).__module__.partition(".")[0], "version": transformers.__version__,
+    "written": written,
 }
 """
 GENERATING = ("tied", "untied")
 EMBEDDINGS = """
+from transformers import pipeline
 report = {
+    "pipeline": pipeline("feature-extraction", folder, trust_remote_code=True)(texts[0]),
     "model": type(model).__name__, "module": type(model).__module__.partition(".")[0],
     "parameters": [name for name, _ in model.named_parameters()],
     "ids": inputs["input_ids"].tolist(), "mask": inputs["attention_mask"].tolist(),
     "states": states.double().tolist(), "embeddings": embeddings.double().tolist(),
 }
 """
+SENTENCES = """
+report = {
+    "embeddings": embeddings.tolist(), "similarity": model.similarity(embeddings, embeddings).tolist(),
+    "longest": model.max_seq_length, "cut": model.encode("world " * 5000).tolist(),
+}
+"""
 TEXTS = ["hello world hello", "world"]
 
 
-def card_code(folder: Path) -> str:
-    """The Python code in a folder's model card, in which the folder is the caller's."""
-    (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+def card_code(folder: Path, number: int = 0) -> str:
+    """Python code in a folder's model card, in which the folder is the caller's."""
+    code = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)[number]
     assert 'folder = "."' in code
     return re.sub(r"texts = .*", f"texts = {TEXTS!r}", code.replace('folder = "."', ""))
 
@@ -94,12 +111,14 @@ def reports(root: Path, site: str | None = None) -> dict[str, Any]:
     programs = {
         **dict.fromkeys(GENERATING, GENERATION),
         "whole": card_code(root / "whole") + "report = None",
-        "encoder": card_code(root / "encoder") + EMBEDDINGS,
+        "encoder": card_code(root / "encoder", 1) + EMBEDDINGS,
     }
+    if site is None:
+        programs["encoder sentences"] = card_code(root / "encoder") + SENTENCES
     run_all = (
         f"import json\nreports = {{}}\nfor name, program in {programs!r}.items():\n"
-        f"    scope = {{'folder': f'{root}/{{name}}'}}\n    exec(program, scope)\n    reports[name] = scope['report']\n"
-        "print(json.dumps(reports))"
+        f"    scope = {{'folder': f'{root}/' + name.partition(' ')[0]}}\n"
+        "    exec(program, scope)\n    reports[name] = scope['report']\nprint(json.dumps(reports))"
     )
     found: dict[str, Any] = json.loads(without(["ds_encdec", "deepspeed"], run_all, cwd=root, site=site))
     return found
@@ -111,6 +130,7 @@ def test_loads_and_generates_without_ds_encdec(root: Path, fresh: dict[str, Any]
     report = fresh[out.name]
     assert report["ids"] == [[2, 6, 3]]
     assert report["tied"] == tied
+    assert len(report["written"].split()) == 6
     assert (report["eos"], report["dtype"]) == (1, "torch.float32")
     assert report["module"] == "transformers_modules"
     ours = Qwen3ForSeq2SeqLM.from_pretrained(out).eval()
@@ -129,7 +149,7 @@ def test_transformers_4_gives_the_same(root: Path, fresh: dict[str, Any]) -> Non
     found = reports(root, site)
     assert [found[name].pop("version")[:2] for name in GENERATING] == ["4."] * 2
     assert [fresh[name].pop("version")[:2] for name in GENERATING] == ["5."] * 2
-    assert found == fresh
+    assert found == {name: fresh[name] for name in found}
 
 
 def test_tokenizer_files_hold_what_any_transformers_reads(tmp_path: Path) -> None:
@@ -201,8 +221,21 @@ def test_the_encoder_alone_is_an_embedding_model_that_its_card_shows_how_to_use(
     assert mask.tolist() == [[1, 1, 1], [1, 0, 0]]
     states = encoder(ids, mask).last_hidden_state
     assert torch.equal(torch.tensor(report["states"]), states)
+    torch.testing.assert_close(torch.tensor(report["pipeline"]), states[:1])
     means = torch.stack([states[0].mean(0), states[1, 0]])
     torch.testing.assert_close(torch.tensor(report["embeddings"]), means / means.norm(dim=1, keepdim=True))
+
+
+def test_sentence_transformers_gives_the_same_embeddings(root: Path, fresh: dict[str, Any]) -> None:
+    """The first code of the card. Texts end where the run's longest encoder sequence did."""
+    report, expected = fresh["encoder sentences"], torch.tensor(fresh["encoder"]["embeddings"])
+    torch.testing.assert_close(torch.tensor(report["embeddings"]), expected)
+    torch.testing.assert_close(torch.tensor(report["similarity"]), expected @ expected.T)
+    assert [round(row[index], 5) for index, row in enumerate(report["similarity"])] == [1.0, 1.0]
+    assert report["longest"] == FullConfig().data.max_encoder_length < 5000
+    model = Qwen3EncoderModel.from_pretrained(root / "encoder").eval()
+    mean = model(torch.full((1, report["longest"]), 3)).last_hidden_state[0].mean(0)
+    torch.testing.assert_close(torch.tensor(report["cut"]), mean / mean.norm(), rtol=1e-3, atol=1e-4)
 
 
 def test_an_existing_folder_is_not_written_over(tmp_path: Path) -> None:
@@ -261,8 +294,22 @@ def test_a_cards_header_takes_any_name_and_names_only_what_is_on_the_hub() -> No
     card = model_card(config, state, "x", encoder_only=True)
     header = yaml.safe_load(card.split("---\n")[1])
     assert (header["datasets"], header["pipeline_tag"]) == (["someone/it's: #1"], "feature-extraction")
-    assert header.keys().isdisjoint({"base_model", "license"})
+    assert header.keys().isdisjoint({"base_model", "license", "language"})
+    assert header["library_name"] == "sentence-transformers"
     assert "| Data | `someone/it's: #1` × 2, `text` × 1 |" in card
+
+
+def test_a_card_says_what_the_card_of_a_local_base_says(tmp_path: Path) -> None:
+    """The licence and the language of a model whose base carries them, and the base of the base's folder."""
+    base = ModelCardData(license="other", license_name="ours", language=["en", "de"], base_model="Qwen/Qwen3-0.6B")
+    (tmp_path / "README.md").write_text(f"---\n{base.to_yaml()}\n---\n")
+    config = FullConfig.model_validate({"model": {"model_name_or_path": str(tmp_path)}})
+    for languages, expected in (((), ["en", "de"]), (("fr",), ["fr"])):
+        card = model_card(config, TrainingState(global_step=1), "x", languages=languages)
+        header = yaml.safe_load(card.split("---\n")[1])
+        assert header["language"] == expected
+        assert (header["license"], header["license_name"]) == ("other", "ours")
+        assert header["base_model"] == "Qwen/Qwen3-0.6B"
 
 
 def test_the_untrained_card_says_so() -> None:
@@ -271,15 +318,37 @@ def test_the_untrained_card_says_so() -> None:
     assert "both sides from a source" in card
 
 
+def generate(folder: Path, text: str, *, raw: bool = False, stream: bool = False, **settings: Any) -> str | None:
+    return generate_text(folder, text, GenerationSettings(**settings), raw=raw, stream=stream)
+
+
 def test_generate_text_answers_every_sentinel_in_place(tmp_path: Path) -> None:
     export(tmp_path / "out", config())
     text = "hello <extra_id_0> world"
-    filled = generate_text(tmp_path / "out", text, max_new_tokens=4)
+    filled = generate(tmp_path / "out", text, max_new_tokens=4)
+    assert filled is not None
     assert filled.startswith("hello ")
-    assert generate_text(tmp_path / "out", text, max_new_tokens=4) == filled
-    sampled = {generate_text(tmp_path / "out", "hello", max_new_tokens=8, temperature=2.0, seed=s) for s in range(3)}
+    assert generate(tmp_path / "out", text, max_new_tokens=4) == filled
+    sampled = {generate(tmp_path / "out", "hello", max_new_tokens=8, temperature=2.0, seed=s) for s in range(3)}
     assert len(sampled) > 1
-    assert all(text.startswith("hello") for text in sampled)
+    assert all(text is not None and text.startswith("hello") for text in sampled)
+
+
+def test_a_stream_shows_what_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a text with sentinels the spans as they come, and then the text itself."""
+    export(tmp_path / "out", config(vocab_size=8))
+    settings = {"max_new_tokens": 12, "temperature": 3.0, "top_k": 20, "seed": 4}
+    for text, raw in (("hello", False), ("hello", True), ("hello <extra_id_0>", False)):
+        whole = generate(tmp_path / "out", text, raw=raw, **settings)
+        written = generate(tmp_path / "out", text, raw=True, **settings)
+        assert written
+        assert capsys.readouterr().out == ""
+        rest = generate(tmp_path / "out", text, raw=raw, stream=True, **settings)
+        fills = "<extra" in text
+        assert rest == (whole if fills else None)
+        assert capsys.readouterr().out == (f"{written}\n" if fills else f"{whole}\n")
+    with pytest.raises(ConfigError, match="beams"):
+        generate(tmp_path / "out", "hello", stream=True, num_beams=2)
 
 
 def test_sentinels_are_replaced_by_their_spans() -> None:
@@ -292,4 +361,4 @@ def test_sentinels_are_replaced_by_their_spans() -> None:
 def test_generate_refuses_what_is_no_encoder_decoder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     with pytest.raises(CheckpointError, match="ds-encdec init-model"):
-        generate_text(tmp_path, "hello")
+        generate(tmp_path, "hello")
