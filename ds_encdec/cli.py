@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ds_encdec import estimate_memory, prepare, train
 from ds_encdec.engines import STATE_FORMATS
 from ds_encdec.launch.preemption import outlive_readers, reader_may_leave
+from ds_encdec.text_metrics import TEXT_METRICS
 from ds_encdec.types import ConfigError, DsEncDecError, Preempted
 
 if TYPE_CHECKING:
@@ -129,8 +130,21 @@ def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         path, overrides = None, [str(path), *overrides]
     path = path or options.config_option
     files = find_shipped(path), overrides, find_shipped(options.deepspeed_config)
-    load_config(*files, hostfile=find_shipped(options.hostfile), looks_here=not options.elsewhere)
+    config = load_config(*files, hostfile=find_shipped(options.hostfile), looks_here=not options.elsewhere)
+    _check_frozen(config)
     print(f"{show(str(path))[1:-1] if path else 'the default configuration'}: no problems found")
+
+
+def _check_frozen(config: FullConfig) -> None:
+    """Raise ConfigError for patterns of `training.freeze` that match nothing in a model whose sizes are known here."""
+    from ds_encdec.memory.job import run_sizes
+    from ds_encdec.model.trained import trained_shapes
+
+    try:
+        sizes = run_sizes(config)
+    except ConfigError:  # it is not here: a run will find it, and then look
+        return
+    trained_shapes(config, sizes)
 
 
 def _schema(options: argparse.Namespace, _: Sequence[str]) -> None:
@@ -293,10 +307,58 @@ def _sanity_check(options: argparse.Namespace, overrides: Sequence[str]) -> None
 
 
 def _generate(options: argparse.Namespace, _: Sequence[str]) -> None:
+    from ds_encdec.evaluate.generation import GenerationSettings
     from ds_encdec.model_folders import generate_text
 
-    how = {name: getattr(options, name) for name in ("max_new_tokens", "num_beams", "temperature", "seed")}
-    print(generate_text(options.model, options.text, **how))
+    settings = GenerationSettings(**{name: getattr(options, name) for name in GENERATION if name != "batch_tokens"})
+    text = sys.stdin.read() if options.text == "-" else options.text
+    shown = generate_text(options.model, text, settings, raw=options.raw, stream=options.stream)
+    if shown is not None:
+        print(shown)
+
+
+def _push_to_hub(options: argparse.Namespace, _: Sequence[str]) -> None:
+    from ds_encdec.checkpoint.hub import push_to_hub
+
+    how = {name: getattr(options, name) for name in ("private", "revision", "message")}
+    print(f"uploaded: {push_to_hub(options.folder, options.repo_id, **how)}")
+
+
+def _evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
+    names = options.metrics or [
+        name for name, row in TEXT_METRICS.items() if options.bertscore_model or not row.needs_model
+    ]
+    from ds_encdec.evaluate.generation import GenerationSettings
+    from ds_encdec.evaluate.metrics import BertScoreModel
+    from ds_encdec.evaluate.run import default_out, evaluate, run_config
+
+    settings = GenerationSettings(**{name: getattr(options, name) for name in GENERATION})
+    options.config = options.config or run_config(options.model)
+    with contextlib.redirect_stdout(sys.stderr):  # libraries print, too
+        found = evaluate(
+            options.model,
+            _load(options, overrides),
+            options.split,
+            out=(out := options.out or default_out(options.model, options.split)),
+            settings=settings,
+            metrics=names,
+            max_samples=options.max_samples,
+            bertscore_model=BertScoreModel(options.bertscore_model, options.bertscore_layer)
+            if options.bertscore_model
+            else None,
+            device=options.device,
+            dtype=options.dtype,
+        )
+    if os.environ.get("RANK", "0") != "0":
+        return
+    if options.json:
+        print(json.dumps(found, indent=2))
+        return
+    print(f"{found['examples']:,} examples of {options.split}; predictions and figures are in {out}")
+    for name, value in found["figures"].items():
+        print(f"{name:20} {value:10.4f}")
+    if cut := found["cut_at_max_new_tokens"]:
+        print(f"{cut:,} predictions were cut off at --max-new-tokens ({options.max_new_tokens})")
 
 
 def _value(text: str, type: Callable[[str], Any] = str, **more: Any) -> dict[str, Any]:
@@ -331,6 +393,18 @@ _LORA: Arguments = {
     "--adapter": _flag("the adapters of a LoRA run alone, as a folder for peft (default: merged)"),
 }
 _OUT = _value("folder to write; must not exist", Path)
+
+GENERATION = {
+    "max_new_tokens": (int, 512, "new tokens of a prediction at most"),
+    "num_beams": (int, 1, "beams of the search"),
+    "temperature": (float, 0.0, "of sampling; 0 takes the likeliest token"),
+    "top_p": (float, 1.0, "sample from the likeliest tokens that have this share"),
+    "top_k": (int, 0, "sample from so many of the likeliest tokens; 0: from all"),
+    "repetition_penalty": (float, 1.0, "above 1: tokens that were generated are less likely"),
+    "seed": (int, 0, "of sampling"),
+    "batch_tokens": (int, 16384, "tokens of a batch at most, input and new ones"),
+}
+"""The options of an evaluation's generation: type, default, meaning; they are fields of `GenerationSettings`."""
 
 ARGUMENTS: dict[str, Arguments | Callable[[argparse.ArgumentParser], None]] = {
     "train": train.add_arguments,
@@ -404,13 +478,45 @@ ARGUMENTS: dict[str, Arguments | Callable[[argparse.ArgumentParser], None]] = {
         "--out": _value("folder to write into (default RUN/report)", Path),
         "--png": _flag("put each chart beside the page as a picture, too"),
     },
+    "push-to-hub": {
+        "folder": _value("exported folder", Path),
+        "repo_id": _value("OWNER/NAME of the repository, made where there is none"),
+        "--private": _flag("make it one that only you see"),
+        "--revision": _value("branch (default main)", metavar="BRANCH"),
+        "--message": _value("of the commit"),
+    },
     "generate": {
         "--model": _value("exported folder", Path, required=True),
-        "--text": _value("text with <extra_id_0>… to fill, or a prefix to continue", required=True),
+        "--text": _value("with <extra_id_0>… to fill, or a prefix to continue; - reads standard input", required=True),
+        "--raw": _flag("print what the model writes, and nothing of the text: the answer of a fine-tuned one"),
+        "--stream": _flag("print tokens as they come"),
         "--max-new-tokens": _value("(default 64)", int, default=64),
-        "--num-beams": _value("(default 1)", int, default=1),
-        "--temperature": _value("0 is greedy (default)", float, default=0.0),
-        "--seed": _value("seed of sampling (default 0)", int, default=0),
+        **{
+            f"--{name.replace('_', '-')}": _value(f"{text} (default {default})", kind, default=default, metavar="X")
+            for name, (kind, default, text) in GENERATION.items()
+            if name not in ("max_new_tokens", "batch_tokens")
+        },
+    },
+    "evaluate": {
+        "--model": _value("exported folder", Path, required=True, metavar="DIR"),
+        "--config": _value("what the data is (default: that of the run whose export/ the model lies in)", Path),
+        "--split": _value("(default test)", choices=("train", "validation", "test"), default="test"),
+        "--max-samples": _value("the first N examples (default all)", _COUNT, metavar="N"),
+        "--metrics": _value(
+            f"(default: all that need no model) {', '.join(TEXT_METRICS)}", choices=TEXT_METRICS, nargs="+", metavar="M"
+        ),
+        "--bertscore-model": _value("folder of the model that BERTScore compares with", Path, metavar="DIR"),
+        "--bertscore-layer": _value("its layer (default: the one known to be best, else the last)", _COUNT),
+        "--out": _value("folder to write into (default MODEL-SPLIT, beside the model)", Path, metavar="DIR"),
+        **{
+            f"--{name.replace('_', '-')}": _value(f"{text} (default {default})", kind, default=default, metavar="X")
+            for name, (kind, default, text) in GENERATION.items()
+        },
+        "--device": _value("(default auto)", choices=("auto", "cuda", "cpu"), default="auto"),
+        "--dtype": _value(
+            "(default: as stored on a GPU, float32 on a CPU)", choices=("float32", "bfloat16", "float16")
+        ),
+        **_JSON,
     },
 }
 """The arguments of each verb that has some; for those of other modules, what adds them."""
@@ -435,7 +541,9 @@ VERBS: dict[str, tuple[Verb, bool, str]] = {
     "verify": (_verify, False, "compare every file of a checkpoint, or of all in a run, with its SHA-256"),
     "sanity-check": (_sanity_check, True, "look at model, data and engine before a long run"),
     "report": (_report, False, "write one page with pictures about a run, or a pipeline of phases"),
+    "push-to-hub": (_push_to_hub, False, "upload an exported folder to the Hugging Face hub (token: HF_TOKEN)"),
     "generate": (_generate, False, "fill sentinels in a text, or continue it"),
+    "evaluate": (_evaluate, True, "generate for a split of the data, and compare with its references"),
 }
 """For each verb: the function that runs it, whether settings may follow its arguments, and its summary."""
 

@@ -5,29 +5,31 @@ A new folder is ready to be trained; one that was exported generates, by filling
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.utils.logging import disable_progress_bar
+from transformers import TextStreamer
 
 from ds_encdec.checkpoint.export import export_hf, untrained_model_card
-from ds_encdec.checkpoint.manifest import MANIFEST
 from ds_encdec.config.model_folder import MODEL_FILES, TOKENIZER_FILES, model_folder
 from ds_encdec.config.schema import ModelConfig
+from ds_encdec.evaluate.generation import GenerationSettings, generate_batch, text_of
+from ds_encdec.evaluate.models import is_ours, open_model, open_tokenizer
+from ds_encdec.launch.process_group import choose_device
+from ds_encdec.launch.world import discover
 from ds_encdec.memory.job import QWEN3_IDS, QWEN3_ROWS
-from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.parameter_count import count_parameters
 from ds_encdec.model.source import read_config, resolve_model
-from ds_encdec.tokenizer.load import load_tokenizer, pretrained_tokenizer
+from ds_encdec.tokenizer.load import load_tokenizer
 from ds_encdec.tokenizer.sentinels import Vocabulary
-from ds_encdec.types import DENOISERS, CheckpointError
+from ds_encdec.types import DENOISERS, CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 _SENTINEL = re.compile(r"<extra_id_\d+>")
 
@@ -88,39 +90,37 @@ def default_vocabulary(stored: dict[str, Any], num_sentinels: int) -> Vocabulary
 
 
 def generate_text(
-    model_dir: Path | str,
-    text: str,
-    *,
-    max_new_tokens: int = 64,
-    num_beams: int = 1,
-    temperature: float = 0.0,
-    seed: int = 0,
-) -> str:
+    folder: Path, text: str, settings: GenerationSettings, *, raw: bool = False, stream: bool = False
+) -> str | None:
     """`text` with its sentinels (`<extra_id_0>`…) filled in; or, if it has none, `text` and its continuation.
 
-    `model_dir`: an exported folder or one of `ds-encdec init-model`. `temperature` 0 is greedy (or beam) search, above
-    it sampling seeded with `seed`. A sentinel that the model does not answer stays in the text. Raises CheckpointError
-    for a folder that is not such a model.
+    `folder`: an exported one or one of `ds-encdec init-model`. A sentinel that the model does not answer stays in the
+    text. `raw`: what the model writes, and nothing else. `stream`: print that while it is made; None where there is
+    nothing more to show. Raises CheckpointError for a folder that is not such a model.
     """
-    folder = Path(model_dir)
-    if (folder / MANIFEST).exists():
-        raise CheckpointError(f"--model: {folder} is a checkpoint; make it a model with ds-encdec export {folder} OUT")
-    disable_progress_bar()  # a bar for loading would stand between the text and its continuation
-    if (model_type := read_config(folder)["model_type"]) != Qwen3Seq2SeqConfig.model_type:
-        raise CheckpointError(
-            f"--model: {folder} is a {model_type}; make it an encoder-decoder with ds-encdec init-model"
-        )
-    tokenizer = pretrained_tokenizer(str(folder), field="--model")
-    model = Qwen3ForSeq2SeqLM.from_pretrained(folder).eval()
-    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
-    torch.manual_seed(seed)
-    generated = model.generate(
-        _encoder_ids(model, tokenizer, text), max_new_tokens=max_new_tokens, num_beams=num_beams, **sampling
-    )[0]
-    special = {model.config.pad_token_id, model.config.decoder_start_token_id, model.config.eos_token_id}
-    shown = [token for token in generated.tolist() if token not in special]  # sentinels stay
-    target = tokenizer.decode(shown, skip_special_tokens=False)
-    return fill_sentinels(text, target) if _SENTINEL.search(text) else text + target
+    if stream and settings.num_beams > 1:
+        raise ConfigError("--stream shows tokens as they are taken, and a search with beams takes them at its end")
+    if not is_ours(folder):
+        raise CheckpointError(f"--model: {folder} is not a model of ours; ds-encdec init-model makes one of a Qwen3")
+    tokenizer = open_tokenizer(folder)
+    model = open_model(folder, choose_device("auto", discover(os.environ)))
+    continues = not raw and not _SENTINEL.search(text)
+    if stream and continues:
+        print(text, end="", flush=True)
+    streamer = _Streamer(tokenizer, skip_prompt=True) if stream else None
+    ids = generate_batch(model, [_encoder_ids(model, tokenizer, text)], [0], settings, streamer=streamer)[0]
+    if stream and (raw or continues):
+        return None
+    target = text_of(tokenizer, ids)
+    return target if raw else text + target if continues else fill_sentinels(text, target)
+
+
+class _Streamer(TextStreamer):
+    """Prints what `text_of` shows."""
+
+    def put(self, value: Tensor) -> None:
+        if self.next_tokens_are_prompt or text_of(self.tokenizer, value.tolist()):
+            super().put(value)
 
 
 def fill_sentinels(text: str, target: str) -> str:
@@ -129,11 +129,11 @@ def fill_sentinels(text: str, target: str) -> str:
     return _SENTINEL.sub(lambda match: spans.get(match.group(), match.group()), text)
 
 
-def _encoder_ids(model: Qwen3ForSeq2SeqLM, tokenizer: PreTrainedTokenizerFast, text: str) -> Tensor:
-    """int64 [1, Le]: the text's ids, behind the mode token of a model that was trained with them."""
-    ids = tokenizer.encode(text, add_special_tokens=False)
+def _encoder_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    """The text's ids, behind the mode token of a model that was trained with them."""
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     if model.config.mode_token_ids:
         has_spans = _SENTINEL.search(text) is not None
         modes = zip(DENOISERS.values(), model.config.mode_token_ids, strict=False)
         ids.insert(0, next(token for row, token in modes if row.has_spans == has_spans))
-    return torch.tensor([ids], device=model.device)
+    return ids

@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 from ds_encdec.config.schema import FullConfig
 
 _INHERITED = ("license", "license_name", "license_link", "language")
-"""What a card takes over from that of the model it started from, where this machine has that."""
+"""Fields that a card takes over from that of the model it started from, where this machine has that."""
 
 
 def card_header(config: FullConfig | None, *, objective: str, encoder_only: bool, languages: Sequence[str]) -> Any:

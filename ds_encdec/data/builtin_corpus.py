@@ -153,10 +153,9 @@ def _read_signatures(library: Path, sources: Iterable[Path]) -> list[tuple[str, 
     for path in sources:
         if b'"""' in (source := path.read_bytes()):
             module, tree = ".".join(path.relative_to(library).with_suffix("").parts), ast.parse(source)
-            owners: list[tuple[str, ast.Module | ast.ClassDef]] = [(module, tree)]
-            owners += [(f"{module}.{one.name}", one) for one in tree.body if isinstance(one, ast.ClassDef)]
-            for owner, node in owners:
-                for member in node.body:
+            classes = [(f"{module}.{node.name}", node.body) for node in tree.body if isinstance(node, ast.ClassDef)]
+            for owner, body in [(module, tree.body), *classes]:
+                for member in body:
                     if isinstance(member, ast.FunctionDef):
                         signature = f"def {member.name}({ast.unparse(member.args)})"
                         row = (f"builtin_task/{owner}.{member.name}", signature, _answer(member.args))

@@ -25,6 +25,7 @@ from ds_encdec.types import ConfigError
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+    from transformers.generation.streamers import BaseStreamer
 
 TokenIds = Sequence[int] | np.ndarray
 
@@ -104,10 +105,11 @@ def generate_batch(
     numbers: Sequence[int],
     settings: GenerationSettings,
     stopping: StoppingCriteriaList | None = None,
+    streamer: BaseStreamer | None = None,
 ) -> list[list[int]]:
     """The tokens for the inputs `numbers` of `encoder_ids`, as one batch; see `generate`.
 
-    `stopping`: further reasons to end a row, as transformers takes them.
+    `stopping`: further reasons to end a row, as transformers takes them. `streamer` is told each token of a single row.
     """
     config = _generation_config(model, settings)
     ids, mask = padded([encoder_ids[number] for number in numbers], pad_id_of(config), model.device)
@@ -118,16 +120,17 @@ def generate_batch(
             generation_config=config,
             logits_processor=_sampling(settings, numbers),
             stopping_criteria=stopping or StoppingCriteriaList(),
+            streamer=streamer,
         )
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     return [_before(row[1:], ends) for row in rows.tolist()]
 
 
-def text_of(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> str:
+def text_of(tokenizer: PreTrainedTokenizerFast, ids: TokenIds) -> str:
     """The text of generated or target tokens, without those that begin, end and fill sequences. Sentinels stay."""
     names = ("bos", "eos", "pad", "cls", "sep")
     marks = {getattr(tokenizer, f"{name}_token_id") for name in names}
-    shown = [token for token in ids if token not in marks]
+    shown = [int(token) for token in ids if token not in marks]
     return str(tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 

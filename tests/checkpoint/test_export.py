@@ -25,11 +25,12 @@ from ds_encdec.checkpoint.export import (
 )
 from ds_encdec.checkpoint.export_files import write_tokenizer
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.evaluate.generation import GenerationSettings
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.modeling import Qwen3EncoderModel, Qwen3ForSeq2SeqLM
 from ds_encdec.model.weights import random_weights
 from ds_encdec.model_folders import fill_sentinels, generate_text
-from ds_encdec.types import CheckpointError, TrainingState
+from ds_encdec.types import CheckpointError, ConfigError, TrainingState
 
 
 def export(out: Path, model_config: Qwen3Seq2SeqConfig, **options: Any) -> None:
@@ -317,15 +318,37 @@ def test_the_untrained_card_says_so() -> None:
     assert "both sides from a source" in card
 
 
+def generate(folder: Path, text: str, *, raw: bool = False, stream: bool = False, **settings: Any) -> str | None:
+    return generate_text(folder, text, GenerationSettings(**settings), raw=raw, stream=stream)
+
+
 def test_generate_text_answers_every_sentinel_in_place(tmp_path: Path) -> None:
     export(tmp_path / "out", config())
     text = "hello <extra_id_0> world"
-    filled = generate_text(tmp_path / "out", text, max_new_tokens=4)
+    filled = generate(tmp_path / "out", text, max_new_tokens=4)
+    assert filled is not None
     assert filled.startswith("hello ")
-    assert generate_text(tmp_path / "out", text, max_new_tokens=4) == filled
-    sampled = {generate_text(tmp_path / "out", "hello", max_new_tokens=8, temperature=2.0, seed=s) for s in range(3)}
+    assert generate(tmp_path / "out", text, max_new_tokens=4) == filled
+    sampled = {generate(tmp_path / "out", "hello", max_new_tokens=8, temperature=2.0, seed=s) for s in range(3)}
     assert len(sampled) > 1
-    assert all(text.startswith("hello") for text in sampled)
+    assert all(text is not None and text.startswith("hello") for text in sampled)
+
+
+def test_a_stream_shows_what_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a text with sentinels the spans as they come, and then the text itself."""
+    export(tmp_path / "out", config(vocab_size=8))
+    settings = {"max_new_tokens": 12, "temperature": 3.0, "top_k": 20, "seed": 4}
+    for text, raw in (("hello", False), ("hello", True), ("hello <extra_id_0>", False)):
+        whole = generate(tmp_path / "out", text, raw=raw, **settings)
+        written = generate(tmp_path / "out", text, raw=True, **settings)
+        assert written
+        assert capsys.readouterr().out == ""
+        rest = generate(tmp_path / "out", text, raw=raw, stream=True, **settings)
+        fills = "<extra" in text
+        assert rest == (whole if fills else None)
+        assert capsys.readouterr().out == (f"{written}\n" if fills else f"{whole}\n")
+    with pytest.raises(ConfigError, match="beams"):
+        generate(tmp_path / "out", "hello", stream=True, num_beams=2)
 
 
 def test_sentinels_are_replaced_by_their_spans() -> None:
@@ -338,4 +361,4 @@ def test_sentinels_are_replaced_by_their_spans() -> None:
 def test_generate_refuses_what_is_no_encoder_decoder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     with pytest.raises(CheckpointError, match="ds-encdec init-model"):
-        generate_text(tmp_path, "hello")
+        generate(tmp_path, "hello")
