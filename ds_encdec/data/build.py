@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ds_encdec.config.schema import DataConfig, FullConfig, MixtureSource
 from ds_encdec.data.budgets import token_budgets
 from ds_encdec.data.evaluation import evaluation_examples, pack_examples
+from ds_encdec.data.examples import ExampleMaker
 from ds_encdec.data.fingerprint import fingerprint, in_todays_form, numbered, require_same, source_facts
 from ds_encdec.data.inspect import require_one_step, sample_statistics
 from ds_encdec.data.lane import LanePipeline
@@ -89,11 +90,7 @@ def build_data(
         commits = resolve_commits(data, saved["dataset_commits"] if saved else None)
     objective, own = OBJECTIVES[data.objective], own_split(data, "validation", training.seed, vocabulary, commits)
     maker = load(objective.maker).from_config(data, training.seed, tokenizer, vocabulary)
-    sources = (
-        open_sources(data, training.seed, vocabulary, num_lanes, commits)
-        if data.prepared_dir is None
-        else prepared_sources(data, training.seed, maker)
-    )
+    sources = open_sources(data, training.seed, vocabulary, num_lanes, commits, maker)
     bad_row_limit = data.max_bad_rows if data.on_bad_row == "skip" else 0
     if saved is None:
         found = sample_statistics(sources, maker, bad_row_limit)
@@ -133,9 +130,19 @@ def build_data(
 
 
 def open_sources(
-    data: DataConfig, seed: int, vocabulary: Vocabulary, num_lanes: int, commits: Mapping[str, str]
+    data: DataConfig,
+    seed: int,
+    vocabulary: Vocabulary,
+    num_lanes: int,
+    commits: Mapping[str, str],
+    maker: ExampleMaker | None = None,
 ) -> tuple[OpenSource, ...]:
-    """Open what `data` names, data sets of the hub at `commits` (see `resolve_commits`). Raises DataError."""
+    """Open what `data` names, data sets of the hub at `commits` (see `resolve_commits`). Raises DataError.
+
+    `maker`: where given, what it has prepared is opened instead, if there is a folder of that.
+    """
+    if data.prepared_dir is not None and maker is not None:
+        return prepared_sources(data, seed, maker)
     return tuple(
         opened(open_source(data, entry, seed, vocabulary, num_lanes, commits), data, number)
         for number, entry in enumerate(source_entries(data))
