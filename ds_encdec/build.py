@@ -8,7 +8,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -22,7 +22,7 @@ from ds_encdec.checkpoint.export import average_last_checkpoints
 from ds_encdec.checkpoint.final_export import clear_exports, export_at_end
 from ds_encdec.checkpoint.folder import Checkpoint, check_room
 from ds_encdec.checkpoint.manager import MAKE_ROOM, CheckpointManager, find_checkpoint
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.schema import FullConfig, load_saved
 from ds_encdec.config.shares import (
     is_auto,
     micro_batch_candidates,
@@ -31,6 +31,7 @@ from ds_encdec.config.shares import (
     with_assumed_batch_size,
 )
 from ds_encdec.data.build import TrainingData, build_data
+from ds_encdec.data.epochs import steps_of_epochs, with_steps_of_epochs
 from ds_encdec.data.inspect import inspect_data
 from ds_encdec.data.tables import resolve_commits
 from ds_encdec.engine.ds_json import render_deepspeed_json
@@ -204,6 +205,7 @@ class _Run:
     model: RunModel
     num_lanes: int
     accumulation: int
+    epochs: float | None = None
 
 
 def _wire(
@@ -232,10 +234,13 @@ def _wire(
     saved_commits = saved["data"]["dataset_commits"] if found else None
     commits = collectives.on_rank_zero(lambda: resolve_commits(config.data, saved_commits))
     config = resolve_batch_size(config, context, stop, model.config, found)
+    epochs = config.training.num_train_epochs
     lanes, accumulation = plan_lanes(config, world.world_size, saved.get("num_lanes"))
     run = _Run(config, context, folder, found, model, num_lanes=lanes, accumulation=accumulation)
     metrics = usable_metrics(config) if config.training.eval_generate_samples else []
     data = collectives.rank_zero_first(lambda: _build_data(run, saved.get("data"), commits, allow_data_change))
+    config = _with_steps(run, data, saved)
+    run = replace(run, config=config, epochs=epochs)
     if found:
         state = restore_choice(found, state, config.training)
         state = restore_data(found, data, state, is_main=world.is_main)
@@ -301,6 +306,19 @@ def _build_data(
     )
 
 
+def _with_steps(run: _Run, data: TrainingData, saved: dict[str, Any]) -> FullConfig:
+    """The configuration, with the steps of its epochs if it gives these: those of the checkpoint, or counted now."""
+    epochs = run.config.training.num_train_epochs
+    if epochs is None:
+        return run.config
+    if run.found and saved.get("num_train_epochs") == epochs:
+        steps = load_saved(run.found.path / "config.yaml").training.num_train_steps
+    else:
+        steps = run.context.collectives.on_rank_zero(lambda: steps_of_epochs(data.pipeline, epochs))
+        logger.info("num_train_epochs=%g: %d optimizer steps", epochs, steps)
+    return with_steps_of_epochs(run.config, steps)
+
+
 def _build_engine(run: _Run, ratio: float) -> tuple[Engine, ExpectedMemory | None]:
     """The engine with its weights, from the model's source or from the checkpoint. Collective.
 
@@ -364,6 +382,7 @@ def _run_files(
 ) -> Callable[[Path], None]:
     """Return what writes all that a checkpoint holds beside the engine's files; see docs/checkpoints.md."""
     trainer = {"state": state.to_dict(), "num_lanes": run.num_lanes, "data": data.saved(), "recorder": recorder}
+    trainer |= {} if run.epochs is None else {"num_train_epochs": run.epochs}
     # Text now: by the time it is written, training may have gone on.
     texts = {
         "trainer.json": json.dumps(trainer, indent=1) + "\n",

@@ -194,6 +194,7 @@ def plan_phase(config: FullConfig, phase: TrainingPhase, max_steps: int | None =
         "training": {
             "global_batch_size": sequences if is_auto(config) else training.global_batch_size,
             "num_train_steps": steps,
+            "num_train_epochs": None,
             "warmup_steps": _warmup_steps(config, settings, steps),
             "eval_steps": min(settings.eval_steps, steps),
             "save_steps": save_steps,

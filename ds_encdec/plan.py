@@ -49,6 +49,11 @@ def plan_run(
     """
     if problems := list(indivisible(config, nodes)):
         raise ConfigError("\n".join(problems))
+    if config.training.num_train_epochs is not None and num_tokens is None:
+        raise ConfigError(
+            "training.num_train_epochs is counted in steps when a run starts and looks at its data: for a plan give "
+            "training.num_train_steps, or --tokens"
+        )
     config = with_assumed_batch_size(config, config.infra.num_gpus)
     job = planned_job(config, run_sizes(config), nodes)
     sequences = global_batch_size(config, job.world_size)

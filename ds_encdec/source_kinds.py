@@ -29,6 +29,7 @@ class SourceKind:
 
 LOCAL_SOURCES: dict[str, SourceKind] = {
     "builtin": SourceKind("ds_encdec.data.builtin_corpus:BuiltinCorpus", has_columns=False),
+    "builtin_task": SourceKind("ds_encdec.data.builtin_corpus:BuiltinTask"),
     "random": SourceKind("ds_encdec.data.builtin_corpus:RandomIds", ("seed", "vocabulary"), has_columns=False),
     "text": SourceKind("ds_encdec.data.local_files:TextFiles", ("files",), ("txt",), has_columns=False),
     "json": SourceKind("ds_encdec.data.local_files:JsonLines", ("files", "text_column"), ("jsonl", "ndjson")),

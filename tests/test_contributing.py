@@ -183,6 +183,7 @@ def test_an_engine_is_a_module_and_a_row(tmp_path: Path) -> None:
         training__logging_steps=1,
         training__save_steps=4,
         training__average_checkpoints=0,
+        training__export_at_end="false",
         training__activation_checkpointing="none",
         training__report_to="none",
     )

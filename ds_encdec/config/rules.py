@@ -164,6 +164,11 @@ def _rollback(config: Sections) -> Iterable[Rule]:
     oldest = math.inf if kept is None else (kept - 1) * training.save_steps
     least = training.save_steps + monitor.rollback_min_steps
     yield Rule(
+        f"training.save_strategy {rolling_back}",
+        "nobody knows how old the checkpoints would be to go back to: set steps, and save_on_best=true",
+        rolling_back and training.save_strategy == "best",
+    )
+    yield Rule(
         f"training.save_total_limit {fields}",
         f"the oldest of {kept} kept checkpoints is {oldest} steps old, too young to go back to: keep more",
         rolling_back and oldest < monitor.rollback_min_steps,

@@ -231,8 +231,9 @@ class Source(Section):
     """A source of documents."""
 
     dataset_name: Annotated[str, Mark.TEXTS] = "HuggingFaceFW/fineweb-edu"
-    """Hub id of a data set; or `builtin` (text that every CPython installation has), `random` (random ids,
-    to try a cluster without data), or `text`, `json`, `csv`, `parquet` (local files, see `data_files`)."""
+    """Hub id of a data set; or `builtin` (text that every CPython installation has), `builtin_task` (a task to
+    fine-tune on, made of it), `random` (random ids, to try a cluster without data), or `text`, `json`, `csv`, `parquet`
+    (local files, see `data_files`)."""
     dataset_config: Annotated[str | None, Mark.TEXTS] = None
     """Configuration (subset) of a Hugging Face data set."""
     dataset_split: Annotated[str, Mark.TEXTS] = "train"

@@ -80,6 +80,9 @@ class TrainingConfig(Section):
     """Global gradient norm above which gradients are scaled down; 0 turns clipping off."""
     num_train_steps: int = Field(default=100_000, ge=1, le=1_000_000_000)
     """Optimizer steps of the run."""
+    num_train_epochs: float | None = Field(default=None, gt=0, le=1_000_000)
+    """Passes over the training split, in the place of `num_train_steps`. They are counted in steps once, at the first
+    start; the run's own config.yaml has these."""
     warmup_steps: Annotated[int, Mark.TUNABLE] = Field(default=1000, ge=0)
     """Optimizer steps over which the learning rate rises."""
     warmup_type: Annotated[Literal["linear", "log"], Mark.TUNABLE] = "linear"
@@ -218,6 +221,8 @@ class TrainingConfig(Section):
             "global_batch_size must be a multiple of the micro-batch size",
             size != "auto" and (self.global_batch_size or 0) % size,
         )
+        both = self.num_train_epochs is not None and steps != type(self).model_fields["num_train_steps"].default
+        yield Rule("num_train_epochs num_train_steps", "the length of the run twice: remove one of the two", both)
         yield Rule("bf16 fp16", "at most one may be true; both false is float32", self.bf16 and self.fp16)
         yield Rule(
             "torch_compile activation_checkpointing",

@@ -32,6 +32,11 @@ RANDOM_DOCUMENTS = 1_000_000
 MIN_CHARACTERS = 200
 """Shorter texts ("Return the name.") are noise, and are left out."""
 
+MOST_SIGNATURE_CHARACTERS = 100
+"""Longer ones are left out of the task, so that an example stays below a hundred tokens."""
+
+TASK_INSTRUCTION = "Say whether it is a method, and count its arguments."
+
 _SKIPPED = {"__pycache__", "distutils", "ensurepip", "idlelib", "lib2to3", "site-packages", "test", "tests", "tkinter"}
 
 
@@ -65,6 +70,36 @@ class BuiltinCorpus:
     def document(self, index: int) -> Document:
         """Document `index`."""
         return self._documents[index]
+
+
+class BuiltinTask:
+    """A task to fine-tune on, made of every signature in the same files, as a `MapSource` of records.
+
+    The input is a function's signature, the output says whether it is a method, and how many arguments it has. A row
+    has `instruction`, `input` and `output`.
+    """
+
+    def __init__(self) -> None:
+        library = Path(sysconfig.get_path("stdlib"))
+        sources = sorted(_source_files(library))
+        read_from = [*_read_from(sources), b"task"]
+        text = cached("task", read_from, lambda: json.dumps(_read_signatures(library, sources)))
+        self._rows: list[tuple[str, str, str]] = json.loads(text)
+        digest = hashlib.sha256(text.encode())
+        self.identity = {"kind": "builtin_task", "documents": len(self._rows), "sha256": digest.hexdigest()}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def key(self, index: int) -> str:
+        """`builtin_task/` and the function's dotted name."""
+        return self._rows[index][0]
+
+    def document(self, index: int) -> Document:
+        """Row `index`; as a text, its signature and what it is."""
+        key, signature, answer = self._rows[index]
+        record = {"instruction": TASK_INSTRUCTION, "input": signature, "output": answer}
+        return Document(key, f"{signature}\n{answer}", record=record)
 
 
 class RandomIds:
@@ -110,6 +145,30 @@ def _read_documents(library: Path, sources: Iterable[Path]) -> list[tuple[str, s
                 (f"{module}.{node.name}", _joined(node)) for node in tree.body if isinstance(node, ast.ClassDef)
             )
     return [(f"builtin/{key}", text) for key, text in documents if len(text) >= MIN_CHARACTERS]
+
+
+def _read_signatures(library: Path, sources: Iterable[Path]) -> list[tuple[str, str, str]]:
+    """Keys, signatures and answers, each signature once: no row of a test can have been learnt by heart."""
+    rows: dict[str, tuple[str, str, str]] = {}
+    for path in sources:
+        if b'"""' in (source := path.read_bytes()):
+            module, tree = ".".join(path.relative_to(library).with_suffix("").parts), ast.parse(source)
+            classes = [(f"{module}.{node.name}", node.body) for node in tree.body if isinstance(node, ast.ClassDef)]
+            for owner, body in [(module, tree.body), *classes]:
+                for member in body:
+                    if isinstance(member, ast.FunctionDef):
+                        signature = f"def {member.name}({ast.unparse(member.args)})"
+                        row = (f"builtin_task/{owner}.{member.name}", signature, _answer(member.args))
+                        if len(signature) <= MOST_SIGNATURE_CHARACTERS:
+                            rows.setdefault(signature, row)
+    return list(rows.values())
+
+
+def _answer(arguments: ast.arguments) -> str:
+    names = [one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    count = len(names) + (arguments.vararg is not None) + (arguments.kwarg is not None)
+    kind = "method" if names[:1] in (["self"], ["cls"]) else "function"
+    return f"a {kind} with {count} argument{'s' * (count != 1)}"
 
 
 def _source_files(folder: Path) -> Iterator[Path]:

@@ -150,6 +150,12 @@ class Lane:
             "waiting": [[*entry.item.origin, entry.waited_batches] for entry in self._packer.waiting],
         }
 
+    @property
+    def passes(self) -> int:
+        """Complete passes over the data of which every example has been handed out."""
+        waiting = (entry.item.origin.epoch for entry in self._packer.waiting)
+        return min(self._reader.epoch, *waiting, *([self._next_chunk.epoch] if self._next_chunk else []))
+
     def _make_again(self, waiting: list[list[Any]]) -> list[Waiting[_Made]]:
         """The entries of the pool that a record holds as `waiting`; each document is read once."""
         origins = [_origin(*place) for *place, _ in waiting]

@@ -46,7 +46,7 @@ _LINE_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What every process knows of the source that it works on. `bad_row_limit`: as in a run."""
+    """Facts that every process knows of the source that it works on. `bad_row_limit`: as in a run."""
 
     source: AnySource
     maker: ExampleMaker
@@ -56,7 +56,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What is left of a part of a source: from `start` up to row, or unit, `stop`, behind `shards` finished shards."""
+    """The rest of a part of a source: from `start` up to row, or unit, `stop`, behind `shards` finished shards."""
 
     number: int
     start: Position

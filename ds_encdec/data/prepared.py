@@ -138,7 +138,7 @@ def source_folder(prepared_dir: str | Path, number: int) -> Path:
 
 
 def made_from(data: DataConfig, entry: Source, maker: ExampleMaker, seed: int) -> dict[str, Any]:
-    """What decides the rows and token ids of a source: JSON-able facts by the names of fields, where they are some."""
+    """JSON-able facts that decide the rows and token ids of a source, by the names of fields where they are some."""
     facts = {f"data.{name}": getattr(entry, name) for name in Source.model_fields}
     if "seed" in LOCAL_SOURCES.get(entry.dataset_name, HUB).needs:
         facts["training.seed"] = seed
@@ -148,7 +148,7 @@ def made_from(data: DataConfig, entry: Source, maker: ExampleMaker, seed: int) -
 
 
 def prepared_sources(data: DataConfig, seed: int, maker: ExampleMaker) -> tuple[OpenSource, ...]:
-    """What `data` names, from `data.prepared_dir`.
+    """The sources that `data` names, from `data.prepared_dir`.
 
     Raises DataError where a source is not finished, was made from something else, or has other local files by now.
     """

@@ -217,7 +217,7 @@ class PairMaker:
         return [self._break(inner) for inner in value] if isinstance(value, list | tuple) else value
 
     def _converted(self, record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """What the converter makes of a record."""
+        """The records that the converter makes of one."""
         if self.data.converter is None:
             return [record]
         named = f"data.converter={self.data.converter}"

@@ -84,6 +84,15 @@ class ParquetFiles:
             "text_column": text_column,
         }
 
+    @property
+    def num_rows(self) -> int | None:
+        """Rows of all files, from their footers; None where reading these takes a network."""
+        return (
+            None
+            if any(map(_is_remote, self._files))
+            else sum(self._open(file).metadata.num_rows for file in range(len(self._files)))
+        )
+
     def documents(self, unit: int, first_row: int, wanted: Callable[[str], bool] | None = None) -> Iterator[Row]:
         """The documents of `unit` from row `first_row` on; one row group is in memory at a time.
 

@@ -70,9 +70,9 @@ class Judge:
         predictions = self._predict([example.encoder_ids for example in examples])
         if self.engine.device.type == "cuda":
             torch.cuda.empty_cache()  # the model is gone: what training allocates next must fit as it did before
-        references = [text_of(self.tokenizer, example.decoder_ids) for example in examples]
+        references = [text_of(self.tokenizer, example.decoder_ids.tolist()) for example in examples]
         figures = self.collectives.on_rank_zero(lambda: score_texts(self.metrics, predictions, references))
-        inputs = [text_of(self.tokenizer, example.encoder_ids) for example in examples[:SHOWN_SAMPLES]]
+        inputs = [text_of(self.tokenizer, example.encoder_ids.tolist()) for example in examples[:SHOWN_SAMPLES]]
         shown = zip(inputs, references, predictions, strict=False)
         return {f"eval/{name}": value for name, value in figures.items()}, [Sample(*texts) for texts in shown]
 

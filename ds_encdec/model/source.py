@@ -90,7 +90,7 @@ class Base:
 
 
 def base_model(section: ModelConfig, config: Qwen3Seq2SeqConfig, seed: int) -> Base:
-    """What `resolve_model` finds for `section` and the vocabulary of `config`. Reads all files of weights.
+    """Return what `resolve_model` finds for `section` and the vocabulary of `config`. Reads all files of weights.
 
     Raises CheckpointError for a model that cannot be reached, read or used.
     """

@@ -103,8 +103,8 @@ class Run:
     `config`: nested, as in `config.yaml`, not validated: an older version may have written it. `data`: the facts that
     the newest checkpoint keeps of tokenizer and sources. `checkpoints`: of every committed one, by rising `step`, the
     `manifest`, None where it cannot be read; the `pointers` to it, of latest, best and final; and the `damage`: what
-    its listing lacks, if anything. `verdict`: of the phase, where the run is one. `notes`: what could not be read, in
-    whole sentences.
+    its listing lacks, if anything. `samples`: the texts that were generated in the last evaluation that had any.
+    `verdict`: of the phase, where the run is one. `notes`: what could not be read, in whole sentences.
     """
 
     path: Path
@@ -115,6 +115,7 @@ class Run:
     config: Mapping[str, Any]
     data: Entry
     checkpoints: Sequence[Entry]
+    samples: Sequence[Entry]
     verdict: Entry | None
     notes: Sequence[str]
 
@@ -197,6 +198,7 @@ def read_run(path: Path) -> Run:
     events = _read_events(folder.events, notes)
     config = read_yaml(folder.config_yaml, problems).values
     notes.extend(f"config.yaml: {problem.message}." for problem in problems)
+    samples = _read_lines(folder.samples, notes)
     saved = committed_steps(folder.checkpoints)
     trainer = read_json(saved[max(saved)] / "trainer.json", []) if saved else None
     facts = _value_at(trainer, "data.fingerprint", None)
@@ -211,6 +213,7 @@ def read_run(path: Path) -> Run:
         config=config,
         data=facts if isinstance(facts, dict) else {},
         checkpoints=_read_checkpoints(folder.checkpoints),
+        samples=[line for line in samples if line["step"] == samples[-1]["step"]],
         verdict=read_json(root / "result.json", notes),
         notes=notes,
     )

@@ -77,6 +77,7 @@ def load(settings: dict[str, Any]) -> FullConfig:
             "without what it dropped out",
         ),
         ({"training.save_strategy": "best", "training.eval_samples": 0}, '= "best"', "set eval_samples > 0"),
+        ({"training.save_strategy": "best", "monitor.on_loss_spike": "rollback"}, '= "best"', "set steps"),
         ({"training.metric_for_best_model": "eval_rougeL"}, "generate_samples = 0", "set eval_generate_samples > 0"),
         ({"training.metric_for_best_model": "exactmatch"}, '= "exactmatch"', "did you mean `exact_match`?"),
         ({"training.load_best_model_at_end": "true", "training.export_at_end": "false"}, "export_at_end", "set export"),

@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from engine_plan import LANES, LAST_STEP, SAVED_STEP
-from engine_steps import Case, run_all, train_step
+from engine_steps import Case, copied_weights, run_all, train_step
 from packed_batches import random_batch
 from small_run import MODEL, SHORT_ACCUMULATION, SHORT_MODEL, lane_batches, run_config, weights
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -139,6 +139,7 @@ def resuming(directory: str, **overrides: Any) -> dict[str, Any]:
         short_step(first, step)
     files = save(first, folder)
     saved_weights = full_weights(first)
+    copied = copied_weights(first, run_config(**overrides), SHORT_MODEL)
     straight = [short_step(first, step) for step in (2, 3)]
     straight_weights = full_weights(first)
     first.load(ZeroState(folder))
@@ -155,6 +156,7 @@ def resuming(directory: str, **overrides: Any) -> dict[str, Any]:
     return {
         "files": files,
         "saved": saved_weights,
+        "copied": copied,
         "rolled back": rolled_back_weights,
         "adam steps": loaded_steps,
         "straight": (straight, straight_weights),

@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from engine_steps import Case, run_all, train_step
+from engine_steps import Case, copied_weights, run_all, train_step
 from packed_batches import random_batch
 from small_run import MODEL, SHORT_ACCUMULATION, run_config, weights
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -134,6 +134,7 @@ def saving(directory: str, copy: bool, **overrides: Any) -> dict[str, Any]:
     writer = threading.Thread(target=lambda: files.extend(staged.write()))
     if not copy:
         writer.run()
+    copied = copied_weights(engine, fsdp_config(**overrides), MODEL)
     straight = [short_step(engine, 2)]
     if copy:
         writer.start()
@@ -152,6 +153,7 @@ def saving(directory: str, copy: bool, **overrides: Any) -> dict[str, Any]:
         "files": [str(path.relative_to(folder)) for path in files],
         "num_bytes": staged.num_bytes,
         "saved": saved_state,
+        "copied": copied,
         "straight": [straight, straight_state],
         "again": again,
         "resumed": resumed,

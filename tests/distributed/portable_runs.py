@@ -54,6 +54,7 @@ RUN: dict[str, Any] = TINY | {
     "training.logging_steps": 1,
     "training.report_to": "none",
     "training.average_checkpoints": 0,
+    "training.export_at_end": False,
     "infra.offload_optimizer": "none",
 }
 """A float32 run of a tiny model, the same for every engine."""

@@ -64,6 +64,16 @@ def test_going_back_is_exact_to_the_bit(engine_results: Results, case: str) -> N
         assert_identical(repeated_weights, straight_weights)
 
 
+@pytest.mark.parametrize("case", RESUMES)
+def test_a_copy_to_generate_with_has_the_weights_and_training_goes_on_as_it_would_have(
+    engine_results: Results, case: str
+) -> None:
+    """The run that is copied in its midst is the one that all others here are compared with, to the bit."""
+    for rank in engine_results(2, f"resume {case}"):
+        dtype = torch.bfloat16 if RESUMES[case].get("bf16") else torch.float32
+        assert_identical(rank["copied"], {name: weight.to(dtype) for name, weight in rank["saved"].items()})
+
+
 @pytest.mark.parametrize("case", CHANGED_RESUMES)
 def test_a_resumed_run_follows_its_own_settings(engine_results: Results, case: str) -> None:
     """Against the oracle, whose settings are exchanged in mid-run: rates, decay, betas, epsilon, clipping, schedule."""

@@ -62,6 +62,15 @@ def saved_shapes(case: str) -> dict[str, tuple[int, ...]]:
     return trained_shapes(case_config(case), MODEL) if lora else dict(parameter_shapes(MODEL))
 
 
+@pytest.mark.parametrize("case", SAVES)
+def test_a_copy_to_generate_with_has_the_weights(case: str) -> None:
+    for rank in result(2, f"save {case}"):
+        dtype = torch.bfloat16 if SAVES[case].get("bf16") else torch.float32
+        saved = {f"weight.{name}": weight for name, weight in rank["copied"].items()}
+        assert_identical(saved, {name: rank["saved"][name].to(dtype) for name in saved})
+        assert len(saved) == len(parameter_shapes(MODEL))
+
+
 @pytest.mark.parametrize("case", RELOADS)
 def test_four_ranks_load_what_two_have_saved(case: str) -> None:
     saved = result(2, "save zero3-warmup-decay")[0]["saved"]

@@ -38,6 +38,7 @@ def arguments(folder: Path, engine: str = "fsdp", **changes: Any) -> list[str]:
         "training__eval_samples": 0,
         "training__logging_steps": 2,
         "training__average_checkpoints": 0,
+        "training__export_at_end": "false",
         "training__report_to": "none",
     }
     return ["--config", QUICKSTART, *overrides(folder, **settings | ENGINES[engine] | changes)]

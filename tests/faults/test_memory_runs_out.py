@@ -26,6 +26,7 @@ STEPS = {
     "training__eval_samples": 0,
     "training__logging_steps": 1,
     "training__average_checkpoints": 0,
+    "training__export_at_end": "false",
     "training__report_to": "none",
 }
 

@@ -46,6 +46,7 @@ def arguments(folder: Path, engine: str, *options: str, **changes: Any) -> list[
         "training__logging_steps": 1,
         "training__save_total_limit": 10,
         "training__average_checkpoints": 0,
+        "training__export_at_end": "false",
         "training__report_to": "none",
     }
     return ["--config", QUICKSTART, *overrides(folder, **settings | ENGINES[engine] | changes), *options]
@@ -54,7 +55,7 @@ def arguments(folder: Path, engine: str, *options: str, **changes: Any) -> list[
 def trained(folder: Path) -> list[tuple[int, float, float, float]]:
     """Step, loss, gradient norm and rate of every step that was applied and counts, in their order."""
     names = ("step", "train/loss", "train/grad_norm", "train/learning_rate")
-    return [tuple(line[name] for name in names) for line in metrics(folder)]
+    return [tuple(line[name] for name in names) for line in metrics(folder) if "train/loss" in line]
 
 
 def ledger(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -67,8 +68,11 @@ def assert_ended(result: Finished, code: int) -> None:
 
 
 @engines
-def test_steps_that_are_left_out_leave_no_trace(runs: ForkedRuns, tmp_path: Path, engine: str) -> None:
-    """Losses of one rank that are not finite, exploding gradients, a spike: all skipped, to the bit, on both ranks."""
+def test_steps_that_are_left_out_and_evaluations_leave_no_trace(runs: ForkedRuns, tmp_path: Path, engine: str) -> None:
+    """Losses of one rank that are not finite, exploding gradients, a spike: all skipped, to the bit, on both ranks.
+
+    That run is evaluated, too, and generates texts in between.
+    """
     once = {"training__save_steps": STEPS}  # at the end
     skips = SPIKES | {"monitor__on_loss_spike": "skip_step", "monitor__on_grad_explosion": "skip_step"} | once
     faults = [
@@ -77,13 +81,24 @@ def test_steps_that_are_left_out_leave_no_trace(runs: ForkedRuns, tmp_path: Path
         {"kind": "gradient_spike", "at": 10, "factor": 1000.0},
         {"kind": "bad_data", "at": 17, "until": 17},
     ]
-    assert_ended(runs.run(arguments(tmp_path / "met", engine, **skips), ranks=2, faults=faults), 0)
+    generates = {
+        "training__eval_samples": 5,
+        "training__eval_steps": 5,
+        "training__eval_generate_samples": 3,
+        "training__generation_max_new_tokens": 5,
+    }
+    assert_ended(runs.run(arguments(tmp_path / "met", engine, **skips, **generates), ranks=2, faults=faults), 0)
     never = [{"kind": "skip_data", "steps": [6, 8, 10, 17]}]
     assert_ended(runs.run(arguments(tmp_path / "never", engine, **once), ranks=2, faults=never), 0)
 
     # The line after a skipped step has its count, and the rate and norm of its own step.
     assert trained(tmp_path / "met") == trained(tmp_path / "never")
     assert [line["data_step"] for line in metrics(tmp_path / "met")][-1] == STEPS + 4
+    figures = [(line["step"], line["eval/chrf"] >= 0) for line in metrics(tmp_path / "met") if "eval/loss" in line]
+    assert figures == [(step, True) for step in (5, 10, 15, 16)]
+    samples = [json.loads(line) for line in (tmp_path / "met" / "samples.jsonl").read_text().splitlines()]
+    assert [sample["step"] for sample in samples] == [5, 5, 5, 10, 10, 10, 15, 15, 15, 16, 16, 16]
+    assert [sample["reference"] for sample in samples[:3]] == [sample["reference"] for sample in samples[3:6]]
     alerts = [entry for entry in ledger(tmp_path / "met", "alert") if entry["action"] == "skip_step"]
     assert [(entry["data_step"], entry["type"]) for entry in alerts] == [
         (6, "non_finite"),
@@ -223,18 +238,24 @@ def test_early_stopping_ends_a_run_and_a_resume_does_not_go_on(runs: ForkedRuns,
         training__eval_steps=2,
         training__save_steps=100,
         training__early_stopping_patience=2,
-        training__early_stopping_threshold=5.0,  # nothing falls by that
+        training__greater_is_better="true",  # of the loss, which falls
         training__save_on_best="true",
+        training__load_best_model_at_end="true",
+        training__export_at_end="true",
     )
     result = runs.run(command)
     assert_ended(result, 0)
     lines = [line["step"] for line in metrics(tmp_path) if "eval/loss" in line]
-    assert lines == [2, 4, 6]  # the first one is the lowest so far, and then two are not lower by 5
+    assert lines == [2, 4, 6]  # the first one is the highest so far, and then two are not
     (entry,) = ledger(tmp_path, "early_stop")
     assert entry["step"] == 6
     assert json.loads((tmp_path / "run.json").read_text())["state"] == "completed"
     assert (tmp_path / "checkpoints" / "final").resolve().name == "step-00000006"
-    assert sorted(committed_steps(tmp_path / "checkpoints")) == [2, 4, 6]  # each was the best so far
+    assert sorted(committed_steps(tmp_path / "checkpoints")) == [2, 6]  # the best, and the end
+    (exported,) = (tmp_path / "export").iterdir()
+    assert "checkpoint `step-00000002`" in (exported / "README.md").read_text()
+    written = exported.stat().st_ctime_ns
     assert_ended(runs.run([*command, "--resume", "auto"]), 0)
+    assert (exported.name, exported.stat().st_ctime_ns) == ("best", written)
     assert [line["step"] for line in metrics(tmp_path) if "eval/loss" in line] == [2, 4, 6]
     assert len(ledger(tmp_path, "early_stop")) == 1

@@ -64,11 +64,12 @@ def assert_refused(result: Finished, code: int, *words: str) -> None:
     assert "Traceback" not in result.output
 
 
-def test_a_finished_run_has_its_average(finished: Path) -> None:
+def test_a_finished_run_has_its_last_model_and_its_average(finished: Path) -> None:
     averaged = finished / "export" / "averaged"
     assert (averaged / "model.safetensors").exists()
     assert "2, 4, 6" in (averaged / "README.md").read_text()
-    assert [path.name for path in averaged.parent.iterdir()] == ["averaged"]
+    assert sorted(path.name for path in averaged.parent.iterdir()) == ["averaged", "final"]
+    assert f"checkpoint `step-{STEPS:08d}`" in (finished / "export" / "final" / "README.md").read_text()
     assert not (finished / "ds_config.json").exists()  # DeepSpeed had no part in it
     assert read_manifest(finished / "checkpoints" / "final").engine == "fsdp"
 

@@ -19,7 +19,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from ds_encdec.config.schema import FullConfig, InfraConfig
 from ds_encdec.monitor import sinks
-from ds_encdec.monitor.sinks import ConsoleSink, GuardedSink, JsonlSink, TensorBoardSink, WandbSink, open_sinks
+from ds_encdec.monitor.sinks import (
+    ConsoleSink,
+    GuardedSink,
+    JsonlSink,
+    Sample,
+    TensorBoardSink,
+    WandbSink,
+    open_sinks,
+)
 
 METRICS = {
     "train/loss": 3.25,
@@ -309,12 +317,21 @@ class TestOpenSinks:
 
     @pytest.mark.usefixtures("logged_out")
     def test_rank_0_writes_what_is_configured(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        for sink in open_sinks(self.config("tensorboard", "wandb"), tmp_path, rank=0):
+        config = FullConfig.model_validate(
+            {"training": {"report_to": ("tensorboard", "wandb"), "eval_generate_samples": 2, "seed": 7}}
+        )
+        samples = [Sample("a | b\n<c>", "yes", "no"), Sample("", "x", "")]
+        for sink in open_sinks(config, tmp_path, rank=0):
             sink.log(10, METRICS)
+            sink.show(10, samples)
             sink.close(0)
         assert lines_of(tmp_path / "metrics.jsonl") == [{"step": 10, **METRICS}]
-        assert list((tmp_path / "logs/tensorboard").glob("events.*"))
-        assert list((tmp_path / "logs/wandb").glob("offline-run-*"))
+        assert lines_of(tmp_path / "samples.jsonl") == [{"step": 10, **sample._asdict()} for sample in samples]
+        events = EventAccumulator(str(tmp_path / "logs/tensorboard")).Reload()
+        (text,) = events.Tensors("eval/samples/text_summary")
+        assert b"\n| a &#124; b<br>&lt;c&gt; | yes | no |\n" in text.tensor_proto.string_val[0]
+        (file,) = tmp_path.glob("logs/wandb/offline-run-*/*.wandb")
+        assert wandb_history(file)[1]["eval/samples/nrows"] == 2
         assert "loss 3.2500" in capsys.readouterr().out
 
     def test_no_tracker_means_no_logging_folder(self, tmp_path: Path) -> None:

@@ -79,7 +79,9 @@ def metrics(steps: int, every: int, seed: int = 0, start: int = 0) -> Iterator[d
             "health/slowest_rank_ratio": 1.04 + abs(noise.gauss(0, 0.02)),
         }
         if step % (every * 10) == 0:
-            yield {"step": step, "data_step": step, "eval/loss": loss + 0.1, "eval/perplexity": math.exp(loss)}
+            texts = {f"eval/{name}": 100 * step / steps for name in ("exact_match", "rougeL", "chrf", "bleu")}
+            losses = {"eval/loss": loss + 0.1, "eval/perplexity": math.exp(loss)}
+            yield {"step": step, "data_step": step, **losses, **texts}
         if step % (every * 10) == every and step > every:  # the first line after the save
             yield {"step": step, "data_step": step, "ckpt/blocked_s": 0.8, "ckpt/total_s": 21 + noise.random()}
 

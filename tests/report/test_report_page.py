@@ -286,12 +286,25 @@ def test_the_same_run_gives_the_same_bytes(tmp_path: Path) -> None:
     assert (tmp_path / "one" / "index.html").read_bytes() == (tmp_path / "two" / "index.html").read_bytes()
 
 
+def test_what_it_generates_stands_beside_what_it_should(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    assert "What it generates" not in Page(write_report(run)[0]).text
+    rows = [{"input": f"in <b>{step}</b>", "reference": "5", "prediction": "x " * step} for step in (10, 2000)]
+    write_lines(run / "samples.jsonl", [{"step": 10, **rows[0]}, {"step": 20, **rows[0]}, {"step": 20, **rows[1]}])
+    page = Page(write_report(run)[0])
+    header, *shown = page.tables["What it generates"]
+    assert header == ["input", "reference", "prediction"]
+    assert [row[:2] for row in shown] == [["in <b>10</b>", "5"], ["in <b>2000</b>", "5"]]
+    assert "at step 20;" in page.text
+    assert (len(shown[1][2]), shown[1][2][-1]) == (1500, "…")
+
+
 def test_charts_without_values_are_left_out_and_named(tmp_path: Path) -> None:
     run = tmp_path / "run"
     write_lines(run / "metrics.jsonl", [{"step": 1, "train/loss": 4.0, "perf/mfu": None}])
     page = Page(write_report(run)[0])
     assert list(page.charts) == ["Training loss, nats per token"]
-    assert "Nothing was logged for: Loss by denoiser, Evaluation loss, Gradient norm, Learning rate, " in page.text
+    assert "Nothing was logged for: Loss by denoiser, Evaluation loss, Generated texts, Gradient norm, " in page.text
     assert "config.yaml: no such file." in page.text
 
 

@@ -1,0 +1,123 @@
+"""The optimizer steps that passes over the data take (`training.num_train_epochs`), found before the first one.
+
+A step holds what fits into its micro-batches, so nobody can divide. The lanes of a small data set are run ahead
+instead, without a model; of a large one, a sample is packed.
+"""
+
+import dataclasses
+import logging
+import math
+from itertools import islice
+from typing import Any, cast
+
+from ds_encdec.config.rules import find_conflicts
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.data.evaluation import split_rows
+from ds_encdec.data.examples import ExampleMaker, read_documents
+from ds_encdec.data.lane import Lane, LanePipeline
+from ds_encdec.data.packing import Packer, Waiting
+from ds_encdec.data.sources import AnySource, StreamSource
+from ds_encdec.types import ConfigError, DataError, Document, Example
+
+COUNTED_DOCUMENTS = 50_000
+"""Documents up to which the lanes are run ahead. Their token ids are kept meanwhile."""
+
+COUNTED_READINGS = 400_000
+"""Readings of a document up to which they are, in one pass: lanes that share a stream's units read it once each."""
+
+SAMPLE_DOCUMENTS = 4000
+
+logger = logging.getLogger(__name__)
+
+
+def with_steps_of_epochs(config: FullConfig, steps: int) -> FullConfig:
+    """The configuration of a run of so many `steps`, which its epochs have turned out to be.
+
+    Raises ConfigError where its other fields do not go with them.
+    """
+    epochs = config.training.num_train_epochs
+    changes = {"num_train_steps": steps, "num_train_epochs": None}
+    counted = config.model_copy(update={"training": config.training.model_copy(update=changes)})
+    if conflicts := find_conflicts(counted):
+        lines = "\n".join(f"  {', '.join(conflict.fields)}: {conflict.message}" for conflict in conflicts)
+        raise ConfigError(f"training.num_train_epochs={epochs} are {steps} optimizer steps:\n{lines}")
+    return counted
+
+
+def steps_of_epochs(pipeline: LanePipeline, epochs: float) -> int:
+    """Optimizer steps after which every lane has handed out all examples of so many passes over its data.
+
+    Of a mixture, it is passes over the source that is furthest behind. A part of a pass is taken to be as large a part
+    of its steps. Raises DataError for a stream whose length nobody knows.
+    """
+    rows = [_rows(opened.source) for opened in pipeline.sources]
+    readings = sum(
+        count * (pipeline.num_lanes if isinstance(opened.source, StreamSource) else 1)
+        for count, opened in zip(rows, pipeline.sources, strict=True)
+    )
+    if sum(rows) <= COUNTED_DOCUMENTS and readings <= COUNTED_READINGS:
+        ahead = dataclasses.replace(pipeline, maker=cast(ExampleMaker, _Remembering(pipeline.maker)))
+        return math.ceil(max(_batches(Lane(ahead, number), epochs) for number in range(pipeline.num_lanes)))
+    total = sum(opened.weight for opened in pipeline.sources)
+    documents = max(
+        count * (1 - opened.held_out) * total / opened.weight
+        for count, opened in zip(rows, pipeline.sources, strict=True)
+    )
+    logger.info("num_train_epochs=%g: the steps are estimated from %d documents", epochs, SAMPLE_DOCUMENTS)
+    return math.ceil(epochs * documents * _batches_per_document(pipeline) / pipeline.num_lanes)
+
+
+def _rows(source: AnySource) -> int:
+    count = getattr(source, "num_rows", None) if isinstance(source, StreamSource) else len(source)
+    if count is None:
+        raise DataError(
+            "training.num_train_epochs: the length of streamed data is not known before its end. Give "
+            "training.num_train_steps, or read it whole with data.streaming=false"
+        )
+    return int(count)
+
+
+def _batches(lane: Lane, epochs: float) -> float:
+    """Micro-batches of a lane until `epochs` passes are handed out; between two whole ones, in proportion."""
+    ends = [0]
+    batches = 0
+    while len(ends) <= math.ceil(epochs):
+        next(lane)
+        batches += 1
+        ends += [batches] * (lane.passes - len(ends) + 1)
+    whole = math.floor(epochs)
+    return ends[whole] + (epochs - whole) * (ends[math.ceil(epochs)] - ends[whole])
+
+
+def _batches_per_document(pipeline: LanePipeline) -> float:
+    """Micro-batches that a sample of the documents fills, per document."""
+    maker = pipeline.maker
+    rows = split_rows(pipeline.sources, "train")
+    sample = list(islice(read_documents(rows, maker, pipeline.bad_row_limit), SAMPLE_DOCUMENTS))
+    made: list[Example] = [
+        one.example
+        for document, ids in sample
+        for one in maker.examples(ids, document.key, 0)
+        if one.example is not None
+    ]
+    packer: Packer[None] = Packer(
+        pipeline.budgets, pool_examples=pipeline.pool_examples, max_wait_batches=pipeline.max_wait_batches
+    )
+    arrivals = iter([Waiting(None, len(one.encoder_ids), len(one.decoder_ids)) for one in made])
+    return sum(1 for _ in iter(lambda: packer.pack(arrivals), [])) / max(1, len(sample))
+
+
+class _Remembering:
+    """An `ExampleMaker` that tokenises a document once."""
+
+    def __init__(self, maker: Any) -> None:
+        self._maker, self._read = maker, dict[str, Any]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._maker, name)
+
+    def read(self, document: Document) -> Any:
+        """The ids of the document, or what is wrong with it."""
+        if document.key not in self._read:
+            self._read[document.key] = self._maker.read(document)
+        return self._read[document.key]

@@ -1,0 +1,67 @@
+"""Passes over the data in optimizer steps: exactly those after which every example of the passes was handed out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data_parts import make_config, make_data, texts, write_json_lines, write_parquet
+
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.data import epochs
+from ds_encdec.data.epochs import steps_of_epochs, with_steps_of_epochs
+from ds_encdec.types import ConfigError, DataError
+
+
+def json_config(tmp_path: Path, **fields: Any) -> FullConfig:
+    path = write_json_lines(tmp_path / "a.jsonl", texts(120))
+    return make_config(dataset_name="json", data_files=path, **fields)
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_after_the_steps_every_row_was_seen_so_often_and_one_step_before_not(tmp_path: Path, passes: int) -> None:
+    fields = {"objective": "sft", "input_template": "{id}", "output_template": "{text}", "on_long_row": "truncate"}
+    data = make_data(json_config(tmp_path, **fields))
+    steps = steps_of_epochs(data.pipeline, passes)
+    trained = {key for i in range(120) if not data.pipeline.sources[0].holds_out(key := f"a.jsonl:{i}")}
+    assert 90 < len(trained) < 120
+
+    def least_seen(count: int) -> int:
+        loader = make_data(json_config(tmp_path, **fields)).loader
+        seen = Counter(key for _ in range(count) for batch in next(loader) for key in batch.documents)
+        assert seen.keys() <= trained
+        return min(seen[key] for key in trained)
+
+    assert least_seen(steps) == passes
+    assert least_seen(steps - 1) == passes - 1
+    assert steps_of_epochs(data.pipeline, passes - 0.5) == pytest.approx(steps * (1 - 0.5 / passes), abs=2)
+
+
+def test_a_large_data_set_is_estimated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = make_data(json_config(tmp_path))
+    exact = steps_of_epochs(data.pipeline, 4)
+    monkeypatch.setattr(epochs, "COUNTED_DOCUMENTS", 10)
+    assert steps_of_epochs(data.pipeline, 4) == pytest.approx(exact, rel=0.15)
+
+
+def test_a_stream_whose_length_nobody_knows_is_refused_and_local_parquet_is_none(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", texts(120), row_group_size=20)
+    parquet = make_data(make_config(dataset_name="parquet", data_files=path, eval_fraction=0.0))
+    assert parquet.pipeline.sources[0].source.num_rows == 120  # type: ignore[union-attr]
+    assert steps_of_epochs(parquet.pipeline, 2) > steps_of_epochs(parquet.pipeline, 1) > 5
+    (tmp_path / "folder").mkdir()
+    write_json_lines(tmp_path / "folder/a.jsonl", texts(120))
+    stream = make_data(make_config(dataset_name=str(tmp_path / "folder"), eval_fraction=0.0))
+    with pytest.raises(DataError, match=r"length of streamed data is not known.*data\.streaming=false"):
+        steps_of_epochs(stream.pipeline, 2)
+
+
+def test_the_warm_up_must_end_before_the_steps_that_epochs_turn_out_to_be(tmp_path: Path) -> None:
+    config = json_config(tmp_path, training={"num_train_epochs": 2, "warmup_steps": 10})
+    assert with_steps_of_epochs(config, 11).training.num_train_steps == 11
+    with pytest.raises(ConfigError, match=r"num_train_epochs=2.0 are 10 optimizer steps:\n.*warm-up must end"):
+        with_steps_of_epochs(config, 10)
+    with pytest.raises(ValueError, match="the length of the run twice"):
+        json_config(tmp_path, training={"num_train_epochs": 2, "num_train_steps": 200, "warmup_steps": 1})
