@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ds_encdec import estimate_memory, prepare, train
 from ds_encdec.engines import STATE_FORMATS
 from ds_encdec.launch.preemption import outlive_readers, reader_may_leave
+from ds_encdec.text_metrics import TEXT_METRICS
 from ds_encdec.types import ConfigError, DsEncDecError, Preempted
 
 if TYPE_CHECKING:
@@ -129,8 +130,21 @@ def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         path, overrides = None, [str(path), *overrides]
     path = path or options.config_option
     files = find_shipped(path), overrides, find_shipped(options.deepspeed_config)
-    load_config(*files, hostfile=find_shipped(options.hostfile), looks_here=not options.elsewhere)
+    config = load_config(*files, hostfile=find_shipped(options.hostfile), looks_here=not options.elsewhere)
+    _check_frozen(config)
     print(f"{show(str(path))[1:-1] if path else 'the default configuration'}: no problems found")
+
+
+def _check_frozen(config: FullConfig) -> None:
+    """Raise ConfigError for patterns of `training.freeze` that match nothing in a model whose sizes are known here."""
+    from ds_encdec.memory.job import run_sizes
+    from ds_encdec.model.trained import trained_shapes
+
+    try:
+        sizes = run_sizes(config)
+    except ConfigError:  # it is not here: a run will find it, and then look
+        return
+    trained_shapes(config, sizes)
 
 
 def _schema(options: argparse.Namespace, _: Sequence[str]) -> None:
@@ -310,6 +324,43 @@ def _push_to_hub(options: argparse.Namespace, _: Sequence[str]) -> None:
     print(f"uploaded: {push_to_hub(options.folder, options.repo_id, **how)}")
 
 
+def _evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
+    names = options.metrics or [
+        name for name, row in TEXT_METRICS.items() if options.bertscore_model or not row.needs_model
+    ]
+    from ds_encdec.evaluate.generation import GenerationSettings
+    from ds_encdec.evaluate.metrics import BertScoreModel
+    from ds_encdec.evaluate.run import default_out, evaluate, run_config
+
+    settings = GenerationSettings(**{name: getattr(options, name) for name in GENERATION})
+    options.config = options.config or run_config(options.model)
+    with contextlib.redirect_stdout(sys.stderr):  # libraries print, too
+        found = evaluate(
+            options.model,
+            _load(options, overrides),
+            options.split,
+            out=(out := options.out or default_out(options.model, options.split)),
+            settings=settings,
+            metrics=names,
+            max_samples=options.max_samples,
+            bertscore_model=BertScoreModel(options.bertscore_model, options.bertscore_layer)
+            if options.bertscore_model
+            else None,
+            device=options.device,
+            dtype=options.dtype,
+        )
+    if os.environ.get("RANK", "0") != "0":
+        return
+    if options.json:
+        print(json.dumps(found, indent=2))
+        return
+    print(f"{found['examples']:,} examples of {options.split}; predictions and figures are in {out}")
+    for name, value in found["figures"].items():
+        print(f"{name:20} {value:10.4f}")
+    if cut := found["cut_at_max_new_tokens"]:
+        print(f"{cut:,} predictions were cut off at --max-new-tokens ({options.max_new_tokens})")
+
+
 def _value(text: str, type: Callable[[str], Any] = str, **more: Any) -> dict[str, Any]:
     return {"type": type, "help": text, **more}
 
@@ -446,6 +497,27 @@ ARGUMENTS: dict[str, Arguments | Callable[[argparse.ArgumentParser], None]] = {
             if name not in ("max_new_tokens", "batch_tokens")
         },
     },
+    "evaluate": {
+        "--model": _value("exported folder", Path, required=True, metavar="DIR"),
+        "--config": _value("what the data is (default: that of the run whose export/ the model lies in)", Path),
+        "--split": _value("(default test)", choices=("train", "validation", "test"), default="test"),
+        "--max-samples": _value("the first N examples (default all)", _COUNT, metavar="N"),
+        "--metrics": _value(
+            f"(default: all that need no model) {', '.join(TEXT_METRICS)}", choices=TEXT_METRICS, nargs="+", metavar="M"
+        ),
+        "--bertscore-model": _value("folder of the model that BERTScore compares with", Path, metavar="DIR"),
+        "--bertscore-layer": _value("its layer (default: the one known to be best, else the last)", _COUNT),
+        "--out": _value("folder to write into (default MODEL-SPLIT, beside the model)", Path, metavar="DIR"),
+        **{
+            f"--{name.replace('_', '-')}": _value(f"{text} (default {default})", kind, default=default, metavar="X")
+            for name, (kind, default, text) in GENERATION.items()
+        },
+        "--device": _value("(default auto)", choices=("auto", "cuda", "cpu"), default="auto"),
+        "--dtype": _value(
+            "(default: as stored on a GPU, float32 on a CPU)", choices=("float32", "bfloat16", "float16")
+        ),
+        **_JSON,
+    },
 }
 """The arguments of each verb that has some; for those of other modules, what adds them."""
 
@@ -471,6 +543,7 @@ VERBS: dict[str, tuple[Verb, bool, str]] = {
     "report": (_report, False, "write one page with pictures about a run, or a pipeline of phases"),
     "push-to-hub": (_push_to_hub, False, "upload an exported folder to the Hugging Face hub (token: HF_TOKEN)"),
     "generate": (_generate, False, "fill sentinels in a text, or continue it"),
+    "evaluate": (_evaluate, True, "generate for a split of the data, and compare with its references"),
 }
 """For each verb: the function that runs it, whether settings may follow its arguments, and its summary."""
 

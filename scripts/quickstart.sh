@@ -54,9 +54,7 @@ echo "training on $ranks rank(s) into $output"
     --config "$ROOT/ds_configs/quickstart.yaml" ${resume:+--resume "$resume"} \
     "infra.output_dir=$output" ${overrides[@]+"${overrides[@]}"}
 
-# A resumed run may have an export of an earlier checkpoint already, which is not written over.
-model="$output/export/final"
-[ ! -e "$model" ] || model="$output/export/$(basename "$(readlink -f "$output/checkpoints/final")")"
+model="$output/export/final" # which the run has left itself, unless it was told not to
 [ -e "$model" ] || ds-encdec export "$output/checkpoints/final" "$model"
 
 text="The <extra_id_0> statement is used to <extra_id_1> a function in a class."

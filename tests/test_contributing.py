@@ -144,6 +144,7 @@ def test_an_addition_takes_two_places_at_most_and_has_a_test() -> None:
         "an engine",
         "a field",
         "a data source",
+        "a metric of generated texts",
         "a launcher",
     ]
     for what, where, _, test in rows:

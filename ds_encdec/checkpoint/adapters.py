@@ -55,7 +55,7 @@ def opened_base(checkpoint: Path, section: ModelConfig, option: str) -> Base:
         seed, expected, name = (record[key] for key in ("seed", "sha256", "name_or_path"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedCheckpointError(f"{path} cannot be read: {error!r}.") from error
-    place = section.model_name_or_path or "random weights"
+    place = section.model_name_or_path or "model.architecture"
     wanted = f"{checkpoint} holds adapters of the base {name or 'of random weights'} (sha256 {expected})"
     try:
         base = base_model(section, Qwen3Seq2SeqConfig.from_pretrained(checkpoint / "model"), seed)

@@ -7,6 +7,7 @@ machine, so loading one does not look unless it is asked to; `ds-encdec validate
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -159,6 +160,8 @@ def _find_absent(config: FullConfig) -> Iterator[Conflict]:
         for pattern in (source.data_files or ()) if source.dataset_name in LOCAL_FORMATS else ():
             if not any(os.path.isfile(path) for path in iglob(os.path.expanduser(pattern), recursive=True)):
                 yield Conflict((field,), f"no file matches {pattern} (looked from {os.getcwd()})")
+    if model.lora is not None and importlib.util.find_spec("peft") is None:
+        yield Conflict(("model.lora",), "this needs peft, which is not installed: pip install 'ds_encdec[lora]'")
     named, tokenizer = "model.model_name_or_path", model.tokenizer_name_or_path or model.model_name_or_path
     is_logged = config.training.report_to and os.path.isabs(infra.logging_dir)
     for field, wrong in (

@@ -46,7 +46,7 @@ _LINE_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Facts that every process knows of the source that it works on. `bad_row_limit`: as in a run."""
+    """The source that all processes work on, and how. `bad_row_limit`: as in a run."""
 
     source: AnySource
     maker: ExampleMaker

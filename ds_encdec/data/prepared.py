@@ -138,7 +138,7 @@ def source_folder(prepared_dir: str | Path, number: int) -> Path:
 
 
 def made_from(data: DataConfig, entry: Source, maker: ExampleMaker, seed: int) -> dict[str, Any]:
-    """JSON-able facts that decide the rows and token ids of a source, by the names of fields where they are some."""
+    """The facts that decide a source's rows and token ids: JSON-able, by the names of fields where they are some."""
     facts = {f"data.{name}": getattr(entry, name) for name in Source.model_fields}
     if "seed" in LOCAL_SOURCES.get(entry.dataset_name, HUB).needs:
         facts["training.seed"] = seed

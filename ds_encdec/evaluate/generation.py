@@ -126,11 +126,11 @@ def generate_batch(
     return [_before(row[1:], ends) for row in rows.tolist()]
 
 
-def text_of(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> str:
+def text_of(tokenizer: PreTrainedTokenizerFast, ids: TokenIds) -> str:
     """The text of generated or target tokens, without those that begin, end and fill sequences. Sentinels stay."""
     names = ("bos", "eos", "pad", "cls", "sep")
     marks = {getattr(tokenizer, f"{name}_token_id") for name in names}
-    shown = [token for token in ids if token not in marks]
+    shown = [int(token) for token in ids if token not in marks]
     return str(tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 

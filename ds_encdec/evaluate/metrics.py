@@ -7,6 +7,7 @@ are those of the whole set (sacrebleu's corpus scores).
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +102,7 @@ def rouge_scorer() -> RougeScorer:
     """ROUGE-1, -2 and -L of Google's package, with Porter's stemmer. It knows words of a to z and digits only."""
     from rouge_score.rouge_scorer import RougeScorer
 
+    logging.getLogger("absl").setLevel(logging.WARNING)  # it names its tokenizer each time
     return RougeScorer(list(ROUGE_TYPES), use_stemmer=True)
 
 

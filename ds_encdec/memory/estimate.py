@@ -102,6 +102,8 @@ def step_parts(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]
         sized = replace(job, gradient_accumulation_steps=1)  # there are no earlier gradients
         sized = with_micro_batch(sized, job.config.training.per_device_eval_batch_size)
         yield "evaluation", resting + engine_memory(sized).forward + MicroBatch(sized).at_worst("evaluation")
+    if job.config.training.eval_generate_samples:  # with a whole copy of the model; its cache is not counted
+        yield "generation", resting + Breakdown(weights=job.compute_bytes * job.parameters)
     yield "building of the engine", engine.build
 
 

@@ -75,12 +75,13 @@ def frozen_names(config: Sections, names: Collection[str]) -> frozenset[str]:
 
 
 def _alike(pattern: str, names: Collection[str]) -> str:
-    """Names that may have been meant; where none is alike, one of each kind."""
-    guess = closest(pattern, names)
-    if guess is not None:
+    """A pattern that may have been meant; where none is alike, one for each kind of parameter."""
+    parts = [name.split(".") for name in names]
+    beginnings = (f"{'.'.join(part[:length])}.*" for part in parts for length in range(1, len(part)))
+    if guess := closest(pattern, dict.fromkeys([*names, *beginnings])):
         return f"did you mean {guess!r}?"
-    kinds = dict.fromkeys(".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names)
-    return f"there are {', '.join(kinds)}"
+    kinds = (".".join("*" if one.isdigit() or one in ("encoder", "decoder") else one for one in part) for part in parts)
+    return f"there are {', '.join(dict.fromkeys(kinds))}"
 
 
 def told(trained: int, parameters: int) -> str:

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
 from ds_encdec.checkpoint.folder import committed_steps
@@ -39,8 +39,10 @@ from ds_encdec.engine.select import create_engine
 from ds_encdec.engine.sharded_engine import packed_forward
 from ds_encdec.launch.host_collectives import RunContext
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
+from ds_encdec.model.lora import choose_trained, with_new_adapters
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.parameter_count import count_parameters
+from ds_encdec.model.trained import canonical_name, told
 from ds_encdec.monitor.machine import peak_host_bytes
 from ds_encdec.monitor.monitor import compute_gradient_norm
 from ds_encdec.resume import RunModel, new_model
@@ -137,13 +139,17 @@ def _model_loads(subject: Subject) -> Found:
     """The model of the configuration, in plain torch, in the dtype that it computes in."""
     subject.run_model = run_model = new_model(subject.config)
     training = subject.config.training
+    weights, lora = run_model.weights, subject.config.model.lora
     with no_init_weights(), torch.device(subject.device):
         model = Qwen3ForSeq2SeqLM(run_model.config)
+        choose_trained(model, subject.config)
     model.to(torch.bfloat16 if training.bf16 else torch.float32)
-    assert run_model.weights is not None
+    assert weights is not None
+    if lora is not None:
+        weights = with_new_adapters(weights, lora, run_model.config, training.seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(run_model.weights(name))
+            parameter.copy_(weights(canonical_name(name)))
     mode = training.activation_checkpointing
     apply_activation_checkpointing(
         model,
@@ -152,8 +158,15 @@ def _model_loads(subject: Subject) -> Found:
         offload=training.activation_offload,
     )
     subject.model = model.train()
-    parameters = count_parameters(run_model.config)
-    return True, f"{parameters:,} parameters", {"parameters": parameters}
+    parameters, trained = (
+        sum(parameter.numel() for parameter in found) for found in (model.parameters(), _trained(model).values())
+    )
+    message = told(trained, parameters) if trained < parameters else f"{parameters:,} parameters"
+    return True, message, {"parameters": parameters, "trainable_parameters": trained}
+
+
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def _data_reconstructs(subject: Subject) -> Found:
@@ -224,9 +237,9 @@ def _initial_loss(subject: Subject) -> Found:
 
 
 def _backward(subject: Subject) -> Found:
-    """Every parameter has a finite gradient."""
+    """Every parameter that is trained has a finite gradient."""
     (subject.loss_sum.total / subject.batch.target_tokens).backward()
-    parameters = dict(subject.model.named_parameters())
+    parameters = _trained(subject.model)
     lacking = [name for name, p in parameters.items() if p.grad is None or not bool(p.grad.isfinite().all())]
     if lacking:
         return False, f"{len(lacking)} parameters have no finite gradient, the first is {lacking[0]}", {}
@@ -234,9 +247,10 @@ def _backward(subject: Subject) -> Found:
 
 
 def _gradients_reach_both_sides(subject: Subject) -> Found:
-    norms = {side: compute_gradient_norm(getattr(subject.model, side)) for side in ("encoder", "decoder")}
+    sides = {side: getattr(subject.model, side) for side in ("encoder", "decoder")}
+    norms = {side: compute_gradient_norm(module) for side, module in sides.items() if _trained(module)}
     message = ", ".join(f"{side} {norm:.3g}" for side, norm in norms.items())
-    return min(norms.values()) > 0, f"gradient norm of each: {message}", norms
+    return min(norms.values(), default=1.0) > 0, f"gradient norm of each that is trained: {message}", norms
 
 
 def _gradient_norm(subject: Subject) -> Found:

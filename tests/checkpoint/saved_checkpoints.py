@@ -15,6 +15,7 @@ from tokenizers import models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from ds_encdec.checkpoint.adapters import BASE_RECORD
 from ds_encdec.checkpoint.manifest import MANIFEST, Manifest, record_file
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.protocol import DCP_FOLDER, TAG, EngineRecord, write_record
@@ -69,14 +70,21 @@ def save_checkpoint(
     *,
     engine: str = "dcp",
     loss_scaler: dict[str, float] | None = None,
+    run: FullConfig | None = None,
+    base: dict[str, Any] | None = None,
 ) -> Path:
-    """A whole checkpoint `folder`/step-N with `state` in the files of `engine`, "dcp" or "deepspeed" (stage 0)."""
+    """A whole checkpoint `folder`/step-N with `state` in the files of `engine`, "dcp" or "deepspeed" (stage 0).
+
+    `run`: the configuration it was made by; with adapters `base`: the record of what they stand beside.
+    """
     path = folder / f"step-{step:08d}"
     path.mkdir(parents=True)
     write_tensors(path, state, engine, step, loss_scaler)
     model_config.save_pretrained(path / "model")
     tokenizer().save_pretrained(path / "model")
-    FullConfig().to_yaml(path / "config.yaml")
+    (run or FullConfig()).to_yaml(path / "config.yaml")
+    if base is not None:
+        (path / "model" / BASE_RECORD).write_text(json.dumps(base))
     trainer = {"state": TrainingState(global_step=step, data_step=step, encoder_tokens_seen=5_000_000).to_dict()}
     (path / "trainer.json").write_text(json.dumps(trainer))
     (path / "data.json").write_text('{"lanes": []}')

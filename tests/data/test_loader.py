@@ -160,10 +160,10 @@ def test_a_dead_worker_is_noticed(path: str) -> None:
 
 def test_workers_leave_signals_to_their_parent(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Launchers and terminals signal every process of a job, as it starts or later; the parent may have work to end."""
-    start = lane._start
+    start = lane.start_worker
 
-    def start_and_signal() -> subprocess.Popen[bytes]:
-        process = start()
+    def start_and_signal(module: str) -> subprocess.Popen[bytes]:
+        process = start(module)
         signal_all(process)
         return process
 
@@ -173,7 +173,7 @@ def test_workers_leave_signals_to_their_parent(path: str, monkeypatch: pytest.Mo
 
     with loaders(path, 1, 0) as alone:
         expected = steps(alone, 6)
-    monkeypatch.setattr(lane, "_start", start_and_signal)
+    monkeypatch.setattr(lane, "start_worker", start_and_signal)
     with loaders(path, 1, 2) as ranks:
         first = steps(ranks, 1)
         for process in worker_processes(ranks[0]):

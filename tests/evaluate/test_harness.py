@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -107,8 +107,14 @@ def test_local_tasks_in_the_harness(tmp_path: Path) -> None:
     assert cut == ""
 
 
-def test_without_the_package_the_command_says_how_to_get_it() -> None:
-    code = "import sys; sys.modules['lm_eval'] = None; import runpy; runpy.run_module(sys.argv[1], run_name='__main__')"
-    ran = subprocess.run([sys.executable, "-c", code, "ds_encdec.evaluate.harness"], capture_output=True, text=True)
-    assert ran.returncode == 2
-    assert ran.stderr.endswith("pip install 'ds_encdec[lm-eval]'\n")
+def test_without_the_package_the_command_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lm_eval"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "ds_encdec.evaluate.harness")
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_module("ds_encdec.evaluate.harness", run_name="__main__")
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err.endswith("pip install 'ds_encdec[lm-eval]'\n")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -69,3 +71,12 @@ def test_activations_at_their_worst(
     found = sum(held.values())
     expected = max(held.activations + held.logits for _, held in step_parts(job, engine_memory(job)))
     assert 0.995 * found < expected < 1.015 * found
+
+
+def test_generating_in_evaluations_takes_a_second_model() -> None:
+    job = job_of("cuda", "bfloat16", "full", 1.0)
+    training = job.config.training.model_copy(update={"eval_generate_samples": 8})
+    generating = replace(job, config=job.config.model_copy(update={"training": training}))
+    parts = [dict(step_parts(one, engine_memory(one))) for one in (job, generating)]
+    added = parts[1].pop("generation").total - engine_memory(job).resting.total
+    assert (parts[0], added) == (parts[1], 2 * job.parameters)

@@ -1,0 +1,210 @@
+"""`ds-encdec evaluate`: what a model generates for the examples of a split, and how it compares with their references.
+
+One process, or N ranks of a launcher, each with its own part of the batches. Batches are planned from the examples'
+lengths alone, so an evaluation that was killed goes on with the batches that it would have made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rich.console import Console
+from rich.progress import Progress
+
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.data.sources import Split
+from ds_encdec.data.splits import TextExample, split_examples
+from ds_encdec.evaluate.generation import GenerationSettings, generate_batch, plan_batches, text_of
+from ds_encdec.evaluate.metrics import BertScoreModel, check_metrics, rouge_scorer, same_words, score_texts
+from ds_encdec.evaluate.models import is_ours, open_model, open_tokenizer
+from ds_encdec.evaluate.predictions import Predictions, claim, model_digest
+from ds_encdec.evaluate.scoring import score_targets
+from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.launch.memory_errors import in_one_line, is_out_of_memory
+from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
+from ds_encdec.launch.world import discover
+from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.tokenizer.load import load_tokenizer
+from ds_encdec.tokenizer.sentinels import Vocabulary, add_sentinels
+from ds_encdec.types import ConfigError, OutOfMemoryError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+_TIMEOUT = timedelta(days=2)
+"""How long a rank waits for the slowest one at the end."""
+
+
+def evaluate(
+    model: Path,
+    config: FullConfig,
+    split: Split,
+    *,
+    out: Path,
+    settings: GenerationSettings,
+    metrics: Sequence[str],
+    max_samples: int | None = None,
+    bertscore_model: BertScoreModel | None = None,
+    device: Literal["cuda", "cpu", "auto"] = "auto",
+    dtype: str | None = None,
+) -> dict[str, Any]:
+    """Generate for the examples of `split`, all or the first `max_samples`, into the folder `out`; returns the figures.
+
+    An evaluation that is in `out` already, of the same model, data and settings, is gone on with; other `metrics` and
+    `batch_tokens` may be asked of it. Called by one process, or by every rank. Raises ConfigError, DataError,
+    CheckpointError and OutOfMemoryError.
+    """
+    check_metrics(metrics, bertscore_model)
+    if out.resolve().is_relative_to(model.resolve()):
+        raise ConfigError(f"--out: {out} is inside the model's folder, which is left as it is; choose another")
+    tokenizer, vocabulary = _tokenizer(model, config)
+    world = discover(os.environ)
+    place = choose_device(device, world)
+    if world.world_size > 1:
+        init_process_group(world, place, _TIMEOUT, "fsdp", meeting="evaluation")
+    collectives = HostCollectives(_TIMEOUT)
+    examples = collectives.rank_zero_first(lambda: split_examples(config, tokenizer, vocabulary, split, max_samples))
+    facts = collectives.on_rank_zero(
+        lambda: {
+            "model": model_digest(model),
+            "data": _data_digest(split, examples),
+            "dtype": dtype or "default",
+            "device": place.type,
+            **{name: value for name, value in asdict(settings).items() if name != "batch_tokens"},
+        }
+    )
+    with collectives.on_every_rank(lambda: claim(out, facts) if world.is_main else open(os.devnull)):
+        predictions = collectives.on_every_rank(lambda: Predictions(out, world.rank))
+        batches = plan_batches([example.encoder_ids for example in examples], settings)[world.rank :: world.world_size]
+        missing = [batch for batch in batches if not predictions.records.keys() >= set(batch)]
+        if missing:
+            loaded = open_model(model, place, dtype)
+            total, left = (sum(map(len, some)) for some in (batches, missing))
+            with _progress(split, total, total - left, shown=world.is_main) as advance:
+                for batch in missing:
+                    predictions.append(_predict(loaded, tokenizer, examples, batch, settings))
+                    advance(len(batch))
+            del loaded
+        collectives.gather(None)  # all have written theirs
+        found = collectives.on_rank_zero(lambda: _finish(out, examples, metrics, bertscore_model, settings, facts))
+    shutdown()
+    return found
+
+
+def default_out(model: Path, split: Split) -> Path:
+    """The folder beside the model's that its evaluation is written to."""
+    model = model.resolve()
+    return model.with_name(f"{model.name}-{split}")
+
+
+def run_config(model: Path) -> Path:
+    """The configuration of the run in whose `export` folder a model lies. Raises ConfigError where there is none."""
+    export = model.resolve().parent
+    if export.name != "export" or not (found := export.parent / "config.yaml").is_file():
+        raise ConfigError(
+            f"--config: {model} does not lie in a run's export folder, so it is not known what data to evaluate "
+            "on; name the configuration that says it"
+        )
+    return found
+
+
+def _tokenizer(model: Path, config: FullConfig) -> tuple[PreTrainedTokenizerFast, Vocabulary]:
+    """The model's own tokenizer, with the special tokens that it was trained with. Raises CheckpointError."""
+    if not is_ours(model):
+        tokenizer = open_tokenizer(model)
+        return tokenizer, add_sentinels(tokenizer, 0, mode_tokens=False)
+    known = Qwen3Seq2SeqConfig.from_pretrained(model)
+    its = {"tokenizer_name_or_path": str(model), "num_sentinel_tokens": len(known.sentinel_token_ids)}
+    return load_tokenizer(
+        config.model.model_copy(update=its), builtin_texts=tuple, mode_tokens=bool(known.mode_token_ids)
+    )
+
+
+def _data_digest(split: Split, examples: Sequence[TextExample]) -> str:
+    digest = hashlib.sha256(split.encode())
+    for example in examples:
+        digest.update(f"\n{example.key} {example.encoder_ids.tolist()} {example.decoder_ids.tolist()}".encode())
+    return f"{len(examples)} examples of {split}, SHA-256 {digest.hexdigest()}"
+
+
+def _predict(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    examples: Sequence[TextExample],
+    batch: Sequence[int],
+    settings: GenerationSettings,
+) -> list[dict[str, Any]]:
+    """The records of a batch of examples. Raises OutOfMemoryError."""
+    inputs = [example.encoder_ids for example in examples]
+    targets = [examples[number].decoder_ids for number in batch]
+    try:
+        generated = generate_batch(model, inputs, batch, settings)
+        scores = score_targets(model, [inputs[number] for number in batch], targets, settings.batch_tokens)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemoryError(
+            f"a batch of {len(batch)} examples does not fit into memory ({in_one_line(error)}). Lower --batch-tokens "
+            f"({settings.batch_tokens} now); what is done is kept"
+        ) from error
+    return [
+        {
+            "number": number,
+            "key": examples[number].key,
+            "input": examples[number].input_text,
+            "reference": text_of(tokenizer, target),  # with sentinels, as predictions are
+            "prediction": text_of(tokenizer, ids),
+            "generated_tokens": len(ids),
+            "target_tokens": len(target),
+            "loss": -score.log_probability / len(target),
+        }
+        for number, ids, target, score in zip(batch, generated, targets, scores, strict=True)
+    ]
+
+
+def _finish(
+    out: Path,
+    examples: Sequence[TextExample],
+    metrics: Sequence[str],
+    bertscore_model: BertScoreModel | None,
+    settings: GenerationSettings,
+    facts: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The figures over the predictions of all ranks; these and the predictions, in order, are written."""
+    predictions = Predictions(out)
+    records = [predictions.records[number] for number in range(len(examples))]
+    scorer = rouge_scorer() if "rouge" in metrics else None
+    for record in records:
+        record["exact_match"] = 100.0 * same_words(record["prediction"], record["reference"])
+        record.pop("rougeL", None)
+        if scorer is not None:
+            record["rougeL"] = 100.0 * scorer.score(record["reference"], record["prediction"])["rougeL"].fmeasure
+    tokens = sum(record["target_tokens"] for record in records)
+    loss = sum(float(record["loss"]) * record["target_tokens"] for record in records) / tokens
+    texts = [[record[side] for record in records] for side in ("prediction", "reference")]
+    figures = {
+        "loss": loss,
+        "perplexity": math.exp(loss) if loss < 700 else math.inf,
+        **score_texts(metrics, *texts, bertscore_model=bertscore_model),
+    }
+    longest = sum(record["generated_tokens"] >= settings.max_new_tokens for record in records)
+    found = {"figures": figures, "examples": len(records), "cut_at_max_new_tokens": longest, "evaluation": dict(facts)}
+    predictions.finish(records, found)
+    return found
+
+
+@contextmanager
+def _progress(split: Split, total: int, done: int, *, shown: bool) -> Iterator[Any]:
+    """A bar on a terminal, moved by the function that is yielded."""
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not (shown and console.is_terminal)) as progress:
+        task = progress.add_task(split, total=total, completed=done)
+        yield lambda count: progress.advance(task, count)

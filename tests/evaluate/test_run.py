@@ -1,0 +1,169 @@
+"""`ds-encdec evaluate` on a tiny export: figures, a kill in the middle, other settings, two ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from tiny_export import WORDS, export_tiny
+
+from ds_encdec.cli import main
+from ds_encdec.launch.world import free_port
+from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
+from ds_encdec.tokenizer.load import pretrained_tokenizer
+
+HOW = ["--max-new-tokens", "6", "--batch-tokens", "60", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export_tiny(tmp_path_factory.mktemp("evaluate") / "model")
+
+
+@pytest.fixture(scope="module")
+def data(model: Path) -> list[str]:
+    """Settings of 20 pairs; what the model says for half of the inputs is their reference."""
+    tokenizer, answers = pretrained_tokenizer(str(model), field=""), Qwen3ForSeq2SeqLM.from_pretrained(model).eval()
+    draw, rows = random.Random(0), []
+    for number in range(20):
+        text = " ".join(draw.choices(WORDS, k=draw.randint(1, 12)))
+        ids = answers.generate(torch.tensor([tokenizer.encode(text)]), max_new_tokens=6)
+        said = tokenizer.decode([token for token in ids[0].tolist() if token > 1])
+        right = number % 2 and "<extra_id" not in said  # in a row that is no sentinel
+        rows.append({"input": text, "output": said if right else "word1 word2"})
+    file = model.parent / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return settings_for(file)
+
+
+def settings_for(file: Path) -> list[str]:
+    """The configuration beside `file`, and the setting that makes its rows the test split."""
+    config = file.with_suffix(".yaml")
+    templates = 'input_template: "{input}", output_template: "{output}"'
+    config.write_text(f"data: {{objective: sft, dataset_name: json, data_files: {file}, {templates}}}")
+    return [f"--config={config}", f"data.test_files={file}"]
+
+
+def judge(model: Path, out: Path, *arguments: str) -> int:
+    return main(["evaluate", "--model", str(model), "--out", str(out), *HOW, *arguments])
+
+
+def files(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in out.iterdir()}
+
+
+def test_the_figures_of_a_split_and_its_predictions(
+    model: Path, data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert judge(model, tmp_path / "out", *data, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == json.loads((tmp_path / "out" / "metrics.json").read_text())
+    lines = [json.loads(line) for line in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()]
+    assert [line["number"] for line in lines] == list(range(20))
+    assert found["examples"] == 20
+    rows = map(json.loads, (model.parent / "rows.jsonl").read_text().splitlines())
+    assert {line["input"]: line["reference"] for line in lines} == {row["input"]: row["output"] for row in rows}
+    right = sum(line["prediction"] == line["reference"] != "word1 word2" for line in lines)
+    assert right >= 8
+    assert found["figures"]["exact_match"] == 5 * right == sum(line["exact_match"] for line in lines) / 20
+    assert found["figures"]["rougeL"] == pytest.approx(sum(line["rougeL"] for line in lines) / 20)
+    assert found["figures"].keys() == {
+        "loss", "perplexity", "exact_match", "rouge1", "rouge2", "rougeL", "chrf", "bleu"
+    }  # fmt: skip
+    tokenizer, loaded = pretrained_tokenizer(str(model), field=""), Qwen3ForSeq2SeqLM.from_pretrained(model).eval()
+    losses = []
+    for line in lines:
+        ids, labels = (torch.tensor([tokenizer.encode(line[side])]) for side in ("input", "reference"))
+        labels = torch.cat([labels, torch.tensor([[1]])], dim=1)
+        losses += [loaded(ids, labels=labels).loss.item()] * labels.shape[1]
+    assert found["figures"]["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+
+
+def test_one_that_was_killed_goes_on_and_leaves_the_same_files(
+    model: Path, data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sampled = [*data, "--temperature", "1.2", "--top-p", "0.9"]
+    assert judge(model, tmp_path / "whole", *sampled) == 0
+    (tmp_path / "killed").mkdir()
+    lines = (tmp_path / "whole" / "predictions.jsonl").read_bytes().splitlines(keepends=True)
+    for name in ("evaluation.json", ".lock"):
+        (tmp_path / "killed" / name).write_bytes((tmp_path / "whole" / name).read_bytes())
+    torn = b"".join(lines[11:17]) + b"no JSON\n" + lines[3][:-20]
+    (tmp_path / "killed" / "predictions.jsonl").write_bytes(torn)
+    assert judge(model, tmp_path / "killed", *sampled) == 0
+    assert files(tmp_path / "killed") == files(tmp_path / "whole")
+
+    capsys.readouterr()
+    other = export_tiny(tmp_path / "other", seed=1)
+    for changed, named in (
+        ([*sampled, "--temperature", "0.5"], "temperature (1.2 there, 0.5 now)"),
+        ([*sampled, "--max-samples", "7"], "7 examples of test"),
+    ):
+        assert judge(model, tmp_path / "whole", *changed) == 2
+        assert named in capsys.readouterr().err
+    assert judge(other, tmp_path / "whole", *sampled) == 2
+    assert "differs in model (" in capsys.readouterr().err
+
+    # Other metrics are computed from what is there, without the model.
+    monkeypatch.setattr("ds_encdec.evaluate.run.open_model", None)
+    assert judge(model, tmp_path / "whole", *sampled, "--metrics", "exact_match") == 0
+    assert "rougeL" not in (tmp_path / "whole" / "predictions.jsonl").read_text()
+
+
+@pytest.mark.distributed
+def test_ranks_share_the_batches_and_leave_the_files_of_one(
+    model: Path, data: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert judge(model, tmp_path / "one", *data) == 0
+    capfd.readouterr()
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    named = ["evaluate", f"--model={model}", f"--out={tmp_path / 'two'}"]
+    second = [sys.executable, "-m", "ds_encdec.cli", *named, *HOW, *data]
+    with (
+        subprocess.Popen(second, env={**os.environ, **place, "RANK": "1", "LOCAL_RANK": "1"}) as rank_1,
+        patch.dict(os.environ, place | {"RANK": "0", "LOCAL_RANK": "0"}),
+    ):
+        assert judge(model, tmp_path / "two", *data) == 0
+    assert rank_1.returncode == 0
+    assert files(tmp_path / "two") == files(tmp_path / "one")
+    assert capfd.readouterr().out.count("20 examples of test") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "problem"),
+    [
+        (["--out", "MODEL/inside"], 2, "is inside the model's folder"),
+        (["--metrics", "bertscore"], 2, "name its folder in --bertscore-model"),
+        (["--top-p", "0.9"], 2, "give a temperature above 0"),
+        (["--model", "nowhere"], 5, "--model: there is no folder nowhere"),
+    ],
+)
+def test_what_cannot_be_judged_is_refused(
+    model: Path, data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int,
+    problem: str
+) -> None:  # fmt: skip
+    arguments = [argument.replace("MODEL", str(model)) for argument in arguments]
+    assert judge(model, tmp_path / "out", *data, *arguments) == code
+    assert problem in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_configuration_is_that_of_the_run_that_has_exported_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = export_tiny(tmp_path / "run" / "export" / "final")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"input": "word1", "output": "word2"}))
+    _, setting = settings_for(tmp_path / "rows.jsonl")
+    (tmp_path / "rows.yaml").rename(tmp_path / "run" / "config.yaml")
+    assert main(["evaluate", "--model", str(model), *HOW, setting]) == 0
+    assert f"1 examples of test; predictions and figures are in {model}-test" in capsys.readouterr().out
+    model = model.rename(tmp_path / "model")
+    assert main(["evaluate", "--model", str(model), *HOW, setting]) == 2
+    assert "--config: " in capsys.readouterr().err

@@ -1,0 +1,108 @@
+"""What is trained, by name; how adapters begin; and what they are merged into."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig as PeftConfig
+from peft import get_peft_model_state_dict, inject_adapter_in_model
+from tiny_models import tiny_config
+
+from ds_encdec.cli import main
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.lora import choose_trained, merged_weights, peft_names, with_new_adapters
+from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
+from ds_encdec.model.parameter_count import parameter_shapes
+from ds_encdec.model.precision import Linear
+from ds_encdec.model.trained import canonical_name, is_adapter, model_shapes, told, trained_shapes
+from ds_encdec.model.weights import random_weights
+from ds_encdec.types import ConfigError
+
+SIZES: Qwen3Seq2SeqConfig = tiny_config()
+
+
+def run(lora: dict[str, Any] | None = None, *freeze: str) -> FullConfig:
+    return FullConfig.model_validate({"model": {"lora": lora}, "training": {"freeze": freeze}})
+
+
+def test_patterns_name_what_is_frozen() -> None:
+    everything = parameter_shapes(SIZES)
+    assert trained_shapes(run(), SIZES) == everything
+    trained = trained_shapes(run(None, "encoder.*", "shared.weight", "*.mlp.*"), SIZES)
+    assert [name for name in everything if name in trained] == [
+        name for name in everything if name.startswith("decoder.") and ".mlp." not in name
+    ]
+    model = Qwen3ForSeq2SeqLM(SIZES)
+    choose_trained(model, run(None, "encoder.*"))
+    assert {name for name, p in model.named_parameters() if not p.requires_grad} == {
+        name for name in everything if name.startswith("encoder.")
+    }
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        (["encodr.*"], "no parameter is called 'encodr.*'; did you mean 'encoder.*'?"),
+        (["encoder.*", "share.weight"], "did you mean 'shared.weight'?"),
+        (["q"], "there are shared.weight, *.layers.*.self_attn.q_proj.weight"),
+        (["*"], "match all"),
+    ],
+)
+def test_patterns_that_cannot_be_meant_are_refused(patterns: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        trained_shapes(run(None, *patterns), SIZES)
+    assert message in str(error.value)
+
+
+def test_validate_looks_at_the_patterns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "ds_configs/quickstart.yaml", "training.freeze=encodr.*"]) == 2
+    assert "did you mean 'encoder.*'?" in capsys.readouterr().err
+    assert main(["validate", "ds_configs/quickstart.yaml", "training.freeze=encoder.*"]) == 0
+
+
+def test_adapters_stand_where_peft_puts_them() -> None:
+    """Names, shapes and order are those of the model; the names in a folder are those that peft itself saves under."""
+    config = run({"r": 4, "lora_dropout": 0.0})
+    lora = config.model.lora
+    assert lora is not None
+    model = Qwen3ForSeq2SeqLM(SIZES)
+    choose_trained(model, config)
+    named = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
+    shapes = model_shapes(SIZES, lora)
+    assert [(name, tuple(parameter.shape)) for name, parameter in named.items()] == list(shapes.items())
+    trained = trained_shapes(config, SIZES)
+    assert {name for name, parameter in named.items() if parameter.requires_grad} == trained.keys()
+    assert all(map(is_adapter, trained))
+    products = [module for name, module in model.named_modules() if name.endswith(".default") and "dropout" not in name]
+    assert {type(module) for module in products} == {Linear}
+    plain = Qwen3ForSeq2SeqLM(SIZES)
+    inject_adapter_in_model(PeftConfig(r=4, target_modules=list(lora.target_modules)), plain)
+    assert {f"base_model.model.{name}" for name in get_peft_model_state_dict(plain)} == peft_names(shapes).keys()
+
+
+def test_adapters_begin_like_pefts_and_change_nothing() -> None:
+    lora = run({"r": 4}).model.lora
+    assert lora is not None
+    base = random_weights(SIZES, seed=1)
+    source, other = (with_new_adapters(base, lora, SIZES, seed) for seed in (1, 2))
+    for name, shape in model_shapes(SIZES, lora).items():
+        found = source(name)
+        assert torch.equal(found[1:3], source(name, slice(1, 3)))
+        if name.endswith("lora_A.weight"):
+            bound = 1 / math.sqrt(shape[1])  # the bound of torch.nn.Linear's own
+            assert 0.8 * bound < found.abs().max() <= bound
+            assert not torch.equal(found, other(name))
+        elif name.endswith("lora_B.weight"):
+            assert not found.any()
+        else:
+            assert torch.equal(found, base(name))
+    together = merged_weights(base, source, lora)
+    assert all(torch.equal(together(name), base(name)) for name in parameter_shapes(SIZES))
+
+
+def test_numbers_are_told() -> None:
+    assert told(10_092_544, 1_046_609_920) == "trainable parameters: 10,092,544 of 1,046,609,920 (0.96 %)"
