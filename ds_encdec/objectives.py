@@ -35,7 +35,8 @@ class Objective:
     `data` that no other objective reads; `read_fields`: of them, those that decide the token ids of a document.
     `held_out`: the shares of the documents that are for validation and for test, which `split_fields` decide; with
     `split_advice` there are some for validation. `expected_ratio`: encoder tokens per decoder token that are assumed
-    before data is looked at. `described`: rows of the model card. `tag`: that of the card.
+    before data is looked at. For the model card `described`: rows, `tag`: a tag, `taught_by`: words, `prompt`: an input
+    to show, `prompt_is`: what that means.
     """
 
     maker: str
@@ -47,6 +48,9 @@ class Objective:
     expected_ratio: Callable[[Any], float]
     described: Callable[[Any], dict[str, str]]
     tag: str
+    taught_by: str
+    prompt: Callable[[Any], str]
+    prompt_is: str
     takes_records: bool = False
     read_fields: tuple[str, ...] = ()
 
@@ -87,6 +91,10 @@ OBJECTIVES = {
         expected_ratio=lambda data: expected_ratio(data.ul2_task_weights),
         described=_described_mixture,
         tag="ul2",
+        taught_by="pre-training on UL2's mixture of denoisers",
+        prompt=lambda _: "The capital of France is <extra_id_0>.",
+        prompt_is="`<extra_id_0>`, `<extra_id_1>`, … in the input mark gaps; the output repeats each with the text "
+        "that fills it. An input without them is a prefix, and the output continues it.",
     ),
     "sft": Objective(
         maker="ds_encdec.data.sft:PairMaker",
@@ -104,6 +112,10 @@ OBJECTIVES = {
         expected_ratio=lambda data: data.max_encoder_length / data.max_decoder_length,
         described=_described_templates,
         tag="sft",
+        taught_by="supervised fine-tuning",
+        prompt=lambda data: data.input_template,
+        prompt_is="The input is the template of the training data: put a value in the place of each name in braces. "
+        "Conversations went through the tokenizer's chat template instead.",
         takes_records=True,
         read_fields=_RENDERED,
     ),
