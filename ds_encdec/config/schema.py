@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from glob import iglob
 from pathlib import Path
 
@@ -74,6 +74,7 @@ def load_config(
     *,
     hostfile: Path | None = None,
     looks_here: bool = False,
+    further: Callable[[FullConfig], Iterable[Conflict]] = lambda config: (),
 ) -> FullConfig:
     """The validated configuration of a run.
 
@@ -81,7 +82,7 @@ def load_config(
     (`section.field=value`, `--section.field=value` or `--section.field`, `value`), which replace the
     file's. `deepspeed_config`: a raw DeepSpeed JSON; it replaces `infra.deepspeed_config` where that is
     not set. What the JSON and the other two both set must agree. `hostfile`: hosts that a run of it must be able to
-    start on. `looks_here`: what it names must be on this machine.
+    start on. `looks_here`: what it names must be on this machine. `further`: finds what only higher rooms know.
 
     The result stands on its own: `infra.deepspeed_config` is None, because everything the JSON says has gone
     into the fields that stand for it, the rest into `infra.deepspeed_extra`.
@@ -102,6 +103,8 @@ def load_config(
         _check_hostfile(hostfile, config, problems)
     if values is not None and looks_here:
         problems.extend(mention_all(settings, conflict) for conflict in _find_absent(config))
+    if values is not None:
+        problems.extend(mention_all(settings, conflict) for conflict in further(config))
     raise_if_any(problems)
     return config
 
