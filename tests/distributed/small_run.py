@@ -71,6 +71,7 @@ def run_config(**overrides: Any) -> FullConfig:
 
 
 LORA: dict[str, Any] = {"lora": {"r": 4, "lora_dropout": 0.0}}
+NF4: dict[str, Any] = {"lora": LORA["lora"] | {"quantize": "nf4"}}
 FREEZE: dict[str, Any] = {"freeze": ("encoder.*", "shared.weight", "*.mlp.*")}
 """Runs that train adapters, and the decoder's attention and norms, alone."""
 
