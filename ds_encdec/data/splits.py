@@ -54,8 +54,8 @@ def split_examples(
     """
     data, seed = config.data, config.training.seed
     commits = resolve_commits(data) if commits is None else commits
-    sources = own_split(data, split, seed, vocabulary, commits) or open_sources(data, seed, vocabulary, 1, commits)
     maker = load(OBJECTIVES[data.objective].maker).from_config(data, seed, tokenizer, vocabulary).of_evaluation()
+    sources = own_split(data, split, seed, maker, commits) or open_sources(data, seed, maker, 1, commits)
     rows = split_rows(sources, split)
     examples = (
         (document.key if made.number == 0 else f"{document.key}#{made.number}", made.example)

@@ -23,8 +23,9 @@ def is_ours(folder: Path) -> bool:
     for name, what in (("manifest.json", "a checkpoint"), ("adapter_config.json", "an adapter without its model")):
         if (folder / name).exists():
             raise CheckpointError(f"--model: {folder} is {what}; make it a model with ds-encdec export CHECKPOINT OUT")
-    if not folder.is_dir():
-        raise CheckpointError(f"--model: there is no folder {folder}")
+    if not (folder / "config.json").is_file():
+        what = "has no config.json: it is no model folder" if folder.is_dir() else "does not exist"
+        raise CheckpointError(f"--model: {folder} {what}")
     try:
         stored, _ = PretrainedConfig.get_config_dict(folder)
     except (OSError, ValueError) as error:

@@ -32,6 +32,7 @@ from ds_encdec.launch.memory_errors import in_one_line, is_out_of_memory
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
 from ds_encdec.launch.world import discover
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.objectives import OBJECTIVES
 from ds_encdec.tokenizer.load import load_tokenizer
 from ds_encdec.tokenizer.sentinels import Vocabulary, add_sentinels
 from ds_encdec.types import ConfigError, OutOfMemoryError
@@ -117,8 +118,16 @@ def run_config(model: Path) -> Path:
 
 
 def _tokenizer(model: Path, config: FullConfig) -> tuple[PreTrainedTokenizerFast, Vocabulary]:
-    """The model's own tokenizer, with the special tokens that it was trained with. Raises CheckpointError."""
+    """The model's own tokenizer, with the special tokens that it was trained with.
+
+    Raises CheckpointError, and ConfigError for another model's where examples have sentinels.
+    """
     if not is_ours(model):
+        if not OBJECTIVES[config.data.objective].takes_records:
+            raise ConfigError(
+                f"--model: {model} is no model of ds_encdec, and data.objective={config.data.objective} is for those "
+                "only: set data.objective=sft and its templates"
+            )
         tokenizer = open_tokenizer(model)
         return tokenizer, add_sentinels(tokenizer, 0, mode_tokens=False)
     known = Qwen3Seq2SeqConfig.from_pretrained(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from tiny_export import WORDS, export_tiny
+from transformers import T5Config, T5ForConditionalGeneration
 
 from ds_encdec.cli import main
 from ds_encdec.launch.world import free_port
@@ -136,20 +138,44 @@ def test_ranks_share_the_batches_and_leave_the_files_of_one(
     assert capfd.readouterr().out.count("20 examples of test") == 1
 
 
+def test_another_encoder_decoder_that_transformers_knows(model: Path, data: list[str], tmp_path: Path) -> None:
+    ids = {"vocab_size": 66, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+    torch.manual_seed(0)
+    t5 = T5ForConditionalGeneration(T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, **ids)).eval()
+    t5.save_pretrained(tmp_path / "t5")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model / name, tmp_path / "t5")
+    assert judge(tmp_path / "t5", tmp_path / "out", *data, "--max-samples", "1", "--num-beams", "2") == 0
+    loss = json.loads((tmp_path / "out" / "metrics.json").read_text())["figures"]["loss"]
+    (line,) = map(json.loads, (tmp_path / "out" / "predictions.jsonl").read_text().splitlines())
+    tokenizer = pretrained_tokenizer(str(model), field="")
+    given, wanted = (torch.tensor([tokenizer.encode(line[side])]) for side in ("input", "reference"))
+    assert loss == pytest.approx(t5(given, labels=torch.cat([wanted, torch.tensor([[1]])], 1)).loss.item(), rel=1e-5)
+    said = t5.generate(given, max_new_tokens=6, num_beams=2, do_sample=False)[0].tolist()
+    assert line["prediction"] == tokenizer.decode([token for token in said if token > 1])
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "problem"),
     [
         (["--out", "MODEL/inside"], 2, "is inside the model's folder"),
         (["--metrics", "bertscore"], 2, "name its folder in --bertscore-model"),
         (["--top-p", "0.9"], 2, "give a temperature above 0"),
-        (["--model", "nowhere"], 5, "--model: there is no folder nowhere"),
+        (["--model", "nowhere"], 5, "--model: nowhere does not exist"),
+        (
+            ["--model", "BART", "--config=ds_configs/quickstart.yaml", "data.test_files=null"],
+            2,
+            "is no model of ds_encdec, and data.objective=ul2",
+        ),
     ],
 )
 def test_what_cannot_be_judged_is_refused(
     model: Path, data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int,
     problem: str
 ) -> None:  # fmt: skip
-    arguments = [argument.replace("MODEL", str(model)) for argument in arguments]
+    (tmp_path / "bart").mkdir()
+    (tmp_path / "bart" / "config.json").write_text('{"model_type": "bart", "is_encoder_decoder": true}')
+    arguments = [text.replace("MODEL", str(model)).replace("BART", str(tmp_path / "bart")) for text in arguments]
     assert judge(model, tmp_path / "out", *data, *arguments) == code
     assert problem in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
