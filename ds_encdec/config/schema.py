@@ -171,6 +171,10 @@ def _find_absent(config: FullConfig) -> Iterator[Conflict]:
                 yield Conflict((field,), f"no file matches {pattern} (looked from {os.getcwd()})")
     if model.lora is not None and importlib.util.find_spec("peft") is None:
         yield Conflict(("model.lora",), "this needs peft, which is not installed: pip install 'ds_encdec[lora]'")
+    quantizes = model.lora is not None and model.lora.quantize != "none"
+    if quantizes and importlib.util.find_spec("bitsandbytes") is None:
+        message = "this needs bitsandbytes, which is not installed: pip install 'ds_encdec[qlora]'"
+        yield Conflict(("model.lora.quantize",), message)
     if data.converter is not None:
         try:
             load_converter(data.converter)

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from ds_encdec.tokenizer.sentinels import Vocabulary
 
 
-_FILES_FIELDS = {"validation": "data.eval_files", "test": "data.test_files"}
-
 PREPARED_LANES = 8
 """Lanes for which a source is opened when it is prepared, whatever a run has: streams have units by them."""
 
@@ -164,7 +162,9 @@ def own_split(
     entry = data.own_split(split)
     if entry is None:
         return ()
-    source, is_test = _open(entry, split, data, seed, maker, 1, commits), split == "test"
+    is_test = split == "test"
+    field = "data.test_files" if is_test else "data.eval_files"
+    source = _open(entry, split, data, seed, maker, 1, commits, field)
     return (OpenSource(source, 1.0, 0.0 if is_test else 1.0, 0, 1.0),)
 
 
@@ -195,6 +195,7 @@ def _open(
     maker: ExampleMaker,
     num_lanes: int,
     commits: Mapping[str, str],
+    files_field: str = "data.data_files",
 ) -> AnySource:
     """The source that `named` names; `name`: that of its folder where it is prepared."""
     if data.prepared_dir is not None:
@@ -215,9 +216,7 @@ def _open(
         "vocabulary": maker.vocabulary,
         "num_lanes": num_lanes,
         "streaming": data.streaming,
-        "files": expand_files(entry.data_files or (), _FILES_FIELDS.get(name, "data.data_files"))
-        if kind.reads_files
-        else (),
+        "files": expand_files(entry.data_files or (), files_field) if kind.reads_files else (),
     }
     source: AnySource = load(kind.reader)(**{name: offered[name] for name in kind.needs})
     return source
