@@ -187,8 +187,13 @@ def flat(batches: list[Any]) -> list[Any]:
     return [(b.documents, b.encoder_ids.tolist(), b.labels.tolist(), b.denoiser_ids.tolist()) for b in batches]
 
 
-@pytest.fixture(params=["skip", "truncate", "chat"])
+@pytest.fixture(params=["skip", "truncate", "chat", "mixture"])
 def config(request: pytest.FixtureRequest, tmp_path: Path) -> FullConfig:
+    if request.param == "mixture":
+        lines = {"weight": 2, "dataset_name": "json", "data_files": write(tmp_path / "a.jsonl", ROWS)}
+        alone = {"dataset_name": FullConfig().data.dataset_name, "data_files": None}  # which a mixture replaces
+        mixture = [lines, {"weight": 1, **as_parquet(tmp_path)}]
+        return sft_config("", mixture=mixture, on_long_row="skip", max_decoder_length=40, **alone)
     if request.param != "chat":
         path = write(tmp_path / "a.jsonl", ROWS)
         return sft_config(path, on_long_row=request.param, max_decoder_length=40)
