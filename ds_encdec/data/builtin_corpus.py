@@ -161,7 +161,7 @@ def _read_signatures(library: Path, sources: Iterable[Path]) -> list[tuple[str, 
                         row = (f"builtin_task/{owner}.{member.name}", signature, _answer(member.args))
                         if len(signature) <= MOST_SIGNATURE_CHARACTERS:
                             rows.setdefault(signature, row)
-    return list(rows.values())
+    return list({row[0]: row for row in rows.values()}.values())  # a property has its name twice
 
 
 def _answer(arguments: ast.arguments) -> str:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from ds_encdec.config.schema import FullConfig, load_config
 from ds_encdec.data.build import TrainingData, build_data
+from ds_encdec.data.builtin_corpus import BuiltinTask
 from ds_encdec.data.inspect import inspect_data
 from ds_encdec.data.lane import Lane
 from ds_encdec.data.sft import PairMaker
@@ -353,3 +354,12 @@ def test_validate_looks_for_what_the_data_names(tmp_path: Path, monkeypatch: pyt
     assert "data.eval_files" in str(error.value)
     assert "no file matches nowhere*.json" in str(error.value)
     assert "my_rows:none cannot be imported" in str(error.value)
+
+
+def test_the_builtin_task_is_right_and_has_no_signature_twice() -> None:
+    task = BuiltinTask()
+    rows = {task.key(i): task.document(i).record or {} for i in range(len(task))}
+    assert rows["builtin_task/textwrap.TextWrapper.wrap"]["input"] == "def wrap(self, text)"
+    assert rows["builtin_task/textwrap.TextWrapper.wrap"]["output"] == "a method with 2 arguments"
+    assert rows["builtin_task/textwrap.wrap"]["output"] == "a function with 3 arguments"  # text, width, **kwargs
+    assert len(rows) == len({row["input"] for row in rows.values()}) == len(task) > 5000
