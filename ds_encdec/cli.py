@@ -13,7 +13,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from ds_encdec.types import ConfigError, DsEncDecError, Preempted
 
 if TYPE_CHECKING:
     from ds_encdec.config.schema import FullConfig
+    from ds_encdec.config.settings import Conflict
     from ds_encdec.phases import PlannedPhase
 
 Verb = Callable[[argparse.Namespace, Sequence[str]], int | None]
@@ -130,21 +131,27 @@ def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         path, overrides = None, [str(path), *overrides]
     path = path or options.config_option
     files = find_shipped(path), overrides, find_shipped(options.deepspeed_config)
-    config = load_config(*files, hostfile=find_shipped(options.hostfile), looks_here=not options.elsewhere)
-    _check_frozen(config)
+    hostfile, looks_here = find_shipped(options.hostfile), not options.elsewhere
+    load_config(*files, hostfile=hostfile, looks_here=looks_here, further=_frozen_in_vain)
     print(f"{show(str(path))[1:-1] if path else 'the default configuration'}: no problems found")
 
 
-def _check_frozen(config: FullConfig) -> None:
-    """Raise ConfigError for patterns of `training.freeze` that match nothing in a model whose sizes are known here."""
+def _frozen_in_vain(config: FullConfig) -> Iterator[Conflict]:
+    """Yield what is wrong with the patterns of `training.freeze` for a model whose sizes are known here."""
+    from ds_encdec.config.settings import Conflict
     from ds_encdec.memory.job import run_sizes
     from ds_encdec.model.trained import trained_shapes
 
+    if not config.training.freeze:
+        return
     try:
         sizes = run_sizes(config)
-    except ConfigError:  # it is not here: a run will find it, and then look
+    except (ConfigError, RuntimeError):  # it is not here: a run will find it, and then look
         return
-    trained_shapes(config, sizes)
+    try:
+        trained_shapes(config, sizes)
+    except ConfigError as error:
+        yield Conflict(("training.freeze",), str(error).removeprefix("training.freeze: "))
 
 
 def _schema(options: argparse.Namespace, _: Sequence[str]) -> None:
@@ -277,9 +284,11 @@ def _convert(options: argparse.Namespace, overrides: Sequence[str]) -> None:
 
 def _verify(options: argparse.Namespace, _: Sequence[str]) -> None:
     from ds_encdec.checkpoint.folder import verify_checkpoints
+    from ds_encdec.data.prepared import INDEX, verified_shards
 
-    for checkpoint in verify_checkpoints(options.path):
-        print(checkpoint, flush=True)
+    is_prepared = any(options.path.glob(f"*/{INDEX}"))
+    for whole in verified_shards(options.path) if is_prepared else verify_checkpoints(options.path):
+        print(whole, flush=True)
 
 
 def _report(options: argparse.Namespace, _: Sequence[str]) -> None:
@@ -466,7 +475,7 @@ ARGUMENTS: dict[str, Arguments | Callable[[argparse.ArgumentParser], None]] = {
         "out": _value("checkpoint folder to write; must not exist", Path),
         "--to": _value("format of the tensors", choices=list(STATE_FORMATS), required=True),
     },
-    "verify": {"path": _value("a checkpoint or a run, e.g. output", Path)},
+    "verify": {"path": _value("a checkpoint, a run (e.g. output), or prepared data", Path)},
     "sanity-check": {
         **_FILES,
         "--model": _value("a model folder, instead of the configuration's", Path, metavar="DIR"),
@@ -538,7 +547,11 @@ VERBS: dict[str, tuple[Verb, bool, str]] = {
     "export": (_export, False, "write a checkpoint as a Hugging Face model folder"),
     "average": (_average, False, "write the mean of a run's last checkpoints as a Hugging Face model folder"),
     "convert": (_convert, True, "write a checkpoint in the files of a certain engine"),
-    "verify": (_verify, False, "compare every file of a checkpoint, or of all in a run, with its SHA-256"),
+    "verify": (
+        _verify,
+        False,
+        "compare every file of a checkpoint, a run or prepared data with its SHA-256",
+    ),
     "sanity-check": (_sanity_check, True, "look at model, data and engine before a long run"),
     "report": (_report, False, "write one page with pictures about a run, or a pipeline of phases"),
     "push-to-hub": (_push_to_hub, False, "upload an exported folder to the Hugging Face hub (token: HF_TOKEN)"),

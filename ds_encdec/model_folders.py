@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers import TextStreamer
 
-from ds_encdec.checkpoint.export import export_hf, untrained_model_card
+from ds_encdec.checkpoint.export import export_hf
+from ds_encdec.checkpoint.model_card import untrained_model_card
 from ds_encdec.config.model_folder import MODEL_FILES, TOKENIZER_FILES, model_folder
 from ds_encdec.config.schema import ModelConfig
 from ds_encdec.evaluate.generation import GenerationSettings, generate_batch, text_of

@@ -32,10 +32,11 @@ class Objective:
 
     `maker`: the dotted name of what makes them: a class with `from_config` that is a `data.examples.ExampleMaker`.
     `takes_records`: of whole rows, not of a text. `tasks`: the names of its kinds of examples. `own_fields`: those of
-    `data` that no other objective reads. `held_out`: the shares of the documents that are for validation and for test,
-    which `split_fields` decide; with `split_advice` there are some for validation. `expected_ratio`: encoder tokens per
-    decoder token that are assumed before data is looked at. `described`: rows of the model card. `tag`: that of the
-    card.
+    `data` that no other objective reads; `read_fields`: of them, those that decide the token ids of a document.
+    `held_out`: the shares of the documents that are for validation and for test, which `split_fields` decide; with
+    `split_advice` there are some for validation. `expected_ratio`: encoder tokens per decoder token that are assumed
+    before data is looked at. For the model card `described`: rows, `tag`: a tag, `taught_by`: words, `prompt`: an input
+    to show, `prompt_is`: what that means.
     """
 
     maker: str
@@ -47,7 +48,11 @@ class Objective:
     expected_ratio: Callable[[Any], float]
     described: Callable[[Any], dict[str, str]]
     tag: str
+    taught_by: str
+    prompt: Callable[[Any], str]
+    prompt_is: str
     takes_records: bool = False
+    read_fields: tuple[str, ...] = ()
 
 
 def _described_mixture(data: Any) -> dict[str, str]:
@@ -65,6 +70,16 @@ def _described_templates(data: Any) -> dict[str, str]:
     return {"Objective": "supervised fine-tuning (`data.objective: sft`)", **templates}
 
 
+_RENDERED = (
+    "input_template",
+    "output_template",
+    "field_mapping",
+    "converter",
+    "messages_column",
+    "tools_column",
+    "chat_targets",
+)
+
 OBJECTIVES = {
     "ul2": Objective(
         maker="ds_encdec.data.chunks:ChunkMaker",
@@ -76,19 +91,17 @@ OBJECTIVES = {
         expected_ratio=lambda data: expected_ratio(data.ul2_task_weights),
         described=_described_mixture,
         tag="ul2",
+        taught_by="pre-training on UL2's mixture of denoisers",
+        prompt=lambda _: "The capital of France is <extra_id_0>.",
+        prompt_is="`<extra_id_0>`, `<extra_id_1>`, … in the input mark gaps; the output repeats each with the text "
+        "that fills it. An input without them is a prefix, and the output continues it.",
     ),
     "sft": Objective(
         maker="ds_encdec.data.sft:PairMaker",
         tasks={"SFT": None},
         own_fields=(
             "objective",
-            "input_template",
-            "output_template",
-            "field_mapping",
-            "converter",
-            "messages_column",
-            "tools_column",
-            "chat_targets",
+            *_RENDERED,
             "on_long_row",
             "train_split_ratio",
             "val_test_split_ratio",
@@ -99,7 +112,12 @@ OBJECTIVES = {
         expected_ratio=lambda data: data.max_encoder_length / data.max_decoder_length,
         described=_described_templates,
         tag="sft",
+        taught_by="supervised fine-tuning",
+        prompt=lambda data: data.input_template,
+        prompt_is="The input is the template of the training data: put a value in the place of each name in braces. "
+        "Conversations went through the tokenizer's chat template instead.",
         takes_records=True,
+        read_fields=_RENDERED,
     ),
 }
 """The rows by the value of `data.objective`."""

@@ -33,12 +33,13 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     if options.out is not None:
         overrides.append(f"data.prepared_dir={json.dumps(str(options.out))}")
     config = load_config(find_shipped(path), overrides)
-    # torch: once the configuration is sound
-    from ds_encdec.data.build import prepare_data
-    from ds_encdec.resume import run_tokenizer
-
+    if config.data.prepared_dir is None:
+        raise ConfigError("data.prepared_dir: name the folder to prepare the data in, or give --out DIR")
     logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
     try:
+        from ds_encdec.data.build import prepare_data  # torch: once the configuration is sound
+        from ds_encdec.resume import run_tokenizer
+
         for line in prepare_data(config, *run_tokenizer(config), num_proc):
             print(line, flush=True)
     except KeyboardInterrupt:

@@ -241,11 +241,11 @@ def _model_settings(config: FullConfig) -> dict[str, Any]:
     section = config.model
     sizes = section.architecture.model_dump() if section.architecture else {}
     return {
+        "model.lora": section.lora and section.lora.model_dump(exclude={"lora_dropout"}),
+        "training.freeze": config.training.freeze,
         _MODEL_NAME: section.model_name_or_path,
         _TOKENIZER_NAME: section.tokenizer_name_or_path or section.model_name_or_path,
         "model.num_sentinel_tokens": section.num_sentinel_tokens,
         "data.use_mode_tokens": config.data.use_mode_tokens,
-        "model.lora": section.lora and section.lora.model_dump(exclude={"lora_dropout"}),
-        "training.freeze": config.training.freeze,
         **{f"model.architecture.{name}": value for name, value in sizes.items()},
     }

@@ -78,16 +78,15 @@ class Preempted(DsEncDecError, exit_code=75):
 class Document:
     """One text or record of a source. `key` names it uniquely and stably within the data set.
 
-    `token_ids`: int32 [n], in the place of a text from a source that has token ids from the start. `record`: a whole
-    row, where the objective asks for it. `pairs`: inputs and outputs as ids, of a source that has them from the start.
-    These are no part of the `repr`, by whose digest checkpoints know the built-in corpus.
+    `token_ids`: from a source that has token ids from the start, what a `data.examples.ExampleMaker` would read; of a
+    text it is an int32 array [n]. `record`: a whole row, where the objective asks for it. Neither is a part of the
+    `repr`, by whose digest checkpoints know the built-in corpus.
     """
 
     key: str
     text: str
-    token_ids: np.ndarray | None = dataclasses.field(default=None, repr=False)
+    token_ids: Any = dataclasses.field(default=None, repr=False)
     record: Mapping[str, Any] | None = dataclasses.field(default=None, repr=False)
-    pairs: tuple[tuple[np.ndarray, np.ndarray], ...] | None = dataclasses.field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

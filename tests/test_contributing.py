@@ -78,8 +78,8 @@ def test_its_variables_are_checked_like_any_others(change: Mapping[str, str], me
 
 
 FIELD = '''
-    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the targets' probability that is spread over the vocabulary."""
+    stochastic_depth: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the layers that a step leaves out."""
 '''
 
 
@@ -107,31 +107,28 @@ def python(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_field_is_validated(with_field: Path) -> None:
-    refused = python(with_field, "-m", "ds_encdec.cli", "validate", "training.label_smoothing=1")
+    refused = python(with_field, "-m", "ds_encdec.cli", "validate", "training.stochastic_depth=1")
     assert refused.returncode == 2
-    assert "training.label_smoothing" in refused.stderr + refused.stdout
-    guessed = python(with_field, "-m", "ds_encdec.cli", "validate", "training.label_smothing=0.1")
+    assert "training.stochastic_depth" in refused.stderr + refused.stdout
+    guessed = python(with_field, "-m", "ds_encdec.cli", "validate", "training.stochastic_dpth=0.1")
     assert "did you mean" in guessed.stderr + guessed.stdout
-    assert "label_smoothing" in guessed.stderr + guessed.stdout
+    assert "stochastic_depth" in guessed.stderr + guessed.stdout
 
 
 def test_a_field_is_saved_and_loaded_back(with_field: Path) -> None:
     show = ("-m", "ds_encdec.cli", "train", "--print-config", "infra.device=cpu")
-    printed = python(with_field, *show, "training.label_smoothing=0.25").stdout
-    assert re.search(r"^  label_smoothing: 0\.25$", printed, re.MULTILINE), printed
+    printed = python(with_field, *show, "training.stochastic_depth=0.25").stdout
+    assert re.search(r"^  stochastic_depth: 0\.25$", printed, re.MULTILINE), printed
     saved = with_field / "config.yaml"
     saved.write_text(printed)
     assert python(with_field, *show, "--config", str(saved)).stdout == printed
-    assert read_yaml(saved, []).values["training"]["label_smoothing"] == 0.25
+    assert read_yaml(saved, []).values["training"]["stochastic_depth"] == 0.25
 
 
 def test_a_field_is_documented(with_field: Path) -> None:
     assert python(with_field, "scripts/config_reference.py").returncode == 0
     reference = (with_field / "docs" / "configuration.md").read_text()
-    assert (
-        "| `label_smoothing` | number ≥ 0, < 1 | `0.0` | Share of the targets' probability that is spread over the "
-        "vocabulary. |"
-    ) in reference
+    assert "| `stochastic_depth` | number ≥ 0, < 1 | `0.0` | Share of the layers that a step leaves out. |" in reference
 
 
 def test_an_addition_takes_two_places_at_most_and_has_a_test() -> None:

@@ -18,19 +18,17 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub import ModelCard
 from torch import Tensor
 from transformers import GenerationConfig
 
 from ds_encdec.checkpoint.adapters import trained_weights
-from ds_encdec.checkpoint.card_header import card_header
 from ds_encdec.checkpoint.export_files import write_sentence_transformers, write_tokenizer
 from ds_encdec.checkpoint.folder import (
     Checkpoint,
@@ -41,6 +39,7 @@ from ds_encdec.checkpoint.folder import (
     written_whole,
 )
 from ds_encdec.checkpoint.manifest import MANIFEST, read_manifest, seal, verify_checkpoint
+from ds_encdec.checkpoint.model_card import model_card
 from ds_encdec.checkpoint.saved_state import open_saved_state
 from ds_encdec.config.schema import FullConfig, load_config, load_saved
 from ds_encdec.engine.select import create_engine, resolve_engine
@@ -51,12 +50,11 @@ from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.launch.world import discover
 from ds_encdec.model import attention, configuration, loss, modeling, precision
 from ds_encdec.model.configuration import Qwen3EncoderConfig, Qwen3Seq2SeqConfig
-from ds_encdec.model.parameter_count import count_parameters, parameter_shapes
+from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.model.source import architecture
 from ds_encdec.model.weights import write_safetensors_folder
-from ds_encdec.objectives import OBJECTIVES
 from ds_encdec.tokenizer.load import pretrained_tokenizer
-from ds_encdec.types import CheckpointError, ConfigError, TrainingState, WeightSource
+from ds_encdec.types import CheckpointError, ConfigError, WeightSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -65,8 +63,6 @@ logger = logging.getLogger(__name__)
 
 REMOTE_CODE = (configuration, precision, attention, loss, modeling)
 """The modules copied into the folder. They import each other relatively, and nothing else of ds_encdec."""
-
-_CARD_TEMPLATE = Path(__file__).with_name("model_card.md.j2")
 
 AUTO_MAP = {"AutoConfig": "configuration.Qwen3Seq2SeqConfig", "AutoModelForSeq2SeqLM": "modeling.Qwen3ForSeq2SeqLM"}
 ENCODER_AUTO_MAP = {"AutoConfig": "configuration.Qwen3EncoderConfig", "AutoModel": "modeling.Qwen3EncoderModel"}
@@ -190,70 +186,6 @@ def _export_trained(
         longest_text=run.data.max_encoder_length,
         **how,
     )
-
-
-def model_card(
-    config: FullConfig,
-    state: TrainingState,
-    weights: str,
-    *,
-    encoder_only: bool = False,
-    languages: Sequence[str] = (),
-) -> str:
-    """The card (Markdown with Hugging Face's YAML header) of a trained encoder-decoder, or of its encoder alone.
-
-    `weights`: where in the run they are from, in words. The encoder's shows the code that pools its states into
-    embeddings.
-    """
-    model, data, training = config.model, config.data, config.training
-    sources = data.mixture or [data]
-    names = [f"`{one.dataset_name}`" + (f" ({one.dataset_config})" if one.dataset_config else "") for one in sources]
-    shares = [f"{name} × {one.weight:g}" for name, one in zip(names, data.mixture or [], strict=False)]
-    best, objective = state.best_value, OBJECTIVES[data.objective]
-    rows = {
-        "Started from": f"`{model.model_name_or_path}`" if model.architecture is None else "random weights",
-        "Weights": weights,
-        **_trained(config),
-        "Optimizer steps": f"{state.global_step:,} of {training.num_train_steps:,}",
-        "Encoder tokens seen": f"{state.encoder_tokens_seen:,}",
-        "Target tokens seen": f"{state.target_tokens_seen:,}",
-        "Best on held-out examples (losses are nats per target token)": "not evaluated"
-        if best is None
-        else f"{state.best_by}, {best:.4f}",
-        "Data": ", ".join(shares or names),
-        **objective.described(data),
-        "Longest encoder and decoder sequence (tokens)": f"{data.max_encoder_length}, {data.max_decoder_length}",
-        "Peak learning rate, schedule": f"{training.learning_rate:g}, {training.lr_scheduler_type}",
-        "Weight decay, gradient clipping": f"{training.weight_decay:g}, {training.max_grad_norm:g}",
-        "Precision": "bfloat16" if training.bf16 else "float16" if training.fp16 else "float32",
-        "Seed": str(training.seed),
-    }
-    return _card(rows, config, objective=objective.tag, encoder_only=encoder_only, languages=languages)
-
-
-def _trained(config: FullConfig) -> dict[str, str]:
-    """A row of the card that says what was trained, where that was not everything."""
-    lora, frozen = config.model.lora, ", ".join(f"`{pattern}`" for pattern in config.training.freeze)
-    if lora is not None:
-        return {"Trained": f"LoRA adapters (r {lora.r}, alpha {lora.lora_alpha:g}), merged"}
-    return {"Frozen": frozen} if frozen else {}
-
-
-def untrained_model_card(description: str, config: Qwen3Seq2SeqConfig) -> str:
-    """The card of a model that was initialised and not trained yet. `description`: where its weights come from."""
-    return _card({"Weights": description, "Parameters": f"{count_parameters(config):,}", "Training": "none yet"})
-
-
-def _card(
-    rows: Mapping[str, str],
-    config: FullConfig | None = None,
-    *,
-    objective: str = "ul2",
-    encoder_only: bool = False,
-    languages: Sequence[str] = (),
-) -> str:
-    header = card_header(config, objective=objective, encoder_only=encoder_only, languages=languages)
-    return str(ModelCard.from_template(header, template_path=str(_CARD_TEMPLATE), rows=rows, encoder=encoder_only))
 
 
 def average_last_checkpoints(run: RunFolder, *, last: int) -> None:

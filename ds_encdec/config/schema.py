@@ -10,12 +10,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from glob import iglob
 from pathlib import Path
 
 from pydantic import ValidationError, ValidationInfo, model_validator
 
+from ds_encdec.config.converters import load_converter
 from ds_encdec.config.deepspeed_json import merge_deepspeed_json, read_deepspeed_json
 from ds_encdec.config.model_folder import is_hub_name
 from ds_encdec.config.monitor_sections import MonitorConfig, PhaseOverrides, PhasesConfig  # noqa: F401
@@ -73,6 +74,7 @@ def load_config(
     *,
     hostfile: Path | None = None,
     looks_here: bool = False,
+    further: Callable[[FullConfig], Iterable[Conflict]] = lambda config: (),
 ) -> FullConfig:
     """The validated configuration of a run.
 
@@ -80,7 +82,7 @@ def load_config(
     (`section.field=value`, `--section.field=value` or `--section.field`, `value`), which replace the
     file's. `deepspeed_config`: a raw DeepSpeed JSON; it replaces `infra.deepspeed_config` where that is
     not set. What the JSON and the other two both set must agree. `hostfile`: hosts that a run of it must be able to
-    start on. `looks_here`: what it names must be on this machine.
+    start on. `looks_here`: what it names must be on this machine. `further`: finds what only higher rooms know.
 
     The result stands on its own: `infra.deepspeed_config` is None, because everything the JSON says has gone
     into the fields that stand for it, the rest into `infra.deepspeed_extra`.
@@ -101,6 +103,8 @@ def load_config(
         _check_hostfile(hostfile, config, problems)
     if values is not None and looks_here:
         problems.extend(mention_all(settings, conflict) for conflict in _find_absent(config))
+    if values is not None:
+        problems.extend(mention_all(settings, conflict) for conflict in further(config))
     raise_if_any(problems)
     return config
 
@@ -155,13 +159,27 @@ def _find_absent(config: FullConfig) -> Iterator[Conflict]:
         os.path.join(os.path.expanduser(data.prepared_dir), "source-0", "index.json")
     ):
         yield Conflict(("data.prepared_dir",), "nothing is prepared there: run `ds-encdec prepare` first")
-    for number, source in enumerate([] if data.prepared_dir is not None else data.mixture or [data]):
-        field = f"data.mixture.{number}.data_files" if data.mixture else "data.data_files"
-        for pattern in (source.data_files or ()) if source.dataset_name in LOCAL_FORMATS else ():
+    named_files = {
+        f"data.mixture.{number}.data_files" if data.mixture else "data.data_files": source.data_files
+        for number, source in enumerate([] if data.prepared_dir is not None else data.mixture or [data])
+        if source.dataset_name in LOCAL_FORMATS
+    }
+    named_files |= {"data.eval_files": data.eval_files, "data.test_files": data.test_files}
+    for field, patterns in named_files.items():
+        for pattern in patterns or ():
             if not any(os.path.isfile(path) for path in iglob(os.path.expanduser(pattern), recursive=True)):
                 yield Conflict((field,), f"no file matches {pattern} (looked from {os.getcwd()})")
     if model.lora is not None and importlib.util.find_spec("peft") is None:
         yield Conflict(("model.lora",), "this needs peft, which is not installed: pip install 'ds_encdec[lora]'")
+    quantizes = model.lora is not None and model.lora.quantize != "none"
+    if quantizes and importlib.util.find_spec("bitsandbytes") is None:
+        message = "this needs bitsandbytes, which is not installed: pip install 'ds_encdec[qlora]'"
+        yield Conflict(("model.lora.quantize",), message)
+    if data.converter is not None:
+        try:
+            load_converter(data.converter)
+        except ConfigError as error:
+            yield Conflict(("data.converter",), str(error))
     named, tokenizer = "model.model_name_or_path", model.tokenizer_name_or_path or model.model_name_or_path
     is_logged = config.training.report_to and os.path.isabs(infra.logging_dir)
     for field, wrong in (

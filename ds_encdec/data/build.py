@@ -11,23 +11,33 @@ from typing import TYPE_CHECKING, Any
 from ds_encdec.config.schema import DataConfig, FullConfig, MixtureSource
 from ds_encdec.data.budgets import token_budgets
 from ds_encdec.data.evaluation import evaluation_examples, pack_examples
+from ds_encdec.data.examples import ExampleMaker
 from ds_encdec.data.fingerprint import fingerprint, in_todays_form, numbered, require_same, source_facts
 from ds_encdec.data.inspect import require_one_step, sample_statistics
 from ds_encdec.data.lane import LanePipeline
 from ds_encdec.data.loader import LaneLoader
 from ds_encdec.data.local_files import expand_files
 from ds_encdec.data.prepare import locked, prepare_source
-from ds_encdec.data.prepared import made_from, prepared_sources, source_folder
-from ds_encdec.data.sources import AnySource, OpenSource, hub_name, opened, source_entries
+from ds_encdec.data.prepared import made_from, open_prepared, prepared_folder
+from ds_encdec.data.sources import (
+    AnySource,
+    OpenSource,
+    held_out_below,
+    hub_name,
+    named_sources,
+    source_entries,
+    source_name,
+)
 from ds_encdec.data.tables import resolve_commits
 from ds_encdec.engines import load
 from ds_encdec.objectives import OBJECTIVES
 from ds_encdec.source_kinds import HUB, LOCAL_SOURCES
-from ds_encdec.types import Batch, ConfigError, DataError, Example
+from ds_encdec.types import Batch, DataError, Example
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+    from ds_encdec.data.examples import ExampleMaker
     from ds_encdec.tokenizer.sentinels import Vocabulary
 
 
@@ -87,13 +97,10 @@ def build_data(
     data, training = config.data, config.training
     if commits is None:
         commits = resolve_commits(data, saved["dataset_commits"] if saved else None)
-    objective, own = OBJECTIVES[data.objective], own_split(data, "validation", training.seed, vocabulary, commits)
+    objective = OBJECTIVES[data.objective]
     maker = load(objective.maker).from_config(data, training.seed, tokenizer, vocabulary)
-    sources = (
-        open_sources(data, training.seed, vocabulary, num_lanes, commits)
-        if data.prepared_dir is None
-        else prepared_sources(data, training.seed, maker)
-    )
+    own = own_split(data, "validation", training.seed, maker, commits)
+    sources = open_sources(data, training.seed, maker, num_lanes, commits)
     bad_row_limit = data.max_bad_rows if data.on_bad_row == "skip" else 0
     if saved is None:
         found = sample_statistics(sources, maker, bad_row_limit)
@@ -133,35 +140,66 @@ def build_data(
 
 
 def open_sources(
-    data: DataConfig, seed: int, vocabulary: Vocabulary, num_lanes: int, commits: Mapping[str, str]
+    data: DataConfig, seed: int, maker: ExampleMaker, num_lanes: int, commits: Mapping[str, str]
 ) -> tuple[OpenSource, ...]:
     """Open what `data` names, data sets of the hub at `commits` (see `resolve_commits`). Raises DataError."""
-    return tuple(
-        opened(open_source(data, entry, seed, vocabulary, num_lanes, commits), data, number)
-        for number, entry in enumerate(source_entries(data))
+    opened = []
+    shares = OBJECTIVES[data.objective].held_out(data)
+    validation, test = (
+        0.0 if data.own_split(split) else share for split, share in zip(("validation", "test"), shares, strict=True)
     )
+    for number, entry in enumerate(source_entries(data)):
+        source = _open(entry, source_name(number), data, seed, maker, num_lanes, commits)
+        below = held_out_below(source, validation)
+        opened.append(OpenSource(source, entry.weight, below, number, below + test if test else 0.0))
+    return tuple(opened)
 
 
 def own_split(
-    data: DataConfig, split: str, seed: int, vocabulary: Vocabulary, commits: Mapping[str, str]
+    data: DataConfig, split: str, seed: int, maker: ExampleMaker, commits: Mapping[str, str]
 ) -> tuple[OpenSource, ...]:
     """The source of a split that has one of its own, all of whose rows are in it; else none. Raises DataError."""
     entry = data.own_split(split)
     if entry is None:
         return ()
-    source, is_test = open_source(data, entry, seed, vocabulary, 1, commits), split == "test"
+    is_test = split == "test"
+    field = "data.test_files" if is_test else "data.eval_files"
+    source = _open(entry, split, data, seed, maker, 1, commits, field)
     return (OpenSource(source, 1.0, 0.0 if is_test else 1.0, 0, 1.0),)
 
 
-def open_source(
-    data: DataConfig,
+def prepare_data(
+    config: FullConfig, tokenizer: PreTrainedTokenizerFast, vocabulary: Vocabulary, num_proc: int
+) -> Iterator[str]:
+    """Prepare all that `config` names in `data.prepared_dir`, by `num_proc` processes; say of each what is there now.
+
+    Raises ConfigError where the folder cannot be written, OutputLockedError, DataError.
+    """
+    data, seed = config.data, config.training.seed
+    maker = load(OBJECTIVES[data.objective].maker).from_config(data, seed, tokenizer, vocabulary)
+    unprepared = data.model_copy(update={"prepared_dir": None})
+    bad_row_limit = data.max_bad_rows if data.on_bad_row == "skip" else 0
+    with locked(prepared_folder(data)):
+        commits = resolve_commits(unprepared)
+        for name, entry in named_sources(data).items():
+            source = _open(entry, name, unprepared, seed, maker, PREPARED_LANES, commits)
+            facts = made_from(data, entry, maker, seed)
+            yield prepare_source(source, facts, maker, prepared_folder(data) / name, bad_row_limit, num_proc)
+
+
+def _open(
     named: MixtureSource,
+    name: str,
+    data: DataConfig,
     seed: int,
-    vocabulary: Vocabulary,
+    maker: ExampleMaker,
     num_lanes: int,
     commits: Mapping[str, str],
+    files_field: str = "data.data_files",
 ) -> AnySource:
-    """Open one of the sources of `data` where its documents come from. Raises DataError."""
+    """The source that `named` names; `name`: that of its folder where it is prepared."""
+    if data.prepared_dir is not None:
+        return open_prepared(data, name, named, maker, seed)
     entry = named.model_copy(update={"dataset_revision": commits.get(hub_name(named), named.dataset_revision)})
     kind = LOCAL_SOURCES.get(entry.dataset_name, HUB)
     if kind.reads_files and not entry.data_files:
@@ -175,30 +213,10 @@ def open_source(
         "text_column": None if takes_records else entry.text_column,
         "takes_records": takes_records,
         "seed": seed,
-        "vocabulary": vocabulary,
+        "vocabulary": maker.vocabulary,
         "num_lanes": num_lanes,
         "streaming": data.streaming,
-        "files": expand_files(entry.data_files or ()) if kind.reads_files else (),
+        "files": expand_files(entry.data_files or (), files_field) if kind.reads_files else (),
     }
     source: AnySource = load(kind.reader)(**{name: offered[name] for name in kind.needs})
     return source
-
-
-def prepare_data(
-    config: FullConfig, tokenizer: PreTrainedTokenizerFast, vocabulary: Vocabulary, num_proc: int
-) -> Iterator[str]:
-    """Prepare all sources into `data.prepared_dir`, by `num_proc` processes; yield what is in each folder, in words.
-
-    Raises ConfigError where none is named, OutputLockedError, DataError.
-    """
-    data, seed = config.data, config.training.seed
-    if data.prepared_dir is None:
-        raise ConfigError("data.prepared_dir: name the folder to prepare the data in, or give --out DIR")
-    maker = load(OBJECTIVES[data.objective].maker).from_config(data, seed, tokenizer, vocabulary)
-    bad_row_limit = data.max_bad_rows if data.on_bad_row == "skip" else 0
-    with locked(Path(data.prepared_dir).expanduser().absolute()) as folder:
-        commits = resolve_commits(data.model_copy(update={"prepared_dir": None}))
-        for number, entry in enumerate(source_entries(data)):
-            source = open_source(data, entry, seed, vocabulary, PREPARED_LANES, commits)
-            facts = made_from(data, entry, maker, seed)
-            yield prepare_source(source, facts, maker, source_folder(folder, number), bad_row_limit, num_proc)

@@ -15,7 +15,7 @@ import numpy as np
 from ds_encdec.data.budgets import Budgets
 from ds_encdec.data.examples import ExampleMaker, read_documents
 from ds_encdec.data.lane import Lane, LanePipeline
-from ds_encdec.data.sources import OpenSource, StreamSource, all_rows
+from ds_encdec.data.sources import BadRow, OpenSource, StreamSource, all_rows
 from ds_encdec.types import DataError, Example
 
 if TYPE_CHECKING:
@@ -61,6 +61,10 @@ def sample_statistics(sources: Sequence[OpenSource], maker: ExampleMaker, bad_ro
         tokens += math.inf if there == math.inf else there * sum(map(maker.size, trained)) / max(1, len(trained))
     usable = [ids for ids in all_read if maker.size(ids)]
     if not usable:
+        rows = (row for opened in sources for row in islice(all_rows(opened.source, "sample"), 1))
+        first = next((row if isinstance(row, BadRow) else maker.read(row) for row in rows), None)
+        if isinstance(first, BadRow):
+            raise DataError(f"the data set is empty: no row that was looked at can be used. {first.problem}")
         raise DataError(
             f"the data set is empty: none of {len(all_read)} documents looked at has text to train on. Check "
             "data.data_files and data.text_column"

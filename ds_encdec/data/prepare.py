@@ -100,7 +100,7 @@ def prepare_source(
         parts = max(1, min(size if is_stream else size // PART_ROWS, MOST_PARTS))
         edges = [number * size // parts for number in range(parts + 1)]
         index = {"made_from": facts, "identity": json.loads(json.dumps(source.identity)), "is_stream": is_stream}
-        index |= {"parts": edges, "pieces_in_example": 0}
+        index |= {"parts": edges}
         write_atomically(folder / INDEX, json.dumps(index | {"shards": None}))
     require_made_from(folder, index["made_from"], facts)
     require_made_from(folder, index["identity"], json.loads(json.dumps(source.identity)))

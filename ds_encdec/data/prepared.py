@@ -2,7 +2,8 @@
 
 PREPARED_DIR/                 `data.prepared_dir`
   .lock                       held by who prepares it
-  source-0/                   a folder for each source: `data`'s own, or those of `data.mixture` in their order
+  source-0/                   a folder for each source: `data`'s own, or those of `data.mixture` in their order;
+                              `validation` and `test` where these splits have sources of their own
     index.json                what it is made from, how the work is divided; when it is finished, its shards
     0003-00001.arrow          shard 1 of the fourth part: keys, token ids, and the problems of bad rows
     0003-00001.json           its rows, tokens and digests: written behind it, so what has one is whole
@@ -16,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
@@ -29,10 +30,11 @@ from ds_encdec.config.plain_files import MAX_RECORD_BYTES, read_plain
 from ds_encdec.config.schema import DataConfig, Source
 from ds_encdec.data.examples import ExampleMaker
 from ds_encdec.data.fingerprint import digest
-from ds_encdec.data.local_files import expand_files, file_digest, file_digests, short_names
-from ds_encdec.data.sources import BadRow, OpenSource, Row, opened, source_entries
+from ds_encdec.data.local_files import expand_files, file_digest, file_digests, local_errors, short_names
+from ds_encdec.data.sources import BadRow, Row
 from ds_encdec.data.text_tokenizer import SAMPLE
 from ds_encdec.launch.disk import write_atomically
+from ds_encdec.objectives import OBJECTIVES
 from ds_encdec.source_kinds import HUB, LOCAL_SOURCES
 from ds_encdec.types import DataError, Document
 
@@ -88,7 +90,7 @@ class PreparedSource:
                     "this configuration, which makes it anew"
                 )
         self._first = [0, *accumulate(shard.rows for shard in self._shards)]
-        self._pieces_in_example: int = index["pieces_in_example"]
+        self._makes_pairs = OBJECTIVES[facts["data.objective"]].takes_records
         self._columns: dict[int, Columns] = {}
         self.identity: dict[str, Any] = dict(index["identity"])
         if index["is_stream"]:
@@ -113,14 +115,9 @@ class PreparedSource:
             return BadRow(key, problem)
         edges = columns.pieces[columns.rows[row] : columns.rows[row + 1] + 1]
         pieces = [columns.ids[start:stop] for start, stop in pairwise(edges)]
-        return Document(key, "", joined(pieces, self._pieces_in_example))
-
-    def lengths(self) -> np.ndarray:
-        """Tokens of each document, without reading one; int64 [documents]."""
-        each = [self._open(number) for number in range(len(self._shards))]
-        return np.concatenate(
-            [np.zeros(0, np.int64), *(np.diff(one.pieces[one.rows]).astype(np.int64) for one in each)]
-        )
+        if self._makes_pairs:
+            return Document(key, "", tuple(zip(pieces[::2], pieces[1::2], strict=True)))
+        return Document(key, "", pieces[0])
 
     def _locate(self, index: int) -> tuple[Columns, int]:
         number = int(np.searchsorted(self._first, index, side="right")) - 1
@@ -132,38 +129,38 @@ class PreparedSource:
         return self._columns[number]
 
 
-def source_folder(prepared_dir: str | Path, number: int) -> Path:
-    """The folder of source `number`."""
-    return Path(prepared_dir).expanduser().absolute() / f"source-{number}"
+def prepared_folder(data: DataConfig) -> Path:
+    """`data.prepared_dir`, which is given."""
+    return Path(str(data.prepared_dir)).expanduser().absolute()
 
 
 def made_from(data: DataConfig, entry: Source, maker: ExampleMaker, seed: int) -> dict[str, Any]:
     """The facts that decide a source's rows and token ids: JSON-able, by the names of fields where they are some."""
-    facts = {f"data.{name}": getattr(entry, name) for name in Source.model_fields}
+    objective, vocabulary = OBJECTIVES[data.objective], maker.vocabulary
+    facts: dict[str, Any] = {"data.objective": data.objective}
+    facts |= {f"data.{name}": getattr(entry, name) for name in Source.model_fields}
+    facts |= {f"data.{name}": getattr(data, name) for name in objective.read_fields}
     if "seed" in LOCAL_SOURCES.get(entry.dataset_name, HUB).needs:
         facts["training.seed"] = seed
-    facts["data.objective"] = data.objective
     facts["tokenizer"] = digest([maker.tokenize(Document("", text)).tolist() for text in SAMPLE])
+    if objective.takes_records:  # templates may hold special tokens
+        facts["special tokens"] = digest([vocabulary.sentinel_ids, vocabulary.eos_id, vocabulary.mode_token_ids])
     return json.loads(json.dumps(facts | maker.facts()))
 
 
-def prepared_sources(data: DataConfig, seed: int, maker: ExampleMaker) -> tuple[OpenSource, ...]:
-    """The sources that `data` names, from `data.prepared_dir`.
+def open_prepared(data: DataConfig, name: str, entry: Source, maker: ExampleMaker, seed: int) -> PreparedSource:
+    """The source `name`, which `entry` names, from `data.prepared_dir`.
 
-    Raises DataError where a source is not finished, was made from something else, or has other local files by now.
+    Raises DataError where it is not finished, was made from something else, or has other local files by now.
     """
-    sources = []
-    for number, entry in enumerate(source_entries(data)):
-        folder = source_folder(str(data.prepared_dir), number)
-        source = PreparedSource(folder, made_from(data, entry, maker, seed))
-        if entry.dataset_name in LOCAL_SOURCES and entry.data_files:
-            files: Sequence[str] = ()
-            with suppress(DataError):  # they need not be on this machine any more
-                files = expand_files(entry.data_files)
-            if files:
-                require_made_from(folder, source.identity["files"], file_digests(files, short_names(files)))
-        sources.append(opened(source, data, number))
-    return tuple(sources)
+    folder = prepared_folder(data) / name
+    source = PreparedSource(folder, made_from(data, entry, maker, seed))
+    files: Sequence[str] = ()
+    with suppress(DataError):  # they need not be on this machine any more
+        files = expand_files(entry.data_files or ()) if entry.dataset_name in LOCAL_SOURCES else ()
+    if files:
+        require_made_from(folder, source.identity["files"], file_digests(files, short_names(files)))
+    return source
 
 
 def require_made_from(folder: Path, there: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -195,6 +192,17 @@ def is_whole(folder: Path, shard: Shard) -> bool:
         return False
 
 
+def verified_shards(prepared_dir: Path) -> Iterator[str]:
+    """Compare all shards with their SHA-256; yield each folder, in words. Raises DataError for one that differs."""
+    for folder in sorted(path.parent for path in prepared_dir.glob(f"*/{INDEX}")):
+        shards = [_shard(facts) for facts in (read_index(folder) or {})["shards"] or ()]
+        for shard in shards:
+            with local_errors(str(folder / shard.file)), open(folder / shard.file, "rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
+                    raise DataError(f"{file.name} is damaged: delete it, and run `ds-encdec prepare` again")
+        yield f"{folder}: {len(shards)} shards" if shards else f"{folder}: not finished"
+
+
 def finished_shards(folder: Path, part: int) -> list[Shard]:
     """The shards of a part from its first on, as far as they are whole."""
     found: list[Shard] = []
@@ -213,7 +221,7 @@ def write_shard(folder: Path, name: str, rows: Sequence[tuple[str, Any | BadRow]
     """Write rows, each a key and what a maker has read, as the shard `name`. Raises OSError."""
     import pyarrow as pa
 
-    pieces = [[] if isinstance(ids, BadRow) else split(ids) for _, ids in rows]
+    pieces = [[] if isinstance(ids, BadRow) else _pieces(ids) for _, ids in rows]
     problems = [ids.problem if isinstance(ids, BadRow) else None for _, ids in rows]
     flat = [piece for row in pieces for piece in row]
     ids = pa.ListArray.from_arrays(_edges(map(len, flat)), np.concatenate([np.zeros(0, np.int32), *flat]))
@@ -263,16 +271,9 @@ def read_shard(path: Path) -> Columns:
     )
 
 
-def split(ids: Any) -> list[np.ndarray]:
-    """The arrays in what a maker reads: one array, or a list of tuples of arrays."""
-    return [ids] if isinstance(ids, np.ndarray) else [piece for example in ids for piece in example]
-
-
-def joined(pieces: list[np.ndarray], in_example: int) -> Any:
-    """The inverse of `split`. `in_example`: arrays of each tuple; 0: a single array."""
-    if not in_example:
-        return pieces[0]
-    return [tuple(pieces[start : start + in_example]) for start in range(0, len(pieces), in_example)]
+def _pieces(ids: Any) -> list[np.ndarray]:
+    """The arrays in what a maker reads: the ids of a text, or pairs of them."""
+    return [ids] if isinstance(ids, np.ndarray) else [side for pair in ids for side in pair]
 
 
 def _edges(lengths: Iterable[int]) -> np.ndarray:

@@ -47,6 +47,16 @@ _PLAIN = (str, int, float, decimal.Decimal, datetime.date, datetime.time)
 
 _TASK = "SFT"
 
+_TEXT_FIELDS = (
+    "input_template",
+    "output_template",
+    "field_mapping",
+    "converter",
+    "messages_column",
+    "tools_column",
+    "chat_targets",
+)
+
 
 class _UnusableError(ValueError):
     """No example can be made of a record; the message says why."""
@@ -105,20 +115,20 @@ class PairMaker:
             load_converter(data.converter)
         return cls(TextTokenizer(backend), vocabulary, data, specials, ChatTemplate.of(tokenizer))
 
-    def read(self, document: Document) -> tuple[Pair, ...] | BadRow:
+    def read(self, document: Document) -> Sequence[Pair] | BadRow:
         """The pairs of a record, in order; a bad row where one cannot be made."""
-        if document.pairs is not None:
-            return document.pairs
-        if document.record is None:
-            return ()
+        if document.token_ids is not None or document.record is None:
+            return document.token_ids or ()
         try:
             texts = [pair for record in self._converted(document.record) for pair in self._texts(record)]
         except _UnusableError as error:
             return BadRow(document.key, f"{document.key}: {error}")
         eos = self.vocabulary.eos_id
         pairs = [(self._encode(given), self._encode(wanted)) for given, wanted in texts]
-        return tuple((given, wanted if len(wanted) and wanted[-1] == eos else np.append(wanted, np.int32(eos)))
-                     for given, wanted in pairs)  # fmt: skip
+        return [
+            (given, wanted if len(wanted) and wanted[-1] == eos else np.append(wanted, np.int32(eos)))
+            for given, wanted in pairs
+        ]
 
     def size(self, ids: Sequence[Pair]) -> int:
         """Tokens of both sides."""
@@ -159,8 +169,8 @@ class PairMaker:
             yield _TASK, len(given) > 0 and len(target) > 1 and target[-1] == self.vocabulary.eos_id
 
     def facts(self) -> dict[str, Any]:
-        """The chat template, and the file of the converter, by digests."""
-        found: dict[str, Any] = {}
+        """The fields that decide the texts; the chat template, and the file of the converter, by digests."""
+        found = {f"data.{name}": getattr(self.data, name) for name in _TEXT_FIELDS}
         if self.chat is not None:
             found["chat template"] = hashlib.sha256(repr(self.chat.templates).encode()).hexdigest()[:12]
         if self.data.converter is not None:

@@ -18,7 +18,6 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checka
 
 from ds_encdec.config.schema import DataConfig, MixtureSource, Source
 from ds_encdec.data.randomness import Permutation, keyed_generator, unit_hash
-from ds_encdec.objectives import OBJECTIVES
 from ds_encdec.types import DataError, Document
 
 SMALL_SOURCE_DOCUMENTS = 1024
@@ -106,26 +105,20 @@ class OpenSource:
         return self.source.num_units if isinstance(self.source, StreamSource) else len(self.source)
 
 
-def opened(source: AnySource, data: DataConfig, number: int) -> OpenSource:
-    """Source `number` of `data`, with its weight and its shares of held-out documents."""
-    shares = OBJECTIVES[data.objective].held_out(data)
-    validation, test = (
-        0.0 if data.own_split(split) else share for split, share in zip(("validation", "test"), shares, strict=True)
-    )
-    below = held_out_below(source, validation)
-    weight = source_entries(data)[number].weight
-    return OpenSource(source, weight, below, number, below + test if test else 0.0)
-
-
 def source_entries(data: DataConfig) -> Sequence[MixtureSource]:
     """The sources that `data` names: those of `data.mixture`, else the only one."""
     return data.mixture or (MixtureSource(weight=1.0, **{name: getattr(data, name) for name in Source.model_fields}),)
 
 
-def named_sources(data: DataConfig) -> Sequence[MixtureSource]:
-    """All sources that `data` names, those of its own validation and test splits too."""
-    own = [entry for split in ("validation", "test") if (entry := data.own_split(split))]
-    return [*source_entries(data), *own]
+def named_sources(data: DataConfig) -> dict[str, MixtureSource]:
+    """All sources that `data` names, those of its own validation and test splits too, by names for their folders."""
+    trained = {source_name(number): entry for number, entry in enumerate(source_entries(data))}
+    return trained | {split: entry for split in ("validation", "test") if (entry := data.own_split(split))}
+
+
+def source_name(number: int) -> str:
+    """The name of the source with this place in `source_entries`."""
+    return f"source-{number}"
 
 
 def hub_name(entry: MixtureSource) -> str:

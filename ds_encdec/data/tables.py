@@ -247,11 +247,11 @@ def resolve_commits(data: DataConfig, saved: Mapping[str, str] | None = None) ->
     """The commit (a sha) that each hub data set of `data` stands at, by `hub_name`; those in `saved` stay.
 
     One small request for each new one. A data set that the hub does not show (no network, no such name) is
-    left out: opening it looks into the local cache, and says what is wrong.
+    left out: opening it looks into the local cache, and says what is wrong. None of prepared data, which needs none.
     """
     commits = {
         hub_name(entry): (saved or {}).get(hub_name(entry)) or _ask_hub(entry.dataset_name, entry.dataset_revision)
-        for entry in named_sources(data)
+        for entry in ({} if data.prepared_dir else named_sources(data)).values()
         if entry.dataset_name not in LOCAL_SOURCES and not os.path.exists(entry.dataset_name)
     }
     return {name: commit for name, commit in commits.items() if commit}

@@ -162,5 +162,5 @@ def test_random_bases_are_known_by_their_seed(checkpoint: Path) -> None:
     first, again, other = (base_record(section, base_model(section, config(), seed)) for seed in (1, 1, 2))
     assert first == again
     assert first["sha256"] != other["sha256"]
-    with pytest.raises(CheckpointError, match="the weights in model.architecture are others"):
+    with pytest.raises(CheckpointError, match=r"the weights in model\.architecture are others"):
         opened_base(checkpoint, section, "--base")

@@ -20,10 +20,9 @@ from transformers import AutoTokenizer
 from ds_encdec.checkpoint.export import (
     export_checkpoint,
     export_hf,
-    model_card,
-    untrained_model_card,
 )
 from ds_encdec.checkpoint.export_files import write_tokenizer
+from ds_encdec.checkpoint.model_card import model_card, untrained_model_card
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.evaluate.generation import GenerationSettings
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
@@ -310,6 +309,17 @@ def test_a_card_says_what_the_card_of_a_local_base_says(tmp_path: Path) -> None:
         assert header["language"] == expected
         assert (header["license"], header["license_name"]) == ("other", "ours")
         assert header["base_model"] == "Qwen/Qwen3-0.6B"
+
+
+def test_the_card_of_a_fine_tuned_model_shows_its_template() -> None:
+    data = {"objective": "sft", "dataset_name": "a/b", "eval_dataset_name": "c/d", "input_template": 'Say "{it}":\n'}
+    card = model_card(FullConfig.model_validate({"data": data}), TrainingState(global_step=1), "x")
+    header = yaml.safe_load(card.split("---\n")[1])
+    assert header["datasets"] == ["a/b", "c/d"]
+    assert header["tags"] == ["encoder-decoder", "sft", "qwen3"]
+    assert 'inputs = tokenizer("Say \\"{it}\\":\\n", return_tensors="pt")' in card
+    assert "supervised fine-tuning" in card
+    assert "denois" not in card
 
 
 def test_the_untrained_card_says_so() -> None:

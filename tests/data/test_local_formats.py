@@ -20,7 +20,7 @@ import datasets
 import numpy as np
 import pyarrow
 import pytest
-from data_parts import texts, write_json_lines
+from data_parts import byte_maker, texts, write_json_lines
 
 from ds_encdec.config.schema import DataConfig, MixtureSource
 from ds_encdec.data import local_files
@@ -39,7 +39,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def opened(name: str, path: Path) -> Any:
     config = DataConfig(dataset_name=name, data_files=str(path))
-    return open_sources(config, 0, None, 1, {})[0].source  # type: ignore[arg-type]  # `random` asks for a vocabulary
+    return open_sources(config, 0, byte_maker(config), 1, {})[0].source
 
 
 def all_texts(source: Any) -> list[str]:

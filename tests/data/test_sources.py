@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_parts import byte_tokenizer, make_config, texts, write_json_lines, write_parquet
+from data_parts import byte_maker, byte_tokenizer, make_config, texts, write_json_lines, write_parquet
 
 from ds_encdec.config.schema import DataConfig, MixtureSource
 from ds_encdec.data import builtin_corpus
@@ -153,13 +153,12 @@ def test_parquet_errors(tmp_path: Path) -> None:
 
 
 def test_missing_files_name_the_pattern(tmp_path: Path) -> None:
-    _, vocabulary = byte_tokenizer()
     there = write_json_lines(tmp_path / "a.jsonl", ["x"])
     data = DataConfig(dataset_name="json", data_files=(there, str(tmp_path / "no*.jsonl")))
     with pytest.raises(DataError, match=r"data.data_files: no file matches .*/no\*\.jsonl \(looked from"):
-        open_sources(data, 0, vocabulary, 1, {})
+        open_sources(data, 0, byte_maker(data), 1, {})
     with pytest.raises(DataError, match=r"dataset_name=text reads local files: name them in data\.data_files"):
-        open_sources(DataConfig(dataset_name="text"), 0, vocabulary, 1, {})
+        open_sources(DataConfig(dataset_name="text"), 0, byte_maker(data), 1, {})
 
 
 def test_a_folder_keeps_its_order_when_it_moves(tmp_path: Path) -> None:
@@ -263,7 +262,6 @@ def test_workers_do_not_import_torch() -> None:
 
 
 def test_mixtures_open_every_source(tmp_path: Path) -> None:
-    _, vocabulary = byte_tokenizer()
     path = write_json_lines(tmp_path / "a.jsonl", texts(20))
     config = make_config(
         mixture=[
@@ -271,5 +269,5 @@ def test_mixtures_open_every_source(tmp_path: Path) -> None:
             {"weight": 1, "dataset_name": "random"},
         ]
     )
-    opened = open_sources(config.data, 0, vocabulary, 2, {})
+    opened = open_sources(config.data, 0, byte_maker(config.data), 2, {})
     assert [(one.weight, type(one.source)) for one in opened] == [(3, JsonLines), (1, RandomIds)]

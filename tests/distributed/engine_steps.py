@@ -12,7 +12,7 @@ from small_run import ACCUMULATION, lane_batches
 
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.protocol import Engine, Veto
-from ds_encdec.engine.sharded_engine import whole_copy
+from ds_encdec.engine.sharded_engine import compute_dtype, whole_copy
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.types import LossSum
@@ -62,7 +62,7 @@ def train_step(
 def copied_weights(engine: Any, config: FullConfig, model_config: Qwen3Seq2SeqConfig) -> dict[str, torch.Tensor]:
     """The weights of a plain copy of the engine's model, for which no random number is drawn."""
     drawn = torch.get_rng_state()
-    copy = whole_copy(engine, config, model_config, HostCollectives())
+    copy = whole_copy(engine, model_config, compute_dtype(config.training), HostCollectives())
     assert torch.equal(torch.get_rng_state(), drawn)
     assert copy.lm_head.weight is copy.shared.weight
     return {name: parameter.detach().clone() for name, parameter in copy.named_parameters()}

@@ -85,11 +85,20 @@ def train_runs(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def train_run(
-    engine: str, output_dir: str, steps: int, resume: str | None = None, stop_after: int | None = None
+    engine: str,
+    output_dir: str,
+    steps: int,
+    resume: str | None = None,
+    stop_after: int | None = None,
+    changes: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Train to the end, `steps`, or for `stop_after` and a checkpoint. On every rank: losses and samples by step."""
+    """Train to the end, `steps`, or for `stop_after` and a checkpoint. On every rank: losses and samples by step.
+
+    `changes`: other settings.
+    """
     world_size = dist.get_world_size()
     settings = RUN | ENGINES[engine] | {"infra.output_dir": output_dir, "training.num_train_steps": steps}
+    settings |= changes or {}
     if engine == "HSDP":
         settings["infra.hybrid_shard_size"] = max(1, world_size // 2)
     config = load_config(Path(QUICKSTART), [f"{name}={value}" for name, value in settings.items()])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor
 
 from ds_encdec.config.schema import FullConfig, InfraConfig
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.lora import merged_weights
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
+from ds_encdec.model.trained import is_adapter
 from ds_encdec.types import Batch
 
 ACCUMULATION = 4
@@ -70,7 +73,22 @@ def run_config(**overrides: Any) -> FullConfig:
     return FullConfig.model_validate({"model": {"lora": lora}, "training": training, "infra": infra})
 
 
+def generating_weights(saved: Mapping[str, Tensor], **overrides: Any) -> dict[str, Tensor]:
+    """What a model to generate with has for the `saved` weights: adapters merged, in the compute dtype."""
+    dtype, lora = torch.bfloat16 if overrides.get("bf16") else torch.float32, run_config(**overrides).model.lora
+    rounded = {name: weight.to(dtype) for name, weight in saved.items()}
+    if lora is None:
+        return rounded
+
+    def lookup(name: str, rows: slice = slice(None), /) -> Tensor:
+        return rounded[name][rows]
+
+    merged = merged_weights(lookup, lookup, lora)
+    return {name: merged(name).to(dtype) for name in rounded if not is_adapter(name)}
+
+
 LORA: dict[str, Any] = {"lora": {"r": 4, "lora_dropout": 0.0}}
+NF4: dict[str, Any] = {"lora": LORA["lora"] | {"quantize": "nf4"}}
 FREEZE: dict[str, Any] = {"freeze": ("encoder.*", "shared.weight", "*.mlp.*")}
 """Runs that train adapters, and the decoder's attention and norms, alone."""
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import Results
 from engine_plan import CHANGED_RESUMES, LOSSLESS, RESUMES, SKIPS, STAGING, SUMMED, UNREADABLE, UNTRAINED, WAITING
-from small_run import SHORT_ACCUMULATION, SHORT_MODEL, lane_batches, run_config, weights
+from small_run import SHORT_ACCUMULATION, SHORT_MODEL, generating_weights, lane_batches, run_config, weights
 from torch_oracle import TorchOracle
 
 from ds_encdec.checkpoint.zero_state import ZeroState
@@ -70,8 +70,7 @@ def test_a_copy_to_generate_with_has_the_weights_and_training_goes_on_as_it_woul
 ) -> None:
     """The run that is copied in its midst is the one that all others here are compared with, to the bit."""
     for rank in engine_results(2, f"resume {case}"):
-        dtype = torch.bfloat16 if RESUMES[case].get("bf16") else torch.float32
-        assert_identical(rank["copied"], {name: weight.to(dtype) for name, weight in rank["saved"].items()})
+        assert_identical(rank["copied"], generating_weights(rank["saved"], **RESUMES[case]))
 
 
 @pytest.mark.parametrize("case", CHANGED_RESUMES)

@@ -1,0 +1,140 @@
+"""The model card of an export: the facts of its run, and a header that the Hugging Face hub and its search read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
+
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.parameter_count import count_parameters
+from ds_encdec.objectives import OBJECTIVES
+from ds_encdec.types import TrainingState
+
+_TEMPLATE = Path(__file__).with_name("model_card.md.j2")
+
+_INHERITED = ("license", "license_name", "license_link", "language")
+"""Fields that a card takes over from that of the model it started from, where this machine has that."""
+
+
+def model_card(
+    config: FullConfig,
+    state: TrainingState,
+    weights: str,
+    *,
+    encoder_only: bool = False,
+    languages: Sequence[str] = (),
+) -> str:
+    """The card (Markdown with Hugging Face's YAML header) of a trained encoder-decoder, or of its encoder alone.
+
+    `weights`: where in the run they are from, in words. The encoder's shows the code that pools its states into
+    embeddings.
+    """
+    model, data, training = config.model, config.data, config.training
+    sources = data.mixture or [data]
+    names = [f"`{one.dataset_name}`" + (f" ({one.dataset_config})" if one.dataset_config else "") for one in sources]
+    shares = [f"{name} × {one.weight:g}" for name, one in zip(names, data.mixture or [], strict=False)]
+    best, objective = state.best_value, OBJECTIVES[data.objective]
+    rows = {
+        "Started from": f"`{model.model_name_or_path}`" if model.architecture is None else "random weights",
+        "Weights": weights,
+        **_trained(config),
+        "Optimizer steps": f"{state.global_step:,} of {training.num_train_steps:,}",
+        "Encoder tokens seen": f"{state.encoder_tokens_seen:,}",
+        "Target tokens seen": f"{state.target_tokens_seen:,}",
+        "Best on held-out examples (losses are nats per target token)": "not evaluated"
+        if best is None
+        else f"{state.best_by}, {best:.4f}",
+        "Data": ", ".join(shares or names),
+        **objective.described(data),
+        "Longest encoder and decoder sequence (tokens)": f"{data.max_encoder_length}, {data.max_decoder_length}",
+        "Peak learning rate, schedule": f"{training.learning_rate:g}, {training.lr_scheduler_type}",
+        "Weight decay, gradient clipping": f"{training.weight_decay:g}, {training.max_grad_norm:g}",
+        "Precision": "bfloat16" if training.bf16 else "float16" if training.fp16 else "float32",
+        "Seed": str(training.seed),
+    }
+    return _card(rows, config, encoder_only, languages)
+
+
+def _trained(config: FullConfig) -> dict[str, str]:
+    """A row of the card that says what was trained, where that was not everything."""
+    lora, frozen = config.model.lora, ", ".join(f"`{pattern}`" for pattern in config.training.freeze)
+    if lora is not None:
+        return {"Trained": f"LoRA adapters (r {lora.r}, alpha {lora.lora_alpha:g}), merged"}
+    return {"Frozen": frozen} if frozen else {}
+
+
+def untrained_model_card(description: str, config: Qwen3Seq2SeqConfig) -> str:
+    """The card of a model that was initialised and not trained yet. `description`: where its weights come from."""
+    rows = {"Weights": description, "Parameters": f"{count_parameters(config):,}", "Training": "none yet"}
+    return _card(rows, None)
+
+
+def _card(
+    rows: Mapping[str, str], config: FullConfig | None, encoder_only: bool = False, languages: Sequence[str] = ()
+) -> str:
+    objective = OBJECTIVES["ul2" if config is None else config.data.objective]
+    return str(
+        ModelCard.from_template(
+            _header(config, objective=objective.tag, encoder_only=encoder_only, languages=languages),
+            template_path=str(_TEMPLATE),
+            rows=rows,
+            encoder=encoder_only,
+            objective=objective,
+            prompt=json.dumps(objective.prompt(config and config.data), ensure_ascii=False),
+        )
+    )
+
+
+def _header(config: FullConfig | None, *, objective: str, encoder_only: bool, languages: Sequence[str]) -> Any:
+    """The header of a model that `config` trained, or (None) of one that was not trained.
+
+    It says nothing that is not known: names are those that can be on the hub, the language is `languages` (codes such
+    as `en`) or what the card of the model it started from says.
+
+    The whole model has no `pipeline_tag`: version 5 of transformers has no pipeline for encoder-decoders of text.
+    """
+    tags = ["sentence-transformers", "text-encoder", "embeddings"] if encoder_only else ["encoder-decoder"]
+    facts: dict[str, Any] = {} if config is None else _origin(config)
+    if languages:
+        facts["language"] = list(languages)
+    return ModelCardData(
+        library_name="sentence-transformers" if encoder_only else "transformers",
+        pipeline_tag="feature-extraction" if encoder_only else None,
+        tags=[*tags, objective, "qwen3"],
+        **facts,
+    )
+
+
+def _origin(config: FullConfig) -> dict[str, Any]:
+    """The model that `config` started from, what its card says of it, and the datasets of the run."""
+    name, data = config.model.model_name_or_path, config.data
+    named = [*(one.dataset_name for one in data.mixture or [data]), data.eval_dataset_name]
+    datasets = list(dict.fromkeys(hub_id for one in named if (hub_id := _hub_id(one))))
+    if config.model.architecture is not None:
+        return {"datasets": datasets or None}
+    card = _card_of(name)
+    base = _hub_id(name) or card.get("base_model")
+    inherited = {key: card.get(key) for key in _INHERITED}
+    if inherited["license"] is None and str(base).startswith("Qwen/Qwen3-"):
+        inherited["license"] = "apache-2.0"  # all of these have that one
+    return {"base_model": base, "datasets": datasets or None, **inherited}
+
+
+def _card_of(name: str | None) -> dict[str, Any]:
+    """The header of the card of a model in a folder or in the hub's cache; empty where there is none to read."""
+    path: Any = Path(name or "").expanduser() / "README.md"
+    if not path.is_file() and _hub_id(name):
+        path = try_to_load_from_cache(str(name), "README.md")
+    if not isinstance(path, (str, Path)) or not Path(path).is_file():
+        return {}
+    return ModelCard(Path(path).read_text(), ignore_metadata_errors=True).data.to_dict()
+
+
+def _hub_id(name: str | None) -> str | None:
+    """`name`, where it can be one of the hub: not the path of a folder, and not a kind of local files."""
+    return name if name and name.count("/") == 1 and not name.startswith((".", "/", "~")) else None

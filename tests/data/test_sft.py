@@ -1,0 +1,350 @@
+"""Fine-tuning data: what becomes of a record, of rows that nothing can be made of, of conversations; and the splits."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import sys
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from data_parts import byte_tokenizer, make_config
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_encdec.config.schema import FullConfig, load_config
+from ds_encdec.data.build import TrainingData, build_data
+from ds_encdec.data.inspect import inspect_data
+from ds_encdec.data.lane import Lane
+from ds_encdec.data.sft import PairMaker
+from ds_encdec.data.sources import BadRow
+from ds_encdec.data.splits import split_examples
+from ds_encdec.types import ConfigError, DataError, Document
+
+EOS = "<|im_end|>"
+TOKENIZER, VOCABULARY = copy.deepcopy(byte_tokenizer())
+TOKENIZER.chat_template = (
+    "{% if tools %}Tools: {{ tools | tojson }}\n{% endif %}"
+    "{% for message in messages %}# {{ message.role }}\n{{ message.content }}"
+    "{% if message.tool_calls %}<call>{{ message.tool_calls | tojson }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}# assistant\n{% endif %}"
+)
+ROWS = [
+    {"instruction": f"add {i}", "input": i, "output": "x" * (i % 30) + f" is {i}"} for i in range(120)
+]  # some outputs are above 40 tokens
+
+
+def write(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def sft_config(path: str, **fields: Any) -> FullConfig:
+    lengths = {"max_encoder_length": 96, "max_decoder_length": 64}
+    training = fields.pop("training", None)
+    return make_config(
+        training, **{"objective": "sft", "dataset_name": "json", "data_files": path, **lengths, **fields}
+    )
+
+
+def data_of(config: FullConfig, *, rank: int = 0, world_size: int = 1, num_lanes: int = 4) -> TrainingData:
+    return build_data(config, TOKENIZER, VOCABULARY, rank=rank, world_size=world_size, num_lanes=num_lanes)
+
+
+def maker_of(**fields: Any) -> PairMaker:
+    return PairMaker.from_config(sft_config("", **fields).data, 0, TOKENIZER, VOCABULARY)
+
+
+def texts_of(maker: PairMaker, record: dict[str, Any]) -> list[tuple[str, str]]:
+    pairs = maker.read(Document("row", "", record=record))
+    assert not isinstance(pairs, BadRow), pairs.problem
+    return [(TOKENIZER.decode(given), TOKENIZER.decode(wanted)) for given, wanted in pairs]
+
+
+fragments = st.lists(
+    st.sampled_from([EOS, "<|endoftext|>", "<extra_id_0>", "<|im_", "end|>", "é😀", " a\n", "{", "}}"])
+)
+
+
+@given(fragments.map("".join), fragments.map("".join))
+def test_ids_decode_to_the_rendered_texts_and_only_templates_make_special_ones(given_text: str, text: str) -> None:
+    maker = maker_of(input_template="<extra_id_3>{a}|{b}{{}}<|endoftext|>", output_template="{b}")
+    ((encoder_ids, decoder_ids),) = maker.read(Document("", "", record={"a": given_text, "b": text + "."}))  # type: ignore[misc]
+    assert TOKENIZER.decode(encoder_ids) == f"<extra_id_3>{given_text}|{text}.{{}}<|endoftext|>"
+    assert TOKENIZER.decode(decoder_ids) == f"{text}.{EOS}"
+    assert encoder_ids.dtype == decoder_ids.dtype == np.int32
+    assert [i for i in encoder_ids if i >= 256] == [VOCABULARY.sentinel_ids[3], VOCABULARY.pad_id]
+    assert [i for i in decoder_ids if i >= 256] == [VOCABULARY.eos_id]
+
+
+def test_a_field_may_have_another_column_be_nested_and_be_a_number() -> None:
+    mapping = {"q": "data.question", "a": "answers.1"}
+    maker = maker_of(input_template="{q}?", output_template="{a} {n}<|im_end|>", field_mapping=mapping)
+    record = {"data": {"question": "why"}, "answers": ["no", "yes"], "n": 1.5}
+    assert texts_of(maker, record) == [("why?", f"yes 1.5{EOS}")]  # one EOS, whoever writes it
+
+
+@pytest.mark.parametrize(
+    ("record", "problem"),
+    [
+        ({"instruction": "a", "input": "b"}, r"nothing in its field \{output\}.*; it has instruction, input"),
+        ({"instruction": "a", "input": None, "output": "c"}, r"nothing in its field \{input\}"),
+        ({"instruction": "a", "input": "b", "output": ["c"]}, "its field output is a list; needed is text or a number"),
+        ({"instruction": "a", "input": "b", "output": " \n"}, "its output is empty"),
+        ({"messages": []}, "no turn of the assistant"),
+        ({"messages": "no json"}, "its messages are no JSON"),
+        ({"messages": {"role": "user"}}, "its messages are a dict; needed is a list"),
+        ({"messages": [{"content": "hi"}]}, "no objects with a role each"),
+        ({"messages": [{"role": "assistant", "content": ""}]}, "its output is empty"),
+        ({"messages": [{"role": "assistant", "content": "a"}], "tools": 3}, "its tools are a int"),
+    ],
+)
+def test_a_row_of_which_nothing_can_be_made_is_bad_and_says_why(record: dict[str, Any], problem: str) -> None:
+    row = maker_of().read(Document("data.jsonl:7", "", record=record))
+    assert isinstance(row, BadRow)
+    assert re.match(rf"data\.jsonl:7: .*{problem}", row.problem)
+
+
+def test_bad_rows_stop_the_run_or_are_counted(tmp_path: Path) -> None:
+    rows = [row if i % 10 else {**row, "output": None} for i, row in enumerate(ROWS)]
+    path = write(tmp_path / "a.jsonl", rows)
+    with pytest.raises(DataError, match=r"a\.jsonl:\d+: there is nothing in its field \{output\}.*on_bad_row=skip"):
+        data_of(sft_config(path))
+    data = data_of(sft_config(path, on_bad_row="skip", train_split_ratio=1.0, training={"eval_samples": 0}))
+    while data.loader.epoch < 1:
+        next(data.loader)
+    assert data.loader.bad_rows[0] == 12
+    with pytest.raises(DataError, match=r"the data set is empty.*\{nothing\}"):
+        data_of(sft_config(path, on_bad_row="skip", input_template="{nothing}"))
+
+
+def converter_module(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "my_rows.py").write_text(
+        "def both(row):\n    return [{'instruction': 'i', 'input': row['n'], 'output': o} for o in row['os']]\n"
+        "def breaks(row):\n    return row['not there']\n"
+        "def text(row):\n    return 'text'\n"
+    )
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "my_rows", raising=False)
+
+
+def test_a_converter_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is imported from the working folder, in data workers too."""
+    converter_module(tmp_path, monkeypatch)
+    maker = maker_of(converter="my_rows:both", input_template="{input}", output_template="{output}")
+    assert texts_of(maker, {"n": 3, "os": ["a", "b"]}) == [("3", "a" + EOS), ("3", "b" + EOS)]
+    assert texts_of(maker, {"n": 3, "os": []}) == []
+    for name, problem in (("breaks", "raised KeyError: 'not there'"), ("text", "returned str; needed is a dict")):
+        row = maker_of(converter=f"my_rows:{name}").read(Document("k", "", record={}))
+        assert isinstance(row, BadRow)
+        assert f"k: data.converter=my_rows:{name} {problem}" in row.problem
+    for name, problem in (("my_rows:none", "AttributeError"), ("no_such:f", "ModuleNotFoundError")):
+        with pytest.raises(ConfigError, match=rf"data\.converter={name} cannot be imported.*{problem}"):
+            maker_of(converter=name)
+
+    path = write(tmp_path / "a.jsonl", [{"n": i, "os": [f"{i}a", f"{i}b"]} for i in range(60)])
+    config = sft_config(path, converter="my_rows:both", preprocessing_num_workers=1)
+    there, here = data_of(config), data_of(sft_config(path, converter="my_rows:both"))
+    try:
+        assert flat(next(there.loader)) == flat(next(here.loader))
+    finally:
+        there.loader.close()
+    assert there.fingerprint["converter"] == here.fingerprint["converter"]
+    (tmp_path / "my_rows.py").write_text((tmp_path / "my_rows.py").read_text() + "# changed\n")
+    assert data_of(config).fingerprint["converter"] != here.fingerprint["converter"]
+
+
+def test_a_conversation_goes_through_the_chat_template() -> None:
+    call = [{"function": {"name": "add", "arguments": {"a": 1}}}]
+    messages = [
+        {"role": "user", "content": f"one {EOS} two"},
+        {"role": "assistant", "content": "", "tool_calls": call},
+        {"role": "tool", "content": "3", "tool_calls": None},
+        {"role": "assistant", "content": "three\n"},
+    ]
+    record = {"messages": messages, "tools": json.dumps([{"type": "function"}])}
+    (last,) = texts_of(maker_of(), record)
+    start = f'Tools: [{{"type": "function"}}]\n# user\none {EOS} two{EOS}\n# assistant\n'
+    called = f"<call>{json.dumps(call)}"
+    assert last == (f"{start}{called}{EOS}\n# tool\n3{EOS}\n# assistant\n", f"three\n{EOS}")
+    assert texts_of(maker_of(chat_targets="every"), record) == [(start, called + EOS), last]
+
+    ((encoder_ids, _),) = maker_of().read(Document("", "", record=record))  # type: ignore[misc]
+    assert (encoder_ids == VOCABULARY.eos_id).sum() == 3  # those of the template, not the user's
+    bare, _ = byte_tokenizer()
+    row = PairMaker.from_config(sft_config("").data, 0, bare, VOCABULARY).read(Document("k", "", record=record))
+    assert isinstance(row, BadRow)
+    assert "the tokenizer has no chat template" in row.problem
+
+
+def flat(batches: list[Any]) -> list[Any]:
+    return [(b.documents, b.encoder_ids.tolist(), b.labels.tolist(), b.denoiser_ids.tolist()) for b in batches]
+
+
+@pytest.fixture(params=["skip", "truncate", "chat"])
+def config(request: pytest.FixtureRequest, tmp_path: Path) -> FullConfig:
+    if request.param != "chat":
+        path = write(tmp_path / "a.jsonl", ROWS)
+        return sft_config(path, on_long_row=request.param, max_decoder_length=40)
+    turns = [{"role": role, "content": f"{role} {i}"} for i in range(3) for role in ("user", "assistant")]
+    rows = [{"messages": [*turns[: 2 + 2 * (i % 3)]], "id": i} for i in range(120)]
+    path = write(tmp_path / "a.jsonl", rows)
+    return sft_config(path, chat_targets="every", on_long_row="skip", max_encoder_length=160)
+
+
+def test_resumes_exactly_at_any_cut_and_any_number_of_ranks_reads_the_same(config: FullConfig) -> None:
+    whole = data_of(config)
+    steps, records = [], [whole.loader.state()]
+    for _ in range(12):
+        steps.append(flat(next(whole.loader)))
+        records.append(whole.loader.state())
+    assert any(row.get("long_rows") for row in records[-1]) == (config.data.chat_targets == "last")
+    assert whole.pipeline.budgets.max_examples == 32
+    for cut in (1, 4, 9):
+        saved = json.loads(json.dumps(records[cut]))
+        for rank in range(2):
+            mine = data_of(config, rank=rank, world_size=2)
+            mine.loader.load_state(saved)
+            for step in steps[cut:]:
+                assert flat(next(mine.loader)) == step[rank::2]
+            assert mine.loader.state() == records[-1][rank::2]
+
+
+def test_long_rows_stop_the_run_are_left_out_or_cut_off_and_are_counted(tmp_path: Path) -> None:
+    path, kept = write(tmp_path / "a.jsonl", ROWS), {"train_split_ratio": 1.0, "training": {"eval_samples": 0}}
+    long = [f"a.jsonl:{i}" for i, row in enumerate(ROWS) if len(f"### Response:\n{row['output']}") + 1 > 40]
+    lane = Lane(data_of(sft_config(path, max_decoder_length=40, **kept)).pipeline, 0)
+
+    def read_on() -> None:
+        for _ in range(20):
+            next(lane)
+
+    problem = r"a\.jsonl:\d+: the input has \d+ tokens and the output \d+.*max_decoder_length=40"
+    with pytest.raises(DataError, match=problem):
+        read_on()
+    seen: dict[str, list[Any]] = {}
+    for word in ("skip", "truncate"):
+        data = data_of(sft_config(path, max_decoder_length=40, on_long_row=word, **kept))
+        while data.loader.epoch < 1:
+            for batch in next(data.loader):
+                seen.setdefault(word, []).extend(zip(batch.documents, batch.decoder_lengths, strict=True))
+        assert data.loader.long_rows[0] == len(long)
+    assert not {key for key, _ in seen["skip"]} & set(long)
+    assert {length for key, length in seen["truncate"] if key in long} == {40}
+
+
+def save_to_disk(path: Path) -> dict[str, Any]:
+    import datasets
+
+    datasets.Dataset.from_list(ROWS).save_to_disk(path / "saved")
+    return {"dataset_name": str(path / "saved"), "data_files": None}
+
+
+def as_csv(path: Path) -> dict[str, Any]:
+    (path / "a.csv").write_text(
+        "instruction,input,output\n" + "".join("{instruction},{input},{output}\n".format(**row) for row in ROWS)
+    )
+    return {"dataset_name": "csv", "data_files": str(path / "a.csv")}
+
+
+def as_parquet(path: Path) -> dict[str, Any]:
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path / "a.parquet", row_group_size=30)
+    return {"dataset_name": "parquet", "data_files": str(path / "a.parquet")}
+
+
+def streamed(path: Path) -> dict[str, Any]:
+    write(path / "a.jsonl", ROWS)
+    return {"dataset_name": str(path), "data_files": None, "streaming": True}
+
+
+@pytest.mark.parametrize("source", [save_to_disk, as_csv, as_parquet, streamed])
+def test_every_kind_of_source_gives_whole_rows(source: Callable[[Path], dict[str, Any]], tmp_path: Path) -> None:
+    config = sft_config("", **{**source(tmp_path), "training": {"eval_samples": 0}, "train_split_ratio": 1.0})
+    texts = {one.reference_text for one in split_examples(config, TOKENIZER, VOCABULARY, "train")}
+    assert texts == {f"### Response:\n{row['output']}" for row in ROWS}
+
+
+def test_splits_are_apart_and_own_files_take_their_place(tmp_path: Path) -> None:
+    path, own = write(tmp_path / "a.jsonl", ROWS), write(tmp_path / "own.jsonl", ROWS[:7])
+
+    def keys(config: FullConfig) -> dict[str, list[str]]:
+        splits: Any = ("train", "validation", "test")
+        return {split: [one.key for one in split_examples(config, TOKENIZER, VOCABULARY, split)] for split in splits}
+
+    config = sft_config(path, train_split_ratio=0.7)
+    found = keys(config)
+    assert sorted(chain(*found.values())) == sorted(f"a.jsonl:{i}" for i in range(120))
+    assert 60 < len(found["train"]) < 105
+    assert min(len(found["validation"]), len(found["test"])) > 5
+    data = data_of(config)
+    assert {key for _ in range(9) for batch in next(data.loader) for key in batch.documents} <= set(found["train"])
+    first = split_examples(config, TOKENIZER, VOCABULARY, "validation", 3)
+    assert [one.key for one in first] == found["validation"][:3] == [one.document for one in data.eval_examples()][:3]
+    assert first[0].input_text.startswith("### Instruction:\nadd ")
+
+    mine = keys(sft_config(path, eval_files=own, train_split_ratio=0.7))
+    assert mine["validation"] != found["validation"]
+    assert sorted(mine["validation"]) == [f"own.jsonl:{i}" for i in range(7)]
+    assert set(mine["train"]) > set(found["train"])
+    alone = keys(sft_config(path, eval_files=own, test_files=own))
+    assert (len(alone["train"]), len(alone["test"])) == (120, 7)
+    other = data_of(sft_config(path, eval_files=own))
+    assert {one.document for one in other.eval_examples()} == {f"own.jsonl:{i}" for i in range(7)}
+    assert set(other.fingerprint) - set(data.fingerprint) == {"evaluation sources"}
+    with pytest.raises(DataError, match=r"the split test is empty: .*val_test_split_ratio, data\.test_files"):
+        split_examples(sft_config(path, val_test_split_ratio=1.0), TOKENIZER, VOCABULARY, "test")
+
+
+def test_pre_training_evaluates_on_files_of_ones_own_too(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"text": f"{i} words of a text " * 9} for i in range(50)])
+    own = write(tmp_path / "b.jsonl", [{"text": f"other words {i}"} for i in range(4)])
+    data = data_of(make_config(dataset_name="json", data_files=path, eval_files=own, eval_fraction=0.5))
+    assert {one.document for one in data.eval_examples()} == {f"b.jsonl:{i}" for i in range(4)}
+    assert data.pipeline.sources[0].held_out == 0
+
+
+def test_inspection_shows_the_pairs(tmp_path: Path) -> None:
+    data = data_of(sft_config(write(tmp_path / "a.jsonl", ROWS)))
+    report = json.loads(inspect_data(data.pipeline, TOKENIZER, num_examples=5, as_json=True))
+    assert report["statistics"]["denoisers"] == {"SFT": report["statistics"]["examples"]}
+    assert "SFT · a.jsonl:" in inspect_data(data.pipeline, TOKENIZER, num_examples=1, as_json=False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"input_template": "{a"}, "is no template"),
+        ({"input_template": "{}"}, "write fields as {name}"),
+        ({"output_template": "text"}, "must hold a field"),
+        ({"converter": "module.function"}, "write `module:function`"),
+        ({"dataset_name": "text"}, "its rows have no columns"),
+        ({"objective": "ul2", "chat_targets": "every"}, "ul2 does not read it: set objective=sft"),
+        ({"train_split_ratio": 1.0, "training": {"eval_samples": 5}}, "train_split_ratio < 1 and"),
+        ({"eval_files": "a", "eval_split": "b"}, "files have no splits"),
+        ({"eval_split": "validation"}, "only data sets of the hub have splits"),
+        ({"dataset_name": "some/set", "data_files": None, "eval_files": "a"}, "to the kind of these files"),
+        ({"eval_dataset_config": "a"}, "goes with eval_dataset_name"),
+    ],
+)
+def test_settings_that_contradict_each_other(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sft_config("a", **fields)
+
+
+def test_validate_looks_for_what_the_data_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    converter_module(tmp_path, monkeypatch)
+    fields = {"objective": "sft", "dataset_name": "json", "data_files": write(tmp_path / "a.jsonl", ROWS)}
+    fields |= {"eval_files": "nowhere*.json", "converter": "my_rows:none"}
+    with pytest.raises(ConfigError) as error:
+        load_config(None, [f"data.{name}={value}" for name, value in fields.items()], looks_here=True)
+    assert "data.eval_files" in str(error.value)
+    assert "no file matches nowhere*.json" in str(error.value)
+    assert "my_rows:none cannot be imported" in str(error.value)

@@ -1,0 +1,88 @@
+"""Texts generated in evaluations: shared out over ranks and put together again, scored, and what may be lacking."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from ds_encdec import text_metrics
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.evaluate.generation import GenerationSettings, generate
+from ds_encdec.evaluate.in_training import SHOWN_SAMPLES, Judge, usable_metrics
+from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.types import ConfigError, Example
+
+
+class OneOfTwo(HostCollectives):
+    """Rank `rank` of two, of which the other one's records are known."""
+
+    def __init__(self, rank: int, others: Any) -> None:
+        self.rank, self.world_size, self.given = rank, 2, others
+        self._others = others
+
+    def gather(self, record: Any) -> list[Any]:
+        self.given = record
+        return [record, self._others] if self.rank == 0 else [self._others, record]
+
+    def on_every_rank(self, action: Callable[[], Any]) -> Any:
+        return action()
+
+    on_rank_zero = on_every_rank
+
+
+class Digits:
+    """A tokenizer whose texts are the ids."""
+
+    bos_token_id = cls_token_id = sep_token_id = None
+    eos_token_id = pad_token_id = 0
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return " ".join(map(str, ids))
+
+
+def config_of(**training: Any) -> FullConfig:
+    settings = {"bf16": False, "eval_generate_samples": 11, "generation_max_new_tokens": 4, **training}
+    return FullConfig.model_validate({"training": settings})
+
+
+def test_every_rank_generates_its_share_and_all_come_back_in_order() -> None:
+    model, generator = tiny_model(), np.random.default_rng(0)
+    inputs = [generator.integers(2, 97, length, dtype=np.int32) for length in (5, 9, 3, 7, 1, 4, 8, 2, 6, 5, 3, 2)]
+    texts = [" ".join(map(str, ids)) for ids in generate(model, inputs, GenerationSettings(max_new_tokens=4))]
+    assert len(set(texts)) > 6  # or no order would show
+    wrong = np.array([2, 0], dtype=np.int32)
+    right = [np.array([*map(int, text.split()), 0], dtype=np.int32) for text in texts]
+    examples = [Example(ids, right[i] if i < 3 else wrong, "SFT", str(i)) for i, ids in enumerate(inputs)]
+    engine: Any = SimpleNamespace(device=torch.device("cpu"), full_parameters=model.named_parameters)
+
+    def judged(collectives: HostCollectives) -> Any:
+        tokenizer: Any = Digits()
+        return Judge(config_of(), engine, model.config, tokenizer, collectives, lambda: examples, ["exact_match"])()
+
+    second = OneOfTwo(1, ["?"] * 6)
+    judged(second)
+    assert second.given == texts[1:11:2]
+    figures, samples = judged(OneOfTwo(0, second.given))
+    assert figures == {"eval/exact_match": pytest.approx(100 * 3 / 11)}  # of twelve examples eleven are asked for
+    assert [sample.prediction for sample in samples] == texts[:SHOWN_SAMPLES]
+    assert (samples[3].input, samples[3].reference) == (" ".join(map(str, inputs[3])), "2")
+
+
+def test_what_is_not_installed_is_left_out_unless_it_decides(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert usable_metrics(config_of()) == ["exact_match", "rouge", "chrf", "bleu"]
+    assert not caplog.records
+    monkeypatch.setattr(text_metrics, "find_spec", lambda name: None if name == "sacrebleu" else name)
+    with caplog.at_level(logging.WARNING):
+        assert usable_metrics(config_of(metric_for_best_model="rougeL")) == ["exact_match", "rouge"]
+    assert [record.message.count("pip install 'ds_encdec[eval]'") for record in caplog.records] == [1, 1]
+    with pytest.raises(ConfigError, match=r"pip install 'ds_encdec\[eval\]'"):
+        usable_metrics(config_of(metric_for_best_model="bleu"))
