@@ -284,9 +284,11 @@ def _convert(options: argparse.Namespace, overrides: Sequence[str]) -> None:
 
 def _verify(options: argparse.Namespace, _: Sequence[str]) -> None:
     from ds_encdec.checkpoint.folder import verify_checkpoints
+    from ds_encdec.data.prepared import INDEX, verified_shards
 
-    for checkpoint in verify_checkpoints(options.path):
-        print(checkpoint, flush=True)
+    is_prepared = any(options.path.glob(f"*/{INDEX}"))
+    for whole in verified_shards(options.path) if is_prepared else verify_checkpoints(options.path):
+        print(whole, flush=True)
 
 
 def _report(options: argparse.Namespace, _: Sequence[str]) -> None:
@@ -473,7 +475,7 @@ ARGUMENTS: dict[str, Arguments | Callable[[argparse.ArgumentParser], None]] = {
         "out": _value("checkpoint folder to write; must not exist", Path),
         "--to": _value("format of the tensors", choices=list(STATE_FORMATS), required=True),
     },
-    "verify": {"path": _value("a checkpoint or a run, e.g. output", Path)},
+    "verify": {"path": _value("a checkpoint, a run (e.g. output), or prepared data", Path)},
     "sanity-check": {
         **_FILES,
         "--model": _value("a model folder, instead of the configuration's", Path, metavar="DIR"),
@@ -545,7 +547,11 @@ VERBS: dict[str, tuple[Verb, bool, str]] = {
     "export": (_export, False, "write a checkpoint as a Hugging Face model folder"),
     "average": (_average, False, "write the mean of a run's last checkpoints as a Hugging Face model folder"),
     "convert": (_convert, True, "write a checkpoint in the files of a certain engine"),
-    "verify": (_verify, False, "compare every file of a checkpoint, or of all in a run, with its SHA-256"),
+    "verify": (
+        _verify,
+        False,
+        "compare every file of a checkpoint, a run or prepared data with its SHA-256",
+    ),
     "sanity-check": (_sanity_check, True, "look at model, data and engine before a long run"),
     "report": (_report, False, "write one page with pictures about a run, or a pipeline of phases"),
     "push-to-hub": (_push_to_hub, False, "upload an exported folder to the Hugging Face hub (token: HF_TOKEN)"),

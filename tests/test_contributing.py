@@ -110,7 +110,7 @@ def test_a_field_is_validated(with_field: Path) -> None:
     refused = python(with_field, "-m", "ds_encdec.cli", "validate", "training.stochastic_depth=1")
     assert refused.returncode == 2
     assert "training.stochastic_depth" in refused.stderr + refused.stdout
-    guessed = python(with_field, "-m", "ds_encdec.cli", "validate", "training.label_smothing=0.1")
+    guessed = python(with_field, "-m", "ds_encdec.cli", "validate", "training.stochastic_dpth=0.1")
     assert "did you mean" in guessed.stderr + guessed.stdout
     assert "stochastic_depth" in guessed.stderr + guessed.stdout
 

@@ -21,9 +21,9 @@ def load_converter(name: str) -> Callable[[dict[str, Any]], Any]:
         found = getattr(importlib.import_module(module), function)
     except Exception as error:  # whatever the user's module raises
         raise ConfigError(
-            f"data.converter={name}: cannot be imported from {os.getcwd()} or an installed package "
+            f"data.converter={name} cannot be imported from {os.getcwd()} or an installed package "
             f"({type(error).__name__}: {error}). Write `module:function`"
         ) from error
     if not hasattr(found, "__code__"):
-        raise ConfigError(f"data.converter={name}: a {type(found).__name__}, and no function written in Python")
+        raise ConfigError(f"data.converter={name} is a {type(found).__name__}, and no function written in Python")
     return found

@@ -134,6 +134,11 @@ def _training(config: Sections) -> Iterable[Rule]:
         "with adapters everything else is frozen already: remove one of the two",
         training.freeze and config.model.lora is not None,
     )
+    yield Rule(
+        "training.torch_compile model.lora.quantize",
+        "bitsandbytes' products are not compiled: set torch_compile=false, or quantize=none",
+        training.torch_compile and _quantizes(config),
+    )
     limit = monitor.grad_norm_threshold
     is_set = limit != MonitorConfig.model_fields["grad_norm_threshold"].default
     yield Rule(
@@ -155,6 +160,10 @@ def _training(config: Sections) -> Iterable[Rule]:
         yield Rule(f"{at}{name} training.torch_adam", message, name in given)
     takes_both = given.get("fused") and given.get("foreach")
     yield Rule(f"{at}fused {at}foreach", "torch's AdamW takes one of them", takes_both)
+
+
+def _quantizes(config: Sections) -> bool:
+    return config.model.lora is not None and config.model.lora.quantize != "none"
 
 
 def _rollback(config: Sections) -> Iterable[Rule]:
@@ -236,6 +245,11 @@ def deepspeed_lacks(config: Sections) -> Iterable[Rule]:
         "without sharding DeepSpeed trains float16 wrongly: use bf16, or zero1 to zero3",
         training.fp16 and infra.sharding_stage == "zero0",
     )
+    yield Rule(
+        f"model.lora.quantize {engine}",
+        "DeepSpeed cuts and broadcasts no 4-bit weights: set distributed_type=ddp and sharding_stage=zero0",
+        _quantizes(config),
+    )
     quantized = "zero_optimization.zero_quantized_nontrainable_weights"
     yield Rule(
         f"infra.deepspeed_extra.{quantized}",
@@ -256,6 +270,11 @@ def fsdp_lacks(config: Sections) -> Iterable[Rule]:
         "training.fp16 infra.distributed_type",
         "FSDP2 has no loss scaling: set bf16=true and fp16=false, or distributed_type=deepspeed",
         training.fp16,
+    )
+    yield Rule(
+        "model.lora.quantize infra.sharding_stage",
+        "4-bit weights cannot be cut into shards: set sharding_stage=zero0, on one rank or several (DDP)",
+        _quantizes(config) and infra.sharding_stage != "zero0",
     )
     # Its sharded parameters are the float32 master weights that the optimizer steps, where they are.
     yield Rule(

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pydantic import ValidationError, ValidationInfo, model_validator
 
+from ds_encdec.config.converters import load_converter
 from ds_encdec.config.deepspeed_json import merge_deepspeed_json, read_deepspeed_json
 from ds_encdec.config.model_folder import is_hub_name
 from ds_encdec.config.monitor_sections import MonitorConfig, PhaseOverrides, PhasesConfig  # noqa: F401
@@ -158,13 +159,27 @@ def _find_absent(config: FullConfig) -> Iterator[Conflict]:
         os.path.join(os.path.expanduser(data.prepared_dir), "source-0", "index.json")
     ):
         yield Conflict(("data.prepared_dir",), "nothing is prepared there: run `ds-encdec prepare` first")
-    for number, source in enumerate([] if data.prepared_dir is not None else data.mixture or [data]):
-        field = f"data.mixture.{number}.data_files" if data.mixture else "data.data_files"
-        for pattern in (source.data_files or ()) if source.dataset_name in LOCAL_FORMATS else ():
+    named_files = {
+        f"data.mixture.{number}.data_files" if data.mixture else "data.data_files": source.data_files
+        for number, source in enumerate([] if data.prepared_dir is not None else data.mixture or [data])
+        if source.dataset_name in LOCAL_FORMATS
+    }
+    named_files |= {"data.eval_files": data.eval_files, "data.test_files": data.test_files}
+    for field, patterns in named_files.items():
+        for pattern in patterns or ():
             if not any(os.path.isfile(path) for path in iglob(os.path.expanduser(pattern), recursive=True)):
                 yield Conflict((field,), f"no file matches {pattern} (looked from {os.getcwd()})")
     if model.lora is not None and importlib.util.find_spec("peft") is None:
         yield Conflict(("model.lora",), "this needs peft, which is not installed: pip install 'ds_encdec[lora]'")
+    quantizes = model.lora is not None and model.lora.quantize != "none"
+    if quantizes and importlib.util.find_spec("bitsandbytes") is None:
+        message = "this needs bitsandbytes, which is not installed: pip install 'ds_encdec[qlora]'"
+        yield Conflict(("model.lora.quantize",), message)
+    if data.converter is not None:
+        try:
+            load_converter(data.converter)
+        except ConfigError as error:
+            yield Conflict(("data.converter",), str(error))
     named, tokenizer = "model.model_name_or_path", model.tokenizer_name_or_path or model.model_name_or_path
     is_logged = config.training.report_to and os.path.isabs(infra.logging_dir)
     for field, wrong in (

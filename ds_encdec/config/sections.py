@@ -172,6 +172,9 @@ class LoraConfig(Section):
         BeforeValidator(one_or_many, json_schema_input_type=LoraTarget | tuple[LoraTarget, ...]),
     ] = get_args(LoraTarget)
     """The matrices of each encoder and decoder layer that have an adapter."""
+    quantize: Literal["none", "nf4"] = "none"
+    """Form of the frozen matrices of the layers: the compute dtype, or 4 bits (QLoRA, by bitsandbytes; only with FSDP2
+    or DDP and zero0)."""
 
     def _rules(self) -> Iterable[Rule]:
         targets = self.target_modules

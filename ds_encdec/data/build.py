@@ -162,7 +162,9 @@ def own_split(
     entry = data.own_split(split)
     if entry is None:
         return ()
-    source, is_test = _open(entry, split, data, seed, maker, 1, commits), split == "test"
+    is_test = split == "test"
+    field = "data.test_files" if is_test else "data.eval_files"
+    source = _open(entry, split, data, seed, maker, 1, commits, field)
     return (OpenSource(source, 1.0, 0.0 if is_test else 1.0, 0, 1.0),)
 
 
@@ -193,6 +195,7 @@ def _open(
     maker: ExampleMaker,
     num_lanes: int,
     commits: Mapping[str, str],
+    files_field: str = "data.data_files",
 ) -> AnySource:
     """The source that `named` names; `name`: that of its folder where it is prepared."""
     if data.prepared_dir is not None:
@@ -213,7 +216,7 @@ def _open(
         "vocabulary": maker.vocabulary,
         "num_lanes": num_lanes,
         "streaming": data.streaming,
-        "files": expand_files(entry.data_files or ()) if kind.reads_files else (),
+        "files": expand_files(entry.data_files or (), files_field) if kind.reads_files else (),
     }
     source: AnySource = load(kind.reader)(**{name: offered[name] for name in kind.needs})
     return source

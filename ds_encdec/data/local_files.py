@@ -57,10 +57,10 @@ _ABANDONED_SECONDS = 86_400
 logger = logging.getLogger(__name__)
 
 
-def expand_files(patterns: Sequence[str]) -> tuple[str, ...]:
+def expand_files(patterns: Sequence[str], field: str = "data.data_files") -> tuple[str, ...]:
     """The files that paths and glob patterns (`**` included) name, sorted, each once.
 
-    Raises DataError naming every pattern that matches no file.
+    Raises DataError naming `field` and every pattern in it that matches no file.
     """
     matches = {
         pattern: [path for path in glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(path)]
@@ -70,7 +70,7 @@ def expand_files(patterns: Sequence[str]) -> tuple[str, ...]:
     if missing:
         folders = ", ".join(pattern for pattern in missing if os.path.isdir(os.path.expanduser(pattern)))
         advice = f". {folders}: a folder; add /** for its files, or name it in data.dataset_name" if folders else ""
-        raise DataError(f"data.data_files: no file matches {', '.join(missing)} (looked from {os.getcwd()}){advice}")
+        raise DataError(f"{field}: no file matches {', '.join(missing)} (looked from {os.getcwd()}){advice}")
     return tuple(sorted({os.path.abspath(path) for paths in matches.values() for path in paths}))
 
 

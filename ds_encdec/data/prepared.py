@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
@@ -30,7 +30,7 @@ from ds_encdec.config.plain_files import MAX_RECORD_BYTES, read_plain
 from ds_encdec.config.schema import DataConfig, Source
 from ds_encdec.data.examples import ExampleMaker
 from ds_encdec.data.fingerprint import digest
-from ds_encdec.data.local_files import expand_files, file_digest, file_digests, short_names
+from ds_encdec.data.local_files import expand_files, file_digest, file_digests, local_errors, short_names
 from ds_encdec.data.sources import BadRow, Row
 from ds_encdec.data.text_tokenizer import SAMPLE
 from ds_encdec.launch.disk import write_atomically
@@ -190,6 +190,17 @@ def is_whole(folder: Path, shard: Shard) -> bool:
         return file_digest(str(folder / shard.file), _CHECKED_BYTES) == shard.digest
     except DataError:
         return False
+
+
+def verified_shards(prepared_dir: Path) -> Iterator[str]:
+    """Compare all shards with their SHA-256; yield each folder, in words. Raises DataError for one that differs."""
+    for folder in sorted(path.parent for path in prepared_dir.glob(f"*/{INDEX}")):
+        shards = [_shard(facts) for facts in (read_index(folder) or {})["shards"] or ()]
+        for shard in shards:
+            with local_errors(str(folder / shard.file)), open(folder / shard.file, "rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
+                    raise DataError(f"{file.name} is damaged: delete it, and run `ds-encdec prepare` again")
+        yield f"{folder}: {len(shards)} shards" if shards else f"{folder}: not finished"
 
 
 def finished_shards(folder: Path, part: int) -> list[Shard]:

@@ -64,6 +64,7 @@ from ds_encdec.launch.world import World
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.lora import choose_trained
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
+from ds_encdec.model.quantized import put_in, quantized_matrices, take_out
 from ds_encdec.model.trained import canonical_name
 from ds_encdec.optim import learning_rate
 from ds_encdec.types import MOMENTS, CheckpointError, LossSum, SavedState, StepResult, WeightSource
@@ -103,6 +104,8 @@ class FSDP2Engine(ShardedEngine):
         assert all(isinstance(parameter, DTensor) for parameter in self._parameters.values())
         if weights is not None:
             self._collectives.on_every_rank(lambda: _fill_local(self._parameters, weights))
+            dtype = compute_dtype(config.training)
+            self._collectives.on_every_rank(lambda: put_in(model, weights, dtype, self.device))
         self.optimizer = _adamw(self._parameter_groups(model), config.training)
         self._host_copies: dict[str, DTensor] = {}
         self._applied_steps = 0
@@ -148,9 +151,13 @@ class FSDP2Engine(ShardedEngine):
         return StagedSave(num_bytes, partial(_write, tensors, frozenset(mine), record, directory, self._writers))
 
     def _whole(self) -> Iterator[tuple[str, Tensor]]:
-        dtype = compute_dtype(self._training)
-        for name, parameter in self._parameters.items():
-            yield name, cast(DTensor, parameter.detach().to(self.device, dtype)).full_tensor()
+        dtype, quantized = compute_dtype(self._training), quantized_matrices(self.model)
+        names = [canonical_name(name) for name, _ in self.model.named_parameters()]
+        for name in names:
+            if name in quantized:
+                yield name, quantized[name].unpacked()
+            else:
+                yield name, cast(DTensor, self._parameters[name].detach().to(self.device, dtype)).full_tensor()
 
     def close(self) -> None:
         """See protocol.Engine. Afterwards drop the last reference to the engine."""
@@ -241,6 +248,8 @@ def build_sharded_model(
     with torch.device("meta"), no_init_weights():
         model = Qwen3ForSeq2SeqLM(model_config)
         choose_trained(model, config)
+        if config.model.lora is not None and config.model.lora.quantize != "none":
+            take_out(model)
     prepare_for_training(model, config)
     dtype = compute_dtype(training)
     for parameter in model.parameters():

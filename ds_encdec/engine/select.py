@@ -100,6 +100,10 @@ def create_engine(
         from ds_encdec.model.lora import require_peft, with_new_adapters
 
         require_peft()
+        if lora.quantize != "none":
+            from ds_encdec.model.quantized import require_bitsandbytes
+
+            require_bitsandbytes()
         if weights is not None:
             weights = with_new_adapters(weights, lora, model_config, config.training.seed)
     build: Callable[..., Engine] = load(context.engine_spec.build)

@@ -25,7 +25,6 @@ from ds_encdec.types import ConfigError, DsEncDecError
 try:
     from lm_eval.api.model import LM
     from lm_eval.api.registry import register_model
-    from lm_eval.models.utils import normalize_gen_kwargs
 except ImportError as error:
     problem = ConfigError(f"lm-eval cannot be imported ({error}): pip install 'ds_encdec[lm-eval]'")
     if __name__ != "__main__":
@@ -120,10 +119,11 @@ class EncoderDecoderLM(LM):
 
     def _how(self, given: dict[str, Any]) -> tuple[GenerationSettings, tuple[str, ...]]:
         """Our settings for those of a request, and where to stop. Raises ConfigError for one that we do not have."""
-        wanted = normalize_gen_kwargs(given, self._settings.max_new_tokens)
-        until, do_sample = tuple(wanted.pop("until")), wanted.pop("do_sample", False)
-        ours: dict[str, Any] = {"max_new_tokens": wanted.pop("max_gen_toks")}
-        ours |= {field.name: wanted.pop(field.name) for field in fields(GenerationSettings) if field.name in wanted}
+        wanted = dict(given)
+        until, do_sample = wanted.pop("until", None) or (), wanted.pop("do_sample", False)
+        if "max_gen_toks" in wanted:
+            wanted["max_new_tokens"] = wanted.pop("max_gen_toks")
+        ours = {field.name: wanted.pop(field.name) for field in fields(GenerationSettings) if field.name in wanted}
         if do_sample:
             ours["temperature"] = ours.get("temperature") or 1.0  # transformers' default
         else:
@@ -131,7 +131,7 @@ class EncoderDecoderLM(LM):
         if wanted:
             names = ", ".join(field.name for field in fields(GenerationSettings))
             raise ConfigError(f"generation_kwargs: {', '.join(wanted)} is not known here; there are until, {names}")
-        return replace(self._settings, **ours), until
+        return replace(self._settings, **ours), (until,) if isinstance(until, str) else tuple(until)
 
 
 class _Until(StoppingCriteria):
@@ -141,7 +141,7 @@ class _Until(StoppingCriteria):
         self._tokenizer, self._until = tokenizer, until
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
-        """bool [B]: which rows end. A string that has just been completed is in the last tokens."""
+        """bool [B]: which rows end."""
         texts = (text_of(self._tokenizer, row) for row in input_ids[:, 1:].tolist())
         return torch.tensor([any(stop in text for stop in self._until) for text in texts], device=input_ids.device)
 

@@ -35,6 +35,7 @@ QUICKSTART = str(Path(__file__).resolve().parents[2] / "ds_configs" / "quickstar
         (["model.model_name_or_path=Qwen3"], "model.model_name_or_path", "`OWNER/NAME`"),
         (["model.model_name_or_path=folder"], "model.model_name_or_path", "has no config.json"),
         (["model.tokenizer_name_or_path=folder"], "model.tokenizer_name_or_path", "has no tokenizer.json"),
+        (["data.prepared_dir=folder"], "data.prepared_dir", "nothing is prepared there: run `ds-encdec prepare`"),
         (["infra.output_dir=here.txt/run"], "infra.output_dir", "here.txt is no folder"),
         (["infra.output_dir=~nobody-here/run"], "infra.output_dir", "there is no such user"),
         (["infra.output_dir=" + "x" * 300], "infra.output_dir", "the name is too long"),

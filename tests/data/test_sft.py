@@ -17,7 +17,7 @@ from data_parts import byte_tokenizer, make_config
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.schema import FullConfig, load_config
 from ds_encdec.data.build import TrainingData, build_data
 from ds_encdec.data.inspect import inspect_data
 from ds_encdec.data.lane import Lane
@@ -145,7 +145,7 @@ def test_a_converter_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert isinstance(row, BadRow)
         assert f"k: data.converter=my_rows:{name} {problem}" in row.problem
     for name, problem in (("my_rows:none", "AttributeError"), ("no_such:f", "ModuleNotFoundError")):
-        with pytest.raises(ConfigError, match=rf"data\.converter={name}: cannot be imported.*{problem}"):
+        with pytest.raises(ConfigError, match=rf"data\.converter={name} cannot be imported.*{problem}"):
             maker_of(converter=name)
 
     path = write(tmp_path / "a.jsonl", [{"n": i, "os": [f"{i}a", f"{i}b"]} for i in range(60)])
@@ -337,3 +337,14 @@ def test_inspection_shows_the_pairs(tmp_path: Path) -> None:
 def test_settings_that_contradict_each_other(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sft_config("a", **fields)
+
+
+def test_validate_looks_for_what_the_data_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    converter_module(tmp_path, monkeypatch)
+    fields = {"objective": "sft", "dataset_name": "json", "data_files": write(tmp_path / "a.jsonl", ROWS)}
+    fields |= {"eval_files": "nowhere*.json", "converter": "my_rows:none"}
+    with pytest.raises(ConfigError) as error:
+        load_config(None, [f"data.{name}={value}" for name, value in fields.items()], looks_here=True)
+    assert "data.eval_files" in str(error.value)
+    assert "no file matches nowhere*.json" in str(error.value)
+    assert "my_rows:none cannot be imported" in str(error.value)

@@ -29,6 +29,7 @@ from ds_encdec.engine.select import create_engine, resolve_engine
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import discover
 from ds_encdec.model.parameter_count import parameter_shapes
+from ds_encdec.model.quantized import quantized_matrices
 from ds_encdec.types import CheckpointError, ConfigError, DsEncDecError, StateKind, WeightSource
 
 
@@ -61,7 +62,7 @@ def short_step(engine: FSDP2Engine, step: int, **how: Any) -> dict[str, Any]:
 
 def full_state(engine: FSDP2Engine) -> dict[str, torch.Tensor]:
     """`KIND.NAME` → the full tensor."""
-    found = {}
+    found = {f"weight.{name}": module.unpacked() for name, module in quantized_matrices(engine.model).items()}
     for name, parameter in engine._parameters.items():
         found[f"weight.{name}"] = parameter.detach().full_tensor().clone()
         for kind in ("exp_avg", "exp_avg_sq") if parameter.requires_grad else ():

@@ -88,6 +88,7 @@ def generating_weights(saved: Mapping[str, Tensor], **overrides: Any) -> dict[st
 
 
 LORA: dict[str, Any] = {"lora": {"r": 4, "lora_dropout": 0.0}}
+NF4: dict[str, Any] = {"lora": LORA["lora"] | {"quantize": "nf4"}}
 FREEZE: dict[str, Any] = {"freeze": ("encoder.*", "shared.weight", "*.mlp.*")}
 """Runs that train adapters, and the decoder's attention and norms, alone."""
 

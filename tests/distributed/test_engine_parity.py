@@ -31,7 +31,7 @@ ORACLE_FIELDS = ("lr_scheduler_type", "wsd_decay_fraction", "lora", "freeze", *R
 def _oracle_trajectory(world_size: int, given: str) -> dict[str, Any]:
     settings = json.loads(given)
     steps = settings.pop("steps")
-    oracle = TorchOracle(run_config(**settings), MODEL, weights)
+    oracle = TorchOracle(run_config(distributed_type="ddp", sharding_stage="zero0", **settings), MODEL, weights)
     held_out = random_batch(10_000, MODEL.vocab_size)
     before = float(oracle.evaluate(held_out).total)
     trained = []

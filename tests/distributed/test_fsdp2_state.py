@@ -53,7 +53,8 @@ def test_a_loaded_run_goes_on_to_the_bit(case: str, engine: str) -> None:
 
 
 def case_config(case: str) -> FullConfig:
-    return run_config(**{name: value for name, value in SAVES[case].items() if name in ("lora", "freeze")})
+    chosen = {name: value for name, value in SAVES[case].items() if name in ("lora", "freeze")}
+    return run_config(distributed_type="ddp", sharding_stage="zero0", **chosen)
 
 
 def saved_shapes(case: str) -> dict[str, tuple[int, ...]]:

@@ -24,6 +24,21 @@ from ds_encdec.optim import learning_rate
 from ds_encdec.types import TASKS, Batch, LossSum, StepResult, WeightSource
 
 
+def _rounded(weights: WeightSource) -> WeightSource:
+    """The same, with what 4 bits leave of the matrices of the layers."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    def rounded(name: str, rows: slice = slice(None), /) -> torch.Tensor:
+        weight = weights(name, rows)
+        if not name.endswith("_proj.weight"):
+            return weight
+        packed: torch.Tensor = dequantize_4bit(*quantize_4bit(weight, quant_type="nf4", compress_statistics=True))
+        assert not torch.equal(packed, weight)
+        return packed
+
+    return rounded
+
+
 class TorchOracle:
     """`protocol.Engine` for one process in float32."""
 
@@ -36,6 +51,8 @@ class TorchOracle:
             from peft import LoraConfig, inject_adapter_in_model
 
             weights = with_new_adapters(weights, lora, model_config, config.training.seed)
+            if lora.quantize == "nf4":
+                weights = _rounded(weights)
             peft = LoraConfig(
                 r=lora.r, lora_alpha=lora.lora_alpha, target_modules=list(lora.target_modules), lora_dropout=0.0
             )

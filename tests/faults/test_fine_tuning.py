@@ -1,0 +1,68 @@
+"""Fine-tuning on two real ranks: epochs in steps, rows that are passed over, a kill, and the same steps on one rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked_runs import ForkedRuns
+from tiny_run import REPOSITORY, metrics, overrides
+
+from ds_encdec.config.schema import load_saved
+
+pytestmark = [pytest.mark.distributed]
+
+
+def arguments(folder: Path, rows: Path, *options: str, **changes: Any) -> list[str]:
+    settings = {
+        "data__dataset_name": "json",
+        "data__data_files": rows,
+        "data__max_decoder_length": 32,
+        "data__on_bad_row": "skip",
+        "training__num_train_steps": 100_000,  # the default
+        "training__num_train_epochs": 2,
+        "training__save_steps": 4,
+        "training__eval_steps": 100,
+        "training__logging_steps": 1,
+        "training__bf16": "false",
+        "training__average_checkpoints": 0,
+        "training__export_at_end": "false",
+        "training__report_to": "none",
+        "infra__distributed_type": "fsdp",
+        "infra__sharding_stage": "zero3",
+        "infra__offload_optimizer": "none",
+    }
+    config = str(REPOSITORY / "ds_configs" / "quickstart_sft.yaml")
+    return ["--config", config, *overrides(folder, **settings | changes), *options]
+
+
+def test_a_killed_run_goes_on_alike_on_another_number_of_ranks(tmp_path: Path) -> None:
+    rows = [{"instruction": f"add {i}", "input": i, "output": f"{i} and {i + 1}"} for i in range(80)]
+    rows[7] = {**rows[7], "output": None}
+    rows[8] = {**rows[8], "output": "long " * 40}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with ForkedRuns() as runs:
+        whole = runs.run(arguments(tmp_path / "whole", tmp_path / "rows.jsonl"), ranks=2)
+        assert whole.codes == [0, 0], whole.output
+        killed = [{"kind": "killed_rank", "at": 7, "on_rank": 1}]
+        first = runs.run(arguments(tmp_path / "cut", tmp_path / "rows.jsonl"), ranks=2, faults=killed)
+        assert first.codes != [0, 0]
+        second = runs.run(arguments(tmp_path / "cut", tmp_path / "rows.jsonl", "--resume", "auto"), ranks=1)
+        assert second.codes == [0], second.output
+    assert "optimizer steps" in whole.output
+    assert "optimizer steps" not in second.output  # it keeps those that were counted at the first start
+
+    def trained(folder: Path) -> list[tuple[float, ...]]:
+        names = ("step", "train/loss", "train/loss_SFT", "train/grad_norm", "train/epoch")
+        lines = {line["step"]: line for line in metrics(folder) if "train/loss" in line}
+        return [tuple(lines[step][name] for name in names) for step in sorted(lines)]
+
+    steps = load_saved(tmp_path / "whole/config.yaml").training.num_train_steps
+    assert 10 < steps == len(trained(tmp_path / "whole")) < 100
+    for values, others in zip(trained(tmp_path / "cut"), trained(tmp_path / "whole"), strict=True):
+        assert values == pytest.approx(others, abs=1e-5)
+    for name in ("whole", "cut"):
+        *_, last = (line for line in metrics(tmp_path / name) if "train/loss" in line)
+        assert (last["data/bad_rows"], last["data/long_rows"]) == (1, 1)
