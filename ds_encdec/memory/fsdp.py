@@ -19,6 +19,8 @@ from ds_encdec.memory.job import Job
 
 _FLOAT32 = 4
 """Bytes of a number in shards, moments and reduced gradients."""
+_NF4 = 1 / 2 + (1 + 4 / 256) / 64
+"""Bytes of a number in 4 bits: each 64 have a scale of 8 bits, and each 256 of these one of float32."""
 
 
 def fsdp_memory(job: Job) -> EngineMemory:
@@ -34,7 +36,7 @@ def fsdp_memory(job: Job) -> EngineMemory:
     # stayed gathered since an earlier micro-batch need none.
     gathers = s.shards > 1 and (s.frees_layers or not s.accumulates)
     return EngineMemory(
-        resting=Breakdown(weights=frozen, master_weights=states, optimizer=2 * states),
+        resting=Breakdown(weights=frozen + s.quantized, master_weights=states, optimizer=2 * states),
         # In the head of the last micro-batch: the root is gathered, and so are layers that stay it.
         forward=Breakdown(
             weights=s.kept_weights(0), gradients=s.held_gradients(0), communication=gathers * s.gathered_layer
@@ -63,7 +65,7 @@ class _Sharding:
 
     `layers`: groups beside the root's. `layer`, `root`: what is gathered of them; `trained_layer` (the mean of all
     layers), `trained_root`: what gets gradients. `trained_shard`, `frozen_shard`: parameters that the rank holds.
-    `gathered_layer`: bytes of a gathered layer.
+    `gathered_layer`: bytes of a gathered layer. `quantized`: bytes of matrices in 4 bits, which every rank has whole.
     `frees_layers`: layers let go of gathered parameters between the forward and the backward pass. `accumulates`:
     earlier micro-batches of the step have left gradients; `accumulates_whole`: whole ones, because nothing is reduced
     before the last micro-batch. `offloads`: shards, moments and reduced gradients are on the host; `keeps_gradients`:
@@ -76,8 +78,14 @@ class _Sharding:
         self.job, self.compute, model = job, job.compute_bytes, job.model
         self.replicas, self.shards = mesh_shape(infra, job.world_size, job.ranks_per_node)
         self.layers = job.sizes.num_encoder_layers + job.sizes.num_hidden_layers
-        (self.layer, self.root), (self.trained_layer, self.trained_root) = map(
-            self._groups, (model.shapes, model.trained)
+        lora, in_4_bits = job.config.model.lora, dict[str, tuple[int, ...]]()
+        if lora is not None and lora.quantize != "none":  # matrices that FSDP2 does not know: model/quantized.py
+            frozen = {name: shape for name, shape in model.shapes.items() if name not in model.trained}
+            in_4_bits = {name: shape for name, shape in frozen.items() if ".layers." in name and len(shape) > 1}
+        self.quantized = _NF4 * sum(map(prod, in_4_bits.values()))
+        (self.layer, self.root), (self.trained_layer, self.trained_root) = (
+            self._groups({name: shape for name, shape in shapes.items() if name not in in_4_bits})
+            for shapes in (model.shapes, model.trained)
         )
         self.trained_shard = self.layers * self.trained_layer.shard + self.trained_root.shard
         self.frozen_shard = self.layers * self.layer.shard + self.root.shard - self.trained_shard
@@ -112,7 +120,9 @@ class _Sharding:
         # An untied head's gradients wait for the root's reduction.
         head = 0 if self.job.sizes.tie_word_embeddings else min(done.all, self.job.embedding_parameters)
         untied_head = min(head, self.job.model.of("lm_head.").trained)
-        layers_done, is_layer = (done.all - head) / self.layer.parameters, unit.all == self.layer.parameters
+        layers = self.job.model.layers
+        layers_done = (done.all - head) / sum(layer.all for layer in layers.values()) * len(layers)
+        is_layer = unit in layers.values()
         buffer = _FLOAT32 * self.trained_layer.gathered
         prefetched = self.gathered_layer * (self.frees_layers and self.shards > 1)  # _backward_prefetch
         in_work = Breakdown(
