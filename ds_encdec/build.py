@@ -49,7 +49,7 @@ from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.launch.world import World, discover
 from ds_encdec.memory.expected import ExpectedMemory, estimate_run, out_of_memory_explained
 from ds_encdec.model.parameter_count import training_flops
-from ds_encdec.model.trained import model_shapes, told, trained_shapes
+from ds_encdec.model.trained import model_shapes, products_left_out, told, trained_shapes
 from ds_encdec.monitor.metrics_file import EventLog
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.recorder import Recorder
@@ -345,6 +345,8 @@ def _begin_recording(run: _Run, state: TrainingState, expected: ExpectedMemory |
     config, folder, sizes = run.config, run.folder, run.model.config
     world, device = run.context.world, run.context.device
 
+    left_out = products_left_out(config, sizes)
+
     def open_recorder() -> Recorder:
         with Writing(folder.root, "The run", MAKE_ROOM).refusals_told():
             if world.is_main:
@@ -358,7 +360,7 @@ def _begin_recording(run: _Run, state: TrainingState, expected: ExpectedMemory |
                 monitor=TrainingMonitor.from_config(config),
                 events=EventLog(folder.events if world.is_main else None),
                 sinks=open_sinks(config, folder.root, rank=world.rank, start_step=state.global_step),
-                batch_flops=lambda batch: training_flops(sizes, batch.encoder_lengths, batch.decoder_lengths),
+                batch_flops=lambda batch: training_flops(sizes, batch.encoder_lengths, batch.decoder_lengths, left_out),
                 peak_flops=peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
                 estimated_bytes=expected.peak_bytes if expected is not None else None,
             )

@@ -66,6 +66,7 @@ def plan_run(
         "num_gpus": job.world_size,
         "nodes": nodes,
         "parameters": job.parameters,
+        "trainable": job.trainable_parameters,
         "sequences_per_step": sequences,
         "tokens_per_step": sequences * length,
         "steps": steps,
@@ -125,8 +126,8 @@ def describe_plan(plan: Mapping[str, Any]) -> str:
         if time
         else HOW_TO_KNOW_THE_TIME,
         f"A checkpoint takes {_gb(disk['checkpoint'])} ({disk['checkpoint_bytes_per_parameter']} bytes for each of "
-        f"{plan['parameters']:,} parameters). The run's folder grows to {_gb(disk['total'])}: {disk['checkpoints']} "
-        "checkpoints (those kept, the best, the one being written)"
+        f"{plan['trainable']:,} trained parameters). The run's folder grows to {_gb(disk['total'])}: "
+        f"{disk['checkpoints']} checkpoints (those kept, the best, the one being written)"
         + (f", {put_aside} put aside by rollbacks" if put_aside else "")
         + (f", and the models at its end, {_gb(at_end)}" if at_end else "")
         + ".",

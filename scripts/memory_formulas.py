@@ -1,9 +1,10 @@
 """Writes ds_encdec/memory/activations.json, the formulas of activations, from traces; --check only compares.
 
 A model of three encoder and three decoder layers is traced once (memory/trace.py) for each kind of numbers and each
-mode of activation checkpointing. Its sizes have no common factors, so the bytes of every storage are the product of one
-set of sizes only: `2*D*Q` is a tensor of decoder tokens times the width of the queries in 16 bits. What is held at a
-moment is a sum of such products, and what one layer more adds is the difference between two layers.
+mode of activation checkpointing, without adapters and with. Its sizes have no common factors, so the bytes of every
+storage are the product of one set of sizes only: `2*D*Q` is a tensor of decoder tokens times the width of the queries
+in 16 bits. What is held at a moment is a sum of such products, and what one layer more adds is the difference between
+two layers.
 
 Of each part of the pass the file has all moments that may be its worst: those that are so for one of many sizes.
 """
@@ -26,7 +27,7 @@ import numpy as np
 
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.memory import trace
-from ds_encdec.memory.estimate import KINDS, MODES, TABLE
+from ds_encdec.memory.estimate import ADAPTERS, KINDS, MODES, TABLE
 from ds_encdec.memory.job import Job, Sizes, make_job
 
 LAYERS = 3
@@ -40,6 +41,7 @@ WIDTHS = {
     "": 1,
     "H": 211,
     "I": 223,
+    "r": 227,
     "V": 50_021,
     "h": HEADS,
     "k": KEY_HEADS,
@@ -71,8 +73,13 @@ def main() -> int:
 def written() -> str:
     """The file's text."""
     table = {
-        kind: {mode: formulas(kind, mode) for mode in MODES if (kind, mode) != ("cuda fp16", "selective")}
-        for kind in KINDS  # float16 is DeepSpeed's, and selective checkpointing FSDP2's
+        f"{kind}{adapters}": {
+            mode: formulas(f"{kind}{adapters}", mode)
+            for mode in MODES
+            if (kind, mode) != ("cuda fp16", "selective")  # float16 is DeepSpeed's, and selective checkpointing FSDP2's
+        }
+        for kind in KINDS
+        for adapters in ADAPTERS
     }
     return json.dumps(table, indent=1) + "\n"
 
@@ -104,17 +111,20 @@ def formulas(kind: str, mode: str) -> dict[str, Any]:
         last, middle, below = *(f"backward pass, {side}.layers.{index}" for index in (2, 1)), _plus(before, kept[side])
         found[f"last {side}"] = worst(last, _plus(below, kept[side]))
         found[side] = worst(middle, below)
-    found["embedding"] = worst("backward pass, shared", Counter())
+    # Beside adapters the embedding is frozen, and has no backward pass.
+    found["embedding"] = worst("backward pass, shared", Counter()) if "backward pass, shared" in parts else []
     # Without a backward pass nothing keeps masks: there is one document's at a time.
     found["evaluation"] = [formula.replace("D*m", "n*m") for formula in _worst(evaluation)]
     return found
 
 
-def _job(kind: str, mode: str) -> Job:
+def _job(name: str, mode: str) -> Job:
+    kind, _, adapters = name.partition(" lora")
     device, numbers = kind.split(" ", 1)
+    lora = {"r": WIDTHS["r"], "lora_dropout": 0.1 if adapters else 0.0} if "lora" in name else None
     config = FullConfig.model_validate(
         {
-            "model": {"loss_chunk_tokens": TOKENS["C"]},
+            "model": {"loss_chunk_tokens": TOKENS["C"], "lora": lora},
             "data": {
                 "max_encoder_length": TOKENS["E"],
                 "max_decoder_length": TOKENS["D"],
@@ -179,7 +189,7 @@ def _known() -> Iterator[tuple[int, Formula]]:
         yield size * width, Counter({_joined(name, column): times for name, times in row.items()})
     # A mask has the decoder's queries and all keys of a document, which here is the whole micro-batch.
     yield TOKENS["D"] * (TOKENS["E"] + TOKENS["D"]), Counter({"D*m": 1})
-    for product in ("H*V", "H*I", "H*Q", "H*K"):
+    for product in ("H*V", "H*I", "H*Q", "H*K", "H*r", "I*r", "Q*r", "K*r"):
         first, second = product.split("*")
         yield WIDTHS[first] * WIDTHS[second], Counter({product: 1})
 
@@ -211,7 +221,7 @@ def _samples() -> Iterator[dict[str, float]]:
         for ratio, tokens, chunk, rows in itertools.product(*_PASSES):
             decoder = tokens / (1 + ratio)
             widths = {"H": 1024 * hidden, "I": 1024 * inner, "V": 150_000 * min(hidden, 1), "h": heads, "k": key_heads}
-            widths |= {"d": head_dim, "Q": heads * head_dim, "K": key_heads * head_dim}
+            widths |= {"d": head_dim, "Q": heads * head_dim, "K": key_heads * head_dim, "r": 32}
             counts = {"E": tokens - decoder, "D": decoder, "C": min(chunk, decoder), "s": rows * tokens / 128}
             yield widths | counts | {"m": min(6144, tokens), "n": min(2048, decoder)}
 

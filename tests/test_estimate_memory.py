@@ -192,10 +192,13 @@ def test_a_host_that_few_have_is_questioned() -> None:
     assert "Few machines" not in ask(*arguments, "--host-memory", "4TB")
 
 
-def test_adapters_are_said_to_be_a_thought() -> None:
+def test_adapters_and_frozen_parts_are_those_of_the_configuration() -> None:
     answer = ask_json("--lora-rank", "8")
     assert answer["parameters"] == {"total": 1_036_517_376 + 10_092_544, "trainable": 10_092_544}
-    assert "do not train adapters alone yet" in ask("--lora-rank", "8")
+    assert "stand for: 'model.lora={r: 8}'" in ask("--lora-rank", "8")
+    assert ask_json("model.lora={r: 8}") | {"remarks": []} == answer | {"remarks": []}
+    trained = ask_json("training.freeze=encoder.*")["parameters"]
+    assert trained == {"total": 1_036_517_376, "trainable": 1_036_517_376 - 440_467_456}
 
 
 def test_auto_is_the_largest_that_fits() -> None:

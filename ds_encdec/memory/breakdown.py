@@ -7,6 +7,7 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
 GIB = 2**30
 """Bytes of a GiB, the unit that memory is shown in."""
@@ -80,26 +81,38 @@ class HostBreakdown:
         return HostBreakdown(*(value * ranks for value in dataclasses.astuple(self)))
 
 
+class Count(NamedTuple):
+    """The parameters of a part of the model, and how many of them are trained."""
+
+    all: int
+    trained: int
+
+    def __add__(self, other: Count) -> Count:  # type: ignore[override]  # where a tuple appends
+        return Count(self.all + other.all, self.trained + other.trained)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
     """An engine's parameters, gradients and optimizer on one rank, in the parts of a step.
 
     On the device: `resting` between two steps; beyond that, `forward` at the end of the last micro-batch's forward
-    pass; `backward(done, unit)` in its backward pass, when the gradients of `done` parameters are computed and the
-    layer or embedding in work has `unit` parameters; `step` at the worst moment of the optimizer's step. Gradients of
-    the step's earlier micro-batches are in `forward` and `backward`. `last_reduction`: of gradients, at the end of the
-    last backward pass, when no activations are left; empty where they are reduced layer by layer. `host`: of this rank.
-    `build`: everything, while the engine is built. `reduces_every_micro_batch`: gradients are reduced more than once a
-    step. `sums_in_16_bits`: those of several micro-batches are added up so.
+    pass; `backward(done, unit)` in its backward pass, when it has left the parameters `done` behind and the layer or
+    embedding in work has the parameters `unit`; `step` at the worst moment of the optimizer's step. Gradients of the
+    step's earlier micro-batches are in `forward` and `backward`. `last_reduction`: of gradients, at the end of the last
+    backward pass, when no activations are left; empty where they are reduced layer by layer. `host`: of this rank.
+    `build`: everything, while the engine is built. `keeps_frozen_inputs`: products with frozen weights keep their
+    inputs for the backward pass, which needs them for nothing. `reduces_every_micro_batch`: gradients are reduced more
+    than once a step. `sums_in_16_bits`: those of several micro-batches are added up so.
     """
 
-    backward: Callable[[int, int], Breakdown]
+    backward: Callable[[Count, Count], Breakdown]
     resting: Breakdown = Breakdown()
     forward: Breakdown = Breakdown()
     step: Breakdown = Breakdown()
     host: HostBreakdown = HostBreakdown()
     last_reduction: Breakdown = Breakdown()
     build: Breakdown = Breakdown()
+    keeps_frozen_inputs: bool = False
     reduces_every_micro_batch: bool = False
     sums_in_16_bits: bool = False
 

@@ -13,15 +13,18 @@ with new traces. docs/memory.md explains the terms.
 
 Symbols: `E`, `D` encoder and decoder tokens of a micro-batch; `C` tokens of a chunk of the loss; `n` decoder tokens of
 the longest document, `m` its keys under merged attention; `s` segments of a flash kernel. `H`, `I`, `V` hidden and
-intermediate size and rows of the vocabulary; `h`, `k` query and key/value heads, `d` their width; `Q` = h·d, `K` = k·d.
+intermediate size and rows of the vocabulary; `h`, `k` query and key/value heads, `d` their width; `Q` = h·d, `K` = k·d;
+`r` rank of adapters.
 
 Formulas remain for what no trace without a GPU shows: attention there without a flash kernel.
 """
 
 import json
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
 from math import ceil, prod
 from pathlib import Path
 from typing import Any, Literal
@@ -45,6 +48,8 @@ Side = Literal["encoder", "decoder"]
 TABLE = Path(__file__).with_name("activations.json")
 KINDS = ("cuda bf16", "cuda fp16", "cuda fp32", "cpu bf16", "cpu fp32", "cpu bf16 emulated")
 """Devices and numbers; `emulated`: bfloat16 multiplied in float32 (model/precision.py)."""
+ADAPTERS = ("", " lora", " lora dropout")
+"""Behind a kind: the whole model is trained, or adapters of all its projections beside it, without and with dropout."""
 MODES = ("none", "full", "selective")
 """Modes of activation checkpointing; the layers of `every_n` are those of `full` and `none`."""
 
@@ -65,7 +70,8 @@ def estimate(job: Job) -> Estimate:
     if job.device == "cuda":
         framework = CUDA_CONTEXT_BYTES + (NCCL_BYTES if job.world_size > 1 else 0.0) + FRAGMENTATION * peak.total
         process += RANK_PROCESS_BYTES["cuda"]
-    offloaded = sum(layer.offloaded for layer in MicroBatch(job).layers()) if training.activation_offload else 0.0
+    layers = MicroBatch(job, keeps_inputs=engine.keeps_frozen_inputs).layers()
+    offloaded = sum(layer.offloaded for layer in layers) if training.activation_offload else 0.0
     host = replace(engine.host, activations=offloaded, process=process)
     return Estimate(peak + Breakdown(framework=framework), moment, host)
 
@@ -78,7 +84,8 @@ def engine_memory(job: Job) -> EngineMemory:
 
 def step_parts(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]]:
     """Every moment that may be the worst of a step, with what is held then; without the framework's share."""
-    resting, unit, batch = engine.resting, job.sizes.layer_parameters, MicroBatch(job)
+    resting, embedding = engine.resting, job.model.of("shared.")
+    batch = MicroBatch(job, keeps_inputs=engine.keeps_frozen_inputs)
     layers = batch.layers()
     if job.config.training.activation_offload:  # one layer's are on their way back
         layers = [replace(layer, kept=0.0) for layer in layers]
@@ -87,14 +94,15 @@ def step_parts(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]
     yield "loss", at_loss + batch.at_worst("loss")
     yield "backward of the head", at_loss + batch.at_worst("head")
     # A tied head's gradient waits for the embedding's; an untied one is an ordinary gradient.
-    done = 0 if job.sizes.tie_word_embeddings else job.embedding_parameters
+    done = job.model.of("lm_head.")
     for layer in reversed(layers):
         kept -= layer.kept
         below = resting + Breakdown(activations=kept)
+        unit = job.model.layers[layer.name]
         yield f"backward of {layer.name}", below + engine.backward(done, unit) + layer.working
         done += unit
     # Autograd adds the embedding's gradient, which the engine counts, to a waiting one: the sum is a third.
-    at_embedding = resting + engine.backward(done, job.embedding_parameters)
+    at_embedding = resting + engine.backward(done, embedding)
     yield "backward of the embedding", at_embedding + batch.at_worst("embedding")
     yield "reduction after the backward pass", resting + engine.last_reduction
     yield "optimizer step", resting + engine.step
@@ -124,9 +132,12 @@ class Layer:
 
 
 class MicroBatch:
-    """The pass of `job`'s model over one micro-batch of it on one rank."""
+    """The pass of `job`'s model over one micro-batch of it on one rank.
 
-    def __init__(self, job: Job) -> None:
+    `keeps_inputs`: products with frozen weights keep theirs.
+    """
+
+    def __init__(self, job: Job, *, keeps_inputs: bool = False) -> None:
         sizes, (encoder_length, decoder_length) = job.sizes, job.longest_document
         self._job = job
         self._symbols = {
@@ -151,18 +162,23 @@ class MicroBatch:
         self._mode = "full" if mode == "every_n" else mode
         self._interval = {"none": 0, "every_n": training.activation_checkpointing_every_n}.get(mode, 1)
         numbers = "bf16" if training.bf16 else "fp16" if training.fp16 else "fp32"
-        self._kind = f"{job.device} {numbers}{' emulated' * (job.emulates_bf16 and training.bf16)}"
+        lora = job.config.model.lora
+        adapters = "" if lora is None else ADAPTERS[2 if lora.lora_dropout else 1]
+        self._kind = f"{job.device} {numbers}{' emulated' * (job.emulates_bf16 and training.bf16)}{adapters}"
+        self._symbols["r"] = 0 if lora is None else lora.r
+        self._keeps_inputs = keeps_inputs and lora is not None
+        self._is_head_trained = ("shared" if sizes.tie_word_embeddings else "lm_head") + ".weight" in job.model.trained
 
     def at_worst(self, part: str) -> Breakdown:
         """Beyond what layers keep: in the `loss`, the `head`'s backward pass, that of the `embedding`, `evaluation`."""
-        is_counted = self._job.trains_embedding and (part != "embedding" or self._job.sizes.tie_word_embeddings)
+        is_counted = self._is_head_trained and (part != "embedding" or self._job.sizes.tie_word_embeddings)
         return self._worst(_formulas(self._kind, self._mode)[part], "" if is_counted else _HEAD_WEIGHT)
 
     def layers(self) -> list[Layer]:
         """All layers in the order of the forward pass."""
         sizes, make = self._job.sizes, cache(self._layer)  # most layers are alike
         counts: dict[Side, int] = {"encoder": sizes.num_encoder_layers, "decoder": sizes.num_hidden_layers}
-        return [
+        found = [
             replace(
                 make(side, bool(self._interval) and index % self._interval == 0, is_last=index == count - 1),
                 name=f"{side} layer {index}",
@@ -170,34 +186,73 @@ class MicroBatch:
             for side, count in counts.items()
             for index in range(count)
         ]
+        # Up to the first layer that anything is trained in there is no backward pass.
+        model = self._job.model
+        trained = (bool(model.layers[layer.name].trained) for layer in found)
+        is_reached = accumulate(trained, operator.or_, initial="shared.weight" in model.trained)
+        next(is_reached)
+        none = Layer("", kept=0.0, offloaded=0.0, working=Breakdown())
+        return [
+            layer if reached else replace(none, name=layer.name)
+            for layer, reached in zip(found, is_reached, strict=True)
+        ]
 
     def _layer(self, side: Side, recomputes: bool, *, is_last: bool) -> Layer:
         job, formulas = self._job, _formulas(self._kind, self._mode if recomputes else "none")
         # A tied head's gradient waits beside all layers; an untied one's is one of the engine's.
-        without = "" if job.trains_embedding and job.sizes.tie_word_embeddings else _HEAD_WEIGHT
+        without = "" if self._is_head_trained and job.sizes.tie_word_embeddings else _HEAD_WEIGHT
         at_work: list[str] = formulas[f"last {side}" if is_last else side]
         kept, working = self._value(formulas["kept"][side]), self._worst(at_work, without)
-        if job.device == "cuda" and not job.uses_flash:
+        tokens, training = self._symbols[side[0].upper()], job.config.training
+        masks = tokens * job.sizes.hidden_size * (1 if job.device == "cuda" else job.compute_bytes)
+        masks *= training.residual_dropout > 0  # attention's is there until the end of the layer's backward pass
+        of_frozen = self._frozen_inputs(side) if self._keeps_inputs else 0.0
+        # What no layer waits for: the gradient of the output of an encoder that is frozen with the embedding.
+        is_read = side == "encoder" or job.model.of("encoder.").trained or job.model.of("shared.").trained
+        unread = 0 if is_read else self._symbols["E"] * job.sizes.hidden_size * job.compute_bytes
+        kept += 0 if recomputes else 2 * masks + of_frozen
+        working += Breakdown(activations=masks - unread)
+        if not job.uses_flash and (job.device == "cuda" or training.attention_dropout):
             scores, gradients = self._scores(side)
             kept += 0 if recomputes else scores
             swiglu = self._value(at_work[0]) - self._value(at_work[0].replace("*I", "*0"))  # done by then
             working += Breakdown(activations=scores + max(gradients - swiglu, 0.0))
-        inputs = 3 * self._symbols[side[0].upper()] * job.sizes.hidden_size * job.compute_bytes
+        inputs = 3 * tokens * job.sizes.hidden_size * job.compute_bytes
         copied = kept + (0 if recomputes or job.emulates_bf16 else inputs)
         return Layer("", kept, copied * (1.5 if job.device == "cuda" else 1.0), working)
 
-    def _scores(self, side: Side) -> tuple[float, float]:
-        """Bytes that attention without a flash kernel on a GPU keeps, and that its backward pass works on.
+    def _frozen_inputs(self, side: Side) -> float:
+        """Bytes of inputs that frozen products keep, and nothing else does: adapters with dropout have other ones.
 
-        torch computes grouped queries under a mask in single operations, document by document, all of them taken to
-        be as long as allowed: each keeps its softmax, and keys and values at full width; three of the float32 scores
-        of one document exist at a time, and gradients of queries, keys and values as wide as the queries.
+        Emulated, each product has its own copy.
+        """
+        sizes, tokens = self._job.sizes, self._symbols[side[0].upper()]
+        wide = sizes.num_attention_heads * sizes.head_dim + sizes.intermediate_size
+        if self._job.emulates_bf16:
+            encoded = 2 * self._symbols["E"] * (side == "decoder")
+            return _FLOAT32 * (tokens * (5 * sizes.hidden_size + wide) + encoded * sizes.hidden_size)
+        return self._job.compute_bytes * tokens * (2 * sizes.hidden_size + wide) * self._kind.endswith("dropout")
+
+    def _scores(self, side: Side) -> tuple[float, float]:
+        """Bytes that attention without a flash kernel keeps, on a GPU or with dropout, and those of its backward pass.
+
+        torch computes grouped queries under a mask, and dropout, in single operations, document by document, all of
+        them taken to be as long as allowed: each keeps its softmax, and keys and values at full width, with dropout
+        also the mask and what it leaves; three of the float32 scores of one document exist at a time, and gradients of
+        queries, keys and values as wide as the queries. A CPU computes all this in float32.
         """
         job, symbols, (queries, keys) = self._job, self._symbols, self._job.longest_document
         queries, keys = (queries, queries) if side == "encoder" else (keys, queries + keys)
         heads, tokens, dtype = job.sizes.num_attention_heads, symbols[side[0].upper()], job.compute_bytes
-        kept = tokens / queries * keys * heads * (queries + 2 * job.sizes.head_dim) * dtype
         all_keys = symbols["E"] + (symbols["D"] if side == "decoder" else 0)
+        if job.device == "cpu":  # in place of what its kernel keeps: queries, keys, values and output, and a mask
+            of_kernel = _FLOAT32 if job.emulates_bf16 else dtype
+            instead = 2 * (tokens * symbols["Q"] + all_keys * symbols["K"]) + tokens * keys * (side == "decoder")
+            kept = 3.0 * heads * tokens * keys * _FLOAT32 + _FLOAT32 * (tokens + 2 * all_keys) * symbols["Q"]
+            kept -= of_kernel * instead
+        else:
+            of_score = dtype + (1 + dtype) * (job.config.training.attention_dropout > 0)
+            kept = tokens / queries * keys * heads * (queries * of_score + 2 * job.sizes.head_dim * dtype)
         return kept, 3 * heads * queries * keys * _FLOAT32 + (tokens + 2 * all_keys) * symbols["Q"] * dtype
 
     def _worst(self, formulas: list[str], without: str) -> Breakdown:
@@ -205,7 +260,7 @@ class MicroBatch:
             Breakdown(activations=self._value(formula, without), logits=self._value(formula, without, logits=True))
             for formula in formulas
         ]
-        return max(moments, key=lambda moment: moment.total)
+        return max(moments, key=lambda moment: moment.total, default=Breakdown())
 
     def _value(self, formula: str, without: str = "", *, logits: bool = False) -> float:
         """Bytes of the formula's terms with the vocabulary (`logits`), or of the others."""

@@ -9,16 +9,18 @@ What layers compute with counts as `weights` where it stays from the forward pas
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import NamedTuple
 
 from ds_encdec.config.shares import mesh_shape
-from ds_encdec.memory.breakdown import Breakdown, EngineMemory, HostBreakdown, power_of_two
+from ds_encdec.memory.breakdown import Breakdown, Count, EngineMemory, HostBreakdown, power_of_two
 from ds_encdec.memory.job import Job
 
 _FLOAT32 = 4
 """Bytes of a number in shards, moments and reduced gradients."""
+_NF4 = 1 / 2 + (1 + 4 / 256) / 64
+"""Bytes of a number in 4 bits: each 64 have a scale of 8 bits, and each 256 of these one of float32."""
 
 
 def fsdp_memory(job: Job) -> EngineMemory:
@@ -29,12 +31,12 @@ def fsdp_memory(job: Job) -> EngineMemory:
     not divide the ranks.
     """
     s = _Sharding(job)
-    states = 0 if s.offloads else _FLOAT32 * s.shard
+    states, frozen = (0, 0) if s.offloads else (_FLOAT32 * s.trained_shard, s.compute * s.frozen_shard)
     # FSDPCommContext.all_gather_state: the last layer's buffer, until the root's forward pass is over. Layers that have
     # stayed gathered since an earlier micro-batch need none.
     gathers = s.shards > 1 and (s.frees_layers or not s.accumulates)
     return EngineMemory(
-        resting=Breakdown(master_weights=states, optimizer=2 * states * s.trained),
+        resting=Breakdown(weights=frozen + s.quantized, master_weights=states, optimizer=2 * states),
         # In the head of the last micro-batch: the root is gathered, and so are layers that stay it.
         forward=Breakdown(
             weights=s.kept_weights(0), gradients=s.held_gradients(0), communication=gathers * s.gathered_layer
@@ -47,22 +49,23 @@ def fsdp_memory(job: Job) -> EngineMemory:
 
 
 class _Group(NamedTuple):
-    """Parameters of a group: of the model; of the first rank, which holds most; and gathered.
+    """Parameters of a group, or the trained ones of it: of the model; of the first rank, with most; and gathered.
 
     Dimension 0 is cut as `torch.chunk` does, and each rank's part is padded to the size of the first one's
     (_fsdp_param.py, padded_sharded_param_size), gathered ones included.
     """
 
-    parameters: int
-    shard: int
-    gathered: int
+    parameters: float
+    shard: float
+    gathered: float
 
 
 class _Sharding:
     """The job's parameters on the mesh of config/shares.py, `replicas` × `shards` ranks.
 
-    `layers`: groups beside the root's. `shard`: parameters that the rank holds. `trained`: share of the parameters that
-    is trained; `gradient`: bytes of reduced gradients for each parameter. `gathered_layer`: bytes of a gathered layer.
+    `layers`: groups beside the root's. `layer`, `root`: what is gathered of them; `trained_layer` (the mean of all
+    layers), `trained_root`: what gets gradients. `trained_shard`, `frozen_shard`: parameters that the rank holds.
+    `gathered_layer`: bytes of a gathered layer. `quantized`: bytes of matrices in 4 bits, which every rank has whole.
     `frees_layers`: layers let go of gathered parameters between the forward and the backward pass. `accumulates`:
     earlier micro-batches of the step have left gradients; `accumulates_whole`: whole ones, because nothing is reduced
     before the last micro-batch. `offloads`: shards, moments and reduced gradients are on the host; `keeps_gradients`:
@@ -71,16 +74,22 @@ class _Sharding:
     """
 
     def __init__(self, job: Job) -> None:
-        infra, shapes = job.config.infra, job.sizes.parameter_shapes
-        self.job, self.compute = job, job.compute_bytes
+        infra = job.config.infra
+        self.job, self.compute, model = job, job.compute_bytes, job.model
         self.replicas, self.shards = mesh_shape(infra, job.world_size, job.ranks_per_node)
-        self.layer = self.group(shape for name, shape in shapes.items() if name.startswith("decoder.layers.0."))
-        self.root = self.group(shape for name, shape in shapes.items() if ".layers." not in name)
         self.layers = job.sizes.num_encoder_layers + job.sizes.num_hidden_layers
-        self.shard = self.layers * self.layer.shard + self.root.shard
+        lora, in_4_bits = job.config.model.lora, dict[str, tuple[int, ...]]()
+        if lora is not None and lora.quantize != "none":  # matrices that FSDP2 does not know: model/quantized.py
+            frozen = {name: shape for name, shape in model.shapes.items() if name not in model.trained}
+            in_4_bits = {name: shape for name, shape in frozen.items() if ".layers." in name and len(shape) > 1}
+        self.quantized = _NF4 * sum(map(prod, in_4_bits.values()))
+        (self.layer, self.root), (self.trained_layer, self.trained_root) = (
+            self._groups({name: shape for name, shape in shapes.items() if name not in in_4_bits})
+            for shapes in (model.shapes, model.trained)
+        )
+        self.trained_shard = self.layers * self.trained_layer.shard + self.trained_root.shard
+        self.frozen_shard = self.layers * self.layer.shard + self.root.shard - self.trained_shard
         self.gathered_layer = self.compute * self.layer.gathered
-        self.trained = job.trainable_parameters / job.parameters
-        self.gradient = _FLOAT32 * self.trained
         self.frees_layers = infra.sharding_stage.startswith("zero3")
         self.accumulates = job.gradient_accumulation_steps > 1
         self.accumulates_whole = self.accumulates and not infra.fsdp_reduce_every_micro_batch
@@ -88,26 +97,37 @@ class _Sharding:
         self.keeps_gradients = not self.offloads or job.device == "cpu"
         self.clones = job.device == "cpu" and self.shards > 1
 
-    def group(self, shapes: Iterable[tuple[int, ...]]) -> _Group:
+    def _groups(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[_Group, _Group]:
+        """A layer's group, the mean of all, and the root's."""
+        layers, root = (
+            self._group(shape for name, shape in shapes.items() if (".layers." in name) is wanted)
+            for wanted in (True, False)
+        )
+        return _Group(*(numel / self.layers for numel in layers)), root
+
+    def _group(self, shapes: Iterable[tuple[int, ...]]) -> _Group:
         """The group of parameters of these shapes."""
         parts = [(prod(shape), -(-shape[0] // self.shards) * prod(shape[1:])) for shape in shapes]
-        parameters, shard = map(sum, zip(*parts, strict=True))
+        parameters, shard = (sum(part[index] for part in parts) for index in (0, 1))
         return _Group(parameters, shard, shard * self.shards)
 
-    def backward(self, done: int, unit: int) -> Breakdown:
+    def backward(self, done: Count, unit: Count) -> Breakdown:
         """A layer or the embedding is in work. Layers that are done are reduced, and no longer gathered.
 
         All gradients of the layer count, though at its worst moment most of them are still to come. Where gloo reduces,
         the worst may come afterwards, with the layer's activations gone: they are counted there too.
         """
         # An untied head's gradients wait for the root's reduction.
-        untied_head = 0 if self.job.sizes.tie_word_embeddings else min(done, self.job.embedding_parameters)
-        layers_done, is_layer = (done - untied_head) / self.layer.parameters, unit == self.layer.parameters
-        buffer = self.gradient * self.layer.gathered
+        head = 0 if self.job.sizes.tie_word_embeddings else min(done.all, self.job.embedding_parameters)
+        untied_head = min(head, self.job.model.of("lm_head.").trained)
+        layers = self.job.model.layers
+        layers_done = (done.all - head) / sum(layer.all for layer in layers.values()) * len(layers)
+        is_layer = unit in layers.values()
+        buffer = _FLOAT32 * self.trained_layer.gathered
         prefetched = self.gathered_layer * (self.frees_layers and self.shards > 1)  # _backward_prefetch
         in_work = Breakdown(
             weights=self.kept_weights(layers_done),
-            gradients=self.held_gradients(layers_done) + self.compute * (untied_head + unit),
+            gradients=self.held_gradients(layers_done) + self.compute * (untied_head + unit.trained),
             # FSDPCommContext.reduce_scatter_states: what the last layer was reduced from, until the next one is.
             communication=buffer * bool(layers_done)
             + is_layer * (prefetched + self.gathered_layer * self.frees_layers),
@@ -116,7 +136,7 @@ class _Sharding:
             return in_work
         # foreach_reduce: the layer's buffer, and gloo's clone of it; where earlier micro-batches are reduced, this
         # one's gradients are added to theirs.
-        added = self.gradient * self.layer.shard * (self.accumulates and not self.accumulates_whole)
+        added = _FLOAT32 * self.trained_layer.shard * (self.accumulates and not self.accumulates_whole)
         reducing = Breakdown(
             weights=self.kept_weights(layers_done + 1),
             gradients=self.held_gradients(layers_done + 1) + self.compute * untied_head + added,
@@ -136,20 +156,22 @@ class _Sharding:
         .grad where that is float32), or reduced, and then replicas have still to meet
         (FSDPParamGroup._partial_reduce_output).
         """
-        reduced = layers_done * self.layer.shard
+        reduced = layers_done * self.trained_layer.shard
         if self.accumulates_whole:
-            held = self.job.parameters - layers_done * self.layer.parameters + reduced * self.keeps_gradients
+            whole = self.job.trainable_parameters - layers_done * self.trained_layer.parameters
+            held = whole + reduced * self.keeps_gradients
         elif self.accumulates and (self.replicas > 1 or self.keeps_gradients):
-            held = self.shard - reduced * (not self.keeps_gradients)
+            held = self.trained_shard - reduced * (not self.keeps_gradients)
         else:
             held = reduced * self.keeps_gradients
-        return self.gradient * held
+        return _FLOAT32 * held
 
     def step(self) -> Breakdown:
         """foreach_reduce of the root, before and after its gradients are copied; AdamW needs nothing beside them."""
-        held, buffer = self.held_gradients(self.layers), self.gradient * self.root.gathered
-        before = 0.0 if self.accumulates_whole else self.compute * self.trained * self.root.parameters
-        after = self.gradient * (self.root.shard - self.root.parameters * self.accumulates_whole)
+        held, root = self.held_gradients(self.layers), self.trained_root
+        buffer = _FLOAT32 * root.gathered
+        before = 0.0 if self.accumulates_whole else self.compute * root.parameters
+        after = _FLOAT32 * (root.shard - root.parameters * self.accumulates_whole)
         return max(
             Breakdown(gradients=held + before, communication=buffer),
             Breakdown(gradients=held + after, communication=buffer * (1 + self.clones)),
@@ -160,13 +182,16 @@ class _Sharding:
         """Offloaded shards, gradients and moments; and the copies of a background save."""
         pins = self.job.config.infra.pin_memory and self.job.device == "cuda"
         # .pin_memory() of the shards, and .to("cpu", non_blocking=True) of the gradients: each a buffer of its own.
-        shapes = Counter(self.job.sizes.parameter_shapes.values())  # layers are alike
-        shards = [(_FLOAT32 * self.group([shape]).shard, times) for shape, times in shapes.items()]
-        plain, held = (
-            sum(size(num_bytes) * times for num_bytes, times in shards)
-            for size in (float, power_of_two if pins else float)
-        )
-        states = held + held * self.trained * (not self.keeps_gradients) + 2 * plain * self.trained
+        model, size = self.job.model, power_of_two if pins else float
+        shapes = Counter((shape, name in model.trained) for name, shape in model.shapes.items())  # layers are alike
+        plain = held = frozen = 0.0
+        for (shape, is_trained), times in shapes.items():
+            elements = self._group([shape]).shard
+            plain += _FLOAT32 * elements * times * is_trained
+            held += size(_FLOAT32 * elements) * times * is_trained
+            frozen += size(self.compute * elements) * times * (not is_trained)
+        states = held + held * (not self.keeps_gradients) + 2 * plain + frozen
         # engine/fsdp2.py: weights and both moments, each copied by one of the replicas (the mean of them), also
         # where the run waits for the save (training.async_save=false).
-        return HostBreakdown(states=states * self.offloads, save=3 * held / self.replicas)
+        saved = 3 * held + frozen * (self.job.config.model.lora is None)
+        return HostBreakdown(states=states * self.offloads, save=saved / self.replicas)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import ceil, prod
 from pathlib import Path
@@ -19,7 +19,9 @@ from ds_encdec.config.settings import closest
 from ds_encdec.config.shares import micro_batches_per_step
 from ds_encdec.data.budgets import token_budgets
 from ds_encdec.engines import ENGINES, EngineName
-from ds_encdec.model.parameter_count import EMBEDDING_ROWS_MULTIPLE, ModelSizes, num_encoder_layers, parameter_shapes
+from ds_encdec.memory.breakdown import Count
+from ds_encdec.model.parameter_count import EMBEDDING_ROWS_MULTIPLE, ModelSizes, num_encoder_layers
+from ds_encdec.model.trained import model_shapes, trained_shapes
 from ds_encdec.objectives import OBJECTIVES
 from ds_encdec.tokenizer.sentinels import MODE_TOKENS
 from ds_encdec.types import ConfigError
@@ -50,22 +52,32 @@ class Sizes:
         own: dict[str, Any] = {"num_encoder_layers": num_encoder_layers(sizes)}
         return cls(**own, **{field.name: getattr(sizes, field.name) for field in fields(cls) if field.name not in own})
 
-    # An answer asks for these thousands of times, of one model.
+
+@dataclass(frozen=True, eq=False)
+class Parameters:
+    """The parameters of a run's model, those of adapters included: shape by canonical name, in the model's order.
+
+    `trained`: those that the run trains. An answer asks for what follows thousands of times, of one model.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    trained: Mapping[str, tuple[int, ...]]
 
     @cached_property
-    def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every parameter by its canonical name, in the model's order."""
-        return parameter_shapes(self)
+    def total(self) -> Count:
+        """All of them; a tied embedding counts once."""
+        return self.of("")
 
     @cached_property
-    def parameters(self) -> int:
-        """Parameters of the whole model; a tied embedding counts once."""
-        return sum(map(prod, self.parameter_shapes.values()))
+    def layers(self) -> Mapping[str, Count]:
+        """The numbers of each layer, by names such as `encoder layer 0`, in the order of the forward pass."""
+        places = (name.split(".")[:3] for name in self.shapes if ".layers." in name)
+        return {f"{stack} layer {index}": self.of(f"{stack}.layers.{index}.") for stack, _, index in map(tuple, places)}
 
-    @cached_property
-    def layer_parameters(self) -> int:
-        """Parameters of one layer, of the encoder or the decoder."""
-        return sum(prod(shape) for name, shape in self.parameter_shapes.items() if name.startswith("decoder.layers.0."))
+    def of(self, part: str) -> Count:
+        """The parameters whose names begin so."""
+        sizes = [(prod(shape), name in self.trained) for name, shape in self.shapes.items() if name.startswith(part)]
+        return Count(sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +86,12 @@ class Job:
 
     `encoder_tokens`, `decoder_tokens`: of a micro-batch, padding included. `gradient_accumulation_steps`: micro-batches
     of this rank in one optimizer step. `emulates_bf16`: the device multiplies bfloat16 in float32, as CPUs without such
-    instructions do (model/precision.py). `trainable_parameters`: of `parameters`; fewer where a part is frozen.
+    instructions do (model/precision.py).
     """
 
     config: FullConfig
     sizes: Sizes
+    model: Parameters = field(compare=False, repr=False)  # of sizes and configuration
     engine: EngineName
     world_size: int
     ranks_per_node: int
@@ -86,8 +99,6 @@ class Job:
     encoder_tokens: int
     decoder_tokens: int
     gradient_accumulation_steps: int
-    parameters: int
-    trainable_parameters: int
     emulates_bf16: bool = False
     ratio: float = 1.0
     """Encoder tokens per decoder token of the data."""
@@ -98,9 +109,14 @@ class Job:
         return self.device == "cuda" and self.compute_bytes == 2 and self.config.model.use_flash_attention
 
     @property
-    def trains_embedding(self) -> bool:
-        """Return whether the embedding is trained: where a part of the model is frozen, it is taken to be in it."""
-        return self.trainable_parameters >= self.parameters
+    def parameters(self) -> int:
+        """Parameters of the model, adapters included."""
+        return self.model.total.all
+
+    @property
+    def trainable_parameters(self) -> int:
+        """Parameters that are trained."""
+        return self.model.total.trained
 
     @property
     def longest_document(self) -> tuple[int, int]:
@@ -129,12 +145,12 @@ def make_job(
     device: Literal["cuda", "cpu"] = "cuda",
     gradient_accumulation_steps: int | None = None,
     ratio: float | None = None,
-    trainable_parameters: int | None = None,
     emulates_bf16: bool = False,
 ) -> Job:
     """The job of a run. `ratio`: encoder per decoder token of its data; None: `assumed_ratio`.
 
-    `gradient_accumulation_steps` None: what the configured batch and the ranks leave.
+    `gradient_accumulation_steps` None: what the configured batch and the ranks leave. Raises ConfigError for a pattern
+    of `training.freeze` that matches nothing.
     """
     steps = gradient_accumulation_steps or max(1, micro_batches_per_step(config, world_size) // world_size)
     ratio = assumed_ratio(config.data) if ratio is None else ratio
@@ -142,6 +158,7 @@ def make_job(
     return Job(
         config=config,
         sizes=own_sizes,
+        model=Parameters(model_shapes(own_sizes, config.model.lora), trained_shapes(config, own_sizes)),
         engine=engine,
         world_size=world_size,
         ranks_per_node=ranks_per_node,
@@ -149,8 +166,6 @@ def make_job(
         encoder_tokens=budgets.encoder_tokens,
         decoder_tokens=budgets.decoder_tokens,
         gradient_accumulation_steps=steps,
-        parameters=own_sizes.parameters,
-        trainable_parameters=own_sizes.parameters if trainable_parameters is None else trainable_parameters,
         emulates_bf16=emulates_bf16,
         ratio=ratio,
     )
@@ -168,7 +183,7 @@ def with_micro_batch(job: Job, micro_batch_size: int) -> Job:
 
 
 def checkpoint_bytes_per_parameter(job: Job) -> int:
-    """Bytes of a checkpoint's tensors for each parameter: float32 weights, both moments of AdamW, and more.
+    """Bytes of a checkpoint's tensors for each trained parameter: float32 weights, both moments of AdamW, and more.
 
     An engine that `saves_compute_weights` also writes those that layers compute with, under ZeRO-0 to 2 (in float32
     under ZeRO-0 these are the same).
@@ -180,8 +195,12 @@ def checkpoint_bytes_per_parameter(job: Job) -> int:
 
 
 def checkpoint_bytes(job: Job) -> int:
-    """The tensors of one checkpoint; what else is in it, the tokenizer above all, is some megabytes."""
-    return job.parameters * checkpoint_bytes_per_parameter(job)
+    """The tensors of one checkpoint; what else is in it, the tokenizer above all, is some megabytes.
+
+    What is frozen is in it as layers compute with it, unless adapters are trained beside it.
+    """
+    frozen = 0 if job.config.model.lora is not None else job.parameters - job.trainable_parameters
+    return job.trainable_parameters * checkpoint_bytes_per_parameter(job) + frozen * job.compute_bytes
 
 
 def saves_at_most(training: TrainingConfig, steps: int) -> int:
@@ -239,15 +258,6 @@ def run_sizes(config: FullConfig) -> Sizes:
     # Qwen3's embedding grows where the sentinels and mode tokens do not fit in.
     ids = QWEN3_IDS + section.num_sentinel_tokens + len(MODE_TOKENS) * config.data.use_mode_tokens
     return replace(sizes, vocab_size=max(QWEN3_ROWS, -(-ids // EMBEDDING_ROWS_MULTIPLE) * EMBEDDING_ROWS_MULTIPLE))
-
-
-def adapter_parameters(sizes: ModelSizes, rank: int) -> int:
-    """Parameters of LoRA adapters of `rank` on all seven projections of all layers (LoRA, arXiv 2106.09685).
-
-    A projection from m to n numbers gets two matrices, of m x rank and rank x n.
-    """
-    shapes = parameter_shapes(sizes).items()
-    return rank * sum(sum(shape) for name, shape in shapes if name.endswith("_proj.weight"))
 
 
 def _stored_sizes(file: Path) -> Sizes:

@@ -5,6 +5,7 @@ The job of a run that has not begun is on as many GPUs as `infra.num_gpus` says,
 
 import argparse
 import json
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -23,13 +24,17 @@ from ds_encdec.config.shares import (
 from ds_encdec.gpus import Gpu, parse_bytes, parse_gpu
 from ds_encdec.memory.breakdown import GIB
 from ds_encdec.memory.estimate import engine_memory
-from ds_encdec.memory.job import Job, Sizes, adapter_parameters, make_job, run_sizes
+from ds_encdec.memory.job import Job, Sizes, make_job, run_sizes
 from ds_encdec.memory.variants import HEADROOM, HOST_HEADROOM, Variant, variant
 from ds_encdec.memory.zero import not_estimated
 from ds_encdec.types import ConfigError
 
 Found = TypeVar("Found")
-_STANDS_FOR = {"--gpus": ("infra.num_gpus",), "--model": ("model.model_name_or_path", "model.architecture")}
+_STANDS_FOR = {
+    "--gpus": ("infra.num_gpus",),
+    "--model": ("model.model_name_or_path", "model.architecture"),
+    "--lora-rank": ("model.lora",),
+}
 """Fields that an option of the command line sets."""
 
 
@@ -66,14 +71,16 @@ def read_question(options: argparse.Namespace, overrides: Sequence[str]) -> Ques
         problems.append(f"--host-memory {options.host_memory}: not a size of a machine; write 512GiB, 1TB or bytes")
     counts = {"--gpus": options.gpus, "--nodes": options.nodes, "--lora-rank": options.lora_rank}
     wrong = [f"{name} {count}: must be at least 1" for name, count in counts.items() if count is not None and count < 1]
-    problems += [*wrong, *contradictions({"--gpus": options.gpus, "--model": options.model}, overrides)]
+    given = {"--gpus": options.gpus, "--model": options.model, "--lora-rank": options.lora_rank}
+    problems += [*wrong, *contradictions(given, overrides)]
     name = json.dumps(options.model)
     model = [f"model.model_name_or_path={name}", "model.architecture=null"] if options.model is not None else []
     gpus = [f"infra.num_gpus={options.gpus}"] if options.gpus is not None and options.gpus > 0 else []
+    lora = [f"model.lora={{r: {options.lora_rank}}}"] if (options.lora_rank or 0) > 0 else []
     config = _attempt(
         problems,
         lambda: load_config(
-            find_shipped(options.config), [*model, *gpus, *overrides], find_shipped(options.deepspeed_config)
+            find_shipped(options.config), [*model, *gpus, *lora, *overrides], find_shipped(options.deepspeed_config)
         ),
     )
     if config is not None:
@@ -87,10 +94,10 @@ def read_question(options: argparse.Namespace, overrides: Sequence[str]) -> Ques
     num_gpus = config.infra.num_gpus
     sizes_to_try = micro_batch_candidates(config, num_gpus) if is_auto(config) else []  # the largest that fits, or 1
     for tried in [with_micro_batch_size(config, size, num_gpus) for size in sizes_to_try] or [config]:
-        asked = Question(planned_job(tried, sizes, options.nodes, options.lora_rank), gpu, host_bytes)
+        asked = Question(planned_job(tried, sizes, options.nodes), gpu, host_bytes)
         if asked.fits(variant(asked.job, {})):
             break
-    return replace(asked, remarks=tuple(_remarks(options, model, config, asked)))
+    return replace(asked, remarks=tuple(_remarks(options, [*model, *lora], config, asked)))
 
 
 def _attempt(problems: list[str], read: Callable[..., Found], *arguments: Any) -> Found | None:
@@ -103,7 +110,7 @@ def _attempt(problems: list[str], read: Callable[..., Found], *arguments: Any) -
 
 
 def _remarks(options: argparse.Namespace, model: list[str], config: FullConfig, asked: Question) -> list[str]:
-    """How the question was understood. `model`: the overrides that --model stands for."""
+    """How the question was understood. `model`: the overrides that --model and --lora-rank stand for."""
     training = asked.job.config.training
     keys = ", ".join(not_estimated(asked.job)) if config.infra.deepspeed_extra else ""
     remarks = (
@@ -122,8 +129,7 @@ def _remarks(options: argparse.Namespace, model: list[str], config: FullConfig, 
             training.torch_compile,
             "torch_compile: estimated like layers that are not compiled, whose activations may differ.",
         ),
-        (options.lora_rank, "LoRA: what such a run would hold; the engines do not train adapters alone yet."),
-        (model, f"To train what is recommended, add what --model stands for: {' '.join(model)}"),
+        (model, f"To train what is recommended, add what this command's options stand for: {shlex.join(model)}"),
         (
             options.deepspeed_config,
             f"What {options.deepspeed_config} sets must be changed in it, too: a run refuses settings that disagree.",
@@ -158,15 +164,12 @@ def indivisible(config: FullConfig, nodes: int) -> list[str]:
     return problems
 
 
-def planned_job(config: FullConfig, sizes: Sizes, nodes: int, lora_rank: int | None = None) -> Job:
-    """The run of `config`, whose micro-batch size is a number; with `lora_rank`, its frozen model and adapters.
+def planned_job(config: FullConfig, sizes: Sizes, nodes: int) -> Job:
+    """The run of `config`, whose micro-batch size is a number.
 
     Raises ConfigError for what a run would refuse before it starts.
     """
     gpus, engine = config.infra.num_gpus, engine_candidates(config)[0].name
     job = make_job(config, sizes, engine, world_size=gpus, ranks_per_node=gpus // nodes)
-    if lora_rank is not None:
-        adapters = adapter_parameters(sizes, lora_rank)
-        job = replace(job, trainable_parameters=adapters, parameters=job.parameters + adapters)
     engine_memory(job)
     return job

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -34,6 +35,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.initialization import no_init_weights
 
 from ds_encdec.engine import fsdp2
+from ds_encdec.engine.regularization import draws_masks, regularize
 from ds_encdec.engine.sharded_engine import compute_dtype, packed_forward
 from ds_encdec.engines import ENGINES, load
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
@@ -44,6 +46,7 @@ from ds_encdec.memory.storage_log import StorageLog, storages_of
 from ds_encdec.model import attention, loss, precision
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.lora import choose_trained
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.types import Batch
 
@@ -95,7 +98,6 @@ def _remarks(job: Job) -> str:
     remarks = {
         f"{engine.title}'s engine cannot be traced: these are activations and logits alone.": engine.trace is None,
         "What is copied between host and device for the offload is left out.": engine.trace is not None and offloads,
-        "Frozen parts are traced as if they were trained.": job.trainable_parameters < job.parameters,
         "Activations are traced as if they stayed on the device (training.activation_offload=false).": on_host,
         "Layers are traced as they are without torch.compile.": training.torch_compile,
         "Attention is traced document by document: this torch has no variable-length kernel for it.": without_kernel,
@@ -143,13 +145,23 @@ def watched_pass(job: Job, *, backward: bool = True) -> StorageLog[Category]:
     """The log of one micro-batch's pass through a model that is not sharded: forward, and `backward` unless False."""
     training = job.config.training
     with FakeTensorMode(), as_on_device(job), no_init_weights(), torch.set_grad_enabled(backward):
-        model = Qwen3ForSeq2SeqLM._from_config(_model_config(job), dtype=compute_dtype(training))
+        before, dtype = torch.get_default_dtype(), compute_dtype(training)
+        model = Qwen3ForSeq2SeqLM._from_config(_model_config(job), dtype=dtype)
+        torch.set_default_dtype(dtype)
+        try:
+            choose_trained(model, job.config)
+        finally:
+            torch.set_default_dtype(before)
         apply_activation_checkpointing(
-            model, training.activation_checkpointing, every_n=training.activation_checkpointing_every_n
+            model,
+            training.activation_checkpointing,
+            every_n=training.activation_checkpointing_every_n,
+            random=draws_masks(job.config),
         )
+        regularize(model, training)
         watch, batch = _StorageWatch(model), _batch(job)
         watch.claim(model.parameters(), "weights")
-        for parameter in model.parameters():
+        for parameter in filter(attrgetter("requires_grad"), model.parameters()):
             parameter.register_post_accumulate_grad_hook(lambda weight: watch.claim([weight.grad], "gradients"))
         watch.claim([getattr(batch, field.name) for field in dataclasses.fields(batch)], "activations")
         with watch.log.watched_resizes(), watch:
@@ -276,7 +288,10 @@ def as_on_device(job: Job) -> Iterator[None]:
     substitutes: list[tuple[Any, str, object]] = [(precision, "_EMULATED_ON_CPU", emulated)]
     if job.device == "cuda":
         substitutes += [(attention, "flash_kernel", varlen_kernel), (nn.functional, "rms_norm", _rms_norm)]
-        substitutes += [(loss, "_gives_float32", lambda x: True)]
+        substitutes += [(loss, "_gives_float32", lambda x: True), (nn.functional, "dropout", _dropout)]
+    if job.config.model.lora is not None:
+        # peft moves its adapters to where they are already, which fake tensors do not let be done.
+        substitutes.append((nn.Module, "to", lambda module, *_, **__: module))
     with ExitStack() as substituted:
         for substitute in substitutes:
             substituted.enter_context(patch.object(*substitute))
@@ -308,6 +323,11 @@ def _allocate_backward_workspace(grad: Tensor, query: torch.Size, key: torch.Siz
     held += [grad.new_empty(shape, dtype=torch.float32) for shape in ((rows, *query[1:]), (rows, query[1]))]
     if query[1] != key[1]:
         held += [grad.new_empty((key[0], *query[1:])) for _ in range(2)]
+
+
+def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Do what `dropout` does on a GPU in one operator. A CPU computes it in single ones."""
+    return torch.native_dropout(x, p, True)[0] if training and p else x
 
 
 def _rms_norm(x: Tensor, _shape: tuple[int, ...], weight: Tensor, _epsilon: float) -> Tensor:

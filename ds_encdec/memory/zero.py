@@ -13,8 +13,8 @@ from math import ceil, prod
 from typing import Any
 
 from ds_encdec.engine.ds_json import render_deepspeed_json
-from ds_encdec.memory.breakdown import Breakdown, EngineMemory, HostBreakdown, power_of_two
-from ds_encdec.memory.job import Job, Sizes
+from ds_encdec.memory.breakdown import Breakdown, Count, EngineMemory, HostBreakdown, power_of_two
+from ds_encdec.memory.job import Job, Parameters
 from ds_encdec.types import ConfigError
 
 _ALL_REDUCE_ELEMENTS = 500_000_000
@@ -82,10 +82,10 @@ class _Settings:
     the collective has a dtype of its own. `overlaps`: gradients are reduced while the backward pass goes on.
     `accumulates`: earlier micro-batches of a step leave gradients behind. `number`: the JSON's by key of `_DEFAULTS`.
 
-    `sizes`: those of the model's parameters, and how many have each. `largest`: the largest trained parameter, the
-    embedding. `weight_partition`: what a rank has of all parameters, under stage 3 a part of each, rounded up;
-    `partition`: of the trained ones; under stages 1 and 2 of each group of parameters, to an even number. `states`: the
-    parameters that the rank's optimizer has.
+    `sizes`: those of the model's parameters, and how many have each; `trained_sizes`: of those that are trained.
+    `largest`: the largest trained parameter. `weight_partition`: what a rank has of all parameters, under stage 3 a
+    part of each, rounded up; `partition`: of the trained ones; under stages 1 and 2 of each group of parameters, to an
+    even number. `states`: the parameters that the rank's optimizer has.
 
     `is_compact`: under stages 1 and 2 a rank accumulates its partition in float32: _use_compact_grad_partition_buffer.
     `kept`: bytes that it then keeps of reduced gradients, also with offload on the device, as one flat partition
@@ -97,7 +97,7 @@ class _Settings:
         rendered = _rendered(job)
         zero, params = rendered["zero_optimization"], rendered["optimizer"]["params"]
         self.number = {key: _number(key, value) for key, value in (_DEFAULTS | zero).items() if key in _DEFAULTS}
-        ranks, trained = job.world_size, job.trainable_parameters / job.parameters
+        ranks = job.world_size
         offload = zero.get("offload_optimizer", {})
         self.job, self.parameters, self.trainable = job, job.parameters, job.trainable_parameters
         self.stage: int = zero["stage"]
@@ -122,46 +122,48 @@ class _Settings:
         self.each = self.accumulation if self.stage == 1 else self.weight
         self.reduced = self.each + (self.communication if self.communication != self.each else 0)
 
-        self.sizes = _sizes(job.sizes)
-        self.largest = min(max(self.sizes), self.trainable)
+        self.sizes, self.trained_sizes = _sizes(job.model)
+        self.largest = max(self.trained_sizes)
         self.weight_partition, self.partition = self.parameters, 2 * ceil(self.trainable / (2 * ranks))
         if self.stage == 3:
-            self.weight_partition = sum(times * ceil(size / ranks) for size, times in self.sizes.items())
-            self.partition = round(self.weight_partition * trained)
+            self.weight_partition, self.partition = (
+                sum(times * ceil(size / ranks) for size, times in sizes.items())
+                for sizes in (self.sizes, self.trained_sizes)
+            )
         self.states = self.partition if self.stage else self.trainable
         self.is_compact = self.accumulation == 4 and self.weight != 4
-        self.owned = round(_owned(job.sizes, ranks) * trained)
+        self.owned = _owned(job.model, ranks)
         whole = 0 if self.offloads_optimizer else self.weight * self.owned
         self.kept = self.accumulation * self.partition if self.is_compact else whole
 
         self.overlaps = bool(zero.get("overlap_comm", self.stage == 3))
         self.bucket = self.number["reduce_bucket_size"]
 
-    def largest_of(self, unit: int) -> int:
-        """Elements of the largest parameter of a layer, or an embedding, of `unit` parameters."""
-        return max((size for size in self.sizes if size <= unit), default=unit)
+    def largest_of(self, unit: Count) -> int:
+        """Elements of the largest trained parameter of a layer, or an embedding, of the parameters `unit`."""
+        return max((size for size in self.trained_sizes if size <= unit.trained), default=unit.trained)
 
-    def whole_gradients(self, bytes_each: int, done: int, unit: int) -> float:
+    def whole_gradients(self, bytes_each: int, done: Count, unit: Count) -> float:
         """Gradients that stay in the parameters until the step, with the one that autograd is just adding."""
         if self.accumulates:
             return bytes_each * self.trainable + self.weight * self.largest_of(unit)
-        return bytes_each * min(done + unit, self.trainable)
+        return bytes_each * min(done.trained + unit.trained, self.trainable)
 
-    def is_filled(self, done: int, unit: int) -> bool:
+    def is_filled(self, done: Count, unit: Count) -> bool:
         """Return whether a bucket has been full by then in this micro-batch, and so was reduced.
 
         The embedding's gradient comes to the buckets last of all: what that leads to is in `last_reduction`.
         """
-        return done + (0 if unit == self.job.embedding_parameters else unit) > self.bucket
+        return done.trained + (0 if unit.all == self.job.embedding_parameters else unit.trained) > self.bucket
 
-    def is_reducing(self, done: int, unit: int) -> bool:
+    def is_reducing(self, done: Count, unit: Count) -> bool:
         """Return whether a bucket may be on its way while the backward pass of `unit` is at its worst."""
-        return self.is_filled(done, unit) and (self.overlaps or unit != self.job.embedding_parameters)
+        return self.is_filled(done, unit) and (self.overlaps or unit.all != self.job.embedding_parameters)
 
-    def waiting_head(self, done: int) -> int:
+    def waiting_head(self, done: Count) -> int:
         """Elements of an untied output layer that no bucket can hold: reduced when the gradient after it comes."""
         head = self.job.embedding_parameters
-        return head if done == head > self.bucket and not self.job.sizes.tie_word_embeddings else 0
+        return head if done.trained == head > self.bucket and not self.job.sizes.tie_word_embeddings else 0
 
 
 def _rendered(job: Job) -> dict[str, Any]:
@@ -191,16 +193,16 @@ def _bytes(block: dict[str, Any], key: str, default: int) -> int:
 
 
 @lru_cache
-def _sizes(sizes: Sizes) -> Counter[int]:
-    """Elements of the model's parameters, and how many have as many."""
-    return Counter(map(prod, sizes.parameter_shapes.values()))
+def _sizes(model: Parameters) -> tuple[Counter[int], Counter[int]]:
+    """Elements of the model's parameters, and how many have as many; and of those that are trained."""
+    return Counter(map(prod, model.shapes.values())), Counter(map(prod, model.trained.values()))
 
 
 @lru_cache
-def _owned(sizes: Sizes, ranks: int) -> int:
-    """Elements of all parameters that a partition touches, on the rank with the most."""
-    by_rank, share, start = [0] * ranks, sizes.parameters / ranks, 0
-    for size in map(prod, sizes.parameter_shapes.values()):
+def _owned(model: Parameters, ranks: int) -> int:
+    """Elements of all trained parameters that a partition touches, on the rank with the most."""
+    by_rank, share, start = [0] * ranks, model.total.trained / ranks, 0
+    for size in map(prod, model.trained.values()):
         for rank in range(int(start / share), min(int((start + size - 1) / share), ranks - 1) + 1):
             by_rank[rank] += size
         start += size
@@ -258,11 +260,11 @@ def _partitioned(s: _Settings) -> EngineMemory:
             gradients=gradients, communication=buckets + s.reduced * min(max(s.bucket, largest), s.trainable)
         )
 
-    def backward(done: int, unit: int) -> Breakdown:
+    def backward(done: Count, unit: Count) -> Breakdown:
         if reduces_late:
             return Breakdown(gradients=s.whole_gradients(s.each, done, unit), communication=buckets)
         head, largest = s.waiting_head(done), s.largest_of(unit)
-        waiting = s.each * max(s.trainable - done, 0) * accumulates_whole
+        waiting = s.each * max(s.trainable - done.trained, 0) * accumulates_whole
         gradients = waiting + s.weight * largest + s.each * head + partitions(s.is_filled(done, unit))
         if s.is_reducing(done, unit):
             return reducing(gradients, max(largest, head), adds=s.stage == 2)
@@ -294,7 +296,7 @@ def _partitioned(s: _Settings) -> EngineMemory:
         step=Breakdown(gradients=s.kept + (0 if s.offloads_optimizer else max(norm, copied))),
         last_reduction=last,
         # The weights are put together into bit16_groups_flat where there is room, else on the host.
-        build=Breakdown(weights=2 * s.weight * s.parameters),
+        build=Breakdown(weights=s.weight * (s.parameters + s.trainable)),
     )
 
 
@@ -325,10 +327,12 @@ def _sharded(s: _Settings) -> EngineMemory:
         """
         return secondary + s.weight * max(min(s.parameters - persistent - done, live), 0) * is_gathered
 
-    def backward(done: int, unit: int) -> Breakdown:
+    def backward(done: Count, unit: Count) -> Breakdown:
         head = s.waiting_head(done)
         on_its_way = (scattered + _scattering(s, head, alone=True)) * s.is_reducing(done, unit)
-        return Breakdown(gradients=s.weight * (s.largest_of(unit) + head), communication=gathered(done) + on_its_way)
+        return Breakdown(
+            gradients=s.weight * (s.largest_of(unit) + head), communication=gathered(done.all) + on_its_way
+        )
 
     # At the end of the backward pass, when the embedding is still gathered: the bucket that it fills, or it alone.
     last = max(scattered, _scattering(s, s.largest, alone=True) if s.largest > s.bucket else 0)
@@ -345,6 +349,7 @@ def _sharded(s: _Settings) -> EngineMemory:
         forward=Breakdown(communication=gathered(0)),
         backward=backward,
         step=Breakdown(gradients=0 if s.offloads_optimizer else prepared * sub_group, communication=secondary),
+        keeps_frozen_inputs=True,  # zero/linear.py: LinearFunctionForZeroStage3
         last_reduction=Breakdown(
             gradients=s.weight * s.largest if s.trainable > s.bucket else 0,
             communication=last + gathered(s.parameters - persistent - s.largest),
@@ -391,9 +396,10 @@ def _host(s: _Settings) -> HostBreakdown:
         # param_groups_fp16_flat_cpu_memory: pinned whatever the configuration says
         parameters = (power_of_two if on_gpu else float)(s.weight * s.weight_partition)
     if s.job.config.training.async_save:
-        weights, frozen = s.weight * s.parameters, 0
+        saves_frozen = s.job.config.model.lora is None  # else adapters alone
+        weights, frozen = s.weight * (s.parameters if saves_frozen else s.trainable), 0
         if s.stage == 3:
-            weights, frozen = 0, s.weight * (s.weight_partition - s.partition)
+            weights, frozen = 0, s.weight * (s.weight_partition - s.partition) * saves_frozen
         copied = power_of_two if infra.pin_memory and on_gpu else float
         each = sum(map(copied, (s.master * s.states, s.moment * s.states, s.moment * s.states, frozen)))
         save = (copied(weights) + each * (min(s.job.world_size, on_node) if s.stage else 1)) / on_node

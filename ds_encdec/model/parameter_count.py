@@ -83,9 +83,18 @@ def _layer_shapes(sizes: ModelSizes) -> dict[str, tuple[int, ...]]:
     }
 
 
-def training_flops(sizes: ModelSizes, encoder_lengths: Sequence[int], decoder_lengths: Sequence[int]) -> int:
-    """Operations of one forward and backward pass over documents of these lengths (tokens, one entry each)."""
-    return (1 + BACKWARD_PER_FORWARD) * forward_flops(sizes, encoder_lengths, decoder_lengths)
+def training_flops(
+    sizes: ModelSizes,
+    encoder_lengths: Sequence[int],
+    decoder_lengths: Sequence[int],
+    left_out: tuple[int, int] = (0, 0),
+) -> int:
+    """Operations of one forward and backward pass over documents of these lengths (tokens, one entry each).
+
+    `left_out`: products for each encoder and each decoder token that are not made (trained.py, `products_left_out`).
+    """
+    saved = 2 * (left_out[0] * sum(encoder_lengths) + left_out[1] * sum(decoder_lengths))
+    return (1 + BACKWARD_PER_FORWARD) * forward_flops(sizes, encoder_lengths, decoder_lengths) - saved
 
 
 def forward_flops(sizes: ModelSizes, encoder_lengths: Sequence[int], decoder_lengths: Sequence[int]) -> int:

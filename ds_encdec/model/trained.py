@@ -6,11 +6,12 @@ Names are canonical ones (parameter_count.py). A matrix with an adapter keeps it
 
 from collections.abc import Collection
 from fnmatch import fnmatchcase
+from math import prod
 
 from ds_encdec.config.rules import Sections
 from ds_encdec.config.sections import LoraConfig
 from ds_encdec.config.settings import closest
-from ds_encdec.model.parameter_count import ModelSizes, parameter_shapes
+from ds_encdec.model.parameter_count import BACKWARD_PER_FORWARD, ModelSizes, parameter_shapes
 from ds_encdec.types import ConfigError
 
 ADAPTER = "default"
@@ -82,6 +83,23 @@ def _alike(pattern: str, names: Collection[str]) -> str:
         return f"did you mean {guess!r}?"
     kinds = (".".join("*" if one.isdigit() or one in ("encoder", "decoder") else one for one in part) for part in parts)
     return f"there are {', '.join(dict.fromkeys(kinds))}"
+
+
+def products_left_out(config: Sections, sizes: ModelSizes) -> tuple[int, int]:
+    """Products for each encoder token, and for each decoder token, that `training_flops` counts and a step leaves out.
+
+    A frozen matrix has no gradient; adapters' products come on top, and are taken off. A product is a multiplication
+    and an addition. Decoder layers project the encoder's output, too.
+    """
+    trained = trained_shapes(config, sizes)
+    head = "shared.weight" if sizes.tie_word_embeddings else "lm_head.weight"
+    of_encoder = of_decoder = 0
+    for name, shape in model_shapes(sizes, config.model.lora).items():
+        if len(shape) > 1 and (name == head or ".layers." in name):
+            left_out = prod(shape) * (-(1 + BACKWARD_PER_FORWARD) if is_adapter(name) else name not in trained)
+            of_encoder += left_out * (name.startswith("encoder.") or bool({"k_proj", "v_proj"} & {*name.split(".")}))
+            of_decoder += left_out * (not name.startswith("encoder."))
+    return of_encoder, of_decoder
 
 
 def told(trained: int, parameters: int) -> str:

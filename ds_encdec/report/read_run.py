@@ -21,6 +21,7 @@ from ds_encdec.config.settings import Problem
 from ds_encdec.config.yaml_text import read_yaml
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.memory.job import run_sizes
+from ds_encdec.model.parameter_count import count_parameters
 from ds_encdec.monitor.metrics_file import is_number, read_step_lines
 from ds_encdec.types import CheckpointError, ConfigError, DataError
 
@@ -144,7 +145,7 @@ class Run:
         if is_number(counted := self.status.get("parameters")):
             return int(counted)
         try:
-            return run_sizes(FullConfig.model_validate(self.config)).parameters
+            return count_parameters(run_sizes(FullConfig.model_validate(self.config)))
         except (ConfigError, ValueError):  # another version's configuration, or a model that is elsewhere
             return None
 

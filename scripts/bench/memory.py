@@ -40,7 +40,6 @@ from ds_encdec.launch.world import World, discover
 from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.job import Job, make_job
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.model.parameter_count import count_parameters
 from ds_encdec.model.precision import product_dtype
 from ds_encdec.types import Batch
 
@@ -69,13 +68,23 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 MICRO_BATCHES = (1, 8)
 """States are most of the memory under the first, activations under the second."""
+TRAINED: dict[str, dict[str, dict[str, Any]]] = {
+    "lora": {"model": {"lora": {"r": 8}}},  # with its dropout
+    "lora-only": {"model": {"lora": {"r": 8, "lora_dropout": 0.0}}},
+    "decoder": {"training": {"freeze": ["shared.*", "encoder.*"]}},
+    "dropout": {"training": {"residual_dropout": 0.1}},  # attention's goes by the longest documents there may be
+}
+"""Settings of runs that do not train all of the model, or not without dropout."""
 CHECKPOINTING = {"deepspeed": ("none", "full", "every_n"), "fsdp": ("none", "full", "selective")}
 """`selective` is FSDP2's alone; every_n's layers are none's and full's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A run to measure. `micro_batch`: in sequences of at most 256 encoder and 128 decoder tokens."""
+    """A run to measure. `micro_batch`: in sequences of at most 256 encoder and 128 decoder tokens.
+
+    `trained`: all of the model, or a word of `TRAINED`.
+    """
 
     engine: Any
     stage: str
@@ -86,12 +95,13 @@ class Row:
     model: str
     micro_batch: int
     accumulation: int
+    trained: str = "all"
 
     def __str__(self) -> str:
         offload = "" if self.offload_optimizer == "none" else "+opt" if self.offload_params == "none" else "+opt+par"
         return (
             f"{self.engine} {self.stage}{offload} {self.dtype} {self.checkpointing} {self.model} "
-            f"b{self.micro_batch} acc{self.accumulation}"
+            f"b{self.micro_batch} acc{self.accumulation}{f' {self.trained}' * (self.trained != 'all')}"
         )
 
 
@@ -99,12 +109,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a handful of rows")
     parser.add_argument("--all", action="store_true", help="every combination, 576 rows")
+    parser.add_argument("--trained", action="store_true", help="runs that do not train all of the model, 48 rows")
     parser.add_argument("--only", default="", help="only rows with these words in their name")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--json", type=Path, help="write the rows to this file too")
     options = parser.parse_args()
 
-    rows = quick_grid() if options.quick else full_grid() if options.all else grid()
+    grids = {"quick": quick_grid, "all": full_grid, "trained": trained_grid}
+    rows = next((make for name, make in grids.items() if getattr(options, name)), grid)()
     rows = [row for row in rows if all(word in str(row).split() for word in options.only.split())]
     world = discover(os.environ)
     device = choose_device(options.device, world)
@@ -142,6 +154,16 @@ def grid() -> list[Row]:
     return rows
 
 
+def trained_grid() -> list[Row]:
+    """Runs that do not train all of the model, under every sharding; the other settings take turns."""
+    others = itertools.cycle(itertools.product(("bf16", "fp32"), ("none", "full"), MICRO_BATCHES, (1, 2)))
+    rows = []
+    for trained, sharding in itertools.product(TRAINED, SHARDINGS):
+        dtype, mode, micro_batch, accumulation = next(others)
+        rows.append(Row(*sharding, dtype, mode, "small", micro_batch, accumulation, trained))
+    return rows
+
+
 def full_grid() -> list[Row]:
     """Everything with everything."""
     return [
@@ -163,6 +185,9 @@ def quick_grid() -> list[Row]:
         Row("fsdp", "zero2", "none", "none", "fp32", "none", "small", 1, 1),
         Row("fsdp", "zero3", "none", "none", "bf16", "full", "small", 1, 2),
         Row("fsdp", "zero3", "none", "none", "bf16", "selective", "small", 8, 1),
+        Row("deepspeed", "zero2", "none", "none", "bf16", "none", "small", 8, 1, "lora"),
+        Row("deepspeed", "zero3", "none", "none", "fp32", "full", "small", 8, 2, "lora"),
+        Row("fsdp", "zero3", "none", "none", "bf16", "full", "small", 8, 1, "lora"),
     ]
 
 
@@ -174,7 +199,7 @@ def measure(row: Row, world: World, device: torch.device) -> dict[str, Any]:
     estimated = expected.peak.total - expected.peak.framework
     if device.type == "cpu":
         estimated += expected.host.states + expected.host.parameters + expected.host.activations
-    before = held_bytes(device)
+    before, linear = held_bytes(device), nn.functional.linear
     context = RunContext(world, device, row.engine, HostCollectives())
     engine = create_engine(config, context, model_config, zero_weights(model_config), row.accumulation)
     batch = full_batch(config, row.micro_batch, model_config.vocab_size)
@@ -183,6 +208,7 @@ def measure(row: Row, world: World, device: torch.device) -> dict[str, Any]:
     # The lower peak: a buffer that one of gloo's threads lets go of late only adds.
     tracked = min(steps, key=lambda step: step.peak_bytes)
     engine.close()
+    nn.functional.linear = linear  # DeepSpeed's stage 3 leaves its own there, which keeps the inputs of frozen products
     del engine
     gc.collect()
     measured = tracked.peak_bytes - before
@@ -190,7 +216,7 @@ def measure(row: Row, world: World, device: torch.device) -> dict[str, Any]:
     return {
         "row": str(row),
         "settings": dataclasses.asdict(row),
-        "parameters": count_parameters(model_config),
+        "trained parameters": job.trainable_parameters,
         "device": str(device),
         "estimated": estimated,
         "measured": measured,
@@ -267,8 +293,9 @@ def _configuration(row: Row, device: torch.device) -> tuple[FullConfig, Qwen3Seq
         eos_token_id=1,
         decoder_start_token_id=0,
     )
-    model = {"loss_chunk_tokens": 64}
-    sections = {"model": model, "data": data, "training": training, "infra": infra}
+    other = TRAINED.get(row.trained, {})
+    model = {"loss_chunk_tokens": 64, **other.get("model", {})}
+    sections = {"model": model, "data": data, "training": training | other.get("training", {}), "infra": infra}
     return FullConfig.model_validate(sections), model_config
 
 

@@ -43,11 +43,10 @@ def backward_moments(job: Job) -> Iterator[float]:
     head = job.embedding_parameters
     yield memory.forward.total + (4 + compute if compute < 4 else 4) * head
     # A tied head's gradient waits for the embedding's; an untied one is an ordinary gradient.
-    waiting, done = (compute * head, 0) if job.sizes.tie_word_embeddings else (0, head)
-    for _ in range(job.sizes.num_encoder_layers + job.sizes.num_hidden_layers):
-        yield memory.backward(done, job.sizes.layer_parameters).total + waiting
-        done += job.sizes.layer_parameters
-    yield memory.backward(done, head).total + waiting
+    waiting, done = compute * head * job.sizes.tie_word_embeddings, job.model.of("lm_head.")
+    for unit in (*reversed(job.model.layers.values()), job.model.of("shared.")):
+        yield memory.backward(done, unit).total + waiting
+        done += unit
     yield memory.step.total
 
 

@@ -8,7 +8,7 @@ import pytest
 from gloo_ranks import run_ranks
 from zero_memory_run import ACCUMULATION, CASES, MODEL, memory_config
 
-from ds_encdec.memory.breakdown import Breakdown, EngineMemory
+from ds_encdec.memory.breakdown import Breakdown, Count, EngineMemory
 from ds_encdec.memory.job import Job, make_job
 from ds_encdec.memory.zero import zero_memory
 
@@ -58,11 +58,10 @@ def estimated(job: Job) -> dict[str, float]:
 
 
 def _highest_backward(job: Job, memory: EngineMemory) -> Breakdown:
-    layers = job.sizes.num_encoder_layers + job.sizes.num_hidden_layers
-    moments = [
-        memory.backward(index * job.sizes.layer_parameters, job.sizes.layer_parameters) for index in range(layers)
-    ]
-    moments.append(memory.backward(layers * job.sizes.layer_parameters, job.embedding_parameters))
+    done, moments = Count(0, 0), []
+    for unit in (*reversed(job.model.layers.values()), job.model.of("shared.")):
+        moments.append(memory.backward(done, unit))
+        done += unit
     return max(moments, key=lambda moment: moment.total)
 
 

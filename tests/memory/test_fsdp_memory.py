@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.memory.breakdown import Count
 from ds_encdec.memory.fsdp import fsdp_memory
 from ds_encdec.memory.job import Job, Sizes, make_job
 from ds_encdec.types import ConfigError
@@ -33,15 +34,20 @@ LAYER = 15_730_944
 ROOT = PARAMETERS - 56 * LAYER
 
 
+def of(number: int) -> Count:
+    """So many parameters, all of them trained."""
+    return Count(number, number)
+
+
 def job_of(
-    stage: str, *, world_size: int = 8, accumulation: int = 8, trainable: int | None = None, **infra: Any
+    stage: str, *, world_size: int = 8, accumulation: int = 8, training: dict[str, Any] | None = None, **infra: Any
 ) -> Job:
     """In bf16 on GPUs, 8 a node, without offload unless told otherwise."""
     kind = "ddp" if stage == "zero0" else "fsdp"
     config = FullConfig.model_validate(
         {
             "infra": {"offload_optimizer": "none", "sharding_stage": stage, "distributed_type": kind, **infra},
-            "training": {"gradient_accumulation_steps": accumulation},
+            "training": {"gradient_accumulation_steps": accumulation, **(training or {})},
         }
     )
     return make_job(
@@ -50,7 +56,6 @@ def job_of(
         "fsdp",
         world_size=world_size,
         ranks_per_node=min(world_size, 8),
-        trainable_parameters=trainable,
     )
 
 
@@ -88,18 +93,18 @@ def test_what_is_gathered() -> None:
     whole, layers = fsdp_memory(job_of("zero2")), fsdp_memory(job_of("zero3"))
     assert whole.forward.weights == pytest.approx(2 * PARAMETERS)
     assert layers.forward.weights == pytest.approx(2 * ROOT)
-    second = layers.backward(LAYER, LAYER)
+    second = layers.backward(of(LAYER), of(LAYER))
     assert second.communication == pytest.approx((2 + 2 + 4) * LAYER)
-    assert whole.backward(LAYER, LAYER).communication == pytest.approx(4 * LAYER)
+    assert whole.backward(of(LAYER), of(LAYER)).communication == pytest.approx(4 * LAYER)
 
 
 def test_gloo_clones_what_it_reduces() -> None:
     """NCCL does not, and one rank has nothing to reduce."""
-    reduced = fsdp_memory(on_cpu(job_of("zero3", world_size=2, accumulation=1))).backward(LAYER, LAYER)
+    reduced = fsdp_memory(on_cpu(job_of("zero3", world_size=2, accumulation=1))).backward(of(LAYER), of(LAYER))
     assert reduced.gradients == pytest.approx(2 * 4 * LAYER / 2)
     assert reduced.communication == pytest.approx((4 + 4 + 2) * LAYER)  # the next layer is being gathered
     alone = fsdp_memory(on_cpu(job_of("zero3", world_size=1, accumulation=1)))
-    assert alone.backward(LAYER, LAYER).communication == pytest.approx((4 + 2) * LAYER)
+    assert alone.backward(of(LAYER), of(LAYER)).communication == pytest.approx((4 + 2) * LAYER)
 
 
 def test_offload_moves_sixteen_bytes_a_parameter_to_the_host() -> None:
@@ -118,10 +123,13 @@ def test_replicas_share_the_copies_of_a_save() -> None:
 
 
 def test_frozen_parts_have_neither_moments_nor_gradients() -> None:
-    memory = fsdp_memory(job_of("zero0", trainable=PARAMETERS // 4))
-    assert memory.resting.master_weights == 4 * PARAMETERS
-    assert memory.resting.optimizer == pytest.approx(2 * PARAMETERS)
-    assert memory.forward.gradients == pytest.approx(PARAMETERS)
+    job = job_of("zero0", training={"freeze": ["encoder.*", "shared.*"]})
+    memory, decoder = fsdp_memory(job), 28 * job.model.layers["decoder layer 0"].all + 1024
+    assert job.trainable_parameters == decoder
+    assert memory.resting.master_weights == 4 * decoder
+    assert memory.resting.weights == 2 * (PARAMETERS - decoder)
+    assert memory.resting.optimizer == 8 * decoder
+    assert memory.forward.gradients == 4 * decoder
 
 
 def test_a_hybrid_that_does_not_divide_the_ranks_is_refused() -> None:

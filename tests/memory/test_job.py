@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import constants
 
 from ds_encdec.config.schema import load_config
-from ds_encdec.memory.job import PUBLISHED, QWEN3_IDS, Sizes, adapter_parameters, run_sizes
+from ds_encdec.memory.job import PUBLISHED, QWEN3_IDS, Sizes, checkpoint_bytes, make_job, run_sizes
 from ds_encdec.model.parameter_count import count_parameters
 from ds_encdec.types import ConfigError
 
@@ -147,7 +147,11 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
 
 
 def test_adapters_by_hand() -> None:
-    sizes = PUBLISHED["Qwen/Qwen3-0.6B"]
     attention = (1024 + 2048) + 2 * (1024 + 1024) + (2048 + 1024)
     mlp = 3 * (1024 + 3072)
-    assert adapter_parameters(sizes, 8) == 8 * 56 * (attention + mlp) == 10_092_544
+    config = load_config(None, ["model.lora={r: 8}"])
+    job = make_job(config, run_sizes(config), "deepspeed", world_size=8, ranks_per_node=8)
+    assert job.trainable_parameters == 8 * 56 * (attention + mlp) == 10_092_544
+    assert job.parameters == 1_036_517_376 + 10_092_544
+    # Of adapters alone: a checkpoint names their base.
+    assert checkpoint_bytes(job) == 12 * 10_092_544

@@ -15,7 +15,7 @@ from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.fsdp2 import FSDP2Engine
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import World
-from ds_encdec.memory.breakdown import Breakdown
+from ds_encdec.memory.breakdown import Breakdown, Count
 from ds_encdec.memory.fsdp import fsdp_memory
 from ds_encdec.memory.job import Job, Sizes, make_job
 from ds_encdec.memory.trace import _batch, _model_config, as_on_device, trace_memory
@@ -106,10 +106,8 @@ def test_the_arithmetic_is_what_the_trace_finds(world_size: int, infra: dict[str
     traced = trace_memory(job)
     held = sum(getattr(traced.peak, name) for name in ENGINE)
     assert traced.moment.startswith("backward pass, decoder.layers.")
-    memory = fsdp_memory(job)
-    first, later = (
-        memory.resting + memory.backward(done, job.sizes.layer_parameters) for done in (0, job.sizes.layer_parameters)
-    )
+    memory, layer = fsdp_memory(job), job.model.layers["decoder layer 0"]
+    first, later = (memory.resting + memory.backward(done, layer) for done in (Count(0, 0), layer))
     # The tied head's gradient, which waits for the embedding's.
     waiting = job.compute_bytes * job.embedding_parameters
     # The moments that hold most of the engine's and most of all need not be the same.

@@ -10,7 +10,7 @@ from ds_encdec.config.schema import load_config
 from ds_encdec.gpus import GPUS, Gpu
 from ds_encdec.memory.breakdown import GIB
 from ds_encdec.memory.estimate import engine_memory, estimate
-from ds_encdec.memory.job import Job, adapter_parameters, run_sizes
+from ds_encdec.memory.job import Job, run_sizes
 from ds_encdec.memory.question import Question, planned_job
 from ds_encdec.memory.variants import (
     Variant,
@@ -171,10 +171,9 @@ def test_a_changed_job_keeps_what_a_run_knows_better() -> None:
 
 
 def test_frozen_parameters_have_weights_but_no_states() -> None:
-    config = load_config(None, ["infra.sharding_stage=zero0", "infra.offload_optimizer=none"])
-    sizes = run_sizes(config)
-    adapters = adapter_parameters(sizes, 16)
-    frozen = planned_job(config, sizes, 1, lora_rank=16)
+    settings = ["infra.sharding_stage=zero0", "infra.offload_optimizer=none", "model.lora={r: 16}"]
+    config, adapters = load_config(None, settings), 2 * 10_092_544
+    frozen = planned_job(config, run_sizes(config), 1)
     assert (frozen.parameters, frozen.trainable_parameters) == (1_036_517_376 + adapters, adapters)
     peak = estimate(frozen).peak
     assert peak.master_weights == pytest.approx(4 * adapters, rel=0.01)

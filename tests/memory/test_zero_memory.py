@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.memory.breakdown import Breakdown, power_of_two
+from ds_encdec.memory.breakdown import Breakdown, Count, power_of_two
 from ds_encdec.memory.job import Job, Sizes, make_job
 from ds_encdec.memory.zero import zero_memory
 from ds_encdec.types import ConfigError
@@ -39,6 +39,11 @@ BF16_GRADIENTS = {"deepspeed_extra": {"data_types": {"grad_accum_dtype": "bf16"}
 GB = 1e9
 
 
+def of(number: int) -> Count:
+    """So many parameters, all of them trained."""
+    return Count(number, number)
+
+
 def job_of(
     stage: str,
     *,
@@ -46,7 +51,6 @@ def job_of(
     accumulation: int = 8,
     sizes: Sizes = QWEN3_0_6B,
     training: dict[str, Any] | None = None,
-    trainable: int | None = None,
     **infra: Any,
 ) -> Job:
     """In bf16 on GPUs, without offload or saves unless told otherwise."""
@@ -63,7 +67,6 @@ def job_of(
         world_size=world_size,
         ranks_per_node=min(world_size, 8),
         gradient_accumulation_steps=accumulation,
-        trainable_parameters=trainable,
     )
 
 
@@ -113,15 +116,15 @@ def test_zero3_by_hand() -> None:
     # The embedding, larger than a bucket, goes alone, converted to float32 while it and its gradient are there.
     assert memory.last_reduction == Breakdown(gradients=2 * EMBEDDING, communication=(2 + 4) * EMBEDDING)
     on_its_way = 4 * BUCKET  # a full bucket, put together
-    layer = job_of("zero3").sizes.layer_parameters
-    empty, full = (memory.backward(done, 1024).communication + 2 * done for done in (0, 4 * layer))
+    layer = job_of("zero3").model.layers["decoder layer 0"].all
+    empty, full = (memory.backward(of(done), of(1024)).communication + 2 * done for done in (0, 4 * layer))
     assert full - empty == on_its_way
 
 
 def test_gathered_parameters_go_with_the_layers_that_are_done() -> None:
     memory = zero_memory(job_of("zero3"))
-    layer = job_of("zero3").sizes.layer_parameters
-    start, later = (memory.backward(done, layer).communication for done in (4 * layer, 28 * layer))
+    layer = job_of("zero3").model.layers["decoder layer 0"].all
+    start, later = (memory.backward(of(done), of(layer)).communication for done in (4 * layer, 28 * layer))
     assert start - later == 2 * 24 * layer
 
 
@@ -157,13 +160,16 @@ def test_stage_2_adds_gradients_up_in_one_float32_partition() -> None:
     assert single.forward.total == 0
     # The optimizer takes it as it is, after norms in float64, of one parameter's part at a time.
     assert accumulating.step.gradients == accumulating.forward.gradients + 8 * PARAMETERS / 8
-    assert accumulating.backward(0, 1024).communication == 2 * 2 * BUCKET  # two of them, for overlap
+    assert accumulating.backward(of(0), of(1024)).communication == 2 * 2 * BUCKET  # two of them, for overlap
     # What a full one is put together in, and its float32 copy.
-    assert accumulating.backward(BUCKET, 1024).communication == (2 * 2 + 2 + 4) * BUCKET
+    assert accumulating.backward(of(BUCKET), of(1024)).communication == (2 * 2 + 2 + 4) * BUCKET
     # The partition comes with the first reduction, and stays.
     partition = accumulating.forward.gradients
-    assert [single.backward(done, 1024).gradients - 2 * 1024 for done in (0, BUCKET)] == [0, partition]
-    assert accumulating.backward(0, 1024).gradients == partition + 2 * 1024
+    assert [single.backward(of(done), of(1024)).gradients - 2 * 1024 for done in (0, BUCKET)] == [
+        0,
+        partition,
+    ]
+    assert accumulating.backward(of(0), of(1024)).gradients == partition + 2 * 1024
     # An embedding larger than a bucket is reduced alone.
     last = accumulating.last_reduction
     assert last.communication == 2 * 2 * BUCKET + (2 + 4) * EMBEDDING
@@ -177,10 +183,10 @@ def test_stage_2_adds_gradients_up_in_one_float32_partition() -> None:
 def test_an_output_layer_waits_for_the_gradient_after_it() -> None:
     """Untied and larger than a bucket, it is still in p.grad while it is reduced in the first layer's backward pass."""
     sizes = dataclasses.replace(QWEN3_0_6B, tie_word_embeddings=False)
-    layer = job_of("zero2").sizes.layer_parameters
+    layer = job_of("zero2").model.layers["decoder layer 0"].all
     for stage in ("zero2", "zero3"):
         memory = zero_memory(job_of(stage, sizes=sizes))
-        first, second = (memory.backward(EMBEDDING + done, layer).total for done in (0, layer))
+        first, second = (memory.backward(of(EMBEDDING + done), of(layer)).total for done in (0, layer))
         assert first - second >= 2 * EMBEDDING
 
 
@@ -189,8 +195,10 @@ def test_without_float32_accumulation_a_rank_keeps_whole_parameters() -> None:
     memory = zero_memory(job_of("zero2", world_size=64, **BF16_GRADIENTS))
     assert 2 * EMBEDDING <= memory.forward.gradients < 2.3 * EMBEDDING
     # This micro-batch's beside the earlier ones', and the one that is just computed.
-    assert memory.backward(2 * BUCKET, EMBEDDING).gradients == 2 * memory.forward.gradients + 2 * EMBEDDING
-    assert memory.backward(0, EMBEDDING).gradients == memory.forward.gradients + 2 * EMBEDDING  # no bucket was full yet
+    assert memory.backward(of(2 * BUCKET), of(EMBEDDING)).gradients == 2 * memory.forward.gradients + 2 * EMBEDDING
+    assert (
+        memory.backward(of(0), of(EMBEDDING)).gradients == memory.forward.gradients + 2 * EMBEDDING
+    )  # no bucket was full yet
 
 
 def test_offload_moves_states_to_the_host() -> None:
@@ -258,10 +266,10 @@ def test_stage_0_converts_all_gradients_twice_for_fused_adam() -> None:
 
 
 def test_what_is_frozen_has_weights_only() -> None:
-    frozen = 440_000_000
-    trainable = PARAMETERS - frozen
     for stage in ("zero0", "zero1", "zero2", "zero3"):
-        memory = zero_memory(job_of(stage, world_size=4, trainable=trainable))
+        job = job_of(stage, world_size=4, training={"freeze": ["encoder.*"]})
+        memory, trainable = zero_memory(job), PARAMETERS - 440_467_456
+        assert job.trainable_parameters == trainable
         share = 1 if stage == "zero0" else 4
         weights = PARAMETERS // 4 if stage == "zero3" else PARAMETERS
         assert memory.resting.weights == pytest.approx(2 * weights, rel=1e-5)

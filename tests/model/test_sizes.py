@@ -11,8 +11,9 @@ from tiny_models import pack, tiny_config, tiny_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from ds_encdec.config.schema import ArchitectureConfig
+from ds_encdec.config.schema import ArchitectureConfig, FullConfig
 from ds_encdec.model.parameter_count import count_parameters, forward_flops, parameter_shapes, training_flops
+from ds_encdec.model.trained import products_left_out
 
 QWEN3_0_6B = ArchitectureConfig(
     vocab_size=151936,
@@ -78,6 +79,21 @@ def test_flops_of_the_default_model_on_its_longest_examples() -> None:
     flops = training_flops(QWEN3_0_6B, [encoder], [decoder])
     assert flops == projections + head + attention
     assert flops / (encoder + decoder) == pytest.approx(6.24e9, rel=0.01)
+
+
+def test_frozen_matrices_have_no_gradient_to_compute() -> None:
+    """By hand: every matrix of the layers once for each token, those of keys and values twice, and the head."""
+    layer, keys = 28 * 15_728_640, 28 * 2 * 1024 * 1024
+    by_encoder, by_decoder = products_left_out(
+        FullConfig.model_validate({"training": {"freeze": ["encoder.*"]}}), QWEN3_0_6B
+    )
+    assert (by_encoder, by_decoder) == (layer, 0)
+    config = FullConfig.model_validate({"model": {"lora": {"r": 8}}})
+    by_encoder, by_decoder = products_left_out(config, QWEN3_0_6B)
+    adapters, of_keys = 10_092_544 // 2, 28 * 2 * 8 * 2048
+    assert by_encoder == layer + keys - 3 * (adapters + of_keys)
+    assert by_decoder == layer + 151_936 * 1024 - 3 * adapters
+    assert products_left_out(FullConfig(), QWEN3_0_6B) == (0, 0)
 
 
 def test_zero_documents_cost_nothing() -> None:
