@@ -133,7 +133,7 @@ def restore_data(found: Checkpoint, data: TrainingData, state: TrainingState, *,
         "the lanes keep their places among the documents" if lanes else "the lanes begin anew",
         told(fingerprint, data.fingerprint),
     )
-    return dataclasses.replace(state, best_value=None, best_step=None)
+    return dataclasses.replace(state, best_eval_loss=None, best_step=None)
 
 
 def restore_choice(found: Checkpoint, state: TrainingState, training: TrainingConfig) -> TrainingState:

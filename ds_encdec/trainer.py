@@ -163,7 +163,7 @@ def after_evaluation(state: TrainingState, value: float | None, training: Traini
 
 def is_best(state: TrainingState, value: float | None, training: TrainingConfig) -> bool:
     """Return whether an evaluation found a better `metric_for_best_model` than every saved checkpoint has."""
-    return value is not None and is_better(value, state.best_value, training)
+    return value is not None and is_better(value, state.best_eval_loss, training)
 
 
 def is_better(value: float, than: float | None, training: TrainingConfig, *, by: float = 0.0) -> bool:
@@ -351,7 +351,7 @@ def _save(run: Trainer, state: TrainingState, due: Due, value: float | None) -> 
         run.collectives.on_rank_zero(run.require_folder)
         state = _collect_save(run, state)  # at most one under way
         best = is_best(state, value, run.config.training)
-        saved = replace(state, best_value=value, best_step=state.global_step) if best else state
+        saved = replace(state, best_eval_loss=value, best_step=state.global_step) if best else state
         records = run.recorder.state_dict()
         lanes = [record for rank_records in run.collectives.gather(run.loader.state()) for record in rank_records]
         in_background = run.config.training.async_save and not (last or due.rolled_back)
@@ -388,4 +388,4 @@ def _collect_save(run: Trainer, state: TrainingState, *, must_succeed: bool = Fa
     run.recorder.log_save(blocked_seconds=outcome.blocked_seconds, seconds=outcome.seconds)
     best = " (best so far)" if outcome.state.best_step == step else ""
     logger.info(f"saved step {step}{best} in {outcome.seconds:.1f} s, training paused {outcome.blocked_seconds:.1f} s")
-    return replace(state, best_value=outcome.state.best_value, best_step=outcome.state.best_step)
+    return replace(state, best_eval_loss=outcome.state.best_eval_loss, best_step=outcome.state.best_step)

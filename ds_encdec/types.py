@@ -192,14 +192,14 @@ class StepResult:
 class TrainingState:
     """The position of a run. Saved in every checkpoint; equal on all ranks.
 
-    `global_step` counts applied optimizer steps (schedules follow it), `data_step` consumed ones,
-    `skipped_steps` their difference. Token counts are global, over all ranks. `epoch` is the number
-    of the pass over the data that the slowest lane is in. `best_by` says which evaluation is the best,
-    `TrainingConfig.best_by`: `lowest loss` (nats per target token), `highest exact_match`. `best_value` is that of the
-    best saved checkpoint, which is `best_step`'s. `leading_value` is the best that counted for early stopping,
+    `global_step` counts applied optimizer steps (schedules follow it), `data_step` consumed ones, `skipped_steps` their
+    difference. Token counts are global, over all ranks. `epoch` is the number of the pass over the data that the
+    slowest lane is in. `best_by` says which evaluation is the best, `TrainingConfig.best_by`: `lowest loss` (nats per
+    target token), `highest exact_match`. `best_eval_loss` is that of the best saved checkpoint, which is `best_step`'s:
+    a loss unless `best_by` names another figure. `leading_value` is the best that counted for early stopping,
     `evaluations_since_leading` how many have come after it. `rollbacks` counts those of the whole run, `bad_rows` the
-    rows that could not be read and were passed over, in the pass over the data that had most of them,
-    `long_rows` likewise those that were too long, and left out or cut off.
+    rows that could not be read and were passed over, in the pass over the data that had most of them, `long_rows`
+    likewise those that were too long, and left out or cut off.
 
     A rollback takes `global_step` and what belongs to the weights back to the checkpoint's; what counts the data
     consumed (`data_step`, tokens, epoch) goes on.
@@ -210,7 +210,7 @@ class TrainingState:
     skipped_steps: int = 0
     epoch: int = 0
     best_by: str = "lowest loss"
-    best_value: float | None = None
+    best_eval_loss: float | None = None
     best_step: int | None = None
     encoder_tokens_seen: int = 0
     target_tokens_seen: int = 0
@@ -238,12 +238,11 @@ class TrainingState:
         """The state from which evaluations are compared by `best_by`; what was found by another order is forgotten."""
         if best_by == self.best_by:
             return self
-        forgotten: dict[str, Any] = {"best_value": None, "best_step": None, "leading_value": None}
+        forgotten: dict[str, Any] = {"best_eval_loss": None, "best_step": None, "leading_value": None}
         return dataclasses.replace(self, best_by=best_by, **forgotten, evaluations_since_leading=0)
 
 
 _EARLIER_FIELDS = {
-    "best_eval_loss": "best_value",
     "lowest_eval_loss": "leading_value",
     "evaluations_since_lowest": "evaluations_since_leading",
 }

@@ -162,7 +162,7 @@ def test_a_save_that_fails_is_not_believed_and_the_next_one_is(
     run = make_run(folder, ScriptedEngine({4: fail}), async_save=async_save)
     state = train(run)
     assert sorted(committed_steps(folder)) == [2, 6, 8]
-    assert (state.best_step, state.best_value) == (6, 3.0)  # 1.0 was step 4's
+    assert (state.best_step, state.best_eval_loss) == (6, 3.0)  # 1.0 was step 4's
     assert (folder / "best").resolve().name == "step-00000006"
     assert saved_state(folder, "step-00000008").best_step == 6
     (message,) = [record.message for record in caplog.records if record.levelno == logging.ERROR]
@@ -195,14 +195,14 @@ def test_only_what_is_better_is_saved_and_the_end(
     run = make_run(folder, ScriptedEngine({}), **chosen, num_train_steps=50)
     state = train(run)
     assert sorted(committed_steps(folder)) == [2, 4, 8, 12]  # 12 is where it was over
-    assert (state.best_step, state.best_value, (folder / "best").resolve().name) == (8, 0.5, "step-00000008")
+    assert (state.best_step, state.best_eval_loss, (folder / "best").resolve().name) == (8, 0.5, "step-00000008")
 
 
 def test_a_loss_that_is_not_finite_is_never_the_best(tmp_path: Path, eval_losses: list[float]) -> None:
     eval_losses[:] = [math.nan, 3.0, -math.inf, 4.0]
     folder = tmp_path / "checkpoints"
     state = train(make_run(folder, ScriptedEngine({})))
-    assert (state.best_step, state.best_value) == (4, 3.0)
+    assert (state.best_step, state.best_eval_loss) == (4, 3.0)
     assert (folder / "best").resolve().name == "step-00000004"
 
 

@@ -384,6 +384,12 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
             self.lm_head.weight = self.shared.weight
         self.post_init()
 
+    def tie_weights(self, *arguments: Any, **options: Any) -> None:
+        """Tie the output layer to the embedding: early versions 5 of transformers take the two for different ones."""
+        super().tie_weights(*arguments, **options)
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.shared.weight
+
     def get_encoder(self, modality: str | None = None) -> nn.Module:
         """The encoder as a function of token ids."""
         return EmbeddedEncoder(self.shared, self.encoder)

@@ -14,6 +14,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from ds_encdec.config.schema import Mark, PhasesConfig, marked
+from ds_encdec.config.validation import default_of
 from ds_encdec.report.charts import COLOURS, PLANS, Chart, ChartPlan, Stroke, charts_of, describe, draw, lines
 from ds_encdec.report.page import differences, number, outcomes, write_page
 from ds_encdec.report.read_run import NO_CURVE, SMOOTHED_FROM, Curve, Entry, Run, back_to, read_json, read_run
@@ -153,7 +154,9 @@ def incomparable(runs: Sequence[Run], names: Sequence[str]) -> Iterator[str]:
     first = runs[0]
     for other, name in zip(runs[1:], names[1:], strict=True):
         meaning = _DATA_FACTS if first.data and other.data else _FIELDS
-        facts = [[run.data.get(what, run.setting(what)) for what in meaning] for run in (first, other)]
+        facts = [
+            [run.data.get(what, run.setting(what, default_of(what))) for what in meaning] for run in (first, other)
+        ]
         differing = [what for what, ours, its in zip(meaning, *facts, strict=True) if ours != its]
         for reason in dict.fromkeys(meaning[what] for what in differing):
             what = " and ".join(what for what in differing if meaning[what] == reason)

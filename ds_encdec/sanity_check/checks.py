@@ -42,7 +42,7 @@ from ds_encdec.model.activation_checkpointing import apply_activation_checkpoint
 from ds_encdec.model.lora import choose_trained, with_new_adapters
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.parameter_count import count_parameters
-from ds_encdec.model.trained import canonical_name, told
+from ds_encdec.model.trained import canonical_name, told, trained_shapes
 from ds_encdec.monitor.machine import peak_host_bytes
 from ds_encdec.monitor.monitor import compute_gradient_norm
 from ds_encdec.resume import RunModel, new_model
@@ -239,7 +239,9 @@ def _initial_loss(subject: Subject) -> Found:
 def _backward(subject: Subject) -> Found:
     """Every parameter that is trained has a finite gradient."""
     (subject.loss_sum.total / subject.batch.target_tokens).backward()
-    parameters = _trained(subject.model)
+    wanted = trained_shapes(subject.config, subject.run_model.config)
+    named = ((canonical_name(name), parameter) for name, parameter in subject.model.named_parameters())
+    parameters = {name: parameter for name, parameter in named if name in wanted}
     lacking = [name for name, p in parameters.items() if p.grad is None or not bool(p.grad.isfinite().all())]
     if lacking:
         return False, f"{len(lacking)} parameters have no finite gradient, the first is {lacking[0]}", {}

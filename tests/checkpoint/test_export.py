@@ -139,15 +139,15 @@ def test_loads_and_generates_without_ds_encdec(root: Path, fresh: dict[str, Any]
     assert len(list(out.glob("*.safetensors"))) == (1 if tied else 11)
 
 
-TRANSFORMERS_4 = "DS_ENCDEC_TRANSFORMERS_4"
-"""Names a folder with transformers 4.57 and what it needs in other versions than 5 (docs/serving.md)."""
+OTHER_TRANSFORMERS = "DS_ENCDEC_OTHER_TRANSFORMERS"
+"""Names a folder with another version of transformers and what that needs (docs/serving.md)."""
 
 
-def test_transformers_4_gives_the_same(root: Path, fresh: dict[str, Any]) -> None:
-    site = os.environ.get(TRANSFORMERS_4) or pytest.skip(f"{TRANSFORMERS_4} names no folder with transformers 4.57")
+def test_another_version_of_transformers_gives_the_same(root: Path, fresh: dict[str, Any]) -> None:
+    site = os.environ.get(OTHER_TRANSFORMERS) or pytest.skip(f"{OTHER_TRANSFORMERS} names no folder with one")
     found = reports(root, site)
-    assert [found[name].pop("version")[:2] for name in GENERATING] == ["4."] * 2
-    assert [fresh[name].pop("version")[:2] for name in GENERATING] == ["5."] * 2
+    for name in GENERATING:
+        assert found[name].pop("version") != fresh[name].pop("version")
     assert found == {name: fresh[name] for name in found}
 
 

@@ -52,8 +52,8 @@ TWO_RANK_PARITY: dict[str, dict[str, Any]] = PARITY | {
         "activation_offload": True,
     },
     "zero3-warmup-decay": {"steps": SHORT_STEPS, "lr_scheduler_type": "WarmupDecayLR"},
-    **{f"{stage}-lora": {"sharding_stage": stage, "steps": STEPS, **LORA} for stage in ("zero0", "zero1")},
-    "zero2-lora-offload": {"sharding_stage": "zero2", "offload_optimizer": "cpu", "steps": STEPS, **LORA},
+    **{f"{stage}-lora": {"sharding_stage": stage, "steps": SHORT_STEPS, **LORA} for stage in ("zero0", "zero1")},
+    "zero2-lora-offload": {"sharding_stage": "zero2", "offload_optimizer": "cpu", "steps": SHORT_STEPS, **LORA},
     "zero3-lora-offload-all": {
         "offload_optimizer": "cpu",
         "offload_params": "cpu",
@@ -62,7 +62,7 @@ TWO_RANK_PARITY: dict[str, dict[str, Any]] = PARITY | {
         **LORA,
     },
     "zero3-lora-persistent": {"steps": SHORT_STEPS, **LORA, **DEFAULT_PERSISTENCE},
-    "zero2-freeze": {"sharding_stage": "zero2", "steps": STEPS, **FREEZE},
+    "zero2-freeze": {"sharding_stage": "zero2", "steps": SHORT_STEPS, **FREEZE},
     "zero3-freeze": {"steps": SHORT_STEPS, **FREEZE},
 }
 """The same, on two ranks only."""

@@ -20,7 +20,7 @@ PARITY: dict[int, dict[str, dict[str, Any]]] = {
         "zero3-offload": {"offload_optimizer": "cpu", "steps": SHORT_STEPS},
         "zero3-regularized": {"steps": SHORT_STEPS, **REGULARIZED},
         "zero3_hybrid": {"sharding_stage": "zero3_hybrid", "steps": SHORT_STEPS},
-        "zero0-lora-nf4": {"sharding_stage": "zero0", "steps": SHORT_STEPS, **NF4},
+        "zero0-lora-nf4": {"steps": SHORT_STEPS, **NF4},
     },
     2: {
         **{stage: {"sharding_stage": stage, "steps": STEPS} for stage in ("zero0", "zero1", "zero2", "zero3")},
@@ -60,12 +60,7 @@ PARITY: dict[int, dict[str, dict[str, Any]]] = {
         },
         "zero3-reduce-always": {"fsdp_reduce_every_micro_batch": True, "steps": SHORT_STEPS},
         "zero0-lora": {"sharding_stage": "zero0", "steps": SHORT_STEPS, **LORA},
-        "zero0-lora-nf4": {
-            "sharding_stage": "zero0",
-            "activation_checkpointing": "full",
-            "steps": SHORT_STEPS,
-            **NF4,
-        },
+        "zero0-lora-nf4": {"activation_checkpointing": "full", "steps": SHORT_STEPS, **NF4},
         "zero2-lora-offload": {
             "sharding_stage": "zero2",
             "offload_optimizer": "cpu",
@@ -123,7 +118,7 @@ SAVES: dict[str, dict[str, Any]] = {
     "zero3_hybrid": {"sharding_stage": "zero3_hybrid", "copy": False, **HYBRID_OF_ONE},
     "zero3-warmup-decay": {"lr_scheduler_type": "WarmupDecayLR", "copy": True},
     "zero3-lora-bf16": {"bf16": True, "copy": True, **LORA},
-    "zero0-lora-nf4-bf16": {"sharding_stage": "zero0", "bf16": True, "copy": True, **NF4},
+    "zero0-lora-nf4-bf16": {"bf16": True, "copy": True, **NF4},
     "zero0-freeze-bf16": {"sharding_stage": "zero0", "bf16": True, "copy": True, **FREEZE},
 }
 """Runs of two ranks that are saved and loaded, by name."""

@@ -88,7 +88,11 @@ def generating_weights(saved: Mapping[str, Tensor], **overrides: Any) -> dict[st
 
 
 LORA: dict[str, Any] = {"lora": {"r": 4, "lora_dropout": 0.0}}
-NF4: dict[str, Any] = {"lora": LORA["lora"] | {"quantize": "nf4"}}
+NF4: dict[str, Any] = {
+    "lora": LORA["lora"] | {"quantize": "nf4"},
+    "distributed_type": "ddp",
+    "sharding_stage": "zero0",
+}
 FREEZE: dict[str, Any] = {"freeze": ("encoder.*", "shared.weight", "*.mlp.*")}
 """Runs that train adapters, and the decoder's attention and norms, alone."""
 

@@ -10,7 +10,7 @@ import torch
 from tiny_models import tiny_model
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import CompileConfig
+from transformers import CompileConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from ds_encdec.model.attention import PaddedLayout
@@ -177,6 +177,21 @@ def test_save_and_load_round_trip(tmp_path: Path, tied: bool, ids: Tensor) -> No
         assert torch.equal(parameters[name], parameter)
     inputs = {"input_ids": ids[:1], "decoder_input_ids": ids[1:2]}
     assert torch.equal(loaded.eval()(**inputs).logits, model(**inputs).logits)
+
+
+def test_a_tie_holds_where_transformers_makes_none(
+    tmp_path: Path, model: Qwen3ForSeq2SeqLM, ids: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Version 5.3 leaves out the tie of models with code of their own: logits came from uninitialised memory."""
+    model.save_pretrained(tmp_path)
+    monkeypatch.setattr(PreTrainedModel, "tie_weights", lambda *_, **__: None)
+    loaded = Qwen3ForSeq2SeqLM.from_pretrained(tmp_path).eval()
+    assert loaded.lm_head.weight is loaded.shared.weight
+    assert torch.equal(loaded(input_ids=ids, labels=ids).logits, model(input_ids=ids, labels=ids).logits)
+
+
+def test_the_trainers_of_transformers_can_add_to_what_they_ignore(model: Qwen3ForSeq2SeqLM) -> None:
+    assert [*model.config.keys_to_ignore_at_inference] == model.config.keys_to_ignore_at_inference
 
 
 def test_gradient_checkpointing_of_transformers_changes_nothing(model: Qwen3ForSeq2SeqLM, ids: Tensor) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from one_page import Page
 from run_folders import write_checkpoint, write_lines, write_run
 
@@ -87,6 +88,14 @@ def test_other_held_out_examples_are_warned_of(tmp_path: Path, field: str, value
     assert list(incomparable([read_run(run) for run in runs], ["one", "two"])) == [
         f"one and two differ in {field.replace('__', '.')}: evaluation losses are over different examples."
     ]
+
+
+def test_a_field_that_an_earlier_run_did_not_know_had_its_default(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, only=LOSSES) for name in ("one", "two")]
+    config = yaml.safe_load((runs[1] / "config.yaml").read_text())
+    del config["data"]["chat_targets"], config["data"]["eval_files"]
+    (runs[1] / "config.yaml").write_text(yaml.safe_dump(config))
+    assert list(incomparable([read_run(run) for run in runs], ["one", "two"])) == []
 
 
 def test_checkpoints_know_the_tokenizer_better_than_its_path(tmp_path: Path) -> None:
