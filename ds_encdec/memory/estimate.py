@@ -204,13 +204,13 @@ class MicroBatch:
         at_work: list[str] = formulas[f"last {side}" if is_last else side]
         kept, working = self._value(formulas["kept"][side]), self._worst(at_work, without)
         tokens, training = self._symbols[side[0].upper()], job.config.training
-        masks = tokens * job.sizes.hidden_size * (1 if job.device == "cuda" else job.compute_bytes)
-        masks *= training.residual_dropout > 0  # attention's is there until the end of the layer's backward pass
+        masks = 2 * tokens * job.sizes.hidden_size * (1 if job.device == "cuda" else job.compute_bytes)
+        masks *= training.residual_dropout > 0
         of_frozen = self._frozen_inputs(side) if self._keeps_inputs else 0.0
         # What no layer waits for: the gradient of the output of an encoder that is frozen with the embedding.
         is_read = side == "encoder" or job.model.of("encoder.").trained or job.model.of("shared.").trained
         unread = 0 if is_read else self._symbols["E"] * job.sizes.hidden_size * job.compute_bytes
-        kept += 0 if recomputes else 2 * masks + of_frozen
+        kept += 0 if recomputes else masks + of_frozen
         working += Breakdown(activations=masks - unread)
         if not job.uses_flash and (job.device == "cuda" or training.attention_dropout):
             scores, gradients = self._scores(side)

@@ -85,10 +85,19 @@ def trace_memory(job: Job) -> TracedMemory:
 
     For DeepSpeed, whose engine cannot run without memory, only the activations and logits of one micro-batch.
     """
-    start, traced = time.monotonic(), ENGINES[job.engine].trace
+    start, traced, remarks = time.monotonic(), ENGINES[job.engine].trace, _remarks(job)
+    if _is_quantized(job):
+        assert job.config.model.lora is not None
+        lora = job.config.model.lora.model_copy(update={"quantize": "none"})
+        model = job.config.model.model_copy(update={"lora": lora})
+        job = dataclasses.replace(job, config=job.config.model_copy(update={"model": model}))
     log: StorageLog[Category] = watched_pass(job) if traced is None else load(traced)(job)
     held, moment = log.peak(_ACTIVATIONS if traced is None else _ENGINE)
-    return TracedMemory(Breakdown(**held), tuple(held), moment, time.monotonic() - start, _remarks(job))
+    return TracedMemory(Breakdown(**held), tuple(held), moment, time.monotonic() - start, remarks)
+
+
+def _is_quantized(job: Job) -> bool:
+    return job.config.model.lora is not None and job.config.model.lora.quantize != "none"
 
 
 def _remarks(job: Job) -> str:
@@ -100,6 +109,7 @@ def _remarks(job: Job) -> str:
         "What is copied between host and device for the offload is left out.": engine.trace is not None and offloads,
         "Activations are traced as if they stayed on the device (training.activation_offload=false).": on_host,
         "Layers are traced as they are without torch.compile.": training.torch_compile,
+        "Matrices in 4 bits are traced in the compute dtype.": _is_quantized(job),
         "Attention is traced document by document: this torch has no variable-length kernel for it.": without_kernel,
     }
     return " ".join(remark for remark, applies in remarks.items() if applies)
