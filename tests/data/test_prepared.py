@@ -140,6 +140,7 @@ def test_a_stream_becomes_a_map_of_its_rows(tmp_path: Path, capsys: pytest.Captu
     (folder / "0001-00000.arrow").write_bytes(shard)
     assert cli.main(["verify", str(tmp_path / "out")]) == DataError.exit_code
     assert "0001-00000.arrow is damaged" in capsys.readouterr().err
+    (folder / "0001-00000.arrow").write_bytes(before["0001-00000.arrow"])
 
 
 @pytest.mark.usefixtures("in_this_process")
