@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ds_encdec.config.schema import DataConfig, MixtureSource
@@ -178,13 +178,17 @@ def open_hub_data(
     name = "/".join(part for part in (path, entry.dataset_config, entry.dataset_split) if part)
     with _readable_errors(entry, name):
         builder = datasets.load_dataset_builder(**arguments)
-        files = list((builder.config.data_files or {}).get(entry.dataset_split, []))
+        is_saved = os.path.isfile(os.path.join(path, "state.json"))  # by Dataset.save_to_disk: it is one split
+        parts = dict(builder.config.data_files or {})
+        files = [*chain(*parts.values())] if is_saved else list(parts.get(entry.dataset_split, []))
         if os.path.isdir(path):  # known by its files, so that it may move
             identity = {"kind": "folder", "files": file_digests(files, short_names(files)), "text_column": column}
         else:
             identity = {"kind": "hub", "name": name, "commit": builder.hash, "text_column": column}
-        if os.path.isfile(os.path.join(path, "state.json")):  # written by Dataset.save_to_disk
-            return HubTable(name, column, datasets.load_from_disk(path), identity)
+        if is_saved:
+            table = datasets.load_from_disk(path)
+            _require_split(entry, str(table.split or "train"))
+            return HubTable(name, column, table, identity)
         if not streaming:
             builder.download_and_prepare()
             return HubTable(name, column, builder.as_dataset(split=entry.dataset_split), identity)
@@ -289,6 +293,15 @@ def _readable_errors(entry: MixtureSource, name: str) -> Iterator[None]:
             f"data.dataset_name={entry.dataset_name}: the hub cannot be reached and the data set is not in the local "
             f"cache ({error}). Without a network use local files (text, json, parquet), `builtin` or `random`"
         ) from error
+
+
+def _require_split(entry: MixtureSource, held: str) -> None:
+    """Raise DataError for a folder with the split `held`, maybe a part of one (`train[:9]`), where another is meant."""
+    if entry.dataset_split not in (held, held.partition("[")[0]):
+        raise DataError(
+            f"{entry.dataset_name}: it is the split {held}, and asked for is {entry.dataset_split}. Set dataset_split "
+            "(for evaluation eval_split, for the test test_split) to what it is, or name the folder of another split"
+        )
 
 
 def _require_column(column: str | None, where: str, existing: Sequence[str]) -> None:
