@@ -305,6 +305,8 @@ def test_splits_are_apart_and_own_files_take_their_place(tmp_path: Path) -> None
     other = data_of(sft_config(path, eval_files=own))
     assert {one.document for one in other.eval_examples()} == {f"own.jsonl:{i}" for i in range(7)}
     assert set(other.fingerprint) - set(data.fingerprint) == {"evaluation sources"}
+    tested = data_of(sft_config(path, test_files=own, train_split_ratio=0.7))
+    assert tested.fingerprint == {**data.fingerprint, "share held out for the test": 0.0}
     with pytest.raises(DataError, match=r"the split test is empty: .*val_test_split_ratio, data\.test_files"):
         split_examples(sft_config(path, val_test_split_ratio=1.0), TOKENIZER, VOCABULARY, "test")
 
