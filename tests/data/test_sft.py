@@ -311,6 +311,14 @@ def test_splits_are_apart_and_own_files_take_their_place(tmp_path: Path) -> None
         split_examples(sft_config(path, val_test_split_ratio=1.0), TOKENIZER, VOCABULARY, "test")
 
 
+def test_an_own_split_is_of_the_configuration_and_revision_of_its_data_set() -> None:
+    data = {"dataset_name": "a/b", "dataset_config": "en", "dataset_revision": "v1", "eval_split": "held"}
+    for name, kept in ((None, True), ("a/b", True), ("c/d", False)):
+        split = make_config(**data, eval_dataset_name=name).data.own_split("validation")
+        assert split is not None
+        assert (split.dataset_config, split.dataset_revision) == (("en", "v1") if kept else (None, None))
+
+
 def test_pre_training_evaluates_on_files_of_ones_own_too(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"text": f"{i} words of a text " * 9} for i in range(50)])
     own = write(tmp_path / "b.jsonl", [{"text": f"other words {i}"} for i in range(4)])
