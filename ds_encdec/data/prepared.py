@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -27,11 +28,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ds_encdec.config.plain_files import MAX_RECORD_BYTES, read_plain
-from ds_encdec.config.schema import DataConfig, Source
+from ds_encdec.config.schema import DataConfig, MixtureSource, Source
 from ds_encdec.data.examples import ExampleMaker
 from ds_encdec.data.fingerprint import digest
 from ds_encdec.data.local_files import expand_files, file_digest, file_digests, local_errors, short_names
 from ds_encdec.data.sources import BadRow, Row
+from ds_encdec.data.tables import folder_files
 from ds_encdec.data.text_tokenizer import SAMPLE
 from ds_encdec.launch.disk import write_atomically
 from ds_encdec.objectives import OBJECTIVES
@@ -148,7 +150,7 @@ def made_from(data: DataConfig, entry: Source, maker: ExampleMaker, seed: int) -
     return json.loads(json.dumps(facts | maker.facts()))
 
 
-def open_prepared(data: DataConfig, name: str, entry: Source, maker: ExampleMaker, seed: int) -> PreparedSource:
+def open_prepared(data: DataConfig, name: str, entry: MixtureSource, maker: ExampleMaker, seed: int) -> PreparedSource:
     """The source `name`, which `entry` names, from `data.prepared_dir`.
 
     Raises DataError where it is not finished, was made from something else, or has other local files by now.
@@ -157,8 +159,10 @@ def open_prepared(data: DataConfig, name: str, entry: Source, maker: ExampleMake
     source = PreparedSource(folder, made_from(data, entry, maker, seed))
     files: Sequence[str] = ()
     with suppress(DataError):  # they need not be on this machine any more
-        files = expand_files(entry.data_files or ()) if entry.dataset_name in LOCAL_SOURCES else ()
-    if files:
+        is_local = entry.dataset_name in LOCAL_SOURCES
+        is_folder = not is_local and os.path.isdir(entry.dataset_name)
+        files = folder_files(entry) if is_folder else expand_files(entry.data_files or ()) if is_local else ()
+    if files and "files" in source.identity:
         require_made_from(folder, source.identity["files"], file_digests(files, short_names(files)))
     return source
 
