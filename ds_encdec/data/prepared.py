@@ -35,7 +35,7 @@ from ds_encdec.data.local_files import expand_files, file_digest, file_digests, 
 from ds_encdec.data.sources import BadRow, Row
 from ds_encdec.data.tables import folder_files
 from ds_encdec.data.text_tokenizer import SAMPLE
-from ds_encdec.launch.disk import write_atomically
+from ds_encdec.launch.disk import Writing, write_atomically
 from ds_encdec.objectives import OBJECTIVES
 from ds_encdec.source_kinds import HUB, LOCAL_SOURCES
 from ds_encdec.types import DataError, Document
@@ -222,7 +222,7 @@ def finished_shards(folder: Path, part: int) -> list[Shard]:
 
 
 def write_shard(folder: Path, name: str, rows: Sequence[tuple[str, Any | BadRow]], then: Position | None) -> Shard:
-    """Write rows, each a key and what a maker has read, as the shard `name`. Raises OSError."""
+    """Write rows, each a key and what a maker has read, as the shard `name`. Raises DiskRefusedError."""
     import pyarrow as pa
 
     pieces = [[] if isinstance(ids, BadRow) else _pieces(ids) for _, ids in rows]
@@ -240,7 +240,8 @@ def write_shard(folder: Path, name: str, rows: Sequence[tuple[str, Any | BadRow]
         writer.write_batch(batch)
     content = buffer.getvalue().to_pybytes()
     path = folder / f"{name}.arrow"
-    write_atomically(path, content)
+    with writing(folder).refusals_told():
+        write_atomically(path, content)
     bad = [problem for problem in problems if problem is not None]
     shard = Shard(
         file=path.name,
@@ -252,8 +253,14 @@ def write_shard(folder: Path, name: str, rows: Sequence[tuple[str, Any | BadRow]
         digest=file_digest(str(path), _CHECKED_BYTES),
         next=then,
     )
-    write_atomically(folder / f"{name}.json", json.dumps(asdict(shard)))
+    with writing(folder).refusals_told():
+        write_atomically(folder / f"{name}.json", json.dumps(asdict(shard)))
     return shard
+
+
+def writing(folder: Path) -> Writing:
+    """What is said where a file system does not take prepared data."""
+    return Writing(folder, "The prepared data", "Make room, and run the same command again: it goes on from here.")
 
 
 def read_shard(path: Path) -> Columns:

@@ -25,6 +25,7 @@ from ds_encdec.data.lane import Lane
 from ds_encdec.data.prepared import PreparedSource
 from ds_encdec.data.sources import readable
 from ds_encdec.data.splits import split_examples
+from ds_encdec.launch.disk import DiskRefusedError
 from ds_encdec.launch.run_folder import lock_file
 from ds_encdec.types import Batch, DataError, OutputLockedError
 
@@ -225,6 +226,18 @@ def test_a_folder_that_has_changed_is_refused(tmp_path: Path, monkeypatch: pytes
                     make_data(make_config(dataset_name=str(folder), prepared_dir=str(out)))
                 shutil.rmtree(folder)
                 make_data(make_config(dataset_name=str(folder), prepared_dir=str(out)))
+
+
+@pytest.mark.parametrize("blocks", [1, 20], ids=["the index", "a shard"])
+def test_a_disk_that_takes_no_more_is_told(tmp_path: Path, blocks: int) -> None:
+    verb = f"prepare {QUICKSTART} --num-proc 1 --out {tmp_path}/out model.architecture.vocab_size=600"
+    limited = f"ulimit -f {blocks}; exec {sys.executable} -m ds_encdec.cli {verb} data.dataset_name=random"
+    process = subprocess.run(["bash", "-c", limited], capture_output=True, text=True, timeout=120)
+    assert process.returncode == DiskRefusedError.exit_code
+    assert "Traceback" not in process.stderr
+    assert (tmp_path / "out" / "source-0" / "index.json").exists() == (blocks == 20)
+    assert "The prepared data has " in process.stderr
+    assert "Raise the limit on the size of files (ulimit -f)" in process.stderr
 
 
 def test_a_killed_one_is_finished_and_never_read_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
