@@ -259,7 +259,7 @@ def write_shard(folder: Path, name: str, rows: Sequence[tuple[str, Any | BadRow]
 
 
 def writing(folder: Path) -> Writing:
-    """What is said where a file system does not take prepared data."""
+    """Prepared data that is written into `folder`, for a message where its file system refuses it."""
     return Writing(folder, "The prepared data", "Make room, and run the same command again: it goes on from here.")
 
 

@@ -195,7 +195,7 @@ def folder_files(entry: MixtureSource) -> list[str]:
 
 
 def _found(entry: MixtureSource) -> tuple[datasets.DatasetBuilder, list[str]]:
-    """What builds a data set, and the files of the split, as far as it has some."""
+    """The builder of a data set, and the files of the split, as far as it has some."""
     import datasets
 
     builder = datasets.load_dataset_builder(
