@@ -129,7 +129,9 @@ def converter_module(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "def both(row):\n    return [{'instruction': 'i', 'input': row['n'], 'output': o} for o in row['os']]\n"
         "def breaks(row):\n    return row['not there']\n"
         "def text(row):\n    return 'text'\n"
+        "exec('def made(row):\\n    return row')\n"
     )
+    (folder / "my_script.py").write_text("import sys\nsys.exit(0)\n")
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "my_rows", raising=False)
@@ -145,8 +147,9 @@ def test_a_converter_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         row = maker_of(converter=f"my_rows:{name}").read(Document("k", "", record={}))
         assert isinstance(row, BadRow)
         assert f"k: data.converter=my_rows:{name} {problem}" in row.problem
-    for name, problem in (("my_rows:none", "AttributeError"), ("no_such:f", "ModuleNotFoundError")):
-        with pytest.raises(ConfigError, match=rf"data\.converter={name} cannot be imported.*{problem}"):
+    refused = [("my_rows:none", "AttributeError"), ("no_such:f", "ModuleNotFoundError"), ("my_script:f", "SystemExit")]
+    for name, problem in (*refused, ("my_rows:made", "its code is in no file")):
+        with pytest.raises(ConfigError, match=rf"data\.converter={name}\b.*{problem}"):
             maker_of(converter=name)
 
     path = write(tmp_path / "a.jsonl", [{"n": i, "os": [f"{i}a", f"{i}b"]} for i in range(60)])
