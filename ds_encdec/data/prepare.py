@@ -29,7 +29,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ds_encdec.data.examples import ExampleMaker
 from ds_encdec.data.lane import own_output, pipe, start_worker, worker_death
-from ds_encdec.data.prepared import INDEX, Position, Shard, finished_shards, read_index, require_made_from, write_shard
+from ds_encdec.data.prepared import (
+    INDEX,
+    Position,
+    Shard,
+    finished_shards,
+    read_index,
+    require_made_from,
+    write_shard,
+    writing,
+)
 from ds_encdec.data.sources import AnySource, BadRow, Row, StreamSource, check_bad_rows
 from ds_encdec.launch.disk import write_atomically
 from ds_encdec.launch.preemption import outlive_readers
@@ -66,7 +75,7 @@ class Part:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[Path]:
-    """Keep others from preparing into `folder`. Raises OutputLockedError, ConfigError where it cannot be written."""
+    """Keep others from preparing into `folder`. Raises OutputLockedError, DiskRefusedError, ConfigError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / ".lock", "a+")  # noqa: SIM115  held open as long as it is worked on
@@ -80,9 +89,9 @@ def locked(folder: Path) -> Iterator[Path]:
             raise OutputLockedError(
                 f"data.prepared_dir: {folder} is being prepared by {lock.read() or 'another process'}"
             )
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}")
-        lock.flush()
+        with writing(folder).refusals_told():
+            lock.truncate(0)
+            os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
         yield folder
 
 
@@ -91,17 +100,20 @@ def prepare_source(
 ) -> str:
     """Make the folder of a source, or finish it; return what is in it, in words.
 
-    `facts`: see `made_from`. Raises DataError for a folder that was made from something else, and for bad rows.
+    `facts`: see `made_from`. Raises DataError for a folder that was made from something else, and for bad rows, and
+    DiskRefusedError.
     """
     is_stream = isinstance(source, StreamSource)
     size = source.num_units if isinstance(source, StreamSource) else len(source)
-    folder.mkdir(exist_ok=True)
+    with writing(folder.parent).refusals_told():
+        folder.mkdir(exist_ok=True)
     if (index := read_index(folder)) is None:
         parts = max(1, min(size if is_stream else size // PART_ROWS, MOST_PARTS))
         edges = [number * size // parts for number in range(parts + 1)]
         index = {"made_from": facts, "identity": json.loads(json.dumps(source.identity)), "is_stream": is_stream}
         index |= {"parts": edges}
-        write_atomically(folder / INDEX, json.dumps(index | {"shards": None}))
+        with writing(folder).refusals_told():
+            write_atomically(folder / INDEX, json.dumps(index | {"shards": None}))
     require_made_from(folder, index["made_from"], facts)
     require_made_from(folder, index["identity"], json.loads(json.dumps(source.identity)))
     made = [finished_shards(folder, number) for number in range(len(index["parts"]) - 1)]
@@ -120,7 +132,8 @@ def prepare_source(
             _check(made, bad_row_limit)
     _check(made, bad_row_limit)
     shards = [shard for shards in made for shard in shards]
-    write_atomically(folder / INDEX, json.dumps(index | {"shards": [asdict(shard) for shard in shards]}))
+    with writing(folder).refusals_told():
+        write_atomically(folder / INDEX, json.dumps(index | {"shards": [asdict(shard) for shard in shards]}))
     rows, tokens, bad = (sum(getattr(shard, name) for shard in shards) for name in ("rows", "tokens", "bad_rows"))
     return f"{folder}: {rows:,} rows, {tokens:,} tokens in {len(shards)} shards; {bad} rows could not be read"
 

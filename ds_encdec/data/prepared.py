@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -27,13 +28,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ds_encdec.config.plain_files import MAX_RECORD_BYTES, read_plain
-from ds_encdec.config.schema import DataConfig, Source
+from ds_encdec.config.schema import DataConfig, MixtureSource, Source
 from ds_encdec.data.examples import ExampleMaker
 from ds_encdec.data.fingerprint import digest
 from ds_encdec.data.local_files import expand_files, file_digest, file_digests, local_errors, short_names
 from ds_encdec.data.sources import BadRow, Row
+from ds_encdec.data.tables import folder_files
 from ds_encdec.data.text_tokenizer import SAMPLE
-from ds_encdec.launch.disk import write_atomically
+from ds_encdec.launch.disk import Writing, write_atomically
 from ds_encdec.objectives import OBJECTIVES
 from ds_encdec.source_kinds import HUB, LOCAL_SOURCES
 from ds_encdec.types import DataError, Document
@@ -148,7 +150,7 @@ def made_from(data: DataConfig, entry: Source, maker: ExampleMaker, seed: int) -
     return json.loads(json.dumps(facts | maker.facts()))
 
 
-def open_prepared(data: DataConfig, name: str, entry: Source, maker: ExampleMaker, seed: int) -> PreparedSource:
+def open_prepared(data: DataConfig, name: str, entry: MixtureSource, maker: ExampleMaker, seed: int) -> PreparedSource:
     """The source `name`, which `entry` names, from `data.prepared_dir`.
 
     Raises DataError where it is not finished, was made from something else, or has other local files by now.
@@ -157,8 +159,10 @@ def open_prepared(data: DataConfig, name: str, entry: Source, maker: ExampleMake
     source = PreparedSource(folder, made_from(data, entry, maker, seed))
     files: Sequence[str] = ()
     with suppress(DataError):  # they need not be on this machine any more
-        files = expand_files(entry.data_files or ()) if entry.dataset_name in LOCAL_SOURCES else ()
-    if files:
+        is_local = entry.dataset_name in LOCAL_SOURCES
+        is_folder = not is_local and os.path.isdir(entry.dataset_name)
+        files = folder_files(entry) if is_folder else expand_files(entry.data_files or ()) if is_local else ()
+    if files and "files" in source.identity:
         require_made_from(folder, source.identity["files"], file_digests(files, short_names(files)))
     return source
 
@@ -218,7 +222,7 @@ def finished_shards(folder: Path, part: int) -> list[Shard]:
 
 
 def write_shard(folder: Path, name: str, rows: Sequence[tuple[str, Any | BadRow]], then: Position | None) -> Shard:
-    """Write rows, each a key and what a maker has read, as the shard `name`. Raises OSError."""
+    """Write rows, each a key and what a maker has read, as the shard `name`. Raises DiskRefusedError."""
     import pyarrow as pa
 
     pieces = [[] if isinstance(ids, BadRow) else _pieces(ids) for _, ids in rows]
@@ -236,7 +240,8 @@ def write_shard(folder: Path, name: str, rows: Sequence[tuple[str, Any | BadRow]
         writer.write_batch(batch)
     content = buffer.getvalue().to_pybytes()
     path = folder / f"{name}.arrow"
-    write_atomically(path, content)
+    with writing(folder).refusals_told():
+        write_atomically(path, content)
     bad = [problem for problem in problems if problem is not None]
     shard = Shard(
         file=path.name,
@@ -248,8 +253,14 @@ def write_shard(folder: Path, name: str, rows: Sequence[tuple[str, Any | BadRow]
         digest=file_digest(str(path), _CHECKED_BYTES),
         next=then,
     )
-    write_atomically(folder / f"{name}.json", json.dumps(asdict(shard)))
+    with writing(folder).refusals_told():
+        write_atomically(folder / f"{name}.json", json.dumps(asdict(shard)))
     return shard
+
+
+def writing(folder: Path) -> Writing:
+    """Prepared data that is written into `folder`, for a message where its file system refuses it."""
+    return Writing(folder, "The prepared data", "Make room, and run the same command again: it goes on from here.")
 
 
 def read_shard(path: Path) -> Columns:

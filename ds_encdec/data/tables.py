@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ds_encdec.config.schema import DataConfig, MixtureSource
@@ -169,29 +169,54 @@ def open_hub_data(
     import datasets
 
     path, column = entry.dataset_name, None if takes_records else entry.text_column
-    arguments: dict[str, Any] = {
-        "path": path,
-        "name": entry.dataset_config,
-        "data_files": None if entry.data_files is None else list(entry.data_files),
-        "revision": entry.dataset_revision,
-    }
-    name = "/".join(part for part in (path, entry.dataset_config, entry.dataset_split) if part)
+    name = _name(entry)
     with _readable_errors(entry, name):
-        builder = datasets.load_dataset_builder(**arguments)
-        files = list((builder.config.data_files or {}).get(entry.dataset_split, []))
+        builder, files = _found(entry)
         if os.path.isdir(path):  # known by its files, so that it may move
             identity = {"kind": "folder", "files": file_digests(files, short_names(files)), "text_column": column}
         else:
             identity = {"kind": "hub", "name": name, "commit": builder.hash, "text_column": column}
-        if os.path.isfile(os.path.join(path, "state.json")):  # written by Dataset.save_to_disk
-            return HubTable(name, column, datasets.load_from_disk(path), identity)
+        if _is_saved(path):
+            table = datasets.load_from_disk(path)
+            _require_split(entry, str(table.split or "train"))
+            return HubTable(name, column, table, identity)
         if not streaming:
             builder.download_and_prepare()
             return HubTable(name, column, builder.as_dataset(split=entry.dataset_split), identity)
         if type(builder).__module__.endswith(".parquet") and files:
             return ParquetFiles(files, column, num_lanes=num_lanes, identity=identity)
-        stream = datasets.load_dataset(**arguments, split=entry.dataset_split, streaming=True)
-        return HubStream(name, column, stream, identity)
+        return HubStream(name, column, builder.as_streaming_dataset(split=entry.dataset_split), identity)
+
+
+def folder_files(entry: MixtureSource) -> list[str]:
+    """The files of a data set that is a folder, as its identity names them. Raises DataError."""
+    with _readable_errors(entry, _name(entry)):
+        return _found(entry)[1]
+
+
+def _found(entry: MixtureSource) -> tuple[datasets.DatasetBuilder, list[str]]:
+    """The builder of a data set, and the files of the split, as far as it has some."""
+    import datasets
+
+    builder = datasets.load_dataset_builder(
+        entry.dataset_name,
+        entry.dataset_config,
+        data_files=None if entry.data_files is None else list(entry.data_files),
+        revision=entry.dataset_revision,
+    )
+    parts = dict(builder.config.data_files or {})
+    if _is_saved(entry.dataset_name):
+        return builder, [*chain(*parts.values())]
+    return builder, list(parts.get(entry.dataset_split, []))
+
+
+def _name(entry: MixtureSource) -> str:
+    return "/".join(part for part in (entry.dataset_name, entry.dataset_config, entry.dataset_split) if part)
+
+
+def _is_saved(path: str) -> bool:
+    """Return whether `Dataset.save_to_disk` wrote this folder, which is one split then."""
+    return os.path.isfile(os.path.join(path, "state.json"))
 
 
 class HubTable:
@@ -289,6 +314,15 @@ def _readable_errors(entry: MixtureSource, name: str) -> Iterator[None]:
             f"data.dataset_name={entry.dataset_name}: the hub cannot be reached and the data set is not in the local "
             f"cache ({error}). Without a network use local files (text, json, parquet), `builtin` or `random`"
         ) from error
+
+
+def _require_split(entry: MixtureSource, held: str) -> None:
+    """Raise DataError for a folder with the split `held`, maybe a part of one (`train[:9]`), where another is meant."""
+    if entry.dataset_split not in (held, held.partition("[")[0]):
+        raise DataError(
+            f"{entry.dataset_name}: it is the split {held}, and asked for is {entry.dataset_split}. Set dataset_split "
+            "(for evaluation eval_split, for the test test_split) to what it is, or name the folder of another split"
+        )
 
 
 def _require_column(column: str | None, where: str, existing: Sequence[str]) -> None:

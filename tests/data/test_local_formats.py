@@ -174,6 +174,37 @@ def test_what_datasets_saved_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert all_texts(pickle.loads(pickle.dumps(source))) == texts(20)
 
 
+@pytest.mark.parametrize("streaming", [True, False])
+def test_what_was_saved_is_read_as_the_split_that_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub")
+    rows = {split: [f"{split} {i}" for i in range(9)] for split in ("train", "validation")}
+    saved = {None: "unknown", "train[:9]": "part", "validation": "validation"}
+    for split, name in saved.items():
+        named = None if split is None else datasets.NamedSplit(split)
+        datasets.Dataset.from_dict({"text": rows["train"]}, split=named).save_to_disk(tmp_path / name)
+    both = {split: datasets.Dataset.from_dict({"text": documents}) for split, documents in rows.items()}
+    datasets.DatasetDict(both).save_to_disk(tmp_path / "both")
+
+    def opened_as(name: str, split: str) -> Any:
+        entry = MixtureSource(weight=1, dataset_name=str(tmp_path / name), dataset_split=split)
+        return open_hub_data(entry, 2, streaming=streaming)
+
+    for name, split in (("unknown", "train"), ("part", "train"), ("part", "train[:9]"), ("validation", "validation")):
+        assert all_texts(opened_as(name, split)) == rows["train"]
+    assert opened_as("validation", "validation").identity["files"]
+    for name, split, held in (("unknown", "validation", "train"), ("validation", "train", "validation")):
+        with pytest.raises(
+            DataError, match=rf"{name}: .*it is the split {held}, and asked for is {split}\. .*eval_split"
+        ):
+            opened_as(name, split)
+    for split, documents in rows.items():
+        source = opened_as("both", split)
+        read = [row for unit in range(getattr(source, "num_units", 0)) for row in source.documents(unit, 0)]
+        assert [row.text for row in read] == documents if streaming else all_texts(source) == documents
+
+
 @pytest.mark.parametrize(
     ("content", "sign"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
-from data_parts import byte_tokenizer, make_config, make_data, texts, write_parquet
+from data_parts import byte_tokenizer, make_config, make_data, texts, write_json_lines, write_parquet
 from tokenizers import normalizers
 
 from ds_encdec import cli
@@ -23,6 +25,7 @@ from ds_encdec.data.lane import Lane
 from ds_encdec.data.prepared import PreparedSource
 from ds_encdec.data.sources import readable
 from ds_encdec.data.splits import split_examples
+from ds_encdec.launch.disk import DiskRefusedError
 from ds_encdec.launch.run_folder import lock_file
 from ds_encdec.types import Batch, DataError, OutputLockedError
 
@@ -204,6 +207,37 @@ def test_what_is_not_the_same_is_refused(tmp_path: Path, lines: Path, monkeypatc
         lock.flush()
         with pytest.raises(OutputLockedError, match=r"is being prepared by process 7 on host"):
             prepared(out, settings(lines))
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_folder_that_has_changed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub")
+    saved, plain = tmp_path / "saved", tmp_path / "plain"
+    plain.mkdir()
+    for seed in (0, 1):
+        datasets.Dataset.from_dict({"text": texts(60, seed=seed)}).save_to_disk(saved)
+        write_json_lines(plain / "a.jsonl", texts(60, seed=seed))
+        for folder, file in ((saved, "data-00000-of-00001.arrow"), (plain, "a.jsonl")):
+            out = tmp_path / f"{folder.name}-out"
+            if seed == 0:
+                make_data(prepared(out, {"dataset_name": str(folder)}))
+            else:
+                with pytest.raises(DataError, match=rf"{folder.name}-out/source-0 was made from .*{file}.* now"):
+                    make_data(make_config(dataset_name=str(folder), prepared_dir=str(out)))
+                shutil.rmtree(folder)
+                make_data(make_config(dataset_name=str(folder), prepared_dir=str(out)))
+
+
+@pytest.mark.parametrize("blocks", [1, 20], ids=["the index", "a shard"])
+def test_a_disk_that_takes_no_more_is_told(tmp_path: Path, blocks: int) -> None:
+    verb = f"prepare {QUICKSTART} --num-proc 1 --out {tmp_path}/out model.architecture.vocab_size=600"
+    limited = f"ulimit -f {blocks}; exec {sys.executable} -m ds_encdec.cli {verb} data.dataset_name=random"
+    process = subprocess.run(["bash", "-c", limited], capture_output=True, text=True, timeout=120)
+    assert process.returncode == DiskRefusedError.exit_code
+    assert "Traceback" not in process.stderr
+    assert (tmp_path / "out" / "source-0" / "index.json").exists() == (blocks == 20)
+    assert "The prepared data has " in process.stderr
+    assert "Raise the limit on the size of files (ulimit -f)" in process.stderr
 
 
 def test_a_killed_one_is_finished_and_never_read_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -129,7 +129,9 @@ def converter_module(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "def both(row):\n    return [{'instruction': 'i', 'input': row['n'], 'output': o} for o in row['os']]\n"
         "def breaks(row):\n    return row['not there']\n"
         "def text(row):\n    return 'text'\n"
+        "exec('def made(row):\\n    return row')\n"
     )
+    (folder / "my_script.py").write_text("import sys\nsys.exit(0)\n")
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "my_rows", raising=False)
@@ -145,8 +147,9 @@ def test_a_converter_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         row = maker_of(converter=f"my_rows:{name}").read(Document("k", "", record={}))
         assert isinstance(row, BadRow)
         assert f"k: data.converter=my_rows:{name} {problem}" in row.problem
-    for name, problem in (("my_rows:none", "AttributeError"), ("no_such:f", "ModuleNotFoundError")):
-        with pytest.raises(ConfigError, match=rf"data\.converter={name} cannot be imported.*{problem}"):
+    refused = [("my_rows:none", "AttributeError"), ("no_such:f", "ModuleNotFoundError"), ("my_script:f", "SystemExit")]
+    for name, problem in (*refused, ("my_rows:made", "its code is in no file")):
+        with pytest.raises(ConfigError, match=rf"data\.converter={name}\b.*{problem}"):
             maker_of(converter=name)
 
     path = write(tmp_path / "a.jsonl", [{"n": i, "os": [f"{i}a", f"{i}b"]} for i in range(60)])
@@ -305,8 +308,18 @@ def test_splits_are_apart_and_own_files_take_their_place(tmp_path: Path) -> None
     other = data_of(sft_config(path, eval_files=own))
     assert {one.document for one in other.eval_examples()} == {f"own.jsonl:{i}" for i in range(7)}
     assert set(other.fingerprint) - set(data.fingerprint) == {"evaluation sources"}
+    tested = data_of(sft_config(path, test_files=own, train_split_ratio=0.7))
+    assert tested.fingerprint == {**data.fingerprint, "share held out for the test": 0.0}
     with pytest.raises(DataError, match=r"the split test is empty: .*val_test_split_ratio, data\.test_files"):
         split_examples(sft_config(path, val_test_split_ratio=1.0), TOKENIZER, VOCABULARY, "test")
+
+
+def test_an_own_split_is_of_the_configuration_and_revision_of_its_data_set() -> None:
+    data = {"dataset_name": "a/b", "dataset_config": "en", "dataset_revision": "v1", "eval_split": "held"}
+    for name, kept in ((None, True), ("a/b", True), ("c/d", False)):
+        split = make_config(**data, eval_dataset_name=name).data.own_split("validation")
+        assert split is not None
+        assert (split.dataset_config, split.dataset_revision) == (("en", "v1") if kept else (None, None))
 
 
 def test_pre_training_evaluates_on_files_of_ones_own_too(tmp_path: Path) -> None:
