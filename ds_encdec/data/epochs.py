@@ -108,16 +108,19 @@ def _batches_per_document(pipeline: LanePipeline) -> float:
 
 
 class _Remembering:
-    """An `ExampleMaker` that tokenises a document once."""
+    """An `ExampleMaker` that tokenises a document once. It is known by its content: two sources may share keys."""
 
     def __init__(self, maker: Any) -> None:
-        self._maker, self._read = maker, dict[str, Any]()
+        self._maker, self._read = maker, dict[Any, Any]()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._maker, name)
 
     def read(self, document: Document) -> Any:
         """The ids of the document, or what is wrong with it."""
-        if document.key not in self._read:
-            self._read[document.key] = self._maker.read(document)
-        return self._read[document.key]
+        if document.token_ids is not None:
+            return self._maker.read(document)
+        content = document.key, hash((document.text, repr(document.record)))
+        if content not in self._read:
+            self._read[content] = self._maker.read(document)
+        return self._read[content]
