@@ -57,6 +57,12 @@ def test_a_large_data_set_is_estimated(tmp_path: Path, monkeypatch: pytest.Monke
     assert steps_of_epochs(data.pipeline, 4) == pytest.approx(exact, rel=0.15)
 
 
+def test_a_few_of_many_passes_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = make_data(json_config(tmp_path))
+    monkeypatch.setattr(epochs, "COUNTED_READINGS", 300)
+    assert steps_of_epochs(data.pipeline, 3000) == 1500 * steps_of_epochs(data.pipeline, 2)
+
+
 def test_a_stream_whose_length_nobody_knows_is_refused_and_local_parquet_is_none(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", texts(120), row_group_size=20)
     parquet = make_data(make_config(dataset_name="parquet", data_files=path, eval_fraction=0.0))
