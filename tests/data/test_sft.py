@@ -20,12 +20,13 @@ from hypothesis import strategies as st
 from ds_encdec.config.schema import FullConfig, load_config
 from ds_encdec.data.build import TrainingData, build_data
 from ds_encdec.data.builtin_corpus import BuiltinTask
+from ds_encdec.data.fingerprint import usable_records
 from ds_encdec.data.inspect import inspect_data
 from ds_encdec.data.lane import Lane
 from ds_encdec.data.sft import PairMaker
 from ds_encdec.data.sources import BadRow
 from ds_encdec.data.splits import split_examples
-from ds_encdec.types import ConfigError, DataError, Document
+from ds_encdec.types import CheckpointError, ConfigError, DataError, Document
 
 EOS = "<|im_end|>"
 TOKENIZER, VOCABULARY = copy.deepcopy(byte_tokenizer())
@@ -243,6 +244,24 @@ def test_long_rows_stop_the_run_are_left_out_or_cut_off_and_are_counted(tmp_path
         assert data.loader.long_rows[0] == len(long)
     assert not {key for key, _ in seen["skip"]} & set(long)
     assert {length for key, length in seen["truncate"] if key in long} == {40}
+
+
+def test_a_run_that_a_long_row_has_stopped_goes_on_without_it(tmp_path: Path) -> None:
+    """It has met none before, so nothing that it has read would be otherwise."""
+    path = write(tmp_path / "a.jsonl", [*ROWS, *ROWS, *ROWS, {**ROWS[0], "output": "x" * 70}])
+    kept = {"train_split_ratio": 1.0, "training": {"eval_samples": 0}}
+    stopped, skipping = (sft_config(path, on_long_row=word, **kept) for word in ("stop", "skip"))
+    first, whole = data_of(stopped), data_of(skipping)
+    next(first.loader), next(whole.loader)
+    saved, records = (json.loads(json.dumps(one)) for one in (first.saved(), first.loader.state()))
+    resumed = build_data(skipping, TOKENIZER, VOCABULARY, rank=0, world_size=1, num_lanes=4, saved=saved)
+    assert usable_records(records, saved["fingerprint"], resumed.fingerprint) == records
+    resumed.loader.load_state(records)
+    for _ in range(20):
+        assert flat(next(resumed.loader)) == flat(next(whole.loader))
+    assert resumed.loader.long_rows[0]
+    with pytest.raises(CheckpointError, match=r"on_long_row: skip there, stop now"):
+        build_data(stopped, TOKENIZER, VOCABULARY, rank=0, world_size=1, num_lanes=4, saved=whole.saved())
 
 
 def save_to_disk(path: Path) -> dict[str, Any]:
