@@ -280,7 +280,10 @@ class PairMaker:
         return str(value)
 
     def _turns(self, chat: ChatTemplate, messages: list[Any], record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        """The conversation up to the last turn of the assistant, or to each, and what that one says."""
+        """The conversation up to the last turn of the assistant, or to each, and what that one says.
+
+        Of every turn, one that opens the conversation or is empty is passed over, unless nothing would be left.
+        """
         tools = record.get(self.data.tools_column)
         tools = None if tools is None else self._break(_list(tools, "tools"))
         if not all(isinstance(message, Mapping) and "role" in message for message in messages):
@@ -290,12 +293,14 @@ class PairMaker:
         turns = [number for number, message in enumerate(said) if message["role"] == "assistant"]
         if not turns:
             raise _UnusableError("its messages have no turn of the assistant")
-        for number in turns if self.data.chat_targets == "every" else turns[-1:]:
+        pairs = []
+        for number in [turn for turn in turns if turn] or turns if self.data.chat_targets == "every" else turns[-1:]:
             prompt = chat.render(said[:number], tools or None, is_prompt=True)
             whole = chat.render(said[: number + 1], tools or None, is_prompt=False)
             content = said[number].get("content")
             target = whole.removeprefix(prompt) if whole.startswith(prompt) else content
-            yield _both(prompt, self._ending.sub("", target) if isinstance(target, str) else "")
+            pairs.append((prompt, self._ending.sub("", target) if isinstance(target, str) else ""))
+        yield from [pair for pair in pairs if pair[0] and pair[1].strip()] or [_both(*pairs[-1])]
 
 
 def _both(given: str, wanted: str) -> tuple[str, str]:

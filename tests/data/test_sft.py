@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import re
 import sys
@@ -23,14 +24,14 @@ from ds_encdec.data.builtin_corpus import BuiltinTask
 from ds_encdec.data.fingerprint import usable_records
 from ds_encdec.data.inspect import inspect_data
 from ds_encdec.data.lane import Lane
-from ds_encdec.data.sft import PairMaker
+from ds_encdec.data.sft import ChatTemplate, PairMaker
 from ds_encdec.data.sources import BadRow
 from ds_encdec.data.splits import split_examples
 from ds_encdec.types import CheckpointError, ConfigError, DataError, Document
 
 EOS = "<|im_end|>"
 TOKENIZER, VOCABULARY = copy.deepcopy(byte_tokenizer())
-TOKENIZER.chat_template = (
+TOKENIZER.chat_template = TEMPLATE = (
     "{% if tools %}Tools: {{ tools | tojson }}\n{% endif %}"
     "{% for message in messages %}# {{ message.role }}\n{{ message.content }}"
     "{% if message.tool_calls %}<call>{{ message.tool_calls | tojson }}{% endif %}<|im_end|>\n{% endfor %}"
@@ -183,6 +184,21 @@ def test_a_conversation_goes_through_the_chat_template() -> None:
     row = PairMaker.from_config(sft_config("").data, 0, bare, VOCABULARY).read(Document("k", "", record=record))
     assert isinstance(row, BadRow)
     assert "the tokenizer has no chat template" in row.problem
+
+
+def test_of_every_turn_those_that_nothing_can_be_learnt_from_are_passed_over() -> None:
+    def said(*turns: str) -> dict[str, Any]:
+        return {
+            "messages": [{"role": "assistant" if turn in ("A", "B", "") else "user", "content": turn} for turn in turns]
+        }
+
+    maker = maker_of(chat_targets="every")
+    maker = dataclasses.replace(maker, chat=ChatTemplate({"default": "{{ messages[0].role }}" + TEMPLATE}, {}))
+    assert [wanted for _, wanted in texts_of(maker, said("A", "u", "", "v", "B"))] == ["B" + EOS]
+    for turns, problem in ((["A"], "the chat template fails"), (["u", ""], "its output is empty")):
+        row = maker.read(Document("k", "", record=said(*turns)))
+        assert isinstance(row, BadRow)
+        assert problem in row.problem
 
 
 def flat(batches: list[Any]) -> list[Any]:
