@@ -115,6 +115,16 @@ class PairMaker:
             load_converter(data.converter)
         return cls(TextTokenizer(backend), vocabulary, data, specials, ChatTemplate.of(tokenizer))
 
+    @property
+    def barren(self) -> str:
+        """Rows that are left out or bad, and those that are not trained on."""
+        data = self.data
+        return (
+            f"held out, not readable, or above data.max_encoder_length={data.max_encoder_length} or "
+            f"data.max_decoder_length={data.max_decoder_length} with data.on_long_row={data.on_long_row}. Check these "
+            "and data.train_split_ratio"
+        )
+
     def read(self, document: Document) -> Sequence[Pair] | BadRow:
         """The pairs of a record, in order; a bad row where one cannot be made."""
         if document.token_ids is not None or document.record is None:

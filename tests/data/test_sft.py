@@ -239,7 +239,9 @@ def test_resumes_exactly_at_any_cut_and_any_number_of_ranks_reads_the_same(confi
             assert mine.loader.state() == records[-1][rank::2]
 
 
-def test_long_rows_stop_the_run_are_left_out_or_cut_off_and_are_counted(tmp_path: Path) -> None:
+def test_long_rows_stop_the_run_are_left_out_or_cut_off_and_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, kept = write(tmp_path / "a.jsonl", ROWS), {"train_split_ratio": 1.0, "training": {"eval_samples": 0}}
     long = [f"a.jsonl:{i}" for i, row in enumerate(ROWS) if len(f"### Response:\n{row['output']}") + 1 > 40]
     lane = Lane(data_of(sft_config(path, max_decoder_length=40, **kept)).pipeline, 0)
@@ -259,6 +261,10 @@ def test_long_rows_stop_the_run_are_left_out_or_cut_off_and_are_counted(tmp_path
                 seen.setdefault(word, []).extend(zip(batch.documents, batch.decoder_lengths, strict=True))
         assert data.loader.long_rows[0] == len(long)
     assert not {key for key, _ in seen["skip"]} & set(long)
+    monkeypatch.setattr("ds_encdec.data.lane.BARREN_DOCUMENTS", 10)
+    barren = Lane(data_of(sft_config(path, max_decoder_length=4, on_long_row="skip", **kept)).pipeline, 0)
+    with pytest.raises(DataError, match=r"above data\.max_encoder.*data\.max_decoder_length=4.*on_long_row"):
+        next(barren)
     assert {length for key, length in seen["truncate"] if key in long} == {40}
 
 
