@@ -47,16 +47,6 @@ _PLAIN = (str, int, float, decimal.Decimal, datetime.date, datetime.time)
 
 _TASK = "SFT"
 
-_TEXT_FIELDS = (
-    "input_template",
-    "output_template",
-    "field_mapping",
-    "converter",
-    "messages_column",
-    "tools_column",
-    "chat_targets",
-)
-
 
 class _UnusableError(ValueError):
     """No example can be made of a record; the message says why."""
@@ -179,8 +169,8 @@ class PairMaker:
             yield _TASK, len(given) > 0 and len(target) > 1 and target[-1] == self.vocabulary.eos_id
 
     def facts(self) -> dict[str, Any]:
-        """The fields that decide the texts; the chat template, and the file of the converter, by digests."""
-        found = {f"data.{name}": getattr(self.data, name) for name in _TEXT_FIELDS}
+        """The chat template, and the file of the converter, by digests."""
+        found = {}
         if self.chat is not None:
             found["chat template"] = hashlib.sha256(repr(self.chat.templates).encode()).hexdigest()[:12]
         if self.data.converter is not None:
