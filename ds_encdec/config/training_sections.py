@@ -14,6 +14,7 @@ from pydantic import (
     ValidationError,
     ValidatorFunctionWrapHandler,
     field_validator,
+    model_validator,
 )
 
 from ds_encdec.config.deepspeed_keys import check_extra
@@ -79,7 +80,7 @@ class TrainingConfig(Section):
     max_grad_norm: Annotated[float, Mark.TUNABLE] = Field(default=1.0, ge=0)
     """Global gradient norm above which gradients are scaled down; 0 turns clipping off."""
     num_train_steps: int = Field(default=100_000, ge=1, le=1_000_000_000)
-    """Optimizer steps of the run."""
+    """Optimizer steps of the run; null with `num_train_epochs`."""
     num_train_epochs: float | None = Field(default=None, gt=0, le=1_000_000)
     """Passes over the training split, in the place of `num_train_steps`. They are counted in steps once, at the first
     start; the run's own config.yaml has these."""
@@ -210,6 +211,15 @@ class TrainingConfig(Section):
             )
         return self.per_device_train_batch_size
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_steps(cls, values: Any) -> Any:
+        """Beside epochs, null stands for the steps, so that a command line can take a file's away."""
+        has_epochs = isinstance(values, dict) and values.get("num_train_epochs") is not None
+        if has_epochs and values.get("num_train_steps", 0) is None:
+            return {name: value for name, value in values.items() if name != "num_train_steps"}
+        return values
+
     def _rules(self) -> Iterable[Rule]:
         size, steps, schedule = self.per_device_train_batch_size, self.num_train_steps, self.lr_scheduler_type
         ends, decay_steps = "warmup_steps num_train_steps lr_scheduler_type", round(self.wsd_decay_fraction * steps)
@@ -222,7 +232,8 @@ class TrainingConfig(Section):
             size != "auto" and (self.global_batch_size or 0) % size,
         )
         both = self.num_train_epochs is not None and steps != type(self).model_fields["num_train_steps"].default
-        yield Rule("num_train_epochs num_train_steps", "the length of the run twice: remove one of the two", both)
+        message = "the length of the run twice: remove one of the two, or set num_train_steps=null"
+        yield Rule("num_train_epochs num_train_steps", message, both)
         yield Rule("bf16 fp16", "at most one may be true; both false is float32", self.bf16 and self.fp16)
         yield Rule(
             "torch_compile activation_checkpointing",

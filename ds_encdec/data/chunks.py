@@ -148,6 +148,11 @@ class ChunkMaker:
         """The special ids."""
         return self.chunker.vocabulary
 
+    @property
+    def barren(self) -> str:
+        """Texts without a token, and those that are not trained on."""
+        return "empty, held out or not readable. Check data.text_column and data.eval_fraction"
+
     def read(self, document: Document) -> np.ndarray:
         """The document's tokens, int32 [n]."""
         return self.tokenize(document)

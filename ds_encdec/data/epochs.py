@@ -23,7 +23,7 @@ COUNTED_DOCUMENTS = 50_000
 """Documents up to which the lanes are run ahead. Their token ids are kept meanwhile."""
 
 COUNTED_READINGS = 400_000
-"""Readings of a document up to which they are, in one pass: lanes that share a stream's units read it once each."""
+"""Readings of a document up to which they are, in all passes: lanes that share a stream's units read it once each."""
 
 SAMPLE_DOCUMENTS = 4000
 
@@ -48,16 +48,18 @@ def steps_of_epochs(pipeline: LanePipeline, epochs: float) -> int:
     """Optimizer steps after which every lane has handed out all examples of so many passes over its data.
 
     Of a mixture, it is passes over the source that is furthest behind. A part of a pass is taken to be as large a part
-    of its steps. Raises DataError for a stream whose length nobody knows.
+    of its steps; of many passes a few are counted. Raises DataError for a stream whose length nobody knows.
     """
     rows = [_rows(opened.source) for opened in pipeline.sources]
     readings = sum(
         count * (pipeline.num_lanes if isinstance(opened.source, StreamSource) else 1)
         for count, opened in zip(rows, pipeline.sources, strict=True)
     )
-    if sum(rows) <= COUNTED_DOCUMENTS and readings <= COUNTED_READINGS:
+    counted = min(epochs, COUNTED_READINGS // max(1, readings))
+    if sum(rows) <= COUNTED_DOCUMENTS and counted:
         ahead = dataclasses.replace(pipeline, maker=cast(ExampleMaker, _Remembering(pipeline.maker)))
-        return math.ceil(max(_batches(Lane(ahead, number), epochs) for number in range(pipeline.num_lanes)))
+        longest = max(_batches(Lane(ahead, number), counted) for number in range(pipeline.num_lanes))
+        return math.ceil(longest * (epochs / counted))
     total = sum(opened.weight for opened in pipeline.sources)
     documents = max(
         count * (1 - opened.held_out) * total / opened.weight
@@ -108,16 +110,19 @@ def _batches_per_document(pipeline: LanePipeline) -> float:
 
 
 class _Remembering:
-    """An `ExampleMaker` that tokenises a document once."""
+    """An `ExampleMaker` that tokenises a document once. It is known by its content: two sources may share keys."""
 
     def __init__(self, maker: Any) -> None:
-        self._maker, self._read = maker, dict[str, Any]()
+        self._maker, self._read = maker, dict[Any, Any]()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._maker, name)
 
     def read(self, document: Document) -> Any:
         """The ids of the document, or what is wrong with it."""
-        if document.key not in self._read:
-            self._read[document.key] = self._maker.read(document)
-        return self._read[document.key]
+        if document.token_ids is not None:
+            return self._maker.read(document)
+        content = document.key, hash((document.text, repr(document.record)))
+        if content not in self._read:
+            self._read[content] = self._maker.read(document)
+        return self._read[content]

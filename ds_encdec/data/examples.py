@@ -53,6 +53,11 @@ class ExampleMaker(Protocol):
         """The ids of a document's text, int32 [n], special tokens in it taken apart."""
         ...
 
+    @property
+    def barren(self) -> str:
+        """Say what documents may be of which there is no example, and which fields to check."""
+        ...
+
     def read(self, document: Document) -> Any | BadRow:
         """The ids that `examples` takes; a bad row where none can be made of the document."""
         ...

@@ -67,7 +67,7 @@ def fingerprint(config: FullConfig, pipeline: LanePipeline, own_evaluation: Sequ
 
 def require_same(saved: Facts, now: Facts) -> None:
     """Raise CheckpointError naming both fingerprints, every fact that differs, and what could be kept."""
-    saved = in_todays_form(saved, now["sources"])
+    saved = _comparable(saved, now)
     if saved == now:
         return
     names = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
@@ -81,7 +81,7 @@ def require_same(saved: Facts, now: Facts) -> None:
 
 def told(saved: Facts, now: Facts) -> str:
     """Say what becomes of each source when a run goes on with the data `now`."""
-    return "; ".join(fate.words for fate in _fates(in_todays_form(saved, now["sources"]), now))
+    return "; ".join(fate.words for fate in _fates(_comparable(saved, now), now))
 
 
 def usable_records(records: list[dict[str, Any]], saved: Facts, now: Facts) -> list[dict[str, Any]]:
@@ -90,7 +90,7 @@ def usable_records(records: list[dict[str, Any]], saved: Facts, now: Facts) -> l
     That is all of it if nothing differs. Else it is the places in sources that go on (see `told`), and those waiting
     examples that come from an unchanged source, if the rules for cutting are the same. Nothing if no place is kept.
     """
-    saved = in_todays_form(saved, now["sources"])
+    saved = _comparable(saved, now)
     if saved == now:
         return records
     fates = _fates(saved, now)
@@ -153,6 +153,13 @@ def in_todays_form(saved: Facts, now: Sequence[Facts]) -> Facts:
         ],
         "mixture weights": {str(number): facts["weight"] for number, facts in enumerate(saved["sources"])},
     }
+
+
+def _comparable(saved: Facts, now: Facts) -> Facts:
+    """`saved` in today's form. A run that a long row would have stopped has met none, so it may go on in any way."""
+    saved = in_todays_form(saved, now["sources"])
+    name = "data.on_long_row"
+    return {**saved, name: now[name]} if name in now and saved.get(name) == "stop" else saved
 
 
 def numbered(sources: Sequence[OpenSource], saved: Sequence[Facts]) -> tuple[OpenSource, ...]:

@@ -199,7 +199,7 @@ class Lane:
             self._skipped_documents += barren > 0
         raise DataError(
             f"lane {self._number} read {most} documents in a row without finding text to train on: all "
-            "were empty, held out or not readable. Check data.text_column and data.eval_fraction"
+            f"were {self._pipeline.maker.barren}"
         )
 
     def _pass_over(self, row: BadRow, epoch: int) -> None:

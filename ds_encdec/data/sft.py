@@ -47,16 +47,6 @@ _PLAIN = (str, int, float, decimal.Decimal, datetime.date, datetime.time)
 
 _TASK = "SFT"
 
-_TEXT_FIELDS = (
-    "input_template",
-    "output_template",
-    "field_mapping",
-    "converter",
-    "messages_column",
-    "tools_column",
-    "chat_targets",
-)
-
 
 class _UnusableError(ValueError):
     """No example can be made of a record; the message says why."""
@@ -115,6 +105,16 @@ class PairMaker:
             load_converter(data.converter)
         return cls(TextTokenizer(backend), vocabulary, data, specials, ChatTemplate.of(tokenizer))
 
+    @property
+    def barren(self) -> str:
+        """Rows that are left out or bad, and those that are not trained on."""
+        data = self.data
+        return (
+            f"held out, not readable, or above data.max_encoder_length={data.max_encoder_length} or "
+            f"data.max_decoder_length={data.max_decoder_length} with data.on_long_row={data.on_long_row}. Check these "
+            "and data.train_split_ratio"
+        )
+
     def read(self, document: Document) -> Sequence[Pair] | BadRow:
         """The pairs of a record, in order; a bad row where one cannot be made."""
         if document.token_ids is not None or document.record is None:
@@ -169,8 +169,8 @@ class PairMaker:
             yield _TASK, len(given) > 0 and len(target) > 1 and target[-1] == self.vocabulary.eos_id
 
     def facts(self) -> dict[str, Any]:
-        """The fields that decide the texts; the chat template, and the file of the converter, by digests."""
-        found = {f"data.{name}": getattr(self.data, name) for name in _TEXT_FIELDS}
+        """The chat template, and the file of the converter, by digests."""
+        found = {}
         if self.chat is not None:
             found["chat template"] = hashlib.sha256(repr(self.chat.templates).encode()).hexdigest()[:12]
         if self.data.converter is not None:
@@ -280,7 +280,10 @@ class PairMaker:
         return str(value)
 
     def _turns(self, chat: ChatTemplate, messages: list[Any], record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        """The conversation up to the last turn of the assistant, or to each, and what that one says."""
+        """The conversation up to the last turn of the assistant, or to each, and what that one says.
+
+        Of every turn, one that opens the conversation or is empty is passed over, unless nothing would be left.
+        """
         tools = record.get(self.data.tools_column)
         tools = None if tools is None else self._break(_list(tools, "tools"))
         if not all(isinstance(message, Mapping) and "role" in message for message in messages):
@@ -290,12 +293,14 @@ class PairMaker:
         turns = [number for number, message in enumerate(said) if message["role"] == "assistant"]
         if not turns:
             raise _UnusableError("its messages have no turn of the assistant")
-        for number in turns if self.data.chat_targets == "every" else turns[-1:]:
+        pairs = []
+        for number in [turn for turn in turns if turn] or turns if self.data.chat_targets == "every" else turns[-1:]:
             prompt = chat.render(said[:number], tools or None, is_prompt=True)
             whole = chat.render(said[: number + 1], tools or None, is_prompt=False)
             content = said[number].get("content")
             target = whole.removeprefix(prompt) if whole.startswith(prompt) else content
-            yield _both(prompt, self._ending.sub("", target) if isinstance(target, str) else "")
+            pairs.append((prompt, self._ending.sub("", target) if isinstance(target, str) else ""))
+        yield from [pair for pair in pairs if pair[0] and pair[1].strip()] or [_both(*pairs[-1])]
 
 
 def _both(given: str, wanted: str) -> tuple[str, str]:

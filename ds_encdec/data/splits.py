@@ -27,14 +27,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TextExample:
-    """An example, and the texts that its ids stand for: `reference_text` without EOS, as is generated text.
+    """An example, and the text that its input's ids stand for.
 
     `key`: of its document, and its number in it where that is not 0. The ids are int32; `decoder_ids` end with EOS.
     """
 
     key: str
     input_text: str
-    reference_text: str
     encoder_ids: np.ndarray
     decoder_ids: np.ndarray
 
@@ -67,7 +66,6 @@ def split_examples(
         TextExample(
             key,
             tokenizer.decode(example.encoder_ids.tolist(), clean_up_tokenization_spaces=False),
-            tokenizer.decode(_without(example.decoder_ids, vocabulary.eos_id), clean_up_tokenization_spaces=False),
             example.encoder_ids,
             example.decoder_ids,
         )
@@ -78,7 +76,3 @@ def split_examples(
         own = {"validation": ", data.eval_files, data.eval_split", "test": ", data.test_files, data.test_split"}
         raise DataError(f"the split {split} is empty: see {fields}{own.get(split, '')}, or add documents")
     return found
-
-
-def _without(ids: np.ndarray, eos_id: int) -> list[int]:
-    return (ids[:-1] if ids[-1] == eos_id else ids).tolist()

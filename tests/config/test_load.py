@@ -76,6 +76,17 @@ def test_spellings_of_overrides(arguments: list[str]) -> None:
     assert (config.training.num_train_steps, config.training.warmup_steps) == (7, 1)
 
 
+def test_epochs_take_the_place_of_a_files_steps(tmp_path: Path) -> None:
+    text = "data: {dataset_name: builtin}\ntraining:\n  num_train_steps: 2000\n"
+    epochs = "training.num_train_epochs=3"
+    with pytest.raises(ConfigError, match=r"length of the run twice: .*num_train_steps=null"):
+        load(tmp_path, text, epochs)
+    training = load(tmp_path, text, epochs, "training.num_train_steps=null").training
+    assert (training.num_train_epochs, training.num_train_steps) == (3, 100_000)
+    with pytest.raises(ConfigError, match="must be a whole number"):
+        load(tmp_path, text, "training.num_train_steps=null")
+
+
 def test_override_values_are_yaml(tmp_path: Path) -> None:
     config = load(
         tmp_path,

@@ -37,5 +37,5 @@ def test_the_json_schema_knows_choices_bounds_and_texts() -> None:
     training = definitions["TrainingConfig"]["properties"]
     assert training["activation_checkpointing"]["enum"] == ["none", "full", "every_n", "selective"]
     assert training["adam_beta1"]["exclusiveMaximum"] == 1
-    assert training["num_train_steps"]["description"] == "Optimizer steps of the run."
+    assert training["num_train_steps"]["description"] == "Optimizer steps of the run; null with `num_train_epochs`."
     assert definitions["TrainingConfig"]["additionalProperties"] is False

@@ -12,6 +12,7 @@ from data_parts import make_config, make_data, texts, write_json_lines, write_pa
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data import epochs
 from ds_encdec.data.epochs import steps_of_epochs, with_steps_of_epochs
+from ds_encdec.data.lane import Lane
 from ds_encdec.types import ConfigError, DataError
 
 
@@ -39,11 +40,27 @@ def test_after_the_steps_every_row_was_seen_so_often_and_one_step_before_not(tmp
     assert steps_of_epochs(data.pipeline, passes - 0.5) == pytest.approx(steps * (1 - 0.5 / passes), abs=2)
 
 
+def test_documents_of_two_sources_may_have_the_same_keys(tmp_path: Path) -> None:
+    mixture = []
+    for number, length in enumerate([30, 300]):
+        (tmp_path / str(number)).mkdir()
+        file = write_json_lines(tmp_path / f"{number}/a.jsonl", texts(60, length))
+        mixture.append({"weight": 1, "dataset_name": "json", "data_files": file})
+    pipeline = make_data(make_config(mixture=mixture), num_lanes=1).pipeline
+    assert steps_of_epochs(pipeline, 1) == epochs._batches(Lane(pipeline, 0), 1)
+
+
 def test_a_large_data_set_is_estimated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = make_data(json_config(tmp_path))
     exact = steps_of_epochs(data.pipeline, 4)
     monkeypatch.setattr(epochs, "COUNTED_DOCUMENTS", 10)
     assert steps_of_epochs(data.pipeline, 4) == pytest.approx(exact, rel=0.15)
+
+
+def test_a_few_of_many_passes_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = make_data(json_config(tmp_path))
+    monkeypatch.setattr(epochs, "COUNTED_READINGS", 300)
+    assert steps_of_epochs(data.pipeline, 3000) == 1500 * steps_of_epochs(data.pipeline, 2)
 
 
 def test_a_stream_whose_length_nobody_knows_is_refused_and_local_parquet_is_none(tmp_path: Path) -> None:

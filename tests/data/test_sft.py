@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import re
 import sys
@@ -20,16 +21,17 @@ from hypothesis import strategies as st
 from ds_encdec.config.schema import FullConfig, load_config
 from ds_encdec.data.build import TrainingData, build_data
 from ds_encdec.data.builtin_corpus import BuiltinTask
+from ds_encdec.data.fingerprint import usable_records
 from ds_encdec.data.inspect import inspect_data
 from ds_encdec.data.lane import Lane
-from ds_encdec.data.sft import PairMaker
+from ds_encdec.data.sft import ChatTemplate, PairMaker
 from ds_encdec.data.sources import BadRow
 from ds_encdec.data.splits import split_examples
-from ds_encdec.types import ConfigError, DataError, Document
+from ds_encdec.types import CheckpointError, ConfigError, DataError, Document
 
 EOS = "<|im_end|>"
 TOKENIZER, VOCABULARY = copy.deepcopy(byte_tokenizer())
-TOKENIZER.chat_template = (
+TOKENIZER.chat_template = TEMPLATE = (
     "{% if tools %}Tools: {{ tools | tojson }}\n{% endif %}"
     "{% for message in messages %}# {{ message.role }}\n{{ message.content }}"
     "{% if message.tool_calls %}<call>{{ message.tool_calls | tojson }}{% endif %}<|im_end|>\n{% endfor %}"
@@ -187,6 +189,21 @@ def test_a_conversation_goes_through_the_chat_template() -> None:
     assert "the tokenizer has no chat template" in row.problem
 
 
+def test_of_every_turn_those_that_nothing_can_be_learnt_from_are_passed_over() -> None:
+    def said(*turns: str) -> dict[str, Any]:
+        return {
+            "messages": [{"role": "assistant" if turn in ("A", "B", "") else "user", "content": turn} for turn in turns]
+        }
+
+    maker = maker_of(chat_targets="every")
+    maker = dataclasses.replace(maker, chat=ChatTemplate({"default": "{{ messages[0].role }}" + TEMPLATE}, {}))
+    assert [wanted for _, wanted in texts_of(maker, said("A", "u", "", "v", "B"))] == ["B" + EOS]
+    for turns, problem in ((["A"], "the chat template fails"), (["u", ""], "its output is empty")):
+        row = maker.read(Document("k", "", record=said(*turns)))
+        assert isinstance(row, BadRow)
+        assert problem in row.problem
+
+
 def flat(batches: list[Any]) -> list[Any]:
     return [(b.documents, b.encoder_ids.tolist(), b.labels.tolist(), b.denoiser_ids.tolist()) for b in batches]
 
@@ -225,7 +242,9 @@ def test_resumes_exactly_at_any_cut_and_any_number_of_ranks_reads_the_same(confi
             assert mine.loader.state() == records[-1][rank::2]
 
 
-def test_long_rows_stop_the_run_are_left_out_or_cut_off_and_are_counted(tmp_path: Path) -> None:
+def test_long_rows_stop_the_run_are_left_out_or_cut_off_and_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, kept = write(tmp_path / "a.jsonl", ROWS), {"train_split_ratio": 1.0, "training": {"eval_samples": 0}}
     long = [f"a.jsonl:{i}" for i, row in enumerate(ROWS) if len(f"### Response:\n{row['output']}") + 1 > 40]
     lane = Lane(data_of(sft_config(path, max_decoder_length=40, **kept)).pipeline, 0)
@@ -245,7 +264,29 @@ def test_long_rows_stop_the_run_are_left_out_or_cut_off_and_are_counted(tmp_path
                 seen.setdefault(word, []).extend(zip(batch.documents, batch.decoder_lengths, strict=True))
         assert data.loader.long_rows[0] == len(long)
     assert not {key for key, _ in seen["skip"]} & set(long)
+    monkeypatch.setattr("ds_encdec.data.lane.BARREN_DOCUMENTS", 10)
+    barren = Lane(data_of(sft_config(path, max_decoder_length=4, on_long_row="skip", **kept)).pipeline, 0)
+    with pytest.raises(DataError, match=r"above data\.max_encoder.*data\.max_decoder_length=4.*on_long_row"):
+        next(barren)
     assert {length for key, length in seen["truncate"] if key in long} == {40}
+
+
+def test_a_run_that_a_long_row_has_stopped_goes_on_without_it(tmp_path: Path) -> None:
+    """It has met none before, so nothing that it has read would be otherwise."""
+    path = write(tmp_path / "a.jsonl", [*ROWS, *ROWS, *ROWS, {**ROWS[0], "output": "x" * 70}])
+    kept = {"train_split_ratio": 1.0, "training": {"eval_samples": 0}}
+    stopped, skipping = (sft_config(path, on_long_row=word, **kept) for word in ("stop", "skip"))
+    first, whole = data_of(stopped), data_of(skipping)
+    next(first.loader), next(whole.loader)
+    saved, records = (json.loads(json.dumps(one)) for one in (first.saved(), first.loader.state()))
+    resumed = build_data(skipping, TOKENIZER, VOCABULARY, rank=0, world_size=1, num_lanes=4, saved=saved)
+    assert usable_records(records, saved["fingerprint"], resumed.fingerprint) == records
+    resumed.loader.load_state(records)
+    for _ in range(20):
+        assert flat(next(resumed.loader)) == flat(next(whole.loader))
+    assert resumed.loader.long_rows[0]
+    with pytest.raises(CheckpointError, match=r"on_long_row: skip there, stop now"):
+        build_data(stopped, TOKENIZER, VOCABULARY, rank=0, world_size=1, num_lanes=4, saved=whole.saved())
 
 
 def save_to_disk(path: Path) -> dict[str, Any]:
@@ -277,7 +318,7 @@ def streamed(path: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("source", [save_to_disk, as_csv, as_parquet, streamed])
 def test_every_kind_of_source_gives_whole_rows(source: Callable[[Path], dict[str, Any]], tmp_path: Path) -> None:
     config = sft_config("", **{**source(tmp_path), "training": {"eval_samples": 0}, "train_split_ratio": 1.0})
-    texts = {one.reference_text for one in split_examples(config, TOKENIZER, VOCABULARY, "train")}
+    texts = {TOKENIZER.decode(one.decoder_ids[:-1]) for one in split_examples(config, TOKENIZER, VOCABULARY, "train")}
     assert texts == {f"### Response:\n{row['output']}" for row in ROWS}
 
 

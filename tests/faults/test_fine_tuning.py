@@ -21,7 +21,7 @@ def arguments(folder: Path, rows: Path, *options: str, **changes: Any) -> list[s
         "data__data_files": rows,
         "data__max_decoder_length": 32,
         "data__on_bad_row": "skip",
-        "training__num_train_steps": 100_000,  # the default
+        "training__num_train_steps": "null",
         "training__num_train_epochs": 2,
         "training__save_steps": 4,
         "training__eval_steps": 100,
