@@ -274,7 +274,10 @@ def _wire(
         require_folder=folder.require_present,
     )
     if metrics:
-        trainer.judge = Judge(config, engine, model.config, model.tokenizer, collectives, data.eval_examples, metrics)
+        held_out, stopped = data.eval_examples, lambda: stop.requested
+        trainer.judge = Judge(
+            config, engine, model.config, model.tokenizer, collectives, held_out, metrics, stopped=stopped
+        )
     return trainer, expected, {"parameters": parameters, "trainable_parameters": trained}
 
 
