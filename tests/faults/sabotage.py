@@ -224,11 +224,11 @@ def signal_all(rank: int, *, signals: list[str], at: int) -> None:
 
 def signal_all_at_start(rank: int, *, signals: list[str], seconds: float) -> None:
     """Every process of the run gets these signals so long after rank 0 has started its first data worker."""
-    start = lane._start
+    start = lane.start_worker
 
-    def start_and_signal() -> subprocess.Popen[bytes]:
-        process = start()
-        lane._start = start
+    def start_and_signal(module: str) -> subprocess.Popen[bytes]:
+        process = start(module)
+        lane.start_worker = start
         if seconds:
             threading.Timer(seconds, _signal_group, [signals]).start()
         else:
@@ -236,7 +236,7 @@ def signal_all_at_start(rank: int, *, signals: list[str], seconds: float) -> Non
         return process
 
     if rank == 0:
-        lane._start = start_and_signal
+        lane.start_worker = start_and_signal
 
 
 def signal_after_training(rank: int, *, signals: list[str]) -> None:

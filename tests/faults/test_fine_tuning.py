@@ -25,6 +25,8 @@ def arguments(folder: Path, rows: Path, *options: str, **changes: Any) -> list[s
         "training__num_train_epochs": 2,
         "training__save_steps": 4,
         "training__eval_steps": 100,
+        "training__eval_generate_samples": 0,
+        "training__metric_for_best_model": "loss",
         "training__logging_steps": 1,
         "training__bf16": "false",
         "training__average_checkpoints": 0,
