@@ -237,7 +237,8 @@ def _wire(
     epochs = config.training.num_train_epochs
     lanes, accumulation = plan_lanes(config, world.world_size, saved.get("num_lanes"))
     run = _Run(config, context, folder, found, model, num_lanes=lanes, accumulation=accumulation)
-    metrics = usable_metrics(config) if config.training.eval_generate_samples else []
+    generates = config.training.eval_generate_samples > 0
+    metrics = collectives.on_every_rank(lambda: usable_metrics(config)) if generates else []
     data = collectives.rank_zero_first(lambda: _build_data(run, saved.get("data"), commits, allow_data_change))
     config = _with_steps(run, data, saved)
     run = replace(run, config=config, epochs=epochs)
@@ -273,7 +274,10 @@ def _wire(
         require_folder=folder.require_present,
     )
     if metrics:
-        trainer.judge = Judge(config, engine, model.config, model.tokenizer, collectives, data.eval_examples, metrics)
+        held_out, stopped = data.eval_examples, lambda: stop.requested
+        trainer.judge = Judge(
+            config, engine, model.config, model.tokenizer, collectives, held_out, metrics, stopped=stopped
+        )
     return trainer, expected, {"parameters": parameters, "trainable_parameters": trained}
 
 

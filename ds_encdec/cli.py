@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ds_encdec import estimate_memory, prepare, train
 from ds_encdec.engines import STATE_FORMATS
 from ds_encdec.launch.preemption import outlive_readers, reader_may_leave
+from ds_encdec.launch.world import discover
 from ds_encdec.text_metrics import TEXT_METRICS
 from ds_encdec.types import ConfigError, DsEncDecError, Preempted
 
@@ -278,7 +279,7 @@ def _convert(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     from ds_encdec.checkpoint.export import convert_checkpoint
 
     convert_checkpoint(options.checkpoint, options.out, to=options.to, overrides=overrides)
-    if os.environ.get("RANK", "0") == "0":
+    if discover(os.environ).is_main:
         print(f"{options.checkpoint} is in {options.out} for {options.to}")
 
 
@@ -358,7 +359,7 @@ def _evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
             device=options.device,
             dtype=options.dtype,
         )
-    if os.environ.get("RANK", "0") != "0":
+    if not discover(os.environ).is_main:
         return
     if options.json:
         print(json.dumps(found, indent=2))

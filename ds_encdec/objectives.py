@@ -66,8 +66,14 @@ def _held_out_of_records(data: Any) -> tuple[float, float]:
 
 
 def _described_templates(data: Any) -> dict[str, str]:
-    templates = {name: f"`{getattr(data, name)!r}`" for name in ("input_template", "output_template")}
+    names = ("input_template", "output_template")
+    templates = {name: f"`{getattr(data, name)!r}`".replace("|", "\\|") for name in names}  # else a column ends there
     return {"Objective": "supervised fine-tuning (`data.objective: sft`)", **templates}
+
+
+def _shown_template(data: Any) -> str:
+    parts = template_parts(data.input_template)
+    return "".join(text if name is None else f"{text}{{{name}}}" for text, name in parts)
 
 
 _RENDERED = (
@@ -113,7 +119,7 @@ OBJECTIVES = {
         described=_described_templates,
         tag="sft",
         taught_by="supervised fine-tuning",
-        prompt=lambda data: data.input_template,
+        prompt=_shown_template,
         prompt_is="The input is the template of the training data: put a value in the place of each name in braces. "
         "Conversations went through the tokenizer's chat template instead.",
         takes_records=True,

@@ -120,7 +120,7 @@ def refuse_other_model(found: Checkpoint, config: FullConfig) -> None:
 
 
 def restore_data(found: Checkpoint, data: TrainingData, state: TrainingState, *, is_main: bool) -> TrainingState:
-    """Put the loader of `data` where the checkpoint was; returns `state`, without a best loss if the data is other."""
+    """Put the loader of `data` where the checkpoint was; returns `state`, choosing anew if the data is other."""
     fingerprint = found.read_json("trainer.json")["data"]["fingerprint"]
     lanes = usable_records(found.read_json("data.json")["lanes"], fingerprint, data.fingerprint)
     data.loader.load_state(lanes)
@@ -128,12 +128,13 @@ def restore_data(found: Checkpoint, data: TrainingData, state: TrainingState, *,
         return state
     logger.log(
         logging.WARNING if is_main else logging.DEBUG,
-        "Going on with other data than %s was made on: %s (%s). The best checkpoint is chosen anew.",
+        "Going on with other data than %s was made on: %s (%s). The best checkpoint is chosen anew, and early stopping "
+        "counts from here.",
         found.path,
         "the lanes keep their places among the documents" if lanes else "the lanes begin anew",
         told(fingerprint, data.fingerprint),
     )
-    return dataclasses.replace(state, best_eval_loss=None, best_step=None)
+    return state.choosing_anew()
 
 
 def restore_choice(found: Checkpoint, state: TrainingState, training: TrainingConfig) -> TrainingState:

@@ -236,10 +236,12 @@ class TrainingState:
 
     def choosing_by(self, best_by: str) -> TrainingState:
         """The state from which evaluations are compared by `best_by`; what was found by another order is forgotten."""
-        if best_by == self.best_by:
-            return self
+        return self if best_by == self.best_by else dataclasses.replace(self.choosing_anew(), best_by=best_by)
+
+    def choosing_anew(self) -> TrainingState:
+        """The state without what its evaluations have found."""
         forgotten: dict[str, Any] = {"best_eval_loss": None, "best_step": None, "leading_value": None}
-        return dataclasses.replace(self, best_by=best_by, **forgotten, evaluations_since_leading=0)
+        return dataclasses.replace(self, **forgotten, evaluations_since_leading=0)
 
 
 _EARLIER_FIELDS = {

@@ -96,6 +96,7 @@ def test_what_older_checkpoints_and_another_metric_know_of_the_best() -> None:
     assert state.choosing_by(TrainingConfig().best_by) == state == TrainingState.from_dict(state.to_dict())
     anew = TrainingState(global_step=9, best_by="highest chrf")
     assert state.choosing_by(TrainingConfig(metric_for_best_model="eval_chrf").best_by) == anew
+    assert state.choosing_anew() == TrainingState(global_step=9)
     assert TrainingConfig(metric_for_best_model="chrf", greater_is_better=False).best_by == "lowest chrf"
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ds_encdec.checkpoint.export_files import write_tokenizer
 from ds_encdec.checkpoint.folder import Checkpoint, refuse_existing, written_whole
 from ds_encdec.checkpoint.manifest import DamagedCheckpointError, read_manifest
 from ds_encdec.checkpoint.saved_state import open_saved_state, saved_weights
@@ -114,7 +115,7 @@ def export_adapter(checkpoint: Path, out: Path, *, base: str | None = None) -> N
         writing.require_space(sum(tensor.nbytes for tensor in tensors.values()))
         save_file(tensors, unfinished / ADAPTER_FILE, metadata={"format": "pt"})
         write_peft_config(unfinished, config.model, named)
-        pretrained_tokenizer(str(path / "model"), field="CHECKPOINT").save_pretrained(unfinished)
+        write_tokenizer(pretrained_tokenizer(str(path / "model"), field="CHECKPOINT"), unfinished)
         (unfinished / "README.md").write_text(_card(path, config, named))
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import torch
 
 from ds_encdec.checkpoint.export import export_checkpoint
 from ds_encdec.checkpoint.folder import clear_leftovers
-from ds_encdec.checkpoint.manifest import read_manifest
+from ds_encdec.checkpoint.manifest import MANIFEST, read_manifest
 from ds_encdec.config.schema import TrainingConfig
 from ds_encdec.launch.run_folder import RunFolder
 
@@ -18,15 +19,16 @@ logger = logging.getLogger(__name__)
 def export_at_end(run: RunFolder, training: TrainingConfig, *, anew: bool) -> None:
     """Write the float32 weights of a complete run to `export/final`, or with `load_best_model_at_end` to `export/best`.
 
-    An earlier export there is replaced, or left where the run has not trained since (`anew`). The run is complete
-    whatever happens here: what goes wrong is logged.
+    An earlier export there is replaced; it is left where the run has not trained now (`anew`) and the checkpoint is no
+    newer, as it is where an earlier end was killed. The run is complete whatever happens here: what goes wrong is
+    logged.
     """
     name = "best" if training.load_best_model_at_end else "final"
     if name == "best" and not (run.checkpoints / name).exists():
         logger.warning("load_best_model_at_end: no checkpoint of this run was evaluated, so the last one is exported.")
         name = "final"
     out, checkpoint = run.exports / name, run.checkpoints / name
-    if not training.export_at_end or (out.exists() and not anew):
+    if not training.export_at_end or (not anew and _is_newer(out, checkpoint)):
         return
     try:
         manifest = read_manifest(checkpoint.resolve())
@@ -42,6 +44,12 @@ def export_at_end(run: RunFolder, training: TrainingConfig, *, anew: bool) -> No
         logger.error("The %s checkpoint could not be exported: %s. `ds-encdec export` tries again.", name, error)
         return
     logger.info("the %s model (step %d) is in %s", name, manifest.step, out)
+
+
+def _is_newer(out: Path, checkpoint: Path) -> bool:
+    """True where the model in `out` was written after `checkpoint`."""
+    model, saved = out / "config.json", checkpoint / MANIFEST
+    return model.exists() and (not saved.exists() or model.stat().st_mtime_ns >= saved.stat().st_mtime_ns)
 
 
 def clear_exports(run: RunFolder) -> None:

@@ -37,6 +37,7 @@ from ds_encdec.config.shares import is_auto, micro_batches_per_step, per_rank
 from ds_encdec.config.training_sections import InfraConfig, TrainingConfig  # noqa: F401
 from ds_encdec.config.validation import mention, mention_all, validate
 from ds_encdec.config.yaml_text import apply_overrides, file_problem, read_text, read_yaml, write_yaml
+from ds_encdec.text_metrics import TEXT_METRICS, not_installed
 from ds_encdec.types import ConfigError
 
 _JSON_FIELD = "infra.deepspeed_config"
@@ -175,6 +176,9 @@ def _find_absent(config: FullConfig) -> Iterator[Conflict]:
     if quantizes and importlib.util.find_spec("bitsandbytes") is None:
         message = "this needs bitsandbytes, which is not installed: pip install 'ds_encdec[qlora]'"
         yield Conflict(("model.lora.quantize",), message)
+    chosen = config.training.metric_for_best_model
+    for problem in not_installed(name for name, row in TEXT_METRICS.items() if chosen in row.figures):
+        yield Conflict(("training.metric_for_best_model",), problem)
     if data.converter is not None:
         try:
             load_converter(data.converter)

@@ -22,6 +22,7 @@ from ds_encdec.data.prepared import made_from, open_prepared, prepared_folder
 from ds_encdec.data.sources import (
     AnySource,
     OpenSource,
+    Split,
     held_out_below,
     hub_name,
     named_sources,
@@ -144,15 +145,19 @@ def open_sources(
 ) -> tuple[OpenSource, ...]:
     """Open what `data` names, data sets of the hub at `commits` (see `resolve_commits`). Raises DataError."""
     opened = []
-    shares = OBJECTIVES[data.objective].held_out(data)
-    validation, test = (
-        0.0 if data.own_split(split) else share for split, share in zip(("validation", "test"), shares, strict=True)
-    )
+    validation, test = held_out_shares(data).values()
     for number, entry in enumerate(source_entries(data)):
         source = _open(entry, source_name(number), data, seed, maker, num_lanes, commits)
         below = held_out_below(source, validation)
         opened.append(OpenSource(source, entry.weight, below, number, below + test if test else 0.0))
     return tuple(opened)
+
+
+def held_out_shares(data: DataConfig) -> dict[Split, float]:
+    """The shares of what is there to train on that are for `validation` and, behind it, for `test`."""
+    splits: tuple[Split, Split] = ("validation", "test")
+    shares = OBJECTIVES[data.objective].held_out(data)
+    return {split: 0.0 if data.own_split(split) else share for split, share in zip(splits, shares, strict=True)}
 
 
 def own_split(

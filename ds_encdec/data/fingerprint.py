@@ -162,6 +162,12 @@ def _comparable(saved: Facts, now: Facts) -> Facts:
     return {**saved, name: now[name]} if name in now and saved.get(name) == "stop" else saved
 
 
+def unknown_sources(saved: Facts, now: Sequence[Facts]) -> list[str]:
+    """The sources of `now`, in words, that are not in the fingerprint `saved`, or have other content there."""
+    known = [_identity(facts) for facts in in_todays_form(saved, now)["sources"]]
+    return [_words(facts) for facts in now if _identity(facts) not in known]
+
+
 def numbered(sources: Sequence[OpenSource], saved: Sequence[Facts]) -> tuple[OpenSource, ...]:
     """`sources` with the numbers that the same ones have in `saved`; others get numbers that none of those has."""
     unused = count(max(facts["number"] for facts in saved) + 1)

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ds_encdec.config.schema import FullConfig
-from ds_encdec.data.build import open_sources, own_split
+from ds_encdec.config.schema import DataConfig, FullConfig
+from ds_encdec.data.build import held_out_shares, open_sources, own_split
 from ds_encdec.data.evaluation import split_rows
 from ds_encdec.data.examples import read_documents
-from ds_encdec.data.sources import Split
+from ds_encdec.data.fingerprint import source_facts, unknown_sources
+from ds_encdec.data.sources import OpenSource, Split
 from ds_encdec.data.tables import resolve_commits
 from ds_encdec.engines import load
 from ds_encdec.objectives import OBJECTIVES
-from ds_encdec.types import DataError
+from ds_encdec.types import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -38,6 +39,14 @@ class TextExample:
     decoder_ids: np.ndarray
 
 
+@dataclass(frozen=True, slots=True)
+class TrainedData:
+    """The data of a run: what its configuration says of it, and the `TrainingData.saved()` of its checkpoints."""
+
+    data: DataConfig
+    saved: Mapping[str, Any]
+
+
 def split_examples(
     config: FullConfig,
     tokenizer: PreTrainedTokenizerFast,
@@ -45,16 +54,21 @@ def split_examples(
     split: Split,
     max_samples: int | None = None,
     commits: Mapping[str, str] | None = None,
+    trained: TrainedData | None = None,
 ) -> list[TextExample]:
     """The first `max_samples` examples of a split in a fixed order, which is that of an evaluation; None: all of them.
 
-    They are those that a run evaluates on. `commits`: see `build_data`; None: looked up here. Raises DataError for a
-    split that is empty, or more rows that cannot be used than the run's limit.
+    They are those that a run evaluates on. `commits`: see `build_data`; None: looked up here. `trained`: what a model
+    was trained on, of which none of them may be. Raises DataError for a split that is empty, or more rows that cannot
+    be used than the run's limit, and ConfigError where the split is another one than that of the training.
     """
     data, seed = config.data, config.training.seed
     commits = resolve_commits(data) if commits is None else commits
     maker = load(OBJECTIVES[data.objective].maker).from_config(data, seed, tokenizer, vocabulary).of_evaluation()
-    sources = own_split(data, split, seed, maker, commits) or open_sources(data, seed, maker, 1, commits)
+    own = own_split(data, split, seed, maker, commits)
+    sources = own or open_sources(data, seed, maker, 1, commits)
+    if trained is not None and split != "train" and not own:
+        _require_held_out(split, data, sources, trained)
     rows = split_rows(sources, split)
     examples = (
         (document.key if made.number == 0 else f"{document.key}#{made.number}", made.example)
@@ -73,6 +87,25 @@ def split_examples(
     ]
     if not found:
         fields = ", ".join(f"data.{name}" for name in OBJECTIVES[data.objective].split_fields)
-        own = {"validation": ", data.eval_files, data.eval_split", "test": ", data.test_files, data.test_split"}
-        raise DataError(f"the split {split} is empty: see {fields}{own.get(split, '')}, or add documents")
+        named = {"validation": ", data.eval_files, data.eval_split", "test": ", data.test_files, data.test_split"}
+        raise DataError(f"the split {split} is empty: see {fields}{named.get(split, '')}, or add documents")
     return found
+
+
+def _require_held_out(split: Split, data: DataConfig, sources: Sequence[OpenSource], trained: TrainedData) -> None:
+    """Raise ConfigError where other sources, or other shares of them, were held out: keys are numbers of rows."""
+    there, now = (list(held_out_shares(section).items()) for section in (trained.data, data))
+    sizes = slice(1 if split == "validation" else 2)  # the test split begins where the other one ends
+    differing = [
+        f"{share:g} of the rows were for {name}, {ours:g} are now"
+        for (name, share), (_, ours) in zip(there[sizes], now[sizes], strict=True)
+        if share != ours
+    ]
+    others = unknown_sources(trained.saved["fingerprint"], source_facts(sources))
+    differing += [f"{name} is not what it was trained on" for name in others]
+    if differing:
+        files = "data.eval_files" if split == "validation" else "data.test_files"
+        raise ConfigError(
+            f"the split {split} is not that of the run that trained the model, and may have rows that it was trained "
+            f"on: {'; '.join(differing)}. Restore the run's settings and files, or name a split of its own ({files})"
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -84,15 +84,24 @@ def plan_batches(encoder_ids: Sequence[TokenIds], settings: GenerationSettings) 
     return batches
 
 
-def generate(model: PreTrainedModel, encoder_ids: Sequence[TokenIds], settings: GenerationSettings) -> list[list[int]]:
+def generate(
+    model: PreTrainedModel,
+    encoder_ids: Sequence[TokenIds],
+    settings: GenerationSettings,
+    stopped: Callable[[], bool] = lambda: False,
+) -> list[list[int]]:
     """The tokens that `model` generates for each input, in their order, without start and end tokens.
 
     Greedy and beam search give each input what it would get alone, in any batch, but for ties within rounding. So does
     sampling: each input draws from random numbers of its own, keyed by (seed, its number). In bfloat16 and float16
     rounding is coarse, and other batches (another `batch_tokens`, other inputs) may give another text.
+
+    `stopped` is asked before each batch: once it is true, nothing is generated for the rest.
     """
     generated: list[list[int]] = [[] for _ in encoder_ids]
     for batch in plan_batches(encoder_ids, settings):
+        if stopped():
+            break
         for number, ids in zip(batch, generate_batch(model, encoder_ids, batch, settings), strict=True):
             generated[number] = ids
     return generated

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.console import Console
 from rich.progress import Progress
 
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.plain_files import read_json
+from ds_encdec.config.schema import FullConfig, load_saved
 from ds_encdec.data.sources import Split
-from ds_encdec.data.splits import TextExample, split_examples
+from ds_encdec.data.splits import TextExample, TrainedData, split_examples
+from ds_encdec.data.tables import resolve_commits
 from ds_encdec.evaluate.generation import GenerationSettings, generate_batch, plan_batches, text_of
 from ds_encdec.evaluate.metrics import BertScoreModel, check_metrics, rouge_scorer, same_words, score_texts
 from ds_encdec.evaluate.models import is_ours, open_model, open_tokenizer
@@ -35,7 +37,7 @@ from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.objectives import OBJECTIVES
 from ds_encdec.tokenizer.load import load_tokenizer
 from ds_encdec.tokenizer.sentinels import Vocabulary, add_sentinels
-from ds_encdec.types import ConfigError, OutOfMemoryError
+from ds_encdec.types import CheckpointError, ConfigError, OutOfMemoryError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -72,7 +74,13 @@ def evaluate(
     if world.world_size > 1:
         init_process_group(world, place, _TIMEOUT, "fsdp", meeting="evaluation")
     collectives = HostCollectives(_TIMEOUT)
-    examples = collectives.rank_zero_first(lambda: split_examples(config, tokenizer, vocabulary, split, max_samples))
+    # One rank asks the hub, so that all read the same commit of a data set: the one that was trained on.
+    trained = collectives.on_rank_zero(lambda: trained_data(model))
+    saved_commits = trained.saved["dataset_commits"] if trained else None
+    commits = collectives.on_rank_zero(lambda: resolve_commits(config.data, saved_commits))
+    examples = collectives.rank_zero_first(
+        lambda: split_examples(config, tokenizer, vocabulary, split, max_samples, commits, trained)
+    )
     facts = collectives.on_rank_zero(
         lambda: {
             "model": model_digest(model),
@@ -115,6 +123,23 @@ def run_config(model: Path) -> Path:
             "on; name the configuration that says it"
         )
     return found
+
+
+def trained_data(model: Path) -> TrainedData | None:
+    """The data that a model in a run's `export` folder was trained on, as a checkpoint of the run says, or None.
+
+    Raises CheckpointError for a checkpoint that cannot be read.
+    """
+    export = model.resolve().parent
+    found = [export.parent / "checkpoints" / name for name in ("final", "best", "latest")]
+    checkpoint = next((one for one in found if (one / "trainer.json").is_file()), None)
+    if export.name != "export" or checkpoint is None:
+        return None
+    try:
+        saved = read_json(checkpoint / "trainer.json", None)["data"]
+        return TrainedData(load_saved(checkpoint / "config.yaml").data, saved)
+    except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
+        raise CheckpointError(f"{checkpoint} cannot be read, which says what was trained on: {error!r}") from error
 
 
 def _tokenizer(model: Path, config: FullConfig) -> tuple[PreTrainedTokenizerFast, Vocabulary]:

@@ -87,7 +87,8 @@ def test_the_merged_model_is_what_peft_loads_onto_the_base(run: Path, checkpoint
     ids = torch.tensor([[2, 3, 4]])
     assert torch.equal(adapted.generate(input_ids=ids, max_new_tokens=3), merged.generate(ids, max_new_tokens=3))
     assert "base_model: " in (tmp_path / "adapter" / "README.md").read_text()
-    assert (tmp_path / "adapter" / "tokenizer.json").exists()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "adapter" / name).read_text() == (tmp_path / "merged" / name).read_text()
 
 
 def test_an_average_is_the_mean_of_merged_models(run: Path, checkpoint: Path, tmp_path: Path) -> None:

@@ -312,12 +312,18 @@ def test_a_card_says_what_the_card_of_a_local_base_says(tmp_path: Path) -> None:
 
 
 def test_the_card_of_a_fine_tuned_model_shows_its_template() -> None:
-    data = {"objective": "sft", "dataset_name": "a/b", "eval_dataset_name": "c/d", "input_template": 'Say "{it}":\n'}
+    data = {
+        "objective": "sft",
+        "dataset_name": "a/b",
+        "eval_dataset_name": "c/d",
+        "input_template": 'Say "{it}" {{|}}:\n',
+    }
     card = model_card(FullConfig.model_validate({"data": data}), TrainingState(global_step=1), "x")
     header = yaml.safe_load(card.split("---\n")[1])
     assert header["datasets"] == ["a/b", "c/d"]
     assert header["tags"] == ["encoder-decoder", "sft", "qwen3"]
-    assert 'inputs = tokenizer("Say \\"{it}\\":\\n", return_tensors="pt")' in card
+    assert 'inputs = tokenizer("Say \\"{it}\\" {|}:\\n", return_tensors="pt")' in card
+    assert "| input_template | `'Say \"{it}\" {{\\|}}:\\n'` |\n" in card
     assert "supervised fine-tuning" in card
     assert "denois" not in card
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_encdec import cli
+from ds_encdec import cli, text_metrics
 from ds_encdec.config.schema import load_config
 
 Output = pytest.CaptureFixture[str]
@@ -54,6 +54,16 @@ def test_what_is_not_there(
     assert message in shown
     assert cli.main(["validate", "--elsewhere", *overrides]) == 0
     load_config(None, overrides)
+
+
+def test_a_package_that_the_choice_of_the_best_needs(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
+    wanted = ["training.eval_generate_samples=4", "training.metric_for_best_model=rougeL"]
+    assert cli.main(["validate", *wanted]) == 0
+    monkeypatch.setattr(text_metrics, "find_spec", lambda name: None)
+    assert cli.main(["validate", *wanted]) == 2
+    shown = capsys.readouterr().err
+    assert 'training.metric_for_best_model = "rougeL"' in shown
+    assert "pip install 'ds_encdec[eval]'" in shown
 
 
 def test_what_is_there_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,14 @@ def test_the_tokens_are_those_of_transformers_without_the_cache(
             assert len(row) == 8 or expected[0, len(row) + 1] == 1
 
 
+def test_a_stop_is_seen_between_batches(model: Qwen3ForSeq2SeqLM, inputs: list[np.ndarray]) -> None:
+    settings = GenerationSettings(max_new_tokens=2, batch_tokens=ONE_BY_ONE)
+    whole, asked = generate(model, inputs, settings), iter([False, False, True])
+    (first, second, *_) = (number for (number,) in plan_batches(inputs, settings))
+    expected = [ids if number in (first, second) else [] for number, ids in enumerate(whole)]
+    assert generate(model, inputs, settings, lambda: next(asked)) == expected != whole
+
+
 def test_batches_hold_at_most_so_many_tokens_with_the_new_ones() -> None:
     settings = GenerationSettings(max_new_tokens=10, num_beams=2, batch_tokens=100)
     rows = [[7] * length for length in LENGTHS]

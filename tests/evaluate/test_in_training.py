@@ -62,9 +62,12 @@ def test_every_rank_generates_its_share_and_all_come_back_in_order() -> None:
     examples = [Example(ids, right[i] if i < 3 else wrong, "SFT", str(i)) for i, ids in enumerate(inputs)]
     engine: Any = SimpleNamespace(device=torch.device("cpu"), full_parameters=model.named_parameters)
 
-    def judged(collectives: HostCollectives) -> Any:
+    def judged(collectives: HostCollectives, **how: Any) -> Any:
         tokenizer: Any = Digits()
-        return Judge(config_of(), engine, model.config, tokenizer, collectives, lambda: examples, ["exact_match"])()
+        judge = Judge(
+            config_of(), engine, model.config, tokenizer, collectives, lambda: examples, ["exact_match"], **how
+        )
+        return judge()
 
     second = OneOfTwo(1, ["?"] * 6)
     judged(second)
@@ -73,6 +76,11 @@ def test_every_rank_generates_its_share_and_all_come_back_in_order() -> None:
     assert figures == {"eval/exact_match": pytest.approx(100 * 3 / 11)}  # of twelve examples eleven are asked for
     assert [sample.prediction for sample in samples] == texts[:SHOWN_SAMPLES]
     assert (samples[3].input, samples[3].reference) == (" ".join(map(str, inputs[3])), "2")
+    # One rank is stopped, the other is not: both drop the evaluation.
+    asked = iter([False, True, True])
+    stopped = OneOfTwo(0, second.given)
+    assert judged(stopped, stopped=lambda: next(asked)) == ({}, [])
+    assert judged(OneOfTwo(1, stopped.given)) == ({}, [])
 
 
 def test_what_is_not_installed_is_left_out_unless_it_decides(

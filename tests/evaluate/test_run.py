@@ -9,6 +9,8 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -17,9 +19,14 @@ from tiny_export import WORDS, export_tiny
 from transformers import T5Config, T5ForConditionalGeneration
 
 from ds_encdec.cli import main
+from ds_encdec.config.schema import load_config
+from ds_encdec.data.build import open_sources
+from ds_encdec.data.fingerprint import source_facts
+from ds_encdec.data.splits import TextExample
 from ds_encdec.launch.world import free_port
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.tokenizer.load import pretrained_tokenizer
+from ds_encdec.types import DataError
 
 HOW = ["--max-new-tokens", "6", "--batch-tokens", "60", "--device", "cpu"]
 
@@ -193,3 +200,40 @@ def test_the_configuration_is_that_of_the_run_that_has_exported_it(
     model = model.rename(tmp_path / "model")
     assert main(["evaluate", "--model", str(model), *HOW, setting]) == 2
     assert "--config: " in capsys.readouterr().err
+
+
+def test_no_row_that_a_run_has_trained_on_is_in_its_test_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, rows = export_tiny(tmp_path / "run" / "export" / "final"), tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"input": word, "output": word}) + "\n" for word in WORDS))
+    config_option, own_rows = settings_for(rows)
+    config = load_config(rows.with_suffix(".yaml"), ["data.train_split_ratio=0.5"])
+    checkpoint = tmp_path / "run" / "checkpoints" / "final"
+    checkpoint.mkdir(parents=True)
+    for folder in (checkpoint, tmp_path / "run"):
+        config.to_yaml(folder / "config.yaml")
+    maker: Any = SimpleNamespace(vocabulary=None)
+    facts = {"sources": source_facts(open_sources(config.data, 0, maker, 4, {})), "mixture weights": {}}
+    data = {"fingerprint": facts, "dataset_commits": {"a/b@main": "c0ffee"}}
+    (checkpoint / "trainer.json").write_text(json.dumps({"data": data}))
+
+    def judged(*settings: str) -> tuple[int, str]:
+        out = tmp_path / f"out-{len(list(tmp_path.iterdir()))}"
+        return judge(model, out, "--max-samples", "1", *settings), capsys.readouterr().err
+
+    assert judged()[0] == judged("--split", "train", "data.train_split_ratio=0.4")[0] == 0
+    code, problem = judged("data.train_split_ratio=0.4")
+    assert code == 2
+    assert "0.25 of the rows were for validation, 0.3 are now" in problem
+    assert "for test" not in judged("data.train_split_ratio=0.4", "--split", "validation")[1]
+    assert judged(config_option, "data.train_split_ratio=0.5")[0] == 0
+    rows.write_text(rows.read_text() + rows.read_text())
+    assert "is not what it was trained on" in judged()[1]
+    assert judged(own_rows)[0] == 0
+
+    def given(*arguments: Any) -> list[TextExample]:
+        raise DataError(str(arguments[5]))
+
+    monkeypatch.setattr("ds_encdec.evaluate.run.split_examples", given)
+    assert "{'a/b@main': 'c0ffee'}" in judged("data.dataset_name=a/b", "data.data_files=null")[1]
