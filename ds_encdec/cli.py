@@ -220,9 +220,10 @@ def _average(options: argparse.Namespace, _: Sequence[str]) -> None:
         )
     run = RunFolder(str(options.run_folder))
     how = {"base": options.base} | _weight_options(options)
-    steps = average_checkpoints(run, options.out, last=options.last, **how)
+    out = options.out or run.averaged
+    steps = average_checkpoints(run, out, last=options.last, **how)
     fewer = f" (there are no more in a row; {options.last} were asked for)" if len(steps) < options.last else ""
-    print(f"the mean of steps {', '.join(map(str, steps))}{fewer} is in {options.out or run.averaged}")
+    print(f"the mean of steps {', '.join(map(str, steps))}{fewer} is in {out}")
 
 
 def _convert(options: argparse.Namespace, overrides: Sequence[str]) -> None:
@@ -342,7 +343,7 @@ ARGUMENTS: dict[str, Arguments] = {
     },
     "average": {
         "run_folder": value("a run, e.g. output", Path, metavar="run"),
-        "out": value("folder to write (default RUN/export/averaged)", Path, nargs="?"),
+        "out": value("folder to write; must not exist (default RUN/export/averaged)", Path, nargs="?"),
         "--last": value("newest checkpoints to average (default 5)", int, default=5),
         **_LORA,
         **_WEIGHTS,

@@ -257,7 +257,8 @@ def deepspeed_lacks(config: Sections) -> Iterable[Rule]:
     )
     yield Rule(
         f"model.lora.quantize {engine}",
-        "DeepSpeed cuts and broadcasts no 4-bit weights: set distributed_type=ddp and sharding_stage=zero0",
+        "DeepSpeed cuts and broadcasts no 4-bit weights: set distributed_type=ddp and sharding_stage=zero0, or "
+        "quantize=none",
         _quantizes(config),
     )
     quantized = "zero_optimization.zero_quantized_nontrainable_weights"
