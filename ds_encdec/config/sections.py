@@ -255,6 +255,11 @@ class DataConfig(Source):
         yield Rule("ul2_task_weights", f"weights of {names} must be >= 0", min(weights) < 0)
         yield Rule("ul2_task_weights", f"at least one of {names} must have a weight > 0", not any(weights))
 
+    @property
+    def bad_row_limit(self) -> int:
+        """Most rows that cannot be read, or used, before the run ends."""
+        return self.max_bad_rows if self.on_bad_row == "skip" else 0
+
     def own_split(self, split: str) -> MixtureSource | None:
         """The source of the split `validation` or `test`; None where it is a part of what is there to train on."""
         fields = {"validation": (self.eval_files, self.eval_split), "test": (self.test_files, self.test_split)}
