@@ -229,7 +229,10 @@ def _wire(
     found = _find(config, context, folder, resume)
     saved = found.read_json("trainer.json") if found else {}
     state = found.training_state() if found else TrainingState(best_by=config.training.best_by)
-    model = collectives.rank_zero_first(lambda: saved_model(config, found.path) if found else new_model(config))
+    hashes = world.local_rank == 0  # once on each machine, whose copy may be another
+    model = collectives.rank_zero_first(
+        lambda: saved_model(config, found.path, hashes_base=hashes) if found else new_model(config, hashes_base=hashes)
+    )
     # One rank asks the hub, so that all read the same commit of a data set.
     saved_commits = saved["data"]["dataset_commits"] if found else None
     commits = collectives.on_rank_zero(lambda: resolve_commits(config.data, saved_commits))
