@@ -249,7 +249,10 @@ def _plan(config: FullConfig, context: RunContext, folder: RunFolder, stop: Stop
     collectives = context.collectives
     found = _find(config, context, folder, resume)
     saved = found.read_json("trainer.json") if found else None
-    model = collectives.rank_zero_first(lambda: saved_model(config, found.path) if found else new_model(config))
+    hashes = context.world.local_rank == 0  # once on each machine, whose copy may be another
+    model = collectives.rank_zero_first(
+        lambda: saved_model(config, found.path, hashes_base=hashes) if found else new_model(config, hashes_base=hashes)
+    )
     # One rank asks the hub, so that all read the same commit of a data set.
     saved_commits = saved["data"]["dataset_commits"] if saved else None
     commits = collectives.on_rank_zero(lambda: resolve_commits(config.data, saved_commits))

@@ -45,7 +45,8 @@ _TOKENIZER_NAME = "model.tokenizer_name_or_path"
 class RunModel:
     """The model to train, before it is built.
 
-    `weights` is None where a checkpoint will bring them. `base`: what checkpoints say of the base of their adapters.
+    `weights` is None where a checkpoint will bring them. `base`: what checkpoints say of the base of their adapters,
+    where it was hashed.
     """
 
     config: Qwen3Seq2SeqConfig
@@ -55,19 +56,24 @@ class RunModel:
     base: dict[str, Any] | None = None
 
 
-def new_model(config: FullConfig) -> RunModel:
-    """The model that `config` names. Raises ConfigError and CheckpointError: see `resolve_model`, `load_tokenizer`."""
+def new_model(config: FullConfig, *, hashes_base: bool = True) -> RunModel:
+    """The model that `config` names. Raises ConfigError and CheckpointError: see `resolve_model`, `load_tokenizer`.
+
+    `hashes_base`: read all files of the base of adapters.
+    """
     tokenizer, vocabulary = run_tokenizer(config)
     seed = config.training.seed
     source = resolve_model(config.model, vocabulary, seed=seed)
     trained_shapes(config, source.config)  # raises for patterns that match nothing
-    base = base_record(config.model, base_model(config.model, source.config, seed)) if config.model.lora else None
+    has_base = config.model.lora is not None and hashes_base
+    base = base_record(config.model, base_model(config.model, source.config, seed)) if has_base else None
     return RunModel(source.config, tokenizer, vocabulary, source.weights, base)
 
 
-def saved_model(config: FullConfig, checkpoint: Path) -> RunModel:
+def saved_model(config: FullConfig, checkpoint: Path, *, hashes_base: bool = True) -> RunModel:
     """The model in the folder `checkpoint`, whose source may be gone or have changed; the kernels are `config`'s.
 
+    `hashes_base`: read all files of the base of adapters, and compare them.
     Raises CheckpointError where `config` wants special tokens that the saved model does not know.
     """
     folder = checkpoint / "model"
@@ -84,8 +90,9 @@ def saved_model(config: FullConfig, checkpoint: Path) -> RunModel:
     model_config.use_flash_attention = config.model.use_flash_attention
     if config.model.lora is None:
         return RunModel(model_config, tokenizer, vocabulary, weights=None)
-    base = opened_base(checkpoint, config.model, _MODEL_NAME)
-    return RunModel(model_config, tokenizer, vocabulary, base.weights, base_record(config.model, base))
+    base = opened_base(checkpoint, config.model, _MODEL_NAME, hashed=hashes_base)
+    record = base_record(config.model, base) if hashes_base else None
+    return RunModel(model_config, tokenizer, vocabulary, base.weights, record)
 
 
 def run_tokenizer(config: FullConfig, folder: Path | None = None) -> tuple[PreTrainedTokenizerFast, Vocabulary]:
@@ -236,9 +243,9 @@ def roll_back(
 
 def _different_contents(found: Checkpoint, config: FullConfig) -> list[str]:
     """The differences, in words, between the model and tokenizer that `config` names and the saved ones."""
-    saved = saved_model(config, found.path)
+    saved = saved_model(config, found.path, hashes_base=False)
     try:
-        named = new_model(config)
+        named = new_model(config, hashes_base=False)
     except DsEncDecError as error:
         return [f"and whether it is the same cannot be seen here: {error}"]
     words = _differences(architecture(saved.config), architecture(named.config))

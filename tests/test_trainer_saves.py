@@ -316,10 +316,10 @@ def test_what_goes_wrong_in_the_background_ends_the_run_at_a_later_step(
 
 
 @pytest.mark.parametrize(("killed_at", "saved"), [(1, []), (3, [2]), (4, [2, 3])])
-def test_a_worker_killed_in_a_stop_costs_no_step_and_otherwise_is_an_error(
+def test_data_that_ends_costs_no_step_and_is_an_error_unless_a_worker_was_killed_in_a_stop(
     tmp_path: Path, eval_losses: list[float], killed_at: int, saved: list[int]
 ) -> None:
-    """Where nothing was trained there is nothing to save."""
+    """Where nothing was trained there is nothing to save, and what the disk says hides no error of the data."""
 
     def be_killed() -> None:
         raise WorkerKilledError("a data worker (process 1) was killed by SIGKILL. SIGKILL usually means memory")
@@ -335,10 +335,12 @@ def test_a_worker_killed_in_a_stop_costs_no_step_and_otherwise_is_an_error(
         train(run)
     assert sorted(committed_steps(tmp_path / "stopped")) == saved
 
-    run = make_run(tmp_path / "alone", ScriptedEngine({}), async_save=False)
-    run.loader.ending = {killed_at: be_killed}  # type: ignore[attr-defined]
-    with run.stop, pytest.raises(DataError, match="killed by SIGKILL"):
-        train(run)
+    for name, writing, left in (("alone", {}, saved), ("disk", {3: fail}, saved[:1])):
+        run = make_run(tmp_path / name, ScriptedEngine(writing), async_save=False)
+        run.loader.ending = {killed_at: be_killed}  # type: ignore[attr-defined]
+        with run.stop, pytest.raises(DataError, match="killed by SIGKILL"):
+            train(run)
+        assert sorted(committed_steps(tmp_path / name)) == left
 
 
 @pytest.mark.parametrize(

@@ -210,11 +210,11 @@ def _open(
             f"data.dataset_name={entry.dataset_name} reads local files: name them in data.data_files "
             "(paths or glob patterns)"
         )
-    takes_records = OBJECTIVES[data.objective].takes_records
+    columns = OBJECTIVES[data.objective].columns
     offered = {
         "entry": entry,
-        "text_column": None if takes_records else entry.text_column,
-        "takes_records": takes_records,
+        "text_column": entry.text_column if columns is None else None,
+        "columns": columns and partial(columns, data),
         "seed": seed,
         "vocabulary": maker.vocabulary,
         "num_lanes": num_lanes,
