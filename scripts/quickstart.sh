@@ -61,8 +61,9 @@ model="$output/export/final" # which the run has left itself, unless it was told
 
 echo
 if [ "$name" = quickstart_sft ]; then
+    rm -rf "$model-test" # of the model that was there before a --resume
     ds-encdec evaluate --model "$model" --split test --max-samples 200 --max-new-tokens 24
-    echo "rows       $output/export/final-test/predictions.jsonl"
+    echo "rows       $model-test/predictions.jsonl"
 else
     text="The <extra_id_0> statement is used to <extra_id_1> a function in a class."
     echo "A model of 1.3 M parameters has not learned to write after so few steps; this shows the way from text to text:"
