@@ -27,7 +27,8 @@ from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.evaluate.one_text import fill_sentinels, generate_text
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.model.modeling import Qwen3EncoderModel, Qwen3ForSeq2SeqLM
+from ds_encdec.model.encoder import Qwen3EncoderModel
+from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.weights import random_weights
 from ds_encdec.types import CheckpointError, ConfigError, TrainingState
 
