@@ -49,7 +49,7 @@ _WORDS_ELSEWHERE = {
     "eval_dataset": "data.eval_dataset_name",
     "num_proc": "data.preprocessing_num_workers",
 }
-"""What other trainers call a field, where nothing here is called so."""
+"""Names that other trainers have for a field, where nothing here is called so."""
 _STAND_INS: dict[Any, Any] = {int: 1, float: 1.0, str: "unknown"}
 _BOUNDS = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}
 
