@@ -5,7 +5,7 @@ without numpy or torch. A function of a row that takes `data` is given the confi
 """
 
 from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from string import Formatter
 from typing import Any
@@ -31,12 +31,12 @@ class Objective:
     """How a document becomes examples.
 
     `maker`: the dotted name of what makes them: a class with `from_config` that is a `data.examples.ExampleMaker`.
-    `takes_records`: of whole rows, not of a text. `tasks`: the names of its kinds of examples. `own_fields`: those of
-    `data` that no other objective reads; `read_fields`: of them, those that decide the token ids of a document.
-    `held_out`: the shares of the documents that are for validation and for test, which `split_fields` decide; with
-    `split_advice` there are some for validation. `expected_ratio`: encoder tokens per decoder token that are assumed
-    before data is looked at. For the model card `described`: rows, `tag`: a tag, `taught_by`: words, `prompt`: an input
-    to show, `prompt_is`: what that means.
+    `tasks`: the names of its kinds of examples. `columns`: where a document is a row and not a text, those that are
+    read of a table with such columns. `own_fields`: those of `data` that no other objective reads; `read_fields`: of
+    them, those that decide the token ids of a document. `held_out`: the shares of the documents that are for validation
+    and for test, which `split_fields` decide; with `split_advice` there are some for validation. `expected_ratio`:
+    encoder tokens per decoder token that are assumed before data is looked at. For the model card `described`: rows,
+    `tag`: a tag, `taught_by`: words, `prompt`: an input to show, `prompt_is`: what that means.
     """
 
     maker: str
@@ -51,8 +51,13 @@ class Objective:
     taught_by: str
     prompt: Callable[[Any], str]
     prompt_is: str
-    takes_records: bool = False
+    columns: Callable[[Any, Sequence[str]], Sequence[str]] | None = None
     read_fields: tuple[str, ...] = ()
+
+    @property
+    def takes_records(self) -> bool:
+        """True where a document is a row, with its columns, and not a text."""
+        return self.columns is not None
 
 
 def _described_mixture(data: Any) -> dict[str, str]:
@@ -74,6 +79,16 @@ def _described_templates(data: Any) -> dict[str, str]:
 def _shown_template(data: Any) -> str:
     parts = template_parts(data.input_template)
     return "".join(text if name is None else f"{text}{{{name}}}" for text, name in parts)
+
+
+def _columns_of_records(data: Any, existing: Sequence[str]) -> Sequence[str]:
+    """All where a converter may read any; also where a template's column is not there, so that the error lists them."""
+    templates = map(template_parts, (data.input_template, data.output_template))
+    fields = [data.field_mapping.get(name, name) for parts in templates for _, name in parts if name is not None]
+    filling = {name if name in existing else name.partition(".")[0] for name in fields}
+    needs_all = data.converter is not None or not (filling <= {*existing} or data.messages_column in existing)
+    read = {*filling, data.messages_column, data.tools_column}
+    return [name for name in existing if needs_all or name in read]
 
 
 _RENDERED = (
@@ -122,7 +137,7 @@ OBJECTIVES = {
         prompt=_shown_template,
         prompt_is="The input is the template of the training data: put a value in the place of each name in braces. "
         "Conversations went through the tokenizer's chat template instead.",
-        takes_records=True,
+        columns=_columns_of_records,
         read_fields=_RENDERED,
     ),
 }

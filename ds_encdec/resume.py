@@ -1,6 +1,6 @@
-"""The model and tokenizer of a run, and going on from a checkpoint.
+"""The model and tokenizer of a run, the steps of its epochs, and going on from a checkpoint.
 
-Both come from the configuration, or on resume from the checkpoint. A run goes on at its start, or in its midst by a
+All come from the configuration, or on resume from the checkpoint. A run goes on at its start, or in its midst by a
 rollback; checkpoints of other models are refused.
 """
 
@@ -19,7 +19,9 @@ from ds_encdec.checkpoint.saved_state import open_saved_state
 from ds_encdec.config.schema import FullConfig, TrainingConfig, load_saved
 from ds_encdec.data.build import TrainingData
 from ds_encdec.data.builtin_corpus import builtin_documents
+from ds_encdec.data.epochs import steps_of_epochs, with_steps_of_epochs
 from ds_encdec.data.fingerprint import in_todays_form, told, usable_records
+from ds_encdec.data.lane import LanePipeline
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
@@ -43,7 +45,8 @@ _TOKENIZER_NAME = "model.tokenizer_name_or_path"
 class RunModel:
     """The model to train, before it is built.
 
-    `weights` is None where a checkpoint will bring them. `base`: what checkpoints say of the base of their adapters.
+    `weights` is None where a checkpoint will bring them. `base`: what checkpoints say of the base of their adapters,
+    where it was hashed.
     """
 
     config: Qwen3Seq2SeqConfig
@@ -53,19 +56,24 @@ class RunModel:
     base: dict[str, Any] | None = None
 
 
-def new_model(config: FullConfig) -> RunModel:
-    """The model that `config` names. Raises ConfigError and CheckpointError: see `resolve_model`, `load_tokenizer`."""
+def new_model(config: FullConfig, *, hashes_base: bool = True) -> RunModel:
+    """The model that `config` names. Raises ConfigError and CheckpointError: see `resolve_model`, `load_tokenizer`.
+
+    `hashes_base`: read all files of the base of adapters.
+    """
     tokenizer, vocabulary = run_tokenizer(config)
     seed = config.training.seed
     source = resolve_model(config.model, vocabulary, seed=seed)
     trained_shapes(config, source.config)  # raises for patterns that match nothing
-    base = base_record(config.model, base_model(config.model, source.config, seed)) if config.model.lora else None
+    has_base = config.model.lora is not None and hashes_base
+    base = base_record(config.model, base_model(config.model, source.config, seed)) if has_base else None
     return RunModel(source.config, tokenizer, vocabulary, source.weights, base)
 
 
-def saved_model(config: FullConfig, checkpoint: Path) -> RunModel:
+def saved_model(config: FullConfig, checkpoint: Path, *, hashes_base: bool = True) -> RunModel:
     """The model in the folder `checkpoint`, whose source may be gone or have changed; the kernels are `config`'s.
 
+    `hashes_base`: read all files of the base of adapters, and compare them.
     Raises CheckpointError where `config` wants special tokens that the saved model does not know.
     """
     folder = checkpoint / "model"
@@ -82,8 +90,9 @@ def saved_model(config: FullConfig, checkpoint: Path) -> RunModel:
     model_config.use_flash_attention = config.model.use_flash_attention
     if config.model.lora is None:
         return RunModel(model_config, tokenizer, vocabulary, weights=None)
-    base = opened_base(checkpoint, config.model, _MODEL_NAME)
-    return RunModel(model_config, tokenizer, vocabulary, base.weights, base_record(config.model, base))
+    base = opened_base(checkpoint, config.model, _MODEL_NAME, hashed=hashes_base)
+    record = base_record(config.model, base) if hashes_base else None
+    return RunModel(model_config, tokenizer, vocabulary, base.weights, record)
 
 
 def run_tokenizer(config: FullConfig, folder: Path | None = None) -> tuple[PreTrainedTokenizerFast, Vocabulary]:
@@ -96,6 +105,21 @@ def run_tokenizer(config: FullConfig, folder: Path | None = None) -> tuple[PreTr
         builtin_texts=lambda: (document.text for document in builtin_documents()),
         mode_tokens=config.data.use_mode_tokens,
     )
+
+
+def with_steps(
+    config: FullConfig, pipeline: LanePipeline, found: Checkpoint | None, collectives: HostCollectives
+) -> FullConfig:
+    """`config`, with the steps of its epochs if it gives these: those of the checkpoint, or counted now. Collective."""
+    epochs = config.training.num_train_epochs
+    if epochs is None:
+        return config
+    if found and found.read_json("trainer.json").get("num_train_epochs") == epochs:
+        steps = load_saved(found.path / "config.yaml").training.num_train_steps
+    else:
+        steps = collectives.on_rank_zero(lambda: steps_of_epochs(pipeline, epochs))
+        logger.info("num_train_epochs=%g: %d optimizer steps", epochs, steps)
+    return with_steps_of_epochs(config, steps)
 
 
 def refuse_other_model(found: Checkpoint, config: FullConfig) -> None:
@@ -219,9 +243,9 @@ def roll_back(
 
 def _different_contents(found: Checkpoint, config: FullConfig) -> list[str]:
     """The differences, in words, between the model and tokenizer that `config` names and the saved ones."""
-    saved = saved_model(config, found.path)
+    saved = saved_model(config, found.path, hashes_base=False)
     try:
-        named = new_model(config)
+        named = new_model(config, hashes_base=False)
     except DsEncDecError as error:
         return [f"and whether it is the same cannot be seen here: {error}"]
     words = _differences(architecture(saved.config), architecture(named.config))

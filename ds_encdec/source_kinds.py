@@ -34,9 +34,9 @@ LOCAL_SOURCES: dict[str, SourceKind] = {
     "text": SourceKind("ds_encdec.data.local_files:TextFiles", ("files",), ("txt",), has_columns=False),
     "json": SourceKind("ds_encdec.data.local_files:JsonLines", ("files", "text_column"), ("jsonl", "ndjson")),
     "csv": SourceKind("ds_encdec.data.local_files:CsvFiles", ("files", "text_column")),
-    "parquet": SourceKind("ds_encdec.data.tables:ParquetFiles", ("files", "text_column", "num_lanes")),
+    "parquet": SourceKind("ds_encdec.data.tables:ParquetFiles", ("files", "text_column", "num_lanes", "columns")),
 }
 """The rows by the value of `data.dataset_name` that asks for it."""
 
-HUB = SourceKind("ds_encdec.data.tables:open_hub_data", ("entry", "num_lanes", "streaming", "takes_records"))
+HUB = SourceKind("ds_encdec.data.tables:open_hub_data", ("entry", "num_lanes", "streaming", "columns"))
 """The kind of all other names: a data set of the hub, or of a folder laid out like one."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import NoneType
 from typing import Any, NoReturn
 
 import torch
@@ -28,7 +29,17 @@ from ds_encdec.monitor.metrics import by_denoiser, eval_metrics
 from ds_encdec.monitor.recorder import Actions, Recorder
 from ds_encdec.monitor.sinks import Sample
 from ds_encdec.resume import roll_back
-from ds_encdec.types import TASKS, Batch, CheckpointError, DivergedError, Preempted, StepResult, TrainingState
+from ds_encdec.types import (
+    TASKS,
+    Batch,
+    CheckpointError,
+    DataError,
+    DivergedError,
+    DsEncDecError,
+    Preempted,
+    StepResult,
+    TrainingState,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +57,9 @@ class StepTotals:
     bad_rows: int = 0
     long_rows: int = 0
 
+
+_FAILURES = (NoneType, WorkerKilledError, DataError, Exception)
+"""What a rank may bring in the place of a step's data, from nothing on; `DataError`: its weights are whole."""
 
 RunFiles = Callable[[TrainingState, dict[str, Any], list[dict[str, Any]]], Callable[[Path], None]]
 """Takes a checkpoint's content beside the engine's files, as it is now: the state, the recorder's, and one record per
@@ -190,9 +204,9 @@ def advance(state: TrainingState, result: StepResult, totals: StepTotals) -> Tra
 def _next_step(run: Trainer, state: TrainingState, last_save: float) -> tuple[list[Batch], StepTotals]:
     """Return this rank's micro-batches, and what all ranks bring to the step, by which they take the same branches.
 
-    Raises on every rank the error of one that has no data, or no folder, so that the others do not wait for it. Only a
-    killed worker is no error where the run is to stop, since whoever ends a run may kill its processes in any order:
-    then the steps that were taken are saved, and Preempted is raised.
+    Raises on every rank the error of one that has no data, or no folder, so that the others do not wait for it. Where
+    it is the data that fails, the steps that were taken are saved first. Only a killed worker is no error where the run
+    is to stop, since whoever ends a run may kill its processes in any order: then Preempted is raised.
     """
 
     def read() -> list[Batch]:
@@ -204,7 +218,7 @@ def _next_step(run: Trainer, state: TrainingState, last_save: float) -> tuple[li
         micro_batches, error = attempt(read)
     hours = run.config.training.save_interval_hours
     mine = [
-        0 if error is None else 1 if isinstance(error, WorkerKilledError) else 2,
+        next(number for number, kind in enumerate(_FAILURES) if isinstance(error, kind)),
         sum(batch.target_tokens for batch in micro_batches or ()),
         sum(batch.encoder_tokens for batch in micro_batches or ()),
         run.loader.epoch,
@@ -216,44 +230,57 @@ def _next_step(run: Trainer, state: TrainingState, last_save: float) -> tuple[li
     with run.recorder.clock.spent_on("ranks"):
         rows = run.collectives.all_gather_ints(mine)
     failures, target_tokens, encoder_tokens, epochs, stops, saves_due, saves_over, bad_rows = zip(*rows, strict=True)
-    if 2 in failures or (any(failures) and not any(stops)):
+    worst, stop = _FAILURES[max(failures)], any(stops)
+    if worst is Exception:
         run.collectives.raise_first(error)
-    bad, long = _count_rows(run) if any(bad_rows) else (state.bad_rows, state.long_rows)
+    if stop:
+        run.stop.acknowledge()
+    bad, long = state.bad_rows, state.long_rows
+    if worst is NoneType and any(bad_rows):
+        bad, long, error = _count_rows(run)
+    if worst is not NoneType or error is not None:
+        _end_without_data(run, state, error, is_stop=stop and worst is WorkerKilledError)
     totals = StepTotals(
         target_tokens=sum(target_tokens),
         encoder_tokens=sum(encoder_tokens),
         epoch=min(epochs),
-        stop=any(stops),
+        stop=stop,
         save_due=bool(saves_due[0]),  # rank 0's clock decides
         save_over=all(saves_over),
         bad_rows=bad,
         long_rows=long,
     )
-    if totals.stop:
-        run.stop.acknowledge()
-    if any(failures):
-        _stop_without_data(run, state)
     return micro_batches or [], totals
 
 
-def _count_rows(run: Trainer) -> tuple[int, int]:
-    """The rows passed over by all ranks, and those too long, in the pass with most of each. DataError for too many."""
+def _count_rows(run: Trainer) -> tuple[int, int, Exception | None]:
+    """The rows passed over by all ranks, and those too long, in the pass with most of each; an error for too many."""
     rows = run.collectives.gather((run.loader.bad_rows, run.loader.last_bad_row, run.loader.long_rows))
     bad, long = (max(sum_by_pass(row[part] for row in rows), default=0) for part in (0, 2))
-    check_bad_rows(bad, run.config.data.max_bad_rows, max((row[1] for row in rows if row[1]), default=("",))[-1])
-    return bad, long
+    last = max((row[1] for row in rows if row[1]), default=("",))[-1]
+    _, error = attempt(lambda: check_bad_rows(bad, run.config.data.max_bad_rows, last))
+    return bad, long, error
 
 
-def _stop_without_data(run: Trainer, state: TrainingState) -> NoReturn:
-    """Save the steps that were taken, if any, and raise Preempted: for the next one some rank has no data."""
+def _end_without_data(run: Trainer, state: TrainingState, error: Exception | None, *, is_stop: bool) -> NoReturn:
+    """Save the steps that were taken, if any: for the next one some rank has no data.
+
+    Raises Preempted if the run is to stop; else the error of the lowest rank that has one, whatever the save meets.
+    """
+    error = None if is_stop else next(other for other in run.collectives.gather(error) if other is not None)
     run.loader.take_back()
     due = Due(judge=True, leave=True)
-    actions = _observe(run, state, due)
-    state, due = _react(run, state, due, actions)
-    trained = state.data_step > run.state.data_step
-    if trained:
-        _save(run, state, due, None)
-    raise _preempted(run, state, actions, saved=trained)
+    try:
+        actions = _observe(run, state, due)
+        state, due = _react(run, state, due, actions)
+        trained = state.data_step > run.state.data_step
+        if trained:
+            _save(run, state, due, None)
+    except DsEncDecError as problem:
+        if error is not None and run.collectives.rank == 0:
+            logger.error("%s", problem)
+        raise error or problem from None
+    raise error or _preempted(run, state, actions, saved=trained)
 
 
 def _preempted(run: Trainer, state: TrainingState, actions: Actions, *, saved: bool = True) -> Preempted:

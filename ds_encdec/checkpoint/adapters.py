@@ -45,10 +45,11 @@ def base_record(section: ModelConfig, base: Base) -> dict[str, Any]:
     }
 
 
-def opened_base(checkpoint: Path, section: ModelConfig, option: str) -> Base:
+def opened_base(checkpoint: Path, section: ModelConfig, option: str, *, hashed: bool = True) -> Base:
     """The base of the adapters in `checkpoint`, where `section` says that it is now.
 
-    `option`: what tells another place. Raises CheckpointError where it is not there, or has other weights.
+    `option`: what tells another place. Raises CheckpointError where it is not there, or, if it is `hashed`, has other
+    weights.
     """
     path = checkpoint / "model" / BASE_RECORD
     try:
@@ -57,14 +58,15 @@ def opened_base(checkpoint: Path, section: ModelConfig, option: str) -> Base:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedCheckpointError(f"{path} cannot be read: {error!r}.") from error
     place = section.model_name_or_path or "model.architecture"
-    wanted = f"{checkpoint} holds adapters of the base {name or 'of random weights'} (sha256 {expected})"
+    revision = f"revision {record['revision']}, " if record.get("revision") else ""
+    wanted = f"{checkpoint} holds adapters of the base {name or 'of random weights'} ({revision}sha256 {expected})"
     try:
         base = base_model(section, Qwen3Seq2SeqConfig.from_pretrained(checkpoint / "model"), seed)
     except CheckpointError as error:
         raise CheckpointError(
             f"{wanted}, which was looked for in {place}: {error}. {option} says where it is"
         ) from error
-    if (found := _digest(base)) != expected:
+    if hashed and (found := _digest(base)) != expected:
         raise CheckpointError(
             f"{wanted}, but the weights in {place} are others (sha256 {found}). {option} names another"
         )

@@ -1,11 +1,10 @@
 """All sections together: their fields by dotted path, and the contradictions between sections.
 
-The rules inside of one section are its own (sections.py, training_sections.py, monitor_sections.py). Every rule names
-all the fields that it reads, so that the report can say where each was set.
+The rules inside of one section are its own, in its class. Every rule names all the fields that it reads, so that the
+report can say where each was set.
 """
 
 import math
-import os
 from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any, get_args
@@ -13,14 +12,14 @@ from typing import Any, get_args
 from pydantic import field_validator
 from pydantic.fields import FieldInfo
 
+from ds_encdec.config.model_sections import ModelConfig
 from ds_encdec.config.monitor_sections import LARGEST_LOSS, MonitorConfig, PhasesConfig
-from ds_encdec.config.sections import DataConfig, Mark, ModelConfig, Section
+from ds_encdec.config.sections import DataConfig, Mark, Section
 from ds_encdec.config.settings import Conflict, Rule, Settings, broken, join
 from ds_encdec.config.training_sections import InfraConfig, TrainingConfig
 from ds_encdec.denoisers import DENOISERS
 from ds_encdec.engines import ENGINES, EngineName, EngineSpec, load
 from ds_encdec.objectives import OBJECTIVES
-from ds_encdec.source_kinds import LOCAL_SOURCES
 
 NATIVE_SCHEDULES = ("WarmupDecayLR", "WarmupLR", "WarmupCosineLR")
 """Schedules that are DeepSpeed's own classes."""
@@ -124,14 +123,6 @@ def _training(config: Sections) -> Iterable[Rule]:
         f"evaluation needs held-out documents: set {objective.split_advice}, or eval_samples=0",
         training.eval_samples and not has_own and not objective.held_out(data)[0],
     )
-    mixed = {f"data.mixture.{i}.dataset_name": one.dataset_name for i, one in enumerate(data.mixture or ())}
-    is_read_whole = training.num_train_epochs is None or not data.streaming or data.prepared_dir is not None
-    for field, name in (mixed or {"data.dataset_name": data.dataset_name}).items():
-        yield Rule(
-            f"training.num_train_epochs data.streaming {field}",
-            "the length of a streamed data set is not known: set data.streaming=false, or give num_train_steps",
-            not (is_read_whole or name in LOCAL_SOURCES or os.path.isabs(name) or os.path.isdir(name)),
-        )
     alias = infra.fsdp_activation_checkpointing
     meant = "full" if alias else "none"
     yield Rule(
@@ -257,7 +248,8 @@ def deepspeed_lacks(config: Sections) -> Iterable[Rule]:
     )
     yield Rule(
         f"model.lora.quantize {engine}",
-        "DeepSpeed cuts and broadcasts no 4-bit weights: set distributed_type=ddp and sharding_stage=zero0",
+        "DeepSpeed cuts and broadcasts no 4-bit weights: set distributed_type=ddp and sharding_stage=zero0, or "
+        "quantize=none",
         _quantizes(config),
     )
     quantized = "zero_optimization.zero_quantized_nontrainable_weights"

@@ -19,24 +19,16 @@ from pydantic import ValidationError, ValidationInfo, model_validator
 from ds_encdec.config.converters import load_converter
 from ds_encdec.config.deepspeed_json import merge_deepspeed_json, read_deepspeed_json
 from ds_encdec.config.model_folder import is_hub_name
+from ds_encdec.config.model_sections import ArchitectureConfig, LoraConfig, ModelConfig  # noqa: F401  also found here
 from ds_encdec.config.monitor_sections import MonitorConfig, PhaseOverrides, PhasesConfig  # noqa: F401
 from ds_encdec.config.rules import Sections, find_conflicts, marked  # noqa: F401
-from ds_encdec.config.sections import (  # noqa: F401  who has the whole finds its parts here, too
-    LOCAL_FORMATS,
-    ArchitectureConfig,
-    DataConfig,
-    LoraConfig,
-    Mark,
-    MixtureSource,
-    ModelConfig,
-    Section,
-    Source,
-)
+from ds_encdec.config.sections import LOCAL_FORMATS, DataConfig, Mark, MixtureSource, Section, Source  # noqa: F401
 from ds_encdec.config.settings import COMMAND_LINE, Conflict, Mention, Problem, Settings, raise_if_any, show, unusable
 from ds_encdec.config.shares import is_auto, micro_batches_per_step, per_rank
 from ds_encdec.config.training_sections import InfraConfig, TrainingConfig  # noqa: F401
 from ds_encdec.config.validation import mention, mention_all, validate
 from ds_encdec.config.yaml_text import apply_overrides, file_problem, read_text, read_yaml, write_yaml
+from ds_encdec.source_kinds import LOCAL_SOURCES
 from ds_encdec.text_metrics import TEXT_METRICS, not_installed
 from ds_encdec.types import ConfigError
 
@@ -166,6 +158,7 @@ def _find_absent(config: FullConfig) -> Iterator[Conflict]:
         if source.dataset_name in LOCAL_FORMATS
     }
     named_files |= {"data.eval_files": data.eval_files, "data.test_files": data.test_files}
+    yield from _uncounted(config)
     for field, patterns in named_files.items():
         for pattern in patterns or ():
             if not any(os.path.isfile(path) for path in iglob(os.path.expanduser(pattern), recursive=True)):
@@ -197,6 +190,25 @@ def _find_absent(config: FullConfig) -> Iterator[Conflict]:
     ):
         if wrong is not None:
             yield Conflict((field,), wrong)
+
+
+def _uncounted(config: FullConfig) -> Iterator[Conflict]:
+    """The streamed data sets whose passes `num_train_epochs` cannot count: all but folders of parquet files."""
+    data = config.data
+    if config.training.num_train_epochs is None or not data.streaming or data.prepared_dir is not None:
+        return
+    for number, source in enumerate(data.mixture or [data]):
+        field = f"data.mixture.{number}.dataset_name" if data.mixture else "data.dataset_name"
+        folder = Path(source.dataset_name)
+        is_counted = source.dataset_name in LOCAL_SOURCES or (folder / "state.json").is_file()
+        files = (
+            path for pattern in source.data_files or ["**/*"] for path in iglob(str(folder / pattern), recursive=True)
+        )
+        if not is_counted and not any(path.endswith(".parquet") for path in files):
+            message = (
+                "the length of a streamed data set is not known: set data.streaming=false, or give num_train_steps"
+            )
+            yield Conflict(("training.num_train_epochs", "data.streaming", field), message)
 
 
 def _lacking(name: str | None, needed: str) -> str | None:

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+Columns = Callable[[Sequence[str]], Sequence[str]]
+"""Of the columns that a table has, those that are read of its rows."""
+
 RETRY_DELAYS_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 60.0)
 """Pauses between attempts: two minutes in total, on top of what the libraries below wait by themselves."""
 
@@ -57,16 +60,24 @@ logger = logging.getLogger(__name__)
 class ParquetFiles:
     """Parquet files, local or behind an fsspec URL. A `StreamSource`.
 
-    A unit is a file where there are many for each lane, else a row group (whose number only the files' footers
-    tell, and reading thousands of footers over a network takes minutes). Keys do not depend on that choice.
+    `columns`: those of a file with these columns that a whole row has; None: all. A unit is a file where there are many
+    for each lane, else a row group (whose number only the files' footers tell, and reading thousands of footers over a
+    network takes minutes). Keys do not depend on that choice.
     """
 
     FILES_PER_LANE = 2
 
     def __init__(
-        self, files: Sequence[str], text_column: str | None, *, num_lanes: int, identity: dict[str, Any] | None = None
+        self,
+        files: Sequence[str],
+        text_column: str | None,
+        *,
+        num_lanes: int,
+        columns: Columns | None = None,
+        identity: dict[str, Any] | None = None,
     ) -> None:
         self._files = files
+        self._columns = columns
         self._names = short_names(files)
         self._text_column = text_column
         has_few = len(files) < self.FILES_PER_LANE * num_lanes
@@ -132,7 +143,7 @@ class ParquetFiles:
         from pyarrow import ArrowException
 
         try:
-            return parquet.read_row_group(group, columns=self._text_column and [self._text_column])
+            return parquet.read_row_group(group, columns=self._read_columns(parquet.schema_arrow.names))
         except (OSError, ArrowException) as error:
             path = self._files[file]
             if _is_remote(path):
@@ -140,6 +151,11 @@ class ParquetFiles:
             if isinstance(error, OSError) and error.errno:  # the disk's, not the content's
                 raise DataError(f"{path}: cannot be read (row group {group}: {error})") from error
             return f"cannot be read ({error})"
+
+    def _read_columns(self, existing: Sequence[str]) -> Sequence[str] | None:
+        if self._text_column is not None:
+            return [self._text_column]
+        return None if self._columns is None else self._columns(existing)
 
     def _tried_again(self, read: Callable[[int], Iterator[T]], first_row: int, file: int) -> Iterator[T]:
         """The rows of `read(first_row)`, with patience where the file is remote."""
@@ -162,13 +178,13 @@ class ParquetFiles:
 
 
 def open_hub_data(
-    entry: MixtureSource, num_lanes: int, *, streaming: bool, takes_records: bool = False
+    entry: MixtureSource, num_lanes: int, *, streaming: bool, columns: Columns | None = None
 ) -> HubTable | HubStream | ParquetFiles:
-    """Open the data set that `entry` names, for its text or for whole rows. Raises DataError."""
+    """Open the data set that `entry` names, for its text, or for rows of the `columns` that are read. DataError."""
     # Imported here because it takes a second, and local runs do not need it.
     import datasets
 
-    path, column = entry.dataset_name, None if takes_records else entry.text_column
+    path, column = entry.dataset_name, entry.text_column if columns is None else None
     name = _name(entry)
     with _readable_errors(entry, name):
         builder, files = _found(entry)
@@ -179,12 +195,12 @@ def open_hub_data(
         if _is_saved(path):
             table = datasets.load_from_disk(path)
             _require_split(entry, str(table.split or "train"))
-            return HubTable(name, column, table, identity)
+            return HubTable(name, column, table, identity, columns)
         if not streaming:
             builder.download_and_prepare()
-            return HubTable(name, column, builder.as_dataset(split=entry.dataset_split), identity)
+            return HubTable(name, column, builder.as_dataset(split=entry.dataset_split), identity, columns)
         if type(builder).__module__.endswith(".parquet") and files:
-            return ParquetFiles(files, column, num_lanes=num_lanes, identity=identity)
+            return ParquetFiles(files, column, num_lanes=num_lanes, columns=columns, identity=identity)
         return HubStream(name, column, builder.as_streaming_dataset(split=entry.dataset_split), identity)
 
 
@@ -222,9 +238,19 @@ def _is_saved(path: str) -> bool:
 class HubTable:
     """A downloaded data set. A `MapSource`."""
 
-    def __init__(self, name: str, column: str | None, table: datasets.Dataset, identity: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        name: str,
+        column: str | None,
+        table: datasets.Dataset,
+        identity: dict[str, Any],
+        columns: Columns | None = None,
+    ) -> None:
         _require_column(column, name, table.column_names)
-        self._table = table if column is None else table.select_columns([column])
+        read = (
+            [column] if column is not None else table.column_names if columns is None else columns(table.column_names)
+        )
+        self._table = table.select_columns(list(read))
         self._name = name
         self._column = column
         self.identity = {**identity, "rows": len(table)}

@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -81,31 +82,45 @@ def resolve_model(section: ModelConfig, vocabulary: Vocabulary, seed: int) -> Mo
 class Base:
     """The model that a run started from: its weights, and what tells them from others.
 
-    `folder`: None for random weights. `facts` decide every weight: the shapes, the seed of what was drawn, and the
-    SHA-256 of each file of weights, so that a folder that was moved or downloaded again is the same.
+    `folder`: None for random weights. `drawn`: what decides those that are, the shapes and the seed among it.
     """
 
     weights: WeightSource
     folder: Path | None
-    facts: dict[str, Any]
+    drawn: dict[str, Any]
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """What decides every weight: `drawn`, and the SHA-256 of each file, so that a folder may move. Reads them."""
+        if self.folder is None:
+            return self.drawn
+        paths = sorted(self.folder.glob("*.safetensors"))
+        return {**self.drawn, "files": {path.name: _sha256(str(path), *_version(path)) for path in paths}}
 
 
 def base_model(section: ModelConfig, config: Qwen3Seq2SeqConfig, seed: int) -> Base:
-    """Return what `resolve_model` finds for `section` and the vocabulary of `config`. Reads all files of weights.
+    """Return what `resolve_model` finds for `section` and the vocabulary of `config`.
 
     Raises CheckpointError for a model that cannot be reached, read or used.
     """
-    facts: dict[str, Any] = {"seed": seed, "shapes": {n: list(shape) for n, shape in parameter_shapes(config).items()}}
+    drawn: dict[str, Any] = {"seed": seed, "shapes": {n: list(shape) for n, shape in parameter_shapes(config).items()}}
     if section.model_name_or_path is None:
-        facts["initializer_range"] = config.initializer_range
-        return Base(random_weights(config, seed), None, facts)
+        drawn["initializer_range"] = config.initializer_range
+        return Base(random_weights(config, seed), None, drawn)
     folder = model_folder(section.model_name_or_path, MODEL_FILES, field="model.model_name_or_path")
-    weights = _weights_in(folder, read_config(folder), config, seed)
-    facts["files"] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            facts["files"][path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return Base(weights, folder, facts)
+    return Base(_weights_in(folder, read_config(folder), config, seed), folder, drawn)
+
+
+def _version(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+@cache
+def _sha256(path: str, _size: int, _mtime_ns: int) -> str:
+    """The hash of a file, which is read once by a process while it keeps its size and time."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _require_known(section: ModelConfig, stored: dict[str, Any], vocabulary: Vocabulary) -> None:

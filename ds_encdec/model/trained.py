@@ -8,8 +8,8 @@ from collections.abc import Collection
 from fnmatch import fnmatchcase
 from math import prod
 
+from ds_encdec.config.model_sections import LoraConfig
 from ds_encdec.config.rules import Sections
-from ds_encdec.config.sections import LoraConfig
 from ds_encdec.config.settings import closest
 from ds_encdec.model.parameter_count import BACKWARD_PER_FORWARD, ModelSizes, parameter_shapes
 from ds_encdec.types import ConfigError

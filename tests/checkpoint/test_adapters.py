@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from collections.abc import Callable
@@ -40,7 +41,7 @@ def export_base(folder: Path, seed: int = 0) -> Path:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with two checkpoints of adapters; its base is beside it."""
     run = tmp_path_factory.mktemp("run")
-    base = export_base(run.parent / f"{run.name}-base")
+    base = export_base(base_of(run))
     section = {"model_name_or_path": str(base), "lora": LORA}
     settings = FullConfig.model_validate({"model": section, "training": {"save_steps": 2}})
     for step in (2, 4):
@@ -58,7 +59,7 @@ def checkpoint(run: Path) -> Path:
 
 
 def base_of(run: Path) -> Path:
-    return run.parent / f"{run.name}-base"
+    return run.parent / f"{run.name}-base" / "snapshots" / "r3v"  # as the hub's cache has it
 
 
 def logits(model: Any) -> Tensor:
@@ -91,7 +92,12 @@ def test_the_merged_model_is_what_peft_loads_onto_the_base(run: Path, checkpoint
         assert (tmp_path / "adapter" / name).read_text() == (tmp_path / "merged" / name).read_text()
 
 
-def test_an_average_is_the_mean_of_merged_models(run: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_an_average_is_the_mean_of_merged_models_and_hashes_their_base_once(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed, hash_file = list[Any](), hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda file, name: hashed.append(file.name) or hash_file(file, name))
+    os.utime(base_of(run) / "model.safetensors", (1, 1))  # another process's, for all that this one knows
     assert average_checkpoints(RunFolder(str(run)), tmp_path / "mean", last=2, dtype=torch.float32) == [2, 4]
     mean = Qwen3ForSeq2SeqLM.from_pretrained(tmp_path / "mean").state_dict()
     both = [trained_weights(run / "checkpoints" / f"step-{step:08d}") for step in (2, 4)]
@@ -99,6 +105,7 @@ def test_an_average_is_the_mean_of_merged_models(run: Path, checkpoint: Path, tm
         torch.testing.assert_close(mean[name], (both[0](name) + both[1](name)) / 2, rtol=0, atol=1e-6)
         rows = slice(1, 3)
         torch.testing.assert_close(both[0](name)[rows], both[0](name, rows))
+    assert hashed.count(f"{base_of(run)}/model.safetensors") == 1
 
 
 def test_a_mean_of_adapters_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,7 +117,8 @@ def test_a_base_that_was_moved_is_the_same(run: Path, checkpoint: Path, tmp_path
     moved = shutil.move(base_of(run), tmp_path / "moved")
     try:
         with pytest.raises(
-            CheckpointError, match=r"sha256 [0-9a-f]{64}\), which was looked for in .*does not exist.*--base"
+            CheckpointError,
+            match=r"revision r3v, sha256 [0-9a-f]{64}\), which was looked for in .*does not exist.*--base",
         ):
             trained_weights(checkpoint)
         here = trained_weights(checkpoint, str(moved))("shared.weight")

@@ -36,6 +36,12 @@ QUICKSTART = str(Path(__file__).resolve().parents[2] / "ds_configs" / "quickstar
         (["model.model_name_or_path=folder"], "model.model_name_or_path", "has no config.json"),
         (["model.tokenizer_name_or_path=folder"], "model.tokenizer_name_or_path", "has no tokenizer.json"),
         (["data.prepared_dir=folder"], "data.prepared_dir", "nothing is prepared there: run `ds-encdec prepare`"),
+        (["training.num_train_epochs=2"], "training.num_train_epochs", "set data.streaming=false, or give"),
+        (
+            ["training.num_train_epochs=2", "data.mixture=[{weight: 1, dataset_name: folder}]"],
+            "data.mixture.0.dataset_name",
+            "the length of a streamed data set is not known",
+        ),
         (["infra.output_dir=here.txt/run"], "infra.output_dir", "here.txt is no folder"),
         (["infra.output_dir=~nobody-here/run"], "infra.output_dir", "there is no such user"),
         (["infra.output_dir=" + "x" * 300], "infra.output_dir", "the name is too long"),
@@ -68,12 +74,15 @@ def test_a_package_that_the_choice_of_the_best_needs(monkeypatch: pytest.MonkeyP
 
 def test_what_is_there_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("data/a/x.txt", "model/config.json", "model/tokenizer.json"):
+    for name in ("data/a/x.txt", "data/x.parquet", "model/config.json", "model/tokenizer.json", "saved/state.json"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     found = ["data.dataset_name=text", "data.data_files=[data/**/*.txt]", "model.model_name_or_path=model"]
     assert cli.main(["validate", *found, "infra.output_dir=new/run"]) == 0
-    assert sorted(os.listdir(tmp_path)) == ["data", "model"]  # nothing was made
+    passes = ["training.num_train_epochs=2", "model.model_name_or_path=model"]
+    for counted in (["data.dataset_name=data"], ["data.dataset_name=saved"], ["data.streaming=false"]):
+        assert cli.main(["validate", *passes, *counted]) == 0
+    assert sorted(os.listdir(tmp_path)) == ["data", "model", "saved"]  # nothing was made
 
 
 @pytest.mark.parametrize(

@@ -139,16 +139,6 @@ def load(settings: dict[str, Any]) -> FullConfig:
         ({"infra.fsdp_cpu_offload": "true"}, 'infra.offload_params = "none"', "offload_params=cpu"),
         ({"infra.fsdp_cpu_offload": "false"}, 'infra.offload_optimizer = "cpu"', "offload_optimizer=none"),
         ({"training.num_train_steps": 1000}, "training.warmup_steps = 1000", "must end before the run does"),
-        (
-            {"training.num_train_epochs": 2},
-            'data.dataset_name = "HuggingFaceFW/fineweb-edu"',
-            "the length of a streamed data set is not known: set data.streaming=false, or give num_train_steps",
-        ),
-        (
-            {"training.num_train_epochs": 2, "data.mixture": "[{weight: 1, dataset_name: org/corpus}]"},
-            'data.mixture.0.dataset_name = "org/corpus"',
-            "the length of a streamed data set is not known",
-        ),
         ({"training.warmup_steps": 0}, "training.warmup_steps = 0", "at least 1 step of warm-up"),
         (
             {"training.lr_scheduler_type": "wsd", "training.wsd_decay_fraction": 0.995},
@@ -252,9 +242,6 @@ def test_contradictions(settings: dict[str, Any], fields: str, message: str) -> 
         {"training.warmup_steps": 0, "training.lr_scheduler_type": "cosine"},
         {"data.dataset_name": "json", "data.data_files": "[a.jsonl, b/*.jsonl]"},
         {"training.num_train_epochs": 2, "data.dataset_name": "builtin"},
-        {"training.num_train_epochs": 2, "data.dataset_name": "/a/folder"},
-        {"training.num_train_epochs": 2, "data.streaming": "false"},
-        {"training.num_train_epochs": 2, "data.prepared_dir": "prepared"},
         {"data.dataset_name": "org/corpus", "data.data_files": "part-0.parquet"},
         {"data.mixture": "[{weight: 1, dataset_name: builtin}, {weight: 2, dataset_name: random}]"},
         {"data.eval_fraction": 0, "training.eval_samples": 0},

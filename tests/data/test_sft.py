@@ -19,13 +19,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_encdec.config.schema import FullConfig, load_config
-from ds_encdec.data.build import TrainingData, build_data
+from ds_encdec.data.build import TrainingData, build_data, open_sources
 from ds_encdec.data.builtin_corpus import BuiltinTask
 from ds_encdec.data.fingerprint import usable_records
 from ds_encdec.data.inspect import inspect_data
 from ds_encdec.data.lane import Lane
 from ds_encdec.data.sft import ChatTemplate, PairMaker
-from ds_encdec.data.sources import BadRow
+from ds_encdec.data.sources import BadRow, all_rows
 from ds_encdec.data.splits import split_examples
 from ds_encdec.types import CheckpointError, ConfigError, DataError, Document
 
@@ -289,10 +289,10 @@ def test_a_run_that_a_long_row_has_stopped_goes_on_without_it(tmp_path: Path) ->
         build_data(stopped, TOKENIZER, VOCABULARY, rank=0, world_size=1, num_lanes=4, saved=whole.saved())
 
 
-def save_to_disk(path: Path) -> dict[str, Any]:
+def save_to_disk(path: Path, rows: list[dict[str, Any]] = ROWS) -> dict[str, Any]:
     import datasets
 
-    datasets.Dataset.from_list(ROWS).save_to_disk(path / "saved")
+    datasets.Dataset.from_list(rows).save_to_disk(path / "saved")
     return {"dataset_name": str(path / "saved"), "data_files": None}
 
 
@@ -303,10 +303,10 @@ def as_csv(path: Path) -> dict[str, Any]:
     return {"dataset_name": "csv", "data_files": str(path / "a.csv")}
 
 
-def as_parquet(path: Path) -> dict[str, Any]:
+def as_parquet(path: Path, rows: list[dict[str, Any]] = ROWS) -> dict[str, Any]:
     import pyarrow.parquet
 
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path / "a.parquet", row_group_size=30)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path / "a.parquet", row_group_size=30)
     return {"dataset_name": "parquet", "data_files": str(path / "a.parquet")}
 
 
@@ -320,6 +320,33 @@ def test_every_kind_of_source_gives_whole_rows(source: Callable[[Path], dict[str
     config = sft_config("", **{**source(tmp_path), "training": {"eval_samples": 0}, "train_split_ratio": 1.0})
     texts = {TOKENIZER.decode(one.decoder_ids[:-1]) for one in split_examples(config, TOKENIZER, VOCABULARY, "train")}
     assert texts == {f"### Response:\n{row['output']}" for row in ROWS}
+
+
+@pytest.mark.parametrize("source", [save_to_disk, as_parquet])
+def test_of_a_table_the_columns_are_read_that_are_asked_for(
+    source: Callable[[Path, list[dict[str, Any]]], dict[str, Any]], tmp_path: Path
+) -> None:
+    rows = [{**row, "about": {"who": "me"}, "tools": "[]", "wide": "w" * 99} for row in ROWS]
+    place = source(tmp_path, rows)
+
+    def columns(**fields: Any) -> tuple[list[str], str]:
+        config = sft_config("", **{**place, **fields})
+        maker = maker_of(**{**place, **fields})
+        (opened,) = open_sources(config.data, 0, maker, 4, {})
+        row = next(all_rows(opened.source, "test"))
+        assert isinstance(row, Document)
+        assert row.record is not None
+        read = maker.read(row)
+        return list(row.record), read.problem if isinstance(read, BadRow) else ""
+
+    of_about = {"input_template": "{input}{who}", "field_mapping": {"who": "about.who"}}
+    assert columns(**of_about) == (["input", "output", "about", "tools"], "")
+    assert columns(converter="copy:copy") == (list(rows[0]), "")
+    assert columns(input_template="{absent}", messages_column="about")[0] == ["output", "about", "tools"]
+    read, problem = columns(input_template="{absent}")
+    assert read == list(rows[0])
+    assert "nothing in its field {absent}" in problem
+    assert problem.endswith("it has instruction, input, output, about, tools, wide")
 
 
 def test_splits_are_apart_and_own_files_take_their_place(tmp_path: Path) -> None:

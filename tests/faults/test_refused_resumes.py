@@ -229,9 +229,10 @@ def test_bad_rows(runs: ForkedRuns, corpus: Path, tmp_path: Path) -> None:
     data = {"data__dataset_name": "json", "data__data_files": corpus, "data__num_lanes": 2}
     data |= {"training__logging_steps": 1, "training__eval_samples": 0, "training__average_checkpoints": 0}
     skipping = {**data, "data__on_bad_row": "skip"}
-    stopped = runs.run(arguments(tmp_path / "run", **data))
+    sharded = {"infra__distributed_type": "deepspeed", "infra__sharding_stage": "zero3"}
+    stopped = runs.run(arguments(tmp_path / "run", **data, **sharded), ranks=2)
     assert_refused(stopped, 4, "data.jsonl, line ", "not a JSON line", "data.on_bad_row=skip")
-    assert list(committed_steps(tmp_path / "run" / "checkpoints")) == [2]
+    assert sorted(committed_steps(tmp_path / "run" / "checkpoints")) == [2, 3]  # all that was trained, by both ranks
     resumed = runs.run(arguments(tmp_path / "run", "--resume", "auto", **skipping))
     assert resumed.codes == [0], resumed.output
     assert resumed.output.count("passed over: data.jsonl, line ") == 5
