@@ -3,7 +3,7 @@
     python scripts/bench/bpe.py [--tokenizer FOLDER] [--pairs 9] [FILE ...]
 
 Without files it reads the built-in corpus, without a folder the built-in tokenizer. Medians of pairs: each measures
-both on the same documents, one behind the other, so that a busy machine slows both.
+both on the same documents, one behind the other, in seconds of CPU, which other work on the machine changes little.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ds_encdec.tokenizer.load import builtin_tokenizer, pretrained_tokenizer
 
 
 def seconds(function: Callable[[str], object], documents: list[str]) -> float:
-    start = time.perf_counter()
+    start = time.process_time()
     for text in documents:
         function(text)
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def main() -> None:

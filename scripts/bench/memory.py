@@ -72,6 +72,7 @@ TRAINED: dict[str, dict[str, dict[str, Any]]] = {
     "lora": {"model": {"lora": {"r": 8}}},  # with its dropout
     "lora-only": {"model": {"lora": {"r": 8, "lora_dropout": 0.0}}},
     "decoder": {"training": {"freeze": ["shared.*", "encoder.*"]}},
+    "nf4": {"model": {"lora": {"r": 8, "quantize": "nf4"}}},  # which every rank has whole: FSDP2's zero0 alone
     "dropout": {"training": {"residual_dropout": 0.1}},  # attention's goes by the longest documents there may be
 }
 """Settings of runs that do not train all of the model, or not without dropout."""
@@ -109,7 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a handful of rows")
     parser.add_argument("--all", action="store_true", help="every combination, 576 rows")
-    parser.add_argument("--trained", action="store_true", help="runs that do not train all of the model, 48 rows")
+    parser.add_argument("--trained", action="store_true", help="runs that do not train all of the model, 56 rows")
     parser.add_argument("--only", default="", help="only rows with these words in their name")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--json", type=Path, help="write the rows to this file too")
@@ -159,9 +160,14 @@ def trained_grid() -> list[Row]:
     others = itertools.cycle(itertools.product(("bf16", "fp32"), ("none", "full"), MICRO_BATCHES, (1, 2)))
     rows = []
     for trained, sharding in itertools.product(TRAINED, SHARDINGS):
-        dtype, mode, micro_batch, accumulation = next(others)
-        rows.append(Row(*sharding, dtype, mode, "small", micro_batch, accumulation, trained))
-    return rows
+        if trained != "nf4":
+            dtype, mode, micro_batch, accumulation = next(others)
+            rows.append(Row(*sharding, dtype, mode, "small", micro_batch, accumulation, trained))
+    packed = itertools.product(("bf16", "fp32"), MODELS, (("none", 8), ("full", 1)))
+    return rows + [
+        Row("fsdp", "zero0", "none", "none", dtype, mode, model, micro_batch, 1, "nf4")
+        for dtype, model, (mode, micro_batch) in packed
+    ]
 
 
 def full_grid() -> list[Row]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from small_run import MODEL, lane_batches, run_config, weights
+from small_run import LORA, MODEL, lane_batches, run_config, weights
 from torch_oracle import TorchOracle
 
 from ds_encdec.engine.protocol import Engine
@@ -48,10 +48,14 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def settings(engine: str, world_size: int, *, bf16: bool) -> dict[str, Any]:
+KINDS: dict[str, dict[str, Any]] = {"float32": {}, "LoRA, float32": {"lora": LORA["lora"]}, "bf16": {"bf16": True}}
+"""What is trained, as further settings: columns of the table. The oracle has those of float32."""
+
+
+def settings(engine: str, world_size: int, **kind: Any) -> dict[str, Any]:
     """The fields that `small_run.run_config` is given for a row of the table."""
     hybrid = {"hybrid_shard_size": max(1, world_size // 2)} if "hybrid" in engine else {}
-    return {**SETTINGS, "gradient_accumulation_steps": LANES // world_size, "bf16": bf16, **ENGINES[engine], **hybrid}
+    return {**SETTINGS, "gradient_accumulation_steps": LANES // world_size, **ENGINES[engine], **hybrid, **kind}
 
 
 def step_lanes(step: int) -> list[Batch]:
@@ -59,17 +63,18 @@ def step_lanes(step: int) -> list[Batch]:
     return lane_batches(step, 1, LANES)
 
 
-def oracle_losses() -> list[float]:
-    """Loss per target token of every step, from plain torch in one process, float32."""
-    return _train(TorchOracle(run_config(**SETTINGS), MODEL, weights), 0, 1, sum_over_ranks=lambda total: total)
+def oracle_losses(**kind: Any) -> list[float]:
+    """Loss per target token of every step, from plain torch in one process, float32; adapters are peft's."""
+    config = run_config(**SETTINGS, **{name: value for name, value in kind.items() if name != "bf16"})
+    return _train(TorchOracle(config, MODEL, weights), 0, 1, sum_over_ranks=lambda total: total)
 
 
-def engine_losses(names: list[str], *, bf16: bool) -> dict[str, list[float]]:
+def engine_losses(names: list[str], **kind: Any) -> dict[str, list[float]]:
     """The same from each engine in `names`, on the ranks this runs on."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     found = {}
     for name in names:
-        config = run_config(**settings(name, world_size, bf16=bf16))
+        config = run_config(**settings(name, world_size, **kind))
         accumulation = config.training.gradient_accumulation_steps
         context = RunContext(discover(os.environ), torch.device("cpu"), resolve_engine(config), HostCollectives())
         engine = create_engine(config, context, MODEL, weights, accumulation)

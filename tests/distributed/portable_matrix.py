@@ -30,6 +30,9 @@ TESTED_SIDES = tuple(Side(engine, WORLD_SIZES[index % 3]) for index, engine in e
 TESTED_STEPS = 12
 """What the tests' runs make in all: eight after the save, with the end of the warmup and the beginning of the decay."""
 
+Changes = Mapping[str, Any] | None
+"""Other settings than `portable_runs.RUN`."""
+
 Pair = tuple[Side, Side]
 """Who saves and who loads."""
 
@@ -42,17 +45,18 @@ class Continued:
     same_samples: bool
 
 
-def uninterrupted(folder: Path, steps: int = STEPS) -> dict[str, Any]:
+def uninterrupted(folder: Path, steps: int = STEPS, changes: Changes = None) -> dict[str, Any]:
     """The run of `steps` that all continuations must be like."""
     side = Side("DDP", 1)
-    return _by_world_size({side: {"output_dir": str(folder / "uninterrupted"), "steps": steps}})[side]
+    run = {"output_dir": str(folder / "uninterrupted"), "steps": steps, "changes": changes}
+    return _by_world_size({side: run})[side]
 
 
-def save_all(sides: Sequence[Side], folder: Path, steps: int = STEPS) -> dict[Side, Path]:
+def save_all(sides: Sequence[Side], folder: Path, steps: int = STEPS, changes: Changes = None) -> dict[Side, Path]:
     """Each side trains SAVED_STEP of `steps` and is stopped: the checkpoints."""
     folders = {side: folder / f"saved by {side}" for side in sides}
-    runs = {side: {"output_dir": str(path), "steps": steps, "stop_after": SAVED_STEP} for side, path in folders.items()}
-    _by_world_size(runs)
+    common = {"steps": steps, "stop_after": SAVED_STEP, "changes": changes}
+    _by_world_size({side: {"output_dir": str(path), **common} for side, path in folders.items()})
     return {side: path / "checkpoints" / f"step-{SAVED_STEP:08d}" for side, path in folders.items()}
 
 
@@ -62,6 +66,7 @@ def continue_all(
     reference: Mapping[str, Any],
     folder: Path,
     steps: int = STEPS,
+    changes: Changes = None,
 ) -> dict[Pair, Continued]:
     """The second side of each pair goes on from the checkpoint of the first, to the end of `steps`."""
     arguments = {
@@ -69,6 +74,7 @@ def continue_all(
             "output_dir": str(folder / f"saved by {saver}, continued by {loader}"),
             "steps": steps,
             "resume": str(saved[saver]),
+            "changes": changes,
         }
         for saver, loader in pairs
     }
@@ -92,7 +98,7 @@ def _by_world_size(runs: Mapping[Any, dict[str, Any]], side: Callable[[Any], Sid
         keys = [key for key in runs if side(key).world_size == world_size]
         if keys:
             given = [{"engine": side(key).engine, **runs[key]} for key in keys]
-            timeout_seconds = 60 + 40 * len(keys)
+            timeout_seconds = 60 + 120 * len(keys)
             results, *_ = run_ranks(
                 "portable_runs.py:train_runs", world_size, {"runs": given}, timeout_seconds=timeout_seconds
             )

@@ -59,6 +59,12 @@ RUN: dict[str, Any] = TINY | {
 }
 """A float32 run of a tiny model, the same for every engine."""
 
+ADAPTERS: dict[str, Any] = {
+    "model.lora.r": 4,  # and a dropout of 0.1
+    "training.activation_checkpointing": "full",  # which draws the same again
+}
+"""Changes of that run, which then trains adapters."""
+
 
 class ListeningLoader:
     """A LaneLoader that notes what each step was made of, and asks the run to stop after `stop_after` steps."""
