@@ -134,7 +134,7 @@ def products_left_out(config: Sections, sizes: ModelSizes) -> LeftOut:
 
 
 def _place(name: str) -> tuple[bool, float, int]:
-    """Where the forward pass meets a parameter: side, layer, and part of it. Those of one place read the same."""
+    """The place where the forward pass meets a parameter: side, layer, part. All of one place read the same."""
     words = name.split(".")
     if "layers" not in words:
         return name != "encoder.norm.weight", inf, 0 if "norm" in words else len(_PARTS)
