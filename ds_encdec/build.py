@@ -22,16 +22,9 @@ from ds_encdec.checkpoint.export import average_last_checkpoints
 from ds_encdec.checkpoint.final_export import clear_exports, export_at_end
 from ds_encdec.checkpoint.folder import Checkpoint, check_room
 from ds_encdec.checkpoint.manager import MAKE_ROOM, CheckpointManager, find_checkpoint
-from ds_encdec.config.schema import FullConfig, load_saved
-from ds_encdec.config.shares import (
-    is_auto,
-    micro_batch_candidates,
-    micro_batches_per_step,
-    per_rank,
-    with_assumed_batch_size,
-)
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.shares import is_auto, micro_batch_candidates, plan_lanes, with_assumed_batch_size
 from ds_encdec.data.build import TrainingData, build_data
-from ds_encdec.data.epochs import steps_of_epochs, with_steps_of_epochs
 from ds_encdec.data.inspect import inspect_data
 from ds_encdec.data.tables import resolve_commits
 from ds_encdec.engine.ds_json import render_deepspeed_json
@@ -63,6 +56,7 @@ from ds_encdec.resume import (
     restore_data,
     run_tokenizer,
     saved_model,
+    with_steps,
 )
 from ds_encdec.trainer import Trainer, train
 from ds_encdec.types import HangError, LostRankError, Preempted, TrainingState
@@ -159,18 +153,6 @@ def _train_and_close(
     return state
 
 
-def plan_lanes(config: FullConfig, world_size: int, saved_lanes: int | None = None) -> tuple[int, int]:
-    """Micro-batches of an optimizer step, over all ranks (the lanes of a run) and on each of `world_size`.
-
-    A saved run's lanes never change. Raises ConfigError where the ranks do not divide them.
-    """
-    lanes = saved_lanes or micro_batches_per_step(config, world_size)
-    origin = "training.global_batch_size / training.per_device_train_batch_size"
-    if saved_lanes or config.data.num_lanes:
-        origin = "data.num_lanes (fixed when this run first started)" if saved_lanes else "data.num_lanes"
-    return lanes, per_rank(lanes, world_size, origin)
-
-
 def planned_deepspeed_json(config: FullConfig, environ: Mapping[str, str]) -> dict[str, Any]:
     """The JSON that DeepSpeed would be given here; for a plain process, on the planned `infra.num_gpus` ranks."""
     world = discover(environ)
@@ -196,16 +178,20 @@ def inspect_run_data(config: FullConfig, *, num_examples: int, as_json: bool) ->
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A run that is being wired, as far as all its later steps ask: its configuration has numbers only by now."""
+    """A run that is being wired, as far as all its later steps ask: the batch of its configuration is a number by now.
+
+    `commits`: see `resolve_commits`. `epochs`: what was asked for, of which `config` has the steps once they are known.
+    """
 
     config: FullConfig
     context: RunContext
     folder: RunFolder
     found: Checkpoint | None
     model: RunModel
+    commits: Mapping[str, str]
     num_lanes: int
     accumulation: int
-    epochs: float | None = None
+    epochs: float | None
 
 
 def _wire(
@@ -220,56 +206,30 @@ def _wire(
 
     Returns also what memory it is expected to take, and facts of the run for `run.json`.
     """
-    world, collectives = context.world, context.collectives
+    collectives = context.collectives
     checkpoints = CheckpointManager(
         folder.checkpoints, collectives, engine_name=context.engine, keep=config.training.save_total_limit
     )
     checkpoints.prepare()
     collectives.on_rank_zero(lambda: clear_exports(folder))
-    found = _find(config, context, folder, resume)
-    saved = found.read_json("trainer.json") if found else {}
-    state = found.training_state() if found else TrainingState(best_by=config.training.best_by)
-    hashes = world.local_rank == 0  # once on each machine, whose copy may be another
-    model = collectives.rank_zero_first(
-        lambda: saved_model(config, found.path, hashes_base=hashes) if found else new_model(config, hashes_base=hashes)
-    )
-    # One rank asks the hub, so that all read the same commit of a data set.
-    saved_commits = saved["data"]["dataset_commits"] if found else None
-    commits = collectives.on_rank_zero(lambda: resolve_commits(config.data, saved_commits))
-    config = resolve_batch_size(config, context, stop, model.config, found)
-    epochs = config.training.num_train_epochs
-    lanes, accumulation = plan_lanes(config, world.world_size, saved.get("num_lanes"))
-    run = _Run(config, context, folder, found, model, num_lanes=lanes, accumulation=accumulation)
+    run = _plan(config, context, folder, stop, resume)
     generates = config.training.eval_generate_samples > 0
     metrics = collectives.on_every_rank(lambda: usable_metrics(config)) if generates else []
-    data = collectives.rank_zero_first(lambda: _build_data(run, saved.get("data"), commits, allow_data_change))
-    config = _with_steps(run, data, saved)
-    run = replace(run, config=config, epochs=epochs)
-    if found:
-        state = restore_choice(found, state, config.training)
-        state = restore_data(found, data, state, is_main=world.is_main)
+    data = collectives.rank_zero_first(lambda: _build_data(run, allow_data_change))
+    run = replace(run, config=with_steps(run.config, data.pipeline, run.found, collectives))
+    state = _first_state(run, data)
     engine, expected = _build_engine(run, data.ratio)
-    if found:
-        state = checkpoints.adopt(found, state)
-        logger.info("resumed from %s (step %d)", found.path, state.global_step)
-    parameters, trained = (
-        sum(map(prod, found.values()))
-        for found in (model_shapes(model.config, config.model.lora), trained_shapes(config, model.config))
-    )
-    if trained < parameters:
-        logger.info(told(trained, parameters))
-    logger.info(
-        f"{parameters:,} parameters, {run.num_lanes} micro-batches a step on {world.world_size} "
-        f"ranks, steps {state.global_step} to {config.training.num_train_steps}, into {folder.root}"
-    )
-    recorder = _begin_recording(run, state, expected)
+    if run.found:
+        state = checkpoints.adopt(run.found, state)
+        logger.info("resumed from %s (step %d)", run.found.path, state.global_step)
+    facts = _log_start(run, state)
     trainer = Trainer(
-        config=config,
+        config=run.config,
         engine=engine,
         loader=data.loader,
         eval_batches=data.eval_batches,
         collectives=collectives,
-        recorder=recorder,
+        recorder=_begin_recording(run, state, expected),
         checkpoints=checkpoints,
         stop=stop,
         run_files=partial(_run_files, run, data),
@@ -277,11 +237,28 @@ def _wire(
         require_folder=folder.require_present,
     )
     if metrics:
-        held_out, stopped = data.eval_examples, lambda: stop.requested
+        model, held_out, stopped = run.model, data.eval_examples, lambda: stop.requested
         trainer.judge = Judge(
-            config, engine, model.config, model.tokenizer, collectives, held_out, metrics, stopped=stopped
+            run.config, engine, model.config, model.tokenizer, collectives, held_out, metrics, stopped=stopped
         )
-    return trainer, expected, {"parameters": parameters, "trainable_parameters": trained}
+    return trainer, expected, facts
+
+
+def _plan(config: FullConfig, context: RunContext, folder: RunFolder, stop: StopRequest, resume: str | None) -> _Run:
+    """The checkpoint to go on from, if any, the model, and how many micro-batches a step has. Collective."""
+    collectives = context.collectives
+    found = _find(config, context, folder, resume)
+    saved = found.read_json("trainer.json") if found else None
+    hashes = context.world.local_rank == 0  # once on each machine, whose copy may be another
+    model = collectives.rank_zero_first(
+        lambda: saved_model(config, found.path, hashes_base=hashes) if found else new_model(config, hashes_base=hashes)
+    )
+    # One rank asks the hub, so that all read the same commit of a data set.
+    saved_commits = saved["data"]["dataset_commits"] if saved else None
+    commits = collectives.on_rank_zero(lambda: resolve_commits(config.data, saved_commits))
+    config = resolve_batch_size(config, context, stop, model.config, found)
+    lanes = plan_lanes(config, context.world.world_size, saved["num_lanes"] if saved else None)
+    return _Run(config, context, folder, found, model, commits, *lanes, config.training.num_train_epochs)
 
 
 def _find(config: FullConfig, context: RunContext, folder: RunFolder, resume: str | None) -> Checkpoint | None:
@@ -295,9 +272,7 @@ def _find(config: FullConfig, context: RunContext, folder: RunFolder, resume: st
     return find_checkpoint(folder.checkpoints, context.collectives, resume, accept)
 
 
-def _build_data(
-    run: _Run, saved: dict[str, Any] | None, commits: Mapping[str, str], accept_other_data: bool
-) -> TrainingData:
+def _build_data(run: _Run, accept_other_data: bool) -> TrainingData:
     return build_data(
         run.config,
         run.model.tokenizer,
@@ -305,25 +280,20 @@ def _build_data(
         rank=run.context.world.rank,
         world_size=run.context.world.world_size,
         num_lanes=run.num_lanes,
-        saved=saved,
-        commits=commits,
+        saved=run.found.read_json("trainer.json")["data"] if run.found else None,
+        commits=run.commits,
         accept_other_data=accept_other_data,
         evaluation_cache=run.folder.root / "evaluation",
         pin_memory=run.context.device.type == "cuda",
     )
 
 
-def _with_steps(run: _Run, data: TrainingData, saved: dict[str, Any]) -> FullConfig:
-    """The configuration, with the steps of its epochs if it gives these: those of the checkpoint, or counted now."""
-    epochs = run.config.training.num_train_epochs
-    if epochs is None:
-        return run.config
-    if run.found and saved.get("num_train_epochs") == epochs:
-        steps = load_saved(run.found.path / "config.yaml").training.num_train_steps
-    else:
-        steps = run.context.collectives.on_rank_zero(lambda: steps_of_epochs(data.pipeline, epochs))
-        logger.info("num_train_epochs=%g: %d optimizer steps", epochs, steps)
-    return with_steps_of_epochs(run.config, steps)
+def _first_state(run: _Run, data: TrainingData) -> TrainingState:
+    """A new run's state, or that of the checkpoint; `data` is put where it was then."""
+    if run.found is None:
+        return TrainingState(best_by=run.config.training.best_by)
+    state = restore_choice(run.found, run.found.training_state(), run.config.training)
+    return restore_data(run.found, data, state, is_main=run.context.world.is_main)
 
 
 def _build_engine(run: _Run, ratio: float) -> tuple[Engine, ExpectedMemory | None]:
@@ -342,6 +312,22 @@ def _build_engine(run: _Run, ratio: float) -> tuple[Engine, ExpectedMemory | Non
         if run.found:
             load_engine(engine, run.found, context.collectives)
     return engine, expected
+
+
+def _log_start(run: _Run, state: TrainingState) -> dict[str, int]:
+    """Say what is trained, on how many ranks, from where to where. Returns the parameters' numbers, for `run.json`."""
+    config, sizes = run.config, run.model.config
+    parameters, trained = (
+        sum(map(prod, shapes.values()))
+        for shapes in (model_shapes(sizes, config.model.lora), trained_shapes(config, sizes))
+    )
+    if trained < parameters:
+        logger.info(told(trained, parameters))
+    logger.info(
+        f"{parameters:,} parameters, {run.num_lanes} micro-batches a step on {run.context.world.world_size} "
+        f"ranks, steps {state.global_step} to {config.training.num_train_steps}, into {run.folder.root}"
+    )
+    return {"parameters": parameters, "trainable_parameters": trained}
 
 
 def _begin_recording(run: _Run, state: TrainingState, expected: ExpectedMemory | None) -> Recorder:

@@ -9,30 +9,39 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
-import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_encdec import estimate_memory, prepare, train
+from ds_encdec.arguments import (
+    CONFIG,
+    CONFIG_OR_PLACE,
+    COUNT,
+    JSON,
+    RATE,
+    Arguments,
+    add,
+    config_and_overrides,
+    flag,
+    language,
+    tokens,
+    value,
+)
 from ds_encdec.engines import STATE_FORMATS
+from ds_encdec.evaluate import commands
 from ds_encdec.launch.preemption import outlive_readers, reader_may_leave
 from ds_encdec.launch.world import discover
-from ds_encdec.text_metrics import TEXT_METRICS
 from ds_encdec.types import ConfigError, DsEncDecError, Preempted
 
 if TYPE_CHECKING:
     from ds_encdec.config.schema import FullConfig
-    from ds_encdec.config.settings import Conflict
     from ds_encdec.phases import PlannedPhase
 
 Verb = Callable[[argparse.Namespace, Sequence[str]], int | None]
 """Does what its options and overrides say; its exit code is 0 where it returns None."""
-Arguments = dict[str, dict[str, Any]]
-"""Keywords of argparse for each argument, by its names (separated by blanks); at most one with `only_one` is taken."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,47 +70,8 @@ def _parser() -> argparse.ArgumentParser:
         epilog = "further arguments: section.field=value" if accepts_overrides else None
         verb = verbs.add_parser(name, help=summary, description=summary, epilog=epilog, allow_abbrev=False)
         verb.set_defaults(run=run, accepts_overrides=accepts_overrides)
-        if callable(arguments := ARGUMENTS.get(name, {})):
-            arguments(verb)
-            continue
-        group = verb.add_mutually_exclusive_group() if any("only_one" in how for how in arguments.values()) else verb
-        for names, how in arguments.items():
-            parent = group if "only_one" in how else verb
-            parent.add_argument(*names.split(), **{key: value for key, value in how.items() if key != "only_one"})
+        add(verb, ARGUMENTS.get(name, {}))
     return parser
-
-
-def _positive(number: type[int] | type[float]) -> Callable[[str], float]:
-    """Return what argparse reads a number above 0 with."""
-
-    def read(text: str) -> float:
-        value = number(text)
-        if not 0 < value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} is not above 0")
-        return value
-
-    read.__name__ = number.__name__  # argparse says "invalid int value"
-    return read
-
-
-def _tokens(text: str) -> int:
-    """A number of tokens as people write it: 5e11, 500B, 10M."""
-    units = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-    unit = units.get(text[-1:].upper(), 1.0)
-    try:
-        number = float(text if unit == 1.0 else text[:-1]) * unit
-    except ValueError:
-        number = math.nan
-    if not (1 <= number < math.inf and round(number, 3).is_integer()):
-        raise argparse.ArgumentTypeError(f"{text} is not a number of tokens; write 5e11, 500B or 10M")
-    return round(number)
-
-
-def _language(text: str) -> str:
-    """A code of a language as model cards have it: en, pt-BR."""
-    if not re.fullmatch(r"[a-z]{2,3}(-[A-Za-z0-9]{2,8})*", text):
-        raise argparse.ArgumentTypeError(f"{text} is not the code of a language; write en, de or pt-BR")
-    return text
 
 
 def _weight_options(options: argparse.Namespace) -> dict[str, Any]:
@@ -126,33 +96,13 @@ def _load(options: argparse.Namespace, overrides: Sequence[str]) -> FullConfig:
 def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     from ds_encdec.config.schema import find_shipped, load_config
     from ds_encdec.config.settings import show
+    from ds_encdec.memory.job import frozen_in_vain
 
-    path, overrides = options.config, list(overrides)
-    if path is not None and "=" in str(path):  # an override in the place of the file
-        path, overrides = None, [str(path), *overrides]
-    path = path or options.config_option
+    path, overrides = config_and_overrides(options, overrides)
     files = find_shipped(path), overrides, find_shipped(options.deepspeed_config)
     hostfile, looks_here = find_shipped(options.hostfile), not options.elsewhere
-    load_config(*files, hostfile=hostfile, looks_here=looks_here, further=_frozen_in_vain)
+    load_config(*files, hostfile=hostfile, looks_here=looks_here, further=frozen_in_vain)
     print(f"{show(str(path))[1:-1] if path else 'the default configuration'}: no problems found")
-
-
-def _frozen_in_vain(config: FullConfig) -> Iterator[Conflict]:
-    """Yield what is wrong with the patterns of `training.freeze` for a model whose sizes are known here."""
-    from ds_encdec.config.settings import Conflict
-    from ds_encdec.memory.job import run_sizes
-    from ds_encdec.model.trained import trained_shapes
-
-    if not config.training.freeze:
-        return
-    try:
-        sizes = run_sizes(config)
-    except (ConfigError, RuntimeError):  # it is not here: a run will find it, and then look
-        return
-    try:
-        trained_shapes(config, sizes)
-    except ConfigError as error:
-        yield Conflict(("training.freeze",), str(error).removeprefix("training.freeze: "))
 
 
 def _schema(options: argparse.Namespace, _: Sequence[str]) -> None:
@@ -270,9 +220,10 @@ def _average(options: argparse.Namespace, _: Sequence[str]) -> None:
         )
     run = RunFolder(str(options.run_folder))
     how = {"base": options.base} | _weight_options(options)
-    steps = average_checkpoints(run, options.out, last=options.last, **how)
+    out = options.out or run.averaged
+    steps = average_checkpoints(run, out, last=options.last, **how)
     fewer = f" (there are no more in a row; {options.last} were asked for)" if len(steps) < options.last else ""
-    print(f"the mean of steps {', '.join(map(str, steps))}{fewer} is in {options.out or run.averaged}")
+    print(f"the mean of steps {', '.join(map(str, steps))}{fewer} is in {out}")
 
 
 def _convert(options: argparse.Namespace, overrides: Sequence[str]) -> None:
@@ -316,17 +267,6 @@ def _sanity_check(options: argparse.Namespace, overrides: Sequence[str]) -> None
         raise report.error
 
 
-def _generate(options: argparse.Namespace, _: Sequence[str]) -> None:
-    from ds_encdec.evaluate.generation import GenerationSettings
-    from ds_encdec.model_folders import generate_text
-
-    settings = GenerationSettings(**{name: getattr(options, name) for name in GENERATION if name != "batch_tokens"})
-    text = sys.stdin.read() if options.text == "-" else options.text
-    shown = generate_text(options.model, text, settings, raw=options.raw, stream=options.stream)
-    if shown is not None:
-        print(shown)
-
-
 def _push_to_hub(options: argparse.Namespace, _: Sequence[str]) -> None:
     from ds_encdec.checkpoint.hub import push_to_hub
 
@@ -334,202 +274,108 @@ def _push_to_hub(options: argparse.Namespace, _: Sequence[str]) -> None:
     print(f"uploaded: {push_to_hub(options.folder, options.repo_id, **how)}")
 
 
-def _evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    names = options.metrics or [
-        name for name, row in TEXT_METRICS.items() if options.bertscore_model or not row.needs_model
-    ]
-    from ds_encdec.evaluate.generation import GenerationSettings
-    from ds_encdec.evaluate.metrics import BertScoreModel
-    from ds_encdec.evaluate.run import default_out, evaluate, run_config
-
-    settings = GenerationSettings(**{name: getattr(options, name) for name in GENERATION})
-    options.config = options.config or run_config(options.model)
-    with contextlib.redirect_stdout(sys.stderr):  # libraries print, too
-        found = evaluate(
-            options.model,
-            _load(options, overrides),
-            options.split,
-            out=(out := options.out or default_out(options.model, options.split)),
-            settings=settings,
-            metrics=names,
-            max_samples=options.max_samples,
-            bertscore_model=BertScoreModel(options.bertscore_model, options.bertscore_layer)
-            if options.bertscore_model
-            else None,
-            device=options.device,
-            dtype=options.dtype,
-        )
-    if not discover(os.environ).is_main:
-        return
-    if options.json:
-        print(json.dumps(found, indent=2))
-        return
-    print(f"{found['examples']:,} examples of {options.split}; predictions and figures are in {out}")
-    for name, value in found["figures"].items():
-        print(f"{name:20} {value:10.4f}")
-    if cut := found["cut_at_max_new_tokens"]:
-        print(f"{cut:,} predictions were cut off at --max-new-tokens ({options.max_new_tokens})")
-
-
-def _value(text: str, type: Callable[[str], Any] = str, **more: Any) -> dict[str, Any]:
-    return {"type": type, "help": text, **more}
-
-
-def _flag(text: str) -> dict[str, Any]:
-    return {"action": "store_true", "help": text}
-
-
-_COUNT, _RATE = _positive(int), _positive(float)
-
-
 def _rates(remark: str = "") -> Arguments:
     return {
-        "--tokens-per-second": _value(f"throughput of all ranks{remark}", _RATE, metavar="T", only_one=True),
-        "--measured": _value(f"take the throughput from this run{remark}", Path, metavar="RUN", only_one=True),
-        "--price-per-gpu-hour": _value(f"for the money{remark}", _RATE, metavar="USD"),
+        "--tokens-per-second": value(f"throughput of all ranks{remark}", RATE, metavar="T", only_one=True),
+        "--measured": value(f"take the throughput from this run{remark}", Path, metavar="RUN", only_one=True),
+        "--price-per-gpu-hour": value(f"for the money{remark}", RATE, metavar="USD"),
     }
 
 
-_CONFIG: Arguments = {"--config": _value("YAML file", Path)}
-_FILES = _CONFIG | {"--deepspeed_config --deepspeed-config": _value("raw DeepSpeed JSON", Path)}
-_JSON: Arguments = {"--json": _flag("as one JSON object")}
-_CHECKPOINT: Arguments = {"checkpoint": _value("a checkpoint, e.g. output/checkpoints/final", Path)}
+_FILES = CONFIG | {"--deepspeed_config --deepspeed-config": value("raw DeepSpeed JSON", Path)}
+_CHECKPOINT: Arguments = {"checkpoint": value("a checkpoint, e.g. output/checkpoints/final", Path)}
 _WEIGHTS: Arguments = {
-    "--dtype": _value("(default float32)", choices=("float32", "bfloat16"), default="float32"),
-    "--max-shard-gb": _value("largest file, in GB (default 5)", float, default=5.0),
+    "--dtype": value("(default float32)", choices=("float32", "bfloat16"), default="float32"),
+    "--max-shard-gb": value("largest file, in GB (default 5)", float, default=5.0),
 }
 _LORA: Arguments = {
-    "--base": _value("base of a LoRA run, if it is no longer where the run found it", metavar="PATH_OR_HUB_ID"),
-    "--adapter": _flag("the adapters of a LoRA run alone, as a folder for peft (default: merged)"),
+    "--base": value("base of a LoRA run, if it is no longer where the run found it", metavar="PATH_OR_HUB_ID"),
+    "--adapter": flag("the adapters of a LoRA run alone, as a folder for peft (default: merged)"),
 }
-_OUT = _value("folder to write; must not exist", Path)
+_OUT = value("folder to write; must not exist", Path)
 
-GENERATION = {
-    "max_new_tokens": (int, 512, "new tokens of a prediction at most"),
-    "num_beams": (int, 1, "beams of the search"),
-    "temperature": (float, 0.0, "of sampling; 0 takes the likeliest token"),
-    "top_p": (float, 1.0, "sample from the likeliest tokens that have this share"),
-    "top_k": (int, 0, "sample from so many of the likeliest tokens; 0: from all"),
-    "repetition_penalty": (float, 1.0, "above 1: tokens that were generated are less likely"),
-    "seed": (int, 0, "of sampling"),
-    "batch_tokens": (int, 16384, "tokens of a batch at most, input and new ones"),
-}
-"""The options of an evaluation's generation: type, default, meaning; they are fields of `GenerationSettings`."""
-
-ARGUMENTS: dict[str, Arguments | Callable[[argparse.ArgumentParser], None]] = {
-    "train": train.add_arguments,
+ARGUMENTS: dict[str, Arguments] = {
+    "train": train.ARGUMENTS,
     "validate": {
-        "config": _value("YAML file", Path, nargs="?"),
-        "--config": _value("YAML file", Path, dest="config_option"),
-        "--deepspeed_config --deepspeed-config": _value("raw DeepSpeed JSON", Path),
-        "--hostfile": _value("hosts and slots, as the deepspeed launcher reads them", Path),
-        "--elsewhere": _flag("for another machine: do not look for the files and folders it names"),
+        **CONFIG_OR_PLACE,
+        "--deepspeed_config --deepspeed-config": value("raw DeepSpeed JSON", Path),
+        "--hostfile": value("hosts and slots, as the deepspeed launcher reads them", Path),
+        "--elsewhere": flag("for another machine: do not look for the files and folders it names"),
     },
-    "estimate-memory": estimate_memory.add_arguments,
+    "estimate-memory": estimate_memory.ARGUMENTS,
     "plan": {
         **_FILES,
-        "--phases": _flag("plan the phases instead, as `phases --dry-run` does"),
-        "--tokens": _value("to train on (default: the run's steps)", _tokens, metavar="N"),
-        "--gpus": _value("GPUs in total (default infra.num_gpus)", _COUNT, metavar="N"),
-        "--nodes": _value("machines they are in (default 1)", _COUNT, default=1, metavar="N"),
+        "--phases": flag("plan the phases instead, as `phases --dry-run` does"),
+        "--tokens": value("to train on (default: the run's steps)", tokens, metavar="N"),
+        "--gpus": value("GPUs in total (default infra.num_gpus)", COUNT, metavar="N"),
+        "--nodes": value("machines they are in (default 1)", COUNT, default=1, metavar="N"),
         **_rates(),
-        **_JSON,
+        **JSON,
     },
     "phases": {
         **_FILES,
-        "--only": _value("this phase: sanity_check, validation, medium or full", metavar="P"),
-        "--from": _value("first phase (default sanity_check)", dest="first", metavar="P"),
-        "--to": _value("last phase (default full)", dest="last", metavar="P"),
-        "--steps-per-phase": _value("at most N optimizer steps a phase", _COUNT, metavar="N"),
-        "--launcher": _value("what starts the ranks, e.g. 'deepspeed --hostfile hostfiles/8gpu'"),
-        "--dry-run": _flag("print steps, tokens, days and money, and stop"),
+        "--only": value("this phase: sanity_check, validation, medium or full", metavar="P"),
+        "--from": value("first phase (default sanity_check)", dest="first", metavar="P"),
+        "--to": value("last phase (default full)", dest="last", metavar="P"),
+        "--steps-per-phase": value("at most N optimizer steps a phase", COUNT, metavar="N"),
+        "--launcher": value("what starts the ranks, e.g. 'deepspeed --hostfile hostfiles/8gpu'"),
+        "--dry-run": flag("print steps, tokens, days and money, and stop"),
         **_rates(" (dry run)"),
-        "--json": _flag("the dry run as one JSON object"),
+        "--json": flag("the dry run as one JSON object"),
     },
-    "inspect-data": {**_CONFIG, "-n": _value("examples to show (default 20)", int, default=20), **_JSON},
-    "prepare": prepare.add_arguments,
+    "inspect-data": {**CONFIG, "-n": value("examples to show (default 20)", int, default=20), **JSON},
+    "prepare": prepare.ARGUMENTS,
     "init-model": {
-        "--from": _value("decoder-only Qwen3", dest="source", required=True, metavar="PATH_OR_HUB_ID"),
+        "--from": value("decoder-only Qwen3", dest="source", required=True, metavar="PATH_OR_HUB_ID"),
         "--out": _OUT | {"required": True},
-        "--num-sentinel-tokens": _value("sentinels (default 100)", int, default=100),
-        "--seed": _value("seed of the sentinel rows (default 42)", int, default=42),
+        "--num-sentinel-tokens": value("sentinels (default 100)", int, default=100),
+        "--seed": value("seed of the sentinel rows (default 42)", int, default=42),
     },
     "export": {
         **_CHECKPOINT,
         "out": _OUT,
-        "--encoder-only": _flag("the encoder alone, as a text embedding model, also for sentence-transformers"),
-        "--language": _value(
-            "for the card, such as en (repeatable)", _language, action="append", default=[], dest="languages"
+        "--encoder-only": flag("the encoder alone, as a text embedding model, also for sentence-transformers"),
+        "--language": value(
+            "for the card, such as en (repeatable)", language, action="append", default=[], dest="languages"
         ),
         **_LORA,
         **_WEIGHTS,
     },
     "average": {
-        "run_folder": _value("a run, e.g. output", Path, metavar="run"),
-        "out": _value("folder to write (default RUN/export/averaged)", Path, nargs="?"),
-        "--last": _value("newest checkpoints to average (default 5)", int, default=5),
+        "run_folder": value("a run, e.g. output", Path, metavar="run"),
+        "out": value("folder to write; must not exist (default RUN/export/averaged)", Path, nargs="?"),
+        "--last": value("newest checkpoints to average (default 5)", int, default=5),
         **_LORA,
         **_WEIGHTS,
     },
     "convert": {
         **_CHECKPOINT,
-        "out": _value("checkpoint folder to write; must not exist", Path),
-        "--to": _value("format of the tensors", choices=list(STATE_FORMATS), required=True),
+        "out": value("checkpoint folder to write; must not exist", Path),
+        "--to": value("format of the tensors", choices=list(STATE_FORMATS), required=True),
     },
-    "verify": {"path": _value("a checkpoint, a run (e.g. output), or prepared data", Path)},
+    "verify": {"path": value("a checkpoint, a run (e.g. output), or prepared data", Path)},
     "sanity-check": {
         **_FILES,
-        "--model": _value("a model folder, instead of the configuration's", Path, metavar="DIR"),
-        **_JSON,
+        "--model": value("a model folder, instead of the configuration's", Path, metavar="DIR"),
+        **JSON,
     },
     "report": {
-        "run_folder": _value("a run or a pipeline's folder, e.g. output", Path, metavar="run"),
-        "--compare": _value("runs to lay over it", Path, nargs="+", default=(), metavar="RUN"),
-        "--out": _value("folder to write into (default RUN/report)", Path),
-        "--png": _flag("put each chart beside the page as a picture, too"),
+        "run_folder": value("a run or a pipeline's folder, e.g. output", Path, metavar="run"),
+        "--compare": value("runs to lay over it", Path, nargs="+", default=(), metavar="RUN"),
+        "--out": value("folder to write into (default RUN/report)", Path),
+        "--png": flag("put each chart beside the page as a picture, too"),
     },
     "push-to-hub": {
-        "folder": _value("exported folder", Path),
-        "repo_id": _value("OWNER/NAME of the repository, made where there is none"),
-        "--private": _flag("make it one that only you see"),
-        "--revision": _value("branch (default main)", metavar="BRANCH"),
-        "--message": _value("of the commit"),
+        "folder": value("exported folder", Path),
+        "repo_id": value("OWNER/NAME of the repository, made where there is none"),
+        "--private": flag("make it one that only you see"),
+        "--revision": value("branch (default main)", metavar="BRANCH"),
+        "--message": value("of the commit"),
     },
-    "generate": {
-        "--model": _value("exported folder", Path, required=True),
-        "--text": _value("with <extra_id_0>… to fill, or a prefix to continue; - reads standard input", required=True),
-        "--raw": _flag("print what the model writes, and nothing of the text: the answer of a fine-tuned one"),
-        "--stream": _flag("print tokens as they come"),
-        "--max-new-tokens": _value("(default 64)", int, default=64),
-        **{
-            f"--{name.replace('_', '-')}": _value(f"{text} (default {default})", kind, default=default, metavar="X")
-            for name, (kind, default, text) in GENERATION.items()
-            if name not in ("max_new_tokens", "batch_tokens")
-        },
-    },
-    "evaluate": {
-        "--model": _value("exported folder", Path, required=True, metavar="DIR"),
-        "--config": _value("what the data is (default: that of the run whose export/ the model lies in)", Path),
-        "--split": _value("(default test)", choices=("train", "validation", "test"), default="test"),
-        "--max-samples": _value("the first N examples (default all)", _COUNT, metavar="N"),
-        "--metrics": _value(
-            f"(default: all that need no model) {', '.join(TEXT_METRICS)}", choices=TEXT_METRICS, nargs="+", metavar="M"
-        ),
-        "--bertscore-model": _value("folder of the model that BERTScore compares with", Path, metavar="DIR"),
-        "--bertscore-layer": _value("its layer (default: the one known to be best, else the last)", _COUNT),
-        "--out": _value("folder to write into (default MODEL-SPLIT, beside the model)", Path, metavar="DIR"),
-        **{
-            f"--{name.replace('_', '-')}": _value(f"{text} (default {default})", kind, default=default, metavar="X")
-            for name, (kind, default, text) in GENERATION.items()
-        },
-        "--device": _value("(default auto)", choices=("auto", "cuda", "cpu"), default="auto"),
-        "--dtype": _value(
-            "(default: as stored on a GPU, float32 on a CPU)", choices=("float32", "bfloat16", "float16")
-        ),
-        **_JSON,
-    },
+    "generate": commands.GENERATE,
+    "evaluate": commands.EVALUATE,
 }
-"""The arguments of each verb that has some; for those of other modules, what adds them."""
+"""The arguments of each verb that has some."""
 
 VERBS: dict[str, tuple[Verb, bool, str]] = {
     "train": (train.run, True, "train (one process; for several use deepspeed or torchrun)"),
@@ -556,8 +402,8 @@ VERBS: dict[str, tuple[Verb, bool, str]] = {
     "sanity-check": (_sanity_check, True, "look at model, data and engine before a long run"),
     "report": (_report, False, "write one page with pictures about a run, or a pipeline of phases"),
     "push-to-hub": (_push_to_hub, False, "upload an exported folder to the Hugging Face hub (token: HF_TOKEN)"),
-    "generate": (_generate, False, "fill sentinels in a text, or continue it"),
-    "evaluate": (_evaluate, True, "generate for a split of the data, and compare with its references"),
+    "generate": (commands.run_generate, False, "fill sentinels in a text, or continue it"),
+    "evaluate": (commands.run_evaluate, True, "generate for a split of the data, and compare with its references"),
 }
 """For each verb: the function that runs it, whether settings may follow its arguments, and its summary."""
 

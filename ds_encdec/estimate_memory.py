@@ -11,11 +11,24 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from ds_encdec.arguments import JSON, Arguments, add, flag, value
 from ds_encdec.gpus import DEFAULT_GPU
 from ds_encdec.launch.preemption import reader_may_leave
 from ds_encdec.types import DsEncDecError
+
+ARGUMENTS: Arguments = {
+    "--config": value("YAML of the run (default: the schema's defaults)", Path),
+    "--deepspeed_config --deepspeed-config": value("raw DeepSpeed JSON", Path),
+    "--model": value("a model, instead of the configuration's", metavar="ID_OR_DIR"),
+    "--gpus": value("GPUs in total (default infra.num_gpus)", int, metavar="N"),
+    "--nodes": value("machines they are in (default 1)", int, default=1, metavar="N"),
+    "--gpu": value(f"e.g. h100-80gb, 80GiB (default {DEFAULT_GPU})", default=DEFAULT_GPU, metavar="NAME|SIZE"),
+    "--host-memory": value("of each machine, e.g. 1TB: judge the host, too", metavar="SIZE"),
+    "--lora-rank": value("as if adapters of this rank were trained alone", int, metavar="R"),
+    "--trace": flag("also trace the configured run's step (needs torch)"),
+    **JSON,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog="further arguments: section.field=value",
         allow_abbrev=False,  # an abbreviation may be a misspelt setting
     )
-    add_arguments(parser)
+    add(parser, ARGUMENTS)
     options, overrides = parser.parse_known_args(arguments)
     try:
         with reader_may_leave():
@@ -35,30 +48,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DsEncDecError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
-
-
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "--config": {"type": Path, "help": "YAML of the run (default: the schema's defaults)"},
-    "--deepspeed_config": {"type": Path, "help": "raw DeepSpeed JSON"},
-    "--model": {"metavar": "ID_OR_DIR", "help": "a model, instead of the configuration's"},
-    "--gpus": {"type": int, "metavar": "N", "help": "GPUs in total (default infra.num_gpus)"},
-    "--nodes": {"type": int, "default": 1, "metavar": "N", "help": "machines they are in (default 1)"},
-    "--gpu": {
-        "default": DEFAULT_GPU,
-        "metavar": "NAME|SIZE",
-        "help": f"e.g. h100-80gb, 80GiB (default {DEFAULT_GPU})",
-    },
-    "--host-memory": {"metavar": "SIZE", "help": "of each machine, e.g. 1TB: judge the host, too"},
-    "--lora-rank": {"type": int, "metavar": "R", "help": "as if adapters of this rank were trained alone"},
-    "--trace": {"action": "store_true", "help": "also trace the configured run's step (needs torch)"},
-    "--json": {"action": "store_true", "help": "as one JSON object"},
-}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options, shared with `ds-encdec estimate-memory`."""
-    for option, arguments in _OPTIONS.items():
-        parser.add_argument(*dict.fromkeys((option, option.replace("_", "-"))), **arguments)
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -1,38 +1,22 @@
-"""`ds-encdec init-model` and `generate`: a model's folder, made from a decoder-only Qwen3, and asked for text.
-
-A new folder is ready to be trained; one that was exported generates, by filling sentinels or by continuing a prefix.
-"""
+"""`ds-encdec init-model`: a model's folder, ready to be trained, made from a decoder-only Qwen3."""
 
 from __future__ import annotations
 
-import os
-import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import TextStreamer
 
 from ds_encdec.checkpoint.export import export_hf
 from ds_encdec.checkpoint.model_card import untrained_model_card
 from ds_encdec.config.model_folder import MODEL_FILES, TOKENIZER_FILES, model_folder
 from ds_encdec.config.schema import ModelConfig
-from ds_encdec.evaluate.generation import GenerationSettings, generate_batch, text_of
-from ds_encdec.evaluate.models import is_ours, open_model, open_tokenizer
-from ds_encdec.launch.process_group import choose_device
-from ds_encdec.launch.world import discover
 from ds_encdec.memory.job import QWEN3_IDS, QWEN3_ROWS
 from ds_encdec.model.parameter_count import count_parameters
 from ds_encdec.model.source import read_config, resolve_model
 from ds_encdec.tokenizer.load import load_tokenizer
 from ds_encdec.tokenizer.sentinels import Vocabulary
-from ds_encdec.types import DENOISERS, CheckpointError, ConfigError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
-
-_SENTINEL = re.compile(r"<extra_id_\d+>")
+from ds_encdec.types import CheckpointError
 
 
 def init_model(source: str, out: Path, num_sentinel_tokens: int = 100, *, seed: int = 42) -> str:
@@ -88,53 +72,3 @@ def default_vocabulary(stored: dict[str, Any], num_sentinels: int) -> Vocabulary
         mode_token_ids=(),
         vocab_size=first + num_sentinels,
     )
-
-
-def generate_text(
-    folder: Path, text: str, settings: GenerationSettings, *, raw: bool = False, stream: bool = False
-) -> str | None:
-    """`text` with its sentinels (`<extra_id_0>`…) filled in; or, if it has none, `text` and its continuation.
-
-    `folder`: an exported one or one of `ds-encdec init-model`. A sentinel that the model does not answer stays in the
-    text. `raw`: what the model writes, and nothing else. `stream`: print that while it is made; None where there is
-    nothing more to show. Raises CheckpointError for a folder that is not such a model.
-    """
-    if stream and settings.num_beams > 1:
-        raise ConfigError("--stream shows tokens as they are taken, and a search with beams takes them at its end")
-    if not is_ours(folder):
-        raise CheckpointError(f"--model: {folder} is not a model of ours; ds-encdec init-model makes one of a Qwen3")
-    tokenizer = open_tokenizer(folder)
-    model = open_model(folder, choose_device("auto", discover(os.environ)))
-    continues = not raw and not _SENTINEL.search(text)
-    if stream and continues:
-        print(text, end="", flush=True)
-    streamer = _Streamer(tokenizer, skip_prompt=True) if stream else None
-    ids = generate_batch(model, [_encoder_ids(model, tokenizer, text)], [0], settings, streamer=streamer)[0]
-    if stream and (raw or continues):
-        return None
-    target = text_of(tokenizer, ids)
-    return target if raw else text + target if continues else fill_sentinels(text, target)
-
-
-class _Streamer(TextStreamer):
-    """Prints what `text_of` shows."""
-
-    def put(self, value: Tensor) -> None:
-        if self.next_tokens_are_prompt or text_of(self.tokenizer, value.tolist()):
-            super().put(value)
-
-
-def fill_sentinels(text: str, target: str) -> str:
-    """Put the spans of `target` ("<extra_id_0> span <extra_id_1> span …") in the place of the sentinels of `text`."""
-    spans = dict(zip(_SENTINEL.findall(target), _SENTINEL.split(target)[1:], strict=True))
-    return _SENTINEL.sub(lambda match: spans.get(match.group(), match.group()), text)
-
-
-def _encoder_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-    """The text's ids, behind the mode token of a model that was trained with them."""
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-    if model.config.mode_token_ids:
-        has_spans = _SENTINEL.search(text) is not None
-        modes = zip(DENOISERS.values(), model.config.mode_token_ids, strict=False)
-        ids.insert(0, next(token for row, token in modes if row.has_spans == has_spans))
-    return ids

@@ -9,29 +9,26 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from ds_encdec.arguments import CONFIG_OR_PLACE, Arguments, config_and_overrides, value
 from ds_encdec.types import ConfigError, Preempted
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the verb."""
-    parser.add_argument("config", type=Path, nargs="?", help="YAML file")
-    parser.add_argument("--config", type=Path, dest="config_option", help="YAML file")
-    parser.add_argument("--num-proc", type=int, metavar="N", help="processes (default: all cores)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder to write (default data.prepared_dir)")
+ARGUMENTS: Arguments = {
+    **CONFIG_OR_PLACE,
+    "--num-proc": value("processes (default: all cores)", int, metavar="N"),
+    "--out": value("folder to write (default data.prepared_dir)", Path, metavar="DIR"),
+}
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Do what the options say, and say of each source what is there now. Raises Preempted at Ctrl-C."""
     from ds_encdec.config.schema import find_shipped, load_config
 
-    path, overrides = options.config or options.config_option, list(overrides)
-    if path is not None and "=" in str(path):  # an override in the place of the file
-        path, overrides = options.config_option, [str(path), *overrides]
+    path, overrides = config_and_overrides(options, overrides)
     num_proc = len(os.sched_getaffinity(0)) if options.num_proc is None else options.num_proc
     if num_proc < 1:
         raise ConfigError(f"--num-proc {num_proc}: at least one process has to do it")
     if options.out is not None:
-        overrides.append(f"data.prepared_dir={json.dumps(str(options.out))}")
+        overrides = [*overrides, f"data.prepared_dir={json.dumps(str(options.out))}"]
     config = load_config(find_shipped(path), overrides)
     if config.data.prepared_dir is None:
         raise ConfigError("data.prepared_dir: name the folder to prepare the data in, or give --out DIR")

@@ -1,6 +1,6 @@
-"""The model and tokenizer of a run, and going on from a checkpoint.
+"""The model and tokenizer of a run, the steps of its epochs, and going on from a checkpoint.
 
-Both come from the configuration, or on resume from the checkpoint. A run goes on at its start, or in its midst by a
+All come from the configuration, or on resume from the checkpoint. A run goes on at its start, or in its midst by a
 rollback; checkpoints of other models are refused.
 """
 
@@ -19,7 +19,9 @@ from ds_encdec.checkpoint.saved_state import open_saved_state
 from ds_encdec.config.schema import FullConfig, TrainingConfig, load_saved
 from ds_encdec.data.build import TrainingData
 from ds_encdec.data.builtin_corpus import builtin_documents
+from ds_encdec.data.epochs import steps_of_epochs, with_steps_of_epochs
 from ds_encdec.data.fingerprint import in_todays_form, told, usable_records
+from ds_encdec.data.lane import LanePipeline
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
@@ -103,6 +105,21 @@ def run_tokenizer(config: FullConfig, folder: Path | None = None) -> tuple[PreTr
         builtin_texts=lambda: (document.text for document in builtin_documents()),
         mode_tokens=config.data.use_mode_tokens,
     )
+
+
+def with_steps(
+    config: FullConfig, pipeline: LanePipeline, found: Checkpoint | None, collectives: HostCollectives
+) -> FullConfig:
+    """`config`, with the steps of its epochs if it gives these: those of the checkpoint, or counted now. Collective."""
+    epochs = config.training.num_train_epochs
+    if epochs is None:
+        return config
+    if found and found.read_json("trainer.json").get("num_train_epochs") == epochs:
+        steps = load_saved(found.path / "config.yaml").training.num_train_steps
+    else:
+        steps = collectives.on_rank_zero(lambda: steps_of_epochs(pipeline, epochs))
+        logger.info("num_train_epochs=%g: %d optimizer steps", epochs, steps)
+    return with_steps_of_epochs(config, steps)
 
 
 def refuse_other_model(found: Checkpoint, config: FullConfig) -> None:

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ds_encdec.arguments import Arguments, add, flag, value
 from ds_encdec.launch.preemption import StopRequest, outlive_readers
 from ds_encdec.launch.world import discover
 from ds_encdec.types import ConfigError, DsEncDecError, Preempted
@@ -32,6 +33,17 @@ RANK_ZERO_SPEAKS_SECONDS = 10.0
 """How long other ranks stay after a configuration error. Launchers end all ranks as soon as one has left: were rank 0,
 which says why, slower to find the error than they, nobody would ever read it."""
 
+ARGUMENTS: Arguments = {
+    "--config": value("YAML of the run (default: the schema's defaults, ds_configs/qwen3_0.6b_ul2.yaml)", Path),
+    "--deepspeed_config --deepspeed-config": value("raw DeepSpeed JSON, reconciled with the YAML", Path),
+    "--resume": value("go on from the newest whole checkpoint, or from this one", metavar="auto|PATH"),
+    "--allow-data-change": flag("resume although the data is not the checkpoint's"),
+    "--print-config": flag("print the resolved YAML and stop"),
+    "--print-deepspeed-config": flag("print DeepSpeed's JSON and stop"),
+    # Launchers add this one; the rank is read from the environment (launch/world.py).
+    "--local_rank --local-rank": value(argparse.SUPPRESS, int),
+}
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run training as the command line asks; returns the process's exit code."""
@@ -41,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # an abbreviation may be a misspelt setting
     )
-    add_arguments(parser)
+    add(parser, ARGUMENTS)
     options, overrides = parser.parse_known_args(arguments)
     try:
         return run(options, overrides)
@@ -56,26 +68,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of training, shared with `ds-encdec train`."""
-    parser.add_argument(
-        "--config", type=Path, help="YAML of the run (default: the schema's defaults, ds_configs/qwen3_0.6b_ul2.yaml)"
-    )
-    parser.add_argument(
-        "--deepspeed_config", "--deepspeed-config", type=Path, help="raw DeepSpeed JSON, reconciled with the YAML"
-    )
-    parser.add_argument(
-        "--resume", metavar="auto|PATH", help="go on from the newest whole checkpoint, or from this one"
-    )
-    parser.add_argument(
-        "--allow-data-change", action="store_true", help="resume although the data is not the checkpoint's"
-    )
-    parser.add_argument("--print-config", action="store_true", help="print the resolved YAML and stop")
-    parser.add_argument("--print-deepspeed-config", action="store_true", help="print DeepSpeed's JSON and stop")
-    # Launchers add this one; the rank is read from the environment (launch/world.py).
-    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:

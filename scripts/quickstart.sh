@@ -1,19 +1,21 @@
 #!/usr/bin/env bash
 # Trains a small encoder-decoder on text that is already on this machine, exports it, and lets it fill a sentence.
 #
-#   scripts/quickstart.sh [--ranks N] [--resume auto] [section.field=value ...]
+#   scripts/quickstart.sh [--sft] [--ranks N] [--resume auto] [section.field=value ...]
 #   scripts/quickstart.sh infra.distributed_type=fsdp       # FSDP2 instead of DeepSpeed, started by torchrun
 #
+# --sft    learns a task instead, from inputs and outputs, and counts the right outputs of a held-out split
 # --ranks  processes to train with (default: two, or one where there is only one core or GPU)
 #
-# Each call starts a fresh run in output/quickstart, output/quickstart-2, ... of the repository, unless
-# infra.output_dir=FOLDER says where. With --resume the newest of them is continued.
+# Each call starts a fresh run in output/quickstart (with --sft quickstart_sft), output/quickstart-2, ... of the
+# repository, unless infra.output_dir=FOLDER says where. With --resume the newest of them is continued.
 set -euo pipefail
 
-ranks="" resume="" output="" overrides=()
+name=quickstart ranks="" resume="" output="" overrides=()
 while [ $# -gt 0 ]; do
     case "$1" in
         -h | --help) sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;;
+        --sft) name=quickstart_sft; shift ;;
         --ranks | --resume | --infra.output_dir)
             [ $# -ge 2 ] || { echo "error: $1 needs a value" >&2; exit 2; }
             set -- "$1=$2" "${@:3}" ;;
@@ -32,9 +34,9 @@ default_ranks() { # at most two: the run is small
 }
 
 numbered_folder() { # the first folder that is not there yet, or with --resume the last one that is
-    local folder="$ROOT/output/quickstart" next="$ROOT/output/quickstart" number=1
+    local folder="$ROOT/output/$name" next="$ROOT/output/$name" number=1
     while [ -e "$next" ]; do
-        folder="$next" number=$((number + 1)) next="$ROOT/output/quickstart-$number"
+        folder="$next" number=$((number + 1)) next="$ROOT/output/$name-$number"
     done
     if [ -n "$resume" ]; then echo "$folder"; else echo "$next"; fi
 }
@@ -51,17 +53,23 @@ esac
 
 echo "training on $ranks rank(s) into $output"
 "${launcher[@]}" "$ROOT/ds_encdec/train.py" \
-    --config "$ROOT/ds_configs/quickstart.yaml" ${resume:+--resume "$resume"} \
+    --config "$ROOT/ds_configs/$name.yaml" ${resume:+--resume "$resume"} \
     "infra.output_dir=$output" ${overrides[@]+"${overrides[@]}"}
 
 model="$output/export/final" # which the run has left itself, unless it was told not to
 [ -e "$model" ] || ds-encdec export "$output/checkpoints/final" "$model"
 
-text="The <extra_id_0> statement is used to <extra_id_1> a function in a class."
 echo
-echo "A model of 1.3 M parameters has not learned to write after so few steps; this shows the way from text to text:"
-echo "corrupted  $text"
-echo "filled in  $(ds-encdec generate --model "$model" --text "$text" --max-new-tokens 32 | tr -s '[:space:]' ' ')"
+if [ "$name" = quickstart_sft ]; then
+    rm -rf "$model-test" # of the model that was there before a --resume
+    ds-encdec evaluate --model "$model" --split test --max-samples 200 --max-new-tokens 24
+    echo "rows       $model-test/predictions.jsonl"
+else
+    text="The <extra_id_0> statement is used to <extra_id_1> a function in a class."
+    echo "A model of 1.3 M parameters has not learned to write after so few steps; this shows the way from text to text:"
+    echo "corrupted  $text"
+    echo "filled in  $(ds-encdec generate --model "$model" --text "$text" --max-new-tokens 32 | tr -s '[:space:]' ' ')"
+fi
 python - "$output/metrics.jsonl" <<'END'
 import json, sys
 
@@ -74,6 +82,6 @@ metrics      $output/metrics.jsonl
 TensorBoard  tensorboard --logdir $output/logs
 checkpoints  $output/checkpoints
 model        $model   (AutoModelForSeq2SeqLM.from_pretrained(..., trust_remote_code=True))
-try next     source $ROOT/.venv/bin/activate && ds-encdec inspect-data --config $ROOT/ds_configs/quickstart.yaml -n 3
+try next     source $ROOT/.venv/bin/activate && ds-encdec inspect-data --config $ROOT/ds_configs/$name.yaml -n 3
 took         $((SECONDS / 60)) min $((SECONDS % 60)) s
 END

@@ -35,7 +35,7 @@ LAYERS = (
     ("launch", "config"),
     ("engines", "types"),
     ("objectives",),
-    ("denoisers", "source_kinds", "text_metrics"),
+    ("denoisers", "source_kinds", "text_metrics", "arguments"),
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 

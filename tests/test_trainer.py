@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from ds_encdec.build import plan_lanes
-from ds_encdec.config.schema import DataConfig, FullConfig, TrainingConfig
+from ds_encdec.config.schema import TrainingConfig
 from ds_encdec.trainer import Due, StepTotals, advance, after_evaluation, is_best, is_over, train
-from ds_encdec.types import ConfigError, StepResult, TrainingState
+from ds_encdec.types import StepResult, TrainingState
 
 TOTALS = StepTotals(target_tokens=70, encoder_tokens=50, epoch=2, stop=False, save_due=False, save_over=False)
 
@@ -70,22 +69,6 @@ def test_the_loop_reads_from_top_to_bottom() -> None:
     decisions += sum(len(node.values) - 1 for node in ast.walk(loop) if isinstance(node, ast.BoolOp))
     assert 1 + decisions <= 11
     assert len(inspect.getsource(train).splitlines()) <= 50
-
-
-def make_config(num_lanes: int | None) -> FullConfig:
-    return FullConfig(data=DataConfig(num_lanes=num_lanes), training=TrainingConfig(gradient_accumulation_steps=4))
-
-
-def test_lanes_fall_evenly_on_the_ranks() -> None:
-    assert plan_lanes(make_config(None), world_size=2) == (8, 4)
-    assert plan_lanes(make_config(12), world_size=3) == (12, 4)
-    # A saved run's lanes win: its step does not change with the number of ranks.
-    assert plan_lanes(make_config(None), world_size=4, saved_lanes=8) == (8, 2)
-
-
-def test_ranks_that_do_not_divide_the_lanes_are_told_which_do() -> None:
-    with pytest.raises(ConfigError, match=r"data\.num_lanes=8 cannot be divided evenly among 3 ranks.*: 1, 2, 4, 8\."):
-        plan_lanes(make_config(8), world_size=3)
 
 
 def test_what_older_checkpoints_and_another_metric_know_of_the_best() -> None:

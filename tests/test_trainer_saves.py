@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from ds_encdec import build
 from ds_encdec import trainer as trainer_module
 from ds_encdec.build import _train_and_close
 from ds_encdec.checkpoint.folder import committed_steps
@@ -25,15 +26,17 @@ from ds_encdec.checkpoint.manifest import verify_checkpoint
 from ds_encdec.config.schema import DataConfig, FullConfig, TrainingConfig
 from ds_encdec.data.lane import WorkerKilledError
 from ds_encdec.engine.protocol import StagedSave
-from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.launch.host_collectives import HostCollectives, RunContext
+from ds_encdec.launch.peers import Watchdog
 from ds_encdec.launch.preemption import StopRequest
+from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.launch.world import discover
 from ds_encdec.monitor.metrics_file import EventLog
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.recorder import Recorder
 from ds_encdec.monitor.sinks import JsonlSink
 from ds_encdec.trainer import Trainer, train
-from ds_encdec.types import Batch, CheckpointError, DataError, Preempted, StepResult, TrainingState
+from ds_encdec.types import Batch, CheckpointError, DataError, DsEncDecError, Preempted, StepResult, TrainingState
 
 
 class ScriptedEngine:
@@ -360,3 +363,27 @@ def test_the_limit_of_bad_rows_is_held_against_each_pass_where_they_are_skipped(
             train(run)
     else:
         assert train(run).bad_rows == counted
+
+
+def test_a_hang_has_the_last_word_before_another_ending_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error may be that of a hang elsewhere: the watchdog, which knows, is left first."""
+    found: list[dict[str, Any]] = []
+
+    class Watching(Watchdog):
+        def __exit__(self, *error: object) -> None:
+            found.append(folder.read_status())
+            super().__exit__(*error)
+
+    folder, world = RunFolder(tmp_path / "run"), discover({})
+    context = RunContext(world, torch.device("cpu"), "fsdp", HostCollectives())
+    monkeypatch.setattr(build, "Watchdog", Watching)
+    monkeypatch.setattr(build, "_meet", lambda *_: context)
+    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
+    config = FullConfig.model_validate(
+        {"model": {"model_name_or_path": "/gone"}, "infra": {"output_dir": str(folder.root)}}
+    )
+    with StopRequest(world) as stop, pytest.raises(DsEncDecError, match="/gone"):
+        build.run_training(config, stop)
+    assert (found, folder.read_status()["state"]) == ([{}], "failed")

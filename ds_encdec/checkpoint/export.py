@@ -32,7 +32,6 @@ from ds_encdec.checkpoint.adapters import trained_weights
 from ds_encdec.checkpoint.export_files import write_sentence_transformers, write_tokenizer
 from ds_encdec.checkpoint.folder import (
     Checkpoint,
-    clear_leftovers,
     committed_steps,
     refuse_existing,
     written_shards,
@@ -48,7 +47,7 @@ from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.launch.world import discover
-from ds_encdec.model import attention, configuration, loss, modeling, precision
+from ds_encdec.model import attention, configuration, encoder, loss, modeling, precision
 from ds_encdec.model.configuration import Qwen3EncoderConfig, Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.model.source import architecture
@@ -61,11 +60,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-REMOTE_CODE = (configuration, precision, attention, loss, modeling)
+REMOTE_CODE = (configuration, precision, attention, encoder, loss, modeling)
 """The modules copied into the folder. They import each other relatively, and nothing else of ds_encdec."""
 
 AUTO_MAP = {"AutoConfig": "configuration.Qwen3Seq2SeqConfig", "AutoModelForSeq2SeqLM": "modeling.Qwen3ForSeq2SeqLM"}
-ENCODER_AUTO_MAP = {"AutoConfig": "configuration.Qwen3EncoderConfig", "AutoModel": "modeling.Qwen3EncoderModel"}
+ENCODER_AUTO_MAP = {"AutoConfig": "configuration.Qwen3EncoderConfig", "AutoModel": "encoder.Qwen3EncoderModel"}
 
 MIN_AVERAGED = 3
 """Checkpoints that a run must have left for their mean to be written at its end."""
@@ -208,7 +207,7 @@ def average_last_checkpoints(run: RunFolder, *, last: int) -> None:
             "Averaging the last checkpoints: rank 0 reads %.1f GB. The run is complete; this may be interrupted.",
             sum(read_manifest(path).num_bytes for path in list(found.values())[-last:]) / 1e9,
         )
-        steps = average_checkpoints(run, last=last, dtype=torch.float32)
+        steps = average_checkpoints(run, run.averaged, last=last, dtype=torch.float32, replace=True)
     except Exception as error:
         logger.error(
             "The mean of the last checkpoints could not be written: %s. `ds-encdec average` tries again.", error
@@ -217,31 +216,25 @@ def average_last_checkpoints(run: RunFolder, *, last: int) -> None:
     logger.info("the mean of the checkpoints at steps %s is in %s", ", ".join(map(str, steps)), run.averaged)
 
 
-def clear_averaged(run: RunFolder) -> None:
-    """Remove what a mean that was killed midway left beside `export/averaged`; give back what it was replacing."""
-    clear_leftovers(run.averaged.parent, run.averaged.name)
-
-
 def average_checkpoints(
     run: RunFolder,
-    out: Path | None = None,
+    out: Path,
     *,
     last: int,
     dtype: torch.dtype,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    replace: bool = False,
     base: str | None = None,
 ) -> list[int]:
     """Write the arithmetic mean of the weights of `last_checkpoints` of `run`, those of adapters merged into `base`.
 
     Any engines may have saved them. Sums and quotients are float32, in the order of the steps, before the result is
     rounded to `dtype`; two full parameters are in memory at a time. `out` is the Hugging Face folder to write, see
-    `export_hf`; None is `export/averaged`, where an earlier mean makes way once the new one is complete. Card,
-    tokenizer and configuration are those of the newest checkpoint. Returns the averaged steps. Raises CheckpointError
-    for fewer than two checkpoints, damaged ones, and ones of different models.
+    `export_hf`, and `replace`: see `export_checkpoint`. Card, tokenizer and configuration are those of the newest
+    checkpoint. Returns the averaged steps. Raises CheckpointError for fewer than two checkpoints, damaged ones, and
+    ones of different models.
     """
-    if out is None:
-        clear_averaged(run)
-    else:
+    if not replace:
         refuse_existing(out)  # before minutes of reading
     checkpoints = last_checkpoints(run.checkpoints, last)
     if len(checkpoints) < 2:
@@ -257,11 +250,11 @@ def average_checkpoints(
         paths[-1],
         mean_weights([trained_weights(path, base) for path in paths]),
         f"mean of the checkpoints at steps {', '.join(map(str, steps))}",
-        out or run.averaged,
+        out,
         field="RUN",
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,
-        replace=out is None,
+        replace=replace,
     )
     return steps
 

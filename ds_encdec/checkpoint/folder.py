@@ -14,6 +14,7 @@ Rank 0 alone changes it. `.removed-…` is a checkpoint that is being deleted.
 
 from __future__ import annotations
 
+import glob
 import logging
 import os
 import re
@@ -110,12 +111,10 @@ def written_whole(
     """Wraps the writing of a folder: where to write it, which is named `out` at the end, or removed by what goes wrong.
 
     One process writes it, or with `collectives` all ranks do, which leave this together. The Writing must be given the
-    bytes to come (`require_space`). Only a kill leaves `out` + `.tmp` behind; the next attempt replaces it. Raises
-    CheckpointError where `out` exists and is not empty, unless it is to be replaced, and DiskRefusedError where the
-    file system takes no more.
+    bytes to come (`require_space`). Only a kill leaves something else behind, which the next attempt mends
+    (`clear_leftovers`). Raises CheckpointError where `out` exists and is not empty, unless it is to be replaced, and
+    DiskRefusedError where the file system takes no more.
     """
-    if not replace:
-        refuse_existing(out)
     several = collectives is not None and collectives.world_size > 1
     advice = "Free space there, or name a folder on another file system."
     writing = Writing(out.absolute().parent, str(out), advice, collectives.rank if collectives and several else None)
@@ -123,6 +122,12 @@ def written_whole(
     def on_rank_zero(action: Callable[[], object]) -> None:
         told = writing.refusals_told()(action)
         collectives.on_rank_zero(told) if collectives is not None else told()
+
+    def start() -> None:
+        clear_leftovers(out.absolute().parent, glob.escape(out.name))
+        if not replace:
+            refuse_existing(out)
+        begin(out)
 
     def commit() -> None:
         for path in (unfinished(out), *unfinished(out).rglob("*")):
@@ -132,7 +137,7 @@ def written_whole(
         delete(replaced)
 
     try:
-        on_rank_zero(lambda: begin(out))
+        on_rank_zero(start)
         with writing.refusals_told():
             yield unfinished(out), writing
         on_rank_zero(commit)

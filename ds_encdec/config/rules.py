@@ -1,7 +1,7 @@
 """All sections together: their fields by dotted path, and the contradictions between sections.
 
-The rules inside of one section are its own (sections.py, training_sections.py, monitor_sections.py). Every rule names
-all the fields that it reads, so that the report can say where each was set.
+The rules inside of one section are its own, in its class. Every rule names all the fields that it reads, so that the
+report can say where each was set.
 """
 
 import math
@@ -12,8 +12,9 @@ from typing import Any, get_args
 from pydantic import field_validator
 from pydantic.fields import FieldInfo
 
+from ds_encdec.config.model_sections import ModelConfig
 from ds_encdec.config.monitor_sections import LARGEST_LOSS, MonitorConfig, PhasesConfig
-from ds_encdec.config.sections import DataConfig, Mark, ModelConfig, Section
+from ds_encdec.config.sections import DataConfig, Mark, Section
 from ds_encdec.config.settings import Conflict, Rule, Settings, broken, join
 from ds_encdec.config.training_sections import InfraConfig, TrainingConfig
 from ds_encdec.denoisers import DENOISERS
@@ -247,7 +248,8 @@ def deepspeed_lacks(config: Sections) -> Iterable[Rule]:
     )
     yield Rule(
         f"model.lora.quantize {engine}",
-        "DeepSpeed cuts and broadcasts no 4-bit weights: set distributed_type=ddp and sharding_stage=zero0",
+        "DeepSpeed cuts and broadcasts no 4-bit weights: set distributed_type=ddp and sharding_stage=zero0, or "
+        "quantize=none",
         _quantizes(config),
     )
     quantized = "zero_optimization.zero_quantized_nontrainable_weights"

@@ -19,19 +19,10 @@ from pydantic import ValidationError, ValidationInfo, model_validator
 from ds_encdec.config.converters import load_converter
 from ds_encdec.config.deepspeed_json import merge_deepspeed_json, read_deepspeed_json
 from ds_encdec.config.model_folder import is_hub_name
+from ds_encdec.config.model_sections import ArchitectureConfig, LoraConfig, ModelConfig  # noqa: F401  also found here
 from ds_encdec.config.monitor_sections import MonitorConfig, PhaseOverrides, PhasesConfig  # noqa: F401
 from ds_encdec.config.rules import Sections, find_conflicts, marked  # noqa: F401
-from ds_encdec.config.sections import (  # noqa: F401  who has the whole finds its parts here, too
-    LOCAL_FORMATS,
-    ArchitectureConfig,
-    DataConfig,
-    LoraConfig,
-    Mark,
-    MixtureSource,
-    ModelConfig,
-    Section,
-    Source,
-)
+from ds_encdec.config.sections import LOCAL_FORMATS, DataConfig, Mark, MixtureSource, Section, Source  # noqa: F401
 from ds_encdec.config.settings import COMMAND_LINE, Conflict, Mention, Problem, Settings, raise_if_any, show, unusable
 from ds_encdec.config.shares import is_auto, micro_batches_per_step, per_rank
 from ds_encdec.config.training_sections import InfraConfig, TrainingConfig  # noqa: F401

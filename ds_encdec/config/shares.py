@@ -47,6 +47,18 @@ def micro_batches_per_step(config: Sections, world_size: int) -> int:
     return global_batch_size(config, world_size) // config.training.micro_batch_size
 
 
+def plan_lanes(config: Sections, world_size: int, saved_lanes: int | None = None) -> tuple[int, int]:
+    """Micro-batches of an optimizer step, over all ranks (the lanes of a run) and on each of `world_size`.
+
+    A saved run's lanes never change. Raises ConfigError where the ranks do not divide them.
+    """
+    lanes = saved_lanes or micro_batches_per_step(config, world_size)
+    origin = "training.global_batch_size / training.per_device_train_batch_size"
+    if saved_lanes or config.data.num_lanes:
+        origin = "data.num_lanes (fixed when this run first started)" if saved_lanes else "data.num_lanes"
+    return lanes, per_rank(lanes, world_size, origin)
+
+
 def micro_batch_candidates(config: Sections, world_size: int) -> list[int]:
     """The sizes that `auto` may take, largest first: all that divide one rank's share of the global batch.
 

@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from ds_encdec.config.deepspeed_keys import check_extra
+from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.config.sections import Mark, Section, one_or_many
 from ds_encdec.config.settings import Conflict, Rule, closest, join
 from ds_encdec.engines import DistributedType
@@ -141,9 +142,9 @@ class TrainingConfig(Section):
     """Examples of `eval_samples`, the first ones, whose outputs the model generates in each evaluation, to be compared
     with the right ones (docs/metrics.md); 0: none. Takes a second copy of the model on each rank: in bf16 2 bytes per
     parameter."""
-    generation_max_new_tokens: Annotated[int, Mark.UNTRAINED] = Field(default=512, ge=1)
+    generation_max_new_tokens: Annotated[int, Mark.UNTRAINED] = Field(default=GenerationSettings.max_new_tokens, ge=1)
     """Most tokens of a generated text."""
-    generation_num_beams: Annotated[int, Mark.UNTRAINED] = Field(default=1, ge=1)
+    generation_num_beams: Annotated[int, Mark.UNTRAINED] = Field(default=GenerationSettings.num_beams, ge=1)
     """Beams of the search for the likeliest text; 1 takes the likeliest token each time."""
     logging_steps: Annotated[int, Mark.UNTRAINED] = Field(default=10, ge=1)
     """Optimizer steps between two lines of metrics."""

@@ -102,9 +102,8 @@ def build_data(
     maker = load(objective.maker).from_config(data, training.seed, tokenizer, vocabulary)
     own = own_split(data, "validation", training.seed, maker, commits)
     sources = open_sources(data, training.seed, maker, num_lanes, commits)
-    bad_row_limit = data.max_bad_rows if data.on_bad_row == "skip" else 0
     if saved is None:
-        found = sample_statistics(sources, maker, bad_row_limit)
+        found = sample_statistics(sources, maker, data.bad_row_limit)
         ratio = found.ratio
         require_one_step(found, num_lanes, token_budgets(data, training.micro_batch_size, ratio))
     else:
@@ -120,7 +119,7 @@ def build_data(
         shuffle_buffer_size=data.shuffle_buffer_size,
         pool_examples=data.packing_pool_examples,
         max_wait_batches=data.packing_max_wait_batches,
-        bad_row_limit=bad_row_limit,
+        bad_row_limit=data.bad_row_limit,
         tasks=tuple(objective.tasks),
     )
     facts = fingerprint(config, pipeline, own)
@@ -183,13 +182,12 @@ def prepare_data(
     data, seed = config.data, config.training.seed
     maker = load(OBJECTIVES[data.objective].maker).from_config(data, seed, tokenizer, vocabulary)
     unprepared = data.model_copy(update={"prepared_dir": None})
-    bad_row_limit = data.max_bad_rows if data.on_bad_row == "skip" else 0
     with locked(prepared_folder(data)):
         commits = resolve_commits(unprepared)
         for name, entry in named_sources(data).items():
             source = _open(entry, name, unprepared, seed, maker, PREPARED_LANES, commits)
             facts = made_from(data, entry, maker, seed)
-            yield prepare_source(source, facts, maker, prepared_folder(data) / name, bad_row_limit, num_proc)
+            yield prepare_source(source, facts, maker, prepared_folder(data) / name, data.bad_row_limit, num_proc)
 
 
 def _open(

@@ -151,7 +151,7 @@ class ChunkMaker:
     @property
     def barren(self) -> str:
         """Texts without a token, and those that are not trained on."""
-        return "empty, held out or not readable. Check data.text_column and data.eval_fraction"
+        return "empty, held out or not readable. Check data.data_files, data.text_column and data.eval_fraction"
 
     def read(self, document: Document) -> np.ndarray:
         """The document's tokens, int32 [n]."""

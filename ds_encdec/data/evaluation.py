@@ -14,7 +14,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from ds_encdec.data.budgets import Budgets
-from ds_encdec.data.examples import read_documents
+from ds_encdec.data.examples import ExampleMaker, read_documents
 from ds_encdec.data.fingerprint import Facts, digest
 from ds_encdec.data.lane import LanePipeline
 from ds_encdec.data.loader import collate
@@ -80,11 +80,21 @@ def held_out_examples(pipeline: LanePipeline, own: Sequence[OpenSource] = ()) ->
 
     Raises DataError where more of the rows read than the run's limit cannot be read.
     """
-    maker = pipeline.maker.of_evaluation()
-    for document, ids in read_documents(
-        split_rows(own or pipeline.sources, "validation"), maker, pipeline.bad_row_limit
-    ):
-        yield from (made.example for made in maker.examples(ids, document.key, 0) if made.example is not None)
+    maker, sources = pipeline.maker.of_evaluation(), own or pipeline.sources
+    return (example for _, example in keyed_examples(sources, "validation", maker, pipeline.bad_row_limit))
+
+
+def keyed_examples(
+    sources: Sequence[OpenSource], split: Split, maker: ExampleMaker, bad_row_limit: int
+) -> Iterator[tuple[str, Example]]:
+    """Every example of a split once, with the key of its document, and its number there where that is not 0.
+
+    `maker`: that of evaluations. Raises DataError where more of the rows read than `bad_row_limit` cannot be read.
+    """
+    for document, ids in read_documents(split_rows(sources, split), maker, bad_row_limit):
+        for made in maker.examples(ids, document.key, 0):
+            if made.example is not None:
+                yield document.key if made.number == 0 else f"{document.key}#{made.number}", made.example
 
 
 def split_rows(sources: Sequence[OpenSource], split: Split) -> Iterator[Row]:

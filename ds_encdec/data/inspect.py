@@ -66,8 +66,8 @@ def sample_statistics(sources: Sequence[OpenSource], maker: ExampleMaker, bad_ro
         if isinstance(first, BadRow):
             raise DataError(f"the data set is empty: no row that was looked at can be used. {first.problem}")
         raise DataError(
-            f"the data set is empty: none of {len(all_read)} documents looked at has text to train on. Check "
-            "data.data_files and data.text_column"
+            f"the data set is empty: none of {len(all_read)} documents looked at has text to train on. All were "
+            f"{maker.barren}"
         )
     return SampleStatistics(maker.ratio(usable), documents, tokens)
 

@@ -110,7 +110,8 @@ class PairMaker:
         """Rows that are left out or bad, and those that are not trained on."""
         data = self.data
         return (
-            f"held out, not readable, or above data.max_encoder_length={data.max_encoder_length} or "
+            f"held out, not readable{'' if data.converter is None else ', made into nothing by data.converter'}, or "
+            f"above data.max_encoder_length={data.max_encoder_length} or "
             f"data.max_decoder_length={data.max_decoder_length} with data.on_long_row={data.on_long_row}. Check these "
             "and data.train_split_ratio"
         )

@@ -13,7 +13,7 @@ import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count, islice, zip_longest
+from itertools import islice, zip_longest
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from ds_encdec.config.schema import DataConfig, MixtureSource, Source
@@ -147,21 +147,6 @@ def held_out_below(source: AnySource, eval_fraction: float) -> float:
     if len(hashes) > SMALL_SOURCE_DOCUMENTS or hashes[0] < eval_fraction:
         return eval_fraction
     return (hashes[0] + hashes[1]) / 2
-
-
-def readable(rows: Iterable[Row], bad_row_limit: int) -> Iterator[Document]:
-    """The documents among `rows`. Raises DataError for more than `bad_row_limit` others."""
-    bad = count(1)
-    for row in rows:
-        if isinstance(row, BadRow):
-            check_bad_rows(next(bad), bad_row_limit, row.problem)
-        else:
-            yield row
-
-
-def sample_documents(source: AnySource, most: int, bad_row_limit: int) -> Iterator[Document]:
-    """Up to `most` `readable` documents, the same on every machine: spread over a map, the first of a stream."""
-    return islice(readable(all_rows(source, "sample"), bad_row_limit), most)
 
 
 def all_rows(source: AnySource, purpose: str, wanted: Callable[[str], bool] | None = None) -> Iterator[Row]:

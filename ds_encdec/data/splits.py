@@ -11,8 +11,7 @@ import numpy as np
 
 from ds_encdec.config.schema import DataConfig, FullConfig
 from ds_encdec.data.build import held_out_shares, open_sources, own_split
-from ds_encdec.data.evaluation import split_rows
-from ds_encdec.data.examples import read_documents
+from ds_encdec.data.evaluation import keyed_examples
 from ds_encdec.data.fingerprint import source_facts, unknown_sources
 from ds_encdec.data.sources import OpenSource, Split
 from ds_encdec.data.tables import resolve_commits
@@ -69,13 +68,7 @@ def split_examples(
     sources = own or open_sources(data, seed, maker, 1, commits)
     if trained is not None and split != "train" and not own:
         _require_held_out(split, data, sources, trained)
-    rows = split_rows(sources, split)
-    examples = (
-        (document.key if made.number == 0 else f"{document.key}#{made.number}", made.example)
-        for document, ids in read_documents(rows, maker, data.max_bad_rows if data.on_bad_row == "skip" else 0)
-        for made in maker.examples(ids, document.key, 0)
-        if made.example is not None
-    )
+    examples = keyed_examples(sources, split, maker, data.bad_row_limit)
     found = [
         TextExample(
             key,

@@ -327,18 +327,22 @@ def _readable_errors(entry: MixtureSource, name: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:  # an unknown configuration or split; the message lists the known ones
-        raise DataError(f"data set {name}: {error}") from error
+        raise DataError(
+            f"data set {name}: {error}. Check dataset_config and dataset_split, or the fields of `data` for evaluation "
+            "and test (eval_split, test_split)"
+        ) from error
     except FileNotFoundError as error:
         raise DataError(
             f"data.dataset_name={entry.dataset_name}: no such data set on the hub, or no access to it ({error}). "
-            "Check the name; for a gated one log in with `hf auth login`. Local files: text, json or parquet"
+            "Check the name; for a gated one log in with `hf auth login`. Local files: text, json, csv or parquet"
         ) from error
     except Exception as error:
         if not _is_of_network(error):
             raise
         raise DataError(
             f"data.dataset_name={entry.dataset_name}: the hub cannot be reached and the data set is not in the local "
-            f"cache ({error}). Without a network use local files (text, json, parquet), `builtin` or `random`"
+            f"cache ({error}). Without a network use local files (text, json, csv, parquet), a folder that "
+            "save_to_disk wrote, or `builtin`"
         ) from error
 
 

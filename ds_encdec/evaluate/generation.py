@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,51 +19,14 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.data.randomness import keyed_generator
-from ds_encdec.types import ConfigError
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
     from transformers.generation.streamers import BaseStreamer
 
 TokenIds = Sequence[int] | np.ndarray
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationSettings:
-    """How texts are generated. Raises ConfigError for values that contradict each other.
-
-    `temperature` 0 takes the likeliest token (or searches with `num_beams`), above it samples; `top_p` (1: all) and
-    `top_k` (0: all) limit what is sampled from. `repetition_penalty`: by how much tokens that were generated already
-    are made less likely (1: not at all). `batch_tokens`: the most that a batch holds, encoder tokens and new ones of
-    all rows and beams together, padding included (a row by itself may be longer).
-    """
-
-    max_new_tokens: int = 512
-    num_beams: int = 1
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    repetition_penalty: float = 1.0
-    seed: int = 0
-    batch_tokens: int = 16_384
-
-    def __post_init__(self) -> None:
-        for name, is_sound, range_ in (
-            ("max_new_tokens", self.max_new_tokens >= 1, "1 or more"),
-            ("num_beams", self.num_beams >= 1, "1 or more"),
-            ("temperature", 0 <= self.temperature < float("inf"), "0 (greedy) or more"),
-            ("top_p", 0 < self.top_p <= 1, "above 0, and at most 1 (all)"),
-            ("top_k", self.top_k >= 0, "0 (all) or more"),
-            ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "above 0 (1: none)"),
-            ("batch_tokens", self.batch_tokens >= 1, "1 or more"),
-        ):
-            if not is_sound:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be {range_}")
-        if self.temperature == 0 and (self.top_p < 1 or self.top_k):
-            raise ConfigError("top_p and top_k limit sampling: give a temperature above 0, too (such as 0.1)")
-        if self.temperature > 0 and self.num_beams > 1:
-            raise ConfigError("num_beams searches for the likeliest text, a temperature samples: give one of them")
 
 
 def plan_batches(encoder_ids: Sequence[TokenIds], settings: GenerationSettings) -> list[list[int]]:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from ds_encdec.evaluate.generation import GenerationSettings, generate_batch, plan_batches, text_of
+from ds_encdec.config.generation import GenerationSettings
+from ds_encdec.evaluate.generation import generate_batch, plan_batches, text_of
 from ds_encdec.evaluate.models import open_model, open_tokenizer
 from ds_encdec.evaluate.scoring import score_targets
 from ds_encdec.types import ConfigError, DsEncDecError
@@ -51,7 +52,7 @@ class EncoderDecoderLM(LM):
         device: str | None = None,
         dtype: str | None = None,
         max_gen_toks: int = 256,
-        batch_tokens: int = 16_384,
+        batch_tokens: int = GenerationSettings.batch_tokens,
         seed: int = 0,
         **_: Any,
     ) -> None:

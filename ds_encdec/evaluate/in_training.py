@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.sharded_engine import compute_dtype, whole_copy
-from ds_encdec.evaluate.generation import GenerationSettings, generate, text_of
+from ds_encdec.evaluate.generation import generate, text_of
 from ds_encdec.evaluate.metrics import check_metrics, score_texts
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.monitor.sinks import Sample

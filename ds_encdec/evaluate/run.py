@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.console import Console
 from rich.progress import Progress
 
+from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.config.plain_files import read_json
 from ds_encdec.config.schema import FullConfig, load_saved
 from ds_encdec.data.sources import Split
 from ds_encdec.data.splits import TextExample, TrainedData, split_examples
 from ds_encdec.data.tables import resolve_commits
-from ds_encdec.evaluate.generation import GenerationSettings, generate_batch, plan_batches, text_of
+from ds_encdec.evaluate.generation import generate_batch, plan_batches, text_of
 from ds_encdec.evaluate.metrics import BertScoreModel, check_metrics, rouge_scorer, same_words, score_texts
 from ds_encdec.evaluate.models import is_ours, open_model, open_tokenizer
 from ds_encdec.evaluate.predictions import Predictions, claim, model_digest

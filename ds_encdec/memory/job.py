@@ -5,7 +5,7 @@ Sizes come without torch and without the network: they are what the estimate nee
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from ds_encdec.config.plain_files import read_json
 from ds_encdec.config.schema import DataConfig, FullConfig, TrainingConfig
-from ds_encdec.config.settings import closest
+from ds_encdec.config.settings import Conflict, closest
 from ds_encdec.config.shares import micro_batches_per_step
 from ds_encdec.data.budgets import token_budgets
 from ds_encdec.engines import ENGINES, EngineName
@@ -258,6 +258,20 @@ def run_sizes(config: FullConfig) -> Sizes:
     # Qwen3's embedding grows where the sentinels and mode tokens do not fit in.
     ids = QWEN3_IDS + section.num_sentinel_tokens + len(MODE_TOKENS) * config.data.use_mode_tokens
     return replace(sizes, vocab_size=max(QWEN3_ROWS, -(-ids // EMBEDDING_ROWS_MULTIPLE) * EMBEDDING_ROWS_MULTIPLE))
+
+
+def frozen_in_vain(config: FullConfig) -> Iterator[Conflict]:
+    """Yield what is wrong with the patterns of `training.freeze` for a model whose sizes are known here."""
+    if not config.training.freeze:
+        return
+    try:
+        sizes = run_sizes(config)
+    except (ConfigError, RuntimeError):  # it is not here: a run will find it, and then look
+        return
+    try:
+        trained_shapes(config, sizes)
+    except ConfigError as error:
+        yield Conflict(("training.freeze",), str(error).removeprefix("training.freeze: "))
 
 
 def _stored_sizes(file: Path) -> Sizes:

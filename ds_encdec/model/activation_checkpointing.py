@@ -24,7 +24,8 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
-from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM, Qwen3Layer
+from ds_encdec.model.encoder import Qwen3Layer
+from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 
 Mode = Literal["none", "full", "every_n", "selective"]
 Forward = Callable[..., Tensor]

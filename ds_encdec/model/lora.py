@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_encdec.config.model_sections import LoraConfig
 from ds_encdec.config.rules import Sections
-from ds_encdec.config.sections import LoraConfig
 from ds_encdec.model.parameter_count import ModelSizes
 from ds_encdec.model.precision import Linear
 from ds_encdec.model.trained import (

@@ -1,13 +1,12 @@
-"""`Qwen3ForSeq2SeqLM`: an encoder-decoder whose every weight has a place in a Qwen3 checkpoint; and its encoder alone.
+"""`Qwen3ForSeq2SeqLM`: an encoder-decoder whose every weight has a place in a Qwen3 checkpoint.
 
-The encoder is a stack of Qwen3 layers with bidirectional attention. The decoder's layers have the same parameters:
-their attention takes its queries from the decoder and its keys and values, through the layer's own projections, from
-the encoder's output *and* the decoder's states, under one softmax (merged attention, T5Gemma 2, arXiv 2512.14856).
-Decoder queries and keys are rotated (RoPE); keys from the encoder are normalised but not rotated.
+The encoder (encoder.py) is a stack of Qwen3 layers with bidirectional attention. The decoder's layers have the same
+parameters: their attention takes its queries from the decoder and its keys and values, through the layer's own
+projections, from the encoder's output *and* the decoder's states, under one softmax (merged attention, T5Gemma 2, arXiv
+2512.14856). Decoder queries and keys are rotated (RoPE); keys from the encoder are normalised but not rotated.
 
 Two call forms with equal logits: packed flat buffers (`packing=PackedLayout`, training) and Hugging Face's ordinary
-[batch, length] with masks (`generate`, `from_pretrained`). Weights are read only inside the forward pass of the module
-that owns them, and each module is called equally often for any packed batch: ZeRO-3 gathers by module.
+[batch, length] with masks (`generate`, `from_pretrained`).
 
 Part of the exported remote code: it imports nothing of ds_encdec outside its own folder.
 """
@@ -17,81 +16,27 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
-from transformers.activations import ACT2FN
+from transformers import GenerationMixin
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput, ModelOutput, Seq2SeqLMOutput
 
 from .attention import Layout, PackedLayout, PaddedLayout
-from .configuration import Qwen3EncoderConfig, Qwen3Seq2SeqConfig
+from .configuration import Qwen3Seq2SeqConfig
+from .encoder import (
+    EmbeddedEncoder,
+    Qwen3Attention,
+    Qwen3Encoder,
+    Qwen3Layer,
+    Qwen3PreTrainedModel,
+    Qwen3Stack,
+    Rotary,
+    States,
+    embedded,
+)
 from .loss import IGNORE_INDEX, linear_cross_entropy
 from .precision import Linear
 
-Rotary = tuple[Tensor, Tensor]  # cosines and sines, [..., tokens, 1, head_dim], in the dtype of the states
 Cache: TypeAlias = EncoderDecoderCache | None  # keys and values of a generation so far; None in training
-States: TypeAlias = list[Tensor] | None  # collects the states between layers; None where nobody asked for them
-
-
-def rotary_tables(positions: Tensor, config: Qwen3Seq2SeqConfig, dtype: torch.dtype) -> Rotary:
-    """Cosines and sines of the rotary embedding (Qwen3's: base `rope_theta`, halves turned against each other).
-
-    Computed in float32 from the configuration on each call: a buffer of frequencies would be rounded along with the
-    weights when a model is cast to bfloat16. positions: int64 [..., tokens].
-    """
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=positions.device) / config.head_dim
-    angles = positions[..., None, None].float() * config.rope_parameters["rope_theta"] ** -exponents
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Apply the rotary embedding to x: [..., tokens, heads, head_dim]."""
-    cos, sin = rotary
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
-
-
-class Qwen3Attention(nn.Module):
-    """The projections of Qwen3's attention: grouped-query, RMSNorm on each query and key head."""
-
-    def __init__(self, config: Qwen3Seq2SeqConfig, layer_idx: int) -> None:
-        super().__init__()
-        self.layer_idx = layer_idx
-        self.head_dim = config.head_dim
-        query_size = config.num_attention_heads * config.head_dim
-        key_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = Linear(config.hidden_size, query_size)
-        self.k_proj = Linear(config.hidden_size, key_size)
-        self.v_proj = Linear(config.hidden_size, key_size)
-        self.o_proj = Linear(query_size, config.hidden_size)
-        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-
-    def queries(self, hidden_states: Tensor, rotary: Rotary) -> Tensor:
-        """Rotated queries, [..., tokens, heads, head_dim]."""
-        return rotate(self.q_norm(self._heads(self.q_proj(hidden_states))), rotary)
-
-    def keys_values(self, hidden_states: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
-        """Keys (rotated if `rotary` is given) and values, [..., tokens, key_value_heads, head_dim]."""
-        keys = self.k_norm(self._heads(self.k_proj(hidden_states)))
-        return keys if rotary is None else rotate(keys, rotary), self._heads(self.v_proj(hidden_states))
-
-    def output(self, attended: Tensor) -> Tensor:
-        """Project [..., tokens, heads, head_dim] back to [..., tokens, hidden]."""
-        return self.o_proj(attended.flatten(-2))
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim))
-
-
-class Qwen3EncoderAttention(Qwen3Attention):
-    """Bidirectional self-attention."""
-
-    def forward(self, hidden_states: Tensor, *, rotary: Rotary, layout: Layout) -> Tensor:
-        """[..., Te, hidden] → the same shape."""
-        keys, values = self.keys_values(hidden_states, rotary)
-        return self.output(layout.attend_encoder(self.queries(hidden_states, rotary), keys, values))
 
 
 class Qwen3MergedAttention(Qwen3Attention):
@@ -131,96 +76,10 @@ class Qwen3MergedAttention(Qwen3Attention):
         return tuple(x.transpose(1, 2) for x in held)
 
 
-class Qwen3MLP(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, config: Qwen3Seq2SeqConfig) -> None:
-        super().__init__()
-        self.gate_proj = Linear(config.hidden_size, config.intermediate_size)
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
-        self.activation = ACT2FN[config.hidden_act]
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """[..., hidden] → [..., hidden]."""
-        return self.down_proj(self.activation(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
-
-
-class Qwen3Layer(GradientCheckpointingLayer):
-    """Qwen3's pre-norm layer around either attention, which takes what the layer is called with.
-
-    `residual_dropout`: share of what attention and MLP add to the residual stream that is set to zero in training mode.
-    A setting of a run, in no `config.json`.
-    """
-
-    attention: type[Qwen3Attention]
-    residual_dropout = 0.0
-
-    def __init__(self, config: Qwen3Seq2SeqConfig, layer_idx: int) -> None:
-        super().__init__()
-        self.self_attn = self.attention(config, layer_idx)
-        self.mlp = Qwen3MLP(config)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-    def forward(self, hidden_states: Tensor, *encoder_states: Tensor, **shared: Any) -> Tensor:
-        """[..., tokens, hidden], and a decoder's layer [..., Te, hidden] beside it → the shape of the first."""
-        attended = self.self_attn(self.input_layernorm(hidden_states), *encoder_states, **shared)
-        hidden_states = hidden_states + self._drop_out(attended)
-        return hidden_states + self._drop_out(self.mlp(self.post_attention_layernorm(hidden_states)))
-
-    def _drop_out(self, added: Tensor) -> Tensor:
-        active = self.residual_dropout and self.training
-        return nn.functional.dropout(added, self.residual_dropout) if active else added
-
-
-class Qwen3EncoderLayer(Qwen3Layer):
-    """A layer with bidirectional attention."""
-
-    attention = Qwen3EncoderAttention
-
-
 class Qwen3DecoderLayer(Qwen3Layer):
     """A layer with merged attention."""
 
     attention = Qwen3MergedAttention
-
-
-class Qwen3Stack(nn.Module):
-    """Layers and the final norm."""
-
-    def __init__(self, config: Qwen3Seq2SeqConfig, layer: type[Qwen3Layer], num_layers: int) -> None:
-        super().__init__()
-        self.config = config
-        self.layers = nn.ModuleList(layer(config, index) for index in range(num_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-    def _run(
-        self, hidden_states: Tensor, *encoder_states: Tensor, positions: Tensor, kept: States, **shared: Any
-    ) -> Tensor:
-        """The normed states of the last layer. `kept` gets what each layer starts from, and these."""
-        rotary = rotary_tables(positions, self.config, hidden_states.dtype)
-        for layer in self.layers:
-            if kept is not None:
-                kept.append(hidden_states)
-            hidden_states = layer(hidden_states, *encoder_states, rotary=rotary, **shared)
-        hidden_states = self.norm(hidden_states)
-        if kept is not None:
-            kept.append(hidden_states)
-        return hidden_states
-
-
-class Qwen3Encoder(Qwen3Stack):
-    """Encoder layers and the final norm."""
-
-    main_input_name = "input_ids"  # read by generate()
-
-    def __init__(self, config: Qwen3Seq2SeqConfig) -> None:
-        super().__init__(config, Qwen3EncoderLayer, config.num_encoder_layers)
-
-    def forward(self, inputs_embeds: Tensor, *, layout: Layout, kept: States = None) -> Tensor:
-        """[..., Te, hidden] embeddings → [..., Te, hidden] states."""
-        return self._run(inputs_embeds, positions=layout.encoder_positions, kept=kept, layout=layout)
 
 
 class Qwen3Decoder(Qwen3Stack):
@@ -260,91 +119,6 @@ class LanguageModelHead(Linear):
             return super().forward(hidden_states)
         extras = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss} if self.training else {}
         return linear_cross_entropy(hidden_states, self.weight, labels, chunk_tokens, **extras)
-
-
-def embedded(embedding: nn.Embedding, ids: Tensor | None, embeds: Tensor | None, side: str = "") -> Tensor:
-    """The given `embeds`, or those of `ids`. `side`: "" or "decoder_", for the error if both are given, or none."""
-    if (ids is None) == (embeds is None):
-        raise ValueError(f"Give either {side}input_ids or {side}inputs_embeds")
-    return embedding(ids) if embeds is None else embeds
-
-
-class EmbeddedEncoder(nn.Module):
-    """The encoder from token ids on: the shared embedding in front of it. A view that owns nothing."""
-
-    def __init__(self, shared: nn.Embedding, encoder: Qwen3Encoder) -> None:
-        super().__init__()
-        self.shared = shared
-        self.encoder = encoder
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        output_hidden_states: bool | None = None,
-        **_: Any,
-    ) -> BaseModelOutput:
-        """input_ids: int64 [B, Le], or inputs_embeds: [B, Le, hidden]; attention_mask: [B, Le] or None.
-
-        `output_hidden_states`: give the embeddings and the states behind each layer, too, the last ones normed.
-        """
-        embeds = embedded(self.shared, input_ids, inputs_embeds)
-        layout = PaddedLayout.build(encoder_length=embeds.shape[1], encoder_valid=attention_mask, device=embeds.device)
-        kept: States = [] if output_hidden_states else None
-        states = self.encoder(embeds, layout=layout, kept=kept)
-        return BaseModelOutput(last_hidden_state=states, hidden_states=None if kept is None else tuple(kept))
-
-
-class Qwen3PreTrainedModel(PreTrainedModel):
-    """The traits that Hugging Face reads of both models."""
-
-    base_model_prefix = ""
-    _input_embed_layer = "shared"
-    supports_gradient_checkpointing = True
-    _no_split_modules = ("Qwen3EncoderLayer", "Qwen3DecoderLayer")
-    _supports_sdpa = True
-
-    def _asked(self, output_hidden_states: bool | None, output_attentions: bool | None) -> dict[str, bool]:
-        """The outputs that a call asks for, or else the configuration. Attention weights are refused."""
-        if self.config.output_attentions if output_attentions is None else output_attentions:
-            raise NotImplementedError(
-                "output_attentions: this model runs fused attention, which never holds its weights; leave it out "
-                "(output_hidden_states is there)"
-            )
-        asked = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        return {"output_hidden_states": bool(asked)}
-
-    def _answer(self, output: ModelOutput, return_dict: bool | None) -> Any:
-        """`output`, as a tuple where the call or else the configuration wants that."""
-        return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
-
-
-class Qwen3EncoderModel(Qwen3PreTrainedModel):
-    """The bidirectional encoder on its own: contextual states of tokens, to be pooled into embeddings of texts."""
-
-    config_class = Qwen3EncoderConfig
-
-    def __init__(self, config: Qwen3EncoderConfig) -> None:
-        super().__init__(config)
-        self.shared = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.encoder = Qwen3Encoder(config)
-        self.post_init()
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
-        return_dict: bool | None = None,
-        **_: Any,
-    ) -> BaseModelOutput | tuple[Tensor, ...]:
-        """See `EmbeddedEncoder`; `last_hidden_state` is [B, Le, hidden]."""
-        asked = self._asked(output_hidden_states, output_attentions)
-        output = EmbeddedEncoder(self.shared, self.encoder)(input_ids, attention_mask, inputs_embeds, **asked)
-        return self._answer(output, return_dict)
 
 
 @dataclass

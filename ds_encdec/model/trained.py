@@ -10,8 +10,8 @@ from fnmatch import fnmatchcase
 from itertools import groupby
 from math import inf, prod
 
+from ds_encdec.config.model_sections import LoraConfig
 from ds_encdec.config.rules import Sections
-from ds_encdec.config.sections import LoraConfig
 from ds_encdec.config.settings import closest
 from ds_encdec.model.parameter_count import (
     BACKWARD_PER_FORWARD,

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from saved_checkpoints import State, config, flip_byte, random_state, save_checkpoint
 
 from ds_encdec import cli
-from ds_encdec.checkpoint.export import average_checkpoints, average_last_checkpoints, clear_averaged
+from ds_encdec.checkpoint.export import average_checkpoints, average_last_checkpoints
+from ds_encdec.checkpoint.final_export import clear_exports
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.types import CheckpointError
@@ -92,7 +93,7 @@ def test_what_a_killed_mean_left_is_cleared(tmp_path: Path, caplog: pytest.LogCa
     for leftover in ("averaged.tmp", ".replaced-averaged", "other.tmp"):
         (run.averaged.parent / leftover).mkdir(parents=True)
     (run.averaged.parent / ".replaced-averaged" / "earlier").touch()
-    clear_averaged(run)
+    clear_exports(run)
     assert {path.name for path in run.averaged.parent.iterdir()} == {"averaged", "other.tmp"}  # which another writes
     (run.averaged.parent / "other.tmp").rmdir()
     assert (run.averaged / "earlier").exists()
@@ -131,17 +132,23 @@ def test_a_damaged_checkpoint_is_named_and_nothing_written(tmp_path: Path, capsy
     assert load_file(tmp_path / "export" / "averaged" / "model.safetensors")["shared.weight"].dtype == torch.bfloat16
 
 
-def test_a_mean_takes_the_place_of_the_run_s_earlier_one_and_of_nothing_else(
+def test_only_the_end_of_a_run_replaces_its_earlier_mean(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     save_run(tmp_path)
-    assert cli.main(["average", str(tmp_path), "--last", "2"]) == 0
+    run = RunFolder(str(tmp_path))
+    (run.exports / "averaged.tmp").mkdir(parents=True)  # a mean was killed here
     assert cli.main(["average", str(tmp_path), "--last", "9"]) == 0
     assert "(there are no more in a row; 9 were asked for)" in capsys.readouterr().out
-    assert [path.name for path in (tmp_path / "export").iterdir()] == ["averaged"]
-    assert cli.main(["average", str(tmp_path), str(tmp_path / "export" / "averaged")]) == 5
-    assert "exists and is not empty" in capsys.readouterr().err
+    for out in ([], [str(run.averaged)]):
+        assert cli.main(["average", str(tmp_path), *out, "--last", "2"]) == 5
+        assert f"{run.averaged} exists and is not empty" in capsys.readouterr().err
+    run.averaged.rename(run.exports / ".replaced-averaged")  # the next one was killed here
+    assert cli.main(["average", str(tmp_path), "--last", "2"]) == 5
+    assert [path.name for path in run.exports.iterdir()] == ["averaged"]
+    average_last_checkpoints(run, last=2)
+    assert "at steps 900, 1200" in (run.averaged / "README.md").read_text()
     for step in (400, 900):
         shutil.rmtree(tmp_path / "checkpoints" / f"step-{step:08d}")
-    average_last_checkpoints(RunFolder(str(tmp_path)), last=5)
+    average_last_checkpoints(run, last=5)
     assert "is the mean of an earlier end of this run" in caplog.text

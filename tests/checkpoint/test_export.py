@@ -23,12 +23,13 @@ from ds_encdec.checkpoint.export import (
 )
 from ds_encdec.checkpoint.export_files import write_tokenizer
 from ds_encdec.checkpoint.model_card import model_card, untrained_model_card
+from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.evaluate.generation import GenerationSettings
+from ds_encdec.evaluate.one_text import fill_sentinels, generate_text
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.model.modeling import Qwen3EncoderModel, Qwen3ForSeq2SeqLM
+from ds_encdec.model.encoder import Qwen3EncoderModel
+from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.weights import random_weights
-from ds_encdec.model_folders import fill_sentinels, generate_text
 from ds_encdec.types import CheckpointError, ConfigError, TrainingState
 
 

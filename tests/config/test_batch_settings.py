@@ -14,6 +14,7 @@ from ds_encdec.config.shares import (
     global_batch_size,
     micro_batch_candidates,
     micro_batches_per_step,
+    plan_lanes,
     with_assumed_batch_size,
     with_micro_batch_size,
 )
@@ -54,6 +55,18 @@ def test_every_candidate_keeps_the_global_batch(size: int, tmp_path: Path) -> No
     found.to_yaml(tmp_path / "config.yaml")
     assert FullConfig.from_yaml(tmp_path / "config.yaml") == found
     assert micro_batches_per_step(found, 3) * size == 24  # on whatever ranks it starts again
+
+
+def test_lanes_fall_evenly_on_the_ranks() -> None:
+    assert plan_lanes(load(gradient_accumulation_steps=4), world_size=2) == (8, 4)
+    assert plan_lanes(load_config(None, ["data.num_lanes=12"]), world_size=3) == (12, 4)
+    # A saved run's lanes win: its step does not change with the number of ranks.
+    assert plan_lanes(load(gradient_accumulation_steps=4), world_size=4, saved_lanes=8) == (8, 2)
+
+
+def test_ranks_that_do_not_divide_the_lanes_are_told_which_do() -> None:
+    with pytest.raises(ConfigError, match=r"data\.num_lanes=8 cannot be divided evenly among 3 ranks.*: 1, 2, 4, 8\."):
+        plan_lanes(load_config(None, ["data.num_lanes=8"]), world_size=3)
 
 
 def test_ranks_must_divide_the_global_batch() -> None:

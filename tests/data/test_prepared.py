@@ -23,7 +23,6 @@ from ds_encdec.data import prepare
 from ds_encdec.data.build import prepare_data
 from ds_encdec.data.lane import Lane
 from ds_encdec.data.prepared import PreparedSource
-from ds_encdec.data.sources import readable
 from ds_encdec.data.splits import split_examples
 from ds_encdec.launch.disk import DiskRefusedError
 from ds_encdec.launch.run_folder import lock_file
@@ -121,7 +120,7 @@ def test_a_stream_becomes_a_map_of_its_rows(tmp_path: Path, capsys: pytest.Captu
     source = data.pipeline.sources[0].source
     assert isinstance(source, PreparedSource)
     tokenizer, _ = byte_tokenizer()
-    found = {row.key: tokenizer.decode(row.token_ids) for row in readable(map(source.document, range(90)), 0)}
+    found = {row.key: tokenizer.decode(row.token_ids) for row in map(source.document, range(90))}
     assert found == {f"a.parquet:{i // 20}:{i % 20}": text for i, text in enumerate(documents)}
     assert [facts["kind"] for facts in data.fingerprint["sources"]] == ["prepared parquet", "builtin"]
 

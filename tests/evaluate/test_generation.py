@@ -10,7 +10,8 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from ds_encdec.evaluate.generation import GenerationSettings, generate, generate_batch, plan_batches
+from ds_encdec.config.generation import GenerationSettings
+from ds_encdec.evaluate.generation import generate, generate_batch, plan_batches
 from ds_encdec.evaluate.scoring import score_targets
 from ds_encdec.model.attention import PackedLayout
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM

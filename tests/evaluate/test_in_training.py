@@ -13,8 +13,9 @@ import torch
 from tiny_models import tiny_model
 
 from ds_encdec import text_metrics
+from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.evaluate.generation import GenerationSettings, generate
+from ds_encdec.evaluate.generation import generate
 from ds_encdec.evaluate.in_training import SHOWN_SAMPLES, Judge, usable_metrics
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.types import ConfigError, Example

@@ -20,7 +20,8 @@ from ds_encdec.model import precision
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.attention import PackedLayout
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM, rotary_tables
+from ds_encdec.model.encoder import rotary_tables
+from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 
 SIZES = {
     "vocab_size": 512,

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
-from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM, Qwen3MLP
+from ds_encdec.model.encoder import Qwen3MLP
+from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 
 MODES = [
     {"mode": "none", "offload": True},

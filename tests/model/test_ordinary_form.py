@@ -14,7 +14,8 @@ from transformers import CompileConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from ds_encdec.model.attention import PaddedLayout
-from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM, rotary_tables
+from ds_encdec.model.encoder import rotary_tables
+from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 
 
 @pytest.fixture

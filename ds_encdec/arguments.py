@@ -1,0 +1,83 @@
+"""Arguments of the command line as tables, and the values that argparse cannot read by itself."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+Arguments = dict[str, dict[str, Any]]
+"""Keywords of argparse for each argument, by its names (separated by blanks); at most one with `only_one` is taken."""
+
+
+def add(parser: argparse.ArgumentParser, arguments: Arguments) -> None:
+    """Give `parser` the arguments of a table."""
+    group = parser.add_mutually_exclusive_group() if any("only_one" in how for how in arguments.values()) else parser
+    for names, how in arguments.items():
+        parent = group if "only_one" in how else parser
+        parent.add_argument(*names.split(), **{key: value for key, value in how.items() if key != "only_one"})
+
+
+def value(text: str, type: Callable[[str], Any] = str, **more: Any) -> dict[str, Any]:
+    """An argument with a value, explained by `text`."""
+    return {"type": type, "help": text, **more}
+
+
+def flag(text: str) -> dict[str, Any]:
+    """An option without a value, explained by `text`."""
+    return {"action": "store_true", "help": text}
+
+
+def positive(number: type[int] | type[float]) -> Callable[[str], float]:
+    """Return what argparse reads a number above 0 with."""
+
+    def read(text: str) -> float:
+        found = number(text)
+        if not 0 < found < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not above 0")
+        return found
+
+    read.__name__ = number.__name__  # argparse says "invalid int value"
+    return read
+
+
+COUNT, RATE = positive(int), positive(float)
+
+
+def tokens(text: str) -> int:
+    """A number of tokens as people write it: 5e11, 500B, 10M."""
+    units = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+    unit = units.get(text[-1:].upper(), 1.0)
+    try:
+        number = float(text if unit == 1.0 else text[:-1]) * unit
+    except ValueError:
+        number = math.nan
+    if not (1 <= number < math.inf and round(number, 3).is_integer()):
+        raise argparse.ArgumentTypeError(f"{text} is not a number of tokens; write 5e11, 500B or 10M")
+    return round(number)
+
+
+def language(text: str) -> str:
+    """A code of a language as model cards have it: en, pt-BR."""
+    if not re.fullmatch(r"[a-z]{2,3}(-[A-Za-z0-9]{2,8})*", text):
+        raise argparse.ArgumentTypeError(f"{text} is not the code of a language; write en, de or pt-BR")
+    return text
+
+
+JSON: Arguments = {"--json": flag("as one JSON object")}
+CONFIG: Arguments = {"--config": value("YAML file", Path)}
+CONFIG_OR_PLACE: Arguments = {
+    "config": value("YAML file", Path, nargs="?"),
+    "--config": value("YAML file", Path, dest="config_option"),
+}
+"""A configuration that may be named without `--config`; see `config_and_overrides`."""
+
+
+def config_and_overrides(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[Path | None, Sequence[str]]:
+    """The file that the arguments `CONFIG_OR_PLACE` name, and all settings: one may stand in the file's place."""
+    if options.config is not None and "=" in str(options.config):
+        return options.config_option, [str(options.config), *overrides]
+    return options.config or options.config_option, overrides

@@ -1,0 +1,127 @@
+"""The sections of a configuration that say which model is trained: its source, its sizes, and adapters beside it.
+
+See sections.py for what all sections have in common.
+"""
+
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from ds_encdec.config.sections import Mark, Section, one_or_many
+from ds_encdec.config.settings import Rule
+
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+"""The matrices of a layer."""
+
+
+class ArchitectureConfig(Section):
+    """A Qwen3 architecture written out in the YAML: weights are drawn at random instead of copied."""
+
+    vocab_size: Annotated[int, Mark.TOKENS] = Field(gt=0)
+    """Rows of the embedding, sentinels included."""
+    hidden_size: int = Field(gt=0)
+    """Width of the residual stream."""
+    num_hidden_layers: int = Field(gt=0)
+    """Layers of the encoder, and again of the decoder."""
+    num_attention_heads: int = Field(gt=0)
+    """Query heads."""
+    num_key_value_heads: int = Field(gt=0)
+    """Key/value heads (grouped-query attention); divides `num_attention_heads`."""
+    head_dim: int = Field(gt=0)
+    """Width of one head; even, and not necessarily hidden_size / num_attention_heads."""
+    intermediate_size: int = Field(gt=0)
+    """Width of the SwiGLU layer."""
+    tie_word_embeddings: bool = True
+    """Share the embedding with the output layer."""
+    rope_theta: float = Field(default=1e6, gt=0)
+    """Base of the rotary position embedding."""
+    rms_norm_eps: float = Field(default=1e-6, gt=0)
+    """Epsilon of RMSNorm."""
+    initializer_range: float = Field(default=0.02, gt=0)
+    """Standard deviation of the normal distribution that matrices are drawn from."""
+    max_position_embeddings: int = Field(default=40960, gt=0)
+    """Longest sequence the model is declared for, in tokens."""
+
+    def _rules(self) -> Iterable[Rule]:
+        yield Rule(
+            "num_attention_heads num_key_value_heads",
+            "every key/value head must serve equally many query heads: one must divide the other",
+            self.num_attention_heads % self.num_key_value_heads,
+        )
+        yield Rule("head_dim", "must be even: rotary embeddings turn pairs of dimensions", self.head_dim % 2)
+
+
+class LoraConfig(Section):
+    """Adapters of low rank beside frozen matrices (LoRA, arXiv 2106.09685), which peft makes; `{}` takes the defaults.
+
+    A product with the matrix W becomes one with W + lora_alpha / r · B A. Nothing but A and B is trained.
+    """
+
+    r: int = Field(default=32, ge=1, le=65_536)
+    """Rank: rows of A and columns of B."""
+    lora_alpha: float = Field(default=32.0, gt=0, le=1e6)
+    """Weight of the adapters: their product is multiplied by lora_alpha / r."""
+    lora_dropout: float = Field(default=0.1, ge=0, lt=1)
+    """Share of an adapter's inputs that are dropped in training."""
+    target_modules: Annotated[
+        tuple[LoraTarget, ...],
+        BeforeValidator(one_or_many, json_schema_input_type=LoraTarget | tuple[LoraTarget, ...]),
+    ] = get_args(LoraTarget)
+    """The matrices of each encoder and decoder layer that have an adapter."""
+    quantize: Literal["none", "nf4"] = "none"
+    """Form of the frozen matrices of the layers: the compute dtype, or 4 bits (QLoRA, by bitsandbytes; only with FSDP2
+    or DDP and zero0)."""
+
+    def _rules(self) -> Iterable[Rule]:
+        targets = self.target_modules
+        yield Rule("target_modules", "at least one is needed, or nothing is trained", not targets)
+        yield Rule("target_modules", "a name stands there twice", len(set(targets)) < len(targets))
+
+
+class ModelConfig(Section):
+    """Which model is trained, and from what it starts."""
+
+    model_name_or_path: str | None = "Qwen/Qwen3-0.6B"
+    """Hub id or folder of a decoder-only Qwen3 (converted on the fly) or of an encoder-decoder made by
+    `ds-encdec init-model` or an export. None when `architecture` is given."""
+    architecture: ArchitectureConfig | None = None
+    """Train from scratch with these sizes instead of starting from a checkpoint."""
+    lora: LoraConfig | None = None
+    """Train adapters of low rank and freeze everything else (docs/lora.md). None trains the model itself."""
+    tokenizer_name_or_path: Annotated[str | None, Mark.TOKENS] = None
+    """Hub id or folder of the tokenizer; None means the model's own. `builtin` trains a byte-level BPE on
+    the built-in corpus once and caches it (no download)."""
+    num_sentinel_tokens: Annotated[int, Mark.TOKENS] = Field(default=100, ge=1, le=4096)
+    """Number of sentinel tokens `<extra_id_0>`…. An example cannot have more corrupted spans, which limits its raw
+    length."""
+    use_flash_attention: Annotated[bool, Mark.UNTRAINED] = True
+    """Use variable-length flash attention where the device has it. CPU attention is not affected."""
+    loss_chunk_tokens: Annotated[int, Mark.UNTRAINED] = Field(default=1024, gt=0)
+    """Chunk size of the loss in tokens. Smaller chunks need less memory, larger ones fewer kernel launches."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _start_from_scratch(cls, values: Any) -> Any:
+        """An `architecture` displaces the default checkpoint, but not one that is named."""
+        if isinstance(values, dict) and values.get("architecture") is not None:
+            return {"model_name_or_path": None, **values}
+        return values
+
+    def _rules(self) -> Iterable[Rule]:
+        named, from_scratch = self.model_name_or_path is not None, self.architecture is not None
+        sources, tokenizer = "model_name_or_path architecture", self.tokenizer_name_or_path
+        message = "give one of the two: a checkpoint to start from, or an architecture to start from scratch"
+        yield Rule(sources, message, named and from_scratch)
+        message = "one of the two is needed: a checkpoint to start from, or an architecture"
+        yield Rule(sources, message, not named and not from_scratch)
+        yield Rule(
+            "tokenizer_name_or_path",
+            "a model from scratch brings no tokenizer: name one, or `builtin`",
+            from_scratch and tokenizer is None,
+        )
+        yield Rule(
+            "tokenizer_name_or_path model_name_or_path",
+            "builtin goes with an architecture: a pretrained model needs the tokenizer it was trained with",
+            not from_scratch and tokenizer == "builtin",
+        )

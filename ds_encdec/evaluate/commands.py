@@ -1,0 +1,108 @@
+"""`ds-encdec evaluate` and `generate`: their arguments, and what they do. Torch is imported once they run."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from ds_encdec.arguments import COUNT, JSON, Arguments, flag, value
+from ds_encdec.config.generation import GenerationSettings
+from ds_encdec.launch.world import discover
+from ds_encdec.text_metrics import TEXT_METRICS
+
+
+def _settings(defaults: GenerationSettings) -> Arguments:
+    """An option for each of the settings of generation."""
+    found = {field: getattr(defaults, field.name) for field in fields(defaults)}
+    return {
+        f"--{field.name.replace('_', '-')}": value(
+            f"{field.metadata['meaning']} (default {default})", type(default), default=default, metavar="X"
+        )
+        for field, default in found.items()
+    }
+
+
+GENERATE: Arguments = {
+    "--model": value("exported folder", Path, required=True),
+    "--text": value("with <extra_id_0>… to fill, or a prefix to continue; - reads standard input", required=True),
+    "--raw": flag("print what the model writes, and nothing of the text: the answer of a fine-tuned one"),
+    "--stream": flag("print tokens as they come"),
+    **{name: how for name, how in _settings(GenerationSettings(max_new_tokens=64)).items() if name != "--batch-tokens"},
+}
+
+EVALUATE: Arguments = {
+    "--model": value("exported folder", Path, required=True, metavar="DIR"),
+    "--config": value("what the data is (default: that of the run whose export/ the model lies in)", Path),
+    "--split": value("(default test)", choices=("train", "validation", "test"), default="test"),
+    "--max-samples": value("the first N examples (default all)", COUNT, metavar="N"),
+    "--metrics": value(
+        f"(default: all that need no model) {', '.join(TEXT_METRICS)}", choices=TEXT_METRICS, nargs="+", metavar="M"
+    ),
+    "--bertscore-model": value("folder of the model that BERTScore compares with", Path, metavar="DIR"),
+    "--bertscore-layer": value("its layer (default: the one known to be best, else the last)", COUNT, metavar="N"),
+    "--out": value("folder to write into (default MODEL-SPLIT, beside the model)", Path, metavar="DIR"),
+    **_settings(GenerationSettings()),
+    "--device": value("(default auto)", choices=("auto", "cuda", "cpu"), default="auto"),
+    "--dtype": value("(default: as stored on a GPU, float32 on a CPU)", choices=("float32", "bfloat16", "float16")),
+    **JSON,
+}
+
+
+def run_generate(options: argparse.Namespace, _: Sequence[str]) -> None:
+    """Print what the model makes of a text."""
+    from ds_encdec.evaluate.one_text import generate_text
+
+    text = sys.stdin.read() if options.text == "-" else options.text
+    shown = generate_text(options.model, text, _chosen(options), raw=options.raw, stream=options.stream)
+    if shown is not None:
+        print(shown)
+
+
+def run_evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
+    """Judge a model by what it generates for a split of the data, and print the figures."""
+    settings = _chosen(options)
+    names = options.metrics or [
+        name for name, row in TEXT_METRICS.items() if options.bertscore_model or not row.needs_model
+    ]
+    from ds_encdec.config.schema import find_shipped, load_config
+    from ds_encdec.evaluate.metrics import BertScoreModel
+    from ds_encdec.evaluate.run import default_out, evaluate, run_config
+
+    with contextlib.redirect_stdout(sys.stderr):  # libraries print, too
+        found = evaluate(
+            options.model,
+            load_config(find_shipped(options.config or run_config(options.model)), overrides),
+            options.split,
+            out=(out := options.out or default_out(options.model, options.split)),
+            settings=settings,
+            metrics=names,
+            max_samples=options.max_samples,
+            bertscore_model=BertScoreModel(options.bertscore_model, options.bertscore_layer)
+            if options.bertscore_model
+            else None,
+            device=options.device,
+            dtype=options.dtype,
+        )
+    if not discover(os.environ).is_main:
+        return
+    if options.json:
+        print(json.dumps(found, indent=2))
+        return
+    print(f"{found['examples']:,} examples of {options.split}; predictions and figures are in {out}")
+    for name, figure in found["figures"].items():
+        print(f"{name:20} {figure:10.4f}")
+    if cut := found["cut_at_max_new_tokens"]:
+        print(f"{cut:,} predictions were cut off at --max-new-tokens ({options.max_new_tokens})")
+
+
+def _chosen(options: argparse.Namespace) -> GenerationSettings:
+    given = vars(options)
+    return GenerationSettings(
+        **{field.name: given[field.name] for field in fields(GenerationSettings) if field.name in given}
+    )
