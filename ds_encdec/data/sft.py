@@ -273,8 +273,10 @@ class PairMaker:
                 value = value[int(part)] if is_item else value.get(part) if isinstance(value, Mapping) else None
         if value is None:
             meant = f"{{{name}}}" if name == column else f"{{{name}}} (data.field_mapping: {column})"
+            way_out = "" if column in self.data.field_mapping.values() else " (data.field_mapping names the right one)"
             raise _UnusableError(
                 f"there is nothing in its field {meant}, which a template asks for; it has {', '.join(record):.300}"
+                f"{way_out}"
             )
         if not isinstance(value, _PLAIN):
             raise _UnusableError(f"its field {column} is a {type(value).__name__}; needed is text or a number")

@@ -69,6 +69,7 @@ def resolve_model(section: ModelConfig, vocabulary: Vocabulary, seed: int) -> Mo
     if stored["model_type"] != Qwen3Seq2SeqConfig.model_type:
         fields, origin = qwen3_fields(stored, folder), "encoder and decoder from the decoder-only Qwen3"
     else:
+        _require_known(section, stored, vocabulary)
         fields, origin = {name: stored[name] for name in stored.keys() - _NOT_COPIED}, "the encoder-decoder"
     try:
         config = _config(section, fields, vocabulary)
@@ -120,6 +121,23 @@ def _sha256(path: str, _size: int, _mtime_ns: int) -> str:
     """The hash of a file, which is read once by a process while it keeps its size and time."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _require_known(section: ModelConfig, stored: dict[str, Any], vocabulary: Vocabulary) -> None:
+    """Raise ConfigError where adapters would stand beside special tokens that the encoder-decoder does not have.
+
+    Their rows would be drawn, never trained, and take their part of each softmax; and peft, which puts the adapters
+    beside the base as it is, would give other probabilities than the merged model.
+    """
+    sentinels, modes = stored.get("sentinel_token_ids", ()), stored.get("mode_token_ids", ())
+    if section.lora is None or {*vocabulary.sentinel_ids, *vocabulary.mode_token_ids} <= {*sentinels, *modes}:
+        return
+    raise ConfigError(
+        f"model.num_sentinel_tokens is {len(vocabulary.sentinel_ids)}, but {section.model_name_or_path} has "
+        f"{len(sentinels)} sentinels and {len(modes)} mode tokens, and model.lora does not train rows of further ones: "
+        f"set model.num_sentinel_tokens={len(sentinels)}"
+        + ("" if modes or not vocabulary.mode_token_ids else " and data.use_mode_tokens=false")
+    )
 
 
 def _weights_in(folder: Path, stored: dict[str, Any], config: Qwen3Seq2SeqConfig, seed: int) -> WeightSource:

@@ -133,12 +133,18 @@ def test_rows_of_a_parameter_are_those_of_the_whole(tmp_path: Path, sentinels: r
                 assert torch.equal(weights(name, rows), whole[rows]), (name, rows)
 
 
-def test_more_sentinels_than_our_own_folder_has_are_added(tmp_path: Path) -> None:
+def test_more_sentinels_than_our_own_folder_has_are_added_but_not_beside_adapters(tmp_path: Path) -> None:
     model = tiny_model(sentinel_token_ids=[90, 91, 92, 93])
     model.save_pretrained(tmp_path)
     embedding = resolve(tmp_path, vocabulary(sentinels=range(90, 96))).weights("shared.weight")
     assert torch.equal(embedding[:94], model.shared.weight[:94])
     assert not (embedding[94:96] == model.shared.weight[94:96]).all(dim=1).any()
+    section = ModelConfig.model_validate({"model_name_or_path": str(tmp_path), "lora": {}})
+    resolve_model(section, vocabulary(), 0)
+    with pytest.raises(
+        ConfigError, match=r"num_sentinel_tokens is 6, but .* has 4 .*: set model.num_sentinel_tokens=4$"
+    ):
+        resolve_model(section, vocabulary(sentinels=range(90, 96)), 0)
 
 
 ARCHITECTURE = ArchitectureConfig(
