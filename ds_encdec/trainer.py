@@ -59,7 +59,7 @@ class StepTotals:
 
 
 _FAILURES = (NoneType, WorkerKilledError, DataError, Exception)
-"""All that a rank may bring in the place of a step's data, from nothing on; `DataError`: its weights are whole."""
+"""Errors that a rank may bring in the place of a step's data, the worst last; up to `DataError` weights are whole."""
 
 RunFiles = Callable[[TrainingState, dict[str, Any], list[dict[str, Any]]], Callable[[Path], None]]
 """Takes a checkpoint's content beside the engine's files, as it is now: the state, the recorder's, and one record per

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Columns = Callable[[Sequence[str]], Sequence[str]]
-"""The columns of a table that are read of its rows."""
+"""Tells which of the columns that a table has are read of its rows."""
 
 RETRY_DELAYS_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 60.0)
 """Pauses between attempts: two minutes in total, on top of what the libraries below wait by themselves."""

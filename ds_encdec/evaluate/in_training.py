@@ -77,6 +77,10 @@ class Judge:
         if self.engine.device.type == "cuda":
             torch.cuda.empty_cache()  # the model is gone: what training allocates next must fit as it did before
         if predictions is None:
+            if self.collectives.rank == 0:
+                logger.warning(
+                    "asked to stop: this evaluation has no figures of texts (`ds-encdec evaluate` gives some)"
+                )
             return {}, []
         references = [text_of(self.tokenizer, example.decoder_ids.tolist()) for example in examples]
         figures = self.collectives.on_rank_zero(lambda: score_texts(self.metrics, predictions, references))

@@ -7,6 +7,7 @@ here; B is zero, so that a run begins as the model it starts from.
 """
 
 import importlib.util
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -30,6 +31,9 @@ from ds_encdec.model.trained import (
 )
 from ds_encdec.model.weights import keyed_generator
 from ds_encdec.types import ConfigError, WeightSource
+
+# Importing peft imports bitsandbytes where it is installed, which says on every rank that a faster kernel is not.
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "gemm_4bit_forward" not in str(record.msg))
 
 
 def require_peft() -> None:

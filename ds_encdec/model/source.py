@@ -91,7 +91,7 @@ class Base:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """This decides every weight: `drawn`, and the SHA-256 of each file, so that a folder may move. Reads them."""
+        """All that decides the weights: `drawn`, and the SHA-256 of each file, so that a folder may move."""
         if self.folder is None:
             return self.drawn
         paths = sorted(self.folder.glob("*.safetensors"))

@@ -53,7 +53,7 @@ def config_of(**training: Any) -> FullConfig:
     return FullConfig.model_validate({"training": settings})
 
 
-def test_every_rank_generates_its_share_and_all_come_back_in_order() -> None:
+def test_every_rank_generates_its_share_and_all_come_back_in_order(caplog: pytest.LogCaptureFixture) -> None:
     model, generator = tiny_model(), np.random.default_rng(0)
     inputs = [generator.integers(2, 97, length, dtype=np.int32) for length in (5, 9, 3, 7, 1, 4, 8, 2, 6, 5, 3, 2)]
     texts = [" ".join(map(str, ids)) for ids in generate(model, inputs, GenerationSettings(max_new_tokens=4))]
@@ -81,6 +81,7 @@ def test_every_rank_generates_its_share_and_all_come_back_in_order() -> None:
     asked = iter([False, True, True])
     stopped = OneOfTwo(0, second.given)
     assert judged(stopped, stopped=lambda: next(asked)) == ({}, [])
+    assert "no figures of texts" in caplog.text
     assert judged(OneOfTwo(1, stopped.given)) == ({}, [])
 
 

@@ -24,6 +24,7 @@ def arguments(folder: Path, rows: Path, *options: str, **changes: Any) -> list[s
         "training__num_train_steps": "null",
         "training__num_train_epochs": 2,
         "training__save_steps": 4,
+        "training__async_save": "false",  # or step 4 may not be there when the rank is killed at 7
         "training__eval_steps": 100,
         "training__eval_generate_samples": 0,
         "training__metric_for_best_model": "loss",
