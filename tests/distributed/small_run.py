@@ -18,7 +18,8 @@ from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.trained import is_adapter
 from ds_encdec.types import Batch
 
-ACCUMULATION = 4
+ACCUMULATION = 3
+"""A first micro-batch, one in the middle and a last one."""
 SHORT_ACCUMULATION = 2
 STEPS = 8
 """The whole schedule."""
