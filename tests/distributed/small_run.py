@@ -18,8 +18,7 @@ from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.trained import is_adapter
 from ds_encdec.types import Batch
 
-ACCUMULATION = 3
-"""A first micro-batch, one in the middle and a last one."""
+ACCUMULATION = 4
 SHORT_ACCUMULATION = 2
 STEPS = 8
 """The whole schedule."""

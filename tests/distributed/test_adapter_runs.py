@@ -18,6 +18,7 @@ LORA = {
     "model.lora.r": 4,  # and a dropout of 0.1
     "training.activation_checkpointing": "full",  # which draws the same again
     "training.num_train_steps": STEPS,
+    "training.warmup_steps": 1,
     "training.learning_rate": 3e-2,
     "training.eval_samples": 8,
     "training.eval_steps": STEPS,

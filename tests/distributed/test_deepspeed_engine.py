@@ -1,6 +1,6 @@
 """DeepSpeed at every stage: it trains like plain torch in one process, and what must be exact is exact to the bit.
 
-Like plain torch: float32, three micro-batches per rank with unequal target tokens and one of them empty, clipping
+Like plain torch: float32, four micro-batches per rank with unequal target tokens and one of them empty, clipping
 active in every step (without it Adam would hide a gradient that is wrong by a factor).
 """
 

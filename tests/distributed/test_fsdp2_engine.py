@@ -1,6 +1,6 @@
 """FSDP2 in every form and on 1, 2 and 4 ranks: it trains like plain torch, and what must be exact is so to the bit.
 
-Like plain torch: float32, three micro-batches per rank with unequal target tokens and one of them empty, clipping
+Like plain torch: float32, four micro-batches per rank with unequal target tokens and one of them empty, clipping
 active in every step (without it Adam would hide a gradient that is wrong by a factor).
 """
 
