@@ -13,12 +13,11 @@ from ds_encdec.model.trained import is_adapter
 
 pytestmark = pytest.mark.distributed
 
-STEPS, STOPPED = 4, 2
+STEPS, STOPPED = 8, 4
 LORA = {
     "model.lora.r": 4,  # and a dropout of 0.1
     "training.activation_checkpointing": "full",  # which draws the same again
     "training.num_train_steps": STEPS,
-    "training.warmup_steps": 1,
     "training.learning_rate": 3e-2,
     "training.eval_samples": 8,
     "training.eval_steps": STEPS,
