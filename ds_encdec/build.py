@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ds_encdec.auto_batch.resolve import job_here, resolve_batch_size
-from ds_encdec.checkpoint.adapters import BASE_RECORD
+from ds_encdec.checkpoint.adapters import BASE_RECORD, one_base
 from ds_encdec.checkpoint.export import average_last_checkpoints
 from ds_encdec.checkpoint.final_export import clear_exports, export_at_end
 from ds_encdec.checkpoint.folder import Checkpoint, check_room
@@ -249,10 +249,13 @@ def _plan(config: FullConfig, context: RunContext, folder: RunFolder, stop: Stop
     collectives = context.collectives
     found = _find(config, context, folder, resume)
     saved = found.read_json("trainer.json") if found else None
-    hashes = context.world.local_rank == 0  # once on each machine, whose copy may be another
+    # Once on each machine, whose copy may be another; rank 0 writes it into checkpoints.
+    hashes = context.world.is_main or context.world.local_rank == 0
     model = collectives.rank_zero_first(
         lambda: saved_model(config, found.path, hashes_base=hashes) if found else new_model(config, hashes_base=hashes)
     )
+    if config.model.lora is not None:
+        one_base(collectives.gather(model.base))
     # One rank asks the hub, so that all read the same commit of a data set.
     saved_commits = saved["data"]["dataset_commits"] if saved else None
     commits = collectives.on_rank_zero(lambda: resolve_commits(config.data, saved_commits))

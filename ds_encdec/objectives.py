@@ -82,7 +82,7 @@ def _shown_template(data: Any) -> str:
 
 
 def _columns_of_records(data: Any, existing: Sequence[str]) -> Sequence[str]:
-    """All where a converter may read any; also where a template's column is not there, so that the error lists them."""
+    """All where a converter may read any, or where neither a template's columns nor conversations are there."""
     templates = map(template_parts, (data.input_template, data.output_template))
     fields = [data.field_mapping.get(name, name) for parts in templates for _, name in parts if name is not None]
     filling = {name if name in existing else name.partition(".")[0] for name in fields}

@@ -61,7 +61,7 @@ model="$output/export/final" # which the run has left itself, unless it was told
 
 echo
 if [ "$name" = quickstart_sft ]; then
-    rm -rf "$model-test" # of the model that was there before a --resume
+    [ -z "$resume" ] || rm -rf "$model-test" # of the model that was there before
     ds-encdec evaluate --model "$model" --split test --max-samples 200 --max-new-tokens 24
     echo "rows       $model-test/predictions.jsonl"
 else

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,22 @@ def base_record(section: ModelConfig, base: Base) -> dict[str, Any]:
         "sha256": _digest(base),
         **{name: fact for name, fact in base.facts.items() if name != "shapes"},
     }
+
+
+def one_base(records: Sequence[dict[str, Any] | None]) -> None:
+    """Raise CheckpointError where machines have different bases: weights would be made of parts of each.
+
+    `records`: `base_record` of each rank that has hashed its machine's copy.
+    """
+    found = {record["sha256"]: record for record in records if record is not None}
+    if len(found) > 1:
+        places = "; ".join(
+            f"{record['folder']} (revision {record['revision'] or 'unknown'}, SHA-256 {digest[:12]}…)"
+            for digest, record in found.items()
+        )
+        raise CheckpointError(
+            f"model.model_name_or_path is not the same model on every machine: {places}. Give each the same copy."
+        )
 
 
 def opened_base(checkpoint: Path, section: ModelConfig, option: str, *, hashed: bool = True) -> Base:
