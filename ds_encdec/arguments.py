@@ -68,16 +68,15 @@ def language(text: str) -> str:
 
 
 JSON: Arguments = {"--json": flag("as one JSON object")}
-CONFIG: Arguments = {"--config": value("YAML file", Path)}
-CONFIG_OR_PLACE: Arguments = {
+CONFIG: Arguments = {
     "config": value("YAML file", Path, nargs="?"),
     "--config": value("YAML file", Path, dest="config_option"),
 }
 """A configuration that may be named without `--config`; see `config_and_overrides`."""
 
 
-def config_and_overrides(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[Path | None, Sequence[str]]:
-    """The file that the arguments `CONFIG_OR_PLACE` name, and all settings: one may stand in the file's place."""
+def config_and_overrides(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """The file that the arguments `CONFIG` name, and all settings: one may stand in the file's place."""
     if options.config is not None and "=" in str(options.config):
         return options.config_option, [str(options.config), *overrides]
-    return options.config or options.config_option, overrides
+    return options.config or options.config_option, [*overrides]

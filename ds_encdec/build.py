@@ -22,7 +22,7 @@ from ds_encdec.checkpoint.export import average_last_checkpoints
 from ds_encdec.checkpoint.final_export import clear_exports, export_at_end
 from ds_encdec.checkpoint.folder import Checkpoint, check_room
 from ds_encdec.checkpoint.manager import MAKE_ROOM, CheckpointManager, find_checkpoint
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.schema import FullConfig, require_packages
 from ds_encdec.config.shares import is_auto, micro_batch_candidates, plan_lanes, with_assumed_batch_size
 from ds_encdec.data.build import TrainingData, build_data
 from ds_encdec.data.inspect import inspect_data
@@ -73,6 +73,7 @@ def run_training(
     ranks. `allow_data_change`: go on from it although this run reads other data. Raises DsEncDecError subclasses, whose
     exit codes are also in the run's `run.json`.
     """
+    require_packages(config)
     world = discover(os.environ)  # now: a port that is free, where none is given
     logging.basicConfig(level=logging.INFO if world.is_main else logging.WARNING, format="%(message)s", force=True)
     if resume is None:  # a batch that the ranks cannot share out is refused before they meet

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from ds_encdec import estimate_memory, prepare, train
 from ds_encdec.arguments import (
     CONFIG,
-    CONFIG_OR_PLACE,
     COUNT,
     JSON,
     RATE,
@@ -50,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, rest = parser.parse_known_args(arguments)
     if rest and not options.accepts_overrides:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if "config_option" in options:
+        options.config, rest = config_and_overrides(options, rest)
     try:
         with reader_may_leave():
             return options.run(options, rest) or 0
@@ -98,8 +99,7 @@ def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     from ds_encdec.config.settings import show
     from ds_encdec.memory.job import frozen_in_vain
 
-    path, overrides = config_and_overrides(options, overrides)
-    files = find_shipped(path), overrides, find_shipped(options.deepspeed_config)
+    path, files = options.config, _settings(options, overrides)
     hostfile, looks_here = find_shipped(options.hostfile), not options.elsewhere
     load_config(*files, hostfile=hostfile, looks_here=looks_here, further=frozen_in_vain)
     print(f"{show(str(path))[1:-1] if path else 'the default configuration'}: no problems found")
@@ -297,7 +297,7 @@ _OUT = value("folder to write; must not exist", Path)
 ARGUMENTS: dict[str, Arguments] = {
     "train": train.ARGUMENTS,
     "validate": {
-        **CONFIG_OR_PLACE,
+        **CONFIG,
         "--deepspeed_config --deepspeed-config": value("raw DeepSpeed JSON", Path),
         "--hostfile": value("hosts and slots, as the deepspeed launcher reads them", Path),
         "--elsewhere": flag("for another machine: do not look for the files and folders it names"),

@@ -82,6 +82,6 @@ metrics      $output/metrics.jsonl
 TensorBoard  tensorboard --logdir $output/logs
 checkpoints  $output/checkpoints
 model        $model   (AutoModelForSeq2SeqLM.from_pretrained(..., trust_remote_code=True))
-try next     source $ROOT/.venv/bin/activate && ds-encdec inspect-data --config $ROOT/ds_configs/$name.yaml -n 3
+try next     source $ROOT/.venv/bin/activate && ds-encdec inspect-data $ROOT/ds_configs/$name.yaml -n 3
 took         $((SECONDS / 60)) min $((SECONDS % 60)) s
 END

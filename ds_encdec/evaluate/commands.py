@@ -77,7 +77,7 @@ def run_evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     with contextlib.redirect_stdout(sys.stderr):  # libraries print, too
         found = evaluate(
             options.model,
-            load_config(find_shipped(options.config or run_config(options.model)), overrides),
+            load_config(find_shipped(options.config or run_config(options.model)), overrides, unread=["training"]),
             options.split,
             out=(out := options.out or default_out(options.model, options.split)),
             settings=settings,

@@ -169,6 +169,7 @@ def test_another_encoder_decoder_that_transformers_knows(model: Path, data: list
         (["--metrics", "bertscore"], 2, "name its folder in --bertscore-model"),
         (["--top-p", "0.9"], 2, "give a temperature above 0"),
         (["--model", "nowhere"], 5, "--model: nowhere does not exist"),
+        (["data.test_files=null", "data.train_split_ratio=1.0"], 4, "the split test is empty: see data.train_split_"),
         (
             ["--model", "BART", "--config=ds_configs/quickstart.yaml", "data.test_files=null"],
             2,
