@@ -349,7 +349,7 @@ def test_of_a_table_the_columns_are_read_that_are_asked_for(
     read, problem = columns(input_template="{absent}")
     assert read == list(rows[0])
     assert "nothing in its field {absent}" in problem
-    assert problem.endswith("it has instruction, input, output, about, tools, wide")
+    assert "it has instruction, input, output, about, tools, wide (data.field_mapping" in problem
 
 
 def test_splits_are_apart_and_own_files_take_their_place(tmp_path: Path) -> None:
