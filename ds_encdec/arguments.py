@@ -47,6 +47,19 @@ def positive(number: type[int] | type[float]) -> Callable[[str], float]:
 COUNT, RATE = positive(int), positive(float)
 
 
+_SETTING = re.compile(r"[a-z_]+(\.\w+)+=")
+
+
+def settings_apart(given: Sequence[str], table: Arguments) -> tuple[list[str], list[str]]:
+    """Divide arguments: those for argparse, and the settings that an option of `table` with several values would take.
+
+    There are none of these where no option takes several.
+    """
+    several = any(how.get("nargs") == "+" for how in table.values())
+    settings = [text for text in given if several and _SETTING.match(text)]
+    return [text for text in given if text not in settings], settings
+
+
 def tokens(text: str) -> int:
     """A number of tokens as people write it: 5e11, 500B, 10M."""
     units = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}

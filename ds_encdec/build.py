@@ -133,7 +133,7 @@ def _train_and_close(
         if state is not trainer.state and state.global_step < training.num_train_steps:
             message = (
                 f"{state.evaluations_since_leading} evaluations have not been better by more than "
-                f"{training.early_stopping_threshold:g} than the {state.best_by} before, {state.leading_value}"
+                f"{training.early_stopping_threshold:g} than the {state.best_by} before, {state.leading_value:.6g}"
             )
             logger.info("early stopping at step %d: %s", state.global_step, message)
             where = {"step": state.global_step, "data_step": state.data_step}

@@ -284,7 +284,7 @@ class PairMaker:
                 + ("" if is_there else way_out)
             )
         if not isinstance(value, _PLAIN):
-            raise _UnusableError(f"its field {column} is a {type(value).__name__}; needed is text or a number")
+            raise _UnusableError(f"its field {column} is of type {type(value).__name__}; needed is text or a number")
         return str(value)
 
     def _turns(self, chat: ChatTemplate, messages: list[Any], record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -324,5 +324,5 @@ def _list(value: Any, name: str) -> list[Any]:
     except ValueError as error:
         raise _UnusableError(f"its {name} are no JSON ({error})") from error
     if not isinstance(found, list):
-        raise _UnusableError(f"its {name} are a {type(found).__name__}; needed is a list")
+        raise _UnusableError(f"its {name} are of type {type(found).__name__}; needed is a list")
     return found

@@ -102,14 +102,17 @@ def test_a_field_may_have_another_column_be_nested_and_be_a_number() -> None:
             r"nothing in its field \{output\}.*; it has instruction, input; set data\.field_m",
         ),
         ({"instruction": "a", "input": None, "output": "c"}, r"nothing in its field \{input\}"),
-        ({"instruction": "a", "input": "b", "output": ["c"]}, "its field output is a list; needed is text or a number"),
+        (
+            {"instruction": "a", "input": "b", "output": ["c"]},
+            "its field output is of type list; needed is text or a number",
+        ),
         ({"instruction": "a", "input": "b", "output": " \n"}, "its output is empty"),
         ({"messages": []}, "no turn of the assistant"),
         ({"messages": "no json"}, "its messages are no JSON"),
-        ({"messages": {"role": "user"}}, "its messages are a dict; needed is a list"),
+        ({"messages": {"role": "user"}}, "its messages are of type dict; needed is a list"),
         ({"messages": [{"content": "hi"}]}, "no objects with a role each"),
         ({"messages": [{"role": "assistant", "content": ""}]}, "its output is empty"),
-        ({"messages": [{"role": "assistant", "content": "a"}], "tools": 3}, "its tools are a int"),
+        ({"messages": [{"role": "assistant", "content": "a"}], "tools": 3}, "its tools are of type int"),
     ],
 )
 def test_a_row_of_which_nothing_can_be_made_is_bad_and_says_why(record: dict[str, Any], problem: str) -> None:
