@@ -113,7 +113,7 @@ def test_an_average_is_the_mean_of_merged_models_and_hashes_their_base_once(
 
 def test_a_mean_of_adapters_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["average", str(run), "--adapter"]) == 2
-    assert "the mean of products" in capsys.readouterr().err
+    assert "a mean of adapters is not the mean of the models" in capsys.readouterr().err
 
 
 def test_a_base_that_was_moved_is_the_same(run: Path, checkpoint: Path, tmp_path: Path) -> None:
