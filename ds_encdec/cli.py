@@ -34,6 +34,7 @@ from ds_encdec.engines import STATE_FORMATS
 from ds_encdec.evaluate import commands
 from ds_encdec.launch.preemption import outlive_readers, reader_may_leave
 from ds_encdec.launch.world import discover
+from ds_encdec.terminal import VERBOSITY, log_to_terminal, print_error
 from ds_encdec.types import ConfigError, DsEncDecError, Preempted
 
 if TYPE_CHECKING:
@@ -50,12 +51,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, rest = parser.parse_known_args(arguments)
     if rest and not options.accepts_overrides:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    log_to_terminal(options)
     try:
         with reader_may_leave():
             return options.run(options, rest) or 0
+    except Preempted as error:
+        print(error, flush=True)
+        return error.exit_code
     except DsEncDecError as error:
-        is_end = isinstance(error, Preempted)
-        print(error if is_end else f"error: {error}", file=sys.stdout if is_end else sys.stderr, flush=True)
+        print_error(error)
         return error.exit_code
 
 
@@ -71,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         verb = verbs.add_parser(name, help=summary, description=summary, epilog=epilog, allow_abbrev=False)
         verb.set_defaults(run=run, accepts_overrides=accepts_overrides)
         add(verb, ARGUMENTS.get(name, {}))
+        add(verb, VERBOSITY)
     return parser
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from ds_encdec.arguments import JSON, Arguments, add, flag, value
 from ds_encdec.gpus import DEFAULT_GPU
 from ds_encdec.launch.preemption import reader_may_leave
+from ds_encdec.terminal import print_error
 from ds_encdec.types import DsEncDecError
 
 ARGUMENTS: Arguments = {
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with reader_may_leave():
             return run(options, overrides)
     except DsEncDecError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print_error(error)
         return error.exit_code
 
 

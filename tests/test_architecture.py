@@ -34,7 +34,7 @@ LAYERS = (
     ("tokenizer",),
     ("launch", "config"),
     ("engines", "types"),
-    ("objectives",),
+    ("objectives", "terminal"),
     ("denoisers", "source_kinds", "text_metrics", "arguments"),
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
