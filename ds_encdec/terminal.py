@@ -1,4 +1,4 @@
-"""What a process of ours shows: its log and its progress, through one console, and its errors.
+"""Shows what a program of ours says: its log and its progress, through one console, and its errors.
 
 On a terminal log lines stand above the progress bar. Elsewhere each line begins with its time, level and, where several
 ranks write, rank. Only the programs set this up: who imports the package has a log of their own.
