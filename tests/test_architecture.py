@@ -26,7 +26,7 @@ LAYERS = (
     ("phases",),
     ("build",),
     ("trainer",),
-    ("resume", "auto_batch"),
+    ("resume", "auto_batch", "start_banner"),
     ("checkpoint", "evaluate"),
     ("memory",),
     ("data", "engine", "monitor"),
