@@ -27,9 +27,13 @@ ARGUMENTS: Arguments = {
     "--gpu": value(f"e.g. h100-80gb, 80GiB (default {DEFAULT_GPU})", default=DEFAULT_GPU, metavar="NAME|SIZE"),
     "--host-memory": value("of each machine, e.g. 1TB: judge the host, too", metavar="SIZE"),
     "--lora-rank": value("as if adapters of this rank were trained alone", int, metavar="R"),
+    "--all": flag("show every setting of both engines, and each part of the figures"),
     "--trace": flag("also trace the configured run's step (needs torch)"),
     **JSON,
 }
+
+FILE_COLUMNS = 120
+"""The width of a table that no terminal shows."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Read the options, estimate and print. Raises ConfigError that lists every problem found."""
-    from ds_encdec.memory.answer import answer, as_json, describe  # not for --help, nor for other verbs
+    from ds_encdec.memory.answer import answer, as_json  # not for --help, nor for other verbs
     from ds_encdec.memory.question import read_question
 
     asked = read_question(options, overrides)
@@ -62,7 +66,17 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         from ds_encdec.memory.trace import trace_memory  # takes seconds, and torch
 
         traced = trace_memory(asked.job)
-    print(json.dumps(as_json(asked, tables, traced), indent=2) if options.json else describe(asked, tables, traced))
+    if options.json:
+        print(json.dumps(as_json(asked, tables, traced), indent=2))
+    else:
+        from rich.console import Console
+
+        from ds_encdec.memory.describe import show
+
+        console = Console() if sys.stdout.isatty() else Console(width=FILE_COLUMNS, no_color=True)
+        with console.capture() as written:
+            show(console, asked, tables, traced, everything=options.all)
+        print(*map(str.rstrip, written.get().splitlines()), sep="\n")
     return 0
 
 
