@@ -45,7 +45,7 @@ def _trained(job: Job) -> str:
 
 
 def _settings(infra: InfraConfig, training: TrainingConfig) -> list[str]:
-    """What decides speed and memory most."""
+    """The settings that decide speed and memory most."""
     offloaded = {"optimizer": infra.offload_optimizer, "parameters": infra.offload_params}
     return [
         infra.sharding_stage,

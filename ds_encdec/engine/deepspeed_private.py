@@ -256,8 +256,9 @@ class ZeroGate(StepGate):
             vars(optimizer).pop("_update_scale", None)
         if not applied and isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.cpu_offload:
             # DeepSpeed drops the sums of an offloaded optimizer only with a step that is applied: the next step would
-            # be made of the refused one's gradients, too.
-            optimizer.averaged_gradients = dict.fromkeys(optimizer.averaged_gradients)
+            # be made of the refused one's gradients, too. In place: every parameter knows this very dict.
+            for group in optimizer.averaged_gradients:
+                optimizer.averaged_gradients[group] = None
         return applied
 
 

@@ -69,7 +69,7 @@ _COLUMNS: Mapping[str, Mapping[str, Sequence[str]]] = {
         "context": ("framework",),
     },
 }
-"""What the figures of a table are sums of, by the room that there is."""
+"""The columns of a table and what their figures are sums of, by the room that there is."""
 _MEANINGS = {
     "states": "weights, gradients, float32 master weights and Adam's moments",
     "grads": "gradients",

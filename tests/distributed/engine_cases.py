@@ -104,8 +104,11 @@ def skipping(**overrides: Any) -> dict[str, Any]:
     engine = short_engine(**overrides)
     steps = skipping_steps(lambda step, **how: short_step(engine, step, **how))
     weights = full_weights(engine)
+    short_step(engine, 98, veto=lambda norm: True)
+    parts = [vars(parameter).get("_hp_mapping") for parameter in engine._engine.module.parameters()]
+    kept = [sums for part in parts if part is not None for sums in (part.gradient_dict or {}).values()]
     engine.close()
-    return {"steps": steps, "weights": weights}
+    return {"steps": steps, "weights": weights, "kept": len(kept) - kept.count(None)}
 
 
 def save(engine: DeepSpeedEngine, folder: Path) -> list[str]:
