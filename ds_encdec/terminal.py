@@ -114,13 +114,14 @@ def take_over(name: str, harmless: Collection[str] = ()) -> None:
 
 
 def print_error(error: Exception) -> None:
-    """Say why the program ends, on standard error: in colour on a terminal, as errors can show themselves there."""
+    """Say why the program ends, on standard error; on a terminal in colour, and with the lines that are wrong."""
     if not sys.stderr.isatty():
         print(f"error: {error}", file=sys.stderr, flush=True)
         return
     from rich.console import Console
     from rich.text import Text
 
+    from ds_encdec.marked_errors import marked
+
     shown = Console(stderr=True)
-    shown.print(Text("error:", style="bold red"), end=" ")
-    shown.print(error if hasattr(error, "__rich_console__") else Text(str(error)), soft_wrap=True)
+    shown.print(Text.assemble(("error:", "bold red"), " ", marked(str(error), shown.width)), soft_wrap=True)

@@ -36,6 +36,7 @@ LAYERS = (
     ("launch", "config"),
     ("engines", "types"),
     ("objectives", "terminal"),
+    ("marked_errors",),
     ("denoisers", "source_kinds", "text_metrics", "arguments"),
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
