@@ -51,5 +51,5 @@ def _settings(infra: InfraConfig, training: TrainingConfig) -> list[str]:
         infra.sharding_stage,
         *(f"{what} offloaded to {place}" for what, place in offloaded.items() if place != "none"),
         "bf16" if training.bf16 else "fp16" if training.fp16 else "float32",
-        f"activation checkpointing {training.activation_checkpointing}",
+        f"recompute {training.activation_checkpointing}",
     ]
