@@ -81,7 +81,7 @@ class TerminalHandler(logging.Handler):
             else:
                 from rich.text import Text
 
-                console().print(Text.assemble((label, _STYLES.get(record.levelno, "")), text), soft_wrap=True)
+                console().print(Text.assemble((label, _STYLES.get(record.levelno, "")), text))
         except Exception:
             self.handleError(record)
 

@@ -350,7 +350,8 @@ sink.close()
         assert process.wait(60) == 0
         *log, bar = screen(written.decode())
         assert log == [
-            "warning: a line of the log that is [longer] than what is left of the terminal's width, which it may be",
+            "warning: a line of the log that is [longer] than what is left of the terminal's",
+            "width, which it may be",
             "saved step 40",
             "step 50/100000 | eval loss 2.5000",
         ]
@@ -371,7 +372,7 @@ def screen(written: str) -> list[str]:
             row -= int(part[2:-1])
         elif not part.startswith(("\x1b", "\r")):
             lines[row] += part
-    return [line for line in lines if line]
+    return [line.rstrip() for line in lines if line]
 
 
 class TestOpenSinks:
