@@ -11,6 +11,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not given:
         parser.print_help(sys.stderr)
         return ConfigError.exit_code
+    if given[0] not in VERBS and not given[0].startswith("-"):
+        guess = next((f"did you mean {name}?" for name in get_close_matches(given[0], VERBS, 1)), "")
+        parser.error(f"there is no verb {given[0]}: {guess or 'ds-encdec --help lists them'}")
     takes_settings = given[0] in VERBS and VERBS[given[0]][1]
     given, settings = settings_apart(given, ARGUMENTS.get(given[0], {}) if takes_settings else {})
     options, rest = parser.parse_known_args(given)

@@ -27,6 +27,12 @@ def test_help_names_every_verb_once_within_the_terminal(
     assert sorted(named) == sorted(cli.VERBS)
 
 
+def test_a_misspelt_verb_is_answered_with_its_neighbour(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["trian"])
+    assert capsys.readouterr().err.splitlines()[-1] == "ds-encdec: error: there is no verb trian: did you mean train?"
+
+
 def test_versions_are_shown_without_importing_what_has_them() -> None:
     code = "import sys; from ds_encdec import cli\ntry: cli.main(['--version'])\nfinally: print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
