@@ -10,7 +10,7 @@ import argparse
 import functools
 import logging
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
 
@@ -52,7 +52,7 @@ def log_to_terminal(
     root = logging.getLogger()
     if (earlier := _handler()) is not None:
         root.removeHandler(earlier)
-    root.addHandler(TerminalHandler(rank, ranks, quiet))
+    root.addHandler(TerminalHandler(rank, ranks, ["--quiet"] * quiet + ["--verbose"] * verbose))
     root.setLevel(level)
     logging.getLogger("ds_encdec").setLevel(logging.DEBUG if verbose else logging.NOTSET)
 
@@ -65,9 +65,9 @@ def _handler() -> TerminalHandler | None:
 class TerminalHandler(logging.Handler):
     """Writes log records for people, and for files that keep what people would see; see the module."""
 
-    def __init__(self, rank: int, ranks: int, quiet: bool) -> None:
+    def __init__(self, rank: int, ranks: int, asked: Sequence[str]) -> None:
         super().__init__()
-        self.rank, self.ranks, self.quiet = rank, ranks, quiet
+        self.rank, self.ranks, self.asked = rank, ranks, asked
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record."""
@@ -91,9 +91,14 @@ class TerminalHandler(logging.Handler):
         return f"{datetime.now():%Y-%m-%d %H:%M:%S} {level}{who}: {text}"
 
 
+def verbosity() -> Sequence[str]:
+    """The options of `VERBOSITY` that this program was given, for one that it starts."""
+    return () if (handler := _handler()) is None else handler.asked
+
+
 def is_quiet() -> bool:
     """Return whether progress is to be left out."""
-    return (handler := _handler()) is not None and handler.quiet
+    return "--quiet" in verbosity()
 
 
 def stamped(line: str) -> str:
