@@ -27,12 +27,19 @@ _STYLES = {logging.WARNING: "yellow", logging.ERROR: "bold red", logging.CRITICA
 _ERASED_LINE = "\r\x1b[K"
 
 
+def console(*, stderr: bool = False) -> Console:
+    """The console that log and progress share, on standard output; with `stderr` there, unless the former is a terminal.
+
+    NO_COLOR is rich's to honour.
+    """
+    return _console(stderr and not sys.stdout.isatty())
+
+
 @functools.cache
-def console() -> Console:
-    """The console on standard output that log and progress share. NO_COLOR is rich's to honour."""
+def _console(stderr: bool) -> Console:
     from rich.console import Console  # not for --help
 
-    return Console()
+    return Console(stderr=stderr)
 
 
 def log_to_terminal(

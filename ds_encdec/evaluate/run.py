@@ -16,9 +16,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rich.console import Console
 from rich.progress import Progress
 
+from ds_encdec import terminal
 from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.config.plain_files import read_json
 from ds_encdec.config.schema import FullConfig, load_saved
@@ -223,7 +223,7 @@ def _finish(
 @contextmanager
 def _progress(split: Split, total: int, done: int, *, shown: bool) -> Iterator[Any]:
     """A bar on a terminal, moved by the function that is yielded."""
-    console = Console(stderr=True)
-    with Progress(console=console, disable=not (shown and console.is_terminal)) as progress:
+    console = terminal.console(stderr=True)
+    with Progress(console=console, disable=not (shown and console.is_terminal) or terminal.is_quiet()) as progress:
         task = progress.add_task(split, total=total, completed=done)
         yield lambda count: progress.advance(task, count)
