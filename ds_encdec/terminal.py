@@ -28,7 +28,7 @@ _ERASED_LINE = "\r\x1b[K"
 
 
 def console(*, stderr: bool = False) -> Console:
-    """The console that log and progress share, on standard output; with `stderr` there, unless the former is a terminal.
+    """The console that log and progress share, on standard output; with `stderr` there, unless the other is a terminal.
 
     NO_COLOR is rich's to honour.
     """
