@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
@@ -35,6 +36,7 @@ from ds_encdec.checkpoint import commands as checkpoints
 from ds_encdec.evaluate import commands
 from ds_encdec.evaluate.folders import require_model_folder
 from ds_encdec.launch.preemption import outlive_readers, reader_may_leave
+from ds_encdec.launch.world import discover
 from ds_encdec.terminal import VERBOSITY, log_to_terminal, print_error
 from ds_encdec.types import ConfigError, DsEncDecError, Preempted
 
@@ -64,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if "config_option" in options:
         options.config, rest = config_and_overrides(options, rest)
-    log_to_terminal(options)
+    log_to_terminal(options, **_place())
     try:
         with reader_may_leave():
             return options.run(options, rest) or 0
@@ -74,6 +76,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DsEncDecError as error:
         print_error(error)
         return error.exit_code
+
+
+def _place() -> dict[str, int]:
+    """Which one this process is, of how many, as far as its environment can be understood."""
+    try:
+        world = discover(os.environ, choose_port=lambda: 0)
+    except ConfigError:  # verbs that need to know say so
+        return {}
+    return {"rank": world.rank, "ranks": world.world_size}
 
 
 def _parser(*, lists_verbs: bool = False) -> argparse.ArgumentParser:
