@@ -39,7 +39,8 @@ def console(*, stderr: bool = False) -> Console:
 def _console(stderr: bool) -> Console:
     from rich.console import Console  # not for --help
 
-    return Console(stderr=stderr)
+    seen = (sys.stderr if stderr else sys.stdout).isatty()
+    return Console(stderr=stderr, force_interactive=None if seen else False)  # FORCE_COLOR would draw bars into files
 
 
 def log_to_terminal(
