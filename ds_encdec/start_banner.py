@@ -28,8 +28,7 @@ def start_banner(
         "ranks": f"{world.world_size} on {world.num_nodes} node(s), {context.device.type}"
         + (f" (the configuration was planned for {planned})" if planned != world.world_size else ""),
         "attention": attention_kernel(config, context.device)[0],
-        "a step": f"{sequences:,} sequences, {tokens:,} tokens with padding: {lanes} micro-batches of "
-        f"{config.training.micro_batch_size}",
+        "a step": f"{sequences:,} sequences in {lanes} micro-batches, {tokens:,} tokens with padding",
         "the run": f"steps {start_step:,} to {steps:,}{asked}, {tokens * (steps - start_step):,} tokens, "
         f"into {Path(config.infra.output_dir).absolute()}",
         "memory": str(expected) if expected is not None else "not estimated",

@@ -30,7 +30,9 @@ def test_its_lines_are_aligned_and_agree_with_the_plan() -> None:
         "DeepSpeed, zero3, optimizer offloaded to cpu, parameters offloaded to cpu, bf16, recompute full"
     )
     assert said["ranks"] == "8 on 1 node(s), cpu"
-    assert said["a step"].startswith(f"{plan['sequences_per_step']:,} sequences, {plan['tokens_per_step']:,} tokens ")
+    assert said["a step"] == (
+        f"{plan['sequences_per_step']:,} sequences in 64 micro-batches, {plan['tokens_per_step']:,} tokens with padding"
+    )
     assert said["the run"].startswith(f"steps 1,000 to 100,000, {99_000 * plan['tokens_per_step']:,} tokens, into /")
     assert said["memory"].startswith("estimated peak per ")
     fewer = RunContext(World(world_size=2), torch.device("cpu"), "deepspeed", cast(HostCollectives, None))
