@@ -58,7 +58,7 @@ def run_convert(
 def convert(source: Path, out: Path, to: str, *overrides: str, ranks: int | None = None) -> None:
     run = run_convert(source, out, to, *overrides, ranks=ranks)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.count(f"is in {out} for {to}") == 1
+    assert run.stdout.count(f"converted to {out} ({to})") == 1
 
 
 def assert_same(checkpoint: Path, state: State, source: Path) -> None:
