@@ -27,7 +27,7 @@ LAYERS = (
     ("phases",),
     ("build",),
     ("trainer",),
-    ("resume", "auto_batch"),
+    ("resume", "auto_batch", "start_banner"),
     ("checkpoint", "evaluate"),
     ("memory",),
     ("data", "engine", "monitor"),
@@ -35,7 +35,8 @@ LAYERS = (
     ("tokenizer",),
     ("launch", "config"),
     ("engines", "types"),
-    ("objectives",),
+    ("objectives", "terminal"),
+    ("marked_errors",),
     ("denoisers", "source_kinds", "text_metrics", "arguments"),
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
