@@ -196,6 +196,7 @@ def plan_phase(config: FullConfig, phase: TrainingPhase, max_steps: int | None =
             "num_train_steps": steps,
             "num_train_epochs": None,
             "warmup_steps": _warmup_steps(config, settings, steps),
+            "warmup_ratio": None,
             "eval_steps": min(settings.eval_steps, steps),
             "save_steps": save_steps,
             "logging_steps": min(settings.logging_steps, steps),
@@ -234,7 +235,9 @@ def _warmup_steps(config: FullConfig, settings: PhaseConfig, steps: int) -> int:
     """
     if settings.warmup_steps is not None and steps == settings.num_train_steps:
         return settings.warmup_steps
-    wanted = config.training.warmup_steps if settings.warmup_steps is None else settings.warmup_steps
+    ratio, wanted = config.training.warmup_ratio, settings.warmup_steps
+    if wanted is None:
+        wanted = config.training.warmup_steps if ratio is None else math.ceil(steps * ratio)
     return max(1, min(wanted, steps // 10)) if wanted else 0
 
 

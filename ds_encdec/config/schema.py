@@ -18,6 +18,7 @@ from pydantic import ValidationError, ValidationInfo, model_validator
 
 from ds_encdec.config.converters import load_converter
 from ds_encdec.config.deepspeed_json import merge_deepspeed_json, read_deepspeed_json
+from ds_encdec.config.implied import imply
 from ds_encdec.config.model_folder import is_hub_name
 from ds_encdec.config.model_sections import ArchitectureConfig, LoraConfig, ModelConfig  # noqa: F401  also found here
 from ds_encdec.config.monitor_sections import MonitorConfig, PhaseOverrides, PhasesConfig  # noqa: F401
@@ -90,6 +91,7 @@ def load_config(
         document = read_deepspeed_json(json_path, problems, named_by)
         settings = merge_deepspeed_json(settings, document, problems)
         settings.put(_JSON_FIELD, None, "")
+    imply(settings)
     values = validate(settings, problems)
     config = FullConfig() if values is None else FullConfig.model_validate(values)
     if values is not None and hostfile is not None:
