@@ -101,7 +101,9 @@ def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     path, overrides = config_and_overrides(options, overrides)
     files = find_shipped(path), overrides, find_shipped(options.deepspeed_config)
     hostfile, looks_here = find_shipped(options.hostfile), not options.elsewhere
-    load_config(*files, hostfile=hostfile, looks_here=looks_here, further=frozen_in_vain)
+    notes: list[str] = []
+    load_config(*files, hostfile=hostfile, looks_here=looks_here, further=frozen_in_vain, notes=notes)
+    print("".join(f"{note}\n" for note in notes), end="")
     print(f"{show(str(path))[1:-1] if path else 'the default configuration'}: no problems found")
 
 

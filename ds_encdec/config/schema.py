@@ -11,6 +11,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from glob import iglob
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from ds_encdec.config.implied import imply
 from ds_encdec.config.model_folder import is_hub_name
 from ds_encdec.config.model_sections import ArchitectureConfig, LoraConfig, ModelConfig  # noqa: F401  also found here
 from ds_encdec.config.monitor_sections import MonitorConfig, PhaseOverrides, PhasesConfig  # noqa: F401
+from ds_encdec.config.rewording import Reading
 from ds_encdec.config.rules import Sections, find_conflicts, marked  # noqa: F401
 from ds_encdec.config.sections import LOCAL_FORMATS, DataConfig, Mark, MixtureSource, Section, Source  # noqa: F401
 from ds_encdec.config.settings import COMMAND_LINE, Conflict, Mention, Problem, Settings, raise_if_any, show, unusable
@@ -34,6 +36,12 @@ from ds_encdec.text_metrics import TEXT_METRICS, not_installed
 from ds_encdec.types import ConfigError
 
 _JSON_FIELD = "infra.deepspeed_config"
+_DEEPSPEED_KEYS = {
+    "train_micro_batch_size_per_gpu",
+    "train_batch_size",
+    "zero_optimization",
+    "zero_allow_untested_optimizer",
+}
 _HOST = re.compile(r"(\S+)\s+slots=(\d{1,9})(?!\d)")
 
 
@@ -69,6 +77,7 @@ def load_config(
     hostfile: Path | None = None,
     looks_here: bool = False,
     further: Callable[[FullConfig], Iterable[Conflict]] = lambda config: (),
+    notes: list[str] | None = None,
 ) -> FullConfig:
     """The validated configuration of a run.
 
@@ -77,6 +86,7 @@ def load_config(
     file's. `deepspeed_config`: a raw DeepSpeed JSON; it replaces `infra.deepspeed_config` where that is
     not set. What the JSON and the other two both set must agree. `hostfile`: hosts that a run of it must be able to
     start on. `looks_here`: what it names must be on this machine. `further`: finds what only higher rooms know.
+    `notes`: takes what was written in other tools' words (word_table.py) and how it was read.
 
     The result stands on its own: `infra.deepspeed_config` is None, because everything the JSON says has gone
     into the fields that stand for it, the rest into `infra.deepspeed_extra`.
@@ -84,8 +94,14 @@ def load_config(
     Raises ConfigError that lists every problem found in all of them.
     """
     problems: list[Problem] = []
-    settings = read_yaml(path, problems) if path is not None else Settings()
-    apply_overrides(settings, overrides, problems)
+    settings, reading = read_yaml(path, problems) if path is not None else Settings(), Reading()
+    if not problems and _DEEPSPEED_KEYS & settings.values.keys():
+        message = f"this is a DeepSpeed JSON, and no configuration of a run: --deepspeed_config {path} reads it"
+        raise_if_any([file_problem(Path(str(path)), message)])
+    reading.read_file(settings, problems)
+    apply_overrides(settings, overrides, problems, partial(reading.read_override, settings))
+    if notes is not None:
+        notes += reading.notes
     json_path, named_by = _find_json(settings, path, deepspeed_config, problems)
     if json_path is not None:
         document = read_deepspeed_json(json_path, problems, named_by)
