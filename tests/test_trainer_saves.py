@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,10 @@ class EmptyLoader:
 
 def fail() -> None:
     raise OSError(errno.ENOSPC, "No space left on device", "weights")
+
+
+def divide() -> float:
+    return 1 / 0
 
 
 def make_run(folder: Path, engine: ScriptedEngine, **training: Any) -> Trainer:
@@ -317,9 +322,9 @@ def test_what_goes_wrong_in_the_background_ends_the_run_at_a_later_step(
 
 @pytest.mark.parametrize(("killed_at", "saved"), [(1, []), (3, [2]), (4, [2, 3])])
 def test_data_that_ends_costs_no_step_and_is_an_error_unless_a_worker_was_killed_in_a_stop(
-    tmp_path: Path, eval_losses: list[float], killed_at: int, saved: list[int]
+    tmp_path: Path, eval_losses: list[float], caplog: pytest.LogCaptureFixture, killed_at: int, saved: list[int]
 ) -> None:
-    """Where nothing was trained there is nothing to save, and what the disk says hides no error of the data."""
+    """Where nothing was trained since the last save there is nothing to save; no save hides what the data said."""
 
     def be_killed() -> None:
         raise WorkerKilledError("a data worker (process 1) was killed by SIGKILL. SIGKILL usually means memory")
@@ -335,12 +340,22 @@ def test_data_that_ends_costs_no_step_and_is_an_error_unless_a_worker_was_killed
         train(run)
     assert sorted(committed_steps(tmp_path / "stopped")) == saved
 
-    for name, writing, left in (("alone", {}, saved), ("disk", {3: fail}, saved[:1])):
+    written: list[int] = []
+    noted = {step: partial(written.append, step) for step in (1, 2, 3)}
+    for name, writing, left in (
+        ("alone", noted, saved),
+        ("disk", {3: fail}, saved[:1]),
+        ("bug", {3: divide}, saved[:1]),
+    ):
         run = make_run(tmp_path / name, ScriptedEngine(writing), async_save=False)
         run.loader.ending = {killed_at: be_killed}  # type: ignore[attr-defined]
-        with run.stop, pytest.raises(DataError, match="killed by SIGKILL"):
+        ends = DsEncDecError if name == "bug" and 3 in saved else DataError
+        with run.stop, caplog.at_level("ERROR"), pytest.raises(ends):
             train(run)
         assert sorted(committed_steps(tmp_path / name)) == left
+        assert "killed by SIGKILL" in caplog.text
+        caplog.clear()
+    assert written == saved
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ _THEIR_SECTIONS = frozenset(SECTIONS.split())
 
 @dataclass
 class Reading:
-    """What was read as what, in words, and which settings of the command line have been read, under which names."""
+    """Notes on how words were read, and which settings of the command line have been read, under which names."""
 
     notes: list[str] = field(default_factory=list)
     given: dict[str, tuple[str, Any]] = field(default_factory=dict)

@@ -346,7 +346,7 @@ WORDS: tuple[Word, ...] = (
     Word("lora_r lora_rank lora.rank model.lora.rank model.lora.lora_rank", "axolotl llama other", "model.lora.r"),
     Word("lora.alpha model.lora.alpha", "other", "model.lora.lora_alpha"),
     Word("lora.dropout model.lora.dropout", "other", "model.lora.lora_dropout"),
-    Word("lora_target lora_target_modules", "llama axolotl", reads=targets),
+    Word("lora_target lora_target_modules lora.targets model.lora.targets", "llama axolotl", reads=targets),
     Word("lora_target_linear", "axolotl", values={"true": LORA}, why="set model.lora.target_modules"),
     Word(
         "lora_modules_to_save modules_to_save",

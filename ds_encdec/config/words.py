@@ -1,4 +1,4 @@
-"""What a row of the words of other tools is (`word_table.py` has the rows), and what their values mean."""
+"""A row of the words of other tools (`word_table.py` has the rows), and how their values are read."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ class Word(NamedTuple):
     is_left_out: bool = False
 
     def meaning(self, value: Any) -> Meaning | None:
-        """What `value` means under this name; None for a value of our own field that needs no translation."""
+        """Return what `value` means under this name; None for a value of our own field that needs no translation."""
         read = self.reads(value)
         if read is not None:
             return read
@@ -48,7 +48,7 @@ def left_out(names: str, tools: str, why: str) -> Word:
 
 
 def switch(on: Meaning, off: Meaning) -> dict[str, Meaning]:
-    """What the words for on and off mean."""
+    """Meanings of the words for on and off."""
     return {"true": on, "false": off, "yes": on, "no": off, "none": off, "0": off, "1": on}
 
 

@@ -70,7 +70,7 @@ TOLD = {
     "trainer_seq2seq": "eval_generate_samples num_train_steps eval_steps push-to-hub",
     "axolotl_lora": "dataset_name prepared_dir train_split_ratio max_encoder_length AdamW eval_steps save_steps",
     "llamafactory_sft": "dataset_name messages_column max_decoder_length num_train_steps train_split_ratio",
-    "torchtitan": "wsd_decay_fraction report_to model_name_or_path model.architecture max_encoder_length dataset_name =fsdp",
+    "torchtitan": "wsd_decay_fraction report_to or_path model.architecture max_encoder_length dataset_name type=fsdp",
 }
 
 
