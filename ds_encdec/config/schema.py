@@ -43,6 +43,7 @@ _DEEPSPEED_KEYS = {
     "zero_optimization",
     "zero_allow_untested_optimizer",
 }
+_PROJECT_FIELD, _PROJECT_VARIABLE = "infra.wandb_project", "WANDB_PROJECT"
 _HOST = re.compile(r"(\S+)\s+slots=(\d{1,9})(?!\d)")
 
 
@@ -110,6 +111,8 @@ def load_config(
         document = read_deepspeed_json(json_path, problems, named_by)
         settings = merge_deepspeed_json(settings, document, problems)
         settings.put(_JSON_FIELD, None, "")
+    if settings.get(_PROJECT_FIELD) is None and os.environ.get(_PROJECT_VARIABLE):
+        settings.put(_PROJECT_FIELD, os.environ[_PROJECT_VARIABLE], _PROJECT_VARIABLE)
     imply(settings)
     values = validate(settings, problems, unread)
     config = FullConfig() if values is None else FullConfig.model_validate(values, context={"was_judged": True})

@@ -336,7 +336,7 @@ class InfraConfig(Section):
     """FSDP2: reduce gradients after every micro-batch instead of once per step. Costs communication, and saves the
     4 bytes per parameter that each rank accumulates unsharded gradients in."""
     wandb_project: str = "qwen3-encoder-decoder"
-    """W&B project."""
+    """W&B project; where it is not set, the one in `WANDB_PROJECT`."""
     wandb_entity: str | None = None
     """W&B entity (team or user)."""
     wandb_run_name: str | None = None
