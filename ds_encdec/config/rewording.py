@@ -3,10 +3,10 @@
 What was read as what is told in words (`Reading.notes`). A name at the top level that only one field has is that field.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from ds_encdec.config.rules import fields, section_in
@@ -14,6 +14,7 @@ from ds_encdec.config.settings import COMMAND_LINE, Mention, Problem, Settings, 
 from ds_encdec.config.validation import mention, wrong_value
 from ds_encdec.config.word_table import SECTIONS, by_name
 from ds_encdec.config.words import Meaning, Word
+from ds_encdec.config.yaml_text import apply_overrides
 
 _THEIR_SECTIONS = frozenset(SECTIONS.split())
 
@@ -89,6 +90,13 @@ class Reading:
             self.notes.append(f"{said} is read as {ours}")
         elif row is not None and said.shown != "null":
             self.notes.append(f"{said} is left out" + (f": {row.why}" if row.is_left_out else ""))
+
+
+def given_fields(overrides: Sequence[str]) -> set[str]:
+    """The fields, by our names, that settings of the command line are about."""
+    reading, settings = Reading(), Settings()
+    apply_overrides(settings, overrides, [], partial(reading.read_override, settings))
+    return set(reading.given)
 
 
 def _strange(values: dict[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:

@@ -173,6 +173,8 @@ def _run_phase(config: FullConfig, planned: PlannedPhase, subprocess_run: Subpro
     else:
         for change in changes:
             _say(f"phase {planned.phase} goes on with another setting: {change}")
+        if differences := planned.differences(config):
+            _say(differences)
         folder.begin(planned.config, weights_sha256, changes)
         _train(planned, folder, subprocess_run, launcher)
     _judge_and_hand_on(planned, folder, before.get("pipeline_initial_loss"))
