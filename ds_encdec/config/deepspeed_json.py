@@ -17,7 +17,7 @@ from typing import Any
 
 from ds_encdec.config.deepspeed_keys import IGNORED, PASSED_ON, SCHEMA_FIELDS, check_keys
 from ds_encdec.config.plain_files import JSON_TOKEN, MAX_NODES, bound_json
-from ds_encdec.config.settings import LONGEST_NAME, Mention, Problem, Settings, above, join, show
+from ds_encdec.config.settings import LONGEST_NAME, Mention, Problem, Settings, above, join, masked, show
 from ds_encdec.config.validation import default_of, mention, wrong_value
 from ds_encdec.config.yaml_text import file_problem, read_text, whole_number
 
@@ -233,7 +233,7 @@ def _meant(path: str, value: Any) -> list[tuple[str, Any]] | str:
 
 
 def _mention(document: Settings, path: str, value: Any) -> Mention:
-    return Mention(document.place_of(path), path, show(value))
+    return Mention(document.place_of(path), path, show(masked(path.rpartition(".")[2], value)))
 
 
 def _is_count(value: Any) -> bool:

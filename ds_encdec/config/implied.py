@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, TypeGuard
 
-from ds_encdec.config.settings import Settings, show
+from ds_encdec.config.settings import Settings, show, unusable
 from ds_encdec.config.training_sections import ENDLESS_SCHEDULES, FSDP_STRATEGIES
 from ds_encdec.config.validation import default_of
 
@@ -64,4 +64,4 @@ def shortened_warmup(steps: float, schedule: str) -> int | None:
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and unusable(value) is None

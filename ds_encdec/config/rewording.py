@@ -106,7 +106,7 @@ def _strange(values: dict[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
         info = fields().get(path)
         if info is not None and isinstance(value, dict) and section_in(info.annotation):
             yield from _strange(value, path)
-        elif not at and info is None and key in _THEIR_SECTIONS and isinstance(value, dict):
+        elif not at and info is None and key in _THEIR_SECTIONS and isinstance(value, dict) and value:
             yield from ((join(path, inner), what) for inner, what in value.items())
         elif info is None or path in _rows():
             yield path, value
@@ -128,6 +128,8 @@ def _meaning(path: str, value: Any) -> Meaning | None:
     section, _, name = path.rpartition(".")
     row = _row(path)
     meaning: Meaning | None = None
+    if not section and name in _THEIR_SECTIONS and value in (None, {}):
+        return {}
     if row is not None:
         meaning = {} if value is None and path not in fields() else row.meaning(value)
     elif (not section or section in _THEIR_SECTIONS) and len(homes := _homes(name)) == 1:

@@ -80,6 +80,8 @@ def fsdp(value: Any) -> Meaning | None:
     shards = {"full_shard": "zero3", "shard_grad_op": "zero2", "hybrid_shard": "zero3_hybrid", "no_shard": "zero0"}
     meant: dict[str, Any] = {"infra.distributed_type": "fsdp"} if words else {}
     for word in map(str, words):
+        if word not in (*shards, "offload", "auto_wrap"):
+            return f"`{word}` is no word of it: set infra.sharding_stage and infra.fsdp_cpu_offload"
         meant |= {"infra.sharding_stage": shards[word]} if word in shards else {}
         meant |= {"infra.fsdp_cpu_offload": True} if word == "offload" else {}
     return meant
@@ -92,7 +94,8 @@ def ratio(value: Any) -> Meaning | None:
 
 def seconds(value: Any) -> Meaning | None:
     """Seconds, which are `infra.distributed_timeout_minutes`."""
-    return {"infra.distributed_timeout_minutes": min(value / 60, 100_000)} if isinstance(value, int | float) else None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return {"infra.distributed_timeout_minutes": min(value, 6_000_000) / 60} if is_number else None
 
 
 def targets(value: Any) -> Meaning | None:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import yaml
 
 from ds_encdec.config.plain_files import MAX_CONFIG_BYTES, MAX_DEPTH, MAX_NODES, read_plain
-from ds_encdec.config.settings import COMMAND_LINE, Mention, Problem, Settings, Unreadable, is_name, join, show
+from ds_encdec.config.settings import COMMAND_LINE, Mention, Problem, Settings, Unreadable, is_name, join, masked, show
 
 
 def whole_number(digits: str) -> int | float:
@@ -168,7 +168,9 @@ def apply_overrides(
                 if all(settings.put(*one, COMMAND_LINE) for one in read(name, value, problems)):
                     continue
             except UnreadableError as error:
-                message = f"{show(text)} is not a YAML value; quote it, as in {name}='\"...\"' ({error})"
+                message = (
+                    f"{show(masked(parts[-1], text))} is not a YAML value; quote it, as in {name}='\"...\"' ({error})"
+                )
         problems.append(Problem((Mention(COMMAND_LINE, field),), message))
 
 

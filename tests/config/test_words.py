@@ -136,7 +136,7 @@ def test_a_field_in_two_words_that_differ_is_one_problem(tmp_path: Path, text: s
 
 def test_the_command_line_speaks_other_words_too(tmp_path: Path) -> None:
     path = written(tmp_path, "training: {learning_rate: 1e-4, num_train_steps: 50}\noptim: adamw_torch\n")
-    config = load_config(path, ["--max_steps", "10", "lr=2e-4", "--output_dir=here", "seed=3", "optimizer.betas=null"])
+    config = load_config(path, ["--max_steps", "10", "lr=2e-4", "--output_dir=here", "seed=3", "fsdp_config={}"])
     assert (config.training.num_train_steps, config.training.learning_rate, config.training.seed) == (10, 2e-4, 3)
     assert (config.infra.output_dir, config.training.warmup_steps) == ("here", 1)
     assert "both are training.learning_rate" in problems(path, "lr=2e-4", "training.learning_rate=1e-3")
@@ -161,6 +161,24 @@ def test_the_command_line_speaks_other_words_too(tmp_path: Path) -> None:
 )
 def test_values_are_translated(argument: str, field: str, value: Any) -> None:
     assert attrgetter(field)(load_config(None, [argument])) == value
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("fsdp=full_shrd", "`full_shrd` is no word of it"),
+        ("fsdp_config.x.y=3", 'fsdp_config.x = {"y": 3}\n      unknown key; docs/coming-from.md'),
+        ("deepspeed.stage=3", "write it into a JSON file"),
+        ("batch_size=8", "say of what: training.per_device_train_batch_size"),
+        ("training.max_steps=x", 'training.num_train_steps = "x"\n      must be a whole number'),
+        (f"training.num_train_steps={'9' * 399}", "at most 64 bits"),
+        ("hub_token=[abc", '"***" is not a YAML value'),
+    ],
+)
+def test_what_has_no_meaning_here_is_said(argument: str, message: str) -> None:
+    found = problems(None, argument)
+    assert message in found
+    assert "1 problem" in found
 
 
 def test_lists_are_told_once_and_secrets_never(tmp_path: Path) -> None:
