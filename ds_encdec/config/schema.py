@@ -11,9 +11,11 @@ import importlib.util
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
 from functools import partial
 from glob import iglob
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError, ValidationInfo, model_validator
 
@@ -49,6 +51,19 @@ _HOST = re.compile(r"(\S+)\s+slots=(\d{1,9})(?!\d)")
 
 class FullConfig(Sections):
     """A run. One that exists is consistent: contradictions between its fields are errors too."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _imply(cls, values: Any) -> Any:
+        """Let what is set decide what is not, in a configuration built in Python too."""
+        if not isinstance(values, dict):
+            return values
+        plain = {
+            name: part.model_dump(exclude_unset=True) if isinstance(part, Section) else part
+            for name, part in values.items()
+        }
+        imply(settings := Settings(deepcopy(plain)))
+        return settings.values
 
     @model_validator(mode="after")
     def _reject_contradictions(self, info: ValidationInfo) -> FullConfig:

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from ds_encdec.config.rules import engine_candidates
-from ds_encdec.config.schema import FullConfig, TrainingConfig, load_config
+from ds_encdec.config.schema import FullConfig, InfraConfig, TrainingConfig, load_config
 from ds_encdec.config.settings import Conflict, Rule, broken
 from ds_encdec.types import ConfigError
 
@@ -318,7 +318,10 @@ def test_rules_with_the_same_text_are_each_judged() -> None:
 
 def test_a_configuration_built_in_python_is_checked_too() -> None:
     with pytest.raises(ValidationError, match="at most one may be true"):
-        FullConfig(training=TrainingConfig(fp16=True))
+        FullConfig(training=TrainingConfig(fp16=True, bf16=True))
+    story = FullConfig(infra=InfraConfig(distributed_type="fsdp", fsdp_cpu_offload=False))
+    assert (story.infra.offload_optimizer, story.infra.num_gpus) == ("none", 8)
+    assert FullConfig(training=TrainingConfig(fp16=True)).training.bf16 is False
 
 
 def test_a_single_sound_field_never_contradicts_a_default_of_the_monitor() -> None:
