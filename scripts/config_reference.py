@@ -13,8 +13,8 @@ from ds_encdec.config.deepspeed_keys import FIXED, IGNORED, PASSED_ON, SCHEMA_FI
 from ds_encdec.config.rules import fields
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.settings import show
-from ds_encdec.config.word_table import TOOLS, WORDS
-from ds_encdec.config.words import Meaning, Word
+from ds_encdec.config.word_table import WORDS
+from ds_encdec.config.words import TOOLS, Meaning, Word
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 

@@ -12,8 +12,8 @@ from typing import Any
 from ds_encdec.config.rules import fields, section_in
 from ds_encdec.config.settings import COMMAND_LINE, Mention, Problem, Settings, above, join, show
 from ds_encdec.config.validation import mention, wrong_value
-from ds_encdec.config.word_table import SECTIONS, by_name
-from ds_encdec.config.words import Meaning, Word
+from ds_encdec.config.word_table import by_name
+from ds_encdec.config.words import SECTIONS, Meaning, Word
 from ds_encdec.config.yaml_text import apply_overrides
 
 _THEIR_SECTIONS = frozenset(SECTIONS.split())

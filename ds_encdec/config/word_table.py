@@ -20,15 +20,6 @@ from ds_encdec.config.words import (
     targets,
 )
 
-TOOLS = {
-    "hf": "Hugging Face Trainer and its example scripts",
-    "accelerate": "Accelerate",
-    "axolotl": "axolotl",
-    "llama": "LLaMA-Factory",
-    "titan": "torchtitan",
-    "other": "nanoGPT, Lightning, the guides this project comes from, and habit",
-}
-
 BF16: Meaning = {"training.bf16": True, "training.fp16": False}
 FP16: Meaning = {"training.bf16": False, "training.fp16": True}
 FP32: Meaning = {"training.bf16": False, "training.fp16": False}
@@ -421,13 +412,6 @@ WORDS: tuple[Word, ...] = (
     ),
     left_out("full_determinism ignore_data_skip", "hf", "runs are deterministic, and resume where they were"),
 )
-
-SECTIONS = (
-    "fsdp_config deepspeed_config optimizer lr_scheduler scheduler lr_scheduler_kwargs checkpoint job metrics compile "
-    "parallelism profiling activation_checkpoint validation trainer train training_args training_arguments args "
-    "hyperparameters lora lora_config peft peft_config dataset tokenizer experiment"
-)
-"""Sections of other tools, in whose names nothing lies: their entries are read like flat ones."""
 
 
 def by_name() -> Iterator[tuple[str, Word]]:

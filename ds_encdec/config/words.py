@@ -5,6 +5,22 @@ from typing import Any, NamedTuple
 
 from ds_encdec.source_kinds import LOCAL_SOURCES
 
+TOOLS = {
+    "hf": "Hugging Face Trainer and its example scripts",
+    "accelerate": "Accelerate",
+    "axolotl": "axolotl",
+    "llama": "LLaMA-Factory",
+    "titan": "torchtitan",
+    "other": "nanoGPT, Lightning, the guides this project comes from, and habit",
+}
+
+SECTIONS = (
+    "fsdp_config deepspeed_config optimizer lr_scheduler scheduler lr_scheduler_kwargs checkpoint job metrics compile "
+    "parallelism profiling activation_checkpoint validation trainer train training_args training_arguments args "
+    "hyperparameters lora lora_config peft peft_config dataset tokenizer experiment"
+)
+"""Sections of other tools, in whose names nothing lies: their entries are read like flat ones."""
+
 Meaning = Mapping[str, Any] | str
 """The fields that a word sets (none: it is left out), or why no field can stand for it."""
 

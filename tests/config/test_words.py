@@ -14,7 +14,8 @@ from transformers import Seq2SeqTrainingArguments
 from ds_encdec import cli, train
 from ds_encdec.config.rules import fields
 from ds_encdec.config.schema import load_config
-from ds_encdec.config.word_table import SECTIONS, TOOLS, WORDS, by_name
+from ds_encdec.config.word_table import WORDS, by_name
+from ds_encdec.config.words import SECTIONS, TOOLS
 from ds_encdec.types import ConfigError
 
 FOLDER = Path(__file__).parent / "other_tools"
@@ -196,6 +197,13 @@ def test_a_deepspeed_json_is_no_configuration(capsys: pytest.CaptureFixture[str]
     error = capsys.readouterr().err
     assert "1 problem" in error
     assert "--deepspeed_config ds_configs/zero2.json reads it" in error
+
+
+def test_a_value_behind_its_name_is_no_file(capsys: pytest.CaptureFixture[str]) -> None:
+    for more in ([], ["--config", "ds_configs/quickstart.yaml"]):
+        assert cli.main(["validate", "--elsewhere", *more, "seed=3", "--max_steps", "30"]) == 0
+        assert "max_steps = 30 is read as training.num_train_steps = 30" in capsys.readouterr().out
+    assert cli.main(["validate", "--max_steps", "30", "--lr", "nowhere.yaml"]) == 2
 
 
 def test_what_was_read_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
