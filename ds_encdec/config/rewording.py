@@ -37,7 +37,7 @@ class Reading:
         settings = Settings()
         settings.put(name, value, COMMAND_LINE)
         claimed = self._read(settings, problems)
-        meant = claimed or ({name: settings.get(name)} if name in settings else {})
+        meant = ({name: settings.get(name)} if name in settings else {}) | claimed
         for ours, wanted in meant.items():
             earlier, before = self.given.setdefault(ours, (name, wanted))
             if earlier != name and before != wanted:

@@ -158,6 +158,8 @@ def test_the_command_line_speaks_other_words_too(tmp_path: Path) -> None:
         ("lora_target=q_proj,v_proj", "model.lora.target_modules", ("q_proj", "v_proj")),
         ("eval_strategy=no", "training.eval_samples", 0),
         ("fsdp=[full_shard, offload]", "infra.offload_params", "cpu"),
+        ("training={lr: 1e-3, seed: 5, bf16: auto}", "training.seed", 5),
+        ("training={lr: 1e-3, seed: 5, bf16: auto}", "training.learning_rate", 1e-3),
     ],
 )
 def test_values_are_translated(argument: str, field: str, value: Any) -> None:
