@@ -71,6 +71,7 @@ WORDS: tuple[Word, ...] = (
     ),
     Word("min_lr lr_scheduler_kwargs.min_lr", "hf other", why="it is a share of the peak: set training.min_lr_ratio"),
     Word("lr_scheduler_kwargs", "hf", why="schedules have fields: training.min_lr_ratio, training.wsd_decay_fraction"),
+    Word("decay_type", "titan", values={"cosine": {}}, why="set training.lr_scheduler_type"),
     Word("decay_ratio", "titan", why="set training.lr_scheduler_type=wsd and training.wsd_decay_fraction"),
     Word(
         "optim optimizer optimizer.name optimizer_type",
@@ -157,7 +158,7 @@ WORDS: tuple[Word, ...] = (
     left_out("use_cache torch_empty_cache_steps skip_memory_metrics", "hf", "nothing of it is needed"),
     # Machines.
     Word("use_cpu no_cuda", "hf accelerate", values=switch({"infra.device": "cpu"}, {})),
-    Word("num_processes ngpu world_size nproc_per_node n_gpus", "accelerate other", "infra.num_gpus"),
+    Word("num_processes ngpu world_size nproc_per_node n_gpus devices", "accelerate other", "infra.num_gpus"),
     Word(
         "infra.distributed_type",
         "accelerate",
@@ -169,6 +170,7 @@ WORDS: tuple[Word, ...] = (
             "no": {"infra.num_gpus": 1},
         },
     ),
+    Word("accelerator", "other", values={"cpu": {"infra.device": "cpu"}, "gpu": {}, "cuda": {}, "auto": {}}),
     Word("strategy", "other", why="set infra.distributed_type and infra.sharding_stage"),
     Word("deepspeed deepspeed_config_file deepspeed_path", "hf axolotl llama accelerate", reads=deepspeed),
     Word(
@@ -259,8 +261,20 @@ WORDS: tuple[Word, ...] = (
     ),
     Word("saves_per_epoch", "axolotl", why=CADENCE + "training.save_steps"),
     Word("checkpoint.interval save_interval checkpointing_steps", "titan accelerate other", "training.save_steps"),
+    Word("checkpoint.enable", "titan", values={"true": {}}, why="a run always saves: set a great training.save_steps"),
+    Word(
+        "checkpoint.async_mode",
+        "titan",
+        values={"disabled": {"training.async_save": False}},
+        why="set training.async_save",
+    ),
+    left_out(
+        "checkpoint.folder checkpoint.directory checkpoint.prefix checkpoint.timestamp save_tb_folder job.description",
+        "titan other",
+        "a run's folder is infra.output_dir, and checkpoints in it are checkpoints/step-N",
+    ),
     Word("keep_latest_k checkpoints_total_limit", "titan accelerate", "training.save_total_limit"),
-    Word("eval_interval validation.freq", "titan other", "training.eval_steps"),
+    Word("eval_interval validation.freq val_check_interval", "titan other", "training.eval_steps"),
     Word("log_interval log_freq log_every_n_steps", "titan other", "training.logging_steps"),
     Word(
         "logging_strategy",
@@ -396,6 +410,7 @@ WORDS: tuple[Word, ...] = (
     Word("train_on_inputs train_on_prompt", "axolotl llama", values={"false": {}}, why="losses are of outputs alone"),
     Word("special_tokens", "axolotl", why="sentinels are the tokens that are added: model.num_sentinel_tokens"),
     left_out("do_train do_predict", "hf llama", "`ds-encdec train` trains, `ds-encdec evaluate` predicts"),
+    left_out("gc_freq gc_debug print_args enable_profiling profile_freq", "titan", "a run measures itself"),
     left_out("debug strict", "axolotl accelerate", "nothing of it is needed"),
     Word("data_seed", "hf", why="everything random follows from training.seed"),
     Word("eval_on_start", "hf", values={"false": {}}, why=CADENCE + "training.eval_steps"),
