@@ -1,6 +1,6 @@
-"""Settings in the words of other tools (word_table.py) put into ours, before they are validated.
+"""Settings in the words of other tools (word_table.py), put into ours before they are validated.
 
-What was read as what is told in words (`Reading.notes`). A name at the top level that only one field has is that field.
+A name at the top level that only one field has is that field. `Reading.notes` tell what was read as what.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -57,7 +57,7 @@ class Reading:
             if meaning is None:
                 problems.append(Problem((said,), "unknown key; docs/coming-from.md lists the words that are known"))
             elif isinstance(meaning, str):
-                problems.append(Problem((said,), f"not a field here: {meaning}"))
+                problems.append(Problem((said,), meaning if path in fields() else f"not a field here: {meaning}"))
             else:
                 for ours, wanted in meaning.items():
                     self._claim(settings, claimed, problems, (ours, wanted), said)

@@ -175,6 +175,8 @@ def test_values_are_translated(argument: str, field: str, value: Any) -> None:
         ("batch_size=8", "say of what: training.per_device_train_batch_size"),
         ("training.max_steps=x", 'training.num_train_steps = "x"\n      must be a whole number'),
         (f"training.num_train_steps={'9' * 399}", "at most 64 bits"),
+        ("save_strategy=epoch", "cadences are in optimizer steps: set training.save_steps"),
+        ("training.save_strategy=epoch", "\n      cadences are in optimizer steps"),
         ("hub_token=[abc", '"***" is not a YAML value'),
     ],
 )
