@@ -194,7 +194,7 @@ def advance(state: TrainingState, result: StepResult, totals: StepTotals) -> Tra
         data_step=state.data_step + 1,
         skipped_steps=state.skipped_steps + (not result.applied),
         epoch=totals.epoch,
-        encoder_tokens_seen=state.encoder_tokens_seen + totals.encoder_tokens,
+        total_tokens_seen=state.total_tokens_seen + totals.encoder_tokens + totals.target_tokens,
         target_tokens_seen=state.target_tokens_seen + totals.target_tokens,
         bad_rows=totals.bad_rows,
         long_rows=totals.long_rows,
