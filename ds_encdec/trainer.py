@@ -11,12 +11,14 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn
 
 import torch
 
+from ds_encdec.callbacks import Callback, call
 from ds_encdec.checkpoint.manager import CheckpointManager
 from ds_encdec.config.schema import FullConfig, TrainingConfig
 from ds_encdec.data.lane import WorkerKilledError
@@ -85,6 +87,7 @@ class Trainer:
     state: TrainingState
     require_folder: Callable[[], None] = lambda: None
     judge: Callable[[], tuple[dict[str, float], list[Sample]]] = lambda: ({}, [])
+    callbacks: Sequence[Callback] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +147,7 @@ def train(run: Trainer) -> TrainingState:
         result = run.engine.step(run.recorder.veto)
         state = advance(state, result, totals)
         run.recorder.end_step(state, result)
+        _tell(run, "after_step", state, result)
         skipped_in_a_row = _count_skipped(state, result, skipped_in_a_row, training)
 
         due = Due.after(state, result, totals, training, every_step=run.recorder.judges_every_step)
@@ -342,6 +346,7 @@ def _evaluate(run: Trainer, state: TrainingState, due: Due) -> tuple[TrainingSta
     run.recorder.show(state, samples)
     if metrics:
         run.recorder.publish(state, metrics)
+        _tell(run, "after_evaluation", state, metrics)
     training = run.config.training
     value = metrics.get(f"eval/{training.metric_for_best_model}")
     return after_evaluation(state, value, training), value
@@ -361,6 +366,14 @@ def evaluate(run: Trainer) -> dict[str, float]:
         sums += torch.stack((loss.by_denoiser, loss.tokens_by_denoiser)).double()
     losses, tokens = by_denoiser(torch.stack(run.collectives.gather(sums.cpu())).sum(dim=0))
     return eval_metrics(losses, tokens) if any(tokens.values()) else {}
+
+
+def _tell(run: Trainer, moment: str, state: TrainingState, fact: object) -> None:
+    """Call the run's callbacks, on every rank. They may take as long as they like."""
+    if run.callbacks:
+        with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
+            for callback in run.callbacks:
+                run.collectives.on_every_rank(partial(call, callback, moment, state, fact))
 
 
 def _save(run: Trainer, state: TrainingState, due: Due, value: float | None) -> TrainingState:
@@ -415,4 +428,5 @@ def _collect_save(run: Trainer, state: TrainingState, *, must_succeed: bool = Fa
     run.recorder.log_save(blocked_seconds=outcome.blocked_seconds, seconds=outcome.seconds)
     best = " (best so far)" if outcome.state.best_step == step else ""
     logger.info(f"saved step {step}{best} in {outcome.seconds:.1f} s, training paused {outcome.blocked_seconds:.1f} s")
+    _tell(run, "after_save", outcome.state, run.checkpoints.at(step))
     return replace(state, best_eval_loss=outcome.state.best_eval_loss, best_step=outcome.state.best_step)

@@ -30,12 +30,14 @@ LAYERS = (
     ("checkpoint", "evaluate"),
     ("memory",),
     ("data", "engine", "monitor"),
-    ("model", "optim", "gpus"),
+    ("model", "optim", "gpus", "callbacks"),
     ("tokenizer",),
     ("launch", "config"),
+    ("text_metrics",),
+    ("plugins",),
     ("engines", "types"),
     ("objectives",),
-    ("denoisers", "source_kinds", "text_metrics", "arguments"),
+    ("denoisers", "source_kinds", "arguments"),
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
@@ -107,7 +109,8 @@ def test_package_inits_import_nothing() -> None:
     assert {
         module: names
         for module, path in MODULES.items()
-        if path.name == "__init__.py" and (names := list(imports(module)))
+        if path.name == "__init__.py"
+        and (names := [name for name in imports(module, annotations=False) if "ds_encdec" in name])
     } == {}
 
 

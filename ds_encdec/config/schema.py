@@ -11,8 +11,10 @@ import importlib.util
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from glob import iglob
 from pathlib import Path
+from typing import get_args
 
 from pydantic import ValidationError, ValidationInfo, model_validator
 
@@ -25,11 +27,12 @@ from ds_encdec.config.rules import Sections, find_conflicts, marked  # noqa: F40
 from ds_encdec.config.sections import LOCAL_FORMATS, DataConfig, Mark, MixtureSource, Section, Source  # noqa: F401
 from ds_encdec.config.settings import COMMAND_LINE, Conflict, Mention, Problem, Settings, raise_if_any, show, unusable
 from ds_encdec.config.shares import is_auto, micro_batches_per_step, per_rank
-from ds_encdec.config.training_sections import InfraConfig, TrainingConfig  # noqa: F401
+from ds_encdec.config.training_sections import LOSS_FIGURES, InfraConfig, Schedule, Tracker, TrainingConfig  # noqa: F401
 from ds_encdec.config.validation import mention, mention_all, validate
 from ds_encdec.config.yaml_text import apply_overrides, file_problem, read_text, read_yaml, write_yaml
-from ds_encdec.source_kinds import LOCAL_SOURCES
-from ds_encdec.text_metrics import TEXT_METRICS, not_installed
+from ds_encdec.plugins import load_plugin
+from ds_encdec.source_kinds import PYTHON, local_kind
+from ds_encdec.text_metrics import FIGURES, TEXT_METRICS, not_installed
 from ds_encdec.types import ConfigError
 
 _JSON_FIELD = "infra.deepspeed_config"
@@ -61,7 +64,7 @@ class FullConfig(Sections):
 
 
 def load_config(
-    path: Path | None,
+    path: str | Path | None,
     overrides: Sequence[str] = (),
     deepspeed_config: Path | None = None,
     *,
@@ -71,10 +74,10 @@ def load_config(
 ) -> FullConfig:
     """The validated configuration of a run.
 
-    `path`: YAML file; None leaves the schema's defaults. `overrides`: settings of the command line
-    (`section.field=value`, `--section.field=value` or `--section.field`, `value`), which replace the
-    file's. `deepspeed_config`: a raw DeepSpeed JSON; it replaces `infra.deepspeed_config` where that is
-    not set. What the JSON and the other two both set must agree. `hostfile`: hosts that a run of it must be able to
+    `path`: YAML file; a string may name a shipped one from any folder; None leaves the schema's defaults. `overrides`:
+    settings of the command line (`section.field=value`, `--section.field=value` or `--section.field`, `value`), which
+    replace the file's. `deepspeed_config`: a raw DeepSpeed JSON; it replaces `infra.deepspeed_config` where that is not
+    set. What the JSON and the other two both set must agree. `hostfile`: hosts that a run of it must be able to
     start on. `looks_here`: what it names must be on this machine. `further`: finds what only higher rooms know.
 
     The result stands on its own: `infra.deepspeed_config` is None, because everything the JSON says has gone
@@ -83,6 +86,7 @@ def load_config(
     Raises ConfigError that lists every problem found in all of them.
     """
     problems: list[Problem] = []
+    path = find_shipped(Path(path).expanduser()) if isinstance(path, str) else path
     settings = read_yaml(path, problems) if path is not None else Settings()
     apply_overrides(settings, overrides, problems)
     json_path, named_by = _find_json(settings, path, deepspeed_config, problems)
@@ -172,11 +176,11 @@ def _find_absent(config: FullConfig) -> Iterator[Conflict]:
     chosen = config.training.metric_for_best_model
     for problem in not_installed(name for name, row in TEXT_METRICS.items() if chosen in row.figures):
         yield Conflict(("training.metric_for_best_model",), problem)
-    if data.converter is not None:
+    for field, load in _named_code(config):
         try:
-            load_converter(data.converter)
+            load()
         except ConfigError as error:
-            yield Conflict(("data.converter",), str(error))
+            yield Conflict((field,), str(error))
     named, tokenizer = "model.model_name_or_path", model.tokenizer_name_or_path or model.model_name_or_path
     is_logged = config.training.report_to and os.path.isabs(infra.logging_dir)
     for field, wrong in (
@@ -192,6 +196,27 @@ def _find_absent(config: FullConfig) -> Iterator[Conflict]:
             yield Conflict((field,), wrong)
 
 
+def _named_code(config: FullConfig) -> Iterator[tuple[str, Callable[[], object]]]:
+    """For each object of the user's own that `config` names, the field and what finds it."""
+    data, training = config.data, config.training
+    if data.converter is not None:
+        yield "data.converter", partial(load_converter, data.converter)
+    sources = {f"data.mixture.{number}.dataset_name": one.dataset_name for number, one in enumerate(data.mixture or ())}
+    sources = sources or {"data.dataset_name": data.dataset_name}
+    for field, name in {**sources, "data.eval_dataset_name": data.eval_dataset_name or ""}.items():
+        if name.startswith(PYTHON):
+            yield field, partial(load_plugin, field, name.removeprefix(PYTHON))
+    builtin = {*get_args(Tracker), *get_args(Schedule), *LOSS_FIGURES, *FIGURES}
+    for field, names, kind in (
+        ("training.report_to", training.report_to, "sinks"),
+        ("training.callbacks", training.callbacks, "callbacks"),
+        ("training.lr_scheduler_type", [training.lr_scheduler_type], "schedules"),
+        ("training.metric_for_best_model", [training.metric_for_best_model], "metrics"),
+    ):
+        for name in set(names) - builtin:
+            yield field, partial(load_plugin, field, name, kind)
+
+
 def _uncounted(config: FullConfig) -> Iterator[Conflict]:
     """The streamed data sets whose passes `num_train_epochs` cannot count: all but folders of parquet files."""
     data = config.data
@@ -200,7 +225,7 @@ def _uncounted(config: FullConfig) -> Iterator[Conflict]:
     for number, source in enumerate(data.mixture or [data]):
         field = f"data.mixture.{number}.dataset_name" if data.mixture else "data.dataset_name"
         folder = Path(source.dataset_name)
-        is_counted = source.dataset_name in LOCAL_SOURCES or (folder / "state.json").is_file()
+        is_counted = local_kind(source.dataset_name) or (folder / "state.json").is_file()
         files = (
             path for pattern in source.data_files or ["**/*"] for path in iglob(str(folder / pattern), recursive=True)
         )

@@ -14,7 +14,7 @@ from pathlib import Path
 from ds_encdec.arguments import COUNT, JSON, Arguments, flag, value
 from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.launch.world import discover
-from ds_encdec.text_metrics import TEXT_METRICS
+from ds_encdec.text_metrics import TEXT_METRICS, text_metrics
 
 
 def _settings(defaults: GenerationSettings) -> Arguments:
@@ -42,7 +42,7 @@ EVALUATE: Arguments = {
     "--split": value("(default test)", choices=("train", "validation", "test"), default="test"),
     "--max-samples": value("the first N examples (default all)", COUNT, metavar="N"),
     "--metrics": value(
-        f"(default: all that need no model) {', '.join(TEXT_METRICS)}", choices=TEXT_METRICS, nargs="+", metavar="M"
+        f"of {', '.join(TEXT_METRICS)}, or installed ones (default: all that need no model)", nargs="+", metavar="M"
     ),
     "--bertscore-model": value("folder of the model that BERTScore compares with", Path, metavar="DIR"),
     "--bertscore-layer": value("its layer (default: the one known to be best, else the last)", COUNT, metavar="N"),
@@ -68,7 +68,7 @@ def run_evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Judge a model by what it generates for a split of the data, and print the figures."""
     settings = _chosen(options)
     names = options.metrics or [
-        name for name, row in TEXT_METRICS.items() if options.bertscore_model or not row.needs_model
+        name for name, row in text_metrics().items() if options.bertscore_model or not row.needs_model
     ]
     from ds_encdec.config.schema import find_shipped, load_config
     from ds_encdec.evaluate.metrics import BertScoreModel
