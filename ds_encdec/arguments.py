@@ -47,6 +47,19 @@ def positive(number: type[int] | type[float]) -> Callable[[str], float]:
 COUNT, RATE = positive(int), positive(float)
 
 
+_SETTING = re.compile(r"[a-z_]+(\.\w+)+=")
+
+
+def settings_apart(given: Sequence[str], table: Arguments) -> tuple[list[str], list[str]]:
+    """Divide arguments: those for argparse, and the settings that an option of `table` with several values would take.
+
+    There are none of these where no option takes several.
+    """
+    several = any(how.get("nargs") == "+" for how in table.values())
+    settings = [text for text in given if several and _SETTING.match(text)]
+    return [text for text in given if text not in settings], settings
+
+
 def tokens(text: str) -> int:
     """A number of tokens as people write it: 5e11, 500B, 10M."""
     units = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -68,16 +81,15 @@ def language(text: str) -> str:
 
 
 JSON: Arguments = {"--json": flag("as one JSON object")}
-CONFIG: Arguments = {"--config": value("YAML file", Path)}
-CONFIG_OR_PLACE: Arguments = {
+CONFIG: Arguments = {
     "config": value("YAML file", Path, nargs="?"),
     "--config": value("YAML file", Path, dest="config_option"),
 }
 """A configuration that may be named without `--config`; see `config_and_overrides`."""
 
 
-def config_and_overrides(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[Path | None, Sequence[str]]:
-    """The file that the arguments `CONFIG_OR_PLACE` name, and all settings: one may stand in the file's place."""
+def config_and_overrides(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """The file that the arguments `CONFIG` name, and all settings: one may stand in the file's place."""
     if options.config is not None and "=" in str(options.config):
         return options.config_option, [str(options.config), *overrides]
-    return options.config or options.config_option, overrides
+    return options.config or options.config_option, [*overrides]

@@ -19,12 +19,12 @@ import torch
 
 from ds_encdec.auto_batch.resolve import job_here, resolve_batch_size
 from ds_encdec.callbacks import Callback, open_callbacks
-from ds_encdec.checkpoint.adapters import BASE_RECORD
+from ds_encdec.checkpoint.adapters import BASE_RECORD, one_base
 from ds_encdec.checkpoint.export import average_last_checkpoints
 from ds_encdec.checkpoint.final_export import clear_exports, export_at_end
 from ds_encdec.checkpoint.folder import Checkpoint, check_room
 from ds_encdec.checkpoint.manager import MAKE_ROOM, CheckpointManager, find_checkpoint
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.schema import FullConfig, require_packages
 from ds_encdec.config.shares import is_auto, micro_batch_candidates, plan_lanes, with_assumed_batch_size
 from ds_encdec.data.build import TrainingData, build_data
 from ds_encdec.data.inspect import inspect_data
@@ -83,6 +83,7 @@ def run_training(
     Raises DsEncDecError subclasses, whose exit codes are also in the run's `run.json`. How the log looks, and whether
     it is seen, is the caller's business: it goes to the loggers of `ds_encdec`.
     """
+    require_packages(config)
     world = discover(os.environ)  # now: a port that is free, where none is given
     with StopRequest(world) if stop is None else nullcontext(stop) as watch:
         return _train_on_ranks(config, world, watch, resume, allow_data_change, callbacks)
@@ -154,7 +155,7 @@ def _train_and_close(
         if state is not trainer.state and state.global_step < training.num_train_steps:
             message = (
                 f"{state.evaluations_since_leading} evaluations have not been better by more than "
-                f"{training.early_stopping_threshold:g} than the {state.best_by} before, {state.leading_value}"
+                f"{training.early_stopping_threshold:g} than the {state.best_by} before, {state.leading_value:.6g}"
             )
             logger.info("early stopping at step %d: %s", state.global_step, message)
             where = {"step": state.global_step, "data_step": state.data_step}
@@ -274,10 +275,13 @@ def _plan(config: FullConfig, context: RunContext, folder: RunFolder, stop: Stop
     collectives = context.collectives
     found = _find(config, context, folder, resume)
     saved = found.read_json("trainer.json") if found else None
-    hashes = context.world.local_rank == 0  # once on each machine, whose copy may be another
+    # Once on each machine, whose copy may be another; rank 0 writes it into checkpoints.
+    hashes = context.world.is_main or context.world.local_rank == 0
     model = collectives.rank_zero_first(
         lambda: saved_model(config, found.path, hashes_base=hashes) if found else new_model(config, hashes_base=hashes)
     )
+    if config.model.lora is not None:
+        one_base(collectives.gather(model.base))
     # One rank asks the hub, so that all read the same commit of a data set.
     saved_commits = saved["data"]["dataset_commits"] if saved else None
     commits = collectives.on_rank_zero(lambda: resolve_commits(config.data, saved_commits))

@@ -9,16 +9,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ds_encdec import estimate_memory, prepare, train
 from ds_encdec.arguments import (
     CONFIG,
-    CONFIG_OR_PLACE,
     COUNT,
     JSON,
     RATE,
@@ -26,14 +24,14 @@ from ds_encdec.arguments import (
     add,
     config_and_overrides,
     flag,
-    language,
+    settings_apart,
     tokens,
     value,
 )
-from ds_encdec.engines import STATE_FORMATS
+from ds_encdec.checkpoint import commands as checkpoints
 from ds_encdec.evaluate import commands
+from ds_encdec.evaluate.folders import require_model_folder
 from ds_encdec.launch.preemption import outlive_readers, reader_may_leave
-from ds_encdec.launch.world import discover
 from ds_encdec.types import ConfigError, DsEncDecError, Preempted
 
 if TYPE_CHECKING:
@@ -47,9 +45,15 @@ Verb = Callable[[argparse.Namespace, Sequence[str]], int | None]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit code."""
     parser = _parser()
-    options, rest = parser.parse_known_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    takes_settings = bool(given) and given[0] in VERBS and VERBS[given[0]][1]
+    given, settings = settings_apart(given, ARGUMENTS.get(given[0], {}) if takes_settings else {})
+    options, rest = parser.parse_known_args(given)
+    rest = [*settings, *rest]
     if rest and not options.accepts_overrides:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if "config_option" in options:
+        options.config, rest = config_and_overrides(options, rest)
     try:
         with reader_may_leave():
             return options.run(options, rest) or 0
@@ -74,12 +78,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _weight_options(options: argparse.Namespace) -> dict[str, Any]:
-    import torch
-
-    return {"dtype": getattr(torch, options.dtype), "max_shard_bytes": int(options.max_shard_gb * 1e9)}
-
-
 def _settings(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[Path | None, Sequence[str], Path | None]:
     """The files and overrides that `load_config` takes."""
     from ds_encdec.config.schema import find_shipped
@@ -98,8 +96,7 @@ def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     from ds_encdec.config.settings import show
     from ds_encdec.memory.job import frozen_in_vain
 
-    path, overrides = config_and_overrides(options, overrides)
-    files = find_shipped(path), overrides, find_shipped(options.deepspeed_config)
+    path, files = options.config, _settings(options, overrides)
     hostfile, looks_here = find_shipped(options.hostfile), not options.elsewhere
     load_config(*files, hostfile=hostfile, looks_here=looks_here, further=frozen_in_vain)
     print(f"{show(str(path))[1:-1] if path else 'the default configuration'}: no problems found")
@@ -181,57 +178,21 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> None:
 
 
 def _inspect_data(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    from ds_encdec.build import inspect_run_data
+    config = _load(options, overrides)
+    from ds_encdec.build import inspect_run_data  # torch: once the configuration is sound
 
-    print(inspect_run_data(_load(options, overrides), num_examples=options.n, as_json=options.json))
+    print(inspect_run_data(config, num_examples=options.n, as_json=options.json))
 
 
 def _init_model(options: argparse.Namespace, _: Sequence[str]) -> None:
-    from ds_encdec.model_folders import init_model
+    from ds_encdec.checkpoint.folder import refuse_existing
+    from ds_encdec.config.model_folder import MODEL_FILES, TOKENIZER_FILES, model_folder
+
+    model_folder(options.source, (*MODEL_FILES, *TOKENIZER_FILES), field="--from")
+    refuse_existing(options.out)
+    from ds_encdec.model_folders import init_model  # torch: once there is a source
 
     print(init_model(options.source, options.out, options.num_sentinel_tokens, seed=options.seed))
-
-
-def _export(options: argparse.Namespace, _: Sequence[str]) -> None:
-    if options.adapter:
-        from ds_encdec.checkpoint.adapters import export_adapter
-
-        if options.encoder_only:
-            raise ConfigError("--adapter and --encoder-only: adapters stand beside both sides; give one of the two")
-        export_adapter(options.checkpoint, options.out, base=options.base)
-    else:
-        from ds_encdec.checkpoint.export import export_checkpoint
-
-        how = {name: getattr(options, name) for name in ("encoder_only", "base", "languages")} | _weight_options(
-            options
-        )
-        export_checkpoint(options.checkpoint, options.out, **how)
-    print(f"exported to {options.out}")
-
-
-def _average(options: argparse.Namespace, _: Sequence[str]) -> None:
-    from ds_encdec.checkpoint.export import average_checkpoints
-    from ds_encdec.launch.run_folder import RunFolder
-
-    if options.adapter:
-        raise ConfigError(
-            "--adapter: the mean of adapters is none, as the mean of products B A has a higher rank than they: "
-            "leave it out, and the mean of the merged models is written"
-        )
-    run = RunFolder(str(options.run_folder))
-    how = {"base": options.base} | _weight_options(options)
-    out = options.out or run.averaged
-    steps = average_checkpoints(run, out, last=options.last, **how)
-    fewer = f" (there are no more in a row; {options.last} were asked for)" if len(steps) < options.last else ""
-    print(f"the mean of steps {', '.join(map(str, steps))}{fewer} is in {out}")
-
-
-def _convert(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    from ds_encdec.checkpoint.export import convert_checkpoint
-
-    convert_checkpoint(options.checkpoint, options.out, to=options.to, overrides=overrides)
-    if discover(os.environ).is_main:
-        print(f"{options.checkpoint} is in {options.out} for {options.to}")
 
 
 def _verify(options: argparse.Namespace, _: Sequence[str]) -> None:
@@ -253,6 +214,8 @@ def _report(options: argparse.Namespace, _: Sequence[str]) -> None:
 
 
 def _sanity_check(options: argparse.Namespace, overrides: Sequence[str]) -> None:
+    if options.model:
+        require_model_folder(options.model)
     config = None if options.model else _load(options, overrides)
     from ds_encdec.sanity_check.run import check_config, config_for_model  # torch: once the configuration is sound
 
@@ -283,21 +246,10 @@ def _rates(remark: str = "") -> Arguments:
 
 
 _FILES = CONFIG | {"--deepspeed_config --deepspeed-config": value("raw DeepSpeed JSON", Path)}
-_CHECKPOINT: Arguments = {"checkpoint": value("a checkpoint, e.g. output/checkpoints/final", Path)}
-_WEIGHTS: Arguments = {
-    "--dtype": value("(default float32)", choices=("float32", "bfloat16"), default="float32"),
-    "--max-shard-gb": value("largest file, in GB (default 5)", float, default=5.0),
-}
-_LORA: Arguments = {
-    "--base": value("base of a LoRA run, if it is no longer where the run found it", metavar="PATH_OR_HUB_ID"),
-    "--adapter": flag("the adapters of a LoRA run alone, as a folder for peft (default: merged)"),
-}
-_OUT = value("folder to write; must not exist", Path)
-
 ARGUMENTS: dict[str, Arguments] = {
     "train": train.ARGUMENTS,
     "validate": {
-        **CONFIG_OR_PLACE,
+        **CONFIG,
         "--deepspeed_config --deepspeed-config": value("raw DeepSpeed JSON", Path),
         "--hostfile": value("hosts and slots, as the deepspeed launcher reads them", Path),
         "--elsewhere": flag("for another machine: do not look for the files and folders it names"),
@@ -323,36 +275,17 @@ ARGUMENTS: dict[str, Arguments] = {
         **_rates(" (dry run)"),
         "--json": flag("the dry run as one JSON object"),
     },
-    "inspect-data": {**CONFIG, "-n": value("examples to show (default 20)", int, default=20), **JSON},
+    "inspect-data": {**CONFIG, "-n": value("examples to show (default 20)", COUNT, default=20), **JSON},
     "prepare": prepare.ARGUMENTS,
     "init-model": {
         "--from": value("decoder-only Qwen3", dest="source", required=True, metavar="PATH_OR_HUB_ID"),
-        "--out": _OUT | {"required": True},
-        "--num-sentinel-tokens": value("sentinels (default 100)", int, default=100),
+        "--out": value("folder to write; must not exist", Path, required=True),
+        "--num-sentinel-tokens": value("sentinels (default 100)", COUNT, default=100),
         "--seed": value("seed of the sentinel rows (default 42)", int, default=42),
     },
-    "export": {
-        **_CHECKPOINT,
-        "out": _OUT,
-        "--encoder-only": flag("the encoder alone, as a text embedding model, also for sentence-transformers"),
-        "--language": value(
-            "for the card, such as en (repeatable)", language, action="append", default=[], dest="languages"
-        ),
-        **_LORA,
-        **_WEIGHTS,
-    },
-    "average": {
-        "run_folder": value("a run, e.g. output", Path, metavar="run"),
-        "out": value("folder to write; must not exist (default RUN/export/averaged)", Path, nargs="?"),
-        "--last": value("newest checkpoints to average (default 5)", int, default=5),
-        **_LORA,
-        **_WEIGHTS,
-    },
-    "convert": {
-        **_CHECKPOINT,
-        "out": value("checkpoint folder to write; must not exist", Path),
-        "--to": value("format of the tensors", choices=list(STATE_FORMATS), required=True),
-    },
+    "export": checkpoints.EXPORT,
+    "average": checkpoints.AVERAGE,
+    "convert": checkpoints.CONVERT,
     "verify": {"path": value("a checkpoint, a run (e.g. output), or prepared data", Path)},
     "sanity-check": {
         **_FILES,
@@ -391,9 +324,13 @@ VERBS: dict[str, tuple[Verb, bool, str]] = {
     "inspect-data": (_inspect_data, True, "show the examples that a run will see"),
     "prepare": (prepare.run, True, "render and tokenize the data once, for every rank and run to read"),
     "init-model": (_init_model, False, "make an encoder-decoder from a Qwen3 checkpoint"),
-    "export": (_export, False, "write a checkpoint as a Hugging Face model folder"),
-    "average": (_average, False, "write the mean of a run's last checkpoints as a Hugging Face model folder"),
-    "convert": (_convert, True, "write a checkpoint in the files of a certain engine"),
+    "export": (checkpoints.run_export, False, "write a checkpoint as a Hugging Face model folder"),
+    "average": (
+        checkpoints.run_average,
+        False,
+        "write the mean of a run's last checkpoints as a Hugging Face model folder",
+    ),
+    "convert": (checkpoints.run_convert, True, "write a checkpoint in the files of a certain engine"),
     "verify": (
         _verify,
         False,

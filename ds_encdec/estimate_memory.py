@@ -12,13 +12,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ds_encdec.arguments import JSON, Arguments, add, flag, value
+from ds_encdec.arguments import CONFIG, JSON, Arguments, add, config_and_overrides, flag, value
 from ds_encdec.gpus import DEFAULT_GPU
 from ds_encdec.launch.preemption import reader_may_leave
 from ds_encdec.types import DsEncDecError
 
 ARGUMENTS: Arguments = {
-    "--config": value("YAML of the run (default: the schema's defaults)", Path),
+    **CONFIG,
     "--deepspeed_config --deepspeed-config": value("raw DeepSpeed JSON", Path),
     "--model": value("a model, instead of the configuration's", metavar="ID_OR_DIR"),
     "--gpus": value("GPUs in total (default infra.num_gpus)", int, metavar="N"),
@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add(parser, ARGUMENTS)
     options, overrides = parser.parse_known_args(arguments)
+    options.config, overrides = config_and_overrides(options, overrides)
     try:
         with reader_may_leave():
             return run(options, overrides)

@@ -81,11 +81,15 @@ def _shown_template(data: Any) -> str:
     return "".join(text if name is None else f"{text}{{{name}}}" for text, name in parts)
 
 
+def columns_by_field(data: Any) -> dict[str, str]:
+    """The columns that fill the templates, by the names of the templates' fields."""
+    parts = [*template_parts(data.input_template), *template_parts(data.output_template)]
+    return {name: data.field_mapping.get(name, name) for _, name in parts if name is not None}
+
+
 def _columns_of_records(data: Any, existing: Sequence[str]) -> Sequence[str]:
-    """All where a converter may read any; also where a template's column is not there, so that the error lists them."""
-    templates = map(template_parts, (data.input_template, data.output_template))
-    fields = [data.field_mapping.get(name, name) for parts in templates for _, name in parts if name is not None]
-    filling = {name if name in existing else name.partition(".")[0] for name in fields}
+    """All where a converter may read any, or where neither a template's columns nor conversations are there."""
+    filling = {name if name in existing else name.partition(".")[0] for name in columns_by_field(data).values()}
     needs_all = data.converter is not None or not (filling <= {*existing} or data.messages_column in existing)
     read = {*filling, data.messages_column, data.tools_column}
     return [name for name in existing if needs_all or name in read]

@@ -9,11 +9,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ds_encdec.arguments import CONFIG_OR_PLACE, Arguments, config_and_overrides, value
+from ds_encdec.arguments import CONFIG, Arguments, value
 from ds_encdec.types import ConfigError, Preempted
 
 ARGUMENTS: Arguments = {
-    **CONFIG_OR_PLACE,
+    **CONFIG,
     "--num-proc": value("processes (default: all cores)", int, metavar="N"),
     "--out": value("folder to write (default data.prepared_dir)", Path, metavar="DIR"),
 }
@@ -23,13 +23,12 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Do what the options say, and say of each source what is there now. Raises Preempted at Ctrl-C."""
     from ds_encdec.config.schema import find_shipped, load_config
 
-    path, overrides = config_and_overrides(options, overrides)
     num_proc = len(os.sched_getaffinity(0)) if options.num_proc is None else options.num_proc
     if num_proc < 1:
         raise ConfigError(f"--num-proc {num_proc}: at least one process has to do it")
     if options.out is not None:
         overrides = [*overrides, f"data.prepared_dir={json.dumps(str(options.out))}"]
-    config = load_config(find_shipped(path), overrides)
+    config = load_config(find_shipped(options.config), overrides)
     if config.data.prepared_dir is None:
         raise ConfigError("data.prepared_dir: name the folder to prepare the data in, or give --out DIR")
     logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)

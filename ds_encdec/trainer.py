@@ -10,10 +10,9 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import NoneType
 from typing import Any, NoReturn
 
 import torch
@@ -37,7 +36,6 @@ from ds_encdec.types import (
     CheckpointError,
     DataError,
     DivergedError,
-    DsEncDecError,
     Preempted,
     StepResult,
     TrainingState,
@@ -59,9 +57,6 @@ class StepTotals:
     bad_rows: int = 0
     long_rows: int = 0
 
-
-_FAILURES = (NoneType, WorkerKilledError, DataError, Exception)
-"""Errors that a rank may bring in the place of a step's data, the worst last; up to `DataError` weights are whole."""
 
 RunFiles = Callable[[TrainingState, dict[str, Any], list[dict[str, Any]]], Callable[[Path], None]]
 """Takes a checkpoint's content beside the engine's files, as it is now: the state, the recorder's, and one record per
@@ -88,6 +83,10 @@ class Trainer:
     require_folder: Callable[[], None] = lambda: None
     judge: Callable[[], tuple[dict[str, float], list[Sample]]] = lambda: ({}, [])
     callbacks: Sequence[Callback] = ()
+    saved_data_step: int = field(init=False)  # of the newest whole checkpoint, or of the start
+
+    def __post_init__(self) -> None:
+        self.saved_data_step = self.state.data_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +221,9 @@ def _next_step(run: Trainer, state: TrainingState, last_save: float) -> tuple[li
         micro_batches, error = attempt(read)
     hours = run.config.training.save_interval_hours
     mine = [
-        next(number for number, kind in enumerate(_FAILURES) if isinstance(error, kind)),
+        error is not None,
+        isinstance(error, DataError),
+        isinstance(error, WorkerKilledError),
         sum(batch.target_tokens for batch in micro_batches or ()),
         sum(batch.encoder_tokens for batch in micro_batches or ()),
         run.loader.epoch,
@@ -233,17 +234,18 @@ def _next_step(run: Trainer, state: TrainingState, last_save: float) -> tuple[li
     ]
     with run.recorder.clock.spent_on("ranks"):
         rows = run.collectives.all_gather_ints(mine)
-    failures, target_tokens, encoder_tokens, epochs, stops, saves_due, saves_over, bad_rows = zip(*rows, strict=True)
-    worst, stop = _FAILURES[max(failures)], any(stops)
-    if worst is Exception:
+    (failed, of_data, killed, target_tokens, encoder_tokens, epochs, stops, saves_due, saves_over, bad_rows) = zip(
+        *rows, strict=True
+    )
+    if failed != of_data:
         run.collectives.raise_first(error)
+    stop = any(stops)
     if stop:
         run.stop.acknowledge()
-    bad, long = state.bad_rows, state.long_rows
-    if worst is NoneType and any(bad_rows):
-        bad, long, error = _count_rows(run)
-    if worst is not NoneType or error is not None:
-        _end_without_data(run, state, error, is_stop=stop and worst is WorkerKilledError)
+    if any(failed):
+        errors = run.collectives.gather(error)
+        _end_without_data(run, state, None if stop and failed == killed else next(filter(None, errors)))
+    bad, long = _count_rows(run, state) if any(bad_rows) else (state.bad_rows, state.long_rows)
     totals = StepTotals(
         target_tokens=sum(target_tokens),
         encoder_tokens=sum(encoder_tokens),
@@ -257,34 +259,39 @@ def _next_step(run: Trainer, state: TrainingState, last_save: float) -> tuple[li
     return micro_batches or [], totals
 
 
-def _count_rows(run: Trainer) -> tuple[int, int, Exception | None]:
-    """The rows passed over by all ranks, and those too long, in the pass with most of each; an error for too many."""
+def _count_rows(run: Trainer, state: TrainingState) -> tuple[int, int]:
+    """The rows passed over by all ranks, and those too long, in the pass with most of each; too many end the run."""
     rows = run.collectives.gather((run.loader.bad_rows, run.loader.last_bad_row, run.loader.long_rows))
     bad, long = (max(sum_by_pass(row[part] for row in rows), default=0) for part in (0, 2))
     last = max((row[1] for row in rows if row[1]), default=("",))[-1]
-    _, error = attempt(lambda: check_bad_rows(bad, run.config.data.max_bad_rows, last))
-    return bad, long, error
+    try:
+        check_bad_rows(bad, run.config.data.max_bad_rows, last)
+    except DataError as error:
+        _end_without_data(run, state, error)
+    return bad, long
 
 
-def _end_without_data(run: Trainer, state: TrainingState, error: Exception | None, *, is_stop: bool) -> NoReturn:
-    """Save the steps that were taken, if any: for the next one some rank has no data.
+def _end_without_data(run: Trainer, state: TrainingState, error: Exception | None) -> NoReturn:
+    """Save the steps that were taken, if there is no checkpoint of them: for the next one some rank has no data.
 
-    Raises Preempted if the run is to stop; else the error of the lowest rank that has one, whatever the save meets.
+    Raises `error`, the same on every rank, or Preempted where it is None; DivergedError where the steps ask for it.
     """
-    error = None if is_stop else next(other for other in run.collectives.gather(error) if other is not None)
+    if error is not None and run.collectives.rank == 0:  # at once, or it is lost where the save ends the process
+        logger.error("There is no data for the next step; the steps before it are saved. %s", error)
     run.loader.take_back()
     due = Due(judge=True, leave=True)
+    actions = _observe(run, state, due)
+    state, due = _react(run, state, due, actions)
     try:
-        actions = _observe(run, state, due)
-        state, due = _react(run, state, due, actions)
-        trained = state.data_step > run.state.data_step
-        if trained:
+        state = _collect_save(run, state)
+        if due.rolled_back or state.data_step != run.saved_data_step:
             _save(run, state, due, None)
-    except DsEncDecError as problem:
-        if error is not None and run.collectives.rank == 0:
+    except CheckpointError as problem:
+        if error is None:
+            raise
+        if run.collectives.rank == 0:
             logger.error("%s", problem)
-        raise error or problem from None
-    raise error or _preempted(run, state, actions, saved=trained)
+    raise error or _preempted(run, state, actions, saved=state.data_step > run.state.data_step)
 
 
 def _preempted(run: Trainer, state: TrainingState, actions: Actions, *, saved: bool = True) -> Preempted:
@@ -425,6 +432,7 @@ def _collect_save(run: Trainer, state: TrainingState, *, must_succeed: bool = Fa
             again = f"{outcome.failures} saves in a row have failed now. " if outcome.failures > 1 else ""
             logger.error("%s %s%s. Training goes on; the next save is at its usual time.", problem, again, newest)
         return state
+    run.saved_data_step = outcome.state.data_step
     run.recorder.log_save(blocked_seconds=outcome.blocked_seconds, seconds=outcome.seconds)
     best = " (best so far)" if outcome.state.best_step == step else ""
     logger.info(f"saved step {step}{best} in {outcome.seconds:.1f} s, training paused {outcome.blocked_seconds:.1f} s")

@@ -16,12 +16,13 @@ while [ $# -gt 0 ]; do
     case "$1" in
         -h | --help) sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;;
         --sft) name=quickstart_sft; shift ;;
-        --ranks | --resume | --infra.output_dir)
-            [ $# -ge 2 ] || { echo "error: $1 needs a value" >&2; exit 2; }
-            set -- "$1=$2" "${@:3}" ;;
         --ranks=*) ranks="${1#*=}"; shift ;;
         --resume=*) resume="${1#*=}"; shift ;;
-        infra.output_dir=* | --infra.output_dir=*) output="${1#*=}"; shift ;;
+        infra.output_dir=* | --infra.output_dir=*) output="${1#*=}" output="${output/#\~\//$HOME/}"; shift ;;
+        --*=*) overrides+=("$1"); shift ;;
+        --ranks | --resume | --*.*)
+            [ $# -ge 2 ] || { echo "error: $1 needs a value" >&2; exit 2; }
+            set -- "$1=$2" "${@:3}" ;;
         *) overrides+=("$1"); shift ;;
     esac
 done
@@ -61,7 +62,7 @@ model="$output/export/final" # which the run has left itself, unless it was told
 
 echo
 if [ "$name" = quickstart_sft ]; then
-    rm -rf "$model-test" # of the model that was there before a --resume
+    [ -z "$resume" ] || rm -rf "$model-test" # of the model that was there before
     ds-encdec evaluate --model "$model" --split test --max-samples 200 --max-new-tokens 24
     echo "rows       $model-test/predictions.jsonl"
 else
@@ -82,6 +83,6 @@ metrics      $output/metrics.jsonl
 TensorBoard  tensorboard --logdir $output/logs
 checkpoints  $output/checkpoints
 model        $model   (AutoModelForSeq2SeqLM.from_pretrained(..., trust_remote_code=True))
-try next     source $ROOT/.venv/bin/activate && ds-encdec inspect-data --config $ROOT/ds_configs/$name.yaml -n 3
+try next     source ${VIRTUAL_ENV:-$ROOT/.venv}/bin/activate && ds-encdec inspect-data $ROOT/ds_configs/$name.yaml -n 3
 took         $((SECONDS / 60)) min $((SECONDS % 60)) s
 END

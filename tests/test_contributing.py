@@ -166,7 +166,6 @@ def test_an_engines_own_name_is_written_in_one_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.one_process
 def test_an_engine_is_a_module_and_a_row(tmp_path: Path) -> None:
     """It trains a run that `auto` gives it, and another engine goes on from its checkpoint."""
     sys.path.insert(0, str(ROOT / "tests" / "launch"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +18,13 @@ import torch
 from ds_encdec.checkpoint.export_files import write_tokenizer
 from ds_encdec.checkpoint.folder import Checkpoint, refuse_existing, written_whole
 from ds_encdec.checkpoint.manifest import DamagedCheckpointError, read_manifest
+from ds_encdec.checkpoint.model_card import hub_id
 from ds_encdec.checkpoint.saved_state import open_saved_state, saved_weights
 from ds_encdec.config.plain_files import read_json
 from ds_encdec.config.schema import FullConfig, ModelConfig, load_saved
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.lora import merged_weights, peft_fields, peft_names, require_peft
-from ds_encdec.model.source import Base, base_model
+from ds_encdec.model.source import Base, base_model, read_config
 from ds_encdec.tokenizer.load import pretrained_tokenizer
 from ds_encdec.types import CheckpointError, WeightSource
 
@@ -43,6 +45,22 @@ def base_record(section: ModelConfig, base: Base) -> dict[str, Any]:
         "sha256": _digest(base),
         **{name: fact for name, fact in base.facts.items() if name != "shapes"},
     }
+
+
+def one_base(records: Sequence[dict[str, Any] | None]) -> None:
+    """Raise CheckpointError where machines have different bases: weights would be made of parts of each.
+
+    `records`: `base_record` of each rank that has hashed its machine's copy.
+    """
+    found = {record["sha256"]: record for record in records if record is not None}
+    if len(found) > 1:
+        places = "; ".join(
+            f"{record['folder']} (revision {record['revision'] or 'unknown'}, SHA-256 {digest[:12]}…)"
+            for digest, record in found.items()
+        )
+        raise CheckpointError(
+            f"model.model_name_or_path is not the same model on every machine: {places}. Give each the same copy."
+        )
 
 
 def opened_base(checkpoint: Path, section: ModelConfig, option: str, *, hashed: bool = True) -> Base:
@@ -118,7 +136,7 @@ def export_adapter(checkpoint: Path, out: Path, *, base: str | None = None) -> N
         save_file(tensors, unfinished / ADAPTER_FILE, metadata={"format": "pt"})
         write_peft_config(unfinished, config.model, named)
         write_tokenizer(pretrained_tokenizer(str(path / "model"), field="CHECKPOINT"), unfinished)
-        (unfinished / "README.md").write_text(_card(path, config, named))
+        (unfinished / "README.md").write_text(_card(path, config, base))
 
 
 def write_peft_config(folder: Path, section: ModelConfig, base: str | None) -> None:
@@ -140,33 +158,50 @@ def _card(checkpoint: Path, config: FullConfig, base: str | None) -> str:
     step = Checkpoint(checkpoint, read_manifest(checkpoint)).training_state().global_step
     assert section.lora is not None
     lora = section.lora
-    made = "" if base is None else f" --from {base}"
+    place = _place(record, base)
+    is_exported, source = _is_exported(record, place), "" if place is None else f" --from {place}"
+    loaded = json.dumps(place if is_exported else "BASE", ensure_ascii=False)
+    made = f""" Where the base is a
+decoder-only Qwen3, that form is what `ds-encdec init-model{source} --num-sentinel-tokens {section.num_sentinel_tokens}
+--seed {record["seed"]} --out BASE` writes."""
     return f"""---
 library_name: peft
-{f"base_model: {base}" if base else "tags: [lora]"}
+{f"base_model: {place}" if hub_id(place) else "tags: [lora]"}
 ---
 
 # Adapters of an encoder-decoder made of Qwen3 layers
 
 LoRA adapters (rank {lora.r}, alpha {lora.lora_alpha:g}; {", ".join(lora.target_modules)}), trained with ds_encdec for
-{step:,} steps beside {f"`{base}`" if base else "random weights"}, seed {record["seed"]} (sha256 of the base:
+{step:,} steps beside {f"`{place}`" if place else "random weights"}, seed {record["seed"]} (sha256 of the base:
 `{record["sha256"]}`).
 
-peft loads them onto that model in the form of ds_encdec's exports, which bring their code. Where the base is a
-decoder-only Qwen3, that form is what `ds-encdec init-model{made} --num-sentinel-tokens {section.num_sentinel_tokens}
---seed {record["seed"]} --out BASE` writes.
+peft loads them onto that model in the form of ds_encdec's exports, which bring their code.{"" if is_exported else made}
 
 ```python
 from peft import PeftModel
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-base = AutoModelForSeq2SeqLM.from_pretrained("BASE", trust_remote_code=True)
+base = AutoModelForSeq2SeqLM.from_pretrained({loaded}, trust_remote_code=True)
 model = PeftModel.from_pretrained(base, ".")  # this folder
 tokenizer = AutoTokenizer.from_pretrained(".")
 ```
 
 `ds-encdec export CHECKPOINT OUT` without `--adapter` writes the merged model, which needs neither peft nor the base.
 """
+
+
+def _place(record: dict[str, Any], base: str | None) -> str | None:
+    """The path of a base's folder, or its id on the hub; None for random weights."""
+    name = base or record["name_or_path"]
+    if name is not None and (folder := Path(name).expanduser()).is_dir():
+        return str(folder.resolve())
+    return name if base or record.get("revision") else record["folder"]
+
+
+def _is_exported(record: dict[str, Any], place: str | None) -> bool:
+    """True for a base that is an encoder-decoder of ours; False also where nobody can tell any more."""
+    folders = [Path(one) for one in (place, record["folder"]) if one and (Path(one) / "config.json").is_file()]
+    return bool(folders) and read_config(folders[0])["model_type"] == Qwen3Seq2SeqConfig.model_type
 
 
 def _digest(base: Base) -> str:

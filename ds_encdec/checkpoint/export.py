@@ -60,7 +60,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-REMOTE_CODE = (configuration, precision, attention, encoder, loss, modeling)
+ENCODER_REMOTE_CODE = (configuration, precision, attention, encoder)
+REMOTE_CODE = (*ENCODER_REMOTE_CODE, loss, modeling)
 """The modules copied into the folder. They import each other relatively, and nothing else of ds_encdec."""
 
 AUTO_MAP = {"AutoConfig": "configuration.Qwen3Seq2SeqConfig", "AutoModelForSeq2SeqLM": "modeling.Qwen3ForSeq2SeqLM"}
@@ -117,7 +118,7 @@ def export_hf(
                 eos_token_id=config.eos_token_id,
                 decoder_start_token_id=config.decoder_start_token_id,
             ).save_pretrained(unfinished)
-        for module in REMOTE_CODE:
+        for module in ENCODER_REMOTE_CODE if is_encoder else REMOTE_CODE:
             shutil.copyfile(str(module.__file__), unfinished / Path(str(module.__file__)).name)
         if tokenizer is not None:
             write_tokenizer(tokenizer, unfinished)

@@ -165,7 +165,7 @@ def verify_files(checkpoint: Path, records: tuple[FileRecord, ...]) -> None:
 def _manifest(content: Any) -> Manifest:
     """Check and return the content of a manifest. Raises ValueError for anything else."""
     if not isinstance(content, dict):
-        raise ValueError(f"it holds a {type(content).__name__}")
+        raise ValueError(f"it holds a value of type {type(content).__name__}")
     version = content.get("format_version")
     if version not in (_UNHASHED_VERSION, FORMAT_VERSION):
         raise ValueError(

@@ -114,11 +114,11 @@ def _origin(config: FullConfig) -> dict[str, Any]:
     """The model that `config` started from, what its card says of it, and the datasets of the run."""
     name, data = config.model.model_name_or_path, config.data
     named = [*(one.dataset_name for one in data.mixture or [data]), data.eval_dataset_name]
-    datasets = list(dict.fromkeys(hub_id for one in named if (hub_id := _hub_id(one))))
+    datasets = list(dict.fromkeys(known for one in named if (known := hub_id(one))))
     if config.model.architecture is not None:
         return {"datasets": datasets or None}
     card = _card_of(name)
-    base = _hub_id(name) or card.get("base_model")
+    base = hub_id(name) or card.get("base_model")
     inherited = {key: card.get(key) for key in _INHERITED}
     if inherited["license"] is None and str(base).startswith("Qwen/Qwen3-"):
         inherited["license"] = "apache-2.0"  # all of these have that one
@@ -128,13 +128,14 @@ def _origin(config: FullConfig) -> dict[str, Any]:
 def _card_of(name: str | None) -> dict[str, Any]:
     """The header of the card of a model in a folder or in the hub's cache; empty where there is none to read."""
     path: Any = Path(name or "").expanduser() / "README.md"
-    if not path.is_file() and _hub_id(name):
+    if not path.is_file() and hub_id(name):
         path = try_to_load_from_cache(str(name), "README.md")
     if not isinstance(path, (str, Path)) or not Path(path).is_file():
         return {}
     return ModelCard(Path(path).read_text(), ignore_metadata_errors=True).data.to_dict()
 
 
-def _hub_id(name: str | None) -> str | None:
+def hub_id(name: str | None) -> str | None:
     """`name`, where it can be one of the hub: not the path of a folder, and not a kind of local files."""
-    return name if name and name.count("/") == 1 and not name.startswith((".", "/", "~")) else None
+    can_be = name and name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).is_dir()
+    return name if can_be else None

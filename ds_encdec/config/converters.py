@@ -15,7 +15,7 @@ def load_converter(name: str) -> Callable[[dict[str, Any]], Any]:
     """
     found: Callable[[dict[str, Any]], Any] = load_plugin("data.converter", name)
     if not hasattr(found, "__code__"):
-        raise ConfigError(f"data.converter={name} is a {type(found).__name__}, and no function written in Python")
+        raise ConfigError(f"data.converter={name} is of type {type(found).__name__}, and no function written in Python")
     if not os.path.isfile(found.__code__.co_filename):
         raise ConfigError(
             f"data.converter={name}: its code is in no file ({found.__code__.co_filename}), so a change of it would go "

@@ -20,6 +20,7 @@ from pydantic import ValidationError, ValidationInfo, model_validator
 
 from ds_encdec.config.converters import load_converter
 from ds_encdec.config.deepspeed_json import merge_deepspeed_json, read_deepspeed_json
+from ds_encdec.config.first_rows import unusable_rows
 from ds_encdec.config.model_folder import is_hub_name
 from ds_encdec.config.model_sections import ArchitectureConfig, LoraConfig, ModelConfig  # noqa: F401  also found here
 from ds_encdec.config.monitor_sections import MonitorConfig, PhaseOverrides, PhasesConfig  # noqa: F401
@@ -44,7 +45,7 @@ class FullConfig(Sections):
 
     @model_validator(mode="after")
     def _reject_contradictions(self, info: ValidationInfo) -> FullConfig:
-        was_judged = (info.context or {}).get("was_judged", False)  # by load_saved
+        was_judged = (info.context or {}).get("was_judged", False)  # or is not to be
         if not was_judged and (conflicts := find_conflicts(self)):
             raise ValueError("; ".join(f"{', '.join(c.fields)}: {c.message}" for c in conflicts))
         return self
@@ -70,6 +71,7 @@ def load_config(
     *,
     hostfile: Path | None = None,
     looks_here: bool = False,
+    unread: Sequence[str] = (),
     further: Callable[[FullConfig], Iterable[Conflict]] = lambda config: (),
 ) -> FullConfig:
     """The validated configuration of a run.
@@ -77,8 +79,9 @@ def load_config(
     `path`: YAML file; a string may name a shipped one from any folder; None leaves the schema's defaults. `overrides`:
     settings of the command line (`section.field=value`, `--section.field=value` or `--section.field`, `value`), which
     replace the file's. `deepspeed_config`: a raw DeepSpeed JSON; it replaces `infra.deepspeed_config` where that is not
-    set. What the JSON and the other two both set must agree. `hostfile`: hosts that a run of it must be able to
-    start on. `looks_here`: what it names must be on this machine. `further`: finds what only higher rooms know.
+    set. What the JSON and the other two both set must agree. `hostfile`: hosts that a run of it must be able to start
+    on. `looks_here`: what it names must be on this machine. `unread`: sections or fields whose contradictions do not
+    matter. `further`: finds what only higher rooms know.
 
     The result stands on its own: `infra.deepspeed_config` is None, because everything the JSON says has gone
     into the fields that stand for it, the rest into `infra.deepspeed_extra`.
@@ -94,8 +97,8 @@ def load_config(
         document = read_deepspeed_json(json_path, problems, named_by)
         settings = merge_deepspeed_json(settings, document, problems)
         settings.put(_JSON_FIELD, None, "")
-    values = validate(settings, problems)
-    config = FullConfig() if values is None else FullConfig.model_validate(values)
+    values = validate(settings, problems, unread)
+    config = FullConfig() if values is None else FullConfig.model_validate(values, context={"was_judged": True})
     if values is not None and hostfile is not None:
         _check_hostfile(hostfile, config, problems)
     if values is not None and looks_here:
@@ -167,15 +170,8 @@ def _find_absent(config: FullConfig) -> Iterator[Conflict]:
         for pattern in patterns or ():
             if not any(os.path.isfile(path) for path in iglob(os.path.expanduser(pattern), recursive=True)):
                 yield Conflict((field,), f"no file matches {pattern} (looked from {os.getcwd()})")
-    if model.lora is not None and importlib.util.find_spec("peft") is None:
-        yield Conflict(("model.lora",), "this needs peft, which is not installed: pip install 'ds_encdec[lora]'")
-    quantizes = model.lora is not None and model.lora.quantize != "none"
-    if quantizes and importlib.util.find_spec("bitsandbytes") is None:
-        message = "this needs bitsandbytes, which is not installed: pip install 'ds_encdec[qlora]'"
-        yield Conflict(("model.lora.quantize",), message)
-    chosen = config.training.metric_for_best_model
-    for problem in not_installed(name for name, row in TEXT_METRICS.items() if chosen in row.figures):
-        yield Conflict(("training.metric_for_best_model",), problem)
+    yield from _absent_packages(config)
+    yield from unusable_rows(data, model)
     for field, load in _named_code(config):
         try:
             load()
@@ -215,6 +211,24 @@ def _named_code(config: FullConfig) -> Iterator[tuple[str, Callable[[], object]]
     ):
         for name in set(names) - builtin:
             yield field, partial(load_plugin, field, name, kind)
+
+
+def require_packages(config: FullConfig) -> None:
+    """Raise ConfigError where an optional package is not installed that a run of `config` needs."""
+    settings = Settings(config.model_dump(mode="json"))
+    raise_if_any([mention_all(settings, conflict) for conflict in _absent_packages(config)])
+
+
+def _absent_packages(config: FullConfig) -> Iterator[Conflict]:
+    lora = config.model.lora
+    if lora is not None and importlib.util.find_spec("peft") is None:
+        yield Conflict(("model.lora",), "this needs peft, which is not installed: pip install 'ds_encdec[lora]'")
+    if lora is not None and lora.quantize != "none" and importlib.util.find_spec("bitsandbytes") is None:
+        message = "this needs bitsandbytes, which is not installed: pip install 'ds_encdec[qlora]'"
+        yield Conflict(("model.lora.quantize",), message)
+    chosen = config.training.metric_for_best_model
+    for problem in not_installed(name for name, row in TEXT_METRICS.items() if chosen in row.figures):
+        yield Conflict(("training.metric_for_best_model",), problem)
 
 
 def _uncounted(config: FullConfig) -> Iterator[Conflict]:

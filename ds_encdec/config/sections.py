@@ -134,7 +134,8 @@ class Source(Section):
     data_files: Annotated[DataFiles | None, Mark.TEXTS] = None
     """Paths or glob patterns of local files, for `text` (one document per file; files above 64 KiB are cut at
     blank lines into documents of at most that size), `json` (JSON lines, or one array), `csv` and `parquet`. `.gz`,
-    `.bz2`, `.xz` and `.zst` are unpacked once into the cache folder."""
+    `.bz2`, `.xz` and `.zst` are unpacked once into the cache folder. For a data set of the hub, files of its
+    repository."""
     text_column: Annotated[str, Mark.TEXTS] = "text"
     """Column that holds the text."""
 
@@ -294,13 +295,21 @@ class DataConfig(Source):
         for field, dataset in (mixed or {"dataset_name": self.dataset_name}).items():
             message = f"its rows have no columns: take {', '.join(kinds)}, or a data set of the hub"
             yield Rule(f"objective {field}", message, (kind := local_kind(dataset)) and not kind.has_columns)
+        for other in (name for row in OBJECTIVES.values() for name in row.split_fields):
+            is_set = getattr(self, other) != type(self).model_fields[other].default
+            message = f"{self.objective} does not read it: set {' and '.join(objective.split_fields)}, or remove it"
+            yield Rule(f"{other} objective", message, other not in objective.split_fields and is_set)
+        known: set[str] = set()
         for name in ("input_template", "output_template"):
             template = getattr(self, name)
             try:
                 fields = [field for _, field in template_parts(template) if field is not None]
+                known.update(fields)
                 yield Rule(name, "must hold a field, `{name}`, that a row fills in", not fields)
             except ValueError as error:
                 yield Rule(name, f"is no template ({error})", True)
+        for field in sorted(self.field_mapping.keys() - known):
+            yield Rule("field_mapping", f"no template has a field {field}: {unknown_key(field, known)}", known)
         if self.converter is not None:
             module, _, function = self.converter.partition(":")
             is_name = all(part.isidentifier() for part in [*module.split("."), function])

@@ -1,6 +1,6 @@
 """From nested settings to a validated configuration, or to a list of everything that is wrong with them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -42,6 +42,8 @@ _WORDS_ELSEWHERE = {
     "use_lora": "model.lora",
     "lora_rank": "model.lora.r",
     "rank": "model.lora.r",
+    "alpha": "model.lora.lora_alpha",
+    "targets": "model.lora.target_modules",
     "load_in_4bit": "model.lora.quantize",
     "train_file": "data.data_files",
     "validation_file": "data.eval_files",
@@ -54,13 +56,14 @@ _STAND_INS: dict[Any, Any] = {int: 1, float: 1.0, str: "unknown"}
 _BOUNDS = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}
 
 
-def validate(settings: Settings, problems: list[Problem]) -> dict[str, Any] | None:
+def validate(settings: Settings, problems: list[Problem], unread: Sequence[str] = ()) -> dict[str, Any] | None:
     """Return the values of a sound configuration, or None and append what is wrong with `settings` to `problems`.
 
     Fields are checked against each other only when each is valid by itself. To report both at once,
     invalid fields and unknown keys are taken out, stand-ins are put where a required field is lacking, and the
     rest is checked again. Contradictions that involve one of these fields are dropped, since nobody
-    knows what was meant there; so is what a misspelt key explains about the field it was meant for.
+    knows what was meant there; so is what a misspelt key explains about the field it was meant for. Also dropped are
+    those that involve one of the fields or sections `unread`, which are not read.
     """
     rest, unusable = deepcopy(settings), settings.unusable()
     problems.extend(Problem((mention(settings, path),), message) for path, message in unusable.items())
@@ -85,7 +88,7 @@ def validate(settings: Settings, problems: list[Problem]) -> dict[str, Any] | No
     conflicts = [
         conflict
         for conflict in find_conflicts(config)
-        if not any(_within(field, path) for field in conflict.fields for path in broken)
+        if not any(_within(field, path) for field in conflict.fields for path in (*broken, *unread))
     ]
     problems.extend(mention_all(settings, conflict) for conflict in conflicts)
     return None if broken or conflicts else rest.values

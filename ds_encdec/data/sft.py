@@ -26,10 +26,10 @@ import numpy as np
 from ds_encdec.config.converters import load_converter
 from ds_encdec.config.schema import DataConfig
 from ds_encdec.data.examples import ALL, Made
-from ds_encdec.data.sources import BadRow
+from ds_encdec.data.sources import WAY_OUT, BadRow
 from ds_encdec.data.text_tokenizer import TextTokenizer
 from ds_encdec.objectives import template_parts
-from ds_encdec.types import DataError, Document, Example
+from ds_encdec.types import ConfigError, DataError, Document, Example
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -117,7 +117,10 @@ class PairMaker:
         )
 
     def read(self, document: Document) -> Sequence[Pair] | BadRow:
-        """The pairs of a record, in order; a bad row where one cannot be made."""
+        """The pairs of a record, in order; a bad row where one cannot be made.
+
+        Raises ConfigError for a conversation where the tokenizer has no chat template.
+        """
         if document.token_ids is not None or document.record is None:
             return document.token_ids or ()
         try:
@@ -250,9 +253,10 @@ class PairMaker:
             fields = [self._value(record, name) for _, name in self._templates[1] if name is not None]
             yield _both(given, wanted if any(field.strip() for field in fields) else "")
         elif self.chat is None:
-            raise _UnusableError(
-                f"it holds messages ({self.data.messages_column}), and the tokenizer has no chat template. Take one "
-                "that has, or name another data.messages_column for a row of fields"
+            raise ConfigError(
+                f"data.messages_column={self.data.messages_column}: the rows are conversations, and the tokenizer has "
+                "no chat template. Name one that has (model.tokenizer_name_or_path), or another column for rows of "
+                "fields"
             )
         else:
             yield from self._turns(self.chat, _list(messages, "messages"), record)
@@ -273,13 +277,14 @@ class PairMaker:
                 value = value[int(part)] if is_item else value.get(part) if isinstance(value, Mapping) else None
         if value is None:
             meant = f"{{{name}}}" if name == column else f"{{{name}}} (data.field_mapping: {column})"
-            way_out = "" if column in self.data.field_mapping.values() else " (data.field_mapping names the right one)"
+            is_there = column.partition(".")[0] in record
+            way_out = f"{WAY_OUT}field_mapping.{name}=COLUMN, or name another field in the template"
             raise _UnusableError(
                 f"there is nothing in its field {meant}, which a template asks for; it has {', '.join(record):.300}"
-                f"{way_out}"
+                + ("" if is_there else way_out)
             )
         if not isinstance(value, _PLAIN):
-            raise _UnusableError(f"its field {column} is a {type(value).__name__}; needed is text or a number")
+            raise _UnusableError(f"its field {column} is of type {type(value).__name__}; needed is text or a number")
         return str(value)
 
     def _turns(self, chat: ChatTemplate, messages: list[Any], record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -319,5 +324,5 @@ def _list(value: Any, name: str) -> list[Any]:
     except ValueError as error:
         raise _UnusableError(f"its {name} are no JSON ({error})") from error
     if not isinstance(found, list):
-        raise _UnusableError(f"its {name} are a {type(found).__name__}; needed is a list")
+        raise _UnusableError(f"its {name} are of type {type(found).__name__}; needed is a list")
     return found

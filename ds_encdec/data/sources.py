@@ -20,6 +20,9 @@ from ds_encdec.config.schema import DataConfig, MixtureSource, Source
 from ds_encdec.data.randomness import Permutation, keyed_generator, unit_hash
 from ds_encdec.types import DataError, Document
 
+WAY_OUT = "; set data."
+"""Stands in a problem that a setting mends: to pass over such rows would be to pass over all."""
+
 SMALL_SOURCE_DOCUMENTS = 1024
 """Sources up to this size are checked for a held-out document; larger ones have one for any sensible fraction."""
 
@@ -211,7 +214,7 @@ def check_bad_rows(found: int, limit: int, last: str) -> None:
     if found <= limit:
         return
     if limit == 0:
-        raise DataError(f"{last}. Mend it, or pass over such rows: data.on_bad_row=skip")
+        raise DataError(last if WAY_OUT in last else f"{last}. Mend it, or pass over such rows: data.on_bad_row=skip")
     raise DataError(
         f"more than data.max_bad_rows={limit} rows cannot be read, the last one {last}. Look at the data, or raise "
         "data.max_bad_rows"

@@ -249,10 +249,17 @@ class ZeroGate(StepGate):
         return found
 
     def _run(self) -> bool:
+        optimizer = self._engine.optimizer
         try:
-            return super()._run()
+            applied = super()._run()
         finally:
-            vars(self._engine.optimizer).pop("_update_scale", None)
+            vars(optimizer).pop("_update_scale", None)
+        if not applied and isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.cpu_offload:
+            # DeepSpeed drops the sums of an offloaded optimizer only with a step that is applied: the next step would
+            # be made of the refused one's gradients, too. In place: every parameter knows this very dict.
+            for group in optimizer.averaged_gradients:
+                optimizer.averaged_gradients[group] = None
+        return applied
 
 
 class Bf16Gate(StepGate):

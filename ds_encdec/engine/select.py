@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_UNMISSED = {"stage3_param_persistence_threshold"}
+"""Keys of `zero_optimization` that another engine has no use for: it shards every parameter, small ones too."""
+
 
 def resolve_engine(config: FullConfig) -> EngineName:
     """The engine that `infra.distributed_type` means on this machine, as far as can be seen without importing one.
@@ -157,8 +160,9 @@ def _warn_of_another_engine(config: FullConfig, engine: EngineSpec) -> None:
         else:
             why = f"{preferred.package} {'cannot be imported' if _is_installed(preferred) else 'is not installed'}"
         logger.warning("infra.distributed_type=auto: %s; training with %s.", why, engine.title)
-    if extra := config.infra.deepspeed_extra:
-        logger.warning("infra.deepspeed_extra does nothing under %s: %s", engine.title, ", ".join(extra))
+    extra = config.infra.deepspeed_extra
+    if unheard := [name for name in extra if not (name == "zero_optimization" and extra[name].keys() <= _UNMISSED)]:
+        logger.warning("infra.deepspeed_extra does nothing under %s: %s", engine.title, ", ".join(unheard))
 
 
 def _warn_of_shards_across_nodes(config: FullConfig, context: RunContext) -> None:

@@ -13,8 +13,10 @@ from pathlib import Path
 
 from ds_encdec.arguments import COUNT, JSON, Arguments, flag, value
 from ds_encdec.config.generation import GenerationSettings
+from ds_encdec.evaluate.folders import default_out, is_ours, require_ours, run_config
 from ds_encdec.launch.world import discover
 from ds_encdec.text_metrics import TEXT_METRICS, text_metrics
+from ds_encdec.types import ConfigError
 
 
 def _settings(defaults: GenerationSettings) -> Arguments:
@@ -42,7 +44,7 @@ EVALUATE: Arguments = {
     "--split": value("(default test)", choices=("train", "validation", "test"), default="test"),
     "--max-samples": value("the first N examples (default all)", COUNT, metavar="N"),
     "--metrics": value(
-        f"of {', '.join(TEXT_METRICS)}, or installed ones (default: all that need no model)", nargs="+", metavar="M"
+        f"(default: all that need no model) some of {','.join(TEXT_METRICS)}, or installed ones", nargs="+", metavar="M"
     ),
     "--bertscore-model": value("folder of the model that BERTScore compares with", Path, metavar="DIR"),
     "--bertscore-layer": value("its layer (default: the one known to be best, else the last)", COUNT, metavar="N"),
@@ -56,10 +58,14 @@ EVALUATE: Arguments = {
 
 def run_generate(options: argparse.Namespace, _: Sequence[str]) -> None:
     """Print what the model makes of a text."""
-    from ds_encdec.evaluate.one_text import generate_text
+    settings = _chosen(options)
+    if options.stream and settings.num_beams > 1:
+        raise ConfigError("--stream shows tokens as they are taken, and a search with beams takes them at its end")
+    require_ours(options.model)
+    from ds_encdec.evaluate.one_text import generate_text  # torch: once the arguments are sound
 
     text = sys.stdin.read() if options.text == "-" else options.text
-    shown = generate_text(options.model, text, _chosen(options), raw=options.raw, stream=options.stream)
+    shown = generate_text(options.model, text, settings, raw=options.raw, stream=options.stream)
     if shown is not None:
         print(shown)
 
@@ -67,25 +73,28 @@ def run_generate(options: argparse.Namespace, _: Sequence[str]) -> None:
 def run_evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Judge a model by what it generates for a split of the data, and print the figures."""
     settings = _chosen(options)
-    names = options.metrics or [
+    names = list(dict.fromkeys(name for names in options.metrics or () for name in names.split(",") if name)) or [
         name for name, row in text_metrics().items() if options.bertscore_model or not row.needs_model
     ]
     from ds_encdec.config.schema import find_shipped, load_config
-    from ds_encdec.evaluate.metrics import BertScoreModel
-    from ds_encdec.evaluate.run import default_out, evaluate, run_config
+    from ds_encdec.evaluate.metrics import BertScoreModel, check_metrics
+
+    bertscore = BertScoreModel(options.bertscore_model, options.bertscore_layer) if options.bertscore_model else None
+    is_ours(options.model)
+    config = load_config(find_shipped(options.config or run_config(options.model)), overrides, unread=["training"])
+    check_metrics(names, bertscore)
+    from ds_encdec.evaluate.run import evaluate  # torch: once arguments and configuration are sound
 
     with contextlib.redirect_stdout(sys.stderr):  # libraries print, too
         found = evaluate(
             options.model,
-            load_config(find_shipped(options.config or run_config(options.model)), overrides),
+            config,
             options.split,
             out=(out := options.out or default_out(options.model, options.split)),
             settings=settings,
             metrics=names,
             max_samples=options.max_samples,
-            bertscore_model=BertScoreModel(options.bertscore_model, options.bertscore_layer)
-            if options.bertscore_model
-            else None,
+            bertscore_model=bertscore,
             device=options.device,
             dtype=options.dtype,
         )

@@ -38,14 +38,14 @@ class BertScoreModel:
 
     def chosen_layer(self) -> int:
         """The layer, counted from 1. Raises ConfigError for a folder without a model, or without such a layer."""
-        from bert_score.utils import model2layers
-
         try:
             config = json.loads((self.folder / "config.json").read_text())
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"--bertscore-model: {self.folder} is not a model folder: its config.json cannot be read ({error})"
             ) from error
+        from bert_score.utils import model2layers  # torch: once the folder is sound
+
         known = {name.rpartition("/")[2]: layer for name, layer in model2layers.items()}
         last = int(config.get("num_hidden_layers") or config.get("num_layers") or config.get("n_layers") or 0)
         layer = self.layer or known.get(self.folder.resolve().name) or last

@@ -6,36 +6,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, PretrainedConfig
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.evaluate.folders import is_ours
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.tokenizer.load import pretrained_tokenizer
 from ds_encdec.types import CheckpointError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
-
-
-def is_ours(folder: Path) -> bool:
-    """True for a model of our own kind. Raises CheckpointError where `folder` holds no encoder-decoder's export."""
-    for name, what in (("manifest.json", "a checkpoint"), ("adapter_config.json", "an adapter without its model")):
-        if (folder / name).exists():
-            raise CheckpointError(f"--model: {folder} is {what}; make it a model with ds-encdec export CHECKPOINT OUT")
-    if not (folder / "config.json").is_file():
-        what = "has no config.json: it is no model folder" if folder.is_dir() else "does not exist"
-        raise CheckpointError(f"--model: {folder} {what}")
-    try:
-        stored, _ = PretrainedConfig.get_config_dict(folder)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"--model: {folder} is no model folder: {error}") from error
-    if not stored.get("is_encoder_decoder"):
-        raise CheckpointError(
-            f"--model: {folder} is a {stored.get('model_type')}, which is no encoder-decoder; ds-encdec init-model "
-            "makes one of a Qwen3"
-        )
-    return bool(stored.get("model_type") == Qwen3Seq2SeqConfig.model_type)
 
 
 def open_tokenizer(folder: Path) -> PreTrainedTokenizerFast:

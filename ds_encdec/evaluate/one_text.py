@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,11 +12,12 @@ from torch import Tensor
 from transformers import TextStreamer
 
 from ds_encdec.config.generation import GenerationSettings
+from ds_encdec.evaluate.folders import require_ours
 from ds_encdec.evaluate.generation import generate_batch, text_of
-from ds_encdec.evaluate.models import is_ours, open_model, open_tokenizer
+from ds_encdec.evaluate.models import open_model, open_tokenizer
 from ds_encdec.launch.process_group import choose_device
 from ds_encdec.launch.world import discover
-from ds_encdec.types import DENOISERS, CheckpointError, ConfigError
+from ds_encdec.types import DENOISERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -29,13 +31,10 @@ def generate_text(
     """`text` with its sentinels (`<extra_id_0>`…) filled in; or, if it has none, `text` and its continuation.
 
     `folder`: an exported one or one of `ds-encdec init-model`. A sentinel that the model does not answer stays in the
-    text. `raw`: what the model writes, and nothing else. `stream`: print that while it is made; None where there is
-    nothing more to show. Raises CheckpointError for a folder that is not such a model.
+    text, and is named on standard error. `raw`: what the model writes, and nothing else. `stream`: print that while it
+    is made; None where there is nothing more to show. Raises CheckpointError for a folder that is not such a model.
     """
-    if stream and settings.num_beams > 1:
-        raise ConfigError("--stream shows tokens as they are taken, and a search with beams takes them at its end")
-    if not is_ours(folder):
-        raise CheckpointError(f"--model: {folder} is not a model of ours; ds-encdec init-model makes one of a Qwen3")
+    require_ours(folder)
     tokenizer = open_tokenizer(folder)
     model = open_model(folder, choose_device("auto", discover(os.environ)))
     continues = not raw and not _SENTINEL.search(text)
@@ -46,7 +45,11 @@ def generate_text(
     if stream and (raw or continues):
         return None
     target = text_of(tokenizer, ids)
-    return target if raw else text + target if continues else fill_sentinels(text, target)
+    if raw or continues:
+        return target if raw else text + target
+    if unanswered := [sentinel for sentinel in _SENTINEL.findall(text) if sentinel not in _SENTINEL.findall(target)]:
+        print(f"nothing was written for {', '.join(unanswered)}", file=sys.stderr)
+    return fill_sentinels(text, target)
 
 
 class _Streamer(TextStreamer):

@@ -25,9 +25,10 @@ from ds_encdec.config.schema import FullConfig, load_saved
 from ds_encdec.data.sources import Split
 from ds_encdec.data.splits import TextExample, TrainedData, split_examples
 from ds_encdec.data.tables import resolve_commits
+from ds_encdec.evaluate.folders import is_ours
 from ds_encdec.evaluate.generation import generate_batch, plan_batches, text_of
 from ds_encdec.evaluate.metrics import BertScoreModel, check_metrics, rouge_scorer, same_words, score_texts
-from ds_encdec.evaluate.models import is_ours, open_model, open_tokenizer
+from ds_encdec.evaluate.models import open_model, open_tokenizer
 from ds_encdec.evaluate.predictions import Predictions, claim, model_digest
 from ds_encdec.evaluate.scoring import score_targets
 from ds_encdec.launch.host_collectives import HostCollectives
@@ -106,23 +107,6 @@ def evaluate(
         collectives.gather(None)  # all have written theirs
         found = collectives.on_rank_zero(lambda: _finish(out, examples, metrics, bertscore_model, settings, facts))
     shutdown()
-    return found
-
-
-def default_out(model: Path, split: Split) -> Path:
-    """The folder beside the model's that its evaluation is written to."""
-    model = model.resolve()
-    return model.with_name(f"{model.name}-{split}")
-
-
-def run_config(model: Path) -> Path:
-    """The configuration of the run in whose `export` folder a model lies. Raises ConfigError where there is none."""
-    export = model.resolve().parent
-    if export.name != "export" or not (found := export.parent / "config.yaml").is_file():
-        raise ConfigError(
-            f"--config: {model} does not lie in a run's export folder, so it is not known what data to evaluate "
-            "on; name the configuration that says it"
-        )
     return found
 
 

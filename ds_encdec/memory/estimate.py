@@ -172,7 +172,8 @@ class MicroBatch:
     def at_worst(self, part: str) -> Breakdown:
         """Beyond what layers keep: in the `loss`, the `head`'s backward pass, that of the `embedding`, `evaluation`."""
         is_counted = self._is_head_trained and (part != "embedding" or self._job.sizes.tie_word_embeddings)
-        return self._worst(_formulas(self._kind, self._mode)[part], "" if is_counted else _HEAD_WEIGHT)
+        worst = self._worst(_formulas(self._kind, self._mode)[part], "" if is_counted else _HEAD_WEIGHT)
+        return worst + Breakdown(activations=-self._unread() if part in ("loss", "head") else 0.0)
 
     def layers(self) -> list[Layer]:
         """All layers in the order of the forward pass."""
@@ -207,9 +208,9 @@ class MicroBatch:
         masks = 2 * tokens * job.sizes.hidden_size * (1 if job.device == "cuda" else job.compute_bytes)
         masks *= training.residual_dropout > 0
         of_frozen = self._frozen_inputs(side) if self._keeps_inputs else 0.0
-        # What no layer waits for: the gradient of the output of an encoder that is frozen with the embedding.
-        is_read = side == "encoder" or job.model.of("encoder.").trained or job.model.of("shared.").trained
-        unread = 0 if is_read else self._symbols["E"] * job.sizes.hidden_size * job.compute_bytes
+        # Nor does any layer wait for the gradient of an encoder's output whose norm keeps nothing.
+        unread = self._unread() if side == "decoder" else 0.0
+        unread += self._symbols["E"] * job.sizes.hidden_size * job.compute_bytes * (unread > 0)
         kept += 0 if recomputes else masks + of_frozen
         working += Breakdown(activations=masks - unread)
         if not job.uses_flash and (job.device == "cuda" or training.attention_dropout):
@@ -220,6 +221,17 @@ class MicroBatch:
         inputs = 3 * tokens * job.sizes.hidden_size * job.compute_bytes
         copied = kept + (0 if recomputes or job.emulates_bf16 else inputs)
         return Layer("", kept, copied * (1.5 if job.device == "cuda" else 1.0), working)
+
+    def _unread(self) -> float:
+        """Bytes that the last norm of the encoder keeps otherwise, where that is frozen with the embedding.
+
+        In the head's backward pass they are all of the encoder's width beside its output.
+        """
+        job, head = self._job, _formulas(self._kind, self._mode)["head"][0]
+        if job.model.of("encoder.").trained or job.model.of("shared.").trained:
+            return 0.0
+        output = self._symbols["E"] * job.sizes.hidden_size * job.compute_bytes
+        return self._value(head) - self._value(head, "E*H") - output
 
     def _frozen_inputs(self, side: Side) -> float:
         """Bytes of inputs that frozen products keep, and nothing else does: adapters with dropout have other ones.

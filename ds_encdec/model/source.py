@@ -1,6 +1,7 @@
 """The model that a run starts from: random weights, a decoder-only Qwen3, or an encoder-decoder of our own."""
 
 import hashlib
+import logging
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -14,6 +15,8 @@ from ds_encdec.model.parameter_count import EMBEDDING_ROWS_MULTIPLE, count_param
 from ds_encdec.model.weights import random_weights, stored_weights
 from ds_encdec.tokenizer.sentinels import Vocabulary
 from ds_encdec.types import CheckpointError, ConfigError, WeightSource
+
+logger = logging.getLogger(__name__)
 
 _NO_ARCHITECTURE = ("loss_chunk_tokens", "use_flash_attention", "use_cache", "transformers_version", "dtype")
 
@@ -124,13 +127,20 @@ def _sha256(path: str, _size: int, _mtime_ns: int) -> str:
 
 
 def _require_known(section: ModelConfig, stored: dict[str, Any], vocabulary: Vocabulary) -> None:
-    """Raise ConfigError where adapters would stand beside special tokens that the encoder-decoder does not have.
+    """Say which special tokens the encoder-decoder does not have. Raise ConfigError where adapters are to stand there.
 
     Their rows would be drawn, never trained, and take their part of each softmax; and peft, which puts the adapters
     beside the base as it is, would give other probabilities than the merged model.
     """
     sentinels, modes = stored.get("sentinel_token_ids", ()), stored.get("mode_token_ids", ())
-    if section.lora is None or {*vocabulary.sentinel_ids, *vocabulary.mode_token_ids} <= {*sentinels, *modes}:
+    lacking = {*vocabulary.sentinel_ids, *vocabulary.mode_token_ids} - {*sentinels, *modes}
+    if lacking and section.lora is None:
+        logger.info(
+            "%s has %d sentinels and %d mode tokens: rows of the embedding for %d further ones are drawn "
+            "(model.num_sentinel_tokens=%d)",
+            *(section.model_name_or_path, len(sentinels), len(modes), len(lacking), len(vocabulary.sentinel_ids)),
+        )
+    if section.lora is None or not lacking:
         return
     raise ConfigError(
         f"model.num_sentinel_tokens is {len(vocabulary.sentinel_ids)}, but {section.model_name_or_path} has "

@@ -184,12 +184,9 @@ def quick_grid() -> list[Row]:
     return [
         Row("deepspeed", "zero0", "none", "none", "bf16", "none", "small", 8, 1),
         Row("deepspeed", "zero1", "cpu", "none", "bf16", "none", "small", 1, 2),
-        Row("deepspeed", "zero2", "none", "none", "bf16", "full", "small", 8, 1),
-        Row("deepspeed", "zero3", "none", "none", "fp32", "full", "small", 1, 1),
         Row("deepspeed", "zero3", "cpu", "none", "bf16", "every_n", "small", 1, 2),
         Row("fsdp", "zero0", "none", "none", "fp32", "every_n", "small", 1, 2),
         Row("fsdp", "zero2", "none", "none", "fp32", "none", "small", 1, 1),
-        Row("fsdp", "zero3", "none", "none", "bf16", "full", "small", 1, 2),
         Row("fsdp", "zero3", "none", "none", "bf16", "selective", "small", 8, 1),
         Row("deepspeed", "zero2", "none", "none", "bf16", "none", "small", 8, 1, "lora"),
         Row("deepspeed", "zero3", "none", "none", "fp32", "full", "small", 8, 2, "lora"),

@@ -18,7 +18,7 @@ from ds_encdec.checkpoint.saved_state import open_saved_state
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.protocol import read_record
 
-pytestmark = [pytest.mark.distributed, pytest.mark.one_process]
+pytestmark = pytest.mark.distributed
 
 STEP = 7
 LOSS_SCALER = {"scale": 1024.0, "steps_since_overflow": 7, "hysteresis": 2}

@@ -182,6 +182,8 @@ def test_missing_unreadable_and_binary_files(tmp_path: Path) -> None:
         ("seed=3", "command line: seed = 3\n      unknown key here; did you mean `training.seed`?"),
         ("training.seed.x=3", 'command line: training.seed = {"x": 3}\n      must be a whole number'),
         ("training.max_steps=3", "unknown key here; did you mean `training.num_train_steps`?"),
+        ("model.lora.alpha=3", "unknown key here; did you mean `model.lora.lora_alpha`?"),
+        ("model.lora.targets=[q_proj]", "unknown key here; did you mean `model.lora.target_modules`?"),
         ("trainin.seed=3", 'command line: trainin = {"seed": 3}\n      unknown key; did you mean `training`?'),
         (
             "training.learning_rate=.inf",

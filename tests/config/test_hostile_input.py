@@ -146,10 +146,18 @@ def test_only_plain_files_are_opened(tmp_path: Path, capsys: Output) -> None:
     assert re.search(rf"command line: infra.deepspeed_config = .*\n  {fifo}\n      cannot be read: a FIFO", shown)
 
 
-def test_names_that_no_file_can_have(capsys: Output) -> None:
-    for name in ("x" * 5000, "a\0b", "/proc/self/mem/x"):
-        refused(capsys, name)
-        refused(capsys, f"infra.deepspeed_config={name}")
+@pytest.mark.parametrize(
+    ("name", "reason", "in_a_setting"),
+    [
+        ("x" * 5000, "cannot be read: File name too long", "cannot be read: File name too long"),
+        ("a\0b", "cannot be read: embedded null byte", r"U\+0000 is not allowed"),
+        ("/proc/self/mem/x", "cannot be read: Not a directory", "cannot be read: Not a directory"),
+    ],
+)
+def test_names_that_no_file_can_have(capsys: Output, name: str, reason: str, in_a_setting: str) -> None:
+    assert f"      {reason}\n" in refused(capsys, name)
+    place = r"command line: infra\.deepspeed_config[^~]*"
+    assert re.search(place + in_a_setting, refused(capsys, f"infra.deepspeed_config={name}"))
 
 
 def test_an_alias_of_a_mapping_with_merges_is_no_repeated_key(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ds_encdec import cli, text_metrics
+from ds_encdec.config import schema
 from ds_encdec.config.schema import load_config
 
 Output = pytest.CaptureFixture[str]
@@ -62,14 +63,19 @@ def test_what_is_not_there(
     load_config(None, overrides)
 
 
-def test_a_package_that_the_choice_of_the_best_needs(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
-    wanted = ["training.eval_generate_samples=4", "training.metric_for_best_model=rougeL"]
+def test_a_package_that_a_setting_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
+    wanted = ["training.eval_generate_samples=4", "training.metric_for_best_model=rougeL", "model.lora={}"]
+    wanted = ["--config", QUICKSTART, *wanted, f"infra.output_dir={tmp_path / 'run'}"]
     assert cli.main(["validate", *wanted]) == 0
     monkeypatch.setattr(text_metrics, "find_spec", lambda name: None)
-    assert cli.main(["validate", *wanted]) == 2
-    shown = capsys.readouterr().err
-    assert 'training.metric_for_best_model = "rougeL"' in shown
-    assert "pip install 'ds_encdec[eval]'" in shown
+    monkeypatch.setattr(schema.importlib.util, "find_spec", lambda name: None)
+    for verb in ("validate", "train"):
+        assert cli.main([verb, *wanted]) == 2
+        shown = capsys.readouterr().err
+        assert 'training.metric_for_best_model = "rougeL"' in shown
+        assert "pip install 'ds_encdec[eval]'" in shown
+        assert "this needs peft, which is not installed: pip install 'ds_encdec[lora]'" in shown
+    assert not (tmp_path / "run").exists()
 
 
 def test_what_is_there_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ def make_config(training: dict[str, Any] | None = None, **data: Any) -> FullConf
         "packing_pool_examples": 16,
         "max_examples_per_micro_batch": 32,
         "shuffle_buffer_size": 7,
-        "eval_fraction": 0.05,
+        **({} if data.get("objective") == "sft" else {"eval_fraction": 0.05}),
     }
     section = DataConfig(**{**defaults, **data})
     eval_samples = 10 if section.eval_fraction else 0

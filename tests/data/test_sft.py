@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gzip
 import json
 import re
 import sys
@@ -29,6 +30,7 @@ from ds_encdec.data.sources import BadRow, all_rows
 from ds_encdec.data.splits import split_examples
 from ds_encdec.types import CheckpointError, ConfigError, DataError, Document
 
+QUICKSTART = Path(__file__).resolve().parents[2] / "ds_configs" / "quickstart.yaml"
 EOS = "<|im_end|>"
 TOKENIZER, VOCABULARY = copy.deepcopy(byte_tokenizer())
 TOKENIZER.chat_template = TEMPLATE = (
@@ -95,16 +97,22 @@ def test_a_field_may_have_another_column_be_nested_and_be_a_number() -> None:
 @pytest.mark.parametrize(
     ("record", "problem"),
     [
-        ({"instruction": "a", "input": "b"}, r"nothing in its field \{output\}.*; it has instruction, input"),
+        (
+            {"instruction": "a", "input": "b"},
+            r"nothing in its field \{output\}.*; it has instruction, input; set data\.field_m",
+        ),
         ({"instruction": "a", "input": None, "output": "c"}, r"nothing in its field \{input\}"),
-        ({"instruction": "a", "input": "b", "output": ["c"]}, "its field output is a list; needed is text or a number"),
+        (
+            {"instruction": "a", "input": "b", "output": ["c"]},
+            "its field output is of type list; needed is text or a number",
+        ),
         ({"instruction": "a", "input": "b", "output": " \n"}, "its output is empty"),
         ({"messages": []}, "no turn of the assistant"),
         ({"messages": "no json"}, "its messages are no JSON"),
-        ({"messages": {"role": "user"}}, "its messages are a dict; needed is a list"),
+        ({"messages": {"role": "user"}}, "its messages are of type dict; needed is a list"),
         ({"messages": [{"content": "hi"}]}, "no objects with a role each"),
         ({"messages": [{"role": "assistant", "content": ""}]}, "its output is empty"),
-        ({"messages": [{"role": "assistant", "content": "a"}], "tools": 3}, "its tools are a int"),
+        ({"messages": [{"role": "assistant", "content": "a"}], "tools": 3}, "its tools are of type int"),
     ],
 )
 def test_a_row_of_which_nothing_can_be_made_is_bad_and_says_why(record: dict[str, Any], problem: str) -> None:
@@ -124,6 +132,8 @@ def test_bad_rows_stop_the_run_or_are_counted(tmp_path: Path) -> None:
     assert data.loader.bad_rows[0] == 12
     with pytest.raises(DataError, match=r"the data set is empty.*\{nothing\}"):
         data_of(sft_config(path, on_bad_row="skip", input_template="{nothing}"))
+    with pytest.raises(DataError, match=r"field_mapping\.nothing=COLUMN, or name another field in the template$"):
+        data_of(sft_config(path, input_template="{nothing}"))
 
 
 def converter_module(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,9 +194,8 @@ def test_a_conversation_goes_through_the_chat_template() -> None:
     ((encoder_ids, _),) = maker_of().read(Document("", "", record=record))  # type: ignore[misc]
     assert (encoder_ids == VOCABULARY.eos_id).sum() == 3  # those of the template, not the user's
     bare, _ = byte_tokenizer()
-    row = PairMaker.from_config(sft_config("").data, 0, bare, VOCABULARY).read(Document("k", "", record=record))
-    assert isinstance(row, BadRow)
-    assert "the tokenizer has no chat template" in row.problem
+    with pytest.raises(ConfigError, match="the tokenizer has no chat template"):
+        PairMaker.from_config(sft_config("").data, 0, bare, VOCABULARY).read(Document("k", "", record=record))
 
 
 def test_of_every_turn_those_that_nothing_can_be_learnt_from_are_passed_over() -> None:
@@ -346,7 +355,7 @@ def test_of_a_table_the_columns_are_read_that_are_asked_for(
     read, problem = columns(input_template="{absent}")
     assert read == list(rows[0])
     assert "nothing in its field {absent}" in problem
-    assert problem.endswith("it has instruction, input, output, about, tools, wide")
+    assert "it has instruction, input, output, about, tools, wide; set data.field_mapping.absent=" in problem
 
 
 def test_splits_are_apart_and_own_files_take_their_place(tmp_path: Path) -> None:
@@ -413,7 +422,9 @@ def test_inspection_shows_the_pairs(tmp_path: Path) -> None:
         ({"output_template": "text"}, "must hold a field"),
         ({"converter": "module.function"}, "write `module:function`"),
         ({"dataset_name": "text"}, "its rows have no columns"),
+        ({"field_mapping": {"intruction": "a"}}, "no template has a field intruction: .*did you mean `instruction`"),
         ({"objective": "ul2", "chat_targets": "every"}, "ul2 does not read it: set objective=sft"),
+        ({"eval_fraction": 0.1}, "sft does not read it: set train_split_ratio"),
         ({"train_split_ratio": 1.0, "training": {"eval_samples": 5}}, "train_split_ratio < 1 and"),
         ({"eval_files": "a", "eval_split": "b"}, "files have no splits"),
         ({"eval_split": "validation"}, "only data sets of the hub have splits"),
@@ -426,15 +437,47 @@ def test_settings_that_contradict_each_other(fields: dict[str, Any], message: st
         sft_config("a", **fields)
 
 
-def test_validate_looks_for_what_the_data_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("fields", "problems"),
+    [
+        (
+            {"eval_files": "nowhere*.json", "converter": "my_rows:none"},
+            ["data.eval_files", "no file matches nowhere*.json", "my_rows:none cannot be imported"],
+        ),
+        ({}, []),
+        ({"input_template": '"{wrong}"', "on_bad_row": "skip"}, []),
+        ({"input_template": '"{wrong}"', "data_files": "c.jsonl.gz"}, []),
+        *(
+            (
+                {"input_template": '"{wrong}"', "dataset_name": kind, "data_files": file, "eval_files": file},
+                ["data.data_files = ", "no column wrong; it has instruction, input, output", "data.eval_files = "],
+            )
+            for kind, file in (("json", "a.jsonl"), ("json", "b.json"), ("csv", "a.csv"), ("parquet", "a.parquet"))
+        ),
+        ({"input_template": '"{q}"', "field_mapping": "{q: output.x}"}, []),
+        ({"data_files": "chat.jsonl"}, ["conversations, and the builtin tokenizer has no chat template"]),
+        ({"dataset_name": "some/set"}, ["there is such a file here", "did you mean dataset_name=json"]),
+    ],
+)
+def test_validate_looks_for_what_the_data_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, str], problems: list[str]
+) -> None:
     converter_module(tmp_path, monkeypatch)
-    fields = {"objective": "sft", "dataset_name": "json", "data_files": write(tmp_path / "a.jsonl", ROWS)}
-    fields |= {"eval_files": "nowhere*.json", "converter": "my_rows:none"}
-    with pytest.raises(ConfigError) as error:
-        load_config(None, [f"data.{name}={value}" for name, value in fields.items()], looks_here=True)
-    assert "data.eval_files" in str(error.value)
-    assert "no file matches nowhere*.json" in str(error.value)
-    assert "my_rows:none cannot be imported" in str(error.value)
+    write(tmp_path / "a.jsonl", ROWS[:2])
+    write(tmp_path / "chat.jsonl", [{"messages": [{"role": "assistant", "content": "a"}]}])
+    (tmp_path / "b.json").write_text(json.dumps(ROWS[:2], indent=1))
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    as_csv(tmp_path), as_parquet(tmp_path)
+    fields = {"objective": "sft", "dataset_name": "json", "data_files": "a.jsonl"} | fields
+    settings = [f"data.{name}={value}" for name, value in fields.items()]
+    try:
+        load_config(QUICKSTART, ["data.eval_fraction=0.005", *settings], looks_here=True)
+        found = ""
+    except ConfigError as error:
+        found = str(error)
+    assert bool(found) == bool(problems)
+    for problem in problems:
+        assert problem in found
 
 
 def test_the_builtin_task_is_right_and_has_no_signature_twice() -> None:

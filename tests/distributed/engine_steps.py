@@ -59,6 +59,12 @@ def train_step(
     }
 
 
+def skipping_steps(step: Callable[..., dict[str, Any]]) -> list[dict[str, Any]]:
+    """Steps 0 to 3, one that is vetoed after the second and one without a finite gradient after the third."""
+    given = [(0, {}), (1, {}), (98, {"veto": lambda norm: True}), (2, {}), (99, {"poison": True}), (3, {})]
+    return [step(number, **how) for number, how in given]
+
+
 def copied_weights(engine: Any, config: FullConfig, model_config: Qwen3Seq2SeqConfig) -> dict[str, torch.Tensor]:
     """The weights of a plain copy of the engine's model, for which no random number is drawn."""
     drawn = torch.get_rng_state()

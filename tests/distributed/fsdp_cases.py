@@ -16,9 +16,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from engine_steps import Case, copied_weights, run_all, train_step
+from engine_steps import Case, copied_weights, run_all, skipping_steps, train_step
 from packed_batches import random_batch
 from small_run import MODEL, SHORT_ACCUMULATION, run_config, weights
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_encdec.checkpoint.saved_state import DcpState
@@ -84,14 +85,19 @@ def shared_folder(directory: str) -> Path:
 
 
 def trajectory(steps: int, **overrides: Any) -> dict[str, Any]:
-    """Train, and evaluate before and after."""
+    """Train, and evaluate before and after. `graphs`: of compiled layers, how many there are after each step."""
+    counters.clear()
     engine = make_engine(fsdp_config(**overrides))
     held_out = random_batch(10_000, MODEL.vocab_size)
     before = engine.evaluate(held_out)
-    trained = [train_step(engine, step) for step in range(steps)]
+    graphs, trained = [], []
+    for step in range(steps):
+        trained.append(train_step(engine, step))
+        graphs.append(counters["stats"]["unique_graphs"])
     after = engine.evaluate(held_out)
     result = {
         "steps": trained,
+        "graphs": graphs,
         "eval": [float(before.total), float(after.total)],
         "by_denoiser": after.by_denoiser,
         "tokens_by_denoiser": after.tokens_by_denoiser,
@@ -103,21 +109,16 @@ def trajectory(steps: int, **overrides: Any) -> dict[str, Any]:
     return result
 
 
-def skipping(**overrides: Any) -> dict[str, Any]:
-    """A run with a step that is vetoed and one that has no finite gradient, against one that never saw them."""
-    outcomes = []
-    for skips in (True, False):
-        engine = short_engine(**overrides)
-        steps = [short_step(engine, step) for step in (0, 1)]
-        if skips:
-            steps.append(short_step(engine, 98, veto=lambda norm: True))
-        steps.append(short_step(engine, 2))
-        if skips:
-            steps.append(short_step(engine, 99, poison=True))
-        steps.append(short_step(engine, 3))
-        outcomes.append({"steps": steps, "state": full_state(engine)})
-        engine.close()
-    return {"skipped": outcomes[0], "clean": outcomes[1]}
+def skipping(copy: bool, **overrides: Any) -> dict[str, Any]:
+    """A run with a step that is vetoed and one that has no finite gradient; `saving` never sees them.
+
+    `copy` is of no account here.
+    """
+    engine = short_engine(**overrides)
+    steps = skipping_steps(lambda step, **how: short_step(engine, step, **how))
+    state = full_state(engine)
+    engine.close()
+    return {"steps": steps, "state": state}
 
 
 def saving(directory: str, copy: bool, **overrides: Any) -> dict[str, Any]:
@@ -127,8 +128,7 @@ def saving(directory: str, copy: bool, **overrides: Any) -> dict[str, Any]:
     """
     folder = shared_folder(directory)
     engine = short_engine(**overrides)
-    for step in (0, 1):
-        short_step(engine, step)
+    begun = [short_step(engine, step) for step in (0, 1)]
     saved_state = full_state(engine)
     files: list[Path] = []
     staged = engine.stage(folder, copy=copy)
@@ -155,6 +155,7 @@ def saving(directory: str, copy: bool, **overrides: Any) -> dict[str, Any]:
         "num_bytes": staged.num_bytes,
         "saved": saved_state,
         "copied": copied,
+        "begun": begun,
         "straight": [straight, straight_state],
         "again": again,
         "resumed": resumed,
@@ -343,21 +344,6 @@ def communication(**overrides: Any) -> dict[str, int]:
     engine.step()
     engine.close()
     return dict(counted.calls)
-
-
-def compiled(**overrides: Any) -> dict[str, Any]:
-    """Compiled layers: how many graphs there are after the first step, and after batches of many other lengths."""
-    from torch._dynamo.utils import counters
-
-    torch.compiler.reset()  # other cases have compiled these layers before
-    counters.clear()
-    engine = make_engine(fsdp_config(torch_compile=True, **overrides))
-    train_step(engine, 0)
-    first = counters["stats"]["unique_graphs"]
-    for step in (1, 2, 3):
-        train_step(engine, step)
-    engine.close()
-    return {"first": first, "then": counters["stats"]["unique_graphs"]}
 
 
 def full_disk(directory: str) -> str:

@@ -27,8 +27,8 @@ class Side:
 SIDES = tuple(Side(engine, world_size) for engine in ENGINES for world_size in WORLD_SIZES)
 TESTED_SIDES = tuple(Side(engine, WORLD_SIZES[index % 3]) for index, engine in enumerate(ENGINES))
 """Those that the tests take: every engine, and every number of ranks twice."""
-TESTED_STEPS = 12
-"""What the tests' runs make in all: eight after the save, with the end of the warmup and the beginning of the decay."""
+TESTED_STEPS = 8
+"""What the tests' runs make in all: four after the save, with the end of the warmup and the beginning of the decay."""
 
 Changes = Mapping[str, Any] | None
 """Other settings than `portable_runs.RUN`."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,10 +13,9 @@ from parity_runs import ENGINES, oracle_losses
 PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
 FLOAT32_BOUND, BF16_BOUND = 1e-5, 0.03
 ROW = re.compile(r"^\| (?P<name>[^|]+?) (?P<figures>(?:\| \d\.\de[-+]\d\d ){9})\|$", re.MULTILINE)
-AGAIN = ["DeepSpeed ZeRO-3, optimizer offload", "FSDP2 zero3"]
 
 
-@functools.cache
+@cache
 def oracle() -> list[float]:
     return oracle_losses()
 
@@ -33,9 +32,14 @@ def test_every_engine_has_a_row_within_the_bounds() -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("bf16", "bound"), [(False, FLOAT32_BOUND), (True, BF16_BOUND)], ids=["float32", "bf16"])
-def test_fifty_steps_follow_the_oracle(bf16: bool, bound: float) -> None:
-    found, *_ = run_ranks("parity_runs.py:engine_losses", 2, {"names": AGAIN, "bf16": bf16}, timeout_seconds=300)
+@pytest.mark.parametrize(
+    ("name", "bf16", "bound"),
+    [
+        ("FSDP2 zero3", False, FLOAT32_BOUND),
+        ("DeepSpeed ZeRO-3, optimizer offload", True, BF16_BOUND),  # in float32 it is followed elsewhere
+    ],
+)
+def test_fifty_steps_follow_the_oracle(name: str, bf16: bool, bound: float) -> None:
+    found, *_ = run_ranks("parity_runs.py:engine_losses", 2, {"names": [name], "bf16": bf16}, timeout_seconds=300)
     assert oracle()[-1] < oracle()[0] - 0.3  # it learns, or collectives would say little
-    for name in AGAIN:
-        assert found[name] == pytest.approx(oracle(), abs=bound), name
+    assert found[name] == pytest.approx(oracle(), abs=bound)

@@ -226,8 +226,11 @@ def test_what_no_checkpoint_would_hold_is_refused_by_name(tmp_path: Path, block:
 
 
 def test_what_switches_them_off_is_accepted() -> None:
-    load_config(None, [extra("{optimizer: {params: {amsgrad: false}}, zero_optimization: {zenflow: null}}")])
-    load_config(None, [extra("{zero_optimization: {offload_optimizer: {ratio: 1}}}")])
+    rendered = render([extra("{optimizer: {params: {amsgrad: false}}, zero_optimization: {zenflow: null}}")])
+    assert rendered["optimizer"]["params"]["amsgrad"] is False
+    assert rendered["zero_optimization"]["zenflow"] is None
+    rendered = render([extra("{zero_optimization: {offload_optimizer: {ratio: 1}}}")])
+    assert rendered["zero_optimization"]["offload_optimizer"]["ratio"] == 1
 
 
 def test_the_hybrid_partition_is_a_node() -> None:

@@ -27,6 +27,7 @@ from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.types import ConfigError
 
 MODEL = Qwen3Seq2SeqConfig(num_hidden_layers=1)
+QUICKSTART = Path(__file__).resolve().parents[2] / "ds_configs" / "quickstart.yaml"
 ZERO0 = {"sharding_stage": "zero0", "offload_optimizer": "none"}
 
 
@@ -249,6 +250,7 @@ def test_what_takes_the_place_of_a_broken_deepspeed(infra: dict[str, Any], fallb
             False,
             ["infra.deepspeed_extra does nothing under FSDP2: zero_optimization"],
         ),
+        (FullConfig.from_yaml(QUICKSTART, ["infra.distributed_type=fsdp"]), False, []),
         (configured(distributed_type="fsdp"), False, []),
     ],
 )

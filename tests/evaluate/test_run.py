@@ -152,12 +152,27 @@ def test_another_encoder_decoder_that_transformers_knows(model: Path, data: list
     t5.save_pretrained(tmp_path / "t5")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(model / name, tmp_path / "t5")
-    assert judge(tmp_path / "t5", tmp_path / "out", *data, "--max-samples", "1", "--num-beams", "2") == 0
-    loss = json.loads((tmp_path / "out" / "metrics.json").read_text())["figures"]["loss"]
+    assert (
+        judge(
+            tmp_path / "t5",
+            tmp_path / "out",
+            "--max-samples=1",
+            "--num-beams=2",
+            "--metrics",
+            "exact_match,chrf",
+            "bleu",
+            *reversed(data),
+        )
+        == 0
+    )
+    figures = json.loads((tmp_path / "out" / "metrics.json").read_text())["figures"]
+    assert list(figures) == ["loss", "perplexity", "exact_match", "chrf", "bleu"]
     (line,) = map(json.loads, (tmp_path / "out" / "predictions.jsonl").read_text().splitlines())
     tokenizer = pretrained_tokenizer(str(model), field="")
     given, wanted = (torch.tensor([tokenizer.encode(line[side])]) for side in ("input", "reference"))
-    assert loss == pytest.approx(t5(given, labels=torch.cat([wanted, torch.tensor([[1]])], 1)).loss.item(), rel=1e-5)
+    assert figures["loss"] == pytest.approx(
+        t5(given, labels=torch.cat([wanted, torch.tensor([[1]])], 1)).loss.item(), rel=1e-5
+    )
     said = t5.generate(given, max_new_tokens=6, num_beams=2, do_sample=False)[0].tolist()
     assert line["prediction"] == tokenizer.decode([token for token in said if token > 1])
 
@@ -169,6 +184,10 @@ def test_another_encoder_decoder_that_transformers_knows(model: Path, data: list
         (["--metrics", "bertscore"], 2, "name its folder in --bertscore-model"),
         (["--top-p", "0.9"], 2, "give a temperature above 0"),
         (["--model", "nowhere"], 5, "--model: nowhere does not exist"),
+        (["data.test_files=null", "data.train_split_ratio=1.0"], 4, "the split test is empty: see data.train_split_"),
+        (["--model", "RUN"], 5, "run has no config.json: it is no model folder; did you mean RUN/export/final?"),
+        (["--metrics", "rogue", "data.seed=1"], 2, "unknown key"),
+        (["--metrics", "rogue,rouge"], 2, "unknown metric rogue; there are exact_match"),
         (
             ["--model", "BART", "--config=ds_configs/quickstart.yaml", "data.test_files=null"],
             2,
@@ -182,7 +201,10 @@ def test_what_cannot_be_judged_is_refused(
 ) -> None:  # fmt: skip
     (tmp_path / "bart").mkdir()
     (tmp_path / "bart" / "config.json").write_text('{"model_type": "bart", "is_encoder_decoder": true}')
-    arguments = [text.replace("MODEL", str(model)).replace("BART", str(tmp_path / "bart")) for text in arguments]
+    (tmp_path / "run" / "export" / "final").mkdir(parents=True)
+    places = {"MODEL": model, "BART": tmp_path / "bart", "RUN": tmp_path / "run"}
+    for word, place in places.items():
+        *arguments, problem = (text.replace(word, str(place)) for text in (*arguments, problem))
     assert judge(model, tmp_path / "out", *data, *arguments) == code
     assert problem in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -24,6 +24,12 @@ from typing import Any, NoReturn
 
 from tiny_run import REPOSITORY, environment, free_port
 
+ENGINES: dict[str, dict[str, Any]] = {
+    "deepspeed": {"infra__distributed_type": "deepspeed"},  # ZeRO-3 with offload, as the quickstart
+    "fsdp": {"infra__distributed_type": "fsdp", "infra__offload_optimizer": "none"},
+}
+"""What a run is started with for an engine, beside `tiny_run.overrides`."""
+
 
 @dataclass(frozen=True)
 class Finished:

@@ -10,24 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_runs import ForkedRuns
+from forked_runs import ENGINES, ForkedRuns
 from small_disk import with_small_disk
 from tiny_run import QUICKSTART, overrides
 
 from ds_encdec.checkpoint.folder import committed_steps, verify_checkpoints
 
 pytestmark = [pytest.mark.distributed]
-
-ENGINES = {
-    "deepspeed": {"infra__distributed_type": "deepspeed"},  # ZeRO-3 with offload, as the quickstart
-    "fsdp": {"infra__distributed_type": "fsdp", "infra__offload_optimizer": "none"},
-}
-
-
-@pytest.fixture(scope="module")
-def runs() -> Iterator[ForkedRuns]:
-    with ForkedRuns() as started:
-        yield started
 
 
 def arguments(folder: Path, engine: str = "fsdp", **changes: Any) -> list[str]:
@@ -133,7 +122,6 @@ def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Forke
         yield started, mount, Path(f"/proc/{started.pid}/root{mount}")
 
 
-@pytest.mark.one_process
 @pytest.mark.parametrize(
     ("full_after", "stopped_at", "state", "code"),
     [(2, None, "completed", 0), (1, 5, "preempted", 75), (1, None, "failed", 5)],
@@ -156,7 +144,6 @@ def test_on_a_full_disk_the_ending_is_the_true_one(
     assert "Traceback" not in result.output
 
 
-@pytest.mark.one_process
 def test_a_resume_on_a_full_disk_says_what_is_wrong(small_disk: tuple[ForkedRuns, Path, Path]) -> None:
     """First the damaged checkpoint that it is given, then, with the other one, the disk."""
     runs, mount, seen = small_disk

@@ -41,19 +41,18 @@ def arguments(folder: Path, rows: Path, *options: str, **changes: Any) -> list[s
     return ["--config", config, *overrides(folder, **settings | changes), *options]
 
 
-def test_a_killed_run_goes_on_alike_on_another_number_of_ranks(tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_alike_on_another_number_of_ranks(runs: ForkedRuns, tmp_path: Path) -> None:
     rows = [{"instruction": f"add {i}", "input": i, "output": f"{i} and {i + 1}"} for i in range(80)]
     rows[7] = {**rows[7], "output": None}
     rows[8] = {**rows[8], "output": "long " * 40}
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with ForkedRuns() as runs:
-        whole = runs.run(arguments(tmp_path / "whole", tmp_path / "rows.jsonl"), ranks=2)
-        assert whole.codes == [0, 0], whole.output
-        killed = [{"kind": "killed_rank", "at": 7, "on_rank": 1}]
-        first = runs.run(arguments(tmp_path / "cut", tmp_path / "rows.jsonl"), ranks=2, faults=killed)
-        assert first.codes != [0, 0]
-        second = runs.run(arguments(tmp_path / "cut", tmp_path / "rows.jsonl", "--resume", "auto"), ranks=1)
-        assert second.codes == [0], second.output
+    whole = runs.run(arguments(tmp_path / "whole", tmp_path / "rows.jsonl"), ranks=2)
+    assert whole.codes == [0, 0], whole.output
+    killed = [{"kind": "killed_rank", "at": 7, "on_rank": 1}]
+    first = runs.run(arguments(tmp_path / "cut", tmp_path / "rows.jsonl"), ranks=2, faults=killed)
+    assert first.codes != [0, 0]
+    second = runs.run(arguments(tmp_path / "cut", tmp_path / "rows.jsonl", "--resume", "auto"), ranks=1)
+    assert second.codes == [0], second.output
     assert "optimizer steps" in whole.output
     assert "optimizer steps" not in second.output  # it keeps those that were counted at the first start
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,12 +28,6 @@ STEPS = {
     "training__export_at_end": "false",
     "training__report_to": "none",
 }
-
-
-@pytest.fixture(scope="module")
-def runs() -> Iterator[ForkedRuns]:
-    with ForkedRuns() as started:
-        yield started
 
 
 def test_a_rank_without_memory_says_what_would_have_fitted(runs: ForkedRuns, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,10 @@ from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.checkpoint.manifest import read_manifest, verify_checkpoint
 from ds_encdec.data.randomness import Permutation
 
-pytestmark = [pytest.mark.distributed, pytest.mark.one_process]
+pytestmark = pytest.mark.distributed
 
 STEPS = 6
 BAD_PLACES = (90, 91, 93, 94, 96)
-
-
-@pytest.fixture(scope="module")
-def runs() -> Iterator[ForkedRuns]:
-    with ForkedRuns() as started:
-        yield started
 
 
 def arguments(folder: Path, *options: str, **changes: Any) -> list[str]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_runs import Finished, ForkedRuns
+from forked_runs import ENGINES, Finished, ForkedRuns
 from tiny_run import QUICKSTART, losses, overrides
 
 from ds_encdec.checkpoint.folder import committed_steps
@@ -18,16 +17,6 @@ pytestmark = [pytest.mark.distributed]
 STOPS = ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"]
 LARGE = {"training__per_device_train_batch_size": 160}
 """A micro-batch of more than the 64 KB that a pipe holds: 160 x 128 tokens of 4 bytes."""
-ENGINES = {
-    "deepspeed": {"infra__distributed_type": "deepspeed"},
-    "fsdp": {"infra__distributed_type": "fsdp", "infra__offload_optimizer": "none"},
-}
-
-
-@pytest.fixture(scope="module")
-def runs() -> Iterator[ForkedRuns]:
-    with ForkedRuns() as started:
-        yield started
 
 
 def arguments(folder: Path, engine: str, *options: str, **changes: Any) -> list[str]:

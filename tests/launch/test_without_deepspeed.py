@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tiny_run import QUICKSTART, losses, overrides, run
 
-pytestmark = [pytest.mark.launch, pytest.mark.one_process]
+pytestmark = pytest.mark.launch
 
 BLOCKED = """
 import sys

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -133,10 +134,15 @@ def test_rows_of_a_parameter_are_those_of_the_whole(tmp_path: Path, sentinels: r
                 assert torch.equal(weights(name, rows), whole[rows]), (name, rows)
 
 
-def test_more_sentinels_than_our_own_folder_has_are_added_but_not_beside_adapters(tmp_path: Path) -> None:
+def test_more_sentinels_than_our_own_folder_has_are_added_but_not_beside_adapters(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     model = tiny_model(sentinel_token_ids=[90, 91, 92, 93])
     model.save_pretrained(tmp_path)
     embedding = resolve(tmp_path, vocabulary(sentinels=range(90, 96))).weights("shared.weight")
+    (said,) = caplog.messages
+    assert "has 4 sentinels and 0 mode tokens: rows of the embedding for 2 further ones are drawn" in said
     assert torch.equal(embedding[:94], model.shared.weight[:94])
     assert not (embedding[94:96] == model.shared.weight[94:96]).all(dim=1).any()
     section = ModelConfig.model_validate({"model_name_or_path": str(tmp_path), "lora": {}})

@@ -11,7 +11,7 @@ from tiny_run import QUICKSTART, launcher, overrides, run
 
 from ds_encdec import cli
 
-pytestmark = [pytest.mark.launch, pytest.mark.one_process]
+pytestmark = pytest.mark.launch
 
 
 def test_a_real_run_with_a_rollback(tmp_path: Path) -> None:

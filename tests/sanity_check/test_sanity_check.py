@@ -30,7 +30,7 @@ from ds_encdec.sanity_check.checks import CHECKS, Subject
 from ds_encdec.sanity_check.run import SanityReport, check_config, config_for_model, on_one_rank
 from ds_encdec.types import GateError
 
-pytestmark = [pytest.mark.distributed, pytest.mark.one_process]
+pytestmark = pytest.mark.distributed
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "ds_configs" / "quickstart.yaml"
 NAMES = [check.name for check in CHECKS]

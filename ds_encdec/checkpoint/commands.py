@@ -1,0 +1,114 @@
+"""`ds-encdec export`, `average` and `convert`: their arguments, and what they do. Torch is imported once they run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ds_encdec.arguments import RATE, Arguments, flag, language, value
+from ds_encdec.engines import STATE_FORMATS
+from ds_encdec.launch.world import discover
+from ds_encdec.types import CheckpointError, ConfigError
+
+_CHECKPOINT: Arguments = {"checkpoint": value("a checkpoint, e.g. output/checkpoints/final", Path)}
+_WEIGHTS: Arguments = {
+    "--dtype": value("(default float32)", choices=("float32", "bfloat16"), default="float32"),
+    "--max-shard-gb": value("largest file, in GB (default 5)", RATE, default=5.0),
+}
+_LORA: Arguments = {
+    "--base": value("base of a LoRA run, if it is no longer where the run found it", metavar="PATH_OR_HUB_ID"),
+    "--adapter": flag("the adapters of a LoRA run alone, as a folder for peft (default: merged)"),
+}
+
+EXPORT: Arguments = {
+    **_CHECKPOINT,
+    "out": value("folder to write; must not exist", Path),
+    "--encoder-only": flag("the encoder alone, as a text embedding model, also for sentence-transformers"),
+    "--language": value(
+        "for the card, such as en (repeatable)", language, action="append", default=[], dest="languages"
+    ),
+    **_LORA,
+    **_WEIGHTS,
+}
+AVERAGE: Arguments = {
+    "run_folder": value("a run, e.g. output", Path, metavar="run"),
+    "out": value("folder to write; must not exist (default RUN/export/averaged)", Path, nargs="?"),
+    "--last": value("newest checkpoints to average (default 5)", int, default=5),
+    **_LORA,
+    **_WEIGHTS,
+}
+CONVERT: Arguments = {
+    **_CHECKPOINT,
+    "out": value("checkpoint folder to write; must not exist", Path),
+    "--to": value("format of the tensors", choices=list(STATE_FORMATS), required=True),
+}
+
+
+def run_export(options: argparse.Namespace, _: Sequence[str]) -> None:
+    """Write a checkpoint as a Hugging Face folder, or its adapters as one for peft."""
+    if options.adapter and options.encoder_only:
+        raise ConfigError("--adapter and --encoder-only: adapters stand beside both sides; give one of the two")
+    _require_sound(options.checkpoint, options.out)
+    if options.adapter:
+        from ds_encdec.checkpoint.adapters import export_adapter
+
+        export_adapter(options.checkpoint, options.out, base=options.base)
+    else:
+        from ds_encdec.checkpoint.export import export_checkpoint
+
+        how = {name: getattr(options, name) for name in ("encoder_only", "base", "languages")}
+        export_checkpoint(options.checkpoint, options.out, **how, **_weight_options(options))
+    print(f"exported to {options.out}")
+
+
+def run_average(options: argparse.Namespace, _: Sequence[str]) -> None:
+    """Write the mean of a run's last checkpoints."""
+    if options.adapter:
+        raise ConfigError(
+            "--adapter: the mean of adapters is none, as the mean of products B A has a higher rank than they: "
+            "leave it out, and the mean of the merged models is written"
+        )
+    from ds_encdec.checkpoint.folder import refuse_existing
+    from ds_encdec.launch.run_folder import RunFolder
+
+    run = RunFolder(str(options.run_folder))
+    if not run.root.is_dir():
+        raise CheckpointError(f"{options.run_folder}: no such folder; give a run's, such as output")
+    refuse_existing(out := options.out or run.averaged)
+    from ds_encdec.checkpoint.export import average_checkpoints  # torch: once there is a run
+
+    steps = average_checkpoints(run, out, last=options.last, base=options.base, **_weight_options(options))
+    fewer = f" (there are no more in a row; {options.last} were asked for)" if len(steps) < options.last else ""
+    print(f"the mean of steps {', '.join(map(str, steps))}{fewer} is in {out}")
+
+
+def run_convert(options: argparse.Namespace, overrides: Sequence[str]) -> None:
+    """Write a checkpoint in the files of another engine."""
+    from ds_encdec.config.schema import load_config
+
+    _require_sound(options.checkpoint, options.out)
+    engine = f"infra.distributed_type={STATE_FORMATS[options.to].name}"
+    load_config(options.checkpoint.expanduser() / "config.yaml", [engine, *overrides])
+    from ds_encdec.checkpoint.export import convert_checkpoint  # torch: once the configuration is sound
+
+    convert_checkpoint(options.checkpoint, options.out, to=options.to, overrides=overrides)
+    if discover(os.environ).is_main:
+        print(f"{options.checkpoint} is in {options.out} for {options.to}")
+
+
+def _require_sound(checkpoint: Path, out: Path) -> None:
+    """Refuse what is no checkpoint, and a folder that cannot be written: before torch is imported."""
+    from ds_encdec.checkpoint.folder import refuse_existing
+    from ds_encdec.checkpoint.manifest import read_manifest
+
+    refuse_existing(out)
+    read_manifest(checkpoint.expanduser().resolve())
+
+
+def _weight_options(options: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    return {"dtype": getattr(torch, options.dtype), "max_shard_bytes": int(options.max_shard_gb * 1e9)}
