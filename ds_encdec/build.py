@@ -24,6 +24,7 @@ from ds_encdec.checkpoint.export import average_last_checkpoints
 from ds_encdec.checkpoint.final_export import clear_exports, export_at_end
 from ds_encdec.checkpoint.folder import Checkpoint, check_room
 from ds_encdec.checkpoint.manager import MAKE_ROOM, CheckpointManager, find_checkpoint
+from ds_encdec.checkpoint.upload import Uploads
 from ds_encdec.config.schema import FullConfig, require_packages
 from ds_encdec.config.shares import is_auto, micro_batch_candidates, plan_lanes, with_assumed_batch_size
 from ds_encdec.data.build import TrainingData, build_data
@@ -85,8 +86,9 @@ def run_training(
     """
     require_packages(config)
     world = discover(os.environ)  # now: a port that is free, where none is given
-    with StopRequest(world) if stop is None else nullcontext(stop) as watch:
-        return _train_on_ranks(config, world, watch, resume, allow_data_change, callbacks)
+    uploads = Uploads(RunFolder(config.infra.output_dir), config.infra.upload_to if world.is_main else None)
+    with StopRequest(world) if stop is None else nullcontext(stop) as watch, uploads:
+        return _train_on_ranks(config, world, watch, resume, allow_data_change, [*callbacks, uploads])
 
 
 def _train_on_ranks(

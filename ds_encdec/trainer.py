@@ -376,10 +376,11 @@ def evaluate(run: Trainer) -> dict[str, float]:
 
 
 def _tell(run: Trainer, moment: str, state: TrainingState, fact: object) -> None:
-    """Call the run's callbacks, on every rank. They may take as long as they like."""
-    if run.callbacks:
+    """Call the run's callbacks that have this moment, on every rank. They may take as long as they like."""
+    listening = [one for one in run.callbacks if getattr(type(one), moment) is not getattr(Callback, moment)]
+    if listening:
         with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
-            for callback in run.callbacks:
+            for callback in listening:
                 run.collectives.on_every_rank(partial(call, callback, moment, state, fact))
 
 

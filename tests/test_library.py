@@ -18,6 +18,7 @@ import pytest
 
 import ds_encdec
 from ds_encdec import Qwen3ForSeq2SeqLM
+from ds_encdec.checkpoint.manifest import verify_checkpoint
 
 ROOT = Path(__file__).parents[1]
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", (ROOT / "docs" / "library.md").read_text(), re.DOTALL | re.MULTILINE)
@@ -56,8 +57,9 @@ def written(folder: Path) -> None:
         elif name.startswith("my_parts.py"):
             with (site / "my_parts.py").open("a") as file:
                 file.write(rest)
-        elif name.endswith(".py"):
-            (folder / name).write_text(rest)
+        elif name.endswith(".py"):  # one run is copied elsewhere besides
+            upload = f'"infra.output_dir=runs/parts",\n        "infra.upload_to=file://{folder}/bucket",'
+            (folder / name).write_text(rest.replace('"infra.output_dir=runs/parts",', upload))
     (folder / "front_door.py").write_text(BLOCKS[0][1])
 
 
@@ -100,3 +102,6 @@ def test_the_page_runs_as_it_stands(tmp_path: Path) -> None:
     (source,) = saved["data"]["fingerprint"]["sources"]
     assert (source["kind"], source["name"], source["size"]) == ("python", "my_parts:poems", 600)
     assert source["own edition"] == 2
+    assert json.loads((tmp_path / "bucket" / "run.json").read_text())["state"] == "completed"
+    assert verify_checkpoint(tmp_path / "bucket" / "checkpoints" / "step-00000004").step == 4
+    assert Qwen3ForSeq2SeqLM.from_pretrained(tmp_path / "bucket" / "export" / "final").config.vocab_size == 4096

@@ -226,6 +226,14 @@ def _absent_packages(config: FullConfig) -> Iterator[Conflict]:
     if lora is not None and lora.quantize != "none" and importlib.util.find_spec("bitsandbytes") is None:
         message = "this needs bitsandbytes, which is not installed: pip install 'ds_encdec[qlora]'"
         yield Conflict(("model.lora.quantize",), message)
+    if (url := config.infra.upload_to) is not None:
+        from fsspec import get_filesystem_class
+        from fsspec.core import split_protocol
+
+        try:
+            get_filesystem_class(split_protocol(url)[0] or "file")
+        except (ImportError, ValueError) as error:
+            yield Conflict(("infra.upload_to",), f"this file system cannot be reached: {error}")
     chosen = config.training.metric_for_best_model
     for problem in not_installed(name for name, row in TEXT_METRICS.items() if chosen in row.figures):
         yield Conflict(("training.metric_for_best_model",), problem)

@@ -306,6 +306,9 @@ class InfraConfig(Section):
     `training.save_total_limit` lets stand at a time, one being written; False: warn."""
     logging_dir: str = "./logs"
     """Folder of TensorBoard and W&B files; a relative path is inside `output_dir`."""
+    upload_to: str | None = None
+    """Folder of another file system that the run's outputs are copied to after each save, and at the end: what fsspec
+    reaches, such as `s3://bucket/run` (docs/checkpoints.md). It never holds training up; None: nothing is copied."""
     distributed_type: DistributedType = "deepspeed"
     """Engine."""
     num_gpus: int = Field(default=8, ge=1)

@@ -167,7 +167,7 @@ class ParquetFiles:
 
     def _open(self, file: int) -> Any:
         # Imported here because it takes 0.2 s, and most runs read no parquet.
-        import fsspec  # type: ignore[import-untyped]
+        import fsspec
         from pyarrow.parquet import ParquetFile
 
         path = self._files[file]
