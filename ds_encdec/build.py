@@ -26,7 +26,13 @@ from ds_encdec.checkpoint.folder import Checkpoint, check_room
 from ds_encdec.checkpoint.manager import MAKE_ROOM, CheckpointManager, find_checkpoint
 from ds_encdec.checkpoint.upload import Uploads
 from ds_encdec.config.schema import FullConfig, require_packages
-from ds_encdec.config.shares import is_auto, micro_batch_candidates, plan_lanes, with_assumed_batch_size
+from ds_encdec.config.shares import (
+    is_auto,
+    micro_batch_candidates,
+    micro_batches_per_step,
+    plan_lanes,
+    with_assumed_batch_size,
+)
 from ds_encdec.data.build import TrainingData, build_data
 from ds_encdec.data.inspect import inspect_data
 from ds_encdec.data.tables import resolve_commits
@@ -193,7 +199,7 @@ def inspect_run_data(config: FullConfig, *, num_examples: int, as_json: bool) ->
     """The first examples that a run of this configuration will see, with statistics, as text or JSON."""
     tokenizer, vocabulary = run_tokenizer(config)
     config = with_assumed_batch_size(config, config.infra.num_gpus)
-    lanes, _ = plan_lanes(config, config.infra.num_gpus)
+    lanes = micro_batches_per_step(config, config.infra.num_gpus)  # no ranks that would have to divide them
     data = build_data(config, tokenizer, vocabulary, rank=0, world_size=1, num_lanes=lanes)
     try:
         return inspect_data(data.pipeline, tokenizer, num_examples=num_examples, as_json=as_json)
@@ -387,6 +393,7 @@ def _begin_recording(run: _Run, state: TrainingState, expected: ExpectedMemory |
                 batch_flops=lambda batch: training_flops(sizes, batch.encoder_lengths, batch.decoder_lengths, left_out),
                 peak_flops=peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
                 estimated_bytes=expected.peak_bytes if expected is not None else None,
+                on_long_row=config.data.on_long_row,
             )
 
     recorder = run.context.collectives.on_every_rank(open_recorder)

@@ -68,8 +68,8 @@ def run_average(options: argparse.Namespace, _: Sequence[str]) -> None:
     """Write the mean of a run's last checkpoints."""
     if options.adapter:
         raise ConfigError(
-            "--adapter: the mean of adapters is none, as the mean of products B A has a higher rank than they: "
-            "leave it out, and the mean of the merged models is written"
+            "--adapter: a mean of adapters is not the mean of the models: leave it out, and the mean of the merged "
+            "models is written"
         )
     from ds_encdec.checkpoint.folder import refuse_existing
     from ds_encdec.launch.run_folder import RunFolder
@@ -96,7 +96,7 @@ def run_convert(options: argparse.Namespace, overrides: Sequence[str]) -> None:
 
     convert_checkpoint(options.checkpoint, options.out, to=options.to, overrides=overrides)
     if discover(os.environ).is_main:
-        print(f"{options.checkpoint} is in {options.out} for {options.to}")
+        print(f"converted to {options.out} ({options.to})")
 
 
 def _require_sound(checkpoint: Path, out: Path) -> None:

@@ -175,7 +175,7 @@ class TrainingConfig(Section):
     """Steps skipped in a row (not finite, or by a `skip_step` of `monitor`) after which the run stops as diverged."""
     metric_for_best_model: Annotated[str, AfterValidator(_evaluated), Mark.TUNABLE] = "loss"
     """Figure of an evaluation (`eval/…` in its metrics) by which checkpoints are the best, and early stopping decides.
-    Those of texts need `eval_generate_samples`."""
+    Of equal ones the first stays the best. Those of texts need `eval_generate_samples`."""
     greater_is_better: Annotated[bool | None, Mark.TUNABLE] = None
     """A greater figure is the better one; None: not so for `loss` and `perplexity`, but for all others."""
     early_stopping_patience: Annotated[int | None, Mark.TUNABLE] = Field(default=None, ge=1)
@@ -357,9 +357,11 @@ class InfraConfig(Section):
 
     def _rules(self) -> Iterable[Rule]:
         stage, alias, offloads = self.sharding_stage, self.fsdp_sharding_strategy, self.fsdp_cpu_offload
+        is_ddp = self.distributed_type == "ddp"  # which shards nothing, and which QLoRA asks for
+        named, or_shard = ("distributed_type ", "") if is_ddp else ("", ", or zero1 to zero3")
         yield Rule(
-            "sharding_stage offload_optimizer",
-            "without sharding there is nothing to offload: set offload_optimizer=none, or zero1 to zero3",
+            f"{named}sharding_stage offload_optimizer",
+            f"without sharding there is nothing to offload: set offload_optimizer=none{or_shard}",
             stage == "zero0" and self.offload_optimizer != "none",
         )
         yield Rule(
@@ -367,8 +369,7 @@ class InfraConfig(Section):
             "parameters can be offloaded only where they are sharded: set zero3, or offload_params=none",
             self.offload_params != "none" and stage not in ("zero3", "zero3_hybrid"),
         )
-        is_sharded_ddp = self.distributed_type == "ddp" and stage != "zero0"
-        yield Rule("distributed_type sharding_stage", "ddp shards nothing: set zero0", is_sharded_ddp)
+        yield Rule("distributed_type sharding_stage", "ddp shards nothing: set zero0", is_ddp and stage != "zero0")
         yield Rule(
             "hybrid_shard_size sharding_stage",
             "only zero2_hybrid and zero3_hybrid shard over fewer ranks than all: set one of them, or null",

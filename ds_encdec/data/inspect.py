@@ -104,7 +104,9 @@ def inspect_data(
     while not batches or len(made) < num_examples:
         made += next(lane(batches % pipeline.num_lanes))
         batches += 1
-    statistics, examples = _statistics(pipeline, batches, made), made[:num_examples]
+    read = [lane(number).record for number in range(min(batches, pipeline.num_lanes))]
+    long = sum(sum(record.get("long_rows", [])) for record in read)
+    statistics, examples = _statistics(pipeline, batches, made) | {"long_rows": long}, made[:num_examples]
     if as_json:
         fields = ("document", "denoiser", "encoder_ids", "decoder_ids")
         rows = [{name: getattr(example, name) for name in fields} for example in examples]
@@ -124,7 +126,8 @@ def inspect_data(
         for side in _SIDES
     )
     counts = ", ".join(f"{name} {count}" for name, count in statistics["denoisers"].items())
-    return "\n".join([*lines, f"denoisers: {counts}"])
+    too_long = f"; {long} that were read were too long" if long else ""
+    return "\n".join([*lines, f"denoisers: {counts}{too_long}"])
 
 
 def _statistics(pipeline: LanePipeline, batches: int, examples: Sequence[Example]) -> dict[str, Any]:

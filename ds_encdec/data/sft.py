@@ -154,11 +154,13 @@ class PairMaker:
                 continue
             is_long = len(given) > longest or len(target) > longest_target
             if is_long and self.data.on_long_row == "stop":
-                raise DataError(
-                    f"{document}: the input has {len(given)} tokens and the output {len(target)}, EOS included; "
-                    f"data.max_encoder_length={longest} and data.max_decoder_length={longest_target} allow less. Raise "
-                    "them, or set data.on_long_row=skip or truncate"
+                input_told = f"the input has {len(given)} tokens, above data.max_encoder_length={longest}"
+                output_told = (
+                    f"the output has {len(target)}, EOS included, above data.max_decoder_length={longest_target}"
                 )
+                told = [input_told] * (len(given) > longest) + [output_told] * (len(target) > longest_target)
+                way_out = "Raise that, or set data.on_long_row=skip or truncate"
+                raise DataError(f"{document}: {'; '.join(told)}. {way_out}")
             is_kept = not is_long or self.data.on_long_row == "truncate"
             example = Example(given[:longest], target[:longest_target], _TASK, document) if is_kept else None
             yield Made(number, example, number + 1 == len(ids), is_long)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -94,6 +95,8 @@ def evaluate(
     )
     with collectives.on_every_rank(lambda: claim(out, facts) if world.is_main else open(os.devnull)):
         predictions = collectives.on_every_rank(lambda: Predictions(out, world.rank))
+        if world.is_main and 0 < len(predictions.records) < len(examples):
+            _say(f"{len(predictions.records):,} of {len(examples):,} predictions are there; going on")
         batches = plan_batches([example.encoder_ids for example in examples], settings)[world.rank :: world.world_size]
         missing = [batch for batch in batches if not predictions.records.keys() >= set(batch)]
         if missing:
@@ -222,8 +225,20 @@ def _finish(
 
 @contextmanager
 def _progress(split: Split, total: int, done: int, *, shown: bool) -> Iterator[Any]:
-    """A bar on a terminal, moved by the function that is yielded."""
+    """A bar on a terminal, else a line for each tenth of this rank's share; moved by the function that is yielded."""
     console = Console(stderr=True)
     with Progress(console=console, disable=not (shown and console.is_terminal)) as progress:
         task = progress.add_task(split, total=total, completed=done)
-        yield lambda count: progress.advance(task, count)
+
+        def advance(count: int) -> None:
+            nonlocal done
+            tenths, done = 10 * done // total, done + count
+            progress.advance(task, count)
+            if shown and not console.is_terminal and 10 * done // total > tenths:
+                _say(f"{split}: {100 * done // total} % of the predictions are made")
+
+        yield advance
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -73,7 +73,8 @@ def init_process_group(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
-        base, *_ = next(rendezvous("env://", world.rank, world.world_size, timeout=timeout))
+        # One rank meets nobody, and needs no port that another program may have taken by now.
+        base = dist.HashStore() if world.world_size == 1 else _meet(world, timeout)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
@@ -98,6 +99,11 @@ def init_process_group(
             engine = otherwise
     load(ENGINES[engine].join)(world, device, timeout, dist.PrefixStore("group", store))
     return engine
+
+
+def _meet(world: World, timeout: timedelta) -> dist.Store:
+    store, *_ = next(rendezvous("env://", world.rank, world.world_size, timeout=timeout))
+    return store
 
 
 def _import(package: str, world: World) -> str | None:

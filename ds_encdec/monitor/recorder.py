@@ -53,8 +53,8 @@ class Recorder:
     What it judges by is gathered from all ranks first, so that all come to the same actions. `state` is the run's when
     it starts. `batch_flops`: model FLOPs, forward and backward without recomputation, of one micro-batch. `sinks` is
     empty on every rank but 0, and `events` writes nothing there. `peak_flops`: of one device, in FLOP/s; None where it
-    is not known. `estimated_bytes`: what the largest `mem/peak_bytes` should come to. The loop reports to `clock` when
-    it waits for data or for other ranks or pauses, and to `machine` when it saves.
+    is not known. `estimated_bytes`: what the largest `mem/peak_bytes` should come to. `on_long_row`: of the run's data.
+    The loop reports to `clock` when it waits for data or for other ranks or pauses, and to `machine` when it saves.
     """
 
     device: torch.device
@@ -68,12 +68,13 @@ class Recorder:
     batch_flops: Callable[[Batch], float]
     peak_flops: float | None
     estimated_bytes: float | None = None
+    on_long_row: str = "skip"
 
     def __post_init__(self, state: TrainingState) -> None:
         self.clock = IntervalClock()
         self.machine = MachineWatch(self.settings)
         self._steps = StepAccumulator(self.device)
-        self._flops, self._last_step = 0.0, (state.global_step, state.data_step)
+        self._flops, self._last = 0.0, state
         self._judged_steps = self._restored_steps = 0  # of the interval's
         self._alerts_in_interval: Counter[str] = Counter()
         self._once: dict[str, float] = {}
@@ -109,7 +110,9 @@ class Recorder:
     def end_step(self, state: TrainingState, result: StepResult) -> None:
         """The end of a step, applied or not; `state` is the one after it."""
         self._steps.end_step(result, global_step=state.global_step, data_step=state.data_step)
-        self._last_step = (state.global_step, state.data_step)
+        if state.long_rows and not self._last.long_rows and self.collectives.rank == 0:
+            logger.warning("%s; data/long_rows in metrics.jsonl counts on", self._told_long(state))
+        self._last = state
 
     def judge(self) -> Actions:
         """Judge the steps that have not been judged yet. A collective."""
@@ -167,7 +170,7 @@ class Recorder:
         """Continue where `saved`, a `state_dict`, was taken; `state` is the one after the rollback."""
         self._load(saved)
         self.monitor.go_back(saved["monitor"])
-        self._flops, self._last_step = 0.0, (state.global_step, state.data_step)
+        self._flops, self._last = 0.0, state
         self.clock.lap()
         for sink in self.sinks:
             sink.go_back(state.global_step, state.rollbacks)
@@ -187,12 +190,24 @@ class Recorder:
         self.machine.throughput.load_state_dict(state["machine"]["throughput"])
 
     def close(self, exit_code: int, reason: str = "") -> None:
-        """Write into the events why the run ended, if not at its end; flush and close the sinks."""
+        """Write into the events why the run ended, if not at its end, log what was left out, and close the sinks."""
+        last = self._last
         if exit_code:
-            step, data_step = self._last_step
-            self.events.write("stop", step=step, data_step=data_step, exit_code=exit_code, message=reason)
+            where = {"step": last.global_step, "data_step": last.data_step}
+            self.events.write("stop", **where, exit_code=exit_code, message=reason)
+        if last.long_rows and self.collectives.rank == 0:
+            logger.info("%s", self._told_long(last))
+        if last.bad_rows and self.collectives.rank == 0:
+            logger.info("%s not readable and left out (data.on_bad_row=skip)", _were(last.bad_rows, "row"))
         for sink in self.sinks:
             sink.close(exit_code)
+
+    def _told_long(self, state: TrainingState) -> str:
+        what = "cut off" if self.on_long_row == "truncate" else "left out"
+        return (
+            f"{_were(state.long_rows, 'example')} longer than data.max_encoder_length or data.max_decoder_length and "
+            f"{what} (data.on_long_row={self.on_long_row})"
+        )
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self._steps.load_state_dict(state["steps"])
@@ -249,3 +264,8 @@ class Recorder:
         """Hand texts that the model has generated to the sinks."""
         for sink in self.sinks if samples else ():
             sink.show(state.global_step, samples)
+
+
+def _were(count: int, noun: str) -> str:
+    """`1 row was`, `2 rows were`."""
+    return f"{count:,} {noun} was" if count == 1 else f"{count:,} {noun}s were"

@@ -102,6 +102,8 @@ def outcomes(run: Run) -> list[tuple[str, str]]:
         ("alerts", number(len(run.entries("alert")))),
         ("rollbacks", number(len(run.entries("rollback")))),
         ("tokens seen", figure(_LAST, "train/tokens_seen")),
+        ("rows that could not be read", figure(_LAST, "data/bad_rows")),
+        ("examples that were too long", figure(_LAST, "data/long_rows")),
         ("last loss", figure(_LAST, "train/loss", digits=5)),
         ("lowest loss", figure(np.min, "train/loss", digits=5)),
         ("last eval loss", figure(_LAST, "eval/loss", digits=5)),

@@ -141,7 +141,7 @@ def test_host_memory_beside_a_gpu_is_not_helped_by_smaller_micro_batches() -> No
 def test_a_probe_is_ended_by_its_rank_alone_and_with_all_that_it_has_started() -> None:
     start_another = "import subprocess; print(subprocess.Popen(['sleep', '3600']).pid, file=sys.stderr, flush=True)"
     with ProbeProcess(make_task(make_config(), 1), script(f"{start_another}\nsignal.pause()")) as process:
-        (child,) = (child for child in psutil.Process().children() if "signal.pause()" in child.cmdline()[-1])
+        (child,) = (child for child in psutil.Process().children() if "signal.pause()" in " ".join(child.cmdline()))
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             child.send_signal(number)
         deadline = time.monotonic() + 60

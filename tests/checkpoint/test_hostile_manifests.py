@@ -95,8 +95,8 @@ def first_path(path: Any) -> Callable[[Path], None]:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "text": (text('"abc"'), "it holds a str"),
-    "number": (text("1"), "it holds a int"),
+    "text": (text('"abc"'), "it holds a value of type str"),
+    "number": (text("1"), "it holds a value of type int"),
     "nothing": (text(""), "is not a manifest"),
     "bytes": (lambda manifest: (manifest.write_bytes(b"\xff"), None)[1], "UTF-8"),
     "nested": (text('{"step": ' + "[" * 100_000), "nested more than 100 deep"),

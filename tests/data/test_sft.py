@@ -262,7 +262,7 @@ def test_long_rows_stop_the_run_are_left_out_or_cut_off_and_are_counted(
         for _ in range(20):
             next(lane)
 
-    problem = r"a\.jsonl:\d+: the input has \d+ tokens and the output \d+.*max_decoder_length=40"
+    problem = r"a\.jsonl:\d+: the output has \d+, EOS included, above data.max_decoder_length=40\. Raise"
     with pytest.raises(DataError, match=problem):
         read_on()
     seen: dict[str, list[Any]] = {}
@@ -408,10 +408,13 @@ def test_pre_training_evaluates_on_files_of_ones_own_too(tmp_path: Path) -> None
 
 
 def test_inspection_shows_the_pairs(tmp_path: Path) -> None:
-    data = data_of(sft_config(write(tmp_path / "a.jsonl", ROWS)))
-    report = json.loads(inspect_data(data.pipeline, TOKENIZER, num_examples=5, as_json=True))
+    data = data_of(sft_config(write(tmp_path / "a.jsonl", ROWS), max_decoder_length=40, on_long_row="skip"))
+    report = json.loads(inspect_data(data.pipeline, TOKENIZER, num_examples=1, as_json=True))
     assert report["statistics"]["denoisers"] == {"SFT": report["statistics"]["examples"]}
-    assert "SFT · a.jsonl:" in inspect_data(data.pipeline, TOKENIZER, num_examples=1, as_json=False)
+    text = inspect_data(data.pipeline, TOKENIZER, num_examples=1, as_json=False)
+    assert "SFT · a.jsonl:" in text
+    assert report["statistics"]["long_rows"] > 0
+    assert text.endswith(f"; {report['statistics']['long_rows']} that were read were too long")
 
 
 @pytest.mark.parametrize(

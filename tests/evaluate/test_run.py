@@ -106,10 +106,12 @@ def test_one_that_was_killed_goes_on_and_leaves_the_same_files(
         (tmp_path / "killed" / name).write_bytes((tmp_path / "whole" / name).read_bytes())
     torn = b"".join(lines[11:17]) + b"no JSON\n" + lines[3][:-20]
     (tmp_path / "killed" / "predictions.jsonl").write_bytes(torn)
+    capsys.readouterr()
     assert judge(model, tmp_path / "killed", *sampled) == 0
     assert files(tmp_path / "killed") == files(tmp_path / "whole")
-
-    capsys.readouterr()
+    told = capsys.readouterr().err
+    assert told.startswith("6 of 20 predictions are there; going on\ntest: ")
+    assert told.endswith("test: 100 % of the predictions are made\n")
     other = export_tiny(tmp_path / "other", seed=1)
     for changed, named in (
         ([*sampled, "--temperature", "0.5"], "temperature (1.2 there, 0.5 now)"),

@@ -54,6 +54,9 @@ def test_a_killed_run_goes_on_alike_on_another_number_of_ranks(runs: ForkedRuns,
     second = runs.run(arguments(tmp_path / "cut", tmp_path / "rows.jsonl", "--resume", "auto"), ranks=1)
     assert second.codes == [0], second.output
     assert "optimizer steps" in whole.output
+    told = "1 example was longer than data.max_encoder_length or data.max_decoder_length and left out (data.on_long_row"
+    assert whole.output.count(told) == 2  # when it was counted, and at the end
+    assert whole.output.count("1 row was not readable and left out (data.on_bad_row=skip)") == 1
     assert "optimizer steps" not in second.output  # it keeps those that were counted at the first start
 
     def trained(folder: Path) -> list[tuple[float, ...]]:

@@ -175,6 +175,8 @@ def wandb_records(path: Path) -> Iterator[object]:
             position += left_in_block
             continue
         _, length, kind = struct.unpack_from("<IHB", data, position)
+        if position + 7 + length > len(data):  # still being written
+            return
         payload += data[position + 7 : position + 7 + length]
         position += 7 + length
         if kind in (1, 4):  # whole, or last fragment
