@@ -105,7 +105,6 @@ def _train_on_ranks(
     allow_data_change: bool,
     callbacks: Sequence[Callback],
 ) -> TrainingState:
-    logging.basicConfig(level=logging.INFO if world.is_main else logging.WARNING, format="%(message)s", force=True)
     if resume is None:  # a batch that the ranks cannot share out is refused before they meet
         (micro_batch_candidates if is_auto(config) else plan_lanes)(config, world.world_size)
     if world.world_size != config.infra.num_gpus and world.is_main:

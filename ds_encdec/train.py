@@ -15,6 +15,7 @@ if not __package__:
 
 import argparse
 import json
+import logging
 import time
 import traceback
 from collections.abc import Sequence
@@ -81,7 +82,9 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
         print(json.dumps(planned_deepspeed_json(config, os.environ), indent=2))
     else:
-        with StopRequest(discover(os.environ), whole_process=True) as stop:
+        world = discover(os.environ)
+        logging.basicConfig(level=logging.INFO if world.is_main else logging.WARNING, format="%(message)s")
+        with StopRequest(world, whole_process=True) as stop:
             # Imported under watch: this takes a moment, torch and deepspeed take seconds.
             config = _load(options, overrides)
             from ds_encdec.build import run_training  # only once the configuration is sound

@@ -396,7 +396,6 @@ def test_a_hang_has_the_last_word_before_another_ending_is_recorded(
     context = RunContext(world, torch.device("cpu"), "fsdp", HostCollectives())
     monkeypatch.setattr(build, "Watchdog", Watching)
     monkeypatch.setattr(build, "_meet", lambda *_: context)
-    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
     config = FullConfig.model_validate(
         {"model": {"model_name_or_path": "/gone"}, "infra": {"output_dir": str(folder.root)}}
     )

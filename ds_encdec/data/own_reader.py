@@ -1,6 +1,5 @@
 """A reader of the user's own as a source: `data.dataset_name: python:MODULE:FUNCTION`."""
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,8 @@ class OwnReader:
 
     def __init__(self, entry: Source, text_column: str | None) -> None:
         self._name, self._column = entry.dataset_name, text_column
-        name, self._opened_by = self._name.removeprefix(PYTHON), -1
+        name = self._name.removeprefix(PYTHON)
+        self._rows: Any = None
         digest = code_digest("data.dataset_name", self._name, load_plugin("data.dataset_name", name))
         reader = self._reader()
         self._size = len(reader)
@@ -32,7 +32,7 @@ class OwnReader:
         return self._size
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_rows": None, "_opened_by": -1}
+        return vars(self) | {"_rows": None}
 
     def key(self, index: int) -> str:
         """The name of the reader, and the row's number."""
@@ -53,15 +53,15 @@ class OwnReader:
 
     def _reader(self) -> Sequence[Any]:
         """The reader of this process."""
-        if self._opened_by != os.getpid():
+        if self._rows is None:
             make = load_plugin("data.dataset_name", self._name.removeprefix(PYTHON))
             try:
-                self._rows: Any = make()
-                len(self._rows), self._rows.__getitem__
+                rows = make()
+                len(rows), rows.__getitem__
             except Exception as error:
                 raise DataError(
                     f"data.dataset_name={self._name}: called without arguments, it must return what has a length and "
                     f"numbered rows ({type(error).__name__}: {error})"
                 ) from error
-            self._opened_by = os.getpid()
+            self._rows = rows
         return self._rows
