@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import argparse
 import math
+import platform
 import re
-from collections.abc import Callable, Sequence
+import shutil
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 Arguments = dict[str, dict[str, Any]]
 """Keywords of argparse for each argument, by its names (separated by blanks); at most one with `only_one` is taken."""
+FILES = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
+"""A completion that shtab knows, by shell; it is looked for in the attribute `complete` of an argument."""
 
 
 def add(parser: argparse.ArgumentParser, arguments: Arguments) -> None:
@@ -18,7 +23,9 @@ def add(parser: argparse.ArgumentParser, arguments: Arguments) -> None:
     group = parser.add_mutually_exclusive_group() if any("only_one" in how for how in arguments.values()) else parser
     for names, how in arguments.items():
         parent = group if "only_one" in how else parser
-        parent.add_argument(*names.split(), **{key: value for key, value in how.items() if key != "only_one"})
+        action = parent.add_argument(*names.split(), **{key: value for key, value in how.items() if key != "only_one"})
+        if how.get("type") is Path:
+            action.complete = FILES  # type: ignore[attr-defined]
 
 
 def value(text: str, type: Callable[[str], Any] = str, **more: Any) -> dict[str, Any]:
@@ -94,3 +101,32 @@ def config_and_overrides(options: argparse.Namespace, overrides: Sequence[str]) 
     if given is not None and "=" in given:
         return options.config_option, [given, *overrides]
     return Path(given) if given is not None else options.config_option, [*overrides]
+
+
+class ShowVersions(argparse.Action):
+    """Shows the versions of ours and of what it stands on, none of which is imported."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        """Print them and end."""
+        from importlib.metadata import PackageNotFoundError, version  # not for other calls
+
+        found = []
+        for name in ("ds_encdec", "torch", "deepspeed", "transformers"):
+            try:
+                found.append(f"{name} {version(name)}")
+            except PackageNotFoundError:
+                found.append(f"{name} (not installed)")
+        print(", ".join([*found, f"Python {platform.python_version()}"]))
+        parser.exit()
+
+
+def grouped(groups: Mapping[str, Sequence[str]], summaries: Mapping[str, str]) -> str:
+    """The verbs with their summaries in groups, as wide as the terminal."""
+    width, indent = shutil.get_terminal_size().columns - 2, 6 + max(map(len, summaries))
+    lines = []
+    for title, names in groups.items():
+        lines.append(f"{title}:")
+        for name in names:
+            start = f"    {name}".ljust(indent)
+            lines += textwrap.wrap(summaries[name], width, initial_indent=start, subsequent_indent=" " * indent)
+    return "\n".join([*lines, "", "Each has a --help of its own."])

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +49,9 @@ from ds_encdec.launch.process_group import shutdown
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.launch.world import World, discover
 from ds_encdec.memory.expected import ExpectedMemory, estimate_run, out_of_memory_explained
+from ds_encdec.memory.job import Job
 from ds_encdec.model.parameter_count import training_flops
-from ds_encdec.model.trained import model_shapes, products_left_out, told, trained_shapes
+from ds_encdec.model.trained import products_left_out
 from ds_encdec.monitor.metrics_file import EventLog
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.recorder import Recorder
@@ -67,6 +67,7 @@ from ds_encdec.resume import (
     saved_model,
     with_steps,
 )
+from ds_encdec.start_banner import start_banner
 from ds_encdec.trainer import Trainer, train
 from ds_encdec.types import HangError, LostRankError, Preempted, TrainingState
 
@@ -107,8 +108,6 @@ def _train_on_ranks(
 ) -> TrainingState:
     if resume is None:  # a batch that the ranks cannot share out is refused before they meet
         (micro_batch_candidates if is_auto(config) else plan_lanes)(config, world.world_size)
-    if world.world_size != config.infra.num_gpus and world.is_main:
-        logger.info("ranks: %d (the configuration was planned for %d)", world.world_size, config.infra.num_gpus)
     context = _meet(config, world, stop)
     folder = RunFolder(config.infra.output_dir)
     folder.earlier = context.collectives.on_rank_zero(lambda: folder.claim(resume=resume is not None))
@@ -250,11 +249,15 @@ def _wire(
     data = collectives.rank_zero_first(lambda: _build_data(run, allow_data_change))
     run = replace(run, config=with_steps(run.config, data.pipeline, run.found, collectives))
     state = _first_state(run, data)
-    engine, expected = _build_engine(run, data.ratio)
+    job = job_here(run.config, context, run.model.config, run.accumulation, data.ratio)
+    expected = estimate_run(job)
+    if context.world.is_main:
+        for line in start_banner(job, context, expected, start_step=state.global_step, epochs=run.epochs):
+            logger.info(line)
+    engine = _build_engine(run, job, expected)
     if run.found:
         state = checkpoints.adopt(run.found, state)
         logger.info("resumed from %s (step %d)", run.found.path, state.global_step)
-    facts = _log_start(run, state)
     trainer = Trainer(
         config=run.config,
         engine=engine,
@@ -274,7 +277,7 @@ def _wire(
         trainer.judge = Judge(
             run.config, engine, model.config, model.tokenizer, collectives, held_out, metrics, stopped=stopped
         )
-    return trainer, expected, facts
+    return trainer, expected, {"parameters": job.parameters, "trainable_parameters": job.trainable_parameters}
 
 
 def _plan(config: FullConfig, context: RunContext, folder: RunFolder, stop: StopRequest, resume: str | None) -> _Run:
@@ -332,38 +335,18 @@ def _first_state(run: _Run, data: TrainingData) -> TrainingState:
     return restore_data(run.found, data, state, is_main=run.context.world.is_main)
 
 
-def _build_engine(run: _Run, ratio: float) -> tuple[Engine, ExpectedMemory | None]:
+def _build_engine(run: _Run, job: Job, expected: ExpectedMemory | None) -> Engine:
     """The engine with its weights, from the model's source or from the checkpoint. Collective.
 
-    Before that, this rank's share of a step is estimated and logged, and the disk's room for its checkpoints checked.
+    Before that, the disk's room for its checkpoints is checked.
     """
-    job = job_here(run.config, run.context, run.model.config, run.accumulation, ratio)
     run.context.collectives.on_rank_zero(lambda: check_room(run.folder.checkpoints, run.config, job))
-    expected = estimate_run(job)
-    if expected is not None:
-        logger.info("%s", expected)
     model, context = run.model, run.context
     with out_of_memory_explained(expected, context.device, context.world.rank):
         engine = create_engine(run.config, context, model.config, model.weights, run.accumulation)
         if run.found:
             load_engine(engine, run.found, context.collectives)
-    return engine, expected
-
-
-def _log_start(run: _Run, state: TrainingState) -> dict[str, int]:
-    """Say what is trained, on how many ranks, from where to where. Returns the parameters' numbers, for `run.json`."""
-    config, sizes = run.config, run.model.config
-    parameters, trained = (
-        sum(map(prod, shapes.values()))
-        for shapes in (model_shapes(sizes, config.model.lora), trained_shapes(config, sizes))
-    )
-    if trained < parameters:
-        logger.info(told(trained, parameters))
-    logger.info(
-        f"{parameters:,} parameters, {run.num_lanes} micro-batches a step on {run.context.world.world_size} "
-        f"ranks, steps {state.global_step} to {config.training.num_train_steps}, into {run.folder.root}"
-    )
-    return {"parameters": parameters, "trainable_parameters": trained}
+    return engine
 
 
 def _begin_recording(run: _Run, state: TrainingState, expected: ExpectedMemory | None) -> Recorder:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ds_encdec import estimate_memory, prepare, train
 from ds_encdec.arguments import (
@@ -21,9 +23,11 @@ from ds_encdec.arguments import (
     JSON,
     RATE,
     Arguments,
+    ShowVersions,
     add,
     config_and_overrides,
     flag,
+    grouped,
     settings_apart,
     tokens,
     value,
@@ -32,6 +36,8 @@ from ds_encdec.checkpoint import commands as checkpoints
 from ds_encdec.evaluate import commands
 from ds_encdec.evaluate.folders import require_model_folder
 from ds_encdec.launch.preemption import outlive_readers, reader_may_leave
+from ds_encdec.launch.world import discover
+from ds_encdec.terminal import VERBOSITY, log_to_terminal, print_error
 from ds_encdec.types import ConfigError, DsEncDecError, Preempted
 
 if TYPE_CHECKING:
@@ -46,7 +52,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit code."""
     parser = _parser()
     given = list(sys.argv[1:] if arguments is None else arguments)
-    takes_settings = bool(given) and given[0] in VERBS and VERBS[given[0]][1]
+    if not given:
+        parser.print_help(sys.stderr)
+        return ConfigError.exit_code
+    if given[0] not in VERBS and not given[0].startswith("-"):
+        guess = next((f"did you mean {name}?" for name in get_close_matches(given[0], VERBS, 1)), "")
+        parser.error(f"there is no verb {given[0]}: {guess or 'ds-encdec --help lists them'}")
+    takes_settings = given[0] in VERBS and VERBS[given[0]][1]
     given, settings = settings_apart(given, ARGUMENTS.get(given[0], {}) if takes_settings else {})
     options, rest = parser.parse_known_args(given)
     rest = [*settings, *rest]
@@ -54,27 +66,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if "config_option" in options:
         options.config, rest = config_and_overrides(options, rest)
+    log_to_terminal(options, **_place())
     try:
         with reader_may_leave():
             return options.run(options, rest) or 0
+    except Preempted as error:
+        print(error, flush=True)
+        return error.exit_code
     except DsEncDecError as error:
-        is_end = isinstance(error, Preempted)
-        print(error if is_end else f"error: {error}", file=sys.stdout if is_end else sys.stderr, flush=True)
+        print_error(error)
         return error.exit_code
 
 
-def _parser() -> argparse.ArgumentParser:
+def _place() -> dict[str, int]:
+    """Which one this process is, of how many, as far as its environment can be understood."""
+    try:
+        world = discover(os.environ, choose_port=lambda: 0)
+    except ConfigError:  # verbs that need to know say so
+        return {}
+    return {"rank": world.rank, "ranks": world.world_size}
+
+
+def _parser(*, lists_verbs: bool = False) -> argparse.ArgumentParser:
+    """The parser of everything. `lists_verbs`: with summaries where argparse has them, which cannot group them."""
     parser = argparse.ArgumentParser(
         prog="ds-encdec",
+        usage="%(prog)s [-h] [-V] VERB ...",
         description="Train encoder-decoders from Qwen3 checkpoints with DeepSpeed and UL2.",
+        epilog=grouped(GROUPS, {name: summary for name, (*_, summary) in VERBS.items()}),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    parser.add_argument(
+        "-V", "--version", action=ShowVersions, nargs=0, help="show the versions of this and its libraries"
+    )
+    verbs = parser.add_subparsers(
+        dest="verb", prog=parser.prog, required=True, help=None if lists_verbs else argparse.SUPPRESS
+    )
     for name, (run, accepts_overrides, summary) in VERBS.items():
         epilog = "further arguments: section.field=value" if accepts_overrides else None
-        verb = verbs.add_parser(name, help=summary, description=summary, epilog=epilog, allow_abbrev=False)
+        listed: dict[str, Any] = {"help": summary} if lists_verbs else {}
+        verb = verbs.add_parser(name, description=summary, epilog=epilog, allow_abbrev=False, **listed)
         verb.set_defaults(run=run, accepts_overrides=accepts_overrides)
         add(verb, ARGUMENTS.get(name, {}))
+        add(verb, VERBOSITY)
     return parser
 
 
@@ -106,6 +141,14 @@ def _schema(options: argparse.Namespace, _: Sequence[str]) -> None:
     from ds_encdec.config.schema import FullConfig
 
     print(json.dumps(FullConfig.model_json_schema(), indent=2))
+
+
+def _completion(options: argparse.Namespace, _: Sequence[str]) -> None:
+    try:
+        import shtab
+    except ImportError:
+        raise ConfigError("shtab is not installed, which writes this: pip install 'ds_encdec[completion]'") from None
+    print(shtab.complete(_parser(lists_verbs=True), options.shell))
 
 
 def _phases(options: argparse.Namespace, overrides: Sequence[str]) -> None:
@@ -199,6 +242,7 @@ def _verify(options: argparse.Namespace, _: Sequence[str]) -> None:
     from ds_encdec.checkpoint.folder import verify_checkpoints
     from ds_encdec.data.prepared import INDEX, verified_shards
 
+    outlive_readers()  # the exit code is the answer
     is_prepared = any(options.path.glob(f"*/{INDEX}"))
     for whole in verified_shards(options.path) if is_prepared else verify_checkpoints(options.path):
         print(whole, flush=True)
@@ -221,6 +265,7 @@ def _sanity_check(options: argparse.Namespace, overrides: Sequence[str]) -> None
 
     if config is None:
         config = config_for_model(options.model, *_settings(options, overrides))
+    outlive_readers()  # the exit code is the answer
     stdout = sys.stdout  # libraries print, too
     with contextlib.redirect_stdout(sys.stderr):
         report = check_config(config, lambda check: None if options.json else print(check, file=stdout, flush=True))
@@ -305,6 +350,7 @@ ARGUMENTS: dict[str, Arguments] = {
         "--revision": value("branch (default main)", metavar="BRANCH"),
         "--message": value("of the commit"),
     },
+    "completion": {"shell": value("shell", choices=("bash", "zsh", "tcsh"))},
     "generate": commands.GENERATE,
     "evaluate": commands.EVALUATE,
 }
@@ -339,10 +385,20 @@ VERBS: dict[str, tuple[Verb, bool, str]] = {
     "sanity-check": (_sanity_check, True, "look at model, data and engine before a long run"),
     "report": (_report, False, "write one page with pictures about a run, or a pipeline of phases"),
     "push-to-hub": (_push_to_hub, False, "upload an exported folder to the Hugging Face hub (token: HF_TOKEN)"),
+    "completion": (_completion, False, 'print completion for a shell: eval "$(ds-encdec completion bash)"'),
     "generate": (commands.run_generate, False, "fill sentinels in a text, or continue it"),
     "evaluate": (commands.run_evaluate, True, "generate for a split of the data, and compare with its references"),
 }
 """For each verb: the function that runs it, whether settings may follow its arguments, and its summary."""
+
+GROUPS = {
+    "prepare": ("schema", "validate", "estimate-memory", "plan", "inspect-data", "prepare", "init-model"),
+    "run": ("sanity-check", "train", "phases"),
+    "look": ("report", "verify", "generate", "evaluate"),
+    "hand out": ("export", "average", "convert", "push-to-hub"),
+    "shell": ("completion",),
+}
+"""The verbs as `--help` lists them, in the order of the work."""
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 from ds_encdec.arguments import CONFIG, JSON, Arguments, add, config_and_overrides, flag, value
 from ds_encdec.gpus import DEFAULT_GPU
 from ds_encdec.launch.preemption import reader_may_leave
+from ds_encdec.terminal import print_error
 from ds_encdec.types import DsEncDecError
 
 ARGUMENTS: Arguments = {
@@ -26,9 +27,13 @@ ARGUMENTS: Arguments = {
     "--gpu": value(f"e.g. h100-80gb, 80GiB (default {DEFAULT_GPU})", default=DEFAULT_GPU, metavar="NAME|SIZE"),
     "--host-memory": value("of each machine, e.g. 1TB: judge the host, too", metavar="SIZE"),
     "--lora-rank": value("as if adapters of this rank were trained alone", int, metavar="R"),
+    "--all": flag("show every setting of both engines, and each part of the figures"),
     "--trace": flag("also trace the configured run's step (needs torch)"),
     **JSON,
 }
+
+FILE_COLUMNS = 120
+"""The width of a table that no terminal shows."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,13 +52,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with reader_may_leave():
             return run(options, overrides)
     except DsEncDecError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print_error(error)
         return error.exit_code
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Read the options, estimate and print. Raises ConfigError that lists every problem found."""
-    from ds_encdec.memory.answer import answer, as_json, describe  # not for --help, nor for other verbs
+    from ds_encdec.memory.answer import answer, as_json  # not for --help, nor for other verbs
     from ds_encdec.memory.question import read_question
 
     asked = read_question(options, overrides)
@@ -62,7 +67,17 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         from ds_encdec.memory.trace import trace_memory  # takes seconds, and torch
 
         traced = trace_memory(asked.job)
-    print(json.dumps(as_json(asked, tables, traced), indent=2) if options.json else describe(asked, tables, traced))
+    if options.json:
+        print(json.dumps(as_json(asked, tables, traced), indent=2))
+    else:
+        from rich.console import Console
+
+        from ds_encdec.memory.describe import show
+
+        console = Console() if sys.stdout.isatty() else Console(width=FILE_COLUMNS, no_color=True)
+        with console.capture() as written:
+            show(console, asked, tables, traced, everything=options.all)
+        print(*map(str.rstrip, written.get().splitlines()), sep="\n")
     return 0
 
 

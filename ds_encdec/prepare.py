@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ds_encdec.arguments import CONFIG, Arguments, value
+from ds_encdec.launch.preemption import outlive_readers
+from ds_encdec.terminal import log_to_terminal
 from ds_encdec.types import ConfigError, Preempted
 
 ARGUMENTS: Arguments = {
@@ -31,7 +33,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     config = load_config(find_shipped(options.config), overrides)
     if config.data.prepared_dir is None:
         raise ConfigError("data.prepared_dir: name the folder to prepare the data in, or give --out DIR")
-    logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
+    log_to_terminal(options, logging.INFO)
+    outlive_readers()  # it is for what it leaves, and not for these lines
     try:
         from ds_encdec.data.build import prepare_data  # torch: once the configuration is sound
         from ds_encdec.resume import run_tokenizer

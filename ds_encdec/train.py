@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from ds_encdec.arguments import Arguments, add, flag, value
 from ds_encdec.launch.preemption import StopRequest, outlive_readers
 from ds_encdec.launch.world import discover
+from ds_encdec.terminal import VERBOSITY, log_to_terminal, print_error
 from ds_encdec.types import ConfigError, DsEncDecError, Preempted
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         allow_abbrev=False,  # an abbreviation may be a misspelt setting
     )
     add(parser, ARGUMENTS)
+    add(parser, VERBOSITY)
     options, overrides = parser.parse_known_args(arguments)
     try:
         return run(options, overrides)
@@ -67,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return error.exit_code
         if type(error) is DsEncDecError:  # none of the foreseen ones: show where it comes from
             traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print_error(error)
         return error.exit_code
 
 
@@ -83,7 +85,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         print(json.dumps(planned_deepspeed_json(config, os.environ), indent=2))
     else:
         world = discover(os.environ)
-        logging.basicConfig(level=logging.INFO if world.is_main else logging.WARNING, format="%(message)s")
+        log_to_terminal(options, logging.INFO, rank=world.rank, ranks=world.world_size)
         with StopRequest(world, whole_process=True) as stop:
             # Imported under watch: this takes a moment, torch and deepspeed take seconds.
             config = _load(options, overrides)

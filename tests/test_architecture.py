@@ -27,7 +27,7 @@ LAYERS = (
     ("phases",),
     ("build",),
     ("trainer",),
-    ("resume", "auto_batch"),
+    ("resume", "auto_batch", "start_banner"),
     ("checkpoint", "evaluate"),
     ("memory",),
     ("data", "engine", "monitor"),
@@ -37,7 +37,8 @@ LAYERS = (
     ("text_metrics",),
     ("plugins",),
     ("engines", "types"),
-    ("objectives",),
+    ("objectives", "terminal"),
+    ("marked_errors",),
     ("denoisers", "source_kinds", "arguments"),
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}

@@ -8,6 +8,7 @@ are fresh Pythons like a run's data workers, without torch, and end with their p
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pickle
 import queue
@@ -24,9 +25,9 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ds_encdec import terminal
 from ds_encdec.data.examples import ExampleMaker
 from ds_encdec.data.lane import own_output, pipe, start_worker, worker_death
 from ds_encdec.data.prepared import (
@@ -44,6 +45,8 @@ from ds_encdec.launch.disk import write_atomically
 from ds_encdec.launch.preemption import outlive_readers
 from ds_encdec.launch.run_folder import lock_file
 from ds_encdec.types import ConfigError, DsEncDecError, OutputLockedError
+
+logger = logging.getLogger(__name__)
 
 SHARD_TOKENS, SHARD_ROWS = 1 << 24, 1 << 20
 """Tokens (64 MiB of them) and rows behind which a shard ends."""
@@ -148,9 +151,9 @@ def _check(made: Sequence[Sequence[Shard]], bad_row_limit: int) -> None:
 @contextmanager
 def _progress(name: str, rows: int, total: int | None) -> Iterator[Callable[[int], None]]:
     """Yields what is told of further rows: a bar on a terminal, else a line now and then."""
-    console = Console(stderr=True)
+    console = terminal.console(stderr=True)
     columns = (TextColumn(name), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=console, disable=not console.is_terminal or terminal.is_quiet()) as bar:
         task = bar.add_task(name, total=total, completed=rows)
         told = time.monotonic()
 
@@ -160,7 +163,7 @@ def _progress(name: str, rows: int, total: int | None) -> Iterator[Callable[[int
             bar.update(task, completed=rows)
             if not console.is_terminal and time.monotonic() - told > _LINE_SECONDS:
                 told = time.monotonic()
-                print(f"{name}: {rows:,} {'' if total is None else f'of {total:,} '}rows", file=sys.stderr, flush=True)
+                logger.info(f"{name}: {rows:,} {'' if total is None else f'of {total:,} '}rows")
 
         yield advance
 

@@ -94,7 +94,9 @@ def create_engine(
     ranks that does not fit the sharding, and CheckpointError, on every rank, for weights that cannot be read.
     """
     if context.world.is_main:
-        _say_attention(config, context.device)
+        kernel, is_slow = attention_kernel(config, context.device)
+        if is_slow:
+            logger.warning("attention: %s", kernel)
         _warn_of_another_engine(config, context.engine_spec)
     if config.infra.sharding_stage.endswith("_hybrid"):
         _warn_of_shards_across_nodes(config, context)
@@ -117,19 +119,17 @@ def _is_installed(engine: EngineSpec) -> bool:
     return engine.package is None or importlib.util.find_spec(engine.package) is not None
 
 
-def _say_attention(config: FullConfig, device: torch.device) -> None:
-    """Log what attention runs in. On a GPU one call per document is many times slower, and nobody would know why."""
+def attention_kernel(config: FullConfig, device: torch.device) -> tuple[str, bool]:
+    """Return in words what attention runs in, and whether that is many times slower than it was asked to be."""
     from ds_encdec.engine.sharded_engine import compute_dtype  # both need transformers
     from ds_encdec.model.attention import choose_kernel
 
-    kernel, name = choose_kernel(device, compute_dtype(config.training), config.training.attention_dropout)
     if not config.model.use_flash_attention:
-        logger.info("attention: one call per document (model.use_flash_attention=false)")
-    elif kernel is not None:
-        logger.info("attention: %s", name)
-    else:
-        level = logging.INFO if device.type == "cpu" else logging.WARNING
-        logger.log(level, "attention: one call per document (%s)", name)
+        return "one call per document (model.use_flash_attention=false)", False
+    kernel, name = choose_kernel(device, compute_dtype(config.training), config.training.attention_dropout)
+    if kernel is not None:
+        return name, False
+    return f"one call per document ({name})", device.type != "cpu"
 
 
 def check_attention_dropout(config: FullConfig, device: torch.device) -> None:

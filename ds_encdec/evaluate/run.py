@@ -17,9 +17,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rich.console import Console
 from rich.progress import Progress
 
+from ds_encdec import terminal
 from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.config.plain_files import read_json
 from ds_encdec.config.schema import FullConfig, load_saved
@@ -226,19 +226,19 @@ def _finish(
 @contextmanager
 def _progress(split: Split, total: int, done: int, *, shown: bool) -> Iterator[Any]:
     """A bar on a terminal, else a line for each tenth of this rank's share; moved by the function that is yielded."""
-    console = Console(stderr=True)
-    with Progress(console=console, disable=not (shown and console.is_terminal)) as progress:
+    console = terminal.console(stderr=True)
+    with Progress(console=console, disable=not (shown and console.is_terminal) or terminal.is_quiet()) as progress:
         task = progress.add_task(split, total=total, completed=done)
 
         def advance(count: int) -> None:
             nonlocal done
             tenths, done = 10 * done // total, done + count
             progress.advance(task, count)
-            if shown and not console.is_terminal and 10 * done // total > tenths:
+            if shown and not console.is_terminal and not terminal.is_quiet() and 10 * done // total > tenths:
                 _say(f"{split}: {100 * done // total} % of the predictions are made")
 
         yield advance
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    print(terminal.stamped(line), file=sys.stderr, flush=True)

@@ -304,7 +304,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 @contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """Inside, output that nobody reads any more ends the process with 1, and without a traceback."""
+    """Inside, output that nobody reads any more ends the process, and well: `| head` has what it wanted."""
     try:
         yield
         sys.stdout.flush()
@@ -316,7 +316,7 @@ def reader_may_leave() -> Iterator[None]:
             raise
         # Python flushes once more when it exits (https://docs.python.org/3/library/signal.html#note-on-sigpipe).
         os.dup2(os.open(os.devnull, os.O_WRONLY), stdout)
-        raise SystemExit(1) from None
+        raise SystemExit(0) from None
 
 
 def outlive_readers() -> None:

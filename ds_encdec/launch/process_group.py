@@ -24,6 +24,7 @@ from ds_encdec.engines import ENGINES, EngineName, load
 from ds_encdec.launch.disk import build_folder, clear_stale_locks
 from ds_encdec.launch.peers import machine
 from ds_encdec.launch.world import World
+from ds_encdec.terminal import take_over
 from ds_encdec.types import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -150,6 +151,8 @@ def join_deepspeed(world: World, device: torch.device, timeout: timedelta, store
     if device.type == "cpu":
         # An optional all-reduce over shared memory that is compiled on first use: minutes, to save microseconds.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # What a schedule's class says when it is made, before anybody could have started it.
+    take_over("DeepSpeed", harmless=["Attempting to get learning rate from scheduler before it has started"])
     # The environment is complete; discovery would ask for mpi4py.
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=timeout, verbose=False)
 

@@ -109,6 +109,11 @@ class Job:
         return self.device == "cuda" and self.compute_bytes == 2 and self.config.model.use_flash_attention
 
     @property
+    def nodes(self) -> int:
+        """Machines, with equally many ranks each."""
+        return self.world_size // self.ranks_per_node
+
+    @property
     def parameters(self) -> int:
         """Parameters of the model, adapters included."""
         return self.model.total.all

@@ -12,7 +12,6 @@ import netrc
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -20,10 +19,12 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.live import Live
 
+from ds_encdec import terminal
 from ds_encdec.config.schema import FullConfig, InfraConfig
 from ds_encdec.launch.run_folder import RunFolder
+from ds_encdec.monitor.console import ProgressLine, shown, time_left
 from ds_encdec.monitor.metrics_file import append_line, cut_after
 from ds_encdec.plugins import load_plugin
 
@@ -31,21 +32,6 @@ logger = logging.getLogger(__name__)
 
 WANDB_INIT_TIMEOUT_S = 30.0
 """Time for W&B's server to answer before the run is kept offline. Training has not begun then."""
-
-# Label, metric, format: what a line shows, in this order, of what it was given.
-_SHOWN = (
-    ("loss", "train/loss", "{:.4f}"),
-    ("lr", "train/learning_rate", "{:.2e}"),
-    ("grad norm", "train/grad_norm", "{:.3f}"),
-    ("skipped", "train/skipped_steps", "{:.0f}"),
-    ("tokens/s", "perf/tokens_per_sec", "{:,.0f}"),
-    ("MFU", "perf/mfu", "{:.1%}"),
-    ("eval loss", "eval/loss", "{:.4f}"),
-    ("perplexity", "eval/perplexity", "{:.2f}"),
-    ("exact match", "eval/exact_match", "{:.1f} %"),
-    ("ROUGE-L", "eval/rougeL", "{:.1f}"),
-)
-_HIDDEN_AT_ZERO = {"train/skipped_steps"}
 
 
 class Sample(NamedTuple):
@@ -86,7 +72,7 @@ def open_sinks(config: FullConfig, run_dir: Path, *, rank: int, start_step: int 
         "tensorboard": lambda: TensorBoardSink(logging_dir / "tensorboard", start_step=start_step),
         "wandb": lambda: WandbSink(logging_dir, config.infra, config.model_dump(mode="json")),
     }
-    chosen = ("console", *config.training.report_to)
+    chosen = (*(() if terminal.is_quiet() else ("console",)), *config.training.report_to)
     for name in set(chosen) - set(openers):
         openers[name] = partial(_own_sink, name, config, logging_dir, start_step)
     folder = RunFolder(str(run_dir))
@@ -189,43 +175,43 @@ class SamplesSink(JsonlSink):
 
 
 class ConsoleSink(Sink):
-    """The run on the screen: a progress bar on a terminal, plain lines in a file, with the time that is left.
+    """A progress bar where somebody watches, else one line per logging interval.
 
     Training moves the bar; evaluations are printed.
     """
 
     def __init__(self, total_steps: int, *, start_step: int = 0, console: Console | None = None) -> None:
         self._total_steps = total_steps
-        self._console = console or Console()
-        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[status]}"))
-        self._progress = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
-        self._task = self._progress.add_task("", total=total_steps, completed=start_step, status="")
-        self._progress.start()
+        self._console = console or terminal.console()
+        self._line = ProgressLine(total_steps, start_step)
+        self._live: Live | None = None
+        if self._console.is_interactive:
+            self._live = Live(self._line, console=self._console, refresh_per_second=2)
+            self._live.start()
+            self._console.show_cursor()  # nobody would, were this process killed
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of `step` that a person watches."""
-        parts = [
-            f"{label} {form.format(metrics[name])}"
-            for label, name, form in _SHOWN
-            if name in metrics and (metrics[name] or name not in _HIDDEN_AT_ZERO)
-        ]
+        parts, eta = shown(metrics), ""
         if "perf/step_time_s" in metrics:
-            seconds_left = round((self._total_steps - step) * metrics["perf/step_time_s"])
-            parts.append(f"ETA {timedelta(seconds=max(seconds_left, 0))}")
-        if "train/loss" in metrics and not self._progress.disable:
-            self._progress.update(self._task, completed=step, status=" | ".join(parts))
-        elif parts:
-            line = " | ".join([f"step {step}/{self._total_steps}", *parts])
+            eta = f"ETA {time_left((self._total_steps - step) * metrics['perf/step_time_s'])}"
+        if "train/loss" in metrics and self._live is not None:
+            self._line.step, self._line.metrics, self._line.eta = step, parts, eta or self._line.eta
+            self._live.refresh()
+        elif parts or eta:
+            line = " | ".join([f"step {step}/{self._total_steps}", *parts, *filter(None, [eta])])
+            if self._live is None:
+                line = terminal.stamped(line)
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def go_back(self, step: int, rollback: int) -> None:
         """Move the bar back."""
-        self._progress.update(self._task, completed=step)
+        self._line.step = step
 
     def close(self, exit_code: int = 0) -> None:
         """Leave the bar as it stands."""
-        if not self._progress.disable:
-            self._progress.stop()
+        if self._live is not None:
+            self._live.stop()
 
 
 class TensorBoardSink(Sink):

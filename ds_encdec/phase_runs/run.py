@@ -39,6 +39,7 @@ from ds_encdec.phases import (
     phase_config,
     phase_folder,
 )
+from ds_encdec.terminal import verbosity
 from ds_encdec.types import (
     CheckpointError,
     ConfigError,
@@ -221,7 +222,7 @@ def _train(planned: PlannedPhase, folder: PhaseFolder, subprocess_run: Subproces
     _say(f"{'going on with' if resume else 'training'} {what}, in {planned.folder}")
     status_before = _stamp(folder)
     command = [*launcher_command(planned.config, launcher), str(TRAIN_PROGRAM), "--config", str(folder.phase_yaml)]
-    code = subprocess_run.run([*command, *resume])
+    code = subprocess_run.run([*command, *resume, *verbosity()])
     if folder.is_completed:
         return
     status = folder.read_status() if _stamp(folder) != status_before else {}

@@ -57,7 +57,11 @@ def deepspeed_launcher(ranks: int) -> list[str]:
     """DeepSpeed's own launcher: the console script of this environment, which need not be on PATH."""
     beside = Path(sys.executable).with_name("deepspeed")
     script = str(beside) if beside.exists() else beside.name
-    return [script, "--num_gpus", str(ranks), "--master_port", str(free_port())]
+    import torch  # which the choice of an engine has imported
+
+    # Without a GPU each process of the launcher's would warn that it has found none.
+    known = [] if torch.cuda.is_available() else ["env", "DS_ACCELERATOR=cpu"]
+    return [*known, script, "--log_level", "warning", "--num_gpus", str(ranks), "--master_port", str(free_port())]
 
 
 def torchrun_launcher(ranks: int) -> list[str]:

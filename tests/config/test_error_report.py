@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from ds_encdec.config.rules import fields
 from ds_encdec.config.schema import load_config
 from ds_encdec.config.validation import stand_in, wrong_value
+from ds_encdec.marked_errors import marked
 from ds_encdec.types import ConfigError
 
 
@@ -306,3 +309,25 @@ def test_long_values_are_cut() -> None:
     line = report(None, f"training.seed=[{', '.join('7' * 200)}]").splitlines()[1]
     assert line.endswith("...")
     assert len(line) < 120
+
+
+def test_on_a_terminal_the_wrong_part_of_each_line_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    long = f"model: {{architecture: {{{'  ' * 60}hidden_size: 0}}}}"
+    text = f"""\
+training:
+  learning_rate: fast  # too
+  seed: 7
+  hub_token: hf_0123
+{long}
+data: {{dataset_name: builtin, max_encoder_lenght: 5}}
+"""
+    written(tmp_path, text)
+    plain = report(Path("run.yaml"), "infra.sharding_stage=zero9")
+    lines = marked(plain, 80).plain.splitlines()
+    assert [line for line in lines if not re.match(" [ 0-9]{7} [|] ", line)] == plain.splitlines()
+    shown = list(itertools.pairwise(lines))
+    found = {above[: above.index(" |")].strip(): above[below.index("^") :][: below.count("^")]
+             for above, below in shown if re.fullmatch(" {9}[|] +\\^+", below)}  # fmt: skip
+    assert found == {"2": "fast", "5": "0", "6": "max_encoder_lenght"}
+    assert max(len(line) for pair in shown if "^" in pair[1] for line in pair) <= 80

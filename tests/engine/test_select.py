@@ -18,7 +18,14 @@ import torch
 
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine import fsdp2, select
-from ds_encdec.engine.select import check_engine, create_engine, fallback_engine, first_scattered, resolve_engine
+from ds_encdec.engine.select import (
+    attention_kernel,
+    check_engine,
+    create_engine,
+    fallback_engine,
+    first_scattered,
+    resolve_engine,
+)
 from ds_encdec.engine.sharded_engine import compute_dtype
 from ds_encdec.engines import EngineName
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
@@ -194,19 +201,19 @@ def test_cyclic_ranks_of_a_hybrid_are_warned_of(
 
 
 @pytest.mark.parametrize(
-    ("device", "capability", "flash", "level", "said"),
+    ("device", "capability", "flash", "is_slow", "said"),
     [
-        ("cuda", (9, 0), True, logging.INFO, "attention: torch.nn.attention.varlen"),
-        ("cuda", (7, 0), True, logging.WARNING, "one call per document (flash kernels need compute capability 8.0"),
-        ("cuda", (7, 0), False, logging.INFO, "one call per document (model.use_flash_attention=false)"),
-        ("cpu", (0, 0), True, logging.INFO, "one call per document (there is no flash kernel for cpu devices)"),
+        ("cuda", (9, 0), True, False, "torch.nn.attention.varlen"),
+        ("cuda", (7, 0), True, True, "one call per document (flash kernels need compute capability 8.0"),
+        ("cuda", (7, 0), False, False, "one call per document (model.use_flash_attention=false)"),
+        ("cpu", (0, 0), True, False, "one call per document (there is no flash kernel for cpu devices)"),
     ],
 )
-def test_what_attention_runs_in_is_said_once(
+def test_what_attention_runs_in_is_known_and_warned_of_once(
     device: str,
     capability: tuple[int, int],
     flash: bool,
-    level: int,
+    is_slow: bool,
     said: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -221,7 +228,10 @@ def test_what_attention_runs_in_is_said_once(
         for rank in (0, 1):
             world = discover({**place, "RANK": str(rank)})
             create_engine(config, context("fsdp", world, device), MODEL, None, 1)
-    assert [(record.levelno, said in record.message) for record in caplog.records] == [(level, True)]
+    found = attention_kernel(config, torch.device(device))
+    assert (found[0].startswith(said), found[1]) == (True, is_slow)
+    warned = [(record.levelno, record.message) for record in caplog.records]
+    assert warned == [(logging.WARNING, f"attention: {found[0]}")] * is_slow
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import io
 import json
 import logging
 import math
 import os
+import pty
+import re
 import resource
 import struct
+import subprocess
+import sys
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -299,14 +306,75 @@ class TestConsole:
         ConsoleSink(9, console=Console(file=out)).log(1, {"train/loss": math.nan, "train/skipped_steps": 2})
         assert out.getvalue() == "step 1/9 | loss nan | skipped 2\n"
 
-    def test_progress_bar_on_a_terminal(self) -> None:
+    @pytest.mark.parametrize(
+        ("width", "fit"),
+        [
+            (60, "loss 3.2500"),
+            (80, "loss 3.2500 | lr 1.00e-04"),
+            (120, "loss 3.2500 | lr 1.00e-04 | grad norm 0.500 | tokens/s 12,345"),
+        ],
+    )
+    def test_step_bar_and_eta_at_any_width(self, width: int, fit: str) -> None:
         out = io.StringIO()
-        sink = ConsoleSink(40, start_step=5, console=Console(file=out, force_terminal=True, width=200))
-        sink.log(10, METRICS)
+        sink = ConsoleSink(100_000, start_step=5, console=Console(file=out, force_terminal=True, width=width))
+        sink.log(50_000, {**METRICS, "perf/step_time_s": 9.0, "perf/mfu": 0.4})
         sink.close()
-        last_frame = out.getvalue().split("training")[-1]
-        assert "10/40" in last_frame
-        assert "loss 3.2500 | lr 1.00e-04 | grad norm 0.500 | tokens/s 12,345 | ETA 0:01:00" in last_frame
+        (last,) = screen(out.getvalue())
+        assert re.fullmatch(r"step 50000/100000 ━{4,}[╺╸]━{3,} ETA 5d 5:00:00 " + re.escape(fit), last.rstrip())
+        assert len(last) <= width
+
+    def test_the_log_stands_above_the_bar(self) -> None:
+        """In a terminal of 80 columns, as a program of ours sets it up, which erases no line that was logged."""
+        program = """
+import argparse, logging
+from ds_encdec.monitor.sinks import ConsoleSink
+from ds_encdec.terminal import log_to_terminal
+log_to_terminal(argparse.Namespace(), logging.INFO)
+sink = ConsoleSink(100_000)
+logging.warning("a line of the log that is [longer] than what is left of the terminal's width, which it may be")
+logging.info("saved step 40")
+sink.log(50, {"train/loss": 2.0, "perf/step_time_s": 1.0})
+sink.log(50, {"eval/loss": 2.5})
+sink.close()
+"""
+        ours, its = pty.openpty()
+        fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        environ = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
+        process = subprocess.Popen(
+            [sys.executable, "-c", program], stdin=its, stdout=its, stderr=its, env={**environ, "TERM": "xterm"}
+        )
+        os.close(its)
+        written = b""
+        with contextlib.suppress(OSError):  # that is how a terminal of ours ends
+            while part := os.read(ours, 4096):
+                written += part
+        os.close(ours)
+        assert process.wait(60) == 0
+        *log, bar = screen(written.decode())
+        assert log == [
+            "warning: a line of the log that is [longer] than what is left of the terminal's",
+            "width, which it may be",
+            "saved step 40",
+            "step 50/100000 | eval loss 2.5000",
+        ]
+        assert bar.startswith("step 50/100000 ")
+        assert bar.rstrip().endswith(" ETA 1d 3:45:50 loss 2.0000")
+
+
+def screen(written: str) -> list[str]:
+    """The lines that a terminal shows in the end, of what was written to it. None of them is wrapped."""
+    lines, row = [""], 0
+    for part in re.findall(r"\x1b\[\??[\d;]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", written):
+        if part == "\n":
+            row += 1
+            lines += [""] * (row == len(lines))
+        elif part == "\x1b[2K":
+            lines[row] = ""
+        elif part.endswith("A"):
+            row -= int(part[2:-1])
+        elif not part.startswith(("\x1b", "\r")):
+            lines[row] += part
+    return [line.rstrip() for line in lines if line]
 
 
 class TestOpenSinks:

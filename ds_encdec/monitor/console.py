@@ -1,0 +1,73 @@
+"""How a run's metrics are shown: the line of a step, and the line with the progress bar, which fits any terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+# Label, metric, format: what a line shows, in this order, of what it was given.
+_SHOWN = (
+    ("loss", "train/loss", "{:.4f}"),
+    ("lr", "train/learning_rate", "{:.2e}"),
+    ("grad norm", "train/grad_norm", "{:.3f}"),
+    ("skipped", "train/skipped_steps", "{:.0f}"),
+    ("tokens/s", "perf/tokens_per_sec", "{:,.0f}"),
+    ("MFU", "perf/mfu", "{:.1%}"),
+    ("eval loss", "eval/loss", "{:.4f}"),
+    ("perplexity", "eval/perplexity", "{:.2f}"),
+    ("exact match", "eval/exact_match", "{:.1f} %"),
+    ("ROUGE-L", "eval/rougeL", "{:.1f}"),
+)
+_HIDDEN_AT_ZERO = {"train/skipped_steps"}
+_BAR_WIDTHS = (8, 40)
+_SEPARATOR = " | "
+
+
+def shown(metrics: Mapping[str, float]) -> list[str]:
+    """The metrics that a person watches, with their labels, the most important first."""
+    return [
+        f"{label} {form.format(metrics[name])}"
+        for label, name, form in _SHOWN
+        if name in metrics and (metrics[name] or name not in _HIDDEN_AT_ZERO)
+    ]
+
+
+def time_left(seconds: float) -> str:
+    """A duration as `[days d ]hours:minutes:seconds`."""
+    minutes, rest = divmod(max(0, round(seconds)), 60) if math.isfinite(seconds) else (0, 0)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    return f"{f'{days}d ' if days else ''}{hours}:{minutes:02}:{rest:02}"
+
+
+class ProgressLine:
+    """The line at the bottom of a terminal: step, bar and ETA at any width, and as many `metrics` as there is room for.
+
+    `eta` is empty before the first metrics.
+    """
+
+    def __init__(self, total_steps: int, step: int) -> None:
+        self.total_steps, self.step = total_steps, step
+        self.eta = ""
+        self.metrics: Sequence[str] = ("waiting for the first metrics",)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        """Yield one line of the width that there is."""
+        words = [f"step {self.step}/{self.total_steps}", *filter(None, [self.eta])]
+        free = options.max_width - sum(len(word) + 1 for word in words)
+        narrowest, widest = _BAR_WIDTHS
+        bar = max(narrowest, min(widest, free // 4))
+        line, free = "", free - bar - 1
+        for part in self.metrics:
+            if len(longer := line + _SEPARATOR * bool(line) + part) > free:
+                break
+            line = longer
+        head, *eta = (Text(word, style="bold") for word in words)
+        grid = Table.grid(padding=(0, 1))
+        grid.add_row(head, ProgressBar(self.total_steps, self.step, width=bar), *eta, line)
+        yield grid

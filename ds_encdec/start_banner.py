@@ -1,0 +1,54 @@
+"""Describes a run before its first step in a few lines: what is trained, in what, how much of it, and its memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ds_encdec.config.schema import InfraConfig, TrainingConfig
+from ds_encdec.engine.select import attention_kernel
+from ds_encdec.launch.host_collectives import RunContext
+from ds_encdec.memory.expected import ExpectedMemory
+from ds_encdec.memory.job import Job
+from ds_encdec.model.trained import told
+
+
+def start_banner(
+    job: Job, context: RunContext, expected: ExpectedMemory | None, *, start_step: int, epochs: float | None
+) -> list[str]:
+    """Aligned lines about the run that begins behind `start_step`; `epochs` where it is told how many to make."""
+    config, world, steps = job.config, context.world, job.config.training.num_train_steps
+    lanes = job.gradient_accumulation_steps * world.world_size
+    sequences, tokens = config.training.micro_batch_size * lanes, (job.encoder_tokens + job.decoder_tokens) * lanes
+    planned = config.infra.num_gpus
+    asked = f" ({epochs:g} epochs)" if epochs is not None else ""
+    parts = {
+        "model": f"{config.model.model_name_or_path or 'model.architecture'}: {job.parameters:,} parameters, "
+        f"{_trained(job)}",
+        "engine": ", ".join([context.engine_spec.title, *_settings(config.infra, config.training)]),
+        "ranks": f"{world.world_size} on {world.num_nodes} node(s), {context.device.type}"
+        + (f" (the configuration was planned for {planned})" if planned != world.world_size else ""),
+        "attention": attention_kernel(config, context.device)[0],
+        "a step": f"{sequences:,} sequences in {lanes} micro-batches, {tokens:,} tokens with padding",
+        "the run": f"steps {start_step:,} to {steps:,}{asked}, {tokens * (steps - start_step):,} tokens, "
+        f"into {Path(config.infra.output_dir).absolute()}",
+        "memory": str(expected) if expected is not None else "not estimated",
+    }
+    width = max(map(len, parts))
+    return [f"{label:{width}}  {text}" for label, text in parts.items()]
+
+
+def _trained(job: Job) -> str:
+    return (
+        "all trained" if job.trainable_parameters == job.parameters else told(job.trainable_parameters, job.parameters)
+    )
+
+
+def _settings(infra: InfraConfig, training: TrainingConfig) -> list[str]:
+    """The settings that decide speed and memory most."""
+    offloaded = {"optimizer": infra.offload_optimizer, "parameters": infra.offload_params}
+    return [
+        infra.sharding_stage,
+        *(f"{what} offloaded to {place}" for what, place in offloaded.items() if place != "none"),
+        "bf16" if training.bf16 else "fp16" if training.fp16 else "float32",
+        f"recompute {training.activation_checkpointing}",
+    ]

@@ -1,0 +1,140 @@
+"""Shows what a program of ours says: its log and its progress, through one console, and its errors.
+
+On a terminal log lines stand above the progress bar. Elsewhere each line begins with its time, level and, where several
+ranks write, rank. Only the programs set this up: who imports the package has a log of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import logging
+import sys
+from collections.abc import Collection, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from ds_encdec.arguments import Arguments, flag
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+VERBOSITY: Arguments = {
+    "-v --verbose": flag("say more: also what concerns developers, and what other ranks log") | {"only_one": True},
+    "-q --quiet": flag("say less: warnings and errors alone, and no progress") | {"only_one": True},
+}
+_STYLES = {logging.WARNING: "yellow", logging.ERROR: "bold red", logging.CRITICAL: "bold red"}
+_ERASED_LINE = "\r\x1b[K"
+
+
+def console(*, stderr: bool = False) -> Console:
+    """The console that log and progress share, on standard output; with `stderr` there, unless the other is a terminal.
+
+    NO_COLOR is rich's to honour.
+    """
+    return _console(stderr and not sys.stdout.isatty())
+
+
+@functools.cache
+def _console(stderr: bool) -> Console:
+    from rich.console import Console  # not for --help
+
+    seen = (sys.stderr if stderr else sys.stdout).isatty()
+    return Console(stderr=stderr, force_interactive=None if seen else False)  # FORCE_COLOR would draw bars into files
+
+
+def log_to_terminal(
+    options: argparse.Namespace, level: int = logging.WARNING, *, rank: int = 0, ranks: int = 1
+) -> None:
+    """Send the log of this process, one of `ranks`, where its user looks; other ranks than 0 only warn.
+
+    `level` is what is shown without the `options` of `VERBOSITY`.
+    """
+    quiet, verbose = getattr(options, "quiet", False), getattr(options, "verbose", False)
+    if quiet:
+        level = logging.WARNING if level < logging.WARNING else logging.ERROR
+    elif verbose:
+        level = min(level, logging.INFO)
+    elif rank:
+        level = max(level, logging.WARNING)
+    root = logging.getLogger()
+    if (earlier := _handler()) is not None:
+        root.removeHandler(earlier)
+    root.addHandler(TerminalHandler(rank, ranks, ["--quiet"] * quiet + ["--verbose"] * verbose))
+    root.setLevel(level)
+    logging.getLogger("ds_encdec").setLevel(logging.DEBUG if verbose else logging.NOTSET)
+
+
+def _handler() -> TerminalHandler | None:
+    """The handler that a program of ours has set up, if it has."""
+    return next((one for one in logging.getLogger().handlers if isinstance(one, TerminalHandler)), None)
+
+
+class TerminalHandler(logging.Handler):
+    """Writes log records for people, and for files that keep what people would see; see the module."""
+
+    def __init__(self, rank: int, ranks: int, asked: Sequence[str]) -> None:
+        super().__init__()
+        self.rank, self.ranks, self.asked = rank, ranks, asked
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record."""
+        try:
+            text = self.format(record)
+            label = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+            if not (sys.stdout.isatty() and sys.stderr.isatty()):
+                print(self.stamped(text, record.levelname), file=sys.stderr, flush=True)
+            elif self.rank:  # another process holds the bar, and draws it anew on the next line
+                print(f"{_ERASED_LINE}rank {self.rank}: {label}{text}", file=sys.stderr, flush=True)
+            else:
+                from rich.text import Text
+
+                console().print(Text.assemble((label, _STYLES.get(record.levelno, "")), text))
+        except Exception:
+            self.handleError(record)
+
+    def stamped(self, text: str, level: str) -> str:
+        """A line of a file, which says when and, among several ranks, who."""
+        who = f" rank {self.rank}" if self.ranks > 1 else ""
+        return f"{datetime.now():%Y-%m-%d %H:%M:%S} {level}{who}: {text}"
+
+
+def verbosity() -> Sequence[str]:
+    """The options of `VERBOSITY` that this program was given, for one that it starts."""
+    return () if (handler := _handler()) is None else handler.asked
+
+
+def is_quiet() -> bool:
+    """Return whether progress is to be left out."""
+    return "--quiet" in verbosity()
+
+
+def stamped(line: str) -> str:
+    """A line of progress as the log would write it into a file; as it is where no program has set up the log."""
+    return line if (handler := _handler()) is None else handler.stamped(line, "INFO")
+
+
+def take_over(name: str, harmless: Collection[str] = ()) -> None:
+    """Let the logger of a library that prints by itself log like everybody else, without the `harmless` messages.
+
+    Nothing is done where no program has set up the log.
+    """
+    if _handler() is not None:
+        library = logging.getLogger(name)
+        library.handlers.clear()
+        library.propagate = True
+        library.addFilter(lambda record: record.getMessage() not in harmless)
+
+
+def print_error(error: Exception) -> None:
+    """Say why the program ends, on standard error; on a terminal in colour, and with the lines that are wrong."""
+    if not sys.stderr.isatty():
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    from ds_encdec.marked_errors import marked
+
+    shown = Console(stderr=True)
+    shown.print(Text.assemble(("error:", "bold red"), " ", marked(str(error), shown.width)), soft_wrap=True)

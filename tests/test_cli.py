@@ -1,0 +1,56 @@
+"""The program's own arguments; what its verbs do is tested with them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from ds_encdec import cli
+
+
+def test_called_with_nothing_it_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "prepare:\n    schema " in capsys.readouterr().err
+
+
+def test_help_names_every_verb_once_within_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    lines = capsys.readouterr().out.partition("\n\nprepare:")[2].splitlines()
+    assert max(map(len, lines)) <= 60
+    named = [line.split()[0] for line in lines if line.startswith("    ") and line[4] != " "]
+    assert sorted(named) == sorted(cli.VERBS)
+
+
+def test_a_misspelt_verb_is_answered_with_its_neighbour(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["trian"])
+    assert capsys.readouterr().err.splitlines()[-1] == "ds-encdec: error: there is no verb trian: did you mean train?"
+
+
+def test_versions_are_shown_without_importing_what_has_them() -> None:
+    code = "import sys; from ds_encdec import cli\ntry: cli.main(['--version'])\nfinally: print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("ds_encdec ")
+    assert ", torch 2." in result.stdout
+    assert result.stdout.endswith("\nFalse\n")
+
+
+def test_the_shell_completes_verbs_and_options(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("shtab")
+    assert cli.main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    for words, completed in (("san", "sanity-check"), ("train --print-d", "--print-deepspeed-config")):
+        *before, last = ["ds-encdec", *words.split()]
+        program = f"""
+COMP_WORDS=(ds-encdec {words}); COMP_CWORD={len(before)}; COMP_LINE="ds-encdec {words}"
+_shtab_ds_encdec ds-encdec {last} {before[-1]}; echo "${{COMPREPLY[@]}}"
+"""
+        found = subprocess.run(["bash", "-c", script + program], capture_output=True, text=True, timeout=60)
+        assert found.stdout.split() == [completed], found.stderr

@@ -1,0 +1,41 @@
+"""What a run says of itself before its first step, which must be what `plan` and the estimate said before it."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.launch.host_collectives import HostCollectives, RunContext
+from ds_encdec.launch.world import World
+from ds_encdec.memory.estimate import estimate
+from ds_encdec.memory.expected import ExpectedMemory
+from ds_encdec.memory.job import run_sizes
+from ds_encdec.memory.question import planned_job
+from ds_encdec.plan import plan_run
+from ds_encdec.start_banner import start_banner
+
+
+def test_its_lines_are_aligned_and_agree_with_the_plan() -> None:
+    config = FullConfig.model_validate({"model": {"lora": {"r": 8}}, "infra": {"offload_params": "cpu"}})
+    job = planned_job(config, run_sizes(config), nodes=1)
+    context = RunContext(World(world_size=8), torch.device("cpu"), "deepspeed", cast(HostCollectives, None))
+    lines = start_banner(job, context, ExpectedMemory(job, estimate(job)), start_step=1000, epochs=None)
+    assert len({len(line) - len(line[11:].lstrip()) for line in lines}) == 1
+    said = {line[:11].rstrip(): line[11:].lstrip() for line in lines}
+    plan = plan_run(config)
+    assert said["model"].startswith(f"Qwen/Qwen3-0.6B: {job.parameters:,} parameters, trainable parameters: ")
+    assert said["engine"] == (
+        "DeepSpeed, zero3, optimizer offloaded to cpu, parameters offloaded to cpu, bf16, recompute full"
+    )
+    assert said["ranks"] == "8 on 1 node(s), cpu"
+    assert said["a step"] == (
+        f"{plan['sequences_per_step']:,} sequences in 64 micro-batches, {plan['tokens_per_step']:,} tokens with padding"
+    )
+    assert said["the run"].startswith(f"steps 1,000 to 100,000, {99_000 * plan['tokens_per_step']:,} tokens, into /")
+    assert said["memory"].startswith("estimated peak per ")
+    fewer = RunContext(World(world_size=2), torch.device("cpu"), "deepspeed", cast(HostCollectives, None))
+    assert "2 on 1 node(s), cpu (the configuration was planned for 8)" in str(
+        start_banner(job, fewer, None, start_step=0, epochs=3.0)
+    )

@@ -1,0 +1,77 @@
+"""The log of a program of ours where no terminal shows it; on one, see tests/monitor/test_sinks.py."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from ds_encdec.terminal import TerminalHandler, is_quiet, log_to_terminal, stamped, take_over
+
+STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    root, ours = logging.getLogger(), logging.getLogger("ds_encdec")
+    levels = root.level, ours.level
+    yield
+    root.handlers[:] = [one for one in root.handlers if not isinstance(one, TerminalHandler)]
+    root.setLevel(levels[0])
+    ours.setLevel(levels[1])
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What of four lines of all levels comes out, without their times."""
+    for level in (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR):
+        logging.getLogger("ds_encdec.trainer").log(level, "%s", "it")
+    lines = capsys.readouterr().err.splitlines()
+    assert all(re.match(STAMP, line) for line in lines)
+    return [re.sub(STAMP, "", line) for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("options", "rank", "ranks", "lines"),
+    [
+        ({}, 0, 1, ["INFO: it", "WARNING: it", "ERROR: it"]),
+        ({}, 0, 2, ["INFO rank 0: it", "WARNING rank 0: it", "ERROR rank 0: it"]),
+        ({}, 1, 2, ["WARNING rank 1: it", "ERROR rank 1: it"]),
+        ({"verbose": True}, 1, 2, ["DEBUG rank 1: it", "INFO rank 1: it", "WARNING rank 1: it", "ERROR rank 1: it"]),
+        ({"quiet": True}, 0, 1, ["WARNING: it", "ERROR: it"]),
+    ],
+)
+def test_each_line_has_time_level_and_rank(
+    options: dict[str, bool], rank: int, ranks: int, lines: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    log_to_terminal(argparse.Namespace(), logging.INFO)  # which the next call replaces
+    log_to_terminal(argparse.Namespace(**options), logging.INFO, rank=rank, ranks=ranks)
+    assert told(capsys) == lines
+    assert re.fullmatch(STAMP + ("INFO rank 0: step 1" if ranks > 1 else "INFO: step 1"), stamped("step 1")) or rank
+    assert is_quiet() is bool(options.get("quiet"))
+
+
+def test_verbs_that_do_not_train_warn_only(capsys: pytest.CaptureFixture[str]) -> None:
+    log_to_terminal(argparse.Namespace(quiet=False, verbose=False))
+    assert told(capsys) == ["WARNING: it", "ERROR: it"]
+    log_to_terminal(argparse.Namespace(quiet=True, verbose=False))
+    assert told(capsys) == ["ERROR: it"]
+
+
+def test_a_librarys_log_loses_only_what_is_known_to_be_harmless(capsys: pytest.CaptureFixture[str]) -> None:
+    library = logging.getLogger("a library that prints by itself")
+    library.addHandler(logging.StreamHandler())
+    library.propagate = False
+    take_over(library.name, ["all is well"])  # of somebody's own program, whose log this is not
+    assert len(library.handlers) == 1
+    log_to_terminal(argparse.Namespace(), rank=0, ranks=8)
+    take_over(library.name, ["all is well"])
+    for message in ("all is well", "all is well but this", "all is lost"):
+        library.warning(message)
+    lines = capsys.readouterr().err.splitlines()
+    assert [re.sub(STAMP, "", line) for line in lines] == [
+        "WARNING rank 0: all is well but this",
+        "WARNING rank 0: all is lost",
+    ]
