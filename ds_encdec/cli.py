@@ -133,7 +133,9 @@ def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
 
     path, files = options.config, _settings(options, overrides)
     hostfile, looks_here = find_shipped(options.hostfile), not options.elsewhere
-    load_config(*files, hostfile=hostfile, looks_here=looks_here, further=frozen_in_vain)
+    notes: list[str] = []
+    load_config(*files, hostfile=hostfile, looks_here=looks_here, further=frozen_in_vain, notes=notes)
+    print("".join(f"{note}\n" for note in notes), end="")
     print(f"{show(str(path))[1:-1] if path else 'the default configuration'}: no problems found")
 
 
@@ -152,8 +154,9 @@ def _completion(options: argparse.Namespace, _: Sequence[str]) -> None:
 
 
 def _phases(options: argparse.Namespace, overrides: Sequence[str]) -> None:
+    from ds_encdec.config.rewording import given_fields
     from ds_encdec.phase_runs.run import run_phases
-    from ds_encdec.phases import plan_phases, select_phases
+    from ds_encdec.phases import plan_phases, select_phases, with_given
 
     asks_for_it = options.json or options.measured or options.tokens_per_second or options.price_per_gpu_hour
     if asks_for_it and not options.dry_run:
@@ -161,7 +164,7 @@ def _phases(options: argparse.Namespace, overrides: Sequence[str]) -> None:
             "--json, --tokens-per-second, --measured and --price-per-gpu-hour belong to --dry-run: add it"
         )
     phases = select_phases(options.only, options.first, options.last)
-    config = _load(options, overrides)
+    config = with_given(_load(options, overrides), given_fields(overrides))
     plans = plan_phases(config, phases, options.steps_per_phase)
     if not options.dry_run:
         outlive_readers()  # the phases are for what they leave, and not for these lines
@@ -194,8 +197,9 @@ def _rate(options: argparse.Namespace) -> float | None:
 
 
 def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> None:
+    from ds_encdec.config.rewording import given_fields
     from ds_encdec.memory.question import contradictions
-    from ds_encdec.phases import plan_phases
+    from ds_encdec.phases import plan_phases, with_given
     from ds_encdec.plan import describe_plan, plan_run
 
     if options.price_per_gpu_hour and not (options.tokens_per_second or options.measured):
@@ -208,7 +212,7 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     if options.phases:
         if options.tokens or options.nodes != 1:
             raise ConfigError("--tokens and --nodes are about a single run: leave them out, or --phases")
-        _print_plan_of_phases(options, plan_phases(config))
+        _print_plan_of_phases(options, plan_phases(with_given(config, given_fields(overrides))))
         return
     plan = plan_run(
         config,

@@ -6,13 +6,13 @@ that a plan can be looked at, and refused, at once.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 from ds_encdec.config.rules import ROLLBACK_FIELDS, find_conflicts
-from ds_encdec.config.schema import FullConfig, PhasesConfig, TrainingConfig
+from ds_encdec.config.schema import FullConfig, PhaseOverrides, PhasesConfig, TrainingConfig
 from ds_encdec.config.settings import closest
 from ds_encdec.config.shares import global_batch_size, is_auto, micro_batches_per_step
 from ds_encdec.types import ConfigError
@@ -73,6 +73,9 @@ PHASE_CONFIGS = {
 """The defaults; the YAML's `phases:` replaces single fields."""
 
 
+_CADENCES = ("num_train_steps", "eval_steps", "save_steps", "logging_steps")
+
+
 def parse_phase(name: str) -> TrainingPhase:
     """The phase of that name. Raises ConfigError that lists them."""
     try:
@@ -100,6 +103,22 @@ def phase_config(config: FullConfig, phase: TrainingPhase) -> PhaseConfig:
     """The numbers of `phase`: the defaults, and what the configuration's `phases:` says instead."""
     overrides = getattr(config.phases, phase).model_dump(exclude_none=True)
     return dataclasses.replace(PHASE_CONFIGS[phase], **overrides)
+
+
+def with_given(config: FullConfig, given: Collection[str]) -> FullConfig:
+    """`config`, in which fields of `training` that the command line has `given` go before a phase's defaults.
+
+    What `phases` says of a phase goes before both. Steps can only become fewer: they end a run, and tokens may before.
+    """
+    named = {name for name in _CADENCES if f"training.{name}" in given}
+    phases = {}
+    for phase in PHASES:
+        own: PhaseOverrides = getattr(config.phases, phase)
+        values = {name: getattr(config.training, name) for name in named if getattr(own, name) is None}
+        if "num_train_steps" in values:
+            values["num_train_steps"] = min(values["num_train_steps"], PHASE_CONFIGS[phase].num_train_steps)
+        phases[str(phase)] = own.model_copy(update=values)
+    return config.model_copy(update={"phases": config.phases.model_copy(update=phases)})
 
 
 def phase_folder(config: FullConfig, phase: TrainingPhase) -> Path:
@@ -161,6 +180,15 @@ class PlannedPhase:
         """Optimizer steps of its run."""
         return self.config.training.num_train_steps
 
+    def differences(self, config: FullConfig) -> str:
+        """The numbers of `config` that are others in its run, in words; empty for none."""
+        pairs = {
+            name: (getattr(self.config.training, name), getattr(config.training, name))
+            for name in (*_CADENCES, "warmup_steps")
+        }
+        changed = [f"{name}={now:,} (not {asked:,})" for name, (now, asked) in pairs.items() if now != asked]
+        return f"phases.{self.phase} sets {', '.join(changed)}" if changed else ""
+
     @property
     def folder(self) -> Path:
         """The folder of its run."""
@@ -199,6 +227,7 @@ def plan_phase(config: FullConfig, phase: TrainingPhase, max_steps: int | None =
             "num_train_steps": steps,
             "num_train_epochs": None,
             "warmup_steps": _warmup_steps(config, settings, steps),
+            "warmup_ratio": None,
             "eval_steps": min(settings.eval_steps, steps),
             "save_steps": save_steps,
             "logging_steps": min(settings.logging_steps, steps),
@@ -237,7 +266,9 @@ def _warmup_steps(config: FullConfig, settings: PhaseConfig, steps: int) -> int:
     """
     if settings.warmup_steps is not None and steps == settings.num_train_steps:
         return settings.warmup_steps
-    wanted = config.training.warmup_steps if settings.warmup_steps is None else settings.warmup_steps
+    ratio, wanted = config.training.warmup_ratio, settings.warmup_steps
+    if wanted is None:
+        wanted = config.training.warmup_steps if ratio is None else math.ceil(steps * ratio)
     return max(1, min(wanted, steps // 10)) if wanted else 0
 
 

@@ -38,7 +38,11 @@ which says why, slower to find the error than they, nobody would ever read it.""
 ARGUMENTS: Arguments = {
     "--config": value("YAML of the run (default: the schema's defaults, ds_configs/qwen3_0.6b_ul2.yaml)", Path),
     "--deepspeed_config --deepspeed-config": value("raw DeepSpeed JSON, reconciled with the YAML", Path),
-    "--resume": value("go on from the newest whole checkpoint, or from this one", metavar="auto|PATH"),
+    "--resume --resume_from --resume_from_checkpoint": value(
+        "go on from the newest whole checkpoint, or from this one",
+        lambda text: "auto" if text.lower() == "true" else text,  # as Hugging Face has it
+        metavar="auto|PATH",
+    ),
     "--allow-data-change": flag("resume although the data is not the checkpoint's"),
     "--print-config": flag("print the resolved YAML and stop"),
     "--print-deepspeed-config": flag("print DeepSpeed's JSON and stop"),
@@ -77,7 +81,9 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Load the configuration, then print it or train with it. Raises DsEncDecError."""
     outlive_readers()
     if options.print_config:
-        print(_load(options, overrides).dump_yaml(), end="")
+        notes: list[str] = []
+        config = _load(options, overrides, notes)
+        print("".join(f"# {note}\n" for note in notes) + config.dump_yaml(), end="")
     elif options.print_deepspeed_config:
         config = _load(options, overrides)
         from ds_encdec.build import planned_deepspeed_json
@@ -95,10 +101,16 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 0
 
 
-def _load(options: argparse.Namespace, overrides: Sequence[str]) -> FullConfig:
+def _load(options: argparse.Namespace, overrides: Sequence[str], notes: list[str] | None = None) -> FullConfig:
+    """The run's configuration. What was read in other words goes to `notes`, or else into the log."""
     from ds_encdec.config.schema import find_shipped, load_config
 
-    return load_config(find_shipped(options.config), overrides, find_shipped(options.deepspeed_config))
+    found = [] if notes is None else notes
+    config = load_config(find_shipped(options.config), overrides, find_shipped(options.deepspeed_config), notes=found)
+    if notes is None:
+        for note in found:
+            logging.getLogger(__name__).info("%s", note)
+    return config
 
 
 if __name__ == "__main__":

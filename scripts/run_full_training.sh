@@ -6,7 +6,11 @@
 #   scripts/run_full_training.sh hostfiles/8gpu infra.output_dir=/data/run
 #
 # Without a host file: infra.num_gpus ranks on this machine. Called again it goes on where it stopped.
-# Another configuration than the shipped one: --config FILE.
+# Another configuration than the shipped one: --config FILE. Variables before the command, which its arguments replace:
+#
+#   PHASE=validation MODEL_PATH=Qwen/Qwen3-0.6B DATASET=HuggingFaceFW/fineweb-edu OUTPUT_DIR=/data/run scripts/run_full_training.sh
+#
+# PHASE: sanity_check, validation, medium or full alone, or all; MODEL_PATH: the model to start from.
 set -euo pipefail
 
 case "${1-}" in -h | --help) sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;; esac
@@ -20,5 +24,12 @@ case "${1-}" in
         shift ;;
 esac
 
+settings=()
+[ "${PHASE:-all}" = all ] || settings+=(--only "$PHASE")
+[ -z "${MODEL_PATH:-}" ] || settings+=("model.model_name_or_path=$MODEL_PATH")
+[ -z "${DATASET:-}" ] || settings+=("data.dataset_name=$DATASET")
+[ -z "${OUTPUT_DIR:-}" ] || settings+=("infra.output_dir=$OUTPUT_DIR")
+
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
-exec ds-encdec phases --config "$ROOT/ds_configs/qwen3_0.6b_ul2.yaml" ${launcher[@]+"${launcher[@]}"} "$@"
+exec ds-encdec phases --config "$ROOT/ds_configs/qwen3_0.6b_ul2.yaml" \
+    ${launcher[@]+"${launcher[@]}"} ${settings[@]+"${settings[@]}"} "$@"

@@ -140,6 +140,7 @@ def test_an_addition_takes_two_places_at_most_and_has_a_test() -> None:
         "a metric of an interval",
         "an engine",
         "a field",
+        "a word of another tool",
         "an objective",
         "a data source",
         "a metric of generated texts",

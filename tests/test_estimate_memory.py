@@ -352,7 +352,10 @@ def test_the_verb_is_the_module(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["--model", "/nowhere"], ["/nowhere is not a local folder"]),
         (["training.batch=4"], ["training.batch", "unknown key"]),
-        (["infra.sharding_stage=zero0"], ["without sharding there is nothing to offload"]),
+        (
+            ["infra.sharding_stage=zero0", "infra.offload_optimizer=cpu"],
+            ["without sharding there is nothing to offload"],
+        ),
         (["data.num_lanes=63"], ["data.num_lanes=63 cannot be divided evenly among 8 ranks", "1, 3, 7, 9, 21, 63"]),
         (["training.global_batch_size=20"], ["per_device_train_batch_size=5 cannot be divided evenly among 8 ranks"]),
         (

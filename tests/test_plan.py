@@ -120,10 +120,11 @@ def test_auto_is_planned_by_its_global_batch(capsys: pytest.CaptureFixture[str])
         (["--gpus", "8", "--nodes", "3"], "multiple of 3"),
         (["data.num_lanes=63"], "cannot be divided evenly"),
         (["model.model_name_or_path=Qwen/Qwen3-7B"], "nothing is downloaded for an estimate"),
-        (["training.steps=3"], "unknown key"),
+        (["training.colour=3"], "unknown key"),
         (["--price-per-gpu-hour", "2"], "needs a rate"),
         (["--measured", "/nowhere"], "no such folder"),
         (["--gpus", "4", "infra.num_gpus=8"], "give only one"),
+        (["--gpus", "4", "num_processes=8"], "give only one"),
     ],
 )
 def test_bad_input(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:

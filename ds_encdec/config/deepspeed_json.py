@@ -1,9 +1,9 @@
 """A raw DeepSpeed JSON, read into the schema.
 
 "auto", null and absent keys leave a field to the YAML file, the command line and the schema's default. What
-the JSON sets must agree with what those set. Three things follow from the JSON without being written in it,
-because DeepSpeed reads it so: fp16 switches bf16 off, and a ZeRO stage given without an offload block
-means no offload; they give way to the YAML file and the command line.
+the JSON sets must agree with what those set. One thing follows from the JSON without being written in it, because
+DeepSpeed reads it so: a ZeRO stage given without an offload block means no offload, which gives way to the YAML file
+and the command line.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import Any
 
 from ds_encdec.config.deepspeed_keys import IGNORED, PASSED_ON, SCHEMA_FIELDS, check_keys
 from ds_encdec.config.plain_files import JSON_TOKEN, MAX_NODES, bound_json
-from ds_encdec.config.settings import LONGEST_NAME, Mention, Problem, Settings, above, join, show
+from ds_encdec.config.settings import LONGEST_NAME, Mention, Problem, Settings, above, join, masked, show
 from ds_encdec.config.validation import default_of, mention, wrong_value
 from ds_encdec.config.yaml_text import file_problem, read_text, whole_number
 
@@ -178,17 +178,16 @@ class _Merger:
     def merged(self) -> Settings:
         """The settings, with every claim put in where nothing was set; where something was, the two must agree.
 
-        DeepSpeed reads more into the JSON than is written there: fp16 means no bf16, a stage alone means no offload.
+        DeepSpeed reads more into the JSON than is written there: a stage alone means no offload.
         """
         for claim in self.claims.values():
             present = self.settings.get(claim.field)
             if present is not None and not self._agree(present, claim):
-                message = 'the two disagree: make them equal, or leave it to one (in the JSON with "auto")'
+                message = 'the two disagree: make them equal, or leave it to one (null here, or "auto" in the JSON)'
                 self._report(message, mention(self.settings, claim.field), claim.said)
-        half, stage = self.claims.get("training.fp16"), self.claims.get("infra.sharding_stage")
-        implied = [_Claim("training.bf16", False, half.said)] if half is not None and half.value is True else []
+        stage, implied = self.claims.get("infra.sharding_stage"), list[_Claim]()
         if stage is not None:
-            implied += [_Claim(f"infra.offload_{what}", "none", stage.said) for what in ("optimizer", "params")]
+            implied = [_Claim(f"infra.offload_{what}", "none", stage.said) for what in ("optimizer", "params")]
         result = deepcopy(self.settings)
         for claim in [*self.claims.values(), *implied]:
             if result.get(claim.field) is None:
@@ -234,7 +233,7 @@ def _meant(path: str, value: Any) -> list[tuple[str, Any]] | str:
 
 
 def _mention(document: Settings, path: str, value: Any) -> Mention:
-    return Mention(document.place_of(path), path, show(value))
+    return Mention(document.place_of(path), path, show(masked(path.rpartition(".")[2], value)))
 
 
 def _is_count(value: Any) -> bool:

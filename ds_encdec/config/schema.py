@@ -11,19 +11,22 @@ import importlib.util
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
 from functools import partial
 from glob import iglob
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from pydantic import ValidationError, ValidationInfo, model_validator
 
 from ds_encdec.config.converters import load_converter
 from ds_encdec.config.deepspeed_json import merge_deepspeed_json, read_deepspeed_json
 from ds_encdec.config.first_rows import unusable_rows
+from ds_encdec.config.implied import imply
 from ds_encdec.config.model_folder import is_hub_name
 from ds_encdec.config.model_sections import ArchitectureConfig, LoraConfig, ModelConfig  # noqa: F401  also found here
 from ds_encdec.config.monitor_sections import MonitorConfig, PhaseOverrides, PhasesConfig  # noqa: F401
+from ds_encdec.config.rewording import Reading
 from ds_encdec.config.rules import Sections, find_conflicts, marked  # noqa: F401
 from ds_encdec.config.sections import LOCAL_FORMATS, DataConfig, Mark, MixtureSource, Section, Source  # noqa: F401
 from ds_encdec.config.settings import COMMAND_LINE, Conflict, Mention, Problem, Settings, raise_if_any, show, unusable
@@ -37,11 +40,31 @@ from ds_encdec.text_metrics import FIGURES, TEXT_METRICS, not_installed
 from ds_encdec.types import ConfigError
 
 _JSON_FIELD = "infra.deepspeed_config"
+_DEEPSPEED_KEYS = {
+    "train_micro_batch_size_per_gpu",
+    "train_batch_size",
+    "zero_optimization",
+    "zero_allow_untested_optimizer",
+}
+_PROJECT_FIELD, _PROJECT_VARIABLE = "infra.wandb_project", "WANDB_PROJECT"
 _HOST = re.compile(r"(\S+)\s+slots=(\d{1,9})(?!\d)")
 
 
 class FullConfig(Sections):
     """A run. One that exists is consistent: contradictions between its fields are errors too."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _imply(cls, values: Any) -> Any:
+        """Let what is set decide what is not, in a configuration built in Python too."""
+        if not isinstance(values, dict):
+            return values
+        plain = {
+            name: part.model_dump(exclude_unset=True) if isinstance(part, Section) else part
+            for name, part in values.items()
+        }
+        imply(settings := Settings(deepcopy(plain)))
+        return settings.values
 
     @model_validator(mode="after")
     def _reject_contradictions(self, info: ValidationInfo) -> FullConfig:
@@ -73,6 +96,7 @@ def load_config(
     looks_here: bool = False,
     unread: Sequence[str] = (),
     further: Callable[[FullConfig], Iterable[Conflict]] = lambda config: (),
+    notes: list[str] | None = None,
 ) -> FullConfig:
     """The validated configuration of a run.
 
@@ -82,6 +106,7 @@ def load_config(
     set. What the JSON and the other two both set must agree. `hostfile`: hosts that a run of it must be able to start
     on. `looks_here`: what it names must be on this machine. `unread`: sections or fields whose contradictions do not
     matter. `further`: finds what only higher rooms know.
+    `notes`: takes what was written in other tools' words (word_table.py) and how it was read.
 
     The result stands on its own: `infra.deepspeed_config` is None, because everything the JSON says has gone
     into the fields that stand for it, the rest into `infra.deepspeed_extra`.
@@ -90,13 +115,22 @@ def load_config(
     """
     problems: list[Problem] = []
     path = find_shipped(Path(path).expanduser()) if isinstance(path, str) else path
-    settings = read_yaml(path, problems) if path is not None else Settings()
-    apply_overrides(settings, overrides, problems)
+    settings, reading = read_yaml(path, problems) if path is not None else Settings(), Reading()
+    if not problems and _DEEPSPEED_KEYS & settings.values.keys():
+        message = f"this is a DeepSpeed JSON, and no configuration of a run: --deepspeed_config {path} reads it"
+        raise_if_any([file_problem(Path(str(path)), message)])
+    reading.read_file(settings, problems)
+    apply_overrides(settings, overrides, problems, partial(reading.read_override, settings))
+    if notes is not None:
+        notes += reading.notes
     json_path, named_by = _find_json(settings, path, deepspeed_config, problems)
     if json_path is not None:
         document = read_deepspeed_json(json_path, problems, named_by)
         settings = merge_deepspeed_json(settings, document, problems)
         settings.put(_JSON_FIELD, None, "")
+    if settings.get(_PROJECT_FIELD) is None and os.environ.get(_PROJECT_VARIABLE):
+        settings.put(_PROJECT_FIELD, os.environ[_PROJECT_VARIABLE], _PROJECT_VARIABLE)
+    imply(settings)
     values = validate(settings, problems, unread)
     config = FullConfig() if values is None else FullConfig.model_validate(values, context={"was_judged": True})
     if values is not None and hostfile is not None:

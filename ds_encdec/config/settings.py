@@ -24,6 +24,7 @@ LONGEST_NAME = 100
 LARGEST_FLOAT32 = 3.4e38
 _NOT_TEXT = re.compile("[\0\ud800-\udfff]")
 _NOTHING = object()
+_ALLOWED = "unknown key; allowed: "
 
 
 class Rule(NamedTuple):
@@ -186,6 +187,18 @@ def show(value: Any) -> str:
     return _printable(json.dumps(value, default=str, ensure_ascii=False), 80)
 
 
+_SECRET = re.compile(r"token(?!i)|secret|passw|credential|api_?key|(?:^|_)key$", re.IGNORECASE)
+
+
+def masked(key: str, value: Any) -> Any:
+    """`value` without the texts of keys that are called like secrets, to be printed; it stands at `key`."""
+    if isinstance(value, dict):
+        return {inner: masked(str(inner), child) for inner, child in value.items()}
+    if isinstance(value, list):
+        return [masked(key, item) for item in value]
+    return "***" if isinstance(value, str) and value and _SECRET.search(key) else value
+
+
 def _printable(text: str, length: int = 200) -> str:
     """`text` on one line that every terminal can be sent."""
     text = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text[: length + 1])
@@ -205,7 +218,7 @@ def unknown_key(word: str, allowed: Iterable[str], elsewhere: Sequence[str] = ()
         return f"unknown key here; did you mean `{'` or `'.join(elsewhere)}`?"
     names = sorted(allowed)
     guess = closest(word, names)
-    return f"unknown key; did you mean `{guess}`?" if guess else f"unknown key; allowed: {', '.join(names)}"
+    return f"unknown key; did you mean `{guess}`?" if guess else f"{_ALLOWED}{', '.join(names)}"
 
 
 def raise_if_any(problems: Sequence[Problem]) -> None:
@@ -216,7 +229,16 @@ def raise_if_any(problems: Sequence[Problem]) -> None:
     count = "1 problem" if len(listed) == 1 else f"{len(listed)} problems"
     if len(listed) > MOST_SHOWN:
         count += f", of which these are the first {MOST_SHOWN}"
-    raise ConfigError("\n".join([f"The configuration has {count}:", *map(str, listed[:MOST_SHOWN])]))
+    raise ConfigError("\n".join([f"The configuration has {count}:", *map(str, _lists_once(listed[:MOST_SHOWN]))]))
+
+
+def _lists_once(problems: Iterable[Problem]) -> Iterator[Problem]:
+    """The problems, of which only the first in a section lists the names that are allowed there."""
+    seen = set[str]()
+    for problem in problems:
+        is_listed = problem.message in seen
+        seen |= {problem.message} if problem.message.startswith(_ALLOWED) else set()
+        yield Problem(problem.mentions, f"{_ALLOWED}the names above") if is_listed else problem
 
 
 def _order(place: str) -> tuple[bool, str, int, int]:

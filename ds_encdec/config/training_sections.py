@@ -26,12 +26,15 @@ from ds_encdec.plugins import installed, unknown
 from ds_encdec.text_metrics import FIGURES
 from ds_encdec.types import ConfigError
 
-_FSDP_STRATEGIES = {
+FSDP_STRATEGIES = {
     "FULL_SHARD": "zero3",
     "SHARD_GRAD_OP": "zero2",
     "NO_SHARD": "zero0",
     "HYBRID_SHARD": "zero3_hybrid",
 }
+"""The stage that each of FSDP's words stands for."""
+ENDLESS_SCHEDULES = ("WarmupLR", "constant")
+"""Schedules that do not depend on the length of the run."""
 TEXT_FIGURES = {figure: row.higher_is_better for figure, row in FIGURES.items() if not row.needs_model}
 """The figures of generated texts that evaluations in training have, and whether the higher is the better."""
 
@@ -99,7 +102,11 @@ class TrainingConfig(Section):
     """Passes over the training split, in the place of `num_train_steps`. They are counted in steps once, at the first
     start; the run's own config.yaml has these."""
     warmup_steps: Annotated[int, Mark.TUNABLE] = Field(default=1000, ge=0)
-    """Optimizer steps over which the learning rate rises."""
+    """Optimizer steps over which the learning rate rises. In a run of at most 1,000 steps the default is a tenth of
+    them, unless the schedule has no end."""
+    warmup_ratio: Annotated[float | None, Mark.TUNABLE] = Field(default=None, ge=0, lt=1)
+    """Share of the optimizer steps over which the learning rate rises, in the place of `warmup_steps`. It is read once;
+    the run's own config.yaml has the steps."""
     warmup_type: Annotated[Literal["linear", "log"], Mark.TUNABLE] = "linear"
     """Shape of the warm-up of DeepSpeed's schedules (DeepSpeed's own default is log)."""
     lr_scheduler_type: Annotated[Schedule | str, Mark.TUNABLE] = "WarmupDecayLR"
@@ -121,7 +128,7 @@ class TrainingConfig(Section):
     """Coefficient of the square of the logarithm of the softmax's normaliser, added to each token's loss (PaLM: 1e-4).
     Reported losses stay plain cross-entropy."""
     bf16: bool = True
-    """bfloat16 compute with float32 master weights."""
+    """bfloat16 compute with float32 master weights. With `fp16: true` the default is false."""
     fp16: bool = False
     """float16 compute with dynamic loss scaling; excludes bf16. Neither: float32."""
     activation_checkpointing: Annotated[Literal["none", "full", "every_n", "selective"], Mark.UNTRAINED] = "full"
@@ -240,7 +247,7 @@ class TrainingConfig(Section):
     def _rules(self) -> Iterable[Rule]:
         size, steps, schedule = self.per_device_train_batch_size, self.num_train_steps, self.lr_scheduler_type
         ends, decay_steps = "warmup_steps num_train_steps lr_scheduler_type", round(self.wsd_decay_fraction * steps)
-        is_late = schedule not in ("WarmupLR", "constant") and self.warmup_steps >= steps
+        is_late = schedule not in ENDLESS_SCHEDULES and self.warmup_steps >= steps
         is_short = schedule == "wsd" and self.warmup_steps < steps < self.warmup_steps + decay_steps
         is_one = self.average_checkpoints == 1
         yield Rule(
@@ -251,6 +258,8 @@ class TrainingConfig(Section):
         both = self.num_train_epochs is not None and steps != type(self).model_fields["num_train_steps"].default
         message = "the length of the run twice: remove one of the two, or set num_train_steps=null"
         yield Rule("num_train_epochs num_train_steps", message, both)
+        both = self.warmup_ratio is not None and self.warmup_steps != type(self).model_fields["warmup_steps"].default
+        yield Rule("warmup_ratio warmup_steps", "the warm-up twice: remove one of the two, or set it to null", both)
         yield _plugin_rule("lr_scheduler_type", "schedules", [schedule], get_args(Schedule))
         yield _plugin_rule("report_to", "sinks", self.report_to, get_args(Tracker))
         yield _plugin_rule("callbacks", "callbacks", self.callbacks, ())
@@ -318,12 +327,13 @@ class InfraConfig(Section):
     without."""
     sharding_stage: Literal["zero0", "zero1", "zero2", "zero3", "zero2_hybrid", "zero3_hybrid"] = "zero3"
     """Sharding: zero0 nothing (DDP), zero1 optimizer, zero2 + gradients, zero3 + parameters; `_hybrid`
-    shards inside a node and replicates across nodes."""
+    shards inside a node and replicates across nodes. With `distributed_type: ddp` the default is zero0."""
     hybrid_shard_size: int | None = Field(default=None, ge=1)
     """Ranks that hold one sharded copy together, with a `_hybrid` stage; must divide the ranks. None: the ranks of a
     node."""
     offload_optimizer: Literal["none", "cpu", "nvme"] = "cpu"
-    """Place of optimizer states and master weights. Not with zero0. `nvme` does not work yet and is refused."""
+    """Place of optimizer states and master weights. With zero0, where there is nothing to offload, the default is none.
+    `nvme` does not work yet and is refused."""
     offload_params: Literal["none", "cpu", "nvme"] = "none"
     """Place of parameters between uses. zero3 only. `nvme` does not work yet and is refused."""
     nvme_path: str | None = None
@@ -340,16 +350,18 @@ class InfraConfig(Section):
     """Time without a step after which every rank writes its stacks into the run's folder and ends (exit code 8);
     evaluations and saves count as life. None: two thirds of `distributed_timeout_minutes`; 0: never."""
     fsdp_sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"] | None = None
-    """Alias of `sharding_stage` in FSDP's words; must agree with it."""
+    """Alias of `sharding_stage` in FSDP's words: decides it, and must agree with it where both are set."""
     fsdp_activation_checkpointing: bool | None = None
-    """Alias of `training.activation_checkpointing` (true: full, false: none); must agree with it."""
+    """Alias of `training.activation_checkpointing` (true: full, false: none): decides it, and must agree with it where
+    both are set."""
     fsdp_cpu_offload: bool | None = None
-    """Alias of `offload_params` = cpu and `offload_optimizer` = cpu under FSDP; must agree with them."""
+    """Alias of `offload_optimizer` = cpu, and with zero3 of `offload_params` = cpu too (false: none): decides them, and
+    must agree with them where both are set."""
     fsdp_reduce_every_micro_batch: bool = False
     """FSDP2: reduce gradients after every micro-batch instead of once per step. Costs communication, and saves the
     4 bytes per parameter that each rank accumulates unsharded gradients in."""
     wandb_project: str = "qwen3-encoder-decoder"
-    """W&B project."""
+    """W&B project; where it is not set, the one in `WANDB_PROJECT`."""
     wandb_entity: str | None = None
     """W&B entity (team or user)."""
     wandb_run_name: str | None = None
@@ -378,11 +390,12 @@ class InfraConfig(Section):
         cpu = "cpu" if offloads else "none"
         for field in ("offload_optimizer", "offload_params"):
             place = getattr(self, field)
-            differs = offloads is not None and (place == "cpu") is not offloads
+            is_meant = field == "offload_optimizer" or not offloads or stage.startswith("zero3")
+            differs = offloads is not None and is_meant and (place == "cpu") is not offloads
             no_nvme = "nvme does not work yet: checkpoints would lack what is there; use cpu"
             yield Rule(field, no_nvme, place == "nvme")
             yield Rule(f"fsdp_cpu_offload {field}", f"the alias must agree: this is {field}={cpu}", differs)
-        meant = _FSDP_STRATEGIES.get(alias or "", stage)
+        meant = FSDP_STRATEGIES.get(alias or "", stage)
         message = f"the alias must agree: {alias} is sharding_stage={meant}"
         yield Rule("fsdp_sharding_strategy sharding_stage", message, meant != stage)
         hang = self.hang_timeout_minutes or 0

@@ -9,7 +9,18 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from ds_encdec.config.rules import Sections, fields, find_conflicts
-from ds_encdec.config.settings import DEFAULT, Conflict, Mention, Problem, Settings, above, closest, show, unknown_key
+from ds_encdec.config.settings import (
+    DEFAULT,
+    Conflict,
+    Mention,
+    Problem,
+    Settings,
+    above,
+    closest,
+    masked,
+    show,
+    unknown_key,
+)
 
 _EXPECTED = {
     "int_type": "a whole number",
@@ -23,35 +34,6 @@ _EXPECTED = {
     "model_type": "a mapping (`field: value` lines)",
     "model_attributes_type": "a mapping (`field: value` lines)",
 }
-_WORDS_ELSEWHERE = {
-    "max_steps": "training.num_train_steps",
-    "epochs": "training.num_train_epochs",
-    "num_epochs": "training.num_train_epochs",
-    "lr": "training.learning_rate",
-    "batch_size": "training.per_device_train_batch_size",
-    "warmup_ratio": "training.warmup_steps",
-    "eval_strategy": "training.eval_steps",
-    "evaluation_strategy": "training.eval_steps",
-    "gradient_checkpointing": "training.activation_checkpointing",
-    "mixed_precision": "training.bf16",
-    "predict_with_generate": "training.eval_generate_samples",
-    "max_new_tokens": "training.generation_max_new_tokens",
-    "hf_model_id": "model.model_name_or_path",
-    "model_id": "model.model_name_or_path",
-    "full_ft": "model.lora",
-    "use_lora": "model.lora",
-    "lora_rank": "model.lora.r",
-    "rank": "model.lora.r",
-    "alpha": "model.lora.lora_alpha",
-    "targets": "model.lora.target_modules",
-    "load_in_4bit": "model.lora.quantize",
-    "train_file": "data.data_files",
-    "validation_file": "data.eval_files",
-    "path_eval": "data.eval_files",
-    "eval_dataset": "data.eval_dataset_name",
-    "num_proc": "data.preprocessing_num_workers",
-}
-"""Names that other trainers have for a field, where nothing here is called so."""
 _STAND_INS: dict[Any, Any] = {int: 1, float: 1.0, str: "unknown"}
 _BOUNDS = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}
 
@@ -114,7 +96,9 @@ def default_of(path: str) -> Any:
 def mention(settings: Settings, path: str) -> Mention:
     """The field at `path` with where it was set, and to what."""
     if path in settings:
-        return Mention(settings.place_of(path), path, show(settings.get(path)))
+        value = settings.get(path)
+        shown = show(value if _field_at(path) else masked(path.rpartition(".")[2], value))
+        return Mention(settings.place_of(path), path, shown)
     return Mention(DEFAULT, path, show(default_of(path)))
 
 
@@ -139,7 +123,7 @@ def _explain(settings: Settings, detail: ErrorDetails) -> Problem:
     if detail["type"] == "missing":
         return Problem((Mention(settings.place_of(path), path),), "the field is required")
     if detail["type"] == "extra_forbidden":
-        elsewhere = [name for name in _meant(path) if key in _WORDS_ELSEWHERE or name.rpartition(".")[0] != parent]
+        elsewhere = [name for name in _meant(path) if name.rpartition(".")[0] != parent]
         return Problem((mention(settings, path),), unknown_key(key, _fields_in(parent), elsewhere))
     # A single string may stand for a list of one, and a mapping for a list, whose items nobody wrote.
     written = parent if key.isdigit() and path not in settings else path
@@ -149,8 +133,6 @@ def _explain(settings: Settings, detail: ErrorDetails) -> Problem:
 def _meant(path: str) -> list[str]:
     """The fields that an unknown key may stand for: a neighbour of similar name, else those of its name elsewhere."""
     parent, _, key = path.rpartition(".")
-    if key in _WORDS_ELSEWHERE:
-        return [_WORDS_ELSEWHERE[key]]
     guess = closest(key, _fields_in(parent))
     return [path.removesuffix(key) + guess] if guess else [name for name in fields() if name.endswith("." + key)]
 

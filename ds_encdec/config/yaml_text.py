@@ -5,14 +5,14 @@ reads a string), `no`, `on` and dates are strings, and a key that occurs twice i
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 
 from ds_encdec.config.plain_files import MAX_CONFIG_BYTES, MAX_DEPTH, MAX_NODES, read_plain
-from ds_encdec.config.settings import COMMAND_LINE, Mention, Problem, Settings, Unreadable, is_name, join, show
+from ds_encdec.config.settings import COMMAND_LINE, Mention, Problem, Settings, Unreadable, is_name, join, masked, show
 
 
 def whole_number(digits: str) -> int | float:
@@ -142,11 +142,16 @@ def read_yaml(path: Path, problems: list[Problem]) -> Settings:
     return Settings()
 
 
-def apply_overrides(settings: Settings, arguments: Sequence[str], problems: list[Problem]) -> None:
+def apply_overrides(
+    settings: Settings,
+    arguments: Sequence[str],
+    problems: list[Problem],
+    read: Callable[[str, Any, list[Problem]], Iterable[tuple[str, Any]]] = lambda name, value, _: [(name, value)],
+) -> None:
     """Put the `arguments` of the command line into `settings`, in their order; append to `problems` what is wrong.
 
     Each is `section.field=value` or `--section.field=value`, or two are `--section.field` and `value`. A mapping given
-    as a value replaces what stood there as a whole.
+    as a value replaces what stood there as a whole. `read` says which settings a name with its value amounts to.
     """
     remaining = list(arguments)
     while remaining:
@@ -159,10 +164,13 @@ def apply_overrides(settings: Settings, arguments: Sequence[str], problems: list
         if equals and len(parts) <= MAX_DEPTH and all(part.isidentifier() and is_name(part) for part in parts):
             field, message = name, "no such field: what stands above it is set to a single value"
             try:
-                if settings.put(name, parse_value(text, COMMAND_LINE, name, problems), COMMAND_LINE):
+                value = parse_value(text, COMMAND_LINE, name, problems)
+                if all(settings.put(*one, COMMAND_LINE) for one in read(name, value, problems)):
                     continue
             except UnreadableError as error:
-                message = f"{show(text)} is not a YAML value; quote it, as in {name}='\"...\"' ({error})"
+                message = (
+                    f"{show(masked(parts[-1], text))} is not a YAML value; quote it, as in {name}='\"...\"' ({error})"
+                )
         problems.append(Problem((Mention(COMMAND_LINE, field),), message))
 
 

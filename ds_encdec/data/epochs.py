@@ -10,6 +10,7 @@ import math
 from itertools import islice
 from typing import Any, cast
 
+from ds_encdec.config.implied import shortened_warmup
 from ds_encdec.config.rules import find_conflicts
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.evaluation import split_rows
@@ -35,8 +36,14 @@ def with_steps_of_epochs(config: FullConfig, steps: int) -> FullConfig:
 
     Raises ConfigError where its other fields do not go with them.
     """
-    epochs = config.training.num_train_epochs
-    changes = {"num_train_steps": steps, "num_train_epochs": None}
+    training = config.training
+    epochs, ratio, warmup_steps = training.num_train_epochs, training.warmup_ratio, training.warmup_steps
+    if ratio is not None:
+        warmup_steps = math.ceil(steps * ratio)
+    elif warmup_steps == type(training).model_fields["warmup_steps"].default:
+        shorter = shortened_warmup(steps, training.lr_scheduler_type)
+        warmup_steps = warmup_steps if shorter is None else shorter
+    changes = {"num_train_steps": steps, "num_train_epochs": None, "warmup_steps": warmup_steps, "warmup_ratio": None}
     counted = config.model_copy(update={"training": config.training.model_copy(update=changes)})
     if conflicts := find_conflicts(counted):
         lines = "\n".join(f"  {', '.join(conflict.fields)}: {conflict.message}" for conflict in conflicts)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, TypeVar
 
+from ds_encdec.config.rewording import given_fields
 from ds_encdec.config.rules import engine_candidates
 from ds_encdec.config.schema import FullConfig, find_shipped, load_config
 from ds_encdec.config.shares import (
@@ -141,7 +142,7 @@ def _remarks(options: argparse.Namespace, model: list[str], config: FullConfig, 
 
 def contradictions(options: Mapping[str, object], overrides: Sequence[str]) -> list[str]:
     """Options (name: value, None where not given) beside overrides of the fields that they stand for."""
-    fields = [override.removeprefix("--").partition("=")[0] for override in overrides]
+    fields = sorted(given_fields(overrides))
     return [
         f"{option} {value} and {field}=… set the same field: give only one"
         for option, value in options.items()

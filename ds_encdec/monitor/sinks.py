@@ -249,22 +249,23 @@ class TensorBoardSink(Sink):
 class WandbSink(Sink):
     """A Weights & Biases run: online where somebody is logged in, else offline with one warning.
 
-    Credentials come from W&B's own places (WANDB_API_KEY, netrc); WANDB_MODE is obeyed. The run's id is kept in
-    `logging_dir`/wandb_run_id, so a resumed run continues the same W&B run. Our step is the chart's x axis and
-    not W&B's, which cannot go back to the step of a checkpoint. At a rollback W&B keeps every point, and the abandoned
-    branch is seen beside the new one.
+    Credentials come from W&B's own places (WANDB_API_KEY, netrc); WANDB_MODE, WANDB_DIR and WANDB_RUN_ID are obeyed.
+    The run's id is kept in `logging_dir`/wandb_run_id, so a resumed run continues the same W&B run. Our step is the
+    chart's x axis and not W&B's, which cannot go back to the step of a checkpoint. At a rollback W&B keeps every point,
+    and the abandoned branch is seen beside the new one.
     """
 
     def __init__(self, logging_dir: Path, infra: InfraConfig, run_config: dict[str, Any]) -> None:
         logging_dir.mkdir(parents=True, exist_ok=True)
-        if not (id_file := logging_dir / "wandb_run_id").exists():
-            id_file.write_text(secrets.token_hex(4) + "\n")
+        given, id_file = os.environ.get("WANDB_RUN_ID"), logging_dir / "wandb_run_id"
+        if given or not id_file.exists():
+            id_file.write_text((given or secrets.token_hex(4)) + "\n")
         self._run = _start_wandb(
             project=infra.wandb_project,
             entity=infra.wandb_entity,
             name=infra.wandb_run_name,
             config=run_config,
-            dir=str(logging_dir),
+            dir=os.environ.get("WANDB_DIR") or str(logging_dir),
             id=id_file.read_text().strip(),
             resume="allow",
         )

@@ -174,6 +174,8 @@ def _run_phase(config: FullConfig, planned: PlannedPhase, subprocess_run: Subpro
     else:
         for change in changes:
             _say(f"phase {planned.phase} goes on with another setting: {change}")
+        if differences := planned.differences(config):
+            _say(differences)
         folder.begin(planned.config, weights_sha256, changes)
         _train(planned, folder, subprocess_run, launcher)
     _judge_and_hand_on(planned, folder, before.get("pipeline_initial_loss"))
@@ -256,6 +258,7 @@ def _judge_and_hand_on(planned: PlannedPhase, folder: PhaseFolder, pipeline_init
     _say(f"phase {planned.phase} {'passed its gate' if passed else 'did not pass its gate'}:")
     for check in verdict["checks"]:
         _say(f"  {'✓' if check['passed'] else '✗'} {check['name']}: {check['message']}")
+    _say(f"  {_in_short(verdict)}")
     if not passed:
         failed = "; ".join(check["message"] for check in verdict["checks"] if not check["passed"])
         raise GateError(
@@ -263,6 +266,16 @@ def _judge_and_hand_on(planned: PlannedPhase, folder: PhaseFolder, pipeline_init
             f"changed (phases.{planned.phase}) are applied to it without training again; to train it again, delete "
             f"{planned.folder}."
         )
+
+
+def _in_short(verdict: "Verdict") -> str:
+    """How far the phase came, and what happened on the way."""
+    loss, norm, alerts = (verdict["summary"][name] for name in ("loss", "grad_norm", "alerts"))
+    losses = " → ".join("none" if loss[name] is None else f"{loss[name]:.4f}" for name in ("initial", "current"))
+    return (
+        f"{verdict['steps']:,} steps, {verdict['tokens_seen']:,} tokens; loss {losses}; gradient norm "
+        f"{norm['mean'] or 0:.3f} in the mean of its window; {len(alerts)} alert(s)"
+    )
 
 
 class Verdict(TypedDict):

@@ -124,6 +124,7 @@ def on_one_rank(config: FullConfig) -> FullConfig:
         "gradient_accumulation_steps": 1,
         "lr_scheduler_type": "constant",
         "warmup_steps": 0,
+        "warmup_ratio": None,
     }
     fields["infra"] |= {"num_gpus": 1, "hybrid_shard_size": None}
     fields["infra"]["deepspeed_extra"].pop("scheduler", None)

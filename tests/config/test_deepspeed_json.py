@@ -115,13 +115,13 @@ def test_disagreement_names_both_places_and_both_values(tmp_path: Path) -> None:
 The configuration has 3 problems:
   run.yaml:2: training.max_grad_norm = 1.0
   ds.json:2:2: gradient_clipping = 0.5
-      the two disagree: make them equal, or leave it to one (in the JSON with "auto")
+      the two disagree: make them equal, or leave it to one (null here, or "auto" in the JSON)
   run.yaml:4: infra.deepspeed_extra.zero_optimization.sub_group_size = 6
   ds.json:5:3: zero_optimization.sub_group_size = 5
-      the two disagree: make them equal, or leave it to one (in the JSON with "auto")
+      the two disagree: make them equal, or leave it to one (null here, or "auto" in the JSON)
   command line: infra.sharding_stage = "zero3"
   ds.json:4:3: zero_optimization.stage = 2
-      the two disagree: make them equal, or leave it to one (in the JSON with "auto")"""
+      the two disagree: make them equal, or leave it to one (null here, or "auto" in the JSON)"""
     )
 
 

@@ -22,6 +22,8 @@ from ds_encdec.config.schema import (
     load_saved,
 )
 from ds_encdec.config.yaml_text import parse_value, write_yaml
+from ds_encdec.data.epochs import with_steps_of_epochs
+from ds_encdec.phases import TrainingPhase, plan_phase
 from ds_encdec.types import ConfigError
 
 ARCHITECTURE = """\
@@ -85,6 +87,18 @@ def test_epochs_take_the_place_of_a_files_steps(tmp_path: Path) -> None:
     assert (training.num_train_epochs, training.num_train_steps) == (3, 100_000)
     with pytest.raises(ConfigError, match="must be a whole number"):
         load(tmp_path, text, "training.num_train_steps=null")
+
+
+def test_a_share_of_the_steps_is_the_warm_up(tmp_path: Path) -> None:
+    steps, share = "training.num_train_steps=70", "training.warmup_ratio=0.1"
+    training = load(tmp_path, "training: {warmup_ratio: 0.5}", steps, share).training
+    assert (training.warmup_steps, training.warmup_ratio) == (7, None)
+    with pytest.raises(ConfigError, match="the warm-up twice"):
+        load(tmp_path, "training: {warmup_steps: 5}", steps, share)
+    later = load(tmp_path, "data: {dataset_name: builtin}", "training.num_train_epochs=2", share)
+    assert later.training.warmup_ratio == 0.1
+    assert with_steps_of_epochs(later, 30).training.warmup_steps == 3
+    assert plan_phase(later, TrainingPhase.MEDIUM, 20).config.training.warmup_steps == 2
 
 
 def test_override_values_are_yaml(tmp_path: Path) -> None:

@@ -19,7 +19,9 @@ UNTRAINED += "eval_generate_samples generation_max_new_tokens generation_num_bea
 UNTRAINED += "load_best_model_at_end export_at_end callbacks "
 UNTRAINED += "save_interval_hours save_total_limit save_on_best async_save average_checkpoints logging_steps report_to "
 UNTRAINED += "activation_checkpointing activation_checkpointing_every_n activation_offload torch_compile"
-TUNABLE = "learning_rate weight_decay max_grad_norm lr_scheduler_type warmup_steps warmup_type min_lr_ratio "
+TUNABLE = (
+    "learning_rate weight_decay max_grad_norm lr_scheduler_type warmup_steps warmup_ratio warmup_type min_lr_ratio "
+)
 TUNABLE += "wsd_decay_fraction max_consecutive_skipped_steps early_stopping_patience early_stopping_threshold "
 TUNABLE += "metric_for_best_model greater_is_better "
 TUNABLE += "residual_dropout attention_dropout label_smoothing z_loss"

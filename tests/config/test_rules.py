@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from ds_encdec.config.rules import engine_candidates
-from ds_encdec.config.schema import FullConfig, TrainingConfig, load_config
+from ds_encdec.config.schema import FullConfig, InfraConfig, TrainingConfig, load_config
 from ds_encdec.config.settings import Conflict, Rule, broken
 from ds_encdec.types import ConfigError
 
@@ -89,7 +90,7 @@ def load(settings: dict[str, Any]) -> FullConfig:
         (SCRATCH | {"model.model_name_or_path": "x"}, 'model.model_name_or_path = "x"', "one of the two"),
         ({"model.model_name_or_path": "null"}, "model.model_name_or_path = null", "one of the two is needed"),
         ({"model.architecture": SCRATCH["model.architecture"]}, "tokenizer_name_or_path = null", "builtin"),
-        ({"training.fp16": "true"}, "default: training.bf16 = true", "at most one"),
+        ({"training.fp16": "true", "training.bf16": "true"}, "training.bf16 = true", "at most one"),
         ({"training.bf16": "false", "training.fp16": "true", "infra.device": "cpu"}, "infra.device", "on CPUs"),
         (
             {"training.bf16": "false", "training.fp16": "true"}
@@ -97,7 +98,7 @@ def load(settings: dict[str, Any]) -> FullConfig:
             'infra.sharding_stage = "zero0"',
             "trains float16 wrongly",
         ),
-        ({"infra.sharding_stage": "zero0"}, 'default: infra.offload_optimizer = "cpu"', "nothing to offload"),
+        ({"infra.sharding_stage": "zero0", "infra.offload_optimizer": "cpu"}, '_optimizer = "cpu"', "to offload"),
         ({"infra.sharding_stage": "zero2", "infra.offload_params": "cpu"}, "offload_params", "set zero3"),
         ({"infra.sharding_stage": "zero2_hybrid"}, 'infra.sharding_stage = "zero2_hybrid"', "FSDP2"),
         ({"model.lora": "{}", "training.freeze": "encoder.*"}, 'training.freeze = "encoder.*"', "frozen already"),
@@ -110,7 +111,7 @@ def load(settings: dict[str, Any]) -> FullConfig:
             "zero_quantized_nontrainable_weights",
             "quantizes frozen weights",
         ),
-        ({"infra.distributed_type": "ddp"}, 'infra.sharding_stage = "zero3"', "ddp shards nothing"),
+        ({"infra.distributed_type": "ddp", "infra.sharding_stage": "zero3"}, '= "zero3"', "ddp shards nothing"),
         ({"training.activation_checkpointing": "selective"}, '= "selective"', "FSDP2"),
         ({"training.torch_compile": "true"}, "training.torch_compile = true", "FSDP2's"),
         ({"infra.fsdp_reduce_every_micro_batch": "true"}, "fsdp_reduce_every_micro_batch = true", "FSDP2's"),
@@ -134,11 +135,23 @@ def load(settings: dict[str, Any]) -> FullConfig:
         ({"model.tokenizer_name_or_path": "builtin"}, '= "Qwen/Qwen3-0.6B"', "builtin goes with an architecture"),
         ({"infra.offload_optimizer": "nvme"}, 'infra.offload_optimizer = "nvme"', "nvme does not work yet"),
         ({"infra.offload_params": "nvme"}, 'infra.offload_params = "nvme"', "nvme does not work yet"),
-        ({"infra.fsdp_sharding_strategy": "SHARD_GRAD_OP"}, "sharding_stage", "SHARD_GRAD_OP is sharding_stage=zero2"),
-        ({"infra.fsdp_activation_checkpointing": "false"}, '= "full"', "activation_checkpointing=none"),
-        ({"infra.fsdp_cpu_offload": "true"}, 'infra.offload_params = "none"', "offload_params=cpu"),
-        ({"infra.fsdp_cpu_offload": "false"}, 'infra.offload_optimizer = "cpu"', "offload_optimizer=none"),
-        ({"training.num_train_steps": 1000}, "training.warmup_steps = 1000", "must end before the run does"),
+        (
+            {"infra.fsdp_sharding_strategy": "SHARD_GRAD_OP", "infra.sharding_stage": "zero3"},
+            'infra.sharding_stage = "zero3"',
+            "SHARD_GRAD_OP is sharding_stage=zero2",
+        ),
+        (
+            {"infra.fsdp_activation_checkpointing": "false", "training.activation_checkpointing": "full"},
+            '= "full"',
+            "activation_checkpointing=none",
+        ),
+        ({"infra.fsdp_cpu_offload": "true", "infra.offload_params": "none"}, "params = ", "offload_params=cpu"),
+        ({"infra.fsdp_cpu_offload": "false", "infra.offload_optimizer": "cpu"}, '= "cpu"', "offload_optimizer=none"),
+        (
+            {"training.num_train_steps": 9, "training.warmup_steps": 9},
+            "warmup_steps = 9",
+            "must end before the run does",
+        ),
         ({"training.warmup_steps": 0}, "training.warmup_steps = 0", "at least 1 step of warm-up"),
         (
             {"training.lr_scheduler_type": "wsd", "training.wsd_decay_fraction": 0.995},
@@ -252,9 +265,33 @@ def test_what_is_allowed(settings: dict[str, Any]) -> None:
     load(settings)
 
 
+@pytest.mark.parametrize(
+    ("settings", "decided"),
+    [
+        ({"infra.fsdp_cpu_offload": "false"}, {"infra.offload_optimizer": "none", "infra.offload_params": "none"}),
+        (FSDP | {"infra.fsdp_cpu_offload": "true"}, {"infra.offload_optimizer": "cpu", "infra.offload_params": "cpu"}),
+        (
+            FSDP | {"infra.fsdp_cpu_offload": "true", "infra.fsdp_sharding_strategy": "SHARD_GRAD_OP"},
+            {"infra.sharding_stage": "zero2", "infra.offload_optimizer": "cpu", "infra.offload_params": "none"},
+        ),
+        ({"infra.fsdp_sharding_strategy": "HYBRID_SHARD"}, {"infra.sharding_stage": "zero3_hybrid"}),
+        ({"infra.fsdp_sharding_strategy": "NO_SHARD"}, {"infra.sharding_stage": "zero0"}),
+        ({"infra.fsdp_activation_checkpointing": "false"}, {"training.activation_checkpointing": "none"}),
+        ({"infra.distributed_type": "ddp"}, {"infra.sharding_stage": "zero0", "infra.offload_optimizer": "none"}),
+        ({"infra.sharding_stage": "zero0"}, {"infra.offload_optimizer": "none"}),
+        ({"training.fp16": "true"}, {"training.bf16": False}),
+        ({"training.num_train_steps": 500}, {"training.warmup_steps": 50}),
+        ({"training.num_train_steps": 1001}, {"training.warmup_steps": 1000}),
+    ],
+)
+def test_what_is_set_decides_what_is_not(settings: dict[str, Any], decided: dict[str, Any]) -> None:
+    config = load(settings)
+    assert {name: attrgetter(name)(config) for name in decided} == decided
+
+
 def test_several_contradictions_are_reported_together() -> None:
     with pytest.raises(ConfigError, match="3 problems"):
-        load({"training.fp16": "true", "infra.sharding_stage": "zero2_hybrid", "data.dataset_name": "text"})
+        load({"training.average_checkpoints": 1, "infra.sharding_stage": "zero2_hybrid", "data.dataset_name": "text"})
 
 
 def test_auto_needs_one_engine_that_can_do_all() -> None:
@@ -267,10 +304,10 @@ def test_auto_needs_one_engine_that_can_do_all() -> None:
 
 def test_contradictions_are_reported_beside_invalid_fields_that_they_do_not_touch() -> None:
     with pytest.raises(ConfigError) as caught:
-        load({"training.fp16": "true", "training.seed": "x", "infra.sharding_stage": "zero9"})
+        load({"training.average_checkpoints": 1, "training.seed": "x", "infra.sharding_stage": "zero9"})
     message = str(caught.value)
     assert "3 problems" in message
-    assert "at most one may be true" in message
+    assert "the mean of one is that one" in message
     assert "offload" not in message  # nobody knows what zero9 was meant to be
 
 
@@ -281,7 +318,10 @@ def test_rules_with_the_same_text_are_each_judged() -> None:
 
 def test_a_configuration_built_in_python_is_checked_too() -> None:
     with pytest.raises(ValidationError, match="at most one may be true"):
-        FullConfig(training=TrainingConfig(fp16=True))
+        FullConfig(training=TrainingConfig(fp16=True, bf16=True))
+    story = FullConfig(infra=InfraConfig(distributed_type="fsdp", fsdp_cpu_offload=False))
+    assert (story.infra.offload_optimizer, story.infra.num_gpus) == ("none", 8)
+    assert FullConfig(training=TrainingConfig(fp16=True)).training.bf16 is False
 
 
 def test_a_single_sound_field_never_contradicts_a_default_of_the_monitor() -> None:

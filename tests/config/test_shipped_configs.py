@@ -48,6 +48,15 @@ def test_the_quickstart_goes_through_the_machinery_of_the_large_run() -> None:
     assert quickstart.infra.device == "auto"
 
 
+@pytest.mark.parametrize("path", [path for path in FILES if path.suffix == ".yaml"], ids=lambda path: path.name)
+def test_deepspeed_files_go_with_every_run(path: Path) -> None:
+    names_it = "sharding_stage: zero" in path.read_text()  # and then null leaves it to the JSON
+    for stage in (1, 2):
+        overrides = ["infra.sharding_stage=null"] if names_it else []
+        infra = load_config(path, overrides, SHIPPED / f"zero{stage}.json").infra
+        assert infra.sharding_stage == f"zero{stage}"
+
+
 @pytest.mark.parametrize(
     ("name", "stage", "offload"),
     [("zero1.json", "zero1", "none"), ("zero2.json", "zero2", "none"), ("zero3_offload.json", "zero3", "cpu")],

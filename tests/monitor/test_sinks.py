@@ -24,7 +24,7 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ds_encdec.config.schema import FullConfig, InfraConfig
+from ds_encdec.config.schema import FullConfig, InfraConfig, load_config
 from ds_encdec.monitor import sinks
 from ds_encdec.monitor.sinks import (
     ConsoleSink,
@@ -166,7 +166,15 @@ class TestTensorBoard:
 
 @pytest.fixture
 def logged_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE"):
+    for name in (
+        "WANDB_API_KEY",
+        "WANDB_PROJECT",
+        "WANDB_DIR",
+        "WANDB_RUN_ID",
+        "WANDB_MODE",
+        "WANDB_BASE_URL",
+        "WANDB_IDENTITY_TOKEN_FILE",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
 
@@ -234,13 +242,20 @@ class TestWandb:
         key = "0123456789abcdef" * 3
         monkeypatch.setenv("WANDB_API_KEY", key)
         monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+        for name, value in {"PROJECT": "of-the-shell", "RUN_ID": "abcd1234", "DIR": str(tmp_path / "own")}.items():
+            monkeypatch.setenv(f"WANDB_{name}", value)
         monkeypatch.setattr(sinks, "WANDB_INIT_TIMEOUT_S", 2.0)
-        sink = WandbSink(tmp_path / "logs", InfraConfig(), {})
+        (tmp_path / "own").mkdir()
+        assert load_config(None, ["wandb_project=set"]).infra.wandb_project == "set"
+        sink = WandbSink(tmp_path / "logs", load_config(None).infra, {})
         sink.log(1, {"train/loss": 2.0})
         sink.close()
         assert "no connection" in caplog.text
-        (file,) = tmp_path.glob("logs/wandb/offline-run-*/*.wandb")
+        (file,) = tmp_path.glob("own/wandb/offline-run-*/*.wandb")
+        assert file.name == "run-abcd1234.wandb"
         assert wandb_history(file) == [{"step": 1, "train/loss": 2.0}]
+        (run,) = [record.run for record in wandb_records(file) if record.HasField("run")]  # type: ignore[attr-defined]
+        assert run.project == "of-the-shell"
         assert not [path for path in tmp_path.rglob("*") if path.is_file() and key.encode() in path.read_bytes()]
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from ds_encdec.config.rewording import given_fields
 from ds_encdec.config.schema import FullConfig, PhaseOverrides, load_config
 from ds_encdec.phases import (
     PHASE_CONFIGS,
@@ -19,6 +22,7 @@ from ds_encdec.phases import (
     phase_before,
     phase_config,
     plan_phase,
+    with_given,
 )
 from ds_encdec.types import ConfigError
 
@@ -122,6 +126,38 @@ def test_a_logging_folder_outside_of_the_run_is_split() -> None:
 def test_a_shortened_phase_evaluates_saves_and_logs_within_its_steps() -> None:
     training = plan(MEDIUM, max_steps=8).config.training
     assert (training.num_train_steps, training.eval_steps, training.save_steps, training.logging_steps) == (8, 8, 8, 8)
+
+
+def test_the_command_line_goes_before_a_phases_defaults_and_phases_before_both() -> None:
+    arguments = ["logging_steps=1", "training.save_steps=3", "phases.medium.save_steps=70", "max_steps=60"]
+    arguments += ["monitor.on_loss_spike=warn", "training.warmup_steps=5"]
+    given = given_fields(arguments)
+    assert {"training.logging_steps", "training.num_train_steps", "phases.medium.save_steps"} < given
+    config = with_given(load_config(FULL_RUN, arguments), given)
+    sanity, medium = plan_phase(config, SANITY), plan_phase(config, MEDIUM)
+    assert [(one.num_steps, one.config.training.logging_steps) for one in (sanity, medium)] == [(7, 1), (60, 1)]
+    assert (sanity.settings.save_steps, medium.settings.save_steps) == (3, 70)
+    assert plan_phase(with_given(load_config(FULL_RUN), ()), MEDIUM).num_steps == 50_000
+    assert "num_train_steps=7 (not 60)" in sanity.differences(config)
+    assert "logging_steps" not in sanity.differences(config)
+
+
+def test_variables_before_the_script_are_its_arguments(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text((CONFIGS.parent / "scripts" / "run_full_training.sh").read_text())
+    (tmp_path / "venv.sh").write_text(f"ROOT={tmp_path}; PATH={tmp_path}:$PATH\n")  # the environment is there
+    (tmp_path / "ds-encdec").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "ds-encdec").chmod(0o755)
+    named = {"PHASE": "validation", "MODEL_PATH": "a b", "DATASET": "builtin", "OUTPUT_DIR": "/data/run"}
+    for variables, wanted in (
+        (
+            named,
+            "--only validation model.model_name_or_path=a b data.dataset_name=builtin infra.output_dir=/data/run x=1",
+        ),
+        ({"PHASE": "all"}, "x=1"),
+    ):
+        command = ["bash", str(tmp_path / "run.sh"), "x=1"]
+        said = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=60).stdout
+        assert " ".join(said.split("\n")[3:]).strip() == wanted
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,67 @@
+"""Fields that decide others which nobody has set: FSDP's words for ours, and what can be only one way beside them.
+
+What is set stays as it is; where it contradicts, the sections' rules say so.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any, TypeGuard
+
+from ds_encdec.config.settings import Settings, show, unusable
+from ds_encdec.config.training_sections import ENDLESS_SCHEDULES, FSDP_STRATEGIES
+from ds_encdec.config.validation import default_of
+
+
+def imply(settings: Settings) -> None:
+    """Put into `settings` what its fields decide about fields that are not set."""
+    for source, field, value in _decided(settings):
+        if settings.get(field) is None:
+            said = f"{source.rpartition('.')[2]} = {show(settings.get(source))}"
+            settings.put(field, value, f"{settings.place_of(source)} ({said})")
+
+
+def _decided(settings: Settings) -> Iterator[tuple[str, str, Any]]:
+    """Yield which field decides which one, and how. The later ones see what the earlier ones have decided."""
+    strategy, offloads, recomputes = (
+        settings.get(f"infra.fsdp_{name}") for name in ("sharding_strategy", "cpu_offload", "activation_checkpointing")
+    )
+    if isinstance(strategy, str) and strategy in FSDP_STRATEGIES:
+        yield "infra.fsdp_sharding_strategy", "infra.sharding_stage", FSDP_STRATEGIES[strategy]
+    if settings.get("infra.distributed_type") == "ddp":
+        yield "infra.distributed_type", "infra.sharding_stage", "zero0"
+    if isinstance(recomputes, bool):
+        chosen = "full" if recomputes else "none"
+        yield "infra.fsdp_activation_checkpointing", "training.activation_checkpointing", chosen
+    stage = settings.get("infra.sharding_stage") or default_of("infra.sharding_stage")
+    if isinstance(offloads, bool):
+        place = "cpu" if offloads else "none"
+        yield "infra.fsdp_cpu_offload", "infra.offload_optimizer", place
+        if not offloads or str(stage).startswith("zero3"):
+            yield "infra.fsdp_cpu_offload", "infra.offload_params", place
+    if stage == "zero0":
+        yield "infra.sharding_stage", "infra.offload_optimizer", "none"
+    if settings.get("training.fp16") is True:
+        yield "training.fp16", "training.bf16", False
+    yield from _warmup(settings)
+
+
+def _warmup(settings: Settings) -> Iterator[tuple[str, str, Any]]:
+    steps, ratio = settings.get("training.num_train_steps"), settings.get("training.warmup_ratio")
+    steps = default_of("training.num_train_steps") if steps is None else steps
+    if not _is_number(steps) or settings.get("training.num_train_epochs") is not None:
+        return  # counted when the run starts (data/epochs.py)
+    if _is_number(ratio) and 0 <= ratio < 1 and settings.get("training.warmup_steps") is None:
+        yield "training.warmup_ratio", "training.warmup_steps", math.ceil(steps * ratio)
+        settings.put("training.warmup_ratio", None, settings.place_of("training.warmup_ratio"))
+    elif ratio is None and (shorter := shortened_warmup(steps, settings.get("training.lr_scheduler_type"))) is not None:
+        yield "training.num_train_steps", "training.warmup_steps", shorter
+
+
+def shortened_warmup(steps: float, schedule: str) -> int | None:
+    """The warm-up of a short run that sets none: a tenth of its steps; None where the default has room."""
+    has_room = steps > default_of("training.warmup_steps") or schedule in ENDLESS_SCHEDULES
+    return None if has_room else max(1, int(steps // 10))
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and unusable(value) is None

@@ -1,0 +1,160 @@
+"""Settings in the words of other tools (word_table.py), put into ours before they are validated.
+
+A name at the top level that only one field has is that field. `Reading.notes` tell what was read as what.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+from ds_encdec.config.rules import fields, section_in
+from ds_encdec.config.settings import COMMAND_LINE, Mention, Problem, Settings, above, join, show
+from ds_encdec.config.validation import mention, wrong_value
+from ds_encdec.config.word_table import by_name
+from ds_encdec.config.words import SECTIONS, Meaning, Word
+from ds_encdec.config.yaml_text import apply_overrides
+
+_THEIR_SECTIONS = frozenset(SECTIONS.split())
+
+
+@dataclass
+class Reading:
+    """Notes on how words were read, and which settings of the command line have been read, under which names."""
+
+    notes: list[str] = field(default_factory=list)
+    given: dict[str, tuple[str, Any]] = field(default_factory=dict)
+
+    def read_file(self, settings: Settings, problems: list[Problem]) -> None:
+        """Put what `settings` say in other tools' words into our fields. Append to `problems` what has no field."""
+        self._read(settings, problems)
+
+    def read_override(
+        self, present: Settings, name: str, value: Any, problems: list[Problem]
+    ) -> Iterable[tuple[str, Any]]:
+        """The settings that one of the command line amounts to. `present`: those that it comes after."""
+        settings = Settings()
+        settings.put(name, value, COMMAND_LINE)
+        claimed = self._read(settings, problems)
+        meant = ({name: settings.get(name)} if name in settings else {}) | claimed
+        for ours, wanted in meant.items():
+            earlier, before = self.given.setdefault(ours, (name, wanted))
+            if earlier != name and before != wanted:
+                said = (Mention(COMMAND_LINE, earlier, show(before)), Mention(COMMAND_LINE, name, show(wanted)))
+                problems.append(Problem(said, f"both are {ours}: make them equal, or remove one"))
+            if not (ours in claimed and wanted == {} and isinstance(present.get(ours), dict)):  # it is on already
+                yield ours, deepcopy(wanted)
+
+    def _read(self, settings: Settings, problems: list[Problem]) -> dict[str, Any]:
+        claimed: dict[str, tuple[Mention, Any]] = {}
+        for path, value in list(_strange(settings.values)):
+            meaning = _meaning(path, value)
+            if meaning is None and above(path) not in _THEIR_SECTIONS:
+                continue  # the schema reports it
+            said = mention(settings, path)
+            _remove(settings, path)
+            if meaning is None:
+                problems.append(Problem((said,), "unknown key; docs/coming-from.md lists the words that are known"))
+            elif isinstance(meaning, str):
+                problems.append(Problem((said,), meaning if path in fields() else f"not a field here: {meaning}"))
+            else:
+                for ours, wanted in meaning.items():
+                    self._claim(settings, claimed, problems, (ours, wanted), said)
+                self._note(said, meaning, _row(path))
+        return {ours: wanted for ours, (_, wanted) in claimed.items()}
+
+    def _claim(
+        self,
+        settings: Settings,
+        claimed: dict[str, tuple[Mention, Any]],
+        problems: list[Problem],
+        meant: tuple[str, Any],
+        said: Mention,
+    ) -> None:
+        """Set a field, unless it is set to something else. `{}` switches a block on, whatever is in it."""
+        ours, wanted = meant
+        present = settings.get(ours)
+        if present is not None and present != wanted and not (wanted == {} and isinstance(present, dict)):
+            other = claimed[ours][0] if ours in claimed else mention(settings, ours)
+            problems.append(Problem((said, other), f"both are {ours}: make them equal, or remove one"))
+        elif present is None:
+            settings.put(
+                ours, deepcopy(wanted), said.place if said.place == COMMAND_LINE else f"{said.place} ({said.field})"
+            )
+        claimed.setdefault(ours, (said, wanted))
+
+    def _note(self, said: Mention, meaning: Mapping[str, Any], row: Word | None) -> None:
+        ours = ", ".join(f"{name} = {show(value)}" for name, value in meaning.items())
+        if ours:
+            self.notes.append(f"{said} is read as {ours}")
+        elif row is not None and said.shown != "null":
+            self.notes.append(f"{said} is left out" + (f": {row.why}" if row.is_left_out else ""))
+
+
+def given_fields(overrides: Sequence[str]) -> set[str]:
+    """The fields, by our names, that settings of the command line are about."""
+    reading, settings = Reading(), Settings()
+    apply_overrides(settings, overrides, [], partial(reading.read_override, settings))
+    return set(reading.given)
+
+
+def _strange(values: dict[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the settings that may be in other words, with their paths: what is no field, and fields with rows."""
+    for key, value in values.items():
+        path = join(at, key)
+        info = fields().get(path)
+        if info is not None and isinstance(value, dict) and section_in(info.annotation):
+            yield from _strange(value, path)
+        elif not at and info is None and key in _THEIR_SECTIONS and isinstance(value, dict) and value:
+            yield from ((join(path, inner), what) for inner, what in value.items())
+        elif info is None or path in _rows():
+            yield path, value
+
+
+@cache
+def _rows() -> dict[str, Word]:
+    return dict(by_name())
+
+
+def _row(path: str) -> Word | None:
+    """The row of what is at `path`. A name without dots is one at the top level, in a section of ours, or of theirs."""
+    section, _, name = path.rpartition(".")
+    return _rows().get(path) or (_rows().get(name) if "." not in section and path not in fields() else None)
+
+
+def _meaning(path: str, value: Any) -> Meaning | None:
+    """The fields that are meant, why there are none, or None where nobody knows."""
+    section, _, name = path.rpartition(".")
+    row = _row(path)
+    meaning: Meaning | None = None
+    if not section and name in _THEIR_SECTIONS and value in (None, {}):
+        return {}
+    if row is not None:
+        meaning = {} if value is None and path not in fields() else row.meaning(value)
+    elif (not section or section in _THEIR_SECTIONS) and len(homes := _homes(name)) == 1:
+        is_empty = value is None and wrong_value(homes[0], None) is not None  # `fp16:` is how others leave it out
+        meaning = {} if is_empty else {homes[0]: value}
+    if meaning is None or isinstance(meaning, str) or meaning == {path: value}:
+        return meaning if isinstance(meaning, str) else None
+    meant: dict[str, Any] = {}
+    for ours, wanted in meaning.items():  # the value may be theirs, too
+        own = _rows()[ours].meaning(wanted) if ours != path and ours in _rows() else None
+        if isinstance(own, str):
+            return own
+        meant |= {ours: wanted} if own is None else own
+    return meant
+
+
+@cache
+def _homes(name: str) -> list[str]:
+    """The fields called `name`, but for those of phases and of sources in a mixture, which have a number or a name."""
+    return [path for path in fields() if path.endswith("." + name) and ".0." not in path and path[:7] != "phases."]
+
+
+def _remove(settings: Settings, path: str) -> None:
+    section, _, name = path.rpartition(".")
+    values = settings.get(section) if section else settings.values
+    values.pop(name, None)
+    if section in _THEIR_SECTIONS and not values:
+        settings.values.pop(section, None)

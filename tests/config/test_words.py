@@ -1,0 +1,220 @@
+"""Configurations in the words of other tools: they run, or each word's name here is told."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Seq2SeqTrainingArguments
+
+from ds_encdec import cli, train
+from ds_encdec.config.rules import fields
+from ds_encdec.config.schema import load_config
+from ds_encdec.config.word_table import WORDS, by_name
+from ds_encdec.config.words import SECTIONS, TOOLS
+from ds_encdec.types import ConfigError
+
+FOLDER = Path(__file__).parent / "other_tools"
+
+RUN: dict[str, dict[str, Any]] = {
+    "trainer_flat": {
+        "training.num_train_steps": 5000,
+        "training.warmup_steps": 150,
+        "training.activation_checkpointing": "full",
+        "training.report_to": ("wandb", "tensorboard"),
+        "data.dataset_config": "sample-10BT",
+        "infra.output_dir": "./outputs/qwen",
+        "infra.distributed_timeout_minutes": 60,
+    },
+    "trainer_in_a_section": {
+        "data.dataset_name": "json",
+        "data.eval_files": ("corpus/held_out.jsonl",),
+        "training.learning_rate": 1e-4,
+        "training.warmup_ratio": 0.05,
+        "training.activation_checkpointing": "none",
+        "infra.sharding_stage": "zero2",
+        "infra.offload_optimizer": "none",
+    },
+    "accelerate_fsdp": {
+        "infra.distributed_type": "fsdp",
+        "infra.offload_optimizer": "none",
+        "infra.num_gpus": 8,
+        "infra.sharding_stage": "zero3",
+    },
+    "accelerate_deepspeed": {
+        "infra.sharding_stage": "zero2",
+        "infra.offload_optimizer": "cpu",
+        "training.gradient_accumulation_steps": 16,
+        "infra.num_gpus": 4,
+    },
+    "axolotl_full": {
+        "infra.distributed_type": "fsdp",
+        "infra.sharding_stage": "zero3",
+        "training.per_device_train_batch_size": 4,
+        "training.lr_scheduler_type": "constant",
+        "training.bf16": True,
+    },
+    "llamafactory_pretrain": {
+        "infra.sharding_stage": "zero3",
+        "training.warmup_steps": 60,
+        "data.preprocessing_num_workers": 16,
+        "training.report_to": (),
+    },
+    "flat_habits": {"training.learning_rate": 6e-4, "training.adam_beta2": 0.95, "training.eval_steps": 100},
+    "story08_fsdp": {"infra.offload_optimizer": "none", "training.lr_scheduler_type": "cosine"},
+}
+TOLD = {
+    "trainer_seq2seq": "eval_generate_samples num_train_steps eval_steps push-to-hub",
+    "axolotl_lora": "dataset_name prepared_dir train_split_ratio max_encoder_length AdamW eval_steps save_steps",
+    "llamafactory_sft": "dataset_name messages_column max_decoder_length num_train_steps train_split_ratio",
+    "torchtitan": "wsd_decay_fraction report_to or_path model.architecture max_encoder_length dataset_name type=fsdp",
+}
+
+
+def problems(path: Path | None, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return str(caught.value)
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    (path := tmp_path / "run.yaml").write_text(text)
+    return path
+
+
+def test_there_are_twelve() -> None:
+    assert {path.stem for path in FOLDER.iterdir()} == {*RUN, *TOLD, "zero3"}
+    assert len(RUN) + len(TOLD) == 12
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_it_runs(name: str) -> None:
+    config = load_config(FOLDER / f"{name}.yaml")
+    assert {field: attrgetter(field)(config) for field in RUN[name]} == RUN[name]
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_each_name_here_is_told(name: str) -> None:
+    found = problems(FOLDER / f"{name}.yaml")
+    assert f"{len(TOLD[name].split())} problems" in found
+    for told in TOLD[name].split():
+        assert told in found
+    assert "allowed: " not in found
+    assert "did you mean" not in found
+    assert "hf_abcdefgh" not in found
+
+
+def test_the_table_is_sound() -> None:
+    assert [name for name, count in Counter(name for name, _ in by_name()).items() if count > 1] == []
+    assert {name for name, _ in by_name()} & {path.rpartition(".")[2] for path in fields()} == set()
+    for row in WORDS:
+        assert set(row.tools.split()) <= TOOLS.keys()
+        meant = [row.field] if row.field else []
+        meant += [field for value in row.values.values() if not isinstance(value, str) for field in value]
+        assert set(meant) <= fields().keys(), row
+
+
+def test_every_argument_of_the_trainer_is_known() -> None:
+    homes = {path.rpartition(".")[2] for path in fields()}
+    known = homes | {name for name, _ in by_name()} | set(SECTIONS.split())
+    assert {field.name for field in dataclasses.fields(Seq2SeqTrainingArguments)} - known == set()
+
+
+@pytest.mark.parametrize(
+    "text", ["lr: 1e-4\ntraining:\n  learning_rate: 3e-4\n", "training:\n  lr: 1e-4\nmax_lr: 3e-4"]
+)
+def test_a_field_in_two_words_that_differ_is_one_problem(tmp_path: Path, text: str) -> None:
+    found = problems(written(tmp_path, text)).splitlines()
+    assert "1 problem" in found[0]
+    assert len(found) == 4
+    assert "both are training.learning_rate" in found[3]
+    assert load_config(written(tmp_path, text.replace("3e-4", "1e-4"))).training.learning_rate == 1e-4
+
+
+def test_the_command_line_speaks_other_words_too(tmp_path: Path) -> None:
+    path = written(tmp_path, "training: {learning_rate: 1e-4, num_train_steps: 50}\noptim: adamw_torch\n")
+    config = load_config(path, ["--max_steps", "10", "lr=2e-4", "--output_dir=here", "seed=3", "fsdp_config={}"])
+    assert (config.training.num_train_steps, config.training.learning_rate, config.training.seed) == (10, 2e-4, 3)
+    assert (config.infra.output_dir, config.training.warmup_steps) == ("here", 1)
+    assert "both are training.learning_rate" in problems(path, "lr=2e-4", "training.learning_rate=1e-3")
+    lora = load_config(written(tmp_path, "lora_r: 8"), ["use_lora=true", "lora_alpha=16", "full_ft=false"]).model.lora
+    assert lora is not None
+    assert (lora.r, lora.lora_alpha) == (8, 16)
+    assert "not a field here: AdamW" in problems(path, "training.optimizer=adafactor")
+
+
+@pytest.mark.parametrize(
+    ("argument", "field", "value"),
+    [
+        ("sharding_stage=3", "infra.sharding_stage", "zero3"),
+        ("infra.distributed_type=MULTI_GPU", "infra.sharding_stage", "zero0"),
+        ("mixed_precision=no", "training.bf16", False),
+        ("max_steps=-1", "training.num_train_steps", 100_000),
+        ("full_ft=false", "model.lora.r", 32),
+        ("lora_target=q_proj,v_proj", "model.lora.target_modules", ("q_proj", "v_proj")),
+        ("eval_strategy=no", "training.eval_samples", 0),
+        ("fsdp=[full_shard, offload]", "infra.offload_params", "cpu"),
+        ("training={lr: 1e-3, seed: 5, bf16: auto}", "training.seed", 5),
+        ("training={lr: 1e-3, seed: 5, bf16: auto}", "training.learning_rate", 1e-3),
+    ],
+)
+def test_values_are_translated(argument: str, field: str, value: Any) -> None:
+    assert attrgetter(field)(load_config(None, [argument])) == value
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("fsdp=full_shrd", "`full_shrd` is no word of it"),
+        ("fsdp_config.x.y=3", 'fsdp_config.x = {"y": 3}\n      unknown key; docs/coming-from.md'),
+        ("deepspeed.stage=3", "write it into a JSON file"),
+        ("batch_size=8", "say of what: training.per_device_train_batch_size"),
+        ("training.max_steps=x", 'training.num_train_steps = "x"\n      must be a whole number'),
+        (f"training.num_train_steps={'9' * 399}", "at most 64 bits"),
+        ("save_strategy=epoch", "cadences are in optimizer steps: set training.save_steps"),
+        ("training.save_strategy=epoch", "\n      cadences are in optimizer steps"),
+        ("hub_token=[abc", '"***" is not a YAML value'),
+    ],
+)
+def test_what_has_no_meaning_here_is_said(argument: str, message: str) -> None:
+    found = problems(None, argument)
+    assert message in found
+    assert "1 problem" in found
+
+
+def test_lists_are_told_once_and_secrets_never(tmp_path: Path) -> None:
+    text = "training: {colour: red, taste: sour, my_api_key: sk-123}\nhub: {password: [pw-456], tokenizer: builtin}"
+    found = problems(written(tmp_path, text))
+    assert found.count("activation_checkpointing_every_n") == 1
+    assert 'my_api_key = "***"' in found
+    assert "sk-123" not in found
+    assert "pw-456" not in found
+    assert "builtin" in found
+
+
+def test_a_deepspeed_json_is_no_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["validate", "ds_configs/zero2.json"]) == 2
+    error = capsys.readouterr().err
+    assert "1 problem" in error
+    assert "--deepspeed_config ds_configs/zero2.json reads it" in error
+
+
+def test_a_value_behind_its_name_is_no_file(capsys: pytest.CaptureFixture[str]) -> None:
+    for more in ([], ["--config", "ds_configs/quickstart.yaml"]):
+        assert cli.main(["validate", "--elsewhere", *more, "seed=3", "--max_steps", "30"]) == 0
+        assert "max_steps = 30 is read as training.num_train_steps = 30" in capsys.readouterr().out
+    assert cli.main(["validate", "--max_steps", "30", "--lr", "nowhere.yaml"]) == 2
+
+
+def test_what_was_read_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, "lr: 1e-4\ntf32: true\n")
+    assert train.main(["--config", str(path), "--print-config"]) == 0
+    first, second, rest = capsys.readouterr().out.split("\n", 2)
+    assert first == f"# {path}:1: lr = 0.0001 is read as training.learning_rate = 0.0001"
+    assert second.startswith(f"# {path}:2: tf32 = true is left out: ")
+    again = load_config(written(tmp_path, rest))
+    assert again == load_config(None, ["lr=1e-4"])
