@@ -1,0 +1,47 @@
+"""Train encoder-decoder language models from Qwen3 checkpoints with DeepSpeed and UL2.
+
+What is named here is the library's front door (docs/library.md). Each name is imported from its home when it is first
+asked for, so that the program's `--help` and its configuration errors do not wait for torch.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ds_encdec.build import run_training as run_training
+    from ds_encdec.callbacks import Callback as Callback
+    from ds_encdec.checkpoint.export import export_checkpoint as export
+    from ds_encdec.config.schema import FullConfig as FullConfig
+    from ds_encdec.config.schema import load_config as load_config
+    from ds_encdec.memory.question import estimate_run as estimate
+    from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM as Qwen3ForSeq2SeqLM
+    from ds_encdec.monitor.sinks import Sink as Sink
+
+    __version__: str
+
+_HOMES = {
+    "Callback": "ds_encdec.callbacks:Callback",
+    "FullConfig": "ds_encdec.config.schema:FullConfig",
+    "Qwen3ForSeq2SeqLM": "ds_encdec.model.modeling:Qwen3ForSeq2SeqLM",
+    "Sink": "ds_encdec.monitor.sinks:Sink",
+    "estimate": "ds_encdec.memory.question:estimate_run",
+    "export": "ds_encdec.checkpoint.export:export_checkpoint",
+    "load_config": "ds_encdec.config.schema:load_config",
+    "run_training": "ds_encdec.build:run_training",
+}
+
+__all__ = ["Callback", "FullConfig", "Qwen3ForSeq2SeqLM", "Sink", "estimate", "export", "load_config", "run_training"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version(__name__)
+        except PackageNotFoundError:  # a copy that was never installed
+            return "0+unknown"
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import pkgutil
+
+    return pkgutil.resolve_name(_HOMES[name])

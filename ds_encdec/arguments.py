@@ -89,7 +89,7 @@ def language(text: str) -> str:
 
 JSON: Arguments = {"--json": flag("as one JSON object")}
 CONFIG: Arguments = {
-    "config": value("YAML file", Path, nargs="?"),
+    "config": value("YAML file", nargs="?"),  # no Path: it may be a setting, such as of a URL
     "--config": value("YAML file", Path, dest="config_option"),
 }
 """A configuration that may be named without `--config`; see `config_and_overrides`."""
@@ -97,9 +97,10 @@ CONFIG: Arguments = {
 
 def config_and_overrides(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
     """The file that the arguments `CONFIG` name, and all settings: one may stand in the file's place."""
-    if options.config is not None and "=" in str(options.config):
-        return options.config_option, [str(options.config), *overrides]
-    return options.config or options.config_option, [*overrides]
+    given: str | None = options.config
+    if given is not None and "=" in given:
+        return options.config_option, [given, *overrides]
+    return Path(given) if given is not None else options.config_option, [*overrides]
 
 
 class ShowVersions(argparse.Action):

@@ -7,7 +7,8 @@ the machine, the output folder, the data and the model's source, the engine.
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,11 +17,13 @@ from typing import Any
 import torch
 
 from ds_encdec.auto_batch.resolve import job_here, resolve_batch_size
+from ds_encdec.callbacks import Callback, open_callbacks
 from ds_encdec.checkpoint.adapters import BASE_RECORD, one_base
 from ds_encdec.checkpoint.export import average_last_checkpoints
 from ds_encdec.checkpoint.final_export import clear_exports, export_at_end
 from ds_encdec.checkpoint.folder import Checkpoint, check_room
 from ds_encdec.checkpoint.manager import MAKE_ROOM, CheckpointManager, find_checkpoint
+from ds_encdec.checkpoint.upload import Uploads
 from ds_encdec.config.schema import FullConfig, require_packages
 from ds_encdec.config.shares import (
     is_auto,
@@ -72,16 +75,37 @@ logger = logging.getLogger(__name__)
 
 
 def run_training(
-    config: FullConfig, stop: StopRequest, *, resume: str | None = None, allow_data_change: bool = False
+    config: FullConfig,
+    stop: StopRequest | None = None,
+    *,
+    resume: str | None = None,
+    allow_data_change: bool = False,
+    callbacks: Sequence[Callback] = (),
 ) -> TrainingState:
     """Train as configured, on whatever ranks the environment says this process is one of.
 
-    `stop` has been entered. `resume`: None, `auto`, or the path of a checkpoint, of whatever engine and number of
-    ranks. `allow_data_change`: go on from it although this run reads other data. Raises DsEncDecError subclasses, whose
-    exit codes are also in the run's `run.json`.
+    `stop` has been entered; None: signals are answered during the run alone, which needs the main thread. `resume`:
+    None, `auto`, or the path of a checkpoint, of whatever engine and number of ranks. `allow_data_change`: go on from
+    it although this run reads other data. `callbacks`: besides those of `training.callbacks`, the same on every rank.
+
+    Raises DsEncDecError subclasses, whose exit codes are also in the run's `run.json`. How the log looks, and whether
+    it is seen, is the caller's business: it goes to the loggers of `ds_encdec`.
     """
     require_packages(config)
     world = discover(os.environ)  # now: a port that is free, where none is given
+    uploads = Uploads(RunFolder(config.infra.output_dir), config.infra.upload_to if world.is_main else None)
+    with StopRequest(world) if stop is None else nullcontext(stop) as watch, uploads:
+        return _train_on_ranks(config, world, watch, resume, allow_data_change, [*callbacks, uploads])
+
+
+def _train_on_ranks(
+    config: FullConfig,
+    world: World,
+    stop: StopRequest,
+    resume: str | None,
+    allow_data_change: bool,
+    callbacks: Sequence[Callback],
+) -> TrainingState:
     if resume is None:  # a batch that the ranks cannot share out is refused before they meet
         (micro_batch_candidates if is_auto(config) else plan_lanes)(config, world.world_size)
     context = _meet(config, world, stop)
@@ -99,7 +123,7 @@ def run_training(
         # Innermost: left first, it ends a run that hangs before another ending is recorded.
         Watchdog(stop, hang_minutes or None, folder, context.collectives),
     ):
-        trainer, expected, facts = _wire(config, context, folder, stop, resume, allow_data_change)
+        trainer, expected, facts = _wire(config, context, folder, stop, resume, allow_data_change, callbacks)
         begin(**facts)
         state = _train_and_close(trainer, peers, expected)
         trained = state is not trainer.state
@@ -206,6 +230,7 @@ def _wire(
     stop: StopRequest,
     resume: str | None,
     allow_data_change: bool,
+    callbacks: Sequence[Callback],
 ) -> tuple[Trainer, ExpectedMemory | None, dict[str, Any]]:
     """Everything a run needs, in the order in which it may fail cheaply; the run's own files are touched last.
 
@@ -217,6 +242,7 @@ def _wire(
     )
     checkpoints.prepare()
     collectives.on_rank_zero(lambda: clear_exports(folder))
+    callbacks = open_callbacks(config, callbacks, collectives)
     run = _plan(config, context, folder, stop, resume)
     generates = config.training.eval_generate_samples > 0
     metrics = collectives.on_every_rank(lambda: usable_metrics(config)) if generates else []
@@ -244,6 +270,7 @@ def _wire(
         run_files=partial(_run_files, run, data),
         state=state,
         require_folder=folder.require_present,
+        callbacks=callbacks,
     )
     if metrics:
         model, held_out, stopped = run.model, data.eval_examples, lambda: stop.requested

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ds_encdec.config.schema import TrainingConfig
+from ds_encdec.plugins import load_plugin
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -73,6 +74,8 @@ def learning_rate(update_index: int, training: TrainingConfig) -> float:
 def lr_lambda(update_index: int, training: TrainingConfig) -> float:
     """`learning_rate` over the peak: what a torch LambdaLR wants."""
     kind, end = training.lr_scheduler_type, training.num_train_steps
+    if kind not in _SCHEDULES:  # the user's own
+        return float(load_plugin("training.lr_scheduler_type", kind, "schedules")(update_index, training))
     decay, native = _SCHEDULES[kind]
     index = update_index - native  # DeepSpeed's `last_batch_iteration` is one behind
     start = max(2, training.warmup_steps) if native else training.warmup_steps

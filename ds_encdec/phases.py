@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from ds_encdec.config.rules import ROLLBACK_FIELDS, find_conflicts
-from ds_encdec.config.schema import FullConfig, PhaseOverrides, PhasesConfig
+from ds_encdec.config.schema import FullConfig, PhaseOverrides, PhasesConfig, TrainingConfig
 from ds_encdec.config.settings import closest
 from ds_encdec.config.shares import global_batch_size, is_auto, micro_batches_per_step
 from ds_encdec.types import ConfigError
@@ -33,6 +33,8 @@ PHASES = tuple(TrainingPhase)
 SHORTEST_WITH_ROLLBACKS = 20
 """Optimizer steps below which a phase goes back to nothing: the checkpoints would cost more than the training."""
 
+_TRAINING = TrainingConfig()
+
 
 @dataclass(frozen=True, slots=True)
 class PhaseConfig:
@@ -40,17 +42,18 @@ class PhaseConfig:
 
     It ends with `num_tokens` (both sides) or `num_train_steps`, whichever comes first. `eval_steps`, `save_steps`,
     `logging_steps` and `warmup_steps` are in optimizer steps. Its gate, in nats per target token: the loss of the first
-    step after the warm-up is at most `max_loss_after_warmup`, and the last loss is at least `min_loss_decrease` below
-    the first one of the first phase. `warmup_steps` None: `training.warmup_steps`, but at most a tenth of the phase.
+    step after the warm-up is at most `max_loss_after_warmup`, and the mean of the last ones (`monitor.window_size`) at
+    least `min_loss_decrease` below the first loss of the first phase. `warmup_steps` None: `training.warmup_steps`, but
+    at most a tenth of the phase.
     """
 
     phase: TrainingPhase
     num_tokens: int
     description: str
-    num_train_steps: int
-    eval_steps: int
-    save_steps: int
-    logging_steps: int
+    num_train_steps: int = _TRAINING.num_train_steps
+    eval_steps: int = _TRAINING.eval_steps
+    save_steps: int = _TRAINING.save_steps
+    logging_steps: int = _TRAINING.logging_steps
     max_loss_after_warmup: float = 10.0
     min_loss_decrease: float = 0.1
     warmup_steps: int | None = None

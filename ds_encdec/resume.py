@@ -216,7 +216,7 @@ def roll_back(
         data_step=state.data_step,
         skipped_steps=state.data_step - then.global_step,
         epoch=state.epoch,
-        encoder_tokens_seen=state.encoder_tokens_seen,
+        total_tokens_seen=state.total_tokens_seen,
         target_tokens_seen=state.target_tokens_seen,
         rollbacks=state.rollbacks + 1,
         bad_rows=state.bad_rows,

@@ -40,3 +40,12 @@ LOCAL_SOURCES: dict[str, SourceKind] = {
 
 HUB = SourceKind("ds_encdec.data.tables:open_hub_data", ("entry", "num_lanes", "streaming", "columns"))
 """The kind of all other names: a data set of the hub, or of a folder laid out like one."""
+
+PYTHON = "python:"
+"""Beginning of the names of readers of one's own: `python:MODULE:FUNCTION`."""
+OWN = SourceKind("ds_encdec.data.own_reader:OwnReader", ("entry", "text_column"))
+
+
+def local_kind(name: str) -> SourceKind | None:
+    """The row of a data set's name; None for one of the hub, or of a folder laid out like one."""
+    return OWN if name.startswith(PYTHON) else LOCAL_SOURCES.get(name)

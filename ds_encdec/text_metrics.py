@@ -1,12 +1,14 @@
 """The metrics that compare generated texts with references, a row each: adding one is a function and a row here.
 
-All figures are on the scale of 0 to 100. It stands on the floor, so that the configuration can ask for the figures'
-names, and nothing is imported for it: the functions are in `evaluate/metrics.py`.
+All figures are on the scale of 0 to 100. It stands below the configuration, which asks for the figures' names, and no
+function is imported for it: they are in `evaluate/metrics.py`, and in other packages (docs/library.md).
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
+
+from ds_encdec.plugins import installed
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +47,15 @@ FIGURES: dict[str, TextMetric] = {figure: row for row in TEXT_METRICS.values() f
 """The row that yields each figure."""
 
 
+def text_metrics() -> dict[str, TextMetric]:
+    """The rows here, and one for each entry point of `ds_encdec.metrics`, which yields the figure of its own name."""
+    own = {name: TextMetric((name,), point.value) for name, point in installed("metrics").items()}
+    return own | TEXT_METRICS
+
+
 def not_installed(names: Iterable[str]) -> Iterator[str]:
     """Problems, in words, with the packages that the metrics `names` need on this machine."""
     for name in names:
-        row = TEXT_METRICS[name]
+        row = text_metrics()[name]
         if row.package is not None and find_spec(row.package) is None:
             yield f"{name} needs {row.package}, which is not installed: pip install 'ds_encdec[{row.extra}]'"

@@ -11,11 +11,13 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
+from ds_encdec.callbacks import Callback, call
 from ds_encdec.checkpoint.manager import CheckpointManager
 from ds_encdec.config.schema import FullConfig, TrainingConfig
 from ds_encdec.data.lane import WorkerKilledError
@@ -80,6 +82,7 @@ class Trainer:
     state: TrainingState
     require_folder: Callable[[], None] = lambda: None
     judge: Callable[[], tuple[dict[str, float], list[Sample]]] = lambda: ({}, [])
+    callbacks: Sequence[Callback] = ()
     saved_data_step: int = field(init=False)  # of the newest whole checkpoint, or of the start
 
     def __post_init__(self) -> None:
@@ -143,6 +146,7 @@ def train(run: Trainer) -> TrainingState:
         result = run.engine.step(run.recorder.veto)
         state = advance(state, result, totals)
         run.recorder.end_step(state, result)
+        _tell(run, "after_step", state, result)
         skipped_in_a_row = _count_skipped(state, result, skipped_in_a_row, training)
 
         due = Due.after(state, result, totals, training, every_step=run.recorder.judges_every_step)
@@ -193,7 +197,7 @@ def advance(state: TrainingState, result: StepResult, totals: StepTotals) -> Tra
         data_step=state.data_step + 1,
         skipped_steps=state.skipped_steps + (not result.applied),
         epoch=totals.epoch,
-        encoder_tokens_seen=state.encoder_tokens_seen + totals.encoder_tokens,
+        total_tokens_seen=state.total_tokens_seen + totals.encoder_tokens + totals.target_tokens,
         target_tokens_seen=state.target_tokens_seen + totals.target_tokens,
         bad_rows=totals.bad_rows,
         long_rows=totals.long_rows,
@@ -349,6 +353,7 @@ def _evaluate(run: Trainer, state: TrainingState, due: Due) -> tuple[TrainingSta
     run.recorder.show(state, samples)
     if metrics:
         run.recorder.publish(state, metrics)
+        _tell(run, "after_evaluation", state, metrics)
     training = run.config.training
     value = metrics.get(f"eval/{training.metric_for_best_model}")
     return after_evaluation(state, value, training), value
@@ -368,6 +373,15 @@ def evaluate(run: Trainer) -> dict[str, float]:
         sums += torch.stack((loss.by_denoiser, loss.tokens_by_denoiser)).double()
     losses, tokens = by_denoiser(torch.stack(run.collectives.gather(sums.cpu())).sum(dim=0))
     return eval_metrics(losses, tokens) if any(tokens.values()) else {}
+
+
+def _tell(run: Trainer, moment: str, state: TrainingState, fact: object) -> None:
+    """Call the run's callbacks that have this moment, on every rank. They may take as long as they like."""
+    listening = [one for one in run.callbacks if getattr(type(one), moment) is not getattr(Callback, moment)]
+    if listening:
+        with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
+            for callback in listening:
+                run.collectives.on_every_rank(partial(call, callback, moment, state, fact))
 
 
 def _save(run: Trainer, state: TrainingState, due: Due, value: float | None) -> TrainingState:
@@ -423,4 +437,5 @@ def _collect_save(run: Trainer, state: TrainingState, *, must_succeed: bool = Fa
     run.recorder.log_save(blocked_seconds=outcome.blocked_seconds, seconds=outcome.seconds)
     best = " (best so far)" if outcome.state.best_step == step else ""
     logger.info(f"saved step {step}{best} in {outcome.seconds:.1f} s, training paused {outcome.blocked_seconds:.1f} s")
+    _tell(run, "after_save", outcome.state, run.checkpoints.at(step))
     return replace(state, best_eval_loss=outcome.state.best_eval_loss, best_step=outcome.state.best_step)

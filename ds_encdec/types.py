@@ -193,13 +193,13 @@ class TrainingState:
     """The position of a run. Saved in every checkpoint; equal on all ranks.
 
     `global_step` counts applied optimizer steps (schedules follow it), `data_step` consumed ones, `skipped_steps` their
-    difference. Token counts are global, over all ranks. `epoch` is the number of the pass over the data that the
-    slowest lane is in. `best_by` says which evaluation is the best, `TrainingConfig.best_by`: `lowest loss` (nats per
-    target token), `highest exact_match`. `best_eval_loss` is that of the best saved checkpoint, which is `best_step`'s:
-    a loss unless `best_by` names another figure. `leading_value` is the best that counted for early stopping,
-    `evaluations_since_leading` how many have come after it. `rollbacks` counts those of the whole run, `bad_rows` the
-    rows that could not be read and were passed over, in the pass over the data that had most of them, `long_rows`
-    likewise those that were too long, and left out or cut off.
+    difference. Token counts are global, over all ranks, without padding; `total_tokens_seen` has both sides'. `epoch`
+    is the number of the pass over the data that the slowest lane is in. `best_by` says which evaluation is the best,
+    `TrainingConfig.best_by`: `lowest loss` (nats per target token), `highest exact_match`. `best_eval_loss` is that of
+    the best saved checkpoint, which is `best_step`'s: a loss unless `best_by` names another figure. `leading_value` is
+    the best that counted for early stopping, `evaluations_since_leading` how many have come after it. `rollbacks`
+    counts those of the whole run, `bad_rows` the rows that could not be read and were passed over, in the pass over the
+    data that had most of them, `long_rows` likewise those that were too long, and left out or cut off.
 
     A rollback takes `global_step` and what belongs to the weights back to the checkpoint's; what counts the data
     consumed (`data_step`, tokens, epoch) goes on.
@@ -212,7 +212,7 @@ class TrainingState:
     best_by: str = "lowest loss"
     best_eval_loss: float | None = None
     best_step: int | None = None
-    encoder_tokens_seen: int = 0
+    total_tokens_seen: int = 0
     target_tokens_seen: int = 0
     leading_value: float | None = None
     evaluations_since_leading: int = 0
@@ -221,9 +221,9 @@ class TrainingState:
     long_rows: int = 0
 
     @property
-    def total_tokens_seen(self) -> int:
-        """Non-padding tokens of both sides."""
-        return self.encoder_tokens_seen + self.target_tokens_seen
+    def encoder_tokens_seen(self) -> int:
+        """Non-padding tokens of the encoder's side."""
+        return self.total_tokens_seen - self.target_tokens_seen
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-able dict, which `from_dict` restores."""
@@ -231,8 +231,11 @@ class TrainingState:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> TrainingState:
-        """Restore what was saved; older checkpoints knew the loss alone. Raises TypeError for other fields."""
-        return cls(**{_EARLIER_FIELDS.get(name, name): value for name, value in saved.items()})
+        """Restore what was saved, by earlier versions too. Raises TypeError for other fields."""
+        found = {_EARLIER_FIELDS.get(name, name): value for name, value in saved.items()}
+        if "encoder_tokens_seen" in found:
+            found["total_tokens_seen"] = found.pop("encoder_tokens_seen") + found["target_tokens_seen"]
+        return cls(**found)
 
     def choosing_by(self, best_by: str) -> TrainingState:
         """The state from which evaluations are compared by `best_by`; what was found by another order is forgotten."""

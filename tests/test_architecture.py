@@ -31,13 +31,15 @@ LAYERS = (
     ("checkpoint", "evaluate"),
     ("memory",),
     ("data", "engine", "monitor"),
-    ("model", "optim", "gpus"),
+    ("model", "optim", "gpus", "callbacks"),
     ("tokenizer",),
     ("launch", "config"),
+    ("text_metrics",),
+    ("plugins",),
     ("engines", "types"),
     ("objectives", "terminal"),
     ("marked_errors",),
-    ("denoisers", "source_kinds", "text_metrics", "arguments"),
+    ("denoisers", "source_kinds", "arguments"),
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
@@ -101,8 +103,8 @@ def test_package_inits_import_nothing() -> None:
     assert {
         module: names
         for module, path in MODULES.items()
-        if path.name == "__init__.py" and (names := list(imports(module)))
-    } == {}
+        if path.name == "__init__.py" and module != "ds_encdec" and (names := list(imports(module)))
+    } == {}  # the front door's names are imported when they are asked for: see the test of --help
 
 
 def test_no_module_is_imported_from_a_bare_dot() -> None:

@@ -9,7 +9,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -21,9 +21,10 @@ import torch
 from ds_encdec import build
 from ds_encdec import trainer as trainer_module
 from ds_encdec.build import _train_and_close
+from ds_encdec.callbacks import Callback
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.checkpoint.manager import CheckpointManager
-from ds_encdec.checkpoint.manifest import verify_checkpoint
+from ds_encdec.checkpoint.manifest import MANIFEST, verify_checkpoint
 from ds_encdec.config.schema import DataConfig, FullConfig, TrainingConfig
 from ds_encdec.data.lane import WorkerKilledError
 from ds_encdec.engine.protocol import StagedSave
@@ -401,3 +402,49 @@ def test_a_hang_has_the_last_word_before_another_ending_is_recorded(
     with StopRequest(world) as stop, pytest.raises(DsEncDecError, match="/gone"):
         build.run_training(config, stop)
     assert (found, folder.read_status()["state"]) == ([{}], "failed")
+
+
+class Told(Callback):
+    """Keeps what it is told, and raises an error at a moment of a step."""
+
+    def __init__(self, raises_at: tuple[str, int] | None = None) -> None:
+        self.moments: list[tuple[str, int]] = []
+        self._raises_at = raises_at
+
+    def _keep(self, moment: str, state: TrainingState) -> None:
+        self.moments.append((moment, state.global_step))
+        if self.moments[-1] == self._raises_at:
+            raise KeyError("mine")
+
+    def after_step(self, state: TrainingState, result: StepResult) -> None:
+        assert result.applied
+        self._keep("step", state)
+
+    def after_evaluation(self, state: TrainingState, metrics: Mapping[str, float]) -> None:
+        assert "eval/loss" in metrics
+        self._keep("evaluation", state)
+
+    def after_save(self, state: TrainingState, checkpoint: Path) -> None:
+        assert (checkpoint / MANIFEST).exists()
+        assert checkpoint.name == f"step-{state.global_step:08d}"
+        self._keep("save", state)
+
+
+def test_callbacks_are_told_of_three_moments_in_the_order_of_the_loop(tmp_path: Path, eval_losses: list[float]) -> None:
+    run = make_run(tmp_path / "checkpoints", ScriptedEngine({2: fail}), async_save=False, num_train_steps=4)
+    run.callbacks = [first, second] = [Told(), Told()]
+    train(run)
+    evaluated = [("step", 1), ("step", 2), ("evaluation", 2), ("step", 3), ("step", 4), ("evaluation", 4)]
+    assert first.moments == second.moments == [*evaluated, ("save", 4)]  # the save of step 2 failed
+
+
+@pytest.mark.parametrize("moment", [("step", 3), ("evaluation", 2), ("save", 2)])
+def test_what_a_callback_raises_ends_the_run_by_its_name(
+    tmp_path: Path, eval_losses: list[float], moment: tuple[str, int]
+) -> None:
+    run = make_run(tmp_path / "checkpoints", ScriptedEngine({}), async_save=False)
+    run.callbacks = [Told(moment)]
+    name, step = moment
+    with pytest.raises(DsEncDecError, match=f"the callback Told.after_{name} failed at step {step}: KeyError: 'mine'"):
+        train(run)
+    assert run.engine.step_number == step  # type: ignore[attr-defined]

@@ -126,10 +126,10 @@ def export_hf(
 
 
 def export_checkpoint(
-    checkpoint: Path,
-    out: Path,
+    checkpoint: str | Path,
+    out: str | Path,
     *,
-    dtype: torch.dtype,
+    dtype: torch.dtype = torch.float32,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     encoder_only: bool = False,
     languages: Sequence[str] = (),
@@ -142,9 +142,9 @@ def export_checkpoint(
     card, instead of what the base's says. `replace`: an earlier export at `out` makes way once this one is complete.
     `base`: where the base of adapters is now. Raises CheckpointError.
     """
+    out, path = Path(out).expanduser(), Path(checkpoint).expanduser().resolve()
     if not replace:
         refuse_existing(out)  # before minutes of reading
-    path = checkpoint.expanduser().resolve()
     _export_trained(
         path,
         trained_weights(path, base),

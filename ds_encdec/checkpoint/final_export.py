@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-import torch
-
 from ds_encdec.checkpoint.export import export_checkpoint
 from ds_encdec.checkpoint.folder import clear_leftovers
 from ds_encdec.checkpoint.manifest import MANIFEST, read_manifest
@@ -39,7 +37,7 @@ def export_at_end(run: RunFolder, training: TrainingConfig, *, anew: bool) -> No
             manifest.step,
             manifest.num_bytes / 1e9,
         )
-        export_checkpoint(checkpoint, out, dtype=torch.float32, replace=True)
+        export_checkpoint(checkpoint, out, replace=True)
     except Exception as error:
         logger.error("The %s checkpoint could not be exported: %s. `ds-encdec export` tries again.", name, error)
         return

@@ -138,6 +138,10 @@ class CheckpointManager:
             save.run(write)
         save.blocked_seconds = time.monotonic() - save.began
 
+    def at(self, step: int) -> Path:
+        """The folder of the checkpoint of `step`."""
+        return self._files.at(step)
+
     @property
     def save_is_over(self) -> bool:
         """True once this rank's part of a save has ended. Collect it once it is true on all ranks."""

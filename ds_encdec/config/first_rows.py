@@ -11,7 +11,7 @@ from ds_encdec.config.model_sections import ModelConfig
 from ds_encdec.config.sections import DataConfig, Source
 from ds_encdec.config.settings import Conflict
 from ds_encdec.objectives import OBJECTIVES, columns_by_field
-from ds_encdec.source_kinds import LOCAL_SOURCES
+from ds_encdec.source_kinds import local_kind
 
 _LOOKED_AT_BYTES = 1 << 20
 
@@ -30,7 +30,7 @@ def unusable_rows(data: DataConfig, model: ModelConfig) -> Iterator[Conflict]:
     sources |= {f"data.{field}": source for field, source in own.items() if source is not None}
     is_made_here = data.prepared_dir is None and data.converter is None
     for field, source in sources.items() if is_made_here else ():
-        columns, is_local = _columns(source), source.dataset_name in LOCAL_SOURCES
+        columns, is_local = _columns(source), local_kind(source.dataset_name) is not None
         if not (is_local or os.path.isdir(source.dataset_name)) and any(map(os.path.isfile, source.data_files or ())):
             message = (
                 "there is such a file here, but these are files in the repository of the data set; did you mean "

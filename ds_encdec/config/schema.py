@@ -15,7 +15,7 @@ from copy import deepcopy
 from functools import partial
 from glob import iglob
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError, ValidationInfo, model_validator
 
@@ -31,11 +31,12 @@ from ds_encdec.config.rules import Sections, find_conflicts, marked  # noqa: F40
 from ds_encdec.config.sections import LOCAL_FORMATS, DataConfig, Mark, MixtureSource, Section, Source  # noqa: F401
 from ds_encdec.config.settings import COMMAND_LINE, Conflict, Mention, Problem, Settings, raise_if_any, show, unusable
 from ds_encdec.config.shares import is_auto, micro_batches_per_step, per_rank
-from ds_encdec.config.training_sections import InfraConfig, TrainingConfig  # noqa: F401
+from ds_encdec.config.training_sections import LOSS_FIGURES, InfraConfig, Schedule, Tracker, TrainingConfig  # noqa: F401
 from ds_encdec.config.validation import mention, mention_all, validate
 from ds_encdec.config.yaml_text import apply_overrides, file_problem, read_text, read_yaml, write_yaml
-from ds_encdec.source_kinds import LOCAL_SOURCES
-from ds_encdec.text_metrics import TEXT_METRICS, not_installed
+from ds_encdec.plugins import load_plugin
+from ds_encdec.source_kinds import PYTHON, local_kind
+from ds_encdec.text_metrics import FIGURES, TEXT_METRICS, not_installed
 from ds_encdec.types import ConfigError
 
 _JSON_FIELD = "infra.deepspeed_config"
@@ -87,7 +88,7 @@ class FullConfig(Sections):
 
 
 def load_config(
-    path: Path | None,
+    path: str | Path | None,
     overrides: Sequence[str] = (),
     deepspeed_config: Path | None = None,
     *,
@@ -99,12 +100,12 @@ def load_config(
 ) -> FullConfig:
     """The validated configuration of a run.
 
-    `path`: YAML file; None leaves the schema's defaults. `overrides`: settings of the command line
-    (`section.field=value`, `--section.field=value` or `--section.field`, `value`), which replace the
-    file's. `deepspeed_config`: a raw DeepSpeed JSON; it replaces `infra.deepspeed_config` where that is
-    not set. What the JSON and the other two both set must agree. `hostfile`: hosts that a run of it must be able to
-    start on. `looks_here`: what it names must be on this machine. `unread`: sections
-    or fields whose contradictions do not matter. `further`: finds what only higher rooms know.
+    `path`: YAML file; a string may name a shipped one from any folder; None leaves the schema's defaults. `overrides`:
+    settings of the command line (`section.field=value`, `--section.field=value` or `--section.field`, `value`), which
+    replace the file's. `deepspeed_config`: a raw DeepSpeed JSON; it replaces `infra.deepspeed_config` where that is not
+    set. What the JSON and the other two both set must agree. `hostfile`: hosts that a run of it must be able to start
+    on. `looks_here`: what it names must be on this machine. `unread`: sections or fields whose contradictions do not
+    matter. `further`: finds what only higher rooms know.
     `notes`: takes what was written in other tools' words (word_table.py) and how it was read.
 
     The result stands on its own: `infra.deepspeed_config` is None, because everything the JSON says has gone
@@ -113,6 +114,7 @@ def load_config(
     Raises ConfigError that lists every problem found in all of them.
     """
     problems: list[Problem] = []
+    path = find_shipped(Path(path).expanduser()) if isinstance(path, str) else path
     settings, reading = read_yaml(path, problems) if path is not None else Settings(), Reading()
     if not problems and _DEEPSPEED_KEYS & settings.values.keys():
         message = f"this is a DeepSpeed JSON, and no configuration of a run: --deepspeed_config {path} reads it"
@@ -204,11 +206,11 @@ def _find_absent(config: FullConfig) -> Iterator[Conflict]:
                 yield Conflict((field,), f"no file matches {pattern} (looked from {os.getcwd()})")
     yield from _absent_packages(config)
     yield from unusable_rows(data, model)
-    if data.converter is not None:
+    for field, load in _named_code(config):
         try:
-            load_converter(data.converter)
+            load()
         except ConfigError as error:
-            yield Conflict(("data.converter",), str(error))
+            yield Conflict((field,), str(error))
     named, tokenizer = "model.model_name_or_path", model.tokenizer_name_or_path or model.model_name_or_path
     is_logged = config.training.report_to and os.path.isabs(infra.logging_dir)
     for field, wrong in (
@@ -224,6 +226,27 @@ def _find_absent(config: FullConfig) -> Iterator[Conflict]:
             yield Conflict((field,), wrong)
 
 
+def _named_code(config: FullConfig) -> Iterator[tuple[str, Callable[[], object]]]:
+    """For each object of the user's own that `config` names, the field and what finds it."""
+    data, training = config.data, config.training
+    if data.converter is not None:
+        yield "data.converter", partial(load_converter, data.converter)
+    sources = {f"data.mixture.{number}.dataset_name": one.dataset_name for number, one in enumerate(data.mixture or ())}
+    sources = sources or {"data.dataset_name": data.dataset_name}
+    for field, name in {**sources, "data.eval_dataset_name": data.eval_dataset_name or ""}.items():
+        if name.startswith(PYTHON):
+            yield field, partial(load_plugin, field, name.removeprefix(PYTHON))
+    builtin = {*get_args(Tracker), *get_args(Schedule), *LOSS_FIGURES, *FIGURES}
+    for field, names, kind in (
+        ("training.report_to", training.report_to, "sinks"),
+        ("training.callbacks", training.callbacks, "callbacks"),
+        ("training.lr_scheduler_type", [training.lr_scheduler_type], "schedules"),
+        ("training.metric_for_best_model", [training.metric_for_best_model], "metrics"),
+    ):
+        for name in set(names) - builtin:
+            yield field, partial(load_plugin, field, name, kind)
+
+
 def require_packages(config: FullConfig) -> None:
     """Raise ConfigError where an optional package is not installed that a run of `config` needs."""
     settings = Settings(config.model_dump(mode="json"))
@@ -237,6 +260,14 @@ def _absent_packages(config: FullConfig) -> Iterator[Conflict]:
     if lora is not None and lora.quantize != "none" and importlib.util.find_spec("bitsandbytes") is None:
         message = "this needs bitsandbytes, which is not installed: pip install 'ds_encdec[qlora]'"
         yield Conflict(("model.lora.quantize",), message)
+    if (url := config.infra.upload_to) is not None:
+        from fsspec import get_filesystem_class
+        from fsspec.core import split_protocol
+
+        try:
+            get_filesystem_class(split_protocol(url)[0] or "file")
+        except (ImportError, ValueError) as error:
+            yield Conflict(("infra.upload_to",), f"this file system cannot be reached: {error}")
     chosen = config.training.metric_for_best_model
     for problem in not_installed(name for name, row in TEXT_METRICS.items() if chosen in row.figures):
         yield Conflict(("training.metric_for_best_model",), problem)
@@ -250,7 +281,7 @@ def _uncounted(config: FullConfig) -> Iterator[Conflict]:
     for number, source in enumerate(data.mixture or [data]):
         field = f"data.mixture.{number}.dataset_name" if data.mixture else "data.dataset_name"
         folder = Path(source.dataset_name)
-        is_counted = source.dataset_name in LOCAL_SOURCES or (folder / "state.json").is_file()
+        is_counted = local_kind(source.dataset_name) or (folder / "state.json").is_file()
         files = (
             path for pattern in source.data_files or ["**/*"] for path in iglob(str(folder / pattern), recursive=True)
         )

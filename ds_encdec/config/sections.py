@@ -15,7 +15,8 @@ from pydantic_core import PydanticCustomError, ValidationError
 from ds_encdec.config.settings import Conflict, Rule, broken, join, unknown_key
 from ds_encdec.denoisers import DENOISERS, FEWEST_WEIGHTS
 from ds_encdec.objectives import OBJECTIVES, template_parts
-from ds_encdec.source_kinds import LOCAL_SOURCES
+from ds_encdec.plugins import is_dotted
+from ds_encdec.source_kinds import LOCAL_SOURCES, PYTHON, local_kind
 
 LOCAL_FORMATS = [name for name, kind in LOCAL_SOURCES.items() if kind.reads_files]
 """Data set names that stand for local files."""
@@ -122,7 +123,7 @@ class Source(Section):
     dataset_name: Annotated[str, Mark.TEXTS] = "HuggingFaceFW/fineweb-edu"
     """Hub id of a data set; or `builtin` (text that every CPython installation has), `builtin_task` (a task to
     fine-tune on, made of it), `random` (random ids, to try a cluster without data), or `text`, `json`, `csv`, `parquet`
-    (local files, see `data_files`)."""
+    (local files, see `data_files`); or `python:MODULE:FUNCTION`, a reader of your own (docs/library.md)."""
     dataset_config: Annotated[str | None, Mark.TEXTS] = None
     """Configuration (subset) of a Hugging Face data set."""
     dataset_split: Annotated[str, Mark.TEXTS] = "train"
@@ -140,9 +141,11 @@ class Source(Section):
 
     def _rules(self) -> Iterable[Rule]:
         name, formats, files = self.dataset_name, ", ".join(LOCAL_FORMATS), self.data_files
-        kind, meant = LOCAL_SOURCES.get(name), _FORMAT_OF.get(name)
+        kind, meant = local_kind(name), _FORMAT_OF.get(name)
         lacks_files = kind and kind.reads_files and not files
         takes_none = kind and not kind.reads_files and files is not None
+        no_reader = name.startswith(PYTHON) and not is_dotted(name.removeprefix(PYTHON))
+        yield Rule("dataset_name", "write `python:module:function`", no_reader)
         yield Rule("dataset_name", f"no data set; for local files of this kind write `{meant}`", meant)
         yield Rule("dataset_name data_files", f"{name} needs data_files: paths or patterns of local files", lacks_files)
         yield Rule("dataset_name data_files", f"{name} reads no files; for yours set {formats}", takes_none)
@@ -291,7 +294,7 @@ class DataConfig(Source):
         mixed = {f"mixture.{i}.dataset_name": one.dataset_name for i, one in enumerate(self.mixture or ())}
         for field, dataset in (mixed or {"dataset_name": self.dataset_name}).items():
             message = f"its rows have no columns: take {', '.join(kinds)}, or a data set of the hub"
-            yield Rule(f"objective {field}", message, dataset in LOCAL_SOURCES and dataset not in kinds)
+            yield Rule(f"objective {field}", message, (kind := local_kind(dataset)) and not kind.has_columns)
         for other in (name for row in OBJECTIVES.values() for name in row.split_fields):
             is_set = getattr(self, other) != type(self).model_fields[other].default
             message = f"{self.objective} does not read it: set {' and '.join(objective.split_fields)}, or remove it"
@@ -314,7 +317,7 @@ class DataConfig(Source):
 
     def _split_rules(self) -> Iterable[Rule]:
         name = self.eval_dataset_name
-        kind = None if self.mixture and name is None else LOCAL_SOURCES.get(name or self.dataset_name)
+        kind = None if self.mixture and name is None else local_kind(name or self.dataset_name)
         meant = f"{'eval_dataset_name' if name or self.mixture else 'dataset_name'}"
         for files, split in (("eval_files", "eval_split"), ("test_files", "test_split")):
             both = getattr(self, files) is not None and getattr(self, split) is not None

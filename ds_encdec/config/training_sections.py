@@ -5,7 +5,7 @@ sections have in common.
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -22,6 +22,7 @@ from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.config.sections import Mark, Section, one_or_many
 from ds_encdec.config.settings import Conflict, Rule, closest, join
 from ds_encdec.engines import DistributedType
+from ds_encdec.plugins import installed, unknown
 from ds_encdec.text_metrics import FIGURES
 from ds_encdec.types import ConfigError
 
@@ -38,19 +39,31 @@ TEXT_FIGURES = {figure: row.higher_is_better for figure, row in FIGURES.items() 
 """The figures of generated texts that evaluations in training have, and whether the higher is the better."""
 
 
+LOSS_FIGURES = ("loss", "perplexity")
+
+
 def _evaluated(name: str) -> str:
-    """The name of a figure of evaluations, without Hugging Face's prefix. Raises ValueError for others."""
-    name, known = name.removeprefix("eval_").removeprefix("eval/"), ("loss", "perplexity", *TEXT_FIGURES)
-    if name not in known:
-        guess = closest(name, known)
-        raise ValueError(f"allowed: {', '.join(known)}" + (f"; did you mean `{guess}`?" if guess else ""))
-    return name
+    """The name of a figure of evaluations, without Hugging Face's prefix."""
+    return name.removeprefix("eval_").removeprefix("eval/")
 
 
+def _plugin_rule(field: str, kind: str, names: Iterable[str], known: Iterable[str], *, dotted: bool = True) -> Rule:
+    """Each of `names` is `known`, or an entry point of the `kind`; or `module:name`, where that may be (`dotted`)."""
+    known = [*known]
+    wrong = unknown(names, known, kind, dotted=dotted)
+    known += installed(kind) if wrong else []
+    guess = closest(wrong[0], known) if wrong else None
+    own = f"{'`module:name` or ' if dotted else ''}an installed entry point of ds_encdec.{kind}"
+    message = f"allowed: {', '.join([*known, own])}" + (f"; did you mean `{guess}`?" if guess else "")
+    return Rule(field, message, wrong)
+
+
+Schedule = Literal["WarmupDecayLR", "WarmupLR", "WarmupCosineLR", "cosine", "linear", "constant", "wsd"]
 Tracker = Literal["wandb", "tensorboard"]
+Names = Annotated[tuple[str, ...], BeforeValidator(one_or_many, json_schema_input_type=str | tuple[str, ...])]
 Trackers = Annotated[
-    tuple[Tracker, ...],
-    BeforeValidator(one_or_many, json_schema_input_type=Literal[Tracker, "none"] | tuple[Tracker, ...]),
+    tuple[Tracker | str, ...],
+    BeforeValidator(one_or_many, json_schema_input_type=Literal[Tracker, "none"] | str | tuple[Tracker | str, ...]),
 ]
 
 
@@ -96,10 +109,9 @@ class TrainingConfig(Section):
     the run's own config.yaml has the steps."""
     warmup_type: Annotated[Literal["linear", "log"], Mark.TUNABLE] = "linear"
     """Shape of the warm-up of DeepSpeed's schedules (DeepSpeed's own default is log)."""
-    lr_scheduler_type: Annotated[
-        Literal["WarmupDecayLR", "WarmupLR", "WarmupCosineLR", "cosine", "linear", "constant", "wsd"], Mark.TUNABLE
-    ] = "WarmupDecayLR"
-    """Learning-rate schedule. The first three are DeepSpeed's own classes; `wsd` is warm-up, stable, cosine decay."""
+    lr_scheduler_type: Annotated[Schedule | str, Mark.TUNABLE] = "WarmupDecayLR"
+    """Learning-rate schedule. The first three are DeepSpeed's own classes; `wsd` is warm-up, stable, cosine decay.
+    `module:function`: one of your own (docs/library.md)."""
     min_lr_ratio: Annotated[float, Mark.TUNABLE] = Field(default=0.1, ge=0, le=1)
     """Final learning rate over peak, for `cosine`, `WarmupCosineLR` and `wsd`."""
     wsd_decay_fraction: Annotated[float, Mark.TUNABLE] = Field(default=0.1, gt=0, le=1)
@@ -156,8 +168,12 @@ class TrainingConfig(Section):
     logging_steps: Annotated[int, Mark.UNTRAINED] = Field(default=10, ge=1)
     """Optimizer steps between two lines of metrics."""
     report_to: Annotated[Trackers, Mark.UNTRAINED] = ("wandb", "tensorboard")
-    """Trackers besides the console and `metrics.jsonl`, which are always written; `none` for no other."""
-    freeze: Annotated[tuple[str, ...], BeforeValidator(one_or_many, json_schema_input_type=str | tuple[str, ...])] = ()
+    """Trackers besides the console and `metrics.jsonl`, which are always written; `none` for no other. One of your
+    own: `module:name`, or an entry point of `ds_encdec.sinks` (docs/library.md)."""
+    callbacks: Annotated[Names, Mark.UNTRAINED] = ()
+    """Your own code after steps, evaluations and saves: `module:name`, or entry points of `ds_encdec.callbacks`
+    (docs/library.md)."""
+    freeze: Names = ()
     """Parameters that are not trained, by patterns of their names (`encoder.*`, `shared.weight`, `*.mlp.*`). They are
     kept in the compute dtype, without gradients and optimizer states (docs/lora.md)."""
     seed: int = Field(default=42, ge=0)
@@ -196,8 +212,8 @@ class TrainingConfig(Section):
     @property
     def best_is_greatest(self) -> bool:
         """True if the best evaluation is the one with the greatest `metric_for_best_model`."""
-        given = self.greater_is_better
-        return TEXT_FIGURES.get(self.metric_for_best_model, False) if given is None else given
+        given, name = self.greater_is_better, self.metric_for_best_model
+        return TEXT_FIGURES.get(name, name not in LOSS_FIGURES) if given is None else given
 
     @property
     def best_by(self) -> str:
@@ -244,6 +260,12 @@ class TrainingConfig(Section):
         yield Rule("num_train_epochs num_train_steps", message, both)
         both = self.warmup_ratio is not None and self.warmup_steps != type(self).model_fields["warmup_steps"].default
         yield Rule("warmup_ratio warmup_steps", "the warm-up twice: remove one of the two, or set it to null", both)
+        yield _plugin_rule("lr_scheduler_type", "schedules", [schedule], get_args(Schedule))
+        yield _plugin_rule("report_to", "sinks", self.report_to, get_args(Tracker))
+        yield _plugin_rule("callbacks", "callbacks", self.callbacks, ())
+        figures = (*LOSS_FIGURES, *TEXT_FIGURES)
+        best = self.metric_for_best_model
+        yield (known := _plugin_rule("metric_for_best_model", "metrics", [best], figures, dotted=False))
         yield Rule("bf16 fp16", "at most one may be true; both false is float32", self.bf16 and self.fp16)
         yield Rule(
             "torch_compile activation_checkpointing",
@@ -274,7 +296,7 @@ class TrainingConfig(Section):
         yield Rule(
             "metric_for_best_model eval_generate_samples",
             "a figure of generated texts, of which there are none: set eval_generate_samples > 0, or take loss",
-            self.metric_for_best_model in TEXT_FIGURES and not self.eval_generate_samples,
+            best not in LOSS_FIGURES and not known.is_broken and not self.eval_generate_samples,
         )
         yield Rule(
             "load_best_model_at_end export_at_end",
@@ -293,6 +315,9 @@ class InfraConfig(Section):
     `training.save_total_limit` lets stand at a time, one being written; False: warn."""
     logging_dir: str = "./logs"
     """Folder of TensorBoard and W&B files; a relative path is inside `output_dir`."""
+    upload_to: str | None = None
+    """Folder of another file system that the run's outputs are copied to after each save, and at the end: what fsspec
+    reaches, such as `s3://bucket/run` (docs/checkpoints.md). It never holds training up; None: nothing is copied."""
     distributed_type: DistributedType = "deepspeed"
     """Engine."""
     num_gpus: int = Field(default=8, ge=1)

@@ -32,7 +32,7 @@ from ds_encdec.data.sources import (
 from ds_encdec.data.tables import resolve_commits
 from ds_encdec.engines import load
 from ds_encdec.objectives import OBJECTIVES
-from ds_encdec.source_kinds import HUB, LOCAL_SOURCES
+from ds_encdec.source_kinds import HUB, local_kind
 from ds_encdec.types import Batch, DataError, Example
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ def _open(
     if data.prepared_dir is not None:
         return open_prepared(data, name, named, maker, seed)
     entry = named.model_copy(update={"dataset_revision": commits.get(hub_name(named), named.dataset_revision)})
-    kind = LOCAL_SOURCES.get(entry.dataset_name, HUB)
+    kind = local_kind(entry.dataset_name) or HUB
     if kind.reads_files and not entry.data_files:
         raise DataError(
             f"data.dataset_name={entry.dataset_name} reads local files: name them in data.data_files "

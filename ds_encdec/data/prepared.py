@@ -37,7 +37,7 @@ from ds_encdec.data.tables import folder_files
 from ds_encdec.data.text_tokenizer import SAMPLE
 from ds_encdec.launch.disk import Writing, write_atomically
 from ds_encdec.objectives import OBJECTIVES
-from ds_encdec.source_kinds import HUB, LOCAL_SOURCES
+from ds_encdec.source_kinds import HUB, local_kind
 from ds_encdec.types import DataError, Document
 
 INDEX = "index.json"
@@ -142,7 +142,7 @@ def made_from(data: DataConfig, entry: Source, maker: ExampleMaker, seed: int) -
     facts: dict[str, Any] = {"data.objective": data.objective}
     facts |= {f"data.{name}": getattr(entry, name) for name in Source.model_fields}
     facts |= {f"data.{name}": getattr(data, name) for name in objective.read_fields}
-    if "seed" in LOCAL_SOURCES.get(entry.dataset_name, HUB).needs:
+    if "seed" in (local_kind(entry.dataset_name) or HUB).needs:
         facts["training.seed"] = seed
     facts["tokenizer"] = digest([maker.tokenize(Document("", text)).tolist() for text in SAMPLE])
     if objective.takes_records:  # templates may hold special tokens
@@ -159,7 +159,7 @@ def open_prepared(data: DataConfig, name: str, entry: MixtureSource, maker: Exam
     source = PreparedSource(folder, made_from(data, entry, maker, seed))
     files: Sequence[str] = ()
     with suppress(DataError):  # they need not be on this machine any more
-        is_local = entry.dataset_name in LOCAL_SOURCES
+        is_local = local_kind(entry.dataset_name) is not None
         is_folder = not is_local and os.path.isdir(entry.dataset_name)
         files = folder_files(entry) if is_folder else expand_files(entry.data_files or ()) if is_local else ()
     if files and "files" in source.identity:

@@ -31,7 +31,7 @@ from ds_encdec.data.sources import (
     record_document,
     text_document,
 )
-from ds_encdec.source_kinds import LOCAL_SOURCES
+from ds_encdec.source_kinds import local_kind
 from ds_encdec.types import DataError
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class ParquetFiles:
 
     def _open(self, file: int) -> Any:
         # Imported here because it takes 0.2 s, and most runs read no parquet.
-        import fsspec  # type: ignore[import-untyped]
+        import fsspec
         from pyarrow.parquet import ParquetFile
 
         path = self._files[file]
@@ -303,7 +303,7 @@ def resolve_commits(data: DataConfig, saved: Mapping[str, str] | None = None) ->
     commits = {
         hub_name(entry): (saved or {}).get(hub_name(entry)) or _ask_hub(entry.dataset_name, entry.dataset_revision)
         for entry in ({} if data.prepared_dir else named_sources(data)).values()
-        if entry.dataset_name not in LOCAL_SOURCES and not os.path.exists(entry.dataset_name)
+        if local_kind(entry.dataset_name) is None and not os.path.exists(entry.dataset_name)
     }
     return {name: commit for name, commit in commits.items() if commit}
 

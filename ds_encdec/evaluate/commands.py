@@ -15,7 +15,7 @@ from ds_encdec.arguments import COUNT, JSON, Arguments, flag, value
 from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.evaluate.folders import default_out, is_ours, require_ours, run_config
 from ds_encdec.launch.world import discover
-from ds_encdec.text_metrics import TEXT_METRICS
+from ds_encdec.text_metrics import TEXT_METRICS, text_metrics
 from ds_encdec.types import ConfigError
 
 
@@ -43,7 +43,9 @@ EVALUATE: Arguments = {
     "--config": value("what the data is (default: that of the run whose export/ the model lies in)", Path),
     "--split": value("(default test)", choices=("train", "validation", "test"), default="test"),
     "--max-samples": value("the first N examples (default all)", COUNT, metavar="N"),
-    "--metrics": value(f"(default: all that need no model) some of {','.join(TEXT_METRICS)}", nargs="+", metavar="M"),
+    "--metrics": value(
+        f"(default: all that need no model) some of {','.join(TEXT_METRICS)}, or installed ones", nargs="+", metavar="M"
+    ),
     "--bertscore-model": value("folder of the model that BERTScore compares with", Path, metavar="DIR"),
     "--bertscore-layer": value("its layer (default: the one known to be best, else the last)", COUNT, metavar="N"),
     "--out": value("folder to write into (default MODEL-SPLIT, beside the model)", Path, metavar="DIR"),
@@ -72,7 +74,7 @@ def run_evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Judge a model by what it generates for a split of the data, and print the figures."""
     settings = _chosen(options)
     names = list(dict.fromkeys(name for names in options.metrics or () for name in names.split(",") if name)) or [
-        name for name, row in TEXT_METRICS.items() if options.bertscore_model or not row.needs_model
+        name for name, row in text_metrics().items() if options.bertscore_model or not row.needs_model
     ]
     from ds_encdec.config.schema import find_shipped, load_config
     from ds_encdec.evaluate.metrics import BertScoreModel, check_metrics

@@ -21,7 +21,7 @@ from ds_encdec.evaluate.generation import generate, text_of
 from ds_encdec.evaluate.metrics import check_metrics, score_texts
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.monitor.sinks import Sample
-from ds_encdec.text_metrics import FIGURES, TEXT_METRICS, not_installed
+from ds_encdec.text_metrics import not_installed, text_metrics
 from ds_encdec.types import Example
 
 if TYPE_CHECKING:
@@ -41,10 +41,10 @@ def usable_metrics(config: FullConfig) -> list[str]:
 
     Raises ConfigError where the package of `training.metric_for_best_model` is not; others are warned of.
     """
-    names = [name for name, row in TEXT_METRICS.items() if not row.needs_model]
+    rows, best = text_metrics(), config.training.metric_for_best_model
+    names = [name for name, row in rows.items() if not row.needs_model]
     usable = [name for name in names if not list(not_installed([name]))]
-    chosen = FIGURES.get(config.training.metric_for_best_model)
-    check_metrics([name for name, row in TEXT_METRICS.items() if row is chosen])
+    check_metrics([name for name, row in rows.items() if best in row.figures])
     for problem in not_installed(set(names) - set(usable)):
         logger.warning("training.eval_generate_samples: %s", problem)
     return usable

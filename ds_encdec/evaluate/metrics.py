@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_encdec.engines import load
 from ds_encdec.text_metrics import TEXT_METRICS as TEXT_METRICS
-from ds_encdec.text_metrics import not_installed
+from ds_encdec.text_metrics import not_installed, text_metrics
 from ds_encdec.types import ConfigError
 
 if TYPE_CHECKING:
@@ -57,11 +57,12 @@ class BertScoreModel:
 def check_metrics(names: Iterable[str], bertscore_model: BertScoreModel | None = None) -> None:
     """Raise ConfigError where a metric is unknown, or a package or model that it needs is missing."""
     names = list(names)
-    if unknown := [name for name in names if name not in TEXT_METRICS]:
-        raise ConfigError(f"unknown metric {', '.join(unknown)}; there are {', '.join(TEXT_METRICS)}")
+    rows = text_metrics()
+    if unknown := [name for name in names if name not in rows]:
+        raise ConfigError(f"unknown metric {', '.join(unknown)}; there are {', '.join(rows)}")
     if problems := list(not_installed(names)):
         raise ConfigError("\n".join(problems))
-    if needs_model := [name for name in names if TEXT_METRICS[name].needs_model]:
+    if needs_model := [name for name in names if rows[name].needs_model]:
         if bertscore_model is None:
             raise ConfigError(f"{needs_model[0]} compares texts by a model: name its folder in --bertscore-model")
         bertscore_model.chosen_layer()
@@ -82,9 +83,10 @@ def score_texts(
     check_metrics(names, bertscore_model)
     figures: dict[str, float] = {}
     for name in names:
-        row = TEXT_METRICS[name]
+        row = text_metrics()[name]
         model = {"bertscore_model": bertscore_model} if row.needs_model else {}
-        figures |= load(row.compute)(predictions, references, **model)
+        found = load(row.compute)(predictions, references, **model)
+        figures |= found if isinstance(found, Mapping) else {name: float(found)}
     return figures
 
 

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import socket
+import sys
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
@@ -170,7 +171,10 @@ def shutdown() -> None:
     except RuntimeError as error:
         logger.warning("Another rank has left before the others could, killed perhaps; all was done by then: %s", error)
     gc.collect()  # engines are cyclic: drop their groups now, not at interpreter exit
-    dist.destroy_process_group()
+    if (deepspeed := sys.modules.get("deepspeed")) is not None and deepspeed.comm.is_initialized():
+        deepspeed.comm.destroy_process_group()  # which forgets its groups, so that this process may train again
+    else:
+        dist.destroy_process_group()
 
 
 def _share_the_node(world: World, device: torch.device, store: dist.Store) -> None:

@@ -13,8 +13,10 @@ from ds_encdec.types import OutOfMemoryError
 logger = logging.getLogger(__name__)
 
 
-def auto_find_batch_size(model: nn.Module, sample_batch_fn: Callable[[int], Any], start: int, min: int = 1) -> int:
-    """The first of `start`, its half, its quarter, …, `min` at which `model` runs forward and backward in memory.
+def auto_find_batch_size(
+    model: nn.Module, sample_batch_fn: Callable[[int], Any], start_batch_size: int = 32, min_batch_size: int = 1
+) -> int:
+    """The first of `start_batch_size`, its half, its quarter, …, `min_batch_size` that runs forward and backward.
 
     `sample_batch_fn(size)` makes a batch on the model's device: a mapping (keyword arguments of the model), a sequence
     (positional ones), or one argument. The loss is the output's `.loss`, or the output itself where that is a tensor
@@ -22,17 +24,20 @@ def auto_find_batch_size(model: nn.Module, sample_batch_fn: Callable[[int], Any]
     `training.per_device_train_batch_size: auto` instead.
 
     Parameters stay as they are, and gradients are gone afterwards; buffers that the model changes (batch normalisation)
-    and the random state have moved on. Raises OutOfMemoryError where even `min` does not fit, ValueError for sizes that
-    are not 1 <= min <= start, and what the model raises for another reason.
+    and the random state have moved on. Raises OutOfMemoryError where even `min_batch_size` does not fit, ValueError
+    for sizes that are not 1 <= min_batch_size <= start_batch_size, and what the model raises for another reason.
     """
-    if not 1 <= min <= start:
-        raise ValueError(f"start={start} and min={min}: sizes must be 1 <= min <= start")
-    size = start
+    if not 1 <= min_batch_size <= start_batch_size:
+        raise ValueError(
+            f"start_batch_size={start_batch_size} and min_batch_size={min_batch_size}: sizes must be "
+            "1 <= min_batch_size <= start_batch_size"
+        )
+    size = start_batch_size
     while (reason := _try(model, sample_batch_fn, size)) is not None:
-        if size == min:
-            raise OutOfMemoryError(f"not even a batch of {min} fits: {reason}")
+        if size == min_batch_size:
+            raise OutOfMemoryError(f"not even a batch of {size} fits: {reason}")
         logger.info("a batch of %d does not fit (%s)", size, reason)
-        size = max(min, size // 2)
+        size = max(min_batch_size, size // 2)
     return size
 
 

@@ -41,7 +41,7 @@ def estimate_model_memory(
     num_layers: int,
     dtype: str = "bf16_mixed",
     optimizer: str = "adamw",
-    gradient_checkpointing: bool = False,
+    gradient_checkpointing: bool = True,
 ) -> dict[str, float]:
     """GB (1e9 bytes) of training a transformer on one device: `{model,optimizer,gradient,activation,total}_gb`.
 

@@ -20,11 +20,12 @@ from ds_encdec.config.shares import (
     micro_batch_candidates,
     micro_batches_per_step,
     per_rank,
+    with_assumed_batch_size,
     with_micro_batch_size,
 )
 from ds_encdec.gpus import Gpu, parse_bytes, parse_gpu
-from ds_encdec.memory.breakdown import GIB
-from ds_encdec.memory.estimate import engine_memory
+from ds_encdec.memory.breakdown import GIB, Estimate
+from ds_encdec.memory.estimate import engine_memory, estimate
 from ds_encdec.memory.job import Job, Sizes, make_job, run_sizes
 from ds_encdec.memory.variants import HEADROOM, HOST_HEADROOM, Variant, variant
 from ds_encdec.memory.zero import not_estimated
@@ -163,6 +164,15 @@ def indivisible(config: FullConfig, nodes: int) -> list[str]:
         _attempt(problems, per_rank, micro_batches_per_step(config, gpus), gpus, what)
     _attempt(problems, mesh_shape, config.infra, gpus, gpus // nodes)
     return problems
+
+
+def estimate_run(config: FullConfig, *, nodes: int = 1) -> Estimate:
+    """Estimate what the run of `config` holds at its worst moment, on each of `infra.num_gpus` GPUs in so many `nodes`.
+
+    `training.per_device_train_batch_size: auto` is taken to be its first try. Raises ConfigError.
+    """
+    config = with_assumed_batch_size(config, config.infra.num_gpus)
+    return estimate(planned_job(config, run_sizes(config), nodes))
 
 
 def planned_job(config: FullConfig, sizes: Sizes, nodes: int) -> Job:

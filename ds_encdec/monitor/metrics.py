@@ -32,7 +32,10 @@ _LARGEST_EXPONENT = math.log(sys.float_info.max)
 
 
 class MetricWindow:
-    """The last `window_size` values of one metric, with their statistics. An empty window's are 0.0."""
+    """The last `window_size` values of one metric, with their statistics.
+
+    Those of an empty window: mean and std 0.0, min inf, max -inf.
+    """
 
     def __init__(self, window_size: int = 100) -> None:
         if window_size < 1:
@@ -61,12 +64,12 @@ class MetricWindow:
     @property
     def min(self) -> float:
         """Smallest value."""
-        return min(self.values, default=0.0)
+        return min(self.values, default=math.inf)
 
     @property
     def max(self) -> float:
         """Largest value."""
-        return max(self.values, default=0.0)
+        return max(self.values, default=-math.inf)
 
     def state_dict(self) -> dict[str, Any]:
         """The values, JSON-able."""

@@ -78,7 +78,6 @@ class TrainingMonitor:
     # The fields that no caller sets are saved, with the windows and the alerts.
     initial_loss: float | None = field(default=None, init=False)
     warmup_complete_loss: float | None = field(default=None, init=False)
-    current_loss: float | None = field(default=None, init=False)
     min_loss: float | None = field(default=None, init=False)
     max_loss: float | None = field(default=None, init=False)
     steps: int = field(default=0, init=False)
@@ -126,7 +125,6 @@ class TrainingMonitor:
             self.grad_norm_window.add(grad_norm)
         if applied and math.isfinite(loss):
             self.loss_window.add(loss)
-            self.current_loss = loss
             self.initial_loss = loss if self.initial_loss is None else self.initial_loss
             self.min_loss = loss if self.min_loss is None else min(self.min_loss, loss)
             self.max_loss = loss if self.max_loss is None else max(self.max_loss, loss)
@@ -149,23 +147,25 @@ class TrainingMonitor:
     def get_summary(self) -> dict[str, Any]:
         """The run in numbers: `loss`, `grad_norm`, `throughput`, `alerts` and `steps`.
 
-        Losses are over the whole run and None before the first one; norms and throughput over their windows.
-        `steps` counts those that were not applied too.
+        The `current` loss is the mean of its window, and `decrease` what that is below the `initial` one: neither hangs
+        on a single step. The other losses are over the whole run; None before the first one. Norms and throughput are
+        over their windows. `steps` counts those that were not applied too.
         """
-        known = self.initial_loss is not None and self.current_loss is not None
+        current = self.loss_window.mean if len(self.loss_window) else None
+        decrease = None if self.initial_loss is None or current is None else self.initial_loss - current
         return {
             "loss": {
-                "current": self.current_loss,
+                "current": current,
                 "initial": self.initial_loss,
                 "after_warmup": self.warmup_complete_loss,
                 "min": self.min_loss,
                 "max": self.max_loss,
-                "decrease": self.initial_loss - self.current_loss if known else None,  # type: ignore[operator]
+                "decrease": decrease,
             },
             "grad_norm": {
                 "mean": self.grad_norm_window.mean,
                 "std": self.grad_norm_window.std,
-                "max": self.grad_norm_window.max,
+                "max": self.grad_norm_window.max if len(self.grad_norm_window) else 0.0,
             },
             "throughput": {"mean_tokens_per_sec": self.throughput_window.mean},
             "alerts": list(self.alerts),
@@ -188,7 +188,8 @@ class TrainingMonitor:
              f"loss after warm-up {_number(after_warmup, 'no step after the warm-up was logged')}, "
              f"at most {limit:.4f} allowed"),
             ("loss_decrease", decrease is not None and decrease >= least,
-             f"loss fell by {_number(decrease, 'no step was logged')}, at least {least:.4f} asked for"),
+             f"loss fell by {_number(decrease, 'no step was logged')} to the mean of the last "
+             f"{len(self.loss_window)}, at least {least:.4f} asked for"),
             ("loss_spikes", spikes <= MAX_LOSS_SPIKES,
              f"{spikes} loss spikes, at most {MAX_LOSS_SPIKES} allowed{taken_back}"),
         ]  # fmt: skip

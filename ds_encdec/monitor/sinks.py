@@ -12,6 +12,7 @@ import netrc
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from ds_encdec.config.schema import FullConfig, InfraConfig
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.monitor.console import ProgressLine, shown, time_left
 from ds_encdec.monitor.metrics_file import append_line, cut_after
+from ds_encdec.plugins import load_plugin
 
 logger = logging.getLogger(__name__)
 
@@ -71,11 +73,18 @@ def open_sinks(config: FullConfig, run_dir: Path, *, rank: int, start_step: int 
         "wandb": lambda: WandbSink(logging_dir, config.infra, config.model_dump(mode="json")),
     }
     chosen = (*(() if terminal.is_quiet() else ("console",)), *config.training.report_to)
+    for name in set(chosen) - set(openers):
+        openers[name] = partial(_own_sink, name, config, logging_dir, start_step)
     folder = RunFolder(str(run_dir))
     files: list[Sink] = [JsonlSink(folder.metrics, start_step=start_step)]
     if config.training.eval_generate_samples:
         files.append(SamplesSink(folder.samples, start_step=start_step))
     return [*files, *(GuardedSink(name, opener) for name, opener in openers.items() if name in chosen)]
+
+
+def _own_sink(name: str, config: FullConfig, logging_dir: Path, start_step: int) -> Sink:
+    sink: Sink = load_plugin("training.report_to", name, "sinks")(config, logging_dir, start_step)
+    return sink
 
 
 class GuardedSink(Sink):

@@ -246,7 +246,6 @@ def _stamp(run: RunFolder) -> int | None:
 
 def _judge_and_hand_on(planned: PlannedPhase, folder: PhaseFolder, pipeline_initial_loss: float | None) -> None:
     """Write the phase's result, and before it, if the gate is passed, its weights. Raises GateError if it is not."""
-    import torch
 
     from ds_encdec.checkpoint.export import export_checkpoint  # transformers
 
@@ -254,7 +253,7 @@ def _judge_and_hand_on(planned: PlannedPhase, folder: PhaseFolder, pipeline_init
     passed = verdict["passed"]
     if passed and not folder.export.exists():
         final = planned.folder / "checkpoints" / "final"
-        export_checkpoint(final, folder.export, dtype=torch.float32)
+        export_checkpoint(final, folder.export)
     folder.write_result(verdict)
     _say(f"phase {planned.phase} {'passed its gate' if passed else 'did not pass its gate'}:")
     for check in verdict["checks"]:

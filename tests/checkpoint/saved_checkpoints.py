@@ -85,7 +85,7 @@ def save_checkpoint(
     (run or FullConfig()).to_yaml(path / "config.yaml")
     if base is not None:
         (path / "model" / BASE_RECORD).write_text(json.dumps(base))
-    trainer = {"state": TrainingState(global_step=step, data_step=step, encoder_tokens_seen=5_000_000).to_dict()}
+    trainer = {"state": TrainingState(global_step=step, data_step=step, total_tokens_seen=5_000_000).to_dict()}
     (path / "trainer.json").write_text(json.dumps(trainer))
     (path / "data.json").write_text('{"lanes": []}')
     files = sorted(file for file in path.rglob("*") if file.is_file())

@@ -57,7 +57,7 @@ def batch(size: int) -> Tensor:
 def test_it_halves_until_it_fits(kind: type[Greedy], make: Any, in_backward: bool) -> None:
     model = kind(fits=6, in_backward=in_backward)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    assert auto_find_batch_size(model, make, start=40) == 5
+    assert auto_find_batch_size(model, make, start_batch_size=40) == 5
     assert model.tried == [40, 20, 10, 5]
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -65,23 +65,23 @@ def test_it_halves_until_it_fits(kind: type[Greedy], make: Any, in_backward: boo
 
 def test_the_smallest_size_is_tried_last() -> None:
     model = Greedy(fits=3)
-    assert auto_find_batch_size(model, batch, start=10, min=3) == 3
+    assert auto_find_batch_size(model, batch, start_batch_size=10, min_batch_size=3) == 3
     assert model.tried == [10, 5, 3]
 
 
 def test_a_size_that_does_not_fit_and_may_not_be_smaller() -> None:
     with pytest.raises(OutOfMemoryError, match="not even a batch of 4 fits"):
-        auto_find_batch_size(Greedy(fits=2), batch, start=16, min=4)
+        auto_find_batch_size(Greedy(fits=2), batch, start_batch_size=16, min_batch_size=4)
 
 
 def test_other_errors_are_no_reason_to_halve() -> None:
     model = Greedy(fits=100)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        auto_find_batch_size(model, lambda size: torch.ones(size, 5), start=8)
+        auto_find_batch_size(model, lambda size: torch.ones(size, 5), start_batch_size=8)
     assert model.tried == [8]
 
 
 @pytest.mark.parametrize(("start", "smallest"), [(0, 1), (4, 0), (2, 3)])
 def test_sizes_that_make_no_sense(start: int, smallest: int) -> None:
-    with pytest.raises(ValueError, match="1 <= min <= start"):
-        auto_find_batch_size(Greedy(fits=1), batch, start=start, min=smallest)
+    with pytest.raises(ValueError, match="1 <= min_batch_size <= start_batch_size"):
+        auto_find_batch_size(Greedy(fits=1), batch, start_batch_size=start, min_batch_size=smallest)

@@ -50,9 +50,9 @@ def test_activations_of_a_large_model() -> None:
         for full in (False, True)
     )
     assert (kept, recomputed) == (pytest.approx(96 * 34 * layer), pytest.approx(96 * 2 * layer))
-    in_float32 = estimate_model_memory(**gpt3, dtype="float32")["activation_gb"]
+    in_float32 = estimate_model_memory(**gpt3, dtype="float32", gradient_checkpointing=False)["activation_gb"]
     assert in_float32 == pytest.approx(96 * 66 * layer), "but for dropout's masks, twice as much"
-    assert estimate_model_memory(**gpt3 | {"batch_size": 3})["activation_gb"] == pytest.approx(3 * kept)
+    assert estimate_model_memory(**gpt3 | {"batch_size": 3})["activation_gb"] == pytest.approx(3 * recomputed)
 
 
 @pytest.mark.parametrize(

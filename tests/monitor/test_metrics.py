@@ -67,7 +67,7 @@ def test_a_window_of_what_is_not_finite_has_no_deviation() -> None:
 
 def test_empty_window_is_zero_and_size_zero_is_refused() -> None:
     window = MetricWindow(5)
-    assert (window.mean, window.std, window.min, window.max) == (0.0, 0.0, 0.0, 0.0)
+    assert (window.mean, window.std, window.min, window.max) == (0.0, 0.0, math.inf, -math.inf)
     with pytest.raises(ValueError, match="window_size is 0"):
         MetricWindow(0)
 

@@ -154,7 +154,7 @@ def test_summary() -> None:
     feed(monitor, [8.0, 9.0, 6.0, 5.0], warmup_steps=2)
     summary = monitor.get_summary()
     assert summary["loss"] == {
-        "current": 5.0, "initial": 8.0, "after_warmup": 6.0, "min": 5.0, "max": 9.0, "decrease": 3.0
+        "current": 5.5, "initial": 8.0, "after_warmup": 6.0, "min": 5.0, "max": 9.0, "decrease": 2.5
     }  # fmt: skip
     assert summary["grad_norm"] == {"mean": 1.0, "std": 0.0, "max": 1.0}
     assert summary["throughput"] == {"mean_tokens_per_sec": 1000.0}
@@ -164,7 +164,7 @@ def test_summary() -> None:
 
 def test_gate_passes_at_its_exact_limits() -> None:
     monitor = TrainingMonitor()
-    feed(monitor, [6.0, 5.0], warmup_steps=1)
+    feed(monitor, [6.0, 5.0, 4.0], warmup_steps=1)
     result = monitor.validate_phase(Limits(5.0, 1.0))
     assert result["passed"]
     assert [check["passed"] for check in result["checks"]] == [True, True, True]
@@ -173,8 +173,8 @@ def test_gate_passes_at_its_exact_limits() -> None:
 @pytest.mark.parametrize(
     ("losses", "spikes", "failed"),
     [
-        ([6.0, 5.001, 4.0], 0, "loss_after_warmup"),
-        ([6.0, 5.0, 5.5], 0, "loss_decrease"),
+        ([6.0, 5.001, 3.9], 0, "loss_after_warmup"),
+        ([6.0, 5.0, 4.5], 0, "loss_decrease"),  # the mean is 5.17
         ([6.0, 5.0, 4.0], 6, "loss_spikes"),
     ],
 )
@@ -441,7 +441,7 @@ def test_a_gate_does_not_count_spikes_that_a_rollback_took_back() -> None:
     assert len(monitor.alerts) == 8
     assert not monitor.validate_phase(Limits(max_loss_after_warmup=6.0, min_loss_decrease=-10))["checks"][2]["passed"]
     monitor.go_back(saved)
-    feed(monitor, [3.0] * 5, first_step=22)
+    feed(monitor, [3.0] * 100, first_step=22)
     verdict = monitor.validate_phase(Limits(max_loss_after_warmup=6.0, min_loss_decrease=1.0))
     assert verdict["passed"]
     assert verdict["checks"][2]["message"] == "1 loss spikes, at most 5 allowed, and 7 that rollbacks took back"

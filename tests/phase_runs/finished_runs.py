@@ -25,7 +25,7 @@ def finish_run(planned: PlannedPhase, losses: Sequence[float], *, eval_loss: flo
     final.mkdir(parents=True)
     monitor = watch(losses, warmup_steps=planned.config.training.warmup_steps)
     state = TrainingState(
-        global_step=len(losses), data_step=len(losses), encoder_tokens_seen=700, target_tokens_seen=300
+        global_step=len(losses), data_step=len(losses), total_tokens_seen=1000, target_tokens_seen=300
     )
     trainer = {"state": state.to_dict(), "recorder": {"monitor": monitor.state_dict()}}
     (final / "trainer.json").write_text(json.dumps(trainer, allow_nan=False))

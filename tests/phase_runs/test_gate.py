@@ -17,7 +17,7 @@ from ds_encdec.phases import PlannedPhase, TrainingPhase, plan_phase
 from ds_encdec.types import CheckpointError
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "ds_configs" / "quickstart.yaml"
-FALLING = [8.3 - 0.05 * step for step in range(40)]
+FALLING = [8.3 - 0.06 * step for step in range(40)]
 
 
 def planned(tmp_path: Path, *overrides: str) -> PlannedPhase:

@@ -1,0 +1,59 @@
+"""A user's own code in a run: three moments that the loop names, and who is told of them."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.plugins import load_plugin
+from ds_encdec.types import ConfigError, DsEncDecError, StepResult, TrainingState
+
+logger = logging.getLogger(__name__)
+
+
+class Callback:
+    """Told of three moments of a run. Every rank calls every method equally often, so collectives are allowed in them.
+
+    Whatever one raises on any rank ends the run on all of them; a `DsEncDecError` is raised as it is.
+    """
+
+    def after_step(self, state: TrainingState, result: StepResult) -> None:
+        """An optimizer step has been made, or skipped; `state` is the one after it. Reading a tensor of `result` waits
+        for the device."""
+
+    def after_evaluation(self, state: TrainingState, metrics: Mapping[str, float]) -> None:
+        """The held-out examples have been evaluated; `metrics` (`eval/loss`, …) are equal on all ranks."""
+
+    def after_save(self, state: TrainingState, checkpoint: Path) -> None:
+        """The folder `checkpoint` is complete, and `state` is what it holds. Training may be some steps ahead of it."""
+
+
+def open_callbacks(config: FullConfig, given: Sequence[Callback], collectives: HostCollectives) -> tuple[Callback, ...]:
+    """The callbacks `given` in Python, then those that `training.callbacks` names, each called with the configuration.
+
+    A collective. Raises ConfigError where one cannot be imported, and where ranks have others.
+    """
+    field = "training.callbacks"
+
+    def made() -> list[Callback]:
+        return [load_plugin(field, name, "callbacks")(config) for name in config.training.callbacks]
+
+    callbacks = (*given, *collectives.on_every_rank(made))
+    kinds = collectives.gather([type(callback).__qualname__ for callback in callbacks])
+    if any(kind != kinds[0] for kind in kinds):
+        raise ConfigError(f"{field}: the ranks have different ones, and would wait for each other: {kinds}")
+    return callbacks
+
+
+def call(callback: Callback, moment: str, state: TrainingState, fact: object) -> None:
+    """Call the method `moment` with `state` and the moment's own fact. Raises DsEncDecError that names the method."""
+    try:
+        getattr(callback, moment)(state, fact)
+    except DsEncDecError:
+        raise
+    except Exception as error:
+        name = f"{type(callback).__qualname__}.{moment}"
+        logger.exception("%s failed:", name)
+        what = f"{type(error).__name__}: {error}"
+        raise DsEncDecError(f"the callback {name} failed at step {state.global_step}: {what}") from error

@@ -1,0 +1,73 @@
+"""Finding what users bring: objects of modules of their own, and of installed packages.
+
+An object is named `module:name`, of a module in the working folder or an installed one. An installed package may also
+give it a plain name, by an entry point of a group of ours, such as `ds_encdec.sinks`. docs/library.md has examples.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from ds_encdec.types import ConfigError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+
+@cache
+def installed(kind: str) -> dict[str, EntryPoint]:
+    """The entry points of the group `ds_encdec.{kind}` by their names; nothing of theirs is imported."""
+    from importlib.metadata import entry_points  # takes a while, and few ask
+
+    return {point.name: point for point in entry_points(group=f"ds_encdec.{kind}")}
+
+
+def is_dotted(name: str) -> bool:
+    """Return whether `name` has the form `module:name`."""
+    module, _, attribute = name.partition(":")
+    return all(part.isidentifier() for part in [*module.split("."), attribute])
+
+
+def unknown(names: Iterable[str], known: Iterable[str], kind: str, *, dotted: bool = True) -> list[str]:
+    """The `names` that are neither `known` nor entry points of the `kind`, nor, if `dotted`, `module:name`."""
+    missing = [name for name in names if name not in known and not (dotted and is_dotted(name))]
+    return [name for name in missing if name not in installed(kind)] if missing else []
+
+
+def load_plugin(field: str, name: str, kind: str | None = None) -> Any:
+    """The object that `name` means as the value of `field`: `module:name`, or an entry point of the `kind`.
+
+    Raises ConfigError.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        if kind is not None and name in installed(kind):
+            return installed(kind)[name].load()
+        module, _, attribute = name.partition(":")
+        return getattr(importlib.import_module(module), attribute)
+    except (Exception, SystemExit) as error:  # whatever the user's module raises
+        raise ConfigError(
+            f"{field}={name} cannot be imported from {os.getcwd()} or an installed package "
+            f"({type(error).__name__}: {error}). Write `module:function`"
+        ) from error
+
+
+def code_digest(field: str, name: str, found: Any) -> str:
+    """A digest of the file that defines `found`, so that a change of it is noticed. Raises ConfigError without one."""
+    import hashlib
+    import inspect
+
+    try:
+        with open(inspect.getfile(inspect.unwrap(found)), "rb") as file:
+            return hashlib.sha256(file.read()).hexdigest()[:12]
+    except (TypeError, OSError) as error:
+        raise ConfigError(
+            f"{field}={name}: its code is in no file ({error}), so a change of it would go unnoticed. Write it into a "
+            "module that is a file"
+        ) from error

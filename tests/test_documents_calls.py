@@ -1,0 +1,77 @@
+"""The calls that the documents behind this project make, as they write them. Where ours differ: docs/library.md.
+
+`export_checkpoint(checkpoint, out)` is in tests/checkpoint/test_export.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from ds_encdec.memory.batch_size import auto_find_batch_size
+from ds_encdec.memory.model_memory import estimate_model_memory
+from ds_encdec.monitor.metrics import MetricWindow
+from ds_encdec.monitor.monitor import TrainingMonitor
+from ds_encdec.phases import PhaseConfig, TrainingPhase
+from ds_encdec.types import TrainingState
+
+
+def test_training_state_counts_tokens_in_one_number_and_keeps_it() -> None:
+    state = TrainingState(global_step=1000, epoch=1, best_eval_loss=2.5, total_tokens_seen=1_000_000)
+    assert TrainingState.from_dict(state.to_dict()) == state
+    assert (state.total_tokens_seen, state.encoder_tokens_seen) == (1_000_000, 1_000_000)
+    # As earlier versions saved it.
+    earlier = {"global_step": 5, "encoder_tokens_seen": 30, "target_tokens_seen": 12, "lowest_eval_loss": 2.0}
+    restored = TrainingState.from_dict(earlier)
+    assert (restored.total_tokens_seen, restored.encoder_tokens_seen, restored.leading_value) == (42, 30, 2.0)
+
+
+def test_a_phase_is_validated_by_what_was_set_on_the_monitor() -> None:
+    phase = PhaseConfig(
+        phase=TrainingPhase.VALIDATION,
+        num_tokens=1_000_000,
+        description="Test",
+        max_loss_after_warmup=10.0,
+        min_loss_decrease=0.5,
+    )
+    monitor = TrainingMonitor()
+    monitor.initial_loss, monitor.warmup_complete_loss = 10.0, 8.0
+    for _ in range(50):
+        monitor.loss_window.add(7.0)
+    assert monitor.validate_phase(phase)["passed"]
+    assert monitor.get_summary()["loss"]["current"] == 7.0
+
+
+@pytest.mark.parametrize(("losses", "last", "passes"), [(9.3, 9.7, True), (9.7, 9.3, False)])
+def test_one_step_does_not_decide_a_gate(losses: float, last: float, passes: bool) -> None:
+    monitor = TrainingMonitor()
+    for step, loss in enumerate([10.0, *[losses] * 198, last], start=1):
+        monitor.update(step, loss, 1.0, 1e-4, 1000.0)
+    phase = PhaseConfig(TrainingPhase.VALIDATION, 1_000_000, "Test", min_loss_decrease=0.5)
+    assert monitor.validate_phase(phase)["passed"] is passes
+
+
+def test_an_empty_window_is_beaten_by_every_value() -> None:
+    window = MetricWindow()
+    assert (window.mean, window.std, window.min, window.max) == (0.0, 0.0, math.inf, -math.inf)
+
+
+def test_memory_is_estimated_with_recomputation_unless_told_otherwise() -> None:
+    sizes = {"num_params": 7e9, "batch_size": 4, "seq_length": 2048, "hidden_size": 4096, "num_layers": 32}
+    recomputed = estimate_model_memory(**sizes)["activation_gb"]
+    assert recomputed == estimate_model_memory(**sizes, gradient_checkpointing=True)["activation_gb"]
+    assert recomputed < estimate_model_memory(**sizes, gradient_checkpointing=False)["activation_gb"] / 10
+
+
+def test_a_batch_size_is_looked_for_from_32_down() -> None:
+    model, tried = torch.nn.Linear(4, 1), []
+
+    def sample_batch(size: int) -> torch.Tensor:
+        tried.append(size)
+        return torch.ones(size, 4)
+
+    assert auto_find_batch_size(model, sample_batch) == 32
+    assert auto_find_batch_size(model, sample_batch, start_batch_size=8, min_batch_size=2) == 8
+    assert tried == [32, 8]
