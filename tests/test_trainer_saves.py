@@ -35,10 +35,19 @@ from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.launch.world import discover
 from ds_encdec.monitor.metrics_file import EventLog
 from ds_encdec.monitor.monitor import TrainingMonitor
-from ds_encdec.monitor.recorder import Recorder
+from ds_encdec.monitor.recorder import Actions, Recorder
 from ds_encdec.monitor.sinks import JsonlSink
 from ds_encdec.trainer import Trainer, train
-from ds_encdec.types import Batch, CheckpointError, DataError, DsEncDecError, Preempted, StepResult, TrainingState
+from ds_encdec.types import (
+    Batch,
+    CheckpointError,
+    DataError,
+    DivergedError,
+    DsEncDecError,
+    Preempted,
+    StepResult,
+    TrainingState,
+)
 
 
 class ScriptedEngine:
@@ -357,6 +366,13 @@ def test_data_that_ends_costs_no_step_and_is_an_error_unless_a_worker_was_killed
         assert "killed by SIGKILL" in caplog.text
         caplog.clear()
     assert written == saved
+
+    run = make_run(tmp_path / "diverged", ScriptedEngine({}), async_save=False)
+    run.loader.ending = {killed_at: be_killed}  # type: ignore[attr-defined]
+    alert = {"type": "loss_spike", "message": "too high"}
+    run.recorder.judge = lambda: Actions(stop=alert) if run.loader.asked == killed_at - 1 else Actions()  # type: ignore
+    with run.stop, pytest.raises(DivergedError, match="loss_spike: too high"):
+        train(run)
 
 
 @pytest.mark.parametrize(

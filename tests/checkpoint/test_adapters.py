@@ -16,7 +16,7 @@ from saved_checkpoints import KINDS, config, save_checkpoint, tokenizer
 from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM
 
-from ds_encdec.checkpoint.adapters import base_record, export_adapter, opened_base, trained_weights
+from ds_encdec.checkpoint.adapters import base_record, export_adapter, one_base, opened_base, trained_weights
 from ds_encdec.checkpoint.export import average_checkpoints, export_checkpoint, export_hf
 from ds_encdec.cli import main
 from ds_encdec.config.schema import FullConfig
@@ -109,6 +109,13 @@ def test_an_average_is_the_mean_of_merged_models_and_hashes_their_base_once(
         rows = slice(1, 3)
         torch.testing.assert_close(both[0](name)[rows], both[0](name, rows))
     assert hashed.count(f"{base_of(run)}/model.safetensors") == 1
+
+
+def test_machines_with_different_bases_are_told_apart() -> None:
+    mine = {"sha256": "a" * 64, "folder": "/here", "revision": "r1"}
+    one_base([mine, None, dict(mine, folder="/there"), None])
+    with pytest.raises(CheckpointError, match=r"/here \(revision r1, .*; /there \(revision unknown, SHA-256 bbbb"):
+        one_base([mine, None, {"sha256": "b" * 64, "folder": "/there", "revision": None}])
 
 
 def test_a_mean_of_adapters_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
