@@ -21,6 +21,7 @@ from ds_encdec.config.settings import (
     show,
     unknown_key,
 )
+from ds_encdec.config.word_table import by_name
 
 _EXPECTED = {
     "int_type": "a whole number",
@@ -124,10 +125,20 @@ def _explain(settings: Settings, detail: ErrorDetails) -> Problem:
         return Problem((Mention(settings.place_of(path), path),), "the field is required")
     if detail["type"] == "extra_forbidden":
         elsewhere = [name for name in _meant(path) if name.rpartition(".")[0] != parent]
-        return Problem((mention(settings, path),), unknown_key(key, _fields_in(parent), elsewhere))
+        message = unknown_key(key, _fields_in(parent), elsewhere)
+        return Problem((mention(settings, path),), message if "did you mean" in message else _misspelt(key) or message)
     # A single string may stand for a list of one, and a mapping for a list, whose items nobody wrote.
     written = parent if key.isdigit() and path not in settings else path
     return Problem((mention(settings, written),), _allowed(detail))
+
+
+def _misspelt(key: str) -> str | None:
+    """Say which word of other tools an unknown key is a misspelling of, if it is."""
+    near = {name: row for name, row in by_name() if name[:1] == key[:1] and abs(len(name) - len(key)) <= 2}
+    if (guess := closest(key, near)) is None:
+        return None
+    here = f" (here `{near[guess].field}`)" if near[guess].field else ""
+    return f"unknown key; did you mean `{guess}`{here}?"
 
 
 def _meant(path: str) -> list[str]:
