@@ -5,12 +5,24 @@ generated from them. Names follow Hugging Face's and DeepSpeed's own. A configur
 never changed after loading, and run state lives elsewhere.
 """
 
+import ast
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WrapValidator, field_validator
-from pydantic_core import PydanticCustomError, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    WrapValidator,
+    field_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, ValidationError
 
 from ds_encdec.config.settings import Conflict, Rule, broken, join, unknown_key
 from ds_encdec.denoisers import DENOISERS, FEWEST_WEIGHTS
@@ -91,7 +103,7 @@ class Section(BaseModel):
         frozen=True,
         strict=True,
         allow_inf_nan=False,
-        use_attribute_docstrings=True,
+        defer_build=True,
         protected_namespaces=(),
     )
 
@@ -102,6 +114,27 @@ class Section(BaseModel):
         if isinstance(value, list):
             return tuple(value)
         return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**63 else value
+
+    @classmethod
+    def docstrings(cls) -> dict[str, str]:
+        """Return what is written below each field. Pydantic would read the source of every class at every start."""
+        found = dict[str, str]()
+        for base in cls.__mro__[-3::-1]:  # without BaseModel and object
+            (tree,) = ast.parse(inspect.getsource(base)).body
+            assert isinstance(tree, ast.ClassDef)
+            for field, text in pairwise(tree.body):
+                match field, text:
+                    case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(written))):
+                        found[name] = inspect.cleandoc(written)
+        return found
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        described = handler(schema)
+        properties = handler.resolve_ref_schema(described)["properties"]
+        for name, text in cls.docstrings().items():
+            properties[name]["description"] = text
+        return described
 
     def _rules(self) -> Iterable[Rule]:
         """Every way in which values of this section that are valid by themselves may contradict each other."""
