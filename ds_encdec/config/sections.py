@@ -188,7 +188,7 @@ class MixtureSource(Source):
     """One source of a weighted mixture. Fields mean what they mean in `data`."""
 
     weight: float = Field(gt=0)
-    """Relative share of the documents drawn from this source."""
+    """Relative share of this source in the documents, or in the tokens (`data.mixture_weights_count`)."""
     dataset_name: str
     """See `data.dataset_name`."""
 
@@ -201,6 +201,9 @@ class DataConfig(Source):
     input (docs/fine-tuning.md)."""
     mixture: Annotated[tuple[MixtureSource, ...] | None, Mark.TEXTS] = None
     """Weighted mixture of sources; replaces `dataset_name`."""
+    mixture_weights_count: Annotated[Literal["documents", "tokens"], Mark.TEXTS] = "documents"
+    """The unit of the weights in `mixture`: a source of weight 1 beside one of 3 has a quarter of the documents that
+    are read, however long they are, or a quarter of their tokens."""
     on_bad_row: Literal["stop", "skip"] = "stop"
     """A row that cannot be read (not UTF-8, no JSON, cut short, without the column, of a damaged row group): end the
     run, or pass over it."""
@@ -283,6 +286,10 @@ class DataConfig(Source):
         if not is_mixed:
             yield from super()._rules()
         yield Rule("mixture", "a mixture needs at least one source", self.mixture == ())
+        counts_tokens = self.mixture_weights_count == "tokens"
+        yield Rule(
+            "mixture_weights_count mixture", "only a mixture has weights: remove it", counts_tokens and not is_mixed
+        )
         for name in Source.model_fields:
             is_set = getattr(self, name) != type(self).model_fields[name].default
             message = f"a mixture replaces {name}: remove it, or make it one of the mixture's sources"

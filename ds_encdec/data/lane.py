@@ -194,6 +194,7 @@ class Lane:
             if isinstance(ids, BadRow):
                 self._pass_over(ids, located.epoch)
                 continue
+            self._reader.took(located.reference[0], self._pipeline.maker.size(ids))
             for entry in self._cut(located, ids):
                 barren, self._next_chunk = 0, entry.item.next
                 yield entry
