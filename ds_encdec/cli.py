@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,9 +35,8 @@ from ds_encdec.arguments import (
 from ds_encdec.checkpoint import commands as checkpoints
 from ds_encdec.evaluate import commands
 from ds_encdec.evaluate.folders import require_model_folder
-from ds_encdec.launch.preemption import outlive_readers, reader_may_leave
 from ds_encdec.launch.world import discover
-from ds_encdec.terminal import VERBOSITY, log_to_terminal, print_error
+from ds_encdec.terminal import VERBOSITY, log_to_terminal, outlive_readers, print_error, reader_may_leave
 from ds_encdec.types import ConfigError, DsEncDecError, Preempted
 
 if TYPE_CHECKING:
@@ -50,8 +49,8 @@ Verb = Callable[[argparse.Namespace, Sequence[str]], int | None]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit code."""
-    parser = _parser()
     given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = _parser(of=given[:1])
     if not given:
         parser.print_help(sys.stderr)
         return ConfigError.exit_code
@@ -87,8 +86,11 @@ def _place() -> dict[str, int]:
     return {"rank": world.rank, "ranks": world.world_size}
 
 
-def _parser(*, lists_verbs: bool = False) -> argparse.ArgumentParser:
-    """The parser of everything. `lists_verbs`: with summaries where argparse has them, which cannot group them."""
+def _parser(*, of: Collection[str] = (), lists_verbs: bool = False) -> argparse.ArgumentParser:
+    """The parser of every verb, with the arguments of those in `of`: the one that is called needs no others.
+
+    `lists_verbs`: with summaries where argparse has them, which cannot group them.
+    """
     parser = argparse.ArgumentParser(
         prog="ds-encdec",
         usage="%(prog)s [-h] [-V] VERB ...",
@@ -108,8 +110,9 @@ def _parser(*, lists_verbs: bool = False) -> argparse.ArgumentParser:
         listed: dict[str, Any] = {"help": summary} if lists_verbs else {}
         verb = verbs.add_parser(name, description=summary, epilog=epilog, allow_abbrev=False, **listed)
         verb.set_defaults(run=run, accepts_overrides=accepts_overrides)
-        add(verb, ARGUMENTS.get(name, {}))
-        add(verb, VERBOSITY)
+        if name in of:
+            add(verb, ARGUMENTS.get(name, {}))
+            add(verb, VERBOSITY)
     return parser
 
 
@@ -150,7 +153,7 @@ def _completion(options: argparse.Namespace, _: Sequence[str]) -> None:
         import shtab
     except ImportError:
         raise ConfigError("shtab is not installed, which writes this: pip install 'ds_encdec[completion]'") from None
-    print(shtab.complete(_parser(lists_verbs=True), options.shell))
+    print(shtab.complete(_parser(of=VERBS, lists_verbs=True), options.shell))
 
 
 def _phases(options: argparse.Namespace, overrides: Sequence[str]) -> None:

@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_encdec.arguments import Arguments, add, flag, value
-from ds_encdec.launch.preemption import StopRequest, outlive_readers
 from ds_encdec.launch.world import discover
-from ds_encdec.terminal import VERBOSITY, log_to_terminal, print_error
+from ds_encdec.terminal import VERBOSITY, log_to_terminal, outlive_readers, print_error
 from ds_encdec.types import ConfigError, DsEncDecError, Preempted
 
 if TYPE_CHECKING:
@@ -90,6 +89,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
         print(json.dumps(planned_deepspeed_json(config, os.environ), indent=2))
     else:
+        from ds_encdec.launch.preemption import StopRequest  # not for --help
+
         world = discover(os.environ)
         log_to_terminal(options, logging.INFO, rank=world.rank, ranks=world.world_size)
         with StopRequest(world, whole_process=True) as stop:

@@ -131,13 +131,14 @@ def load_config(
     if settings.get(_PROJECT_FIELD) is None and os.environ.get(_PROJECT_VARIABLE):
         settings.put(_PROJECT_FIELD, os.environ[_PROJECT_VARIABLE], _PROJECT_VARIABLE)
     imply(settings)
-    values = validate(settings, problems, unread)
-    config = FullConfig() if values is None else FullConfig.model_validate(values, context={"was_judged": True})
-    if values is not None and hostfile is not None:
-        _check_hostfile(hostfile, config, problems)
-    if values is not None and looks_here:
-        problems.extend(mention_all(settings, conflict) for conflict in _find_absent(config))
-    if values is not None:
+    sections = validate(settings, problems, unread)
+    # What is valid is not validated again, which would take a schema that takes its time to build.
+    config = FullConfig.model_construct(None, **dict(sections or ()))
+    if sections is not None:
+        if hostfile is not None:
+            _check_hostfile(hostfile, config, problems)
+        if looks_here:
+            problems.extend(mention_all(settings, conflict) for conflict in _find_absent(config))
         problems.extend(mention_all(settings, conflict) for conflict in further(config))
     raise_if_any(problems)
     return config

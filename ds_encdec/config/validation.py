@@ -39,8 +39,8 @@ _STAND_INS: dict[Any, Any] = {int: 1, float: 1.0, str: "unknown"}
 _BOUNDS = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}
 
 
-def validate(settings: Settings, problems: list[Problem], unread: Sequence[str] = ()) -> dict[str, Any] | None:
-    """Return the values of a sound configuration, or None and append what is wrong with `settings` to `problems`.
+def validate(settings: Settings, problems: list[Problem], unread: Sequence[str] = ()) -> Sections | None:
+    """Return the sections of a sound configuration, or None and append what is wrong with `settings` to `problems`.
 
     Fields are checked against each other only when each is valid by itself. To report both at once,
     invalid fields and unknown keys are taken out, stand-ins are put where a required field is lacking, and the
@@ -74,7 +74,7 @@ def validate(settings: Settings, problems: list[Problem], unread: Sequence[str] 
         if not any(_within(field, path) for field in conflict.fields for path in (*broken, *unread))
     ]
     problems.extend(mention_all(settings, conflict) for conflict in conflicts)
-    return None if broken or conflicts else rest.values
+    return None if broken or conflicts else config
 
 
 def wrong_value(path: str, value: Any) -> str | None:
