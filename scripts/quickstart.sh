@@ -30,10 +30,6 @@ case "$ranks" in *[!0-9]* | 0) echo "error: --ranks $ranks: give a number of pro
 
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 
-default_ranks() { # at most two: the run is small
-    python -c 'import os, torch; print(min(2, torch.cuda.device_count() or len(os.sched_getaffinity(0))))'
-}
-
 numbered_folder() { # the first folder that is not there yet, or with --resume the last one that is
     local folder="$ROOT/output/$name" next="$ROOT/output/$name" number=1
     while [ -e "$next" ]; do
@@ -42,12 +38,14 @@ numbered_folder() { # the first folder that is not there yet, or with --resume t
     if [ -n "$resume" ]; then echo "$folder"; else echo "$next"; fi
 }
 
-ranks="${ranks:-$(default_ranks)}"
+read -r gpus cores <<<"$(python -c 'import os, torch; print(torch.cuda.device_count(), len(os.sched_getaffinity(0)))')"
+[ "$gpus" -gt 0 ] || export DS_ACCELERATOR=cpu # DeepSpeed looks for one otherwise, and warns
+[ -n "$ranks" ] || ranks=$((gpus + cores > 1 && gpus != 1 ? 2 : 1)) # at most two: the run is small
 output="${output:-$(numbered_folder)}"
 # One port per run, so that another one on this machine is not in the way.
 port=$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
 
-launcher=(deepspeed --num_gpus "$ranks" --master_port "$port")
+launcher=(deepspeed --log_level error --num_gpus "$ranks" --master_port "$port")
 case " ${overrides[*]-} " in *infra.distributed_type=fsdp* | *infra.distributed_type=ddp*)
     launcher=(torchrun --nproc-per-node "$ranks" --master-port "$port") ;;
 esac
@@ -63,7 +61,7 @@ model="$output/export/final" # which the run has left itself, unless it was told
 echo
 if [ "$name" = quickstart_sft ]; then
     [ -z "$resume" ] || rm -rf "$model-test" # of the model that was there before
-    ds-encdec evaluate --model "$model" --split test --max-samples 200 --max-new-tokens 24
+    ds-encdec evaluate --model "$model" --split test --max-samples 200 --max-new-tokens 24 --metrics exact_match
     echo "rows       $model-test/predictions.jsonl"
 else
     text="The <extra_id_0> statement is used to <extra_id_1> a function in a class."

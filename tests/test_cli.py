@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 def test_called_with_nothing_it_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
-    assert "prepare:\n    schema " in capsys.readouterr().err
+    assert "prepare:\n    init " in capsys.readouterr().err
 
 
 def test_help_names_every_verb_once_within_the_terminal(

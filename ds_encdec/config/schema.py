@@ -31,6 +31,7 @@ from ds_encdec.config.rules import Sections, find_conflicts, marked  # noqa: F40
 from ds_encdec.config.sections import LOCAL_FORMATS, DataConfig, Mark, MixtureSource, Section, Source  # noqa: F401
 from ds_encdec.config.settings import COMMAND_LINE, Conflict, Mention, Problem, Settings, raise_if_any, show, unusable
 from ds_encdec.config.shares import is_auto, micro_batches_per_step, per_rank
+from ds_encdec.config.shipped import find_shipped as find_shipped
 from ds_encdec.config.training_sections import LOSS_FIGURES, InfraConfig, Schedule, Tracker, TrainingConfig  # noqa: F401
 from ds_encdec.config.validation import mention, mention_all, validate
 from ds_encdec.config.yaml_text import apply_overrides, file_problem, read_text, read_yaml, write_yaml
@@ -158,14 +159,6 @@ def load_saved(path: Path) -> FullConfig:
         raise ConfigError(f"{path} is no configuration that a run has saved: {error}") from error
 
 
-def find_shipped(path: Path | None) -> Path | None:
-    """`path`, or where it is not there, the file of that name beside the package: ds_configs/… from any folder."""
-    if path is None or path.is_absolute() or os.path.exists(path):
-        return path
-    shipped = Path(__file__).resolve().parents[2] / path
-    return shipped if os.path.exists(shipped) else path
-
-
 def _find_json(
     settings: Settings, yaml_path: Path | None, argument: Path | None, problems: list[Problem]
 ) -> tuple[Path | None, Mention | None]:
@@ -179,7 +172,7 @@ def _find_json(
     found = Path(named)
     if yaml_path is not None and settings.place_of(_JSON_FIELD) != COMMAND_LINE:
         beside = yaml_path.parent / found
-        found = beside if os.path.exists(beside) else found
+        found = beside if os.path.exists(beside) else find_shipped(found) or found
     named_by = mention(settings, _JSON_FIELD)
     if argument is not None and os.path.realpath(argument) != os.path.realpath(found):
         mentions = (named_by, Mention(COMMAND_LINE, "--deepspeed_config", show(str(argument))))

@@ -13,6 +13,7 @@ import yaml
 
 from ds_encdec.config.plain_files import MAX_CONFIG_BYTES, MAX_DEPTH, MAX_NODES, read_plain
 from ds_encdec.config.settings import COMMAND_LINE, Mention, Problem, Settings, Unreadable, is_name, join, masked, show
+from ds_encdec.config.shipped import similar_shipped
 
 
 def whole_number(digits: str) -> int | float:
@@ -179,7 +180,7 @@ def read_text(path: Path, problems: list[Problem], named_by: Mention | None = No
     try:
         return read_plain(path, MAX_CONFIG_BYTES)
     except FileNotFoundError:
-        message = "no such file"
+        message = f"no such file{similar_shipped(path)}"
     except (OSError, ValueError) as error:
         message = f"cannot be read: {(isinstance(error, OSError) and error.strerror) or error}"
     problem = file_problem(path, message)
