@@ -143,9 +143,9 @@ def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
 
 
 def _schema(options: argparse.Namespace, _: Sequence[str]) -> None:
-    from ds_encdec.config.schema import FullConfig
+    from ds_encdec.config.editor_schema import editor_schema
 
-    print(json.dumps(FullConfig.model_json_schema(), indent=2))
+    print(editor_schema(), end="")
 
 
 def _completion(options: argparse.Namespace, _: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 The values come from files that nobody has checked: everything is escaped, and of whatever type it is, it has a text.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from itertools import groupby
 from operator import itemgetter
@@ -22,6 +23,8 @@ NOTHING = "–"
 """Shown in the place of a missing value."""
 MAX_EVENTS = 200
 """Rows of the table of events, the newest ones; all are in ledger.jsonl."""
+MAX_EXCERPT = 1500
+"""Characters of a generated text that are shown."""
 _LAST = itemgetter(-1)
 _ANSWERS = ("rollback", "no_rollback", "stop", "start")
 """Events that decide what became of the rollbacks asked for before them; after a start they were never answered."""
@@ -32,7 +35,7 @@ def write_page(folder: Path, template: str, **values: Any) -> Path:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    filters = (number, count, when, flat, outcomes, events, changes)
+    filters = (number, count, when, excerpt, flat, outcomes, events, changes)
     environment.filters |= {function.__name__: function for function in filters}
     # JSON may hold halves of surrogate pairs, which no encoding has.
     content = environment.get_template(template).render(values).encode("utf-8", "replace")
@@ -71,6 +74,12 @@ def duration(seconds: float | None) -> str:
 def when(written: object) -> str:
     """A time of run.json or the events as one reads it, with its zone; empty for anything else."""
     return f"{time:%Y-%m-%d %H:%M:%S %z}" if (time := read_time(written)) else ""
+
+
+def excerpt(text: object) -> str:
+    """The beginning of a text that a model may have made: repeated line ends are counted, not shown."""
+    breaks = re.sub(r"\n{3,}", lambda found: f"\n[{len(found[0])} line breaks]\n", number(text))
+    return breaks if len(breaks) <= MAX_EXCERPT else f"{breaks[:MAX_EXCERPT]}…"
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -186,7 +186,8 @@ def _chart_of_runs(
     known = np.concatenate([curve.known for curve in curves.values()])
     caption = "last " + ", ".join(f"{labels[i]} {number(curve.known[-1])}" for i, curve in curves.items())
     shown = replace(plan, key=f"compare_{plan.key}_by_{over}", title=f"{plan.title} over {over}", unit="")
-    return draw(shown, caption, strokes, known, _ABSCISSAE[over], pictures)
+    named = {labels[i]: curve for i, curve in curves.items()}
+    return draw(shown, caption, strokes, known, _ABSCISSAE[over], pictures, hovered=named)
 
 
 def difference(curve: Curve, first: Curve) -> Curve:
@@ -265,7 +266,8 @@ def _chart_of_phases(plan: ChartPlan, ran: Sequence[tuple[Phase, Run]], pictures
         *(stroke for (phase, _), end in zip(ran, ends[1:], strict=True) for stroke in _gate(phase, end)),
     ]
     shown = replace(plan, key=f"phases_{plan.key}", title=f"{plan.heading}, all phases", unit="")
-    return draw(shown, describe({"loss": whole}), strokes, whole.known, "optimizer step, all phases", pictures)
+    over, named = "optimizer step, all phases", {"loss": whole}
+    return draw(shown, describe(named), strokes, whole.known, over, pictures, hovered=named)
 
 
 def _gate(phase: Phase, end: float) -> list[Stroke]:
