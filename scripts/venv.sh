@@ -38,7 +38,7 @@ enter_environment() {
 
 install_once() { # ENVIRONMENT EXTRAS
     local python="$1/bin/python" extras="$2" stamp="$1/.ds_encdec-installed" log="$1/.ds_encdec-install.log"
-    local wanted there installer
+    local wanted there installer how
     wanted="$ROOT $(cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt" | cksum)"
     there=$(cat "$stamp" 2>/dev/null)
     case "$there" in
@@ -51,8 +51,9 @@ install_once() { # ENVIRONMENT EXTRAS
     if command -v uv >/dev/null && { uv_is_told || ! pip_is_told "$python"; }; then
         installer=(uv pip install --python "$python")
     fi
-    echo "installing ds_encdec${extras:+[$extras]} into $1 with $(basename "${installer[0]}")," \
-        "once: a minute or two, and the downloads (log: $log)" >&2
+    case "${installer[0]}" in uv) how=uv ;; *) how=pip ;; esac
+    echo "installing ds_encdec${extras:+[$extras]} and what it needs into $1, by $how, once" >&2
+    echo "  (2 GB; a minute of work and the downloads; log: $log)" >&2
     : >"$log"
     if wants_cpu_torch "$python"; then
         followed "$log" "${installer[@]}" --no-deps --constraint "$ROOT/constraints.txt" \
