@@ -75,7 +75,7 @@ uv_is_told() {
 
 wants_cpu_torch() { # PYTHON: whether torch is to come from its CPU index; says so, and why if that cannot be
     [ "$(uname -s)" = Linux ] || return # elsewhere PyPI's build is without CUDA
-    ! uv_is_told && ! pip_is_told "$1" && ! has_gpu || return
+    ! uv_is_told && ! pip_is_told "$1" && ! nvidia-smi -L >/dev/null 2>&1 || return # for ROCm they are told
     ! "$1" -c 'import importlib.metadata as m; m.version("torch")' 2>/dev/null || return # there is one
     if env ${PIP_CERT:+"SSL_CERT_FILE=$PIP_CERT"} timeout 5 "$1" - "$TORCH_CPU_INDEX/torch/" 2>/dev/null <<'END_PYTHON'
 import sys, urllib.request
@@ -88,10 +88,6 @@ END_PYTHON
             "torch is PyPI's, which brings about 3 GB of CUDA" >&2
         return 1
     fi
-}
-
-has_gpu() {
-    [ -e /dev/nvidiactl ] || [ -e /dev/kfd ] || nvidia-smi -L >/dev/null 2>&1
 }
 
 followed() { # LOG COMMAND...: runs it and shows its last line: on a terminal all the time, elsewhere every 10 s
