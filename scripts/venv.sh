@@ -38,7 +38,7 @@ enter_environment() {
 
 install_once() { # ENVIRONMENT EXTRAS
     local python="$1/bin/python" extras="$2" stamp="$1/.ds_encdec-installed" log="$1/.ds_encdec-install.log"
-    local wanted there installer
+    local wanted there installer how
     wanted="$ROOT $(cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt" | cksum)"
     there=$(cat "$stamp" 2>/dev/null)
     case "$there" in
@@ -51,8 +51,9 @@ install_once() { # ENVIRONMENT EXTRAS
     if command -v uv >/dev/null && { uv_is_told || ! pip_is_told "$python"; }; then
         installer=(uv pip install --python "$python")
     fi
-    echo "installing ds_encdec${extras:+[$extras]} into $1 with $(basename "${installer[0]}")," \
-        "once: a minute or two, and the downloads (log: $log)" >&2
+    case "${installer[0]}" in uv) how=uv ;; *) how=pip ;; esac
+    echo "installing ds_encdec${extras:+[$extras]} and what it needs into $1, by $how, once" >&2
+    echo "  (2 GB; a minute of work and the downloads; log: $log)" >&2
     : >"$log"
     if wants_cpu_torch "$python"; then
         followed "$log" "${installer[@]}" --no-deps --constraint "$ROOT/constraints.txt" \
@@ -74,7 +75,7 @@ uv_is_told() {
 
 wants_cpu_torch() { # PYTHON: whether torch is to come from its CPU index; says so, and why if that cannot be
     [ "$(uname -s)" = Linux ] || return # elsewhere PyPI's build is without CUDA
-    ! uv_is_told && ! pip_is_told "$1" && ! has_gpu || return
+    ! uv_is_told && ! pip_is_told "$1" && ! nvidia-smi -L >/dev/null 2>&1 || return # for ROCm they are told
     ! "$1" -c 'import importlib.metadata as m; m.version("torch")' 2>/dev/null || return # there is one
     if env ${PIP_CERT:+"SSL_CERT_FILE=$PIP_CERT"} timeout 5 "$1" - "$TORCH_CPU_INDEX/torch/" 2>/dev/null <<'END_PYTHON'
 import sys, urllib.request
@@ -87,10 +88,6 @@ END_PYTHON
             "torch is PyPI's, which brings about 3 GB of CUDA" >&2
         return 1
     fi
-}
-
-has_gpu() {
-    [ -e /dev/nvidiactl ] || [ -e /dev/kfd ] || nvidia-smi -L >/dev/null 2>&1
 }
 
 followed() { # LOG COMMAND...: runs it and shows its last line: on a terminal all the time, elsewhere every 10 s
