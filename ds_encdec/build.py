@@ -349,6 +349,12 @@ def _build_engine(run: _Run, job: Job, expected: ExpectedMemory | None) -> Engin
     return engine
 
 
+def _last_report(run_dir: Path) -> Path:
+    from ds_encdec.report.write import write_last_report  # matplotlib, which training does without
+
+    return write_last_report(run_dir)
+
+
 def _begin_recording(run: _Run, state: TrainingState, expected: ExpectedMemory | None) -> Recorder:
     """The recorder, with the windows of the checkpoint if there is one, after the event of this start. Collective.
 
@@ -371,7 +377,7 @@ def _begin_recording(run: _Run, state: TrainingState, expected: ExpectedMemory |
                 settings=config.monitor,
                 monitor=TrainingMonitor.from_config(config),
                 events=EventLog(folder.events if world.is_main else None),
-                sinks=open_sinks(config, folder.root, rank=world.rank, start_step=state.global_step),
+                sinks=open_sinks(config, folder.root, _last_report, rank=world.rank, start_step=state.global_step),
                 batch_flops=lambda batch: training_flops(sizes, batch.encoder_lengths, batch.decoder_lengths, left_out),
                 peak_flops=peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
                 estimated_bytes=expected.peak_bytes if expected is not None else None,
