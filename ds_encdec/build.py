@@ -56,6 +56,7 @@ from ds_encdec.monitor.metrics_file import EventLog
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.recorder import Recorder
 from ds_encdec.monitor.sinks import open_sinks
+from ds_encdec.objectives import OBJECTIVES
 from ds_encdec.resume import (
     RunModel,
     load_engine,
@@ -193,14 +194,17 @@ def planned_deepspeed_json(config: FullConfig, environ: Mapping[str, str]) -> di
     return render_deepspeed_json(config, world_size=ranks, gradient_accumulation_steps=accumulation, device=device)
 
 
-def inspect_run_data(config: FullConfig, *, num_examples: int, as_json: bool) -> str:
+def inspect_run_data(config: FullConfig, *, num_examples: int, as_json: bool, with_ids: bool) -> str:
     """The first examples that a run of this configuration will see, with statistics, as text or JSON."""
     tokenizer, vocabulary = run_tokenizer(config)
     config = with_assumed_batch_size(config, config.infra.num_gpus)
     lanes = micro_batches_per_step(config, config.infra.num_gpus)  # no ranks that would have to divide them
     data = build_data(config, tokenizer, vocabulary, rank=0, world_size=1, num_lanes=lanes)
     try:
-        return inspect_data(data.pipeline, tokenizer, num_examples=num_examples, as_json=as_json)
+        weights = OBJECTIVES[config.data.objective].weights(config.data)
+        return inspect_data(
+            data.pipeline, tokenizer, weights, num_examples=num_examples, as_json=as_json, with_ids=with_ids
+        )
     finally:
         data.loader.close()
 

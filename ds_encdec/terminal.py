@@ -10,7 +10,7 @@ import argparse
 import functools
 import logging
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
 
@@ -124,6 +124,19 @@ def take_over(name: str, harmless: Collection[str] = ()) -> None:
         library.handlers.clear()
         library.propagate = True
         library.addFilter(lambda record: record.getMessage() not in harmless)
+
+
+def print_marked(text: str, styles: Mapping[str, str]) -> None:
+    """Print `text`, on a terminal with what the regular expressions in `styles` match in that style."""
+    if not sys.stdout.isatty():
+        print(text)
+        return
+    from rich.text import Text
+
+    marked = Text(text)
+    for pattern, style in styles.items():
+        marked.highlight_regex(pattern, style)
+    console().print(marked, soft_wrap=True)
 
 
 def print_error(error: Exception) -> None:

@@ -335,7 +335,7 @@ class WandbSink(Sink):
 
 
 def hyperparameters(config: FullConfig) -> dict[str, bool | int | float | str]:
-    """What runs are told apart by: the fields by their dotted names that are not at their defaults, and `COMPARED`."""
+    """The fields that tell runs apart, by their dotted names: those that are not at their defaults, and `COMPARED`."""
     defaults = dict(leaves(FullConfig().model_dump(mode="json")))
     return {
         path: value if isinstance(value, bool | int | float | str) else str(value)
