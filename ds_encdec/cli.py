@@ -36,7 +36,14 @@ from ds_encdec.checkpoint import commands as checkpoints
 from ds_encdec.evaluate import commands
 from ds_encdec.evaluate.folders import require_model_folder
 from ds_encdec.launch.world import discover
-from ds_encdec.terminal import VERBOSITY, log_to_terminal, outlive_readers, print_error, reader_may_leave
+from ds_encdec.terminal import (
+    VERBOSITY,
+    log_to_terminal,
+    outlive_readers,
+    print_error,
+    print_marked,
+    reader_may_leave,
+)
 from ds_encdec.types import ConfigError, DsEncDecError, Preempted
 
 if TYPE_CHECKING:
@@ -231,7 +238,8 @@ def _inspect_data(options: argparse.Namespace, overrides: Sequence[str]) -> None
     config = _load(options, overrides)
     from ds_encdec.build import inspect_run_data  # torch: once the configuration is sound
 
-    print(inspect_run_data(config, num_examples=options.n, as_json=options.json))
+    shown = inspect_run_data(config, num_examples=options.n, as_json=options.json, with_ids=options.ids)
+    print_marked(shown, {r"<extra_id_\d+>": "bold cyan", "(?m)^──.*$": "bold"})
 
 
 def _init(options: argparse.Namespace, _: Sequence[str]) -> None:
@@ -337,7 +345,12 @@ ARGUMENTS: dict[str, Arguments] = {
         **_rates(" (dry run)"),
         "--json": flag("the dry run as one JSON object"),
     },
-    "inspect-data": {**CONFIG, "-n": value("examples to show (default 20)", COUNT, default=20), **JSON},
+    "inspect-data": {
+        **CONFIG,
+        "-n": value("examples to show (default 20)", COUNT, default=20),
+        "--ids": flag("show the token ids, too"),
+        **JSON,
+    },
     "prepare": prepare.ARGUMENTS,
     "init": {
         "name": value("of a configuration, DeepSpeed JSON or host file (default: list them)", nargs="?"),

@@ -16,7 +16,7 @@ import logging
 import os
 import select
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -131,6 +131,19 @@ def take_over(name: str, harmless: Collection[str] = ()) -> None:
         library.handlers.clear()
         library.propagate = True
         library.addFilter(lambda record: record.getMessage() not in harmless)
+
+
+def print_marked(text: str, styles: Mapping[str, str]) -> None:
+    """Print `text`, on a terminal with what the regular expressions in `styles` match in that style."""
+    if not sys.stdout.isatty():
+        print(text)
+        return
+    from rich.text import Text
+
+    marked = Text(text)
+    for pattern, style in styles.items():
+        marked.highlight_regex(pattern, style)
+    console().print(marked, soft_wrap=True)
 
 
 def print_error(error: Exception) -> None:

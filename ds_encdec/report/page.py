@@ -14,7 +14,7 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader
 
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.config.settings import join, show
+from ds_encdec.config.settings import leaves, show
 from ds_encdec.launch.disk import write_atomically
 from ds_encdec.monitor.metrics_file import is_number
 from ds_encdec.report.read_run import Entry, Run, read_time
@@ -146,7 +146,7 @@ def changes(config: Mapping[str, Any]) -> list[tuple[str, list[dict[str, Any]]]]
     are one field.
     """
     defaults = FullConfig().model_dump(mode="json") if config else {}
-    known = {tuple(name.split(".")[:2]) for name, _ in _leaves(defaults)}
+    known = {tuple(name.split(".")[:2]) for name, _ in leaves(defaults)}
     changed = [
         {"name": name, "value": value, "default": default, "known": tuple(name.split(".")[:2]) in known}
         for name, (default, value) in differences([defaults, config], apart=False)
@@ -160,10 +160,10 @@ def differences(configs: Sequence[Mapping[str, Any]], *, apart: bool = True) -> 
 
     `apart`: they are those of several runs, which are in several places, and the sizes of the model have a row each.
     """
-    leaves = [dict(_leaves(config, whole="" if apart else "model.architecture")) for config in configs]
+    flattened = [dict(leaves(config, whole="" if apart else "model.architecture")) for config in configs]
     order = {section: index for index, section in enumerate(FullConfig.model_fields)}
-    names = dict.fromkeys(name for values in leaves for name in values if not (apart and name == "infra.output_dir"))
-    rows = [(name, [_text(values[name]) if name in values else NOTHING for values in leaves]) for name in names]
+    names = dict.fromkeys(name for values in flattened for name in values if not (apart and name == "infra.output_dir"))
+    rows = [(name, [_text(values[name]) if name in values else NOTHING for values in flattened]) for name in names]
     # A field that is a mapping in one and null in another is shown by what is in the mapping.
     found = [
         (name, shown)
@@ -178,12 +178,3 @@ def _text(value: Any) -> str:
     return (
         ", ".join(f"{key} {show(item)}" for key, item in value.items()) if isinstance(value, Mapping) else show(value)
     )
-
-
-def _leaves(value: Any, path: str = "", whole: str = "") -> Iterator[tuple[str, Any]]:
-    """The values by their dotted names; the mapping `whole`, and empty ones, are not taken apart."""
-    if isinstance(value, Mapping) and (not path or (value and path != whole)):
-        for key, child in value.items():
-            yield from _leaves(child, join(path, key), whole)
-    else:
-        yield path, value

@@ -4,6 +4,7 @@ Runs that are compared have their curves in one chart, and what differed in the 
 page of a pipeline has the losses of its phases one behind the other, and each one's verdict.
 """
 
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -76,6 +77,12 @@ def write_report(
         return _write_run([read_run(one) for one in paths], folder, png=png)
     except OSError as error:
         raise ConfigError(f"--out: cannot write to {folder} ({error.strerror}); choose another folder.") from error
+
+
+def write_last_report(path: Path) -> Path:
+    """Write the report of a run that is about to be completed; returns the page."""
+    ending = {"state": "completed", "reason": "", "exit_code": 0, "updated_at": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    return _write_run([read_run(path, ending)], path / "report", png=False)[0]
 
 
 def _write_run(runs: Sequence[Run], folder: Path, *, png: bool) -> tuple[Path, list[str]]:

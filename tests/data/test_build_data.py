@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -200,7 +201,7 @@ def test_nothing_to_evaluate_on(tmp_path: Path) -> None:
 def test_inspection_shows_what_a_run_sees(path: str) -> None:
     tokenizer, vocabulary = byte_tokenizer()
     data = make_data(make_config(dataset_name="json", data_files=path))
-    report = json.loads(inspect_data(data.pipeline, tokenizer, num_examples=25, as_json=True))
+    report = json.loads(inspect_data(data.pipeline, tokenizer, (1, 1, 1, 1, 4), num_examples=25, as_json=True))
     steps = [next(data.loader) for _ in range(2)]
     run = [
         (key, batch.labels[batch.decoder_cu_seqlens[i] : batch.decoder_cu_seqlens[i + 1]].tolist())
@@ -218,7 +219,9 @@ def test_inspection_shows_what_a_run_sees(path: str) -> None:
     assert sum(statistics["denoisers"].values()) == statistics["examples"] >= 25
     assert 0.5 < statistics["encoder_fill"] <= 1
 
-    text = inspect_data(data.pipeline, tokenizer, num_examples=3, as_json=False)
-    assert text.count("── example") == 3
-    assert f"decoder ids: {report['examples'][0]['decoder_ids']}" in text
-    assert "denoisers: R1" in text
+    ids = f"decoder ids: {report['examples'][0]['decoder_ids']}"
+    for with_ids in (False, True):
+        text = inspect_data(data.pipeline, tokenizer, (1, 1, 1, 1, 4), num_examples=3, as_json=False, with_ids=with_ids)
+        assert text.count("── example") == 3
+        assert (ids in text) == with_ids
+    assert [re.split(" {2,}", line)[-1] for line in text.splitlines()[-5:]] == ["12.5%"] * 4 + ["50.0%"]
