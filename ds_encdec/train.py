@@ -14,8 +14,10 @@ if not __package__:
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import argparse
+import faulthandler
 import json
 import logging
+import signal
 import time
 import traceback
 from collections.abc import Sequence
@@ -93,6 +95,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
         world = discover(os.environ)
         log_to_terminal(options, logging.INFO, rank=world.rank, ranks=world.world_size)
+        faulthandler.register(signal.SIGUSR2, file=2)  # shows the stacks of all threads, and the run goes on
         with StopRequest(world, whole_process=True) as stop:
             # Imported under watch: this takes a moment, torch and deepspeed take seconds.
             config = _load(options, overrides)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -138,11 +139,19 @@ def test_a_second_run_is_refused_and_a_signal_saves(finished: Path, tmp_path: Pa
     assert "--resume auto" in result.stdout
 
     settings = overrides(tmp_path / "run", training__num_train_steps=5000, training__save_steps=5000)
-    process = subprocess.Popen([*command, *settings], cwd=tmp_path, env=environment())
-    deadline = time.monotonic() + 600
-    while not (tmp_path / "run" / "metrics.jsonl").exists() or not metrics(tmp_path / "run"):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    said = tmp_path / "said"
+    with said.open("w") as file:
+        process = subprocess.Popen([*command, *settings], cwd=tmp_path, env=environment(), stderr=file)
+
+    def wait_for(happened: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 600
+        while not happened():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    wait_for(lambda: (tmp_path / "run" / "metrics.jsonl").exists() and metrics(tmp_path / "run"))
+    process.send_signal(signal.SIGUSR2)  # it shows what it does, and goes on
+    wait_for(lambda: "trainer.py" in said.read_text())
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=300) == 75
     status = json.loads((tmp_path / "run" / "run.json").read_text())
