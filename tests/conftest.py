@@ -19,7 +19,7 @@ def log_of_each_test() -> Iterator[None]:
     root = logging.getLogger()
     level = root.level
     yield
-    for handler in root.handlers:
+    for handler in [*root.handlers]:
         if isinstance(handler, TerminalHandler):
             root.removeHandler(handler)
             root.setLevel(level)

@@ -4,6 +4,7 @@ Their home is the repository, in `ds_configs/` and `hostfiles/`; the package has
 copies.
 """
 
+import os
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -18,11 +19,12 @@ _ENDINGS = ("", ".yaml", ".json")
 
 def find_shipped(path: Path | None) -> Path | None:
     """`path`, or where no such file is there, the shipped one: `ds_configs/quickstart.yaml`, or just `quickstart`."""
-    if path is None or path.is_absolute() or (path.exists() and not path.is_dir()):
+    # Those of os.path answer no for names that no file can have.
+    if path is None or path.is_absolute() or (os.path.exists(path) and not os.path.isdir(path)):
         return path
     folders = [_PACKAGE] if len(path.parts) > 1 else [_PACKAGE / name for name in _FOLDERS]
     found = (folder / f"{path}{ending}" for folder in folders for ending in _ENDINGS)
-    return next((file.resolve() for file in found if file.is_file()), path)
+    return next((file.resolve() for file in found if os.path.isfile(file)), path)
 
 
 def shipped_files() -> Iterator[Path]:
