@@ -132,12 +132,16 @@ def _load(options: argparse.Namespace, overrides: Sequence[str]) -> FullConfig:
 def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     from ds_encdec.config.schema import find_shipped, load_config
     from ds_encdec.config.settings import show
+    from ds_encdec.config.shares import unevenness
     from ds_encdec.memory.job import frozen_in_vain
 
     path, files = options.config, _settings(options, overrides)
     hostfile, looks_here = find_shipped(options.hostfile), not options.elsewhere
     notes: list[str] = []
-    load_config(*files, hostfile=hostfile, looks_here=looks_here, further=frozen_in_vain, notes=notes)
+    config = load_config(*files, hostfile=hostfile, looks_here=looks_here, further=frozen_in_vain, notes=notes)
+    ranks = config.infra.num_gpus
+    if hostfile is None and (wrong := unevenness(config, ranks)):
+        notes.append(f"warning: infra.num_gpus={ranks}, and {wrong}")
     print("".join(f"{note}\n" for note in notes), end="")
     print(f"{show(str(path))[1:-1] if path else 'the default configuration'}: no problems found")
 
