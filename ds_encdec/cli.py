@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +48,7 @@ from ds_encdec.types import ConfigError, DsEncDecError, Preempted
 
 if TYPE_CHECKING:
     from ds_encdec.config.schema import FullConfig
+    from ds_encdec.config.settings import Conflict
     from ds_encdec.phases import PlannedPhase
 
 Verb = Callable[[argparse.Namespace, Sequence[str]], int | None]
@@ -139,12 +140,22 @@ def _load(options: argparse.Namespace, overrides: Sequence[str]) -> FullConfig:
 def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     from ds_encdec.config.schema import find_shipped, load_config
     from ds_encdec.config.settings import show
-    from ds_encdec.memory.job import frozen_in_vain
+    from ds_encdec.config.shares import unevenness
+
+    def further(config: FullConfig) -> Iterable[Conflict]:
+        if not config.training.freeze:
+            return ()
+        from ds_encdec.memory.job import frozen_in_vain  # not for most
+
+        return frozen_in_vain(config)
 
     path, files = options.config, _settings(options, overrides)
     hostfile, looks_here = find_shipped(options.hostfile), not options.elsewhere
     notes: list[str] = []
-    load_config(*files, hostfile=hostfile, looks_here=looks_here, further=frozen_in_vain, notes=notes)
+    config = load_config(*files, hostfile=hostfile, looks_here=looks_here, further=further, notes=notes)
+    ranks = config.infra.num_gpus
+    if hostfile is None and (wrong := unevenness(config, ranks)):
+        notes.append(f"warning: infra.num_gpus={ranks}, and {wrong}")
     print("".join(f"{note}\n" for note in notes), end="")
     print(f"{show(str(path))[1:-1] if path else 'the default configuration'}: no problems found")
 

@@ -287,10 +287,12 @@ def _judge_and_hand_on(planned: PlannedPhase, folder: PhaseFolder, pipeline_init
 def _in_short(verdict: "Verdict") -> str:
     """How far the phase came, and what happened on the way."""
     loss, norm, alerts = (verdict["summary"][name] for name in ("loss", "grad_norm", "alerts"))
-    losses = " → ".join("none" if loss[name] is None else f"{loss[name]:.4f}" for name in ("initial", "current"))
+    found = (loss["initial"], loss["current"], verdict["eval"].get("eval/loss"))
+    first, last, held_out = (f"{one:.4f}" if is_number(one) else "none" for one in found)
     return (
-        f"{verdict['steps']:,} steps, {verdict['tokens_seen']:,} tokens; loss {losses}; gradient norm "
-        f"{norm['mean'] or 0:.3f} in the mean of its window; {len(alerts)} alert(s)"
+        f"{verdict['steps']:,} steps, {verdict['tokens_seen']:,} tokens; loss {first} at the first step of all phases, "
+        f"{last} in the mean of the last ones, {held_out} held out; gradient norm {norm['mean'] or 0:.3f} in their "
+        f"mean; {len(alerts)} alert(s)"
     )
 
 

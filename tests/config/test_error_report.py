@@ -189,6 +189,8 @@ def test_missing_unreadable_and_binary_files(tmp_path: Path) -> None:
             "training.learning_rate=.inf",
             "command line: training.learning_rate = Infinity\n      must be a finite number",
         ),
+        ("training.learning_rate=1e400", 'training.learning_rate = "1e400"\n      must be a finite number: no float'),
+        ("training.learning_rate=5", "training.learning_rate = 5\n      must be <= 1.0"),
         ("training.learning_rate=.nan", "command line: training.learning_rate = NaN\n"),
         ("training.learning_rate=", "command line: training.learning_rate = null\n      must be a number"),
         ("training.max_step=4", "unknown key; did you mean `max_steps` (here `training.num_train_steps`)?"),
