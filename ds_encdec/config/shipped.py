@@ -4,6 +4,7 @@ Their home is the repository, in `ds_configs/` and `hostfiles/`; the package has
 copies.
 """
 
+import os
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -18,17 +19,18 @@ _ENDINGS = ("", ".yaml", ".json")
 
 def find_shipped(path: Path | None) -> Path | None:
     """`path`, or where no such file is there, the shipped one: `ds_configs/quickstart.yaml`, or just `quickstart`."""
-    if path is None or path.is_absolute() or (path.exists() and not path.is_dir()):
+    if path is None or path.is_absolute() or (os.path.exists(path) and not os.path.isdir(path)):
         return path
-    folders = [_PACKAGE] if len(path.parts) > 1 else [_PACKAGE / name for name in _FOLDERS]
-    found = (folder / f"{path}{ending}" for folder in folders for ending in _ENDINGS)
-    return next((file.resolve() for file in found if file.is_file()), path)
+    *folder, name = path.parts or ("",)
+    folders = _FOLDERS if not folder else [one for one in _FOLDERS if folder == [one]]
+    found = (_PACKAGE / one / f"{name}{ending}" for one in folders for ending in _ENDINGS)
+    return next((file.resolve() for file in found if os.path.isfile(file)), path)
 
 
 def shipped_files() -> Iterator[Path]:
     """Yield every shipped file."""
     for name in _FOLDERS:
-        yield from (file for file in sorted((_PACKAGE / name).iterdir()) if file.is_file())
+        yield from (file for file in sorted((_PACKAGE / name).glob("*")) if file.is_file())
 
 
 def similar_shipped(path: Path) -> str:
@@ -46,8 +48,8 @@ def list_shipped() -> str:
 def write_shipped(name: str, out: Path | None) -> Path:
     """Write the shipped file `name` to `out`, by default under its own name into this folder; returns where.
 
-    Where its comments name the file itself, they then name `out`. Raises ConfigError where there is no such file, or
-    something is at `out` already.
+    Its comments then name `out` in its place, and the program as a module. Raises ConfigError where there is no such
+    file, or something is at `out` already.
     """
     wanted = Path(name)
     source = next((file for file in shipped_files() if wanted.name in (file.name, _name(file))), None)
@@ -55,6 +57,7 @@ def write_shipped(name: str, out: Path | None) -> Path:
         raise ConfigError(f"there is no shipped file {name}{similar_shipped(wanted)}: `ds-encdec init` lists them")
     out = out or Path(source.name)
     text = source.read_text().replace(f"{source.parent.name}/{source.name}", str(out))
+    text = text.replace(" ds_encdec/train.py", " --module ds_encdec.train")  # which is there without a clone, too
     try:
         with out.open("x") as file:
             file.write(text)
