@@ -4,17 +4,23 @@ Their home is the repository, in `ds_configs/` and `hostfiles/`; the package has
 copies.
 """
 
+import argparse
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
+from ds_encdec.arguments import Arguments, value
 from ds_encdec.types import ConfigError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _FOLDERS = ("ds_configs", "hostfiles")
 _ENDINGS = ("", ".yaml", ".json")
+INIT: Arguments = {
+    "name": value("of a configuration, DeepSpeed JSON or host file (default: list them)", nargs="?"),
+    "--out": value("file to write; must not exist (default: its own name, in this folder)", Path, metavar="FILE"),
+}
 
 
 def find_shipped(path: Path | None) -> Path | None:
@@ -37,6 +43,15 @@ def similar_shipped(path: Path) -> str:
     """The end of a sentence that names the shipped file which `path` may have meant, or nothing."""
     names = [name for file in shipped_files() for name in (_name(file), file.name)]
     return next((f"; did you mean {name}?" for name in get_close_matches(path.name, names, 1, 0.7)), "")
+
+
+def run_init(options: argparse.Namespace, _: Sequence[str]) -> None:
+    """`ds-encdec init`: write a shipped file, or list them."""
+    if options.name is None:
+        print(list_shipped())
+        return
+    written = write_shipped(options.name, options.out)
+    print(f"wrote {written}" + f"; edit it, then: ds-encdec validate {written}" * (written.suffix == ".yaml"))
 
 
 def list_shipped() -> str:
