@@ -33,6 +33,7 @@ from ds_encdec.arguments import (
     value,
 )
 from ds_encdec.checkpoint import commands as checkpoints
+from ds_encdec.config import shipped
 from ds_encdec.evaluate import commands
 from ds_encdec.evaluate.folders import require_model_folder
 from ds_encdec.launch.world import discover
@@ -253,16 +254,6 @@ def _inspect_data(options: argparse.Namespace, overrides: Sequence[str]) -> None
     print_marked(shown, {r"<extra_id_\d+>": "bold cyan", "(?m)^──.*$": "bold"})
 
 
-def _init(options: argparse.Namespace, _: Sequence[str]) -> None:
-    from ds_encdec.config.shipped import list_shipped, write_shipped
-
-    if options.name is None:
-        print(list_shipped())
-        return
-    written = write_shipped(options.name, options.out)
-    print(f"wrote {written}" + f"; edit it, then: ds-encdec validate {written}" * (written.suffix == ".yaml"))
-
-
 def _init_model(options: argparse.Namespace, _: Sequence[str]) -> None:
     from ds_encdec.checkpoint.folder import refuse_existing
     from ds_encdec.config.model_folder import MODEL_FILES, TOKENIZER_FILES, model_folder
@@ -363,10 +354,7 @@ ARGUMENTS: dict[str, Arguments] = {
         **JSON,
     },
     "prepare": prepare.ARGUMENTS,
-    "init": {
-        "name": value("of a configuration, DeepSpeed JSON or host file (default: list them)", nargs="?"),
-        "--out": value("file to write; must not exist (default: its own name, in this folder)", Path, metavar="FILE"),
-    },
+    "init": shipped.INIT,
     "init-model": {
         "--from": value("decoder-only Qwen3", dest="source", required=True, metavar="PATH_OR_HUB_ID"),
         "--out": value("folder to write; must not exist", Path, required=True),
@@ -414,7 +402,7 @@ VERBS: dict[str, tuple[Verb, bool, str]] = {
     "phases": (_phases, True, "run the phases of a pre-training, each behind the gate of the one before"),
     "inspect-data": (_inspect_data, True, "show the examples that a run will see"),
     "prepare": (prepare.run, True, "render and tokenize the data once, for every rank and run to read"),
-    "init": (_init, False, "write a shipped configuration, to edit; or list them"),
+    "init": (shipped.run_init, False, "write a shipped configuration, to edit; or list them"),
     "init-model": (_init_model, False, "make an encoder-decoder from a Qwen3 checkpoint"),
     "export": (checkpoints.run_export, False, "write a checkpoint as a Hugging Face model folder"),
     "average": (

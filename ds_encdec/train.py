@@ -37,7 +37,7 @@ RANK_ZERO_SPEAKS_SECONDS = 10.0
 which says why, slower to find the error than they, nobody would ever read it."""
 
 ARGUMENTS: Arguments = {
-    "--config": value("YAML of the run (default: the schema's defaults, ds_configs/qwen3_0.6b_ul2.yaml)", Path),
+    "--config": value("YAML of the run, or a shipped one's name (default: the schema, qwen3_0.6b_ul2)", Path),
     "--deepspeed_config --deepspeed-config": value("raw DeepSpeed JSON, reconciled with the YAML", Path),
     "--resume --resume_from --resume_from_checkpoint": value(
         "go on from the newest whole checkpoint, or from this one",

@@ -60,7 +60,7 @@ def generate_text(
 
 
 def readable(target: str, continues: bool) -> str:
-    """What the model wrote, `target`, as people read it: spans on one line; or a continuation, without sentinels."""
+    """The model's `target` as people read it: spans on one line; or a continuation, without sentinels."""
     if continues:
         return re.sub(r"\n\s*\n\s*\n", "\n\n", _SENTINEL.sub("", target)).rstrip()
     return re.sub(r"\s+", " ", target).rstrip()

@@ -232,7 +232,7 @@ def _finish(
 def _accuracies(
     examples: Sequence[TextExample], records: Sequence[Mapping[str, Any]], special: set[int]
 ) -> dict[str, float]:
-    """Of the targets' tokens that are text: how many were the likeliest, and what the commonest one alone would hit.
+    """The shares of the targets' tokens of text that were the likeliest, and that are the commonest one.
 
     There are none where an earlier version made a part of the records, or there is no such token.
     """
