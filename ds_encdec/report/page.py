@@ -68,7 +68,9 @@ def duration(seconds: float | None) -> str:
     minutes, hours = int(seconds // 60), int(seconds // 3600)
     if hours >= 48:
         return f"{hours // 24} d {hours % 24} h"
-    return f"{hours} h {minutes % 60} min" if hours else f"{minutes} min {seconds % 60:.0f} s"
+    if hours:
+        return f"{hours} h {minutes % 60} min"
+    return f"{minutes} min {seconds % 60:.0f} s" if minutes else f"{seconds:.0f} s"
 
 
 def when(written: object) -> str:
@@ -99,6 +101,8 @@ def outcomes(run: Run) -> list[tuple[str, str]]:
     begin = read_time(next((entry.get("time") for entry in run.entries("start")), run.status.get("started_at")))
     end = read_time(run.status.get("updated_at")) if run.status.get("state") != "running" else None
     took = run.curve("perf/step_time_s")
+    began = next((entry["step"] for entry in run.entries("start")), 0.0)  # above 0 where it goes on from another run
+    stepping = float(np.nansum(took.values * np.diff(took.steps, prepend=began)))
 
     def figure(how: Callable[[np.ndarray], Any], metric: str, unit: str = "", digits: int = 4, scale: float = 1) -> str:
         known = run.curve(metric).known
@@ -120,7 +124,10 @@ def outcomes(run: Run) -> list[tuple[str, str]]:
         ("throughput, median", figure(np.median, "perf/tokens_per_sec", "tokens/s")),
         ("MFU, median", figure(np.median, "perf/mfu", "%", scale=100)),
         # Time spent on the steps of the history, without evaluations, saves, restarts and abandoned branches.
-        ("time in training steps", duration(float(np.nansum(took.values * np.diff(took.steps, prepend=0.0))) or None)),
+        (
+            "time in training steps",
+            duration(stepping or None),
+        ),
         # Pauses between restarts included; None for a run without an end.
         ("from first start to end", duration((end - begin).total_seconds() if begin and end else None)),
     ]

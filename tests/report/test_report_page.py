@@ -14,6 +14,7 @@ import pytest
 from one_page import Page
 from PIL import Image
 from run_folders import (
+    TIME,
     alert,
     write_checkpoint,
     write_config,
@@ -254,6 +255,13 @@ def test_what_a_resume_tells_again_counts_once(tmp_path: Path) -> None:
     again = [alert("loss_spike", 60, 30.01, "warn"), alert("data_wait", 60, 0.5, "warn")]  # other sums on a GPU
     write_lines(run / "ledger.jsonl", [start, *before, resumed, *again])
     assert list(read_run(run).events) == [start, before[0], resumed, *again]
+
+
+def test_the_time_of_steps_before_a_start_from_another_run_is_not_its_own(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", only=())
+    write_lines(run / "metrics.jsonl", [{"step": step, "perf/step_time_s": 0.5} for step in (210, 220)])
+    write_lines(run / "ledger.jsonl", [{"time": TIME, "kind": "start", "step": 200, "resumed_from": "else/step-200"}])
+    assert Page(write_report(run)[0]).facts["time in training steps"] == "10 s"
 
 
 def test_untrusted_text_is_escaped(tmp_path: Path) -> None:
