@@ -89,10 +89,11 @@ def language(text: str) -> str:
 
 JSON: Arguments = {"--json": flag("as one JSON object")}
 CONFIG: Arguments = {
-    "config": value("YAML file", nargs="?"),  # no Path: it may be a setting, such as of a URL
+    "config": value("YAML file, or a shipped one's name (ds-encdec init lists them)", nargs="?"),
     "--config": value("YAML file", Path, dest="config_option"),
 }
-"""A configuration that may be named without `--config`; see `config_and_overrides`."""
+"""A configuration that may be named without `--config`; see `config_and_overrides`. There it is no Path: it may be a
+setting, such as of a URL."""
 
 
 def config_and_overrides(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[Path | None, list[str]]:

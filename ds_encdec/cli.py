@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,15 +33,23 @@ from ds_encdec.arguments import (
     value,
 )
 from ds_encdec.checkpoint import commands as checkpoints
+from ds_encdec.config import shipped
 from ds_encdec.evaluate import commands
 from ds_encdec.evaluate.folders import require_model_folder
-from ds_encdec.launch.preemption import outlive_readers, reader_may_leave
 from ds_encdec.launch.world import discover
-from ds_encdec.terminal import VERBOSITY, log_to_terminal, print_error, print_marked
+from ds_encdec.terminal import (
+    VERBOSITY,
+    log_to_terminal,
+    outlive_readers,
+    print_error,
+    print_marked,
+    reader_may_leave,
+)
 from ds_encdec.types import ConfigError, DsEncDecError, Preempted
 
 if TYPE_CHECKING:
     from ds_encdec.config.schema import FullConfig
+    from ds_encdec.config.settings import Conflict
     from ds_encdec.phases import PlannedPhase
 
 Verb = Callable[[argparse.Namespace, Sequence[str]], int | None]
@@ -50,8 +58,8 @@ Verb = Callable[[argparse.Namespace, Sequence[str]], int | None]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit code."""
-    parser = _parser()
     given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = _parser(of=given[:1])
     if not given:
         parser.print_help(sys.stderr)
         return ConfigError.exit_code
@@ -87,8 +95,11 @@ def _place() -> dict[str, int]:
     return {"rank": world.rank, "ranks": world.world_size}
 
 
-def _parser(*, lists_verbs: bool = False) -> argparse.ArgumentParser:
-    """The parser of everything. `lists_verbs`: with summaries where argparse has them, which cannot group them."""
+def _parser(*, of: Collection[str] = (), lists_verbs: bool = False) -> argparse.ArgumentParser:
+    """The parser of every verb, with the arguments of those in `of`: the one that is called needs no others.
+
+    `lists_verbs`: with summaries where argparse has them, which cannot group them.
+    """
     parser = argparse.ArgumentParser(
         prog="ds-encdec",
         usage="%(prog)s [-h] [-V] VERB ...",
@@ -108,8 +119,9 @@ def _parser(*, lists_verbs: bool = False) -> argparse.ArgumentParser:
         listed: dict[str, Any] = {"help": summary} if lists_verbs else {}
         verb = verbs.add_parser(name, description=summary, epilog=epilog, allow_abbrev=False, **listed)
         verb.set_defaults(run=run, accepts_overrides=accepts_overrides)
-        add(verb, ARGUMENTS.get(name, {}))
-        add(verb, VERBOSITY)
+        if name in of:
+            add(verb, ARGUMENTS.get(name, {}))
+            add(verb, VERBOSITY)
     return parser
 
 
@@ -129,12 +141,22 @@ def _load(options: argparse.Namespace, overrides: Sequence[str]) -> FullConfig:
 def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     from ds_encdec.config.schema import find_shipped, load_config
     from ds_encdec.config.settings import show
-    from ds_encdec.memory.job import frozen_in_vain
+    from ds_encdec.config.shares import unevenness
+
+    def further(config: FullConfig) -> Iterable[Conflict]:
+        if not config.training.freeze:
+            return ()
+        from ds_encdec.memory.job import frozen_in_vain  # not for most
+
+        return frozen_in_vain(config)
 
     path, files = options.config, _settings(options, overrides)
     hostfile, looks_here = find_shipped(options.hostfile), not options.elsewhere
     notes: list[str] = []
-    load_config(*files, hostfile=hostfile, looks_here=looks_here, further=frozen_in_vain, notes=notes)
+    config = load_config(*files, hostfile=hostfile, looks_here=looks_here, further=further, notes=notes)
+    ranks = config.infra.num_gpus
+    if hostfile is None and (wrong := unevenness(config, ranks)):
+        notes.append(f"warning: infra.num_gpus={ranks}, and {wrong}")
     print("".join(f"{note}\n" for note in notes), end="")
     print(f"{show(str(path))[1:-1] if path else 'the default configuration'}: no problems found")
 
@@ -150,7 +172,7 @@ def _completion(options: argparse.Namespace, _: Sequence[str]) -> None:
         import shtab
     except ImportError:
         raise ConfigError("shtab is not installed, which writes this: pip install 'ds_encdec[completion]'") from None
-    print(shtab.complete(_parser(lists_verbs=True), options.shell))
+    print(shtab.complete(_parser(of=VERBS, lists_verbs=True), options.shell))
 
 
 def _phases(options: argparse.Namespace, overrides: Sequence[str]) -> None:
@@ -332,6 +354,7 @@ ARGUMENTS: dict[str, Arguments] = {
         **JSON,
     },
     "prepare": prepare.ARGUMENTS,
+    "init": shipped.INIT,
     "init-model": {
         "--from": value("decoder-only Qwen3", dest="source", required=True, metavar="PATH_OR_HUB_ID"),
         "--out": value("folder to write; must not exist", Path, required=True),
@@ -379,6 +402,7 @@ VERBS: dict[str, tuple[Verb, bool, str]] = {
     "phases": (_phases, True, "run the phases of a pre-training, each behind the gate of the one before"),
     "inspect-data": (_inspect_data, True, "show the examples that a run will see"),
     "prepare": (prepare.run, True, "render and tokenize the data once, for every rank and run to read"),
+    "init": (shipped.run_init, False, "write a shipped configuration, to edit; or list them"),
     "init-model": (_init_model, False, "make an encoder-decoder from a Qwen3 checkpoint"),
     "export": (checkpoints.run_export, False, "write a checkpoint as a Hugging Face model folder"),
     "average": (
@@ -402,7 +426,7 @@ VERBS: dict[str, tuple[Verb, bool, str]] = {
 """For each verb: the function that runs it, whether settings may follow its arguments, and its summary."""
 
 GROUPS = {
-    "prepare": ("schema", "validate", "estimate-memory", "plan", "inspect-data", "prepare", "init-model"),
+    "prepare": ("init", "schema", "validate", "estimate-memory", "plan", "inspect-data", "prepare", "init-model"),
     "run": ("sanity-check", "train", "phases"),
     "look": ("report", "verify", "generate", "evaluate"),
     "hand out": ("export", "average", "convert", "push-to-hub"),

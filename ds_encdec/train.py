@@ -14,8 +14,10 @@ if not __package__:
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import argparse
+import faulthandler
 import json
 import logging
+import signal
 import time
 import traceback
 from collections.abc import Sequence
@@ -23,9 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_encdec.arguments import Arguments, add, flag, value
-from ds_encdec.launch.preemption import StopRequest, outlive_readers
 from ds_encdec.launch.world import discover
-from ds_encdec.terminal import VERBOSITY, log_to_terminal, print_error
+from ds_encdec.terminal import VERBOSITY, log_to_terminal, outlive_readers, print_error
 from ds_encdec.types import ConfigError, DsEncDecError, Preempted
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ RANK_ZERO_SPEAKS_SECONDS = 10.0
 which says why, slower to find the error than they, nobody would ever read it."""
 
 ARGUMENTS: Arguments = {
-    "--config": value("YAML of the run (default: the schema's defaults, ds_configs/qwen3_0.6b_ul2.yaml)", Path),
+    "--config": value("YAML of the run, or a shipped one's name (default: the schema, qwen3_0.6b_ul2)", Path),
     "--deepspeed_config --deepspeed-config": value("raw DeepSpeed JSON, reconciled with the YAML", Path),
     "--resume --resume_from --resume_from_checkpoint": value(
         "go on from the newest whole checkpoint, or from this one",
@@ -90,8 +91,11 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
         print(json.dumps(planned_deepspeed_json(config, os.environ), indent=2))
     else:
+        from ds_encdec.launch.preemption import StopRequest  # not for --help
+
         world = discover(os.environ)
         log_to_terminal(options, logging.INFO, rank=world.rank, ranks=world.world_size)
+        faulthandler.register(signal.SIGUSR2, file=2)  # shows the stacks of all threads, and the run goes on
         with StopRequest(world, whole_process=True) as stop:
             # Imported under watch: this takes a moment, torch and deepspeed take seconds.
             config = _load(options, overrides)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Style, types, and whether the generated reference and the snapshot of DeepSpeed's keys are up to date.
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
+EXTRAS=dev source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 cd "$ROOT"
 
 ruff check

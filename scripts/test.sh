@@ -4,7 +4,7 @@
 # Three workers keep two cores busy, because many tests wait: for a launcher, for ranks, for a timeout that must pass.
 # The tests of a file share what it has started, and so a worker.
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
+EXTRAS=dev source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 cd "$ROOT"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 

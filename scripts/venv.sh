@@ -1,10 +1,14 @@
 # Sourced by the other scripts: puts a Python environment with ds_encdec first on PATH, and sets ROOT.
 #
 # An active environment (venv or conda) is used as it is; otherwise .venv in the repository, made when it is not
-# there. Installs only when pyproject.toml or constraints.txt have changed since the last time. Which index pip
-# reads, and so which build of torch it finds, is pip's own configuration (PIP_INDEX_URL, pip.conf).
+# there. Installs only when pyproject.toml or constraints.txt have changed since the last time: what runs need, and
+# with EXTRAS=dev before `source` what developers need, too.
+#
+# Packages come from where pip (PIP_*, pip.conf) or uv (UV_*, uv.toml) is told to look. Where neither is told anything
+# and there is no GPU, torch comes from PyTorch's own index: the CPU build, a tenth of what PyPI's needs with CUDA.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 
 find_python() {
     local candidate
@@ -29,17 +33,91 @@ enter_environment() {
         fi
     fi
     export PATH="$environment/bin:$PATH"
-    install_once "$environment"
+    install_once "$environment" "${EXTRAS:-}"
 }
 
-install_once() {
-    local stamp="$1/.ds_encdec-installed" wanted
+install_once() { # ENVIRONMENT EXTRAS
+    local python="$1/bin/python" extras="$2" stamp="$1/.ds_encdec-installed" log="$1/.ds_encdec-install.log"
+    local wanted there installer how
     wanted="$ROOT $(cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt" | cksum)"
-    [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && return
-    echo "installing ds_encdec and its dependencies into $1 (a minute or two, once)" >&2
-    "$1/bin/python" -m pip install --quiet --disable-pip-version-check \
-        --constraint "$ROOT/constraints.txt" --editable "$ROOT[dev]" || return 1
-    echo "$wanted" >"$stamp"
+    there=$(cat "$stamp" 2>/dev/null)
+    case "$there" in
+        "$wanted dev") return ;;
+        "$wanted") [ -n "$extras" ] || return 0 ;;
+        *" dev") extras=dev ;; # an environment that has these keeps them up to date
+    esac
+
+    installer=("$python" -m pip install --disable-pip-version-check --no-compile) # a part is ever imported
+    if command -v uv >/dev/null && { uv_is_told || ! pip_is_told "$python"; }; then
+        installer=(uv pip install --python "$python")
+    fi
+    case "${installer[0]}" in uv) how=uv ;; *) how=pip ;; esac
+    echo "installing ds_encdec${extras:+[$extras]} and what it needs into $1, by $how, once" >&2
+    echo "  (2 GB; a minute of work and the downloads; log: $log)" >&2
+    : >"$log"
+    if wants_cpu_torch "$python"; then
+        followed "$log" "${installer[@]}" --no-deps --constraint "$ROOT/constraints.txt" \
+            --index-url "$TORCH_CPU_INDEX" torch || return 1
+    fi
+    followed "$log" "${installer[@]}" --constraint "$ROOT/constraints.txt" \
+        --editable "$ROOT${extras:+[$extras]}" || return 1
+    echo "$wanted${extras:+ $extras}" >"$stamp"
+}
+
+pip_is_told() { # PYTHON: whether its pip is configured to look somewhere
+    grep -Eq '\.(index-url|extra-index-url|find-links|no-index|constraint)=' <<<"$("$1" -m pip config list 2>/dev/null)"
+}
+
+uv_is_told() {
+    grep -Eq '^UV_((DEFAULT_|EXTRA_)?INDEX(_URL)?|FIND_LINKS|NO_INDEX|OFFLINE|CONSTRAINT|TORCH_BACKEND|CONFIG_FILE)=' <<<"$(env)" ||
+        grep -Eqs 'index|find-links|constraint|torch-backend' "${XDG_CONFIG_HOME:-$HOME/.config}/uv/uv.toml" /etc/uv/uv.toml
+}
+
+wants_cpu_torch() { # PYTHON: whether torch is to come from its CPU index; says so, and why if that cannot be
+    [ "$(uname -s)" = Linux ] || return # elsewhere PyPI's build is without CUDA
+    ! uv_is_told && ! pip_is_told "$1" && ! nvidia-smi -L >/dev/null 2>&1 || return # for ROCm they are told
+    ! "$1" -c 'import importlib.metadata as m; m.version("torch")' 2>/dev/null || return # there is one
+    if env ${PIP_CERT:+"SSL_CERT_FILE=$PIP_CERT"} timeout 5 "$1" - "$TORCH_CPU_INDEX/torch/" 2>/dev/null <<'END_PYTHON'
+import sys, urllib.request
+urllib.request.urlopen(sys.argv[1], timeout=5).read(1)
+END_PYTHON
+    then
+        echo "there is no GPU here: torch's CPU build is taken, from $TORCH_CPU_INDEX" >&2
+    else
+        echo "there is no GPU here, but $TORCH_CPU_INDEX has not answered within 5 s:" \
+            "torch is PyPI's, which brings about 3 GB of CUDA" >&2
+        return 1
+    fi
+}
+
+followed() { # LOG COMMAND...: runs it and shows its last line: on a terminal all the time, elsewhere every 10 s
+    local log="$1" line last="" status began=$SECONDS shown=$SECONDS patience=""
+    shift
+    [ "${BASH_VERSINFO[0]}" -lt 4 ] || patience="-t 1" # older ones do not tell patience's end from the input's
+    "$@" 2>&1 | while true; do
+        # shellcheck disable=SC2086
+        if IFS= read -r $patience line; then
+            echo "$line" >>"$log"
+            case "$line" in "    "* | WARNING:*) ;; *) last="${line%% (from *}" ;; esac
+        elif [ $? -le 128 ]; then
+            break
+        fi
+        if [ -t 2 ]; then
+            printf '\r\033[K  %3d s  %.60s' $((SECONDS - began)) "$last" >&2
+        elif [ $((SECONDS - shown)) -ge 10 ]; then
+            shown=$SECONDS
+            printf '  %3d s  %.100s\n' $((SECONDS - began)) "$last" >&2
+        fi
+    done
+    status=${PIPESTATUS[0]}
+    [ ! -t 2 ] || printf '\r\033[K' >&2
+    if [ "$status" = 0 ]; then
+        echo "  done in $((SECONDS - began)) s" >&2
+    else
+        tail -n 20 "$log" >&2
+        echo "error: this failed ($status): $*" >&2
+    fi
+    return "$status"
 }
 
 enter_environment || exit 1

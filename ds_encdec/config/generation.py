@@ -18,7 +18,7 @@ class GenerationSettings:
     together, padding included (a row by itself may be longer).
     """
 
-    max_new_tokens: int = _setting(512, "new tokens of a text at most")
+    max_new_tokens: int = _setting(512, "new tokens of a text at most; 0: no text")
     num_beams: int = _setting(1, "beams of the search")
     temperature: float = _setting(0.0, "of sampling; 0 takes the likeliest token")
     top_p: float = _setting(1.0, "sample from the likeliest tokens that have this share")
@@ -29,7 +29,7 @@ class GenerationSettings:
 
     def __post_init__(self) -> None:
         for name, is_sound, range_ in (
-            ("max_new_tokens", self.max_new_tokens >= 1, "1 or more"),
+            ("max_new_tokens", self.max_new_tokens >= 0, "0 (no text) or more"),
             ("num_beams", self.num_beams >= 1, "1 or more"),
             ("temperature", 0 <= self.temperature < float("inf"), "0 (greedy) or more"),
             ("top_p", 0 < self.top_p <= 1, "above 0, and at most 1 (all)"),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ds_encdec.data.budgets import Budgets
+from ds_encdec.data.evaluation import split_rows
 from ds_encdec.data.examples import ExampleMaker, read_documents
 from ds_encdec.data.lane import Lane, LanePipeline
 from ds_encdec.data.sources import BadRow, OpenSource, StreamSource, all_rows
@@ -59,6 +60,9 @@ def sample_statistics(sources: Sequence[OpenSource], maker: ExampleMaker, bad_ro
         all_read += trained
         documents += there
         tokens += math.inf if there == math.inf else there * sum(map(maker.size, trained)) / max(1, len(trained))
+    if sources[0].counts_tokens:
+        rows = split_rows(sources, "train", maker)
+        all_read = [ids for _, ids in islice(read_documents(rows, maker, bad_row_limit), SAMPLE_DOCUMENTS)]
     usable = [ids for ids in all_read if maker.size(ids)]
     if not usable:
         rows = (row for opened in sources for row in islice(all_rows(opened.source, "sample"), 1))

@@ -59,6 +59,8 @@ EVALUATE: Arguments = {
 def run_generate(options: argparse.Namespace, _: Sequence[str]) -> None:
     """Print what the model makes of a text."""
     settings = _chosen(options)
+    if not settings.max_new_tokens:
+        raise ConfigError("--max-new-tokens 0 generates nothing: it is for `ds-encdec evaluate`")
     if options.stream and settings.num_beams > 1:
         raise ConfigError("--stream shows tokens as they are taken, and a search with beams takes them at its end")
     require_ours(options.model)
@@ -73,8 +75,12 @@ def run_generate(options: argparse.Namespace, _: Sequence[str]) -> None:
 def run_evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Judge a model by what it generates for a split of the data, and print the figures."""
     settings = _chosen(options)
+    if options.metrics and not settings.max_new_tokens:
+        raise ConfigError("--metrics compares generated texts, and --max-new-tokens 0 generates none: give one of them")
     names = list(dict.fromkeys(name for names in options.metrics or () for name in names.split(",") if name)) or [
-        name for name, row in text_metrics().items() if options.bertscore_model or not row.needs_model
+        name
+        for name, row in text_metrics().items()
+        if settings.max_new_tokens and (options.bertscore_model or not row.needs_model)
     ]
     from ds_encdec.config.schema import find_shipped, load_config
     from ds_encdec.evaluate.metrics import BertScoreModel, check_metrics

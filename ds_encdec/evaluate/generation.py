@@ -82,6 +82,8 @@ def generate_batch(
 
     `stopping`: further reasons to end a row, as transformers takes them. `streamer` is told each token of a single row.
     """
+    if not settings.max_new_tokens:
+        return [[] for _ in numbers]
     config = _generation_config(model, settings)
     ids, mask = padded([encoder_ids[number] for number in numbers], pad_id_of(config), model.device)
     with evaluating(model):
@@ -103,6 +105,11 @@ def text_of(tokenizer: PreTrainedTokenizerFast, ids: TokenIds) -> str:
     marks = {getattr(tokenizer, f"{name}_token_id") for name in names}
     shown = [int(token) for token in ids if token not in marks]
     return str(tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def special_ids(tokenizer: PreTrainedTokenizerFast) -> set[int]:
+    """The ids that stand for no text: sentinels, mode tokens, and those that begin, end and fill sequences."""
+    return {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
 def padded(rows: Sequence[TokenIds], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -31,8 +31,10 @@ def generate_text(
     """`text` with its sentinels (`<extra_id_0>`…) filled in; or, if it has none, `text` and its continuation.
 
     `folder`: an exported one or one of `ds-encdec init-model`. A sentinel that the model does not answer stays in the
-    text, and is named on standard error. `raw`: what the model writes, and nothing else. `stream`: print that while it
-    is made; None where there is nothing more to show. Raises CheckpointError for a folder that is not such a model.
+    text. What is filled in has blanks for its runs of white space, and a continuation has no sentinels and one empty
+    line at most where there are several; standard error says where this changed anything. `raw`: what the model writes,
+    and nothing else. `stream`: print that while it is made; None where there is nothing more to show. Raises
+    CheckpointError for a folder that is not such a model.
     """
     require_ours(folder)
     tokenizer = open_tokenizer(folder)
@@ -45,11 +47,23 @@ def generate_text(
     if stream and (raw or continues):
         return None
     target = text_of(tokenizer, ids)
-    if raw or continues:
-        return target if raw else text + target
+    if raw:
+        return target
+    shown = readable(target, continues)
+    if shown != target.rstrip():
+        print("white space and special tokens are left out of what the model wrote (--raw shows all)", file=sys.stderr)
+    if continues:
+        return text + shown
     if unanswered := [sentinel for sentinel in _SENTINEL.findall(text) if sentinel not in _SENTINEL.findall(target)]:
         print(f"nothing was written for {', '.join(unanswered)}", file=sys.stderr)
-    return fill_sentinels(text, target)
+    return fill_sentinels(text, shown)
+
+
+def readable(target: str, continues: bool) -> str:
+    """The model's `target` as people read it: spans on one line; or a continuation, without sentinels."""
+    if continues:
+        return re.sub(r"\n\s*\n\s*\n", "\n\n", _SENTINEL.sub("", target)).rstrip()
+    return re.sub(r"\s+", " ", target).rstrip()
 
 
 class _Streamer(TextStreamer):

@@ -10,6 +10,7 @@ import hashlib
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -27,7 +28,7 @@ from ds_encdec.data.sources import Split
 from ds_encdec.data.splits import TextExample, TrainedData, split_examples
 from ds_encdec.data.tables import resolve_commits
 from ds_encdec.evaluate.folders import is_ours
-from ds_encdec.evaluate.generation import generate_batch, plan_batches, text_of
+from ds_encdec.evaluate.generation import generate_batch, plan_batches, special_ids, text_of
 from ds_encdec.evaluate.metrics import BertScoreModel, check_metrics, rouge_scorer, same_words, score_texts
 from ds_encdec.evaluate.models import open_model, open_tokenizer
 from ds_encdec.evaluate.predictions import Predictions, claim, model_digest
@@ -108,7 +109,9 @@ def evaluate(
                     advance(len(batch))
             del loaded
         collectives.gather(None)  # all have written theirs
-        found = collectives.on_rank_zero(lambda: _finish(out, examples, metrics, bertscore_model, settings, facts))
+        found = collectives.on_rank_zero(
+            lambda: _finish(out, examples, metrics, bertscore_model, settings, facts, special_ids(tokenizer))
+        )
     shutdown()
     return found
 
@@ -165,7 +168,7 @@ def _predict(
     settings: GenerationSettings,
 ) -> list[dict[str, Any]]:
     """The records of a batch of examples. Raises OutOfMemoryError."""
-    inputs = [example.encoder_ids for example in examples]
+    inputs, special = [example.encoder_ids for example in examples], special_ids(tokenizer)
     targets = [examples[number].decoder_ids for number in batch]
     try:
         generated = generate_batch(model, inputs, batch, settings)
@@ -186,6 +189,7 @@ def _predict(
             "prediction": text_of(tokenizer, ids),
             "generated_tokens": len(ids),
             "target_tokens": len(target),
+            "right_tokens": sum(hit and token not in special for hit, token in zip(score.hits, target, strict=True)),
             "loss": -score.log_probability / len(target),
         }
         for number, ids, target, score in zip(batch, generated, targets, scores, strict=True)
@@ -199,12 +203,13 @@ def _finish(
     bertscore_model: BertScoreModel | None,
     settings: GenerationSettings,
     facts: Mapping[str, Any],
+    special: set[int],
 ) -> dict[str, Any]:
     """The figures over the predictions of all ranks; these and the predictions, in order, are written."""
     predictions = Predictions(out)
     records = [predictions.records[number] for number in range(len(examples))]
     scorer = rouge_scorer() if "rouge" in metrics else None
-    for record in records:
+    for record in records if settings.max_new_tokens else ():
         record["exact_match"] = 100.0 * same_words(record["prediction"], record["reference"])
         record.pop("rougeL", None)
         if scorer is not None:
@@ -215,12 +220,28 @@ def _finish(
     figures = {
         "loss": loss,
         "perplexity": math.exp(loss) if loss < 700 else math.inf,
+        **_accuracies(examples, records, special),
         **score_texts(metrics, *texts, bertscore_model=bertscore_model),
     }
-    longest = sum(record["generated_tokens"] >= settings.max_new_tokens for record in records)
+    longest = sum(record["generated_tokens"] >= (settings.max_new_tokens or math.inf) for record in records)
     found = {"figures": figures, "examples": len(records), "cut_at_max_new_tokens": longest, "evaluation": dict(facts)}
     predictions.finish(records, found)
     return found
+
+
+def _accuracies(
+    examples: Sequence[TextExample], records: Sequence[Mapping[str, Any]], special: set[int]
+) -> dict[str, float]:
+    """The shares of the targets' tokens of text that were the likeliest, and that are the commonest one.
+
+    There are none where an earlier version made a part of the records, or there is no such token.
+    """
+    counts = Counter(token for example in examples for token in example.decoder_ids.tolist() if token not in special)
+    if not counts or not all("right_tokens" in record for record in records):
+        return {}
+    right = sum(record["right_tokens"] for record in records)
+    commonest = counts.most_common(1)[0][1]
+    return {"token_accuracy": 100 * right / counts.total(), "unigram_accuracy": 100 * commonest / counts.total()}
 
 
 @contextmanager

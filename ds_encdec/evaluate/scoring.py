@@ -19,10 +19,18 @@ MOST_LOGITS = 2**27
 
 
 class TargetScore(NamedTuple):
-    """The log-probability of a target given its input, in nats, and whether each of its tokens was the likeliest."""
+    """The log-probability of a target given its input, in nats, and whether each of its tokens was the likeliest one.
+
+    For each token, what stands before it in the target is given.
+    """
 
     log_probability: float
-    is_greedy: bool
+    hits: list[bool]
+
+    @property
+    def is_greedy(self) -> bool:
+        """True where the target is what a greedy search finds."""
+        return all(self.hits)
 
 
 @torch.no_grad()
@@ -34,7 +42,7 @@ def score_targets(
     All tokens of a target count: an end token does where it is one of them. `batch_tokens`: the most of a batch, of
     both sides together, padding included.
     """
-    scores = [TargetScore(0.0, True)] * len(target_ids)
+    scores = [TargetScore(0.0, [])] * len(target_ids)
     order = sorted(range(len(target_ids)), key=lambda number: -len(encoder_ids[number]) - len(target_ids[number]))
     vocabulary, start = int(model.config.vocab_size), 0
     while start < len(order):
@@ -65,5 +73,5 @@ def _score_batch(
             input_ids=ids, attention_mask=mask, decoder_input_ids=decoder_input_ids, use_cache=False
         ).logits.float()
     losses = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORE_INDEX, reduction="none")
-    is_greedy = ((logits.argmax(-1) == labels) | (labels == IGNORE_INDEX)).all(-1)
-    return list(map(TargetScore, (-losses.double().sum(-1)).tolist(), is_greedy.tolist()))
+    hits = [row[: len(ids)] for row, ids in zip((logits.argmax(-1) == labels).tolist(), target_ids, strict=True)]
+    return list(map(TargetScore, (-losses.double().sum(-1)).tolist(), hits))

@@ -25,7 +25,7 @@ from ds_encdec.checkpoint.export_files import write_tokenizer
 from ds_encdec.checkpoint.model_card import model_card, untrained_model_card
 from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.evaluate.one_text import fill_sentinels, generate_text
+from ds_encdec.evaluate.one_text import fill_sentinels, generate_text, readable
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.encoder import Qwen3EncoderModel
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
@@ -364,7 +364,7 @@ def test_a_stream_shows_what_is_written(tmp_path: Path, capsys: pytest.CaptureFi
         rest = generate(tmp_path / "out", text, raw=raw, stream=True, **settings)
         fills = "<extra" in text
         assert rest == (whole if fills else None)
-        assert capsys.readouterr().out == (f"{written}\n" if fills else f"{whole}\n")
+        assert capsys.readouterr().out == f"{'' if raw or fills else text}{written}\n"
 
 
 def test_sentinels_are_replaced_by_their_spans() -> None:
@@ -372,6 +372,13 @@ def test_sentinels_are_replaced_by_their_spans() -> None:
     assert fill_sentinels("The<extra_id_0> fox, the<extra_id_1> dog", target) == "The quick brown fox, the lazy  dog"
     assert fill_sentinels("a <extra_id_0> b <extra_id_1>", "<extra_id_0>X") == "a X b <extra_id_1>"
     assert fill_sentinels("a <extra_id_0>", "nonsense") == "a <extra_id_0>"
+
+
+def test_what_is_shown_can_be_read() -> None:
+    fills = readable("<extra_id_0> quick\n\n\n\nbrown<extra_id_1>  lazy \n\n", continues=False)
+    assert fills == "<extra_id_0> quick brown<extra_id_1> lazy"
+    code = "def f():\n    x\n\n    y\n\n \n\n    z<extra_id_3>\n\n"
+    assert readable(code, continues=True) == "def f():\n    x\n\n    y\n\n    z"
 
 
 def test_generate_refuses_what_is_no_encoder_decoder(tmp_path: Path) -> None:

@@ -9,17 +9,19 @@ from pathlib import Path
 
 from ds_encdec.config.editor_schema import SCHEMA_ID
 from ds_encdec.config.rules import fields, section_in
-from ds_encdec.config.schema import Section
+from ds_encdec.config.schema import FullConfig, Section
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = ROOT / "docs" / "configuration.schema.json"
 
 
 def test_every_section_and_field_has_a_docstring() -> None:
-    for path, field in fields().items():
-        assert (field.description or "").endswith("."), path
-        section = section_in(field.annotation)
+    for path, field in {"": FullConfig, **fields()}.items():
+        section = FullConfig if not path else section_in(field.annotation)
         assert section is None or section.__doc__ != Section.__doc__, path
+        found = {} if section is None else section.docstrings()
+        for name in () if section is None else section.model_fields:
+            assert found.get(name, "").endswith("."), (path, name)
 
 
 def test_the_reference_is_up_to_date() -> None:

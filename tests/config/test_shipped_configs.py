@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from ds_encdec import cli
 from ds_encdec.config.schema import FullConfig, load_config
+from ds_encdec.config.shipped import find_shipped, shipped_files
 
 SHIPPED = Path(__file__).resolve().parents[2] / "ds_configs"
 FILES = sorted(SHIPPED.iterdir())
@@ -18,6 +20,36 @@ def test_every_shipped_file_loads(path: Path, caplog: pytest.LogCaptureFixture) 
     assert path.suffix in (".yaml", ".json")
     load_config(None, (), path) if path.suffix == ".json" else load_config(path)
     assert caplog.messages == []
+
+
+def test_shipped_files_are_found_by_name_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert {file.resolve() for file in shipped_files()} == {*FILES, *SHIPPED.with_name("hostfiles").iterdir()}
+    (tmp_path / "quickstart").mkdir()  # a run's folder, and no configuration
+    for name in ("quickstart", "quickstart.yaml", "ds_configs/quickstart.yaml"):
+        assert find_shipped(Path(name)) == SHIPPED / "quickstart.yaml"
+    assert find_shipped(Path("zero2")) == SHIPPED / "zero2.json"
+    assert find_shipped(Path("8gpu")) == SHIPPED.with_name("hostfiles") / "8gpu"
+    (tmp_path / "quickstart.yaml").write_text("training: {num_train_steps: 7}\n")
+    assert find_shipped(Path("quickstart.yaml")) == Path("quickstart.yaml")  # one's own goes first
+
+
+def test_init_lists_what_is_shipped_and_writes_one_to_edit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["init"]) == 0
+    listed = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+    assert listed["quickstart"] == "A first run that needs neither a download nor a GPU"
+    assert set(listed) == {path.stem if path.suffix == ".yaml" else path.name for path in shipped_files()}
+
+    assert cli.main(["init", "quickstart", "--out", "mine.yaml"]) == 0
+    assert "--module ds_encdec.train --config mine.yaml" in (tmp_path / "mine.yaml").read_text()
+    assert load_config("mine.yaml") == load_config(SHIPPED / "quickstart.yaml")
+    assert cli.main(["init", "quickstart", "--out", "mine.yaml"]) == 2
+    assert cli.main(["init", "quikstart"]) == 2
+    assert cli.main(["validate", "quikstart"]) == 2
+    assert "\n".join(capsys.readouterr().err.splitlines()).count("did you mean quickstart?") == 2
 
 
 def test_the_full_run_is_the_schema_and_rolls_back_an_hour_at_most() -> None:

@@ -130,19 +130,21 @@ def test_other_settings_have_other_evaluation_examples(path: str, tmp_path: Path
     assert len(list((tmp_path / "evaluation").iterdir())) == 2
 
 
-def test_evaluation_follows_the_weights_of_a_mixture(tmp_path: Path) -> None:
-    """Documents of 40 characters are one example each: 30 and 10 of 40 examples, one more or less."""
+@pytest.mark.parametrize(("unit", "expected"), [("documents", 30), ("tokens", 34)])
+def test_evaluation_follows_the_weights_of_a_mixture(tmp_path: Path, unit: str, expected: int) -> None:
+    """Documents of 40 and 80 characters are one example each: 30 and 10 of 40 examples, or 34 and 6."""
     mixture = [
         {
             "weight": weight,
             "dataset_name": "json",
-            "data_files": write_json_lines(tmp_path / f"{name}.jsonl", ["x" * 40] * 400),
+            "data_files": write_json_lines(tmp_path / f"{name}.jsonl", ["x" * length] * 400),
         }
-        for name, weight in (("a", 3), ("b", 1))
+        for name, weight, length in (("a", 3, 40), ("b", 1, 80))
     ]
-    config = make_config(mixture=mixture, eval_fraction=0.5, training={"eval_samples": 40})
+    settings: dict[str, Any] = {"eval_fraction": 0.5, "training": {"eval_samples": 40}}
+    config = make_config(mixture=mixture, mixture_weights_count=unit, **settings)
     keys = [key for batch in make_data(config).eval_batches() for key in batch.documents]
-    assert sum(key.startswith("a") for key in keys) == pytest.approx(30, abs=1)
+    assert sum(key.startswith("a") for key in keys) == pytest.approx(expected, abs=1)
     assert len(keys) == 40
 
 

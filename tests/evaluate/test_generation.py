@@ -105,7 +105,7 @@ def test_samples_follow_the_distribution_and_their_seed(model: Qwen3ForSeq2SeqLM
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be 1 or more"),
+        ({"max_new_tokens": -1}, "max_new_tokens is -1; it must be 0"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"top_p": 0.9}, "give a temperature above 0"),
         ({"temperature": 0.1, "num_beams": 4}, "give one of them"),

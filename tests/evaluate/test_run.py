@@ -84,15 +84,28 @@ def test_the_figures_of_a_split_and_its_predictions(
     assert found["figures"]["exact_match"] == 5 * right == sum(line["exact_match"] for line in lines) / 20
     assert found["figures"]["rougeL"] == pytest.approx(sum(line["rougeL"] for line in lines) / 20)
     assert found["figures"].keys() == {
-        "loss", "perplexity", "exact_match", "rouge1", "rouge2", "rougeL", "chrf", "bleu"
+        "loss", "perplexity", "token_accuracy", "unigram_accuracy",
+        "exact_match", "rouge1", "rouge2", "rougeL", "chrf", "bleu",
     }  # fmt: skip
     tokenizer, loaded = pretrained_tokenizer(str(model), field=""), Qwen3ForSeq2SeqLM.from_pretrained(model).eval()
-    losses = []
+    losses, hits = [], []
     for line in lines:
         ids, labels = (torch.tensor([tokenizer.encode(line[side])]) for side in ("input", "reference"))
         labels = torch.cat([labels, torch.tensor([[1]])], dim=1)
-        losses += [loaded(ids, labels=labels).loss.item()] * labels.shape[1]
+        judged = loaded(ids, labels=labels)
+        losses += [judged.loss.item()] * labels.shape[1]
+        hits += (judged.logits.argmax(-1) == labels)[0, :-1].tolist()  # the end token is no text
     assert found["figures"]["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert found["figures"]["token_accuracy"] == pytest.approx(100 * sum(hits) / len(hits))
+    words = " ".join(line["reference"] for line in lines).split()
+    assert found["figures"]["unigram_accuracy"] == pytest.approx(100 * max(map(words.count, words)) / len(words))
+
+    likelihood = judge(model, tmp_path / "likelihood", *data, "--json", "--max-new-tokens", "0")
+    shown = json.loads(capsys.readouterr().out)
+    assert (likelihood, shown["cut_at_max_new_tokens"]) == (0, 0)
+    assert list(shown["figures"]) == ["loss", "perplexity", "token_accuracy", "unigram_accuracy"]
+    assert shown["figures"] == pytest.approx({name: found["figures"][name] for name in shown["figures"]})
+    assert judge(model, tmp_path / "likelihood", *data, "--max-new-tokens", "0", "--metrics", "chrf") == 2
 
 
 def test_one_that_was_killed_goes_on_and_leaves_the_same_files(
@@ -170,7 +183,7 @@ def test_another_encoder_decoder_that_transformers_knows(model: Path, data: list
         == 0
     )
     figures = json.loads((tmp_path / "out" / "metrics.json").read_text())["figures"]
-    assert list(figures) == ["loss", "perplexity", "exact_match", "chrf", "bleu"]
+    assert list(figures) == ["loss", "perplexity", "token_accuracy", "unigram_accuracy", "exact_match", "chrf", "bleu"]
     (line,) = map(json.loads, (tmp_path / "out" / "predictions.jsonl").read_text().splitlines())
     tokenizer = pretrained_tokenizer(str(model), field="")
     given, wanted = (torch.tensor([tokenizer.encode(line[side])]) for side in ("input", "reference"))

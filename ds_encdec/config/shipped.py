@@ -1,0 +1,97 @@
+"""The configurations, DeepSpeed JSONs and host files that come with the package, found by name from any folder.
+
+Their home is the repository, in `ds_configs/` and `hostfiles/`; the package has links to both, of which a wheel makes
+copies.
+"""
+
+import argparse
+import os
+import re
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+
+from ds_encdec.arguments import Arguments, value
+from ds_encdec.types import ConfigError
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_FOLDERS = ("ds_configs", "hostfiles")
+_ENDINGS = ("", ".yaml", ".json")
+INIT: Arguments = {
+    "name": value("of a configuration, DeepSpeed JSON or host file (default: list them)", nargs="?"),
+    "--out": value("file to write; must not exist (default: its own name, in this folder)", Path, metavar="FILE"),
+}
+
+
+def find_shipped(path: Path | None) -> Path | None:
+    """`path`, or where no such file is there, the shipped one: `ds_configs/quickstart.yaml`, or just `quickstart`."""
+    # Those of os.path answer no for names that no file can have.
+    if path is None or path.is_absolute() or (os.path.exists(path) and not os.path.isdir(path)):
+        return path
+    *folder, name = path.parts or ("",)
+    folders = _FOLDERS if not folder else [one for one in _FOLDERS if folder == [one]]
+    found = (_PACKAGE / one / f"{name}{ending}" for one in folders for ending in _ENDINGS)
+    return next((file.resolve() for file in found if os.path.isfile(file)), path)
+
+
+def shipped_files() -> Iterator[Path]:
+    """Yield every shipped file."""
+    for name in _FOLDERS:
+        yield from (file for file in sorted((_PACKAGE / name).glob("*")) if file.is_file())
+
+
+def similar_shipped(path: Path) -> str:
+    """The end of a sentence that names the shipped file which `path` may have meant, or nothing."""
+    names = [name for file in shipped_files() for name in (_name(file), file.name)]
+    return next((f"; did you mean {name}?" for name in get_close_matches(path.name, names, 1, 0.7)), "")
+
+
+def run_init(options: argparse.Namespace, _: Sequence[str]) -> None:
+    """`ds-encdec init`: write a shipped file, or list them."""
+    if options.name is None:
+        print(list_shipped())
+        return
+    written = write_shipped(options.name, options.out)
+    print(f"wrote {written}" + f"; edit it, then: ds-encdec validate {written}" * (written.suffix == ".yaml"))
+
+
+def list_shipped() -> str:
+    """A line for each shipped file: its name, and what it is for."""
+    width = max(len(_name(file)) for file in shipped_files())
+    return "\n".join(f"{_name(file):{width}}  {_purpose(file)}" for file in shipped_files())
+
+
+def write_shipped(name: str, out: Path | None) -> Path:
+    """Write the shipped file `name` to `out`, by default under its own name into this folder; returns where.
+
+    Its comments then name `out` in its place, and the program as a module. Raises ConfigError where there is no such
+    file, or something is at `out` already.
+    """
+    wanted = Path(name)
+    source = next((file for file in shipped_files() if wanted.name in (file.name, _name(file))), None)
+    if source is None:
+        raise ConfigError(f"there is no shipped file {name}{similar_shipped(wanted)}: `ds-encdec init` lists them")
+    out = out or Path(source.name)
+    text = source.read_text().replace(f"{source.parent.name}/{source.name}", str(out))
+    text = text.replace(" ds_encdec/train.py", " --module ds_encdec.train")  # which is there without a clone, too
+    try:
+        with out.open("x") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{out} is there already: nothing was written. Name another file with --out") from None
+    except OSError as error:
+        raise ConfigError(f"--out: {out} cannot be written ({error.strerror})") from error
+    return out
+
+
+def _name(file: Path) -> str:
+    return file.stem if file.suffix == ".yaml" else file.name
+
+
+def _purpose(file: Path) -> str:
+    """The first sentence of a file's comment, up to a colon."""
+    if file.suffix == ".json":
+        return "a DeepSpeed JSON, for --deepspeed_config"
+    lines = [line for line in file.read_text().splitlines() if "yaml-language-server" not in line]
+    comment = " ".join(line.removeprefix("#").strip() for line in lines[:4])
+    return re.split(r"[.:](?:\s|$)", comment)[0]
