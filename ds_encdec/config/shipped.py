@@ -74,6 +74,7 @@ def write_shipped(name: str, out: Path | None) -> Path:
     out = out or Path(source.name)
     text = source.read_text().replace(f"{source.parent.name}/{source.name}", str(out))
     text = text.replace(" ds_encdec/train.py", " --module ds_encdec.train")  # which is there without a clone, too
+    text = re.sub("^# yaml-language-server: .*\n", "", text)  # the schema is not beside it
     try:
         with out.open("x") as file:
             file.write(text)

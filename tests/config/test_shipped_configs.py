@@ -44,7 +44,9 @@ def test_init_lists_what_is_shipped_and_writes_one_to_edit(
     assert set(listed) == {path.stem if path.suffix == ".yaml" else path.name for path in shipped_files()}
 
     assert cli.main(["init", "quickstart", "--out", "mine.yaml"]) == 0
-    assert "--module ds_encdec.train --config mine.yaml" in (tmp_path / "mine.yaml").read_text()
+    written = (tmp_path / "mine.yaml").read_text()
+    assert "--module ds_encdec.train --config mine.yaml" in written
+    assert "yaml-language-server" not in written  # the schema that editors look for is in the repository
     assert load_config("mine.yaml") == load_config(SHIPPED / "quickstart.yaml")
     assert cli.main(["init", "quickstart", "--out", "mine.yaml"]) == 2
     assert cli.main(["init", "quikstart"]) == 2
