@@ -56,6 +56,7 @@ from ds_encdec.monitor.metrics_file import EventLog
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.recorder import Recorder
 from ds_encdec.monitor.sinks import open_sinks
+from ds_encdec.objectives import OBJECTIVES
 from ds_encdec.resume import (
     RunModel,
     load_engine,
@@ -193,14 +194,17 @@ def planned_deepspeed_json(config: FullConfig, environ: Mapping[str, str]) -> di
     return render_deepspeed_json(config, world_size=ranks, gradient_accumulation_steps=accumulation, device=device)
 
 
-def inspect_run_data(config: FullConfig, *, num_examples: int, as_json: bool) -> str:
+def inspect_run_data(config: FullConfig, *, num_examples: int, as_json: bool, with_ids: bool) -> str:
     """The first examples that a run of this configuration will see, with statistics, as text or JSON."""
     tokenizer, vocabulary = run_tokenizer(config)
     config = with_assumed_batch_size(config, config.infra.num_gpus)
     lanes = micro_batches_per_step(config, config.infra.num_gpus)  # no ranks that would have to divide them
     data = build_data(config, tokenizer, vocabulary, rank=0, world_size=1, num_lanes=lanes)
     try:
-        return inspect_data(data.pipeline, tokenizer, num_examples=num_examples, as_json=as_json)
+        weights = OBJECTIVES[config.data.objective].weights(config.data)
+        return inspect_data(
+            data.pipeline, tokenizer, weights, num_examples=num_examples, as_json=as_json, with_ids=with_ids
+        )
     finally:
         data.loader.close()
 
@@ -349,6 +353,12 @@ def _build_engine(run: _Run, job: Job, expected: ExpectedMemory | None) -> Engin
     return engine
 
 
+def _last_report(run_dir: Path) -> Path:
+    from ds_encdec.report.write import write_last_report  # matplotlib, which training does without
+
+    return write_last_report(run_dir)
+
+
 def _begin_recording(run: _Run, state: TrainingState, expected: ExpectedMemory | None) -> Recorder:
     """The recorder, with the windows of the checkpoint if there is one, after the event of this start. Collective.
 
@@ -371,7 +381,7 @@ def _begin_recording(run: _Run, state: TrainingState, expected: ExpectedMemory |
                 settings=config.monitor,
                 monitor=TrainingMonitor.from_config(config),
                 events=EventLog(folder.events if world.is_main else None),
-                sinks=open_sinks(config, folder.root, rank=world.rank, start_step=state.global_step),
+                sinks=open_sinks(config, folder.root, _last_report, rank=world.rank, start_step=state.global_step),
                 batch_flops=lambda batch: training_flops(sizes, batch.encoder_lengths, batch.decoder_lengths, left_out),
                 peak_flops=peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
                 estimated_bytes=expected.peak_bytes if expected is not None else None,

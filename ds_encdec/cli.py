@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,13 +36,20 @@ from ds_encdec.checkpoint import commands as checkpoints
 from ds_encdec.config import shipped
 from ds_encdec.evaluate import commands
 from ds_encdec.evaluate.folders import require_model_folder
-from ds_encdec.launch.preemption import outlive_readers, reader_may_leave
 from ds_encdec.launch.world import discover
-from ds_encdec.terminal import VERBOSITY, log_to_terminal, print_error
+from ds_encdec.terminal import (
+    VERBOSITY,
+    log_to_terminal,
+    outlive_readers,
+    print_error,
+    print_marked,
+    reader_may_leave,
+)
 from ds_encdec.types import ConfigError, DsEncDecError, Preempted
 
 if TYPE_CHECKING:
     from ds_encdec.config.schema import FullConfig
+    from ds_encdec.config.settings import Conflict
     from ds_encdec.phases import PlannedPhase
 
 Verb = Callable[[argparse.Namespace, Sequence[str]], int | None]
@@ -51,8 +58,8 @@ Verb = Callable[[argparse.Namespace, Sequence[str]], int | None]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit code."""
-    parser = _parser()
     given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = _parser(of=given[:1])
     if not given:
         parser.print_help(sys.stderr)
         return ConfigError.exit_code
@@ -88,8 +95,11 @@ def _place() -> dict[str, int]:
     return {"rank": world.rank, "ranks": world.world_size}
 
 
-def _parser(*, lists_verbs: bool = False) -> argparse.ArgumentParser:
-    """The parser of everything. `lists_verbs`: with summaries where argparse has them, which cannot group them."""
+def _parser(*, of: Collection[str] = (), lists_verbs: bool = False) -> argparse.ArgumentParser:
+    """The parser of every verb, with the arguments of those in `of`: the one that is called needs no others.
+
+    `lists_verbs`: with summaries where argparse has them, which cannot group them.
+    """
     parser = argparse.ArgumentParser(
         prog="ds-encdec",
         usage="%(prog)s [-h] [-V] VERB ...",
@@ -109,8 +119,9 @@ def _parser(*, lists_verbs: bool = False) -> argparse.ArgumentParser:
         listed: dict[str, Any] = {"help": summary} if lists_verbs else {}
         verb = verbs.add_parser(name, description=summary, epilog=epilog, allow_abbrev=False, **listed)
         verb.set_defaults(run=run, accepts_overrides=accepts_overrides)
-        add(verb, ARGUMENTS.get(name, {}))
-        add(verb, VERBOSITY)
+        if name in of:
+            add(verb, ARGUMENTS.get(name, {}))
+            add(verb, VERBOSITY)
     return parser
 
 
@@ -130,20 +141,30 @@ def _load(options: argparse.Namespace, overrides: Sequence[str]) -> FullConfig:
 def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     from ds_encdec.config.schema import find_shipped, load_config
     from ds_encdec.config.settings import show
-    from ds_encdec.memory.job import frozen_in_vain
+    from ds_encdec.config.shares import unevenness
+
+    def further(config: FullConfig) -> Iterable[Conflict]:
+        if not config.training.freeze:
+            return ()
+        from ds_encdec.memory.job import frozen_in_vain  # not for most
+
+        return frozen_in_vain(config)
 
     path, files = options.config, _settings(options, overrides)
     hostfile, looks_here = find_shipped(options.hostfile), not options.elsewhere
     notes: list[str] = []
-    load_config(*files, hostfile=hostfile, looks_here=looks_here, further=frozen_in_vain, notes=notes)
+    config = load_config(*files, hostfile=hostfile, looks_here=looks_here, further=further, notes=notes)
+    ranks = config.infra.num_gpus
+    if hostfile is None and (wrong := unevenness(config, ranks)):
+        notes.append(f"warning: infra.num_gpus={ranks}, and {wrong}")
     print("".join(f"{note}\n" for note in notes), end="")
     print(f"{show(str(path))[1:-1] if path else 'the default configuration'}: no problems found")
 
 
 def _schema(options: argparse.Namespace, _: Sequence[str]) -> None:
-    from ds_encdec.config.schema import FullConfig
+    from ds_encdec.config.editor_schema import editor_schema
 
-    print(json.dumps(FullConfig.model_json_schema(), indent=2))
+    print(editor_schema(), end="")
 
 
 def _completion(options: argparse.Namespace, _: Sequence[str]) -> None:
@@ -151,7 +172,7 @@ def _completion(options: argparse.Namespace, _: Sequence[str]) -> None:
         import shtab
     except ImportError:
         raise ConfigError("shtab is not installed, which writes this: pip install 'ds_encdec[completion]'") from None
-    print(shtab.complete(_parser(lists_verbs=True), options.shell))
+    print(shtab.complete(_parser(of=VERBS, lists_verbs=True), options.shell))
 
 
 def _phases(options: argparse.Namespace, overrides: Sequence[str]) -> None:
@@ -229,7 +250,8 @@ def _inspect_data(options: argparse.Namespace, overrides: Sequence[str]) -> None
     config = _load(options, overrides)
     from ds_encdec.build import inspect_run_data  # torch: once the configuration is sound
 
-    print(inspect_run_data(config, num_examples=options.n, as_json=options.json))
+    shown = inspect_run_data(config, num_examples=options.n, as_json=options.json, with_ids=options.ids)
+    print_marked(shown, {r"<extra_id_\d+>": "bold cyan", "(?m)^──.*$": "bold"})
 
 
 def _init_model(options: argparse.Namespace, _: Sequence[str]) -> None:
@@ -325,7 +347,12 @@ ARGUMENTS: dict[str, Arguments] = {
         **_rates(" (dry run)"),
         "--json": flag("the dry run as one JSON object"),
     },
-    "inspect-data": {**CONFIG, "-n": value("examples to show (default 20)", COUNT, default=20), **JSON},
+    "inspect-data": {
+        **CONFIG,
+        "-n": value("examples to show (default 20)", COUNT, default=20),
+        "--ids": flag("show the token ids, too"),
+        **JSON,
+    },
     "prepare": prepare.ARGUMENTS,
     "init": shipped.INIT,
     "init-model": {

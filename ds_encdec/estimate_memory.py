@@ -14,8 +14,7 @@ from pathlib import Path
 
 from ds_encdec.arguments import CONFIG, JSON, Arguments, add, config_and_overrides, flag, value
 from ds_encdec.gpus import DEFAULT_GPU
-from ds_encdec.launch.preemption import reader_may_leave
-from ds_encdec.terminal import print_error
+from ds_encdec.terminal import print_error, reader_may_leave
 from ds_encdec.types import DsEncDecError
 
 ARGUMENTS: Arguments = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import wrap
 
 from rich.text import Text
 
@@ -30,7 +31,7 @@ def _marked_line(lines: list[str], number: int, width: int) -> Iterator[Text]:
         explained = next((below for below in lines[number + 1 :] if below.startswith("      ")), "")
         yield from _source(found, field, None if "unknown key" in explained else value, width)
     elif line.startswith("      "):
-        text = Text(line)
+        text = Text("\n".join(wrap(line, width, subsequent_indent=" " * 6, break_long_words=False)))
         text.highlight_regex(r"`[^`]+`", "bold green")
         yield text
     else:

@@ -31,16 +31,18 @@ class Objective:
     """How a document becomes examples.
 
     `maker`: the dotted name of what makes them: a class with `from_config` that is a `data.examples.ExampleMaker`.
-    `tasks`: the names of its kinds of examples. `columns`: where a document is a row and not a text, those that are
-    read of a table with such columns. `own_fields`: those of `data` that no other objective reads; `read_fields`: of
-    them, those that decide the token ids of a document. `held_out`: the shares of the documents that are for validation
-    and for test, which `split_fields` decide; with `split_advice` there are some for validation. `expected_ratio`:
-    encoder tokens per decoder token that are assumed before data is looked at. For the model card `described`: rows,
-    `tag`: a tag, `taught_by`: words, `prompt`: an input to show, `prompt_is`: what that means.
+    `tasks`: the names of its kinds of examples; `weights`: how often each is drawn, relative. `columns`: where a
+    document is a row and not a text, those that are read of a table with such columns. `own_fields`: those of `data`
+    that no other objective reads; `read_fields`: of them, those that decide the token ids of a document. `held_out`:
+    the shares of the documents that are for validation and for test, which `split_fields` decide; with `split_advice`
+    there are some for validation. `expected_ratio`: encoder tokens per decoder token that are assumed before data is
+    looked at. For the model card `described`: rows, `tag`: a tag, `taught_by`: words, `prompt`: an input to show,
+    `prompt_is`: what that means.
     """
 
     maker: str
     tasks: Mapping[str, Any]
+    weights: Callable[[Any], Sequence[float]]
     own_fields: tuple[str, ...]
     split_fields: tuple[str, ...]
     split_advice: str
@@ -109,6 +111,7 @@ OBJECTIVES = {
     "ul2": Objective(
         maker="ds_encdec.data.chunks:ChunkMaker",
         tasks=DENOISERS,
+        weights=lambda data: data.ul2_task_weights,
         own_fields=("max_seq_length", "ul2_task_weights", "use_mode_tokens", "eval_fraction"),
         split_fields=("eval_fraction",),
         split_advice="eval_fraction > 0",
@@ -124,6 +127,7 @@ OBJECTIVES = {
     "sft": Objective(
         maker="ds_encdec.data.sft:PairMaker",
         tasks={"SFT": None},
+        weights=lambda _: (1.0,),
         own_fields=(
             "objective",
             *_RENDERED,

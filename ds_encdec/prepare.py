@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ds_encdec.arguments import CONFIG, Arguments, value
-from ds_encdec.launch.preemption import outlive_readers
-from ds_encdec.terminal import log_to_terminal
+from ds_encdec.terminal import log_to_terminal, outlive_readers
 from ds_encdec.types import ConfigError, Preempted
 
 ARGUMENTS: Arguments = {

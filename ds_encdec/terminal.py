@@ -2,17 +2,24 @@
 
 On a terminal log lines stand above the progress bar. Elsewhere each line begins with its time, level and, where several
 ranks write, rank. Only the programs set this up: who imports the package has a log of their own.
+
+The reader of a program's output may leave before its end, as in `ds-encdec plan | head -1`. For most verbs that is the
+end: nobody wants the rest. A training goes on without: what it is for is in its folder.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import io
 import logging
+import os
+import select
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ds_encdec.arguments import Arguments, flag
 
@@ -126,6 +133,19 @@ def take_over(name: str, harmless: Collection[str] = ()) -> None:
         library.addFilter(lambda record: record.getMessage() not in harmless)
 
 
+def print_marked(text: str, styles: Mapping[str, str]) -> None:
+    """Print `text`, on a terminal with what the regular expressions in `styles` match in that style."""
+    if not sys.stdout.isatty():
+        print(text)
+        return
+    from rich.text import Text
+
+    marked = Text(text)
+    for pattern, style in styles.items():
+        marked.highlight_regex(pattern, style)
+    console().print(marked, soft_wrap=True)
+
+
 def print_error(error: Exception) -> None:
     """Say why the program ends, on standard error; on a terminal in colour, and with the lines that are wrong."""
     if not sys.stderr.isatty():
@@ -138,3 +158,48 @@ def print_error(error: Exception) -> None:
 
     shown = Console(stderr=True)
     shown.print(Text.assemble(("error:", "bold red"), " ", marked(str(error), shown.width)), soft_wrap=True)
+
+
+@contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """Inside, output that nobody reads any more ends the process, and well: `| head` has what it wanted."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        stdout = sys.stdout.fileno()
+        poll = select.poll()
+        poll.register(stdout, 0)
+        if not poll.poll(0):  # another pipe
+            raise
+        # Python flushes once more when it exits (https://docs.python.org/3/library/signal.html#note-on-sigpipe).
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout)
+        raise SystemExit(0) from None
+
+
+def outlive_readers() -> None:
+    """From now on what is printed is dropped where nobody takes it: `| head`, a killed `tee`, a terminal that closed.
+
+    Of the whole process, at its file descriptors: libraries print, too, log, and flush once more at the exit. Streams
+    that are not the process's own (a test's, a notebook's) are left alone.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper) and stream is getattr(sys, f"__{name}__"):
+            with suppress(OSError):
+                stream.flush()
+            file = _Output(stream.fileno(), "w", closefd=False)
+            buffered = file if stream.write_through else io.BufferedWriter(file)  # Python's own has none with -u
+            kept = ("encoding", "errors", "line_buffering", "write_through")
+            options = {option: getattr(stream, option) for option in kept}
+            setattr(sys, name, io.TextIOWrapper(buffered, **options))
+
+
+class _Output(io.FileIO):
+    """Takes whatever is written, also where the file does not."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError:  # the reader is gone, the terminal, the disk is full
+            return len(data)

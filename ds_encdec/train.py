@@ -14,8 +14,10 @@ if not __package__:
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import argparse
+import faulthandler
 import json
 import logging
+import signal
 import time
 import traceback
 from collections.abc import Sequence
@@ -23,9 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_encdec.arguments import Arguments, add, flag, value
-from ds_encdec.launch.preemption import StopRequest, outlive_readers
 from ds_encdec.launch.world import discover
-from ds_encdec.terminal import VERBOSITY, log_to_terminal, print_error
+from ds_encdec.terminal import VERBOSITY, log_to_terminal, outlive_readers, print_error
 from ds_encdec.types import ConfigError, DsEncDecError, Preempted
 
 if TYPE_CHECKING:
@@ -90,8 +91,11 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
         print(json.dumps(planned_deepspeed_json(config, os.environ), indent=2))
     else:
+        from ds_encdec.launch.preemption import StopRequest  # not for --help
+
         world = discover(os.environ)
         log_to_terminal(options, logging.INFO, rank=world.rank, ranks=world.world_size)
+        faulthandler.register(signal.SIGUSR2, file=2)  # shows the stacks of all threads, and the run goes on
         with StopRequest(world, whole_process=True) as stop:
             # Imported under watch: this takes a moment, torch and deepspeed take seconds.
             config = _load(options, overrides)

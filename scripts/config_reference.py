@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md and docs/coming-from.md from ds_encdec/config/; --check only compares."""
+"""Writes docs/configuration.md, its JSON schema and docs/coming-from.md; --check only compares."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_encdec.config.deepspeed_keys import FIXED, IGNORED, PASSED_ON, SCHEMA_FIELDS
+from ds_encdec.config.editor_schema import editor_schema
 from ds_encdec.config.rules import fields
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.settings import show
@@ -36,7 +37,9 @@ out has the default below; `ds_configs/` holds complete examples. On the command
   and loads back to an equal configuration.
 - Names of other tools (`lr`, `max_steps`, an Accelerate YAML) are read where they have one meaning here, and else the
   report says what to write: [Coming from …](coming-from.md). A name that only one field has needs no section.
-- `ds-encdec schema` prints a JSON schema for editors.
+- Editors complete, explain and check fields by `docs/configuration.schema.json`, which the first line of each file in
+  `ds_configs/` names (in VS Code with the YAML extension, in others with `yaml-language-server`). Elsewhere:
+  `ds-encdec schema > schema.json`, and `# yaml-language-server: $schema=schema.json` as a file's first line.
 - YAML is read as version 1.2: `1e-4` is a number, `no` and `on` are strings, a repeated key or an unknown tag is an
   error.
 - Files are plain files (no pipe, no device) of at most 1 MB, nested at most 100 deep, with at most 10,000 keys and
@@ -254,7 +257,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a document is out of date")
     check, code = parser.parse_args().check, 0
-    for path, text in {DOCS / "configuration.md": reference(), DOCS / "coming-from.md": coming_from()}.items():
+    documents = {
+        "configuration.md": reference(),
+        "configuration.schema.json": editor_schema(),
+        "coming-from.md": coming_from(),
+    }
+    for name, text in documents.items():
+        path = DOCS / name
         if not check:
             path.write_text(text, encoding="utf-8")
         elif not path.exists() or path.read_text(encoding="utf-8") != text:

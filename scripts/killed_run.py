@@ -301,8 +301,8 @@ class Victim:
 def _steps(run: Path) -> dict[int, tuple[float, ...]]:
     """Loss, norm and rate of every step that was finished; a line that a kill has torn is not counted."""
     names = ("train/loss", "train/grad_norm", "train/learning_rate")
-    lines = [line for line in _lines(run / "metrics.jsonl") if line.endswith(b"\n")]
-    return {line["step"]: tuple(line[name] for name in names) for line in map(json.loads, lines)}
+    whole = (json.loads(line) for line in _lines(run / "metrics.jsonl") if line.endswith(b"\n"))
+    return {line["step"]: tuple(line[name] for name in names) for line in whole if names[0] in line}
 
 
 def _lines(path: Path) -> list[bytes]:

@@ -1,7 +1,25 @@
 """What all tests have in common."""
 
+import logging
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import HealthCheck, settings
+
+from ds_encdec.terminal import TerminalHandler
 
 # A busy machine is no failure: neither an example nor the making of examples is judged by the clock.
 settings.register_profile("without a clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("without a clock")
+
+
+@pytest.fixture(autouse=True)
+def log_of_each_test() -> Iterator[None]:
+    """A program that a test has called sets up this process's log, which must not reach the next test."""
+    root = logging.getLogger()
+    level = root.level
+    yield
+    for handler in [*root.handlers]:
+        if isinstance(handler, TerminalHandler):
+            root.removeHandler(handler)
+            root.setLevel(level)

@@ -23,11 +23,11 @@ PACKAGE = Path(__file__).parents[1] / "ds_encdec"
 LAYERS = (
     ("cli",),
     ("train",),
-    ("phase_runs", "sanity_check", "report", "model_folders", "estimate_memory", "plan", "prepare"),
+    ("phase_runs", "sanity_check", "model_folders", "estimate_memory", "plan", "prepare"),
     ("phases",),
     ("build",),
     ("trainer",),
-    ("resume", "auto_batch", "start_banner"),
+    ("resume", "auto_batch", "start_banner", "report"),
     ("checkpoint", "evaluate"),
     ("memory",),
     ("data", "engine", "monitor"),

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from ds_encdec import cli
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_called_with_nothing_it_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,6 +34,31 @@ def test_a_misspelt_verb_is_answered_with_its_neighbour(capsys: pytest.CaptureFi
     with pytest.raises(SystemExit):
         cli.main(["trian"])
     assert capsys.readouterr().err.splitlines()[-1] == "ds-encdec: error: there is no verb trian: did you mean train?"
+
+
+NOT_FOR_MISTAKES = {"rich", "psutil", "numpy", "torch", "transformers", "deepspeed", "datasets", "pyarrow"}
+NOT_FOR_HELP = NOT_FOR_MISTAKES | {"pydantic", "yaml", "importlib.metadata", "tokenizers", "jinja2", "matplotlib"}
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "absent"),
+    [
+        ("-m ds_encdec.cli --help", 0, NOT_FOR_HELP),
+        ("-m ds_encdec.cli train --help", 0, NOT_FOR_HELP),
+        ("-m ds_encdec.cli validate ds_configs/quickstart.yaml", 0, NOT_FOR_MISTAKES),
+        ("ds_encdec/train.py trainning.max_steps=1", 2, NOT_FOR_MISTAKES - {"psutil"}),  # it looks at its launcher
+    ],
+)
+def test_what_answers_at_once_imports_little(command: str, code: int, absent: set[str]) -> None:
+    """Measured by scripts/bench/startup.py."""
+    words = [sys.executable, "-X", "importtime", *command.split()]
+    result = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    imported = {
+        line.rpartition("|")[2].strip() for line in result.stderr.splitlines() if line.startswith("import time")
+    }
+    assert result.returncode == code
+    assert "ds_encdec.arguments" in imported
+    assert imported & absent == set()
 
 
 def test_versions_are_shown_without_importing_what_has_them() -> None:

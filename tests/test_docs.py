@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from pydantic import BaseModel
 
 from ds_encdec import cli
@@ -70,6 +72,12 @@ def test_commands_are_verbs_of_the_program(page: Path, capsys: pytest.CaptureFix
         cli.main(["--help"])
     verbs = set(re.findall(r"^ {4}([a-z][a-z-]+)\b", capsys.readouterr().out, re.MULTILINE))
     assert set(re.findall(r"\bds-encdec ([a-z][a-z-]+)(?=[ `])", page.read_text())) <= verbs
+
+
+def test_the_citation_is_of_this_version() -> None:
+    package = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], citation["license"]) == (package["version"], package["license"])
 
 
 def fields(section: type[BaseModel], path: str = "") -> Iterator[str]:

@@ -10,6 +10,8 @@ import json
 import re
 import subprocess
 import sys
+from collections import defaultdict
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +20,13 @@ from rich.console import Console
 
 from ds_encdec import cli
 from ds_encdec.arguments import add
-from ds_encdec.config.schema import FullConfig
 from ds_encdec.estimate_memory import ARGUMENTS, main
 from ds_encdec.gpus import GPUS
 from ds_encdec.memory.answer import answer
 from ds_encdec.memory.breakdown import CATEGORIES, GIB
 from ds_encdec.memory.describe import show
-from ds_encdec.memory.estimate import estimate
-from ds_encdec.memory.job import run_sizes
-from ds_encdec.memory.question import planned_job, read_question
-from ds_encdec.memory.variants import HEADROOM, as_overrides, changed
+from ds_encdec.memory.question import read_question
+from ds_encdec.memory.variants import HEADROOM, as_overrides
 
 
 @functools.cache
@@ -380,26 +379,12 @@ def test_a_damaged_model_folder(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert "cannot be read" in refuse(capsys, "--model", str(tmp_path))
 
 
-def test_the_readme_shows_these_figures() -> None:
-    """Its table's rows: stage and offload, recompute, states, activations, the rest, peak, host per node."""
-    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (zero\d)(, optimizer)?[^|]*\| (none|full) ((?:\| [\d.]+ )+)\|$", readme, re.MULTILINE)
-    assert len(rows) == 6
-    job = planned_job(FullConfig(), run_sizes(FullConfig()), nodes=1)
-    for stage, offload, recompute, figures in rows:
-        overrides = {
-            "infra.sharding_stage": stage,
-            "infra.offload_optimizer": "cpu" if offload else "none",
-            "training.activation_checkpointing": recompute,
-        }
-        found = estimate(changed(job, overrides))
-        held = found.peak
-        expected = [
-            held.weights + held.master_weights + held.gradients + held.optimizer,
-            held.activations + held.logits,
-            held.communication + held.framework,
-            held.total,
-            found.host.total * job.ranks_per_node,
-        ]
-        shown = [float(figure) for figure in figures.strip("| ").split("|")]
-        assert shown == pytest.approx([value / GIB for value in expected], abs=0.11), stage
+def test_the_picture_in_the_readme_shows_these_figures() -> None:
+    """`python scripts/pictures.py RUN` makes it."""
+    picture = (Path(__file__).parents[1] / "docs" / "estimate.svg").read_text(encoding="utf-8")
+    drawn: dict[str, str] = defaultdict(str)
+    for y, text in re.findall(r'<text [^>]*\by="([\d.]+)"[^>]*>([^<]*)</text>', picture):
+        drawn[y] += f" {unescape(text)}"
+    rows = [line for line in ask().splitlines() if re.match("[ *] zero", line)]
+    assert len(rows) > 10
+    assert {" ".join(row.split()) for row in rows} <= {" ".join(line.split()) for line in drawn.values()}

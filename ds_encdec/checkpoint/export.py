@@ -205,8 +205,8 @@ def average_last_checkpoints(run: RunFolder, *, last: int) -> None:
                 )
             return
         logger.info(
-            "Averaging the last checkpoints: rank 0 reads %.1f GB. The run is complete; this may be interrupted.",
-            sum(read_manifest(path).num_bytes for path in list(found.values())[-last:]) / 1e9,
+            "Averaging the last checkpoints: rank 0 reads %s MB. The run is complete; this may be interrupted.",
+            f"{sum(read_manifest(path).num_bytes for path in list(found.values())[-last:]) / 1e6:,.0f}",
         )
         steps = average_checkpoints(run, run.averaged, last=last, dtype=torch.float32, replace=True)
     except Exception as error:

@@ -31,11 +31,11 @@ def export_at_end(run: RunFolder, training: TrainingConfig, *, anew: bool) -> No
     try:
         manifest = read_manifest(checkpoint.resolve())
         logger.info(
-            "Exporting the %s checkpoint, of step %d: rank 0 reads %.1f GB. The run is complete; this may be "
+            "Exporting the %s checkpoint, of step %d: rank 0 reads %s MB. The run is complete; this may be "
             "interrupted.",
             name,
             manifest.step,
-            manifest.num_bytes / 1e9,
+            f"{manifest.num_bytes / 1e6:,.0f}",
         )
         export_checkpoint(checkpoint, out, replace=True)
     except Exception as error:

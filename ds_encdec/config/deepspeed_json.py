@@ -19,7 +19,7 @@ from ds_encdec.config.deepspeed_keys import IGNORED, PASSED_ON, SCHEMA_FIELDS, c
 from ds_encdec.config.plain_files import JSON_TOKEN, MAX_NODES, bound_json
 from ds_encdec.config.settings import LONGEST_NAME, Mention, Problem, Settings, above, join, masked, show
 from ds_encdec.config.validation import default_of, mention, wrong_value
-from ds_encdec.config.yaml_text import file_problem, read_text, whole_number
+from ds_encdec.config.yaml_text import file_problem, read_text, real_number, whole_number
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def read_deepspeed_json(path: Path, problems: list[Problem], named_by: Mention |
     try:
         bound_json(text, MAX_NODES)
         keys = _keys(text)
-        values = json.loads(text, parse_int=whole_number)
+        values = json.loads(text, parse_int=whole_number, parse_float=real_number)
     except json.JSONDecodeError as error:
         field = next((key for start, key in reversed(keys or _keys(text[: error.pos])) if start < error.pos), "")
         problems.append(file_problem(path, f"not valid JSON: {error.msg}", *place(error.pos), field=field))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from functools import partial
@@ -30,7 +31,7 @@ from ds_encdec.config.rewording import Reading
 from ds_encdec.config.rules import Sections, find_conflicts, marked  # noqa: F401
 from ds_encdec.config.sections import LOCAL_FORMATS, DataConfig, Mark, MixtureSource, Section, Source  # noqa: F401
 from ds_encdec.config.settings import COMMAND_LINE, Conflict, Mention, Problem, Settings, raise_if_any, show, unusable
-from ds_encdec.config.shares import is_auto, micro_batches_per_step, per_rank
+from ds_encdec.config.shares import unevenness
 from ds_encdec.config.shipped import find_shipped as find_shipped
 from ds_encdec.config.training_sections import LOSS_FIGURES, InfraConfig, Schedule, Tracker, TrainingConfig  # noqa: F401
 from ds_encdec.config.validation import mention, mention_all, validate
@@ -132,13 +133,14 @@ def load_config(
     if settings.get(_PROJECT_FIELD) is None and os.environ.get(_PROJECT_VARIABLE):
         settings.put(_PROJECT_FIELD, os.environ[_PROJECT_VARIABLE], _PROJECT_VARIABLE)
     imply(settings)
-    values = validate(settings, problems, unread)
-    config = FullConfig() if values is None else FullConfig.model_validate(values, context={"was_judged": True})
-    if values is not None and hostfile is not None:
-        _check_hostfile(hostfile, config, problems)
-    if values is not None and looks_here:
-        problems.extend(mention_all(settings, conflict) for conflict in _find_absent(config))
-    if values is not None:
+    sections = validate(settings, problems, unread)
+    # What is valid is not validated again, which would take a schema that takes its time to build.
+    config = FullConfig.model_construct(None, **dict(sections or ()))
+    if sections is not None:
+        if hostfile is not None:
+            _check_hostfile(hostfile, config, problems)
+        if looks_here:
+            problems.extend(mention_all(settings, conflict) for conflict in _find_absent(config))
         problems.extend(mention_all(settings, conflict) for conflict in further(config))
     raise_if_any(problems)
     return config
@@ -306,7 +308,11 @@ def _uncreatable(name: str) -> str | None:
     there = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
     if not os.path.isdir(there):
         return f"{there} is no folder"
-    return None if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written to"
+    try:  # as root, or on a file system of the kernel's, nothing else tells
+        os.rmdir(tempfile.mkdtemp(prefix=".ds-encdec-", dir=there))
+    except OSError as error:
+        return f"{there} cannot be written to ({error.strerror})"
+    return None
 
 
 def _expanded(name: str) -> Path | None:
@@ -332,8 +338,5 @@ def _check_hostfile(path: Path, config: FullConfig, problems: list[Problem]) -> 
     ranks = sum(slots.values())
     if text is not None and not ranks:
         problems.append(file_problem(path, "no host has a slot; write `HOST slots=N` lines"))
-    elif ranks and not is_auto(config):
-        try:
-            per_rank(micro_batches_per_step(config, ranks), ranks, "data.num_lanes")
-        except ConfigError as error:
-            problems.append(file_problem(path, str(error)))
+    elif ranks and (wrong := unevenness(config, ranks)):
+        problems.append(file_problem(path, wrong))

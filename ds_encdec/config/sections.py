@@ -5,12 +5,24 @@ generated from them. Names follow Hugging Face's and DeepSpeed's own. A configur
 never changed after loading, and run state lives elsewhere.
 """
 
+import ast
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WrapValidator, field_validator
-from pydantic_core import PydanticCustomError, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    WrapValidator,
+    field_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, ValidationError
 
 from ds_encdec.config.settings import Conflict, Rule, broken, join, unknown_key
 from ds_encdec.denoisers import DENOISERS, FEWEST_WEIGHTS
@@ -91,7 +103,7 @@ class Section(BaseModel):
         frozen=True,
         strict=True,
         allow_inf_nan=False,
-        use_attribute_docstrings=True,
+        defer_build=True,
         protected_namespaces=(),
     )
 
@@ -102,6 +114,27 @@ class Section(BaseModel):
         if isinstance(value, list):
             return tuple(value)
         return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**63 else value
+
+    @classmethod
+    def docstrings(cls) -> dict[str, str]:
+        """Return what is written below each field. Pydantic would read the source of every class at every start."""
+        found = dict[str, str]()
+        for base in cls.__mro__[-3::-1]:  # without BaseModel and object
+            (tree,) = ast.parse(inspect.getsource(base)).body
+            assert isinstance(tree, ast.ClassDef)
+            for field, text in pairwise(tree.body):
+                match field, text:
+                    case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(written))):
+                        found[name] = inspect.cleandoc(written)
+        return found
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        described = handler(schema)
+        properties = handler.resolve_ref_schema(described)["properties"]
+        for name, text in cls.docstrings().items():
+            properties[name]["description"] = text
+        return described
 
     def _rules(self) -> Iterable[Rule]:
         """Every way in which values of this section that are valid by themselves may contradict each other."""
@@ -155,7 +188,7 @@ class MixtureSource(Source):
     """One source of a weighted mixture. Fields mean what they mean in `data`."""
 
     weight: float = Field(gt=0)
-    """Relative share of the documents drawn from this source."""
+    """Relative share of this source in the documents, or in the tokens (`data.mixture_weights_count`)."""
     dataset_name: str
     """See `data.dataset_name`."""
 
@@ -168,6 +201,9 @@ class DataConfig(Source):
     input (docs/fine-tuning.md)."""
     mixture: Annotated[tuple[MixtureSource, ...] | None, Mark.TEXTS] = None
     """Weighted mixture of sources; replaces `dataset_name`."""
+    mixture_weights_count: Annotated[Literal["documents", "tokens"], Mark.TEXTS] = "documents"
+    """The unit of the weights in `mixture`: a source of weight 1 beside one of 3 has a quarter of the documents that
+    are read, however long they are, or a quarter of their tokens."""
     on_bad_row: Literal["stop", "skip"] = "stop"
     """A row that cannot be read (not UTF-8, no JSON, cut short, without the column, of a damaged row group): end the
     run, or pass over it."""
@@ -250,6 +286,10 @@ class DataConfig(Source):
         if not is_mixed:
             yield from super()._rules()
         yield Rule("mixture", "a mixture needs at least one source", self.mixture == ())
+        counts_tokens = self.mixture_weights_count == "tokens"
+        yield Rule(
+            "mixture_weights_count mixture", "only a mixture has weights: remove it", counts_tokens and not is_mixed
+        )
         for name in Source.model_fields:
             is_set = getattr(self, name) != type(self).model_fields[name].default
             message = f"a mixture replaces {name}: remove it, or make it one of the mixture's sources"

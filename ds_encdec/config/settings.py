@@ -104,6 +104,15 @@ def join(path: str, key: str | int) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
+def leaves(value: Any, path: str = "", whole: str = "") -> Iterator[tuple[str, Any]]:
+    """The values by their dotted names; the mapping `whole`, and empty ones, are not taken apart."""
+    if isinstance(value, Mapping) and (not path or (value and path != whole)):
+        for key, child in value.items():
+            yield from leaves(child, join(path, key), whole)
+    else:
+        yield path, value
+
+
 def above(path: str) -> str:
     """The dotted path of what `path` is in; empty for the whole."""
     return path.rpartition(".")[0]

@@ -118,6 +118,17 @@ def per_rank(count: int, ranks: int, what: str, *, multiple: bool = False) -> in
     raise ConfigError(f"{what}={count} cannot be divided evenly among {ranks} ranks: {fix}.")
 
 
+def unevenness(config: Sections, ranks: int) -> str | None:
+    """Say why so many ranks cannot share the micro-batches of a step; None where they can, or `auto` decides."""
+    if is_auto(config):
+        return None
+    try:
+        per_rank(micro_batches_per_step(config, ranks), ranks, "data.num_lanes")
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
 def mesh_shape(infra: InfraConfig, ranks: int, ranks_per_node: int) -> tuple[int, int]:
     """How many groups of ranks replicate each other, and how many ranks of each shard the states among them.
 

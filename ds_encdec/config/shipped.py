@@ -25,6 +25,7 @@ INIT: Arguments = {
 
 def find_shipped(path: Path | None) -> Path | None:
     """`path`, or where no such file is there, the shipped one: `ds_configs/quickstart.yaml`, or just `quickstart`."""
+    # Those of os.path answer no for names that no file can have.
     if path is None or path.is_absolute() or (os.path.exists(path) and not os.path.isdir(path)):
         return path
     *folder, name = path.parts or ("",)

@@ -81,7 +81,7 @@ class TrainingConfig(Section):
     gradient_accumulation_steps: Annotated[int, Mark.UNTRAINED] = Field(default=8, ge=1)
     """Micro-batches per rank and optimizer step at the first start (see `data.num_lanes`); where
     `global_batch_size` is given, it decides instead."""
-    learning_rate: Annotated[float, Mark.TUNABLE] = Field(default=2e-4, gt=0, le=10_000)
+    learning_rate: Annotated[float, Mark.TUNABLE] = Field(default=2e-4, gt=0, le=1)
     """Peak learning rate."""
     weight_decay: Annotated[float, Mark.TUNABLE] = Field(default=0.01, ge=0, le=10_000)
     """Decoupled weight decay of matrices; norms and biases have none."""
@@ -272,7 +272,8 @@ class TrainingConfig(Section):
             "inside compiled layers nothing can be selected: set full, every_n or none, or torch_compile=false",
             self.torch_compile and self.activation_checkpointing == "selective",
         )
-        yield Rule(ends, "the warm-up must end before the run does; only WarmupLR and constant have no end", is_late)
+        message = f"the warm-up must end before the run does: set warmup_steps={max(1, steps // 10)}, a tenth of it"
+        yield Rule(ends, f"{message}; only WarmupLR and constant have no end", is_late)
         yield Rule(
             "attention_dropout activation_checkpointing",
             "selective checkpointing keeps attention's output without what it dropped out: set full, every_n or none",

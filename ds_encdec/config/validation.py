@@ -21,6 +21,7 @@ from ds_encdec.config.settings import (
     show,
     unknown_key,
 )
+from ds_encdec.config.word_table import by_name
 
 _EXPECTED = {
     "int_type": "a whole number",
@@ -38,8 +39,8 @@ _STAND_INS: dict[Any, Any] = {int: 1, float: 1.0, str: "unknown"}
 _BOUNDS = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}
 
 
-def validate(settings: Settings, problems: list[Problem], unread: Sequence[str] = ()) -> dict[str, Any] | None:
-    """Return the values of a sound configuration, or None and append what is wrong with `settings` to `problems`.
+def validate(settings: Settings, problems: list[Problem], unread: Sequence[str] = ()) -> Sections | None:
+    """Return the sections of a sound configuration, or None and append what is wrong with `settings` to `problems`.
 
     Fields are checked against each other only when each is valid by itself. To report both at once,
     invalid fields and unknown keys are taken out, stand-ins are put where a required field is lacking, and the
@@ -73,7 +74,7 @@ def validate(settings: Settings, problems: list[Problem], unread: Sequence[str] 
         if not any(_within(field, path) for field in conflict.fields for path in (*broken, *unread))
     ]
     problems.extend(mention_all(settings, conflict) for conflict in conflicts)
-    return None if broken or conflicts else rest.values
+    return None if broken or conflicts else config
 
 
 def wrong_value(path: str, value: Any) -> str | None:
@@ -124,10 +125,20 @@ def _explain(settings: Settings, detail: ErrorDetails) -> Problem:
         return Problem((Mention(settings.place_of(path), path),), "the field is required")
     if detail["type"] == "extra_forbidden":
         elsewhere = [name for name in _meant(path) if name.rpartition(".")[0] != parent]
-        return Problem((mention(settings, path),), unknown_key(key, _fields_in(parent), elsewhere))
+        message = unknown_key(key, _fields_in(parent), elsewhere)
+        return Problem((mention(settings, path),), message if "did you mean" in message else _misspelt(key) or message)
     # A single string may stand for a list of one, and a mapping for a list, whose items nobody wrote.
     written = parent if key.isdigit() and path not in settings else path
     return Problem((mention(settings, written),), _allowed(detail))
+
+
+def _misspelt(key: str) -> str | None:
+    """Say which word of other tools an unknown key is a misspelling of, if it is."""
+    near = {name: row for name, row in by_name() if name[:1] == key[:1] and abs(len(name) - len(key)) <= 2}
+    if (guess := closest(key, near)) is None:
+        return None
+    here = f" (here `{near[guess].field}`)" if near[guess].field else ""
+    return f"unknown key; did you mean `{guess}`{here}?"
 
 
 def _meant(path: str) -> list[str]:

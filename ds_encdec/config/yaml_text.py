@@ -4,6 +4,7 @@ The dialect is YAML 1.2's core where it matters for configurations: `1e-4` is a 
 reads a string), `no`, `on` and dates are strings, and a key that occurs twice is an error.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -16,9 +17,16 @@ from ds_encdec.config.settings import COMMAND_LINE, Mention, Problem, Settings, 
 from ds_encdec.config.shipped import similar_shipped
 
 
-def whole_number(digits: str) -> int | float:
-    """The number that decimal `digits` stand for; infinity where Python would refuse to read so many."""
-    return int(digits) if len(digits) < 400 else float(digits)
+def whole_number(digits: str) -> int | Unreadable:
+    """The number that decimal `digits` stand for, unless Python might refuse to read so many."""
+    return int(digits) if len(digits) < 600 else Unreadable(digits, "must be a number of at most 64 bits")
+
+
+def real_number(text: str) -> float | Unreadable:
+    """The number that `text` stands for, unless it is larger than any float."""
+    number = float(text)
+    is_meant = math.isfinite(number) or "inf" in text or "nan" in text
+    return number if is_meant else Unreadable(text, "must be a finite number: no float is so large")
 
 
 _PREFIX = "tag:yaml.org,2002:"
@@ -42,7 +50,7 @@ _READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "int": (_INT, lambda text: whole_number(text.replace("_", ""))),
     "float": (
         f"{_FLOAT}|{_INT}",
-        lambda text: float(text.replace("_", "").lower().replace(".inf", "inf").replace(".nan", "nan")),
+        lambda text: real_number(text.replace("_", "").lower().replace(".inf", "inf").replace(".nan", "nan")),
     ),
 }
 """The kinds that a scalar may be, also by a tag (`!!float 3`): how it must look, and how it is read."""

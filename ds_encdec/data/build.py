@@ -145,10 +145,12 @@ def open_sources(
     """Open what `data` names, data sets of the hub at `commits` (see `resolve_commits`). Raises DataError."""
     opened = []
     validation, test = held_out_shares(data).values()
+    counts_tokens = data.mixture_weights_count == "tokens"
     for number, entry in enumerate(source_entries(data)):
         source = _open(entry, source_name(number), data, seed, maker, num_lanes, commits)
         below = held_out_below(source, validation)
-        opened.append(OpenSource(source, entry.weight, below, number, below + test if test else 0.0))
+        below_test = below + test if test else 0.0
+        opened.append(OpenSource(source, entry.weight, below, number, below_test, counts_tokens))
     return tuple(opened)
 
 

@@ -13,11 +13,11 @@ from typing import Any, cast
 from ds_encdec.config.implied import shortened_warmup
 from ds_encdec.config.rules import find_conflicts
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.data.evaluation import split_rows
+from ds_encdec.data.evaluation import split_rows, weighed_size
 from ds_encdec.data.examples import ExampleMaker, read_documents
 from ds_encdec.data.lane import Lane, LanePipeline
 from ds_encdec.data.packing import Packer, Waiting
-from ds_encdec.data.sources import AnySource, StreamSource
+from ds_encdec.data.sources import AnySource, OpenSource, StreamSource
 from ds_encdec.types import ConfigError, DataError, Document, Example
 
 COUNTED_DOCUMENTS = 50_000
@@ -68,12 +68,12 @@ def steps_of_epochs(pipeline: LanePipeline, epochs: float) -> int:
         longest = max(_batches(Lane(ahead, number), counted) for number in range(pipeline.num_lanes))
         return math.ceil(longest * (epochs / counted))
     total = sum(opened.weight for opened in pipeline.sources)
-    documents = max(
-        count * (1 - opened.held_out) * total / opened.weight
+    passes = max(
+        count * (1 - opened.held_out) * _mean_size(opened, pipeline) * total / opened.weight
         for count, opened in zip(rows, pipeline.sources, strict=True)
     )
     logger.info("num_train_epochs=%g: the steps are estimated from %d documents", epochs, SAMPLE_DOCUMENTS)
-    return math.ceil(epochs * documents * _batches_per_document(pipeline) / pipeline.num_lanes)
+    return math.ceil(epochs * passes * _batches_per_size(pipeline) / pipeline.num_lanes)
 
 
 def _rows(source: AnySource) -> int:
@@ -98,10 +98,19 @@ def _batches(lane: Lane, epochs: float) -> float:
     return ends[whole] + (epochs - whole) * (ends[math.ceil(epochs)] - ends[whole])
 
 
-def _batches_per_document(pipeline: LanePipeline) -> float:
-    """Micro-batches that a sample of the documents fills, per document."""
+def _mean_size(opened: OpenSource, pipeline: LanePipeline) -> float:
+    """The mean size of a source's documents, from a sample, in the unit of the weights (`weighed_size`)."""
+    if not opened.counts_tokens:
+        return 1.0
+    rows = islice(split_rows([opened], "train", pipeline.maker), SAMPLE_DOCUMENTS)
+    sizes = [weighed_size(opened, pipeline.maker, row) for row in rows]
+    return sum(sizes) / max(1, len(sizes))
+
+
+def _batches_per_size(pipeline: LanePipeline) -> float:
+    """Micro-batches that a sample of the documents fills, per document or per token, as the weights count."""
     maker = pipeline.maker
-    rows = split_rows(pipeline.sources, "train")
+    rows = split_rows(pipeline.sources, "train", maker)
     sample = list(islice(read_documents(rows, maker, pipeline.bad_row_limit), SAMPLE_DOCUMENTS))
     made: list[Example] = [
         one.example
@@ -113,7 +122,8 @@ def _batches_per_document(pipeline: LanePipeline) -> float:
         pipeline.budgets, pool_examples=pipeline.pool_examples, max_wait_batches=pipeline.max_wait_batches
     )
     arrivals = iter([Waiting(None, len(one.encoder_ids), len(one.decoder_ids)) for one in made])
-    return sum(1 for _ in iter(lambda: packer.pack(arrivals), [])) / max(1, len(sample))
+    size = sum(weighed_size(pipeline.sources[0], maker, document) for document, _ in sample)
+    return sum(1 for _ in iter(lambda: packer.pack(arrivals), [])) / max(1, size)
 
 
 class _Remembering:

@@ -7,7 +7,7 @@ the examples are kept in a small file.
 import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from zipfile import BadZipFile
 
@@ -19,7 +19,7 @@ from ds_encdec.data.fingerprint import Facts, digest
 from ds_encdec.data.lane import LanePipeline
 from ds_encdec.data.loader import collate
 from ds_encdec.data.packing import Packer, Waiting
-from ds_encdec.data.sources import OpenSource, Row, Split, all_rows
+from ds_encdec.data.sources import BadRow, OpenSource, Row, Split, all_rows
 from ds_encdec.launch.disk import atomic_file
 from ds_encdec.types import TASKS, Batch, DataError, Example
 
@@ -91,14 +91,14 @@ def keyed_examples(
 
     `maker`: that of evaluations. Raises DataError where more of the rows read than `bad_row_limit` cannot be read.
     """
-    for document, ids in read_documents(split_rows(sources, split), maker, bad_row_limit):
+    for document, ids in read_documents(split_rows(sources, split, maker), maker, bad_row_limit):
         for made in maker.examples(ids, document.key, 0):
             if made.example is not None:
                 yield document.key if made.number == 0 else f"{document.key}#{made.number}", made.example
 
 
-def split_rows(sources: Sequence[OpenSource], split: Split) -> Iterator[Row]:
-    """The rows of a split in turns that keep every prefix in proportion to the weights.
+def split_rows(sources: Sequence[OpenSource], split: Split, maker: ExampleMaker) -> Iterator[Row]:
+    """The rows of a split in turns that keep every prefix in proportion to the weights, in their unit.
 
     The next one is of the source that is furthest behind its share. A source that has no more drops out.
     """
@@ -109,13 +109,25 @@ def split_rows(sources: Sequence[OpenSource], split: Split) -> Iterator[Row]:
     queues = [all_rows(opened.source, "evaluation", partial(is_wanted, opened)) for opened in sources]
     shares = [{"train": 1.0, "validation": one.held_out_below, "test": one.test_below}[split] for one in sources]
     due = {number: 1 / opened.weight for number, opened in enumerate(sources) if shares[number]}
+    for number in due if sources[0].counts_tokens else ():
+        first = [*islice(queues[number], 1)]
+        queues[number] = chain(first, queues[number])
+        due[number] *= sum(weighed_size(sources[number], maker, row) for row in first)
     while due:
         number = min(due, key=lambda candidate: due[candidate])
         if document := next(queues[number], None):
-            due[number] += 1 / sources[number].weight
+            due[number] += weighed_size(sources[number], maker, document) / sources[number].weight
             yield document
         else:
             del due[number]
+
+
+def weighed_size(opened: OpenSource, maker: ExampleMaker, row: Row) -> int:
+    """How much of its source a row is, in the unit of the weights: 1 document, or its tokens."""
+    if not opened.counts_tokens:
+        return 1
+    ids = row if isinstance(row, BadRow) else maker.read(row)
+    return 1 if isinstance(ids, BadRow) else 1 + maker.size(ids)
 
 
 def _write_examples(path: Path, examples: Sequence[Example]) -> None:

@@ -26,7 +26,7 @@ _PROBE = "The quick brown fox, 1234567890 — jumps\n\tover: naïve {dogs}; 日�
 _POSITION_FACTS = ("data.num_lanes", "data.shuffle_buffer_size", "training.seed")
 """The facts that decide, beside a source itself, which of its documents comes when."""
 
-_CHOICE_FACTS = ("sources", "mixture weights", "evaluation sources")
+_CHOICE_FACTS = ("sources", "mixture weights", "mixture weights count", "evaluation sources")
 """The facts that may differ without a difference in how a document is cut and packed."""
 
 _CONTENT = ("number", "size", "commit", "rows", "documents", "sha256", "seed")
@@ -58,6 +58,8 @@ def fingerprint(config: FullConfig, pipeline: LanePipeline, own_evaluation: Sequ
         "mixture weights": {opened.number: opened.weight for opened in pipeline.sources},
         **maker.facts(),
     }
+    if any(opened.counts_tokens for opened in pipeline.sources):
+        facts["mixture weights count"] = "tokens"  # else documents: earlier runs have not said so
     if own_evaluation:
         facts["evaluation sources"] = source_facts(own_evaluation)
     if mine.held_out(config.data)[1] and config.data.own_split("test"):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ds_encdec.data.budgets import Budgets
+from ds_encdec.data.evaluation import split_rows
 from ds_encdec.data.examples import ExampleMaker, read_documents
 from ds_encdec.data.lane import Lane, LanePipeline
 from ds_encdec.data.sources import BadRow, OpenSource, StreamSource, all_rows
@@ -59,6 +60,9 @@ def sample_statistics(sources: Sequence[OpenSource], maker: ExampleMaker, bad_ro
         all_read += trained
         documents += there
         tokens += math.inf if there == math.inf else there * sum(map(maker.size, trained)) / max(1, len(trained))
+    if sources[0].counts_tokens:
+        rows = split_rows(sources, "train", maker)
+        all_read = [ids for _, ids in islice(read_documents(rows, maker, bad_row_limit), SAMPLE_DOCUMENTS)]
     usable = [ids for ids in all_read if maker.size(ids)]
     if not usable:
         rows = (row for opened in sources for row in islice(all_rows(opened.source, "sample"), 1))
@@ -91,12 +95,18 @@ def require_one_step(found: SampleStatistics, num_lanes: int, budgets: Budgets) 
 
 
 def inspect_data(
-    pipeline: LanePipeline, tokenizer: PreTrainedTokenizerFast, *, num_examples: int, as_json: bool
+    pipeline: LanePipeline,
+    tokenizer: PreTrainedTokenizerFast,
+    weights: Sequence[float],
+    *,
+    num_examples: int,
+    as_json: bool,
+    with_ids: bool = False,
 ) -> str:
-    """The first `num_examples` examples of the run, in the order of its lanes, as text or as JSON.
+    """The first `num_examples` examples of the run, in the order of its lanes, as text, also of the ids, or as JSON.
 
-    Statistics are over the micro-batches that were made for them. Lanes are read one after the other, and only as many
-    as are needed. Raises DataError.
+    `weights`: of the pipeline's tasks, as configured. Statistics are over the micro-batches that were made for them.
+    Lanes are read one after the other, and only as many as are needed. Raises DataError.
     """
     lane = cache(partial(Lane, pipeline))
     made: list[Example] = []
@@ -117,7 +127,7 @@ def inspect_data(
         for side in _SIDES:
             ids = getattr(example, f"{side}_ids").tolist()
             text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            lines += [f"{side}, {len(ids)} tokens: {text}", f"{side} ids: {ids}"]
+            lines += [f"{side}, {len(ids)} tokens: {text}", *([f"{side} ids: {ids}"] if with_ids else [])]
         lines.append("")
     lines.append(f"── {statistics['examples']} examples in {statistics['micro_batches']} micro-batches")
     lines += (
@@ -125,9 +135,10 @@ def inspect_data(
         "{min} to {max}, median {median:.0f}, mean {mean:.0f}".format(**statistics[f"{side}_tokens"])
         for side in _SIDES
     )
-    counts = ", ".join(f"{name} {count}" for name, count in statistics["denoisers"].items())
-    too_long = f"; {long} that were read were too long" if long else ""
-    return "\n".join([*lines, f"denoisers: {counts}{too_long}"])
+    lines.append("             examples   share   by weight")
+    for (name, count), weight in zip(statistics["denoisers"].items(), weights, strict=True):
+        lines.append(f"{name:<10}{count:11,}{count / statistics['examples']:8.1%}{weight / sum(weights):12.1%}")
+    return "\n".join([*lines, *([f"{long} examples that were read were too long"] if long else [])])
 
 
 def _statistics(pipeline: LanePipeline, batches: int, examples: Sequence[Example]) -> dict[str, Any]:

@@ -44,7 +44,8 @@ from ds_encdec.data.sources import (
     bad_rows_of,
     check_bad_rows,
 )
-from ds_encdec.launch.preemption import outlive_readers, stop_signals_left_to_this_process
+from ds_encdec.launch.preemption import stop_signals_left_to_this_process
+from ds_encdec.terminal import outlive_readers
 from ds_encdec.types import DataError, DsEncDecError, Example
 
 BARREN_DOCUMENTS = 10_000
@@ -193,6 +194,7 @@ class Lane:
             if isinstance(ids, BadRow):
                 self._pass_over(ids, located.epoch)
                 continue
+            self._reader.took(located.reference[0], self._pipeline.maker.size(ids))
             for entry in self._cut(located, ids):
                 barren, self._next_chunk = 0, entry.item.next
                 yield entry

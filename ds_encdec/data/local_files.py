@@ -317,7 +317,10 @@ class JsonLines(_FileRanges):
             return Document(key, "")
         where = f"{name}, {self.row_word} {row + 1}"
         try:
-            record = json.loads(content)
+            record = json.loads(content.rstrip(b"\r\n"))  # whose own line break may look like a text's
+        except json.JSONDecodeError as error:
+            reason = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
+            return BadRow(key, f"{where}: {self.failure} ({reason})")
         except (ValueError, RecursionError) as error:
             return BadRow(key, f"{where}: {self.failure} ({error})")
         if content.count(b"[") + content.count(b"{") > MAX_NESTING and _is_deep(record):

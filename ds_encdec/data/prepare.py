@@ -42,8 +42,8 @@ from ds_encdec.data.prepared import (
 )
 from ds_encdec.data.sources import AnySource, BadRow, Row, StreamSource, check_bad_rows
 from ds_encdec.launch.disk import write_atomically
-from ds_encdec.launch.preemption import outlive_readers
 from ds_encdec.launch.run_folder import lock_file
+from ds_encdec.terminal import outlive_readers
 from ds_encdec.types import ConfigError, DsEncDecError, OutputLockedError
 
 logger = logging.getLogger(__name__)

@@ -80,6 +80,7 @@ class OpenSource:
     Documents whose key hashes below `held_out_below` are kept for evaluation, and those between it and `test_below` for
     the test, whatever the seed, the number of lanes and the order of reading. `number`: its own among the run's
     sources, whatever was added, taken out or put in another order; its documents' order depends on it.
+    `counts_tokens`: the weight is a share of the tokens, and not of the documents.
     """
 
     source: AnySource
@@ -87,6 +88,7 @@ class OpenSource:
     held_out_below: float
     number: int
     test_below: float = 0.0
+    counts_tokens: bool = False
 
     @property
     def held_out(self) -> float:
@@ -339,11 +341,17 @@ class StreamReader:
             first_row = 0
 
 
+TYPICAL_TOKENS = 1000
+"""Tokens of a document of which nothing is known yet."""
+
+
 class MixtureReader:
     """Draws each document from one of several sources, by weight. References start with the source's number.
 
-    The choice is keyed by the lane and the number of the draw, so lanes do not draw a rare source in step. A position
-    holds that of each source by its number; a source that is not in it begins at its beginning.
+    Where weights count documents, the choice is keyed by the lane and the number of the draw. Where they count tokens,
+    the next document is of the source that has had the fewest for its weight; each begins with a random part of a
+    document. Either way lanes do not draw a rare source in step. A position holds that of each source by its number,
+    and the tokens that it has had over its weight; a source that is not in it begins at its beginning.
     """
 
     def __init__(self, sources: Sequence[OpenSource], share: LaneShare, position: dict[str, Any] | None) -> None:
@@ -356,9 +364,15 @@ class MixtureReader:
             kind: type[Any] = StreamReader if isinstance(opened.source, StreamSource) else MapReader
             self._readers[opened.number] = kind(opened.source, opened.number, share, positions.get(opened.number))
         total = sum(opened.weight for opened in sources)
-        self._weights = [opened.weight / total for opened in sources]
+        self._weights = {opened.number: opened.weight / total for opened in sources}
         self._share = share
         self._draws: int = start["draws"]
+        had = {int(number): tokens for number, tokens in start.get("tokens_over_weight", {}).items()}
+        self._had = {
+            opened.number: had.get(opened.number, min(had.values(), default=0.0) + self._first_part(opened.number))
+            for opened in sources
+            if opened.counts_tokens
+        }
 
     @property
     def epoch(self) -> int:
@@ -371,13 +385,26 @@ class MixtureReader:
         return {
             "draws": self._draws,
             "sources": {str(number): reader.position for number, reader in self._readers.items()},
+            **({"tokens_over_weight": {str(number): had for number, had in self._had.items()}} if self._had else {}),
         }
+
+    def took(self, number: int, tokens: int) -> None:
+        """Count the tokens of a document that was drawn from the source `number`."""
+        if self._had:
+            self._had[number] += tokens / self._weights[number]
+
+    def _first_part(self, number: int) -> float:
+        part = keyed_generator(self._share.seed, "mixture", self._share.lane, "first part", number).random()
+        return TYPICAL_TOKENS * part / self._weights[number]
 
     def __next__(self) -> Located:
         (number, *others) = self.sources
-        if others:
+        if self._had:
+            number = min(self._had, key=self._had.__getitem__)
+            self.took(number, 1)  # so that one without text, or all held out, has its turns, too
+        elif others:
             rng = keyed_generator(self._share.seed, "mixture", self._share.lane, self._draws)
-            number = [number, *others][rng.choice(len(self.sources), p=self._weights)]
+            number = [number, *others][rng.choice(len(self.sources), p=[*self._weights.values()])]
         self._draws += 1
         located = next(self._readers[number])
         return located._replace(reference=(number, *located.reference))

@@ -1,4 +1,4 @@
-"""Asked to stop: signals, a launcher that is gone, and readers of the output that are.
+"""Asked to stop: signals, and a launcher that is gone.
 
 Schedulers send SIGTERM or SIGUSR1, a person SIGINT. They reach the ranks at different moments, and
 some ranks not at all, so the loop exchanges `StopRequest.requested` between ranks once per step and
@@ -9,16 +9,12 @@ A rank whose peer has died may sit in a collective for ever. DeepSpeed's launche
 the other and gives each 30 seconds; a rank that has not taken a step for a while ends at its SIGTERM instead, unless
 it is saving.
 
-The reader of its standard output may leave before the end, too, as in `ds-encdec plan | head -1`. For most verbs that
-is the end: nobody wants the rest. A training goes on without: what it is for is in its folder.
-
 A program watches from its first line on. Until its ranks have met there is nothing to save, and a rank that waits for
 the others answers no signal: there the watch ends the process.
 """
 
 from __future__ import annotations
 
-import io
 import itertools
 import logging
 import math
@@ -26,7 +22,6 @@ import os
 import select
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,7 +29,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import psutil
 
@@ -300,48 +295,3 @@ def is_alive(process: psutil.Process) -> bool:
         return False
     except OSError:  # this process cannot look now (out of file descriptors, say), which is no sign of the other's end
         return True
-
-
-@contextmanager
-def reader_may_leave() -> Iterator[None]:
-    """Inside, output that nobody reads any more ends the process, and well: `| head` has what it wanted."""
-    try:
-        yield
-        sys.stdout.flush()
-    except BrokenPipeError:
-        stdout = sys.stdout.fileno()
-        poll = select.poll()
-        poll.register(stdout, 0)
-        if not poll.poll(0):  # another pipe
-            raise
-        # Python flushes once more when it exits (https://docs.python.org/3/library/signal.html#note-on-sigpipe).
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout)
-        raise SystemExit(0) from None
-
-
-def outlive_readers() -> None:
-    """From now on what is printed is dropped where nobody takes it: `| head`, a killed `tee`, a terminal that closed.
-
-    Of the whole process, at its file descriptors: libraries print, too, log, and flush once more at the exit. Streams
-    that are not the process's own (a test's, a notebook's) are left alone.
-    """
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if isinstance(stream, io.TextIOWrapper) and stream is getattr(sys, f"__{name}__"):
-            with suppress(OSError):
-                stream.flush()
-            file = _Output(stream.fileno(), "w", closefd=False)
-            buffered = file if stream.write_through else io.BufferedWriter(file)  # Python's own has none with -u
-            kept = ("encoding", "errors", "line_buffering", "write_through")
-            options = {option: getattr(stream, option) for option in kept}
-            setattr(sys, name, io.TextIOWrapper(buffered, **options))
-
-
-class _Output(io.FileIO):
-    """Takes whatever is written, also where the file does not."""
-
-    def write(self, data: Any, /) -> int:
-        try:
-            return super().write(data)
-        except OSError:  # the reader is gone, the terminal, the disk is full
-            return len(data)

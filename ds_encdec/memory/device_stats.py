@@ -1,6 +1,7 @@
 """The memory that a device or this machine has, and that this process has taken of it."""
 
 import gc
+import logging
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ import torch
 from ds_encdec.memory.model_memory import GB
 from ds_encdec.monitor.machine import peak_host_bytes
 from ds_encdec.types import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,13 @@ def get_memory_stats(device: torch.device | str | int | None = None) -> dict[str
         "free_gb": capacity.free_bytes / GB,
         "total_gb": capacity.total_bytes / GB,
     }
+
+
+def log_memory_stats(prefix: str = "", device: torch.device | str | int | None = None) -> None:
+    """Log what `get_memory_stats` says of `device` in one line, behind `prefix`."""
+    stats = get_memory_stats(device)
+    figures = ", ".join(f"{name.removesuffix('_gb').replace('_', ' ')} {value:.2f} GB" for name, value in stats.items())
+    logger.info("%s%s", f"{prefix}: " if prefix else "", figures)
 
 
 def clear_memory() -> None:

@@ -111,6 +111,22 @@ def read_step_lines(path: Path) -> StepLines:
         return StepLines([], f"{path.name} cannot be read: {error.strerror}", False)
 
 
+def step_lines_behind(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
+    """The whole lines behind the byte `offset` that have been written by now, and the offset behind them.
+
+    None where lines were taken back meanwhile (a rollback, a resumed run): the offset is the file's new end then.
+    """
+    try:
+        with path.open("rb") as file:
+            if (size := file.seek(0, SEEK_END)) < offset:
+                return [], size
+            file.seek(offset)
+            whole, newline, _ = file.read().rpartition(b"\n")
+    except OSError:
+        return [], offset
+    return _step_lines(path.name, whole + newline).lines, offset + len(whole + newline)
+
+
 def _step_lines(name: str, content: bytes) -> StepLines:
     *whole, last = content.split(b"\n")
     lines = [line for text in whole if (line := _parse(text)) is not None]

@@ -199,6 +199,8 @@ class Recorder:
             logger.info("%s", self._told_long(last))
         if last.bad_rows and self.collectives.rank == 0:
             logger.info("%s not readable and left out (data.on_bad_row=skip)", _were(last.bad_rows, "row"))
+        if self._once and exit_code == 0:  # of the last save, which no line follows
+            self.publish(last, self._once)
         for sink in self.sinks:
             sink.close(exit_code)
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from html import escape
 from pathlib import Path
+from textwrap import indent
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -22,7 +23,8 @@ from rich.console import Console
 from rich.live import Live
 
 from ds_encdec import terminal
-from ds_encdec.config.schema import FullConfig, InfraConfig
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.settings import leaves
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.monitor.console import ProgressLine, shown, time_left
 from ds_encdec.monitor.metrics_file import append_line, cut_after
@@ -32,6 +34,21 @@ logger = logging.getLogger(__name__)
 
 WANDB_INIT_TIMEOUT_S = 30.0
 """Time for W&B's server to answer before the run is kept offline. Training has not begun then."""
+
+COMPARED = ("training.learning_rate", "training.num_train_steps", "training.seed", "infra.distributed_type")
+"""Fields that TensorBoard's table of hyperparameters has of every run."""
+TENSORBOARD_LAYOUT = {
+    "losses": {
+        "training and evaluation": ["Multiline", ["train/loss$", "eval/loss$"]],
+        "training, by denoiser": ["Multiline", ["train/loss_"]],
+        "evaluation, by denoiser": ["Multiline", ["eval/loss_"]],
+    },
+    "machines": {
+        "memory, bytes": ["Multiline", ["mem/(peak|host|device|estimated)_bytes"]],
+        "checkpoints, seconds": ["Multiline", ["ckpt/"]],
+    },
+}
+"""Charts of several metrics, which are regular expressions, in TensorBoard's tab Custom Scalars."""
 
 
 class Sample(NamedTuple):
@@ -58,8 +75,17 @@ class Sink:
         """Write what is left. `exit_code` is the run's."""
 
 
-def open_sinks(config: FullConfig, run_dir: Path, *, rank: int, start_step: int = 0) -> list[Sink]:
+def open_sinks(
+    config: FullConfig,
+    run_dir: Path,
+    report: Callable[[Path], Path] | None = None,
+    *,
+    rank: int,
+    start_step: int = 0,
+) -> list[Sink]:
     """The sinks of a run whose next step is `start_step` + 1. Empty on ranks other than 0.
+
+    `report` writes a page about a run that is complete, for W&B, and returns its path.
 
     What a resumed run wrote beyond `start_step` before it was stopped is taken back: cut from metrics.jsonl,
     hidden from TensorBoard. Raises OSError if metrics.jsonl cannot be opened.
@@ -69,8 +95,8 @@ def open_sinks(config: FullConfig, run_dir: Path, *, rank: int, start_step: int 
     logging_dir = run_dir / config.infra.logging_dir
     openers: dict[str, Callable[[], Sink]] = {
         "console": lambda: ConsoleSink(config.training.num_train_steps, start_step=start_step),
-        "tensorboard": lambda: TensorBoardSink(logging_dir / "tensorboard", start_step=start_step),
-        "wandb": lambda: WandbSink(logging_dir, config.infra, config.model_dump(mode="json")),
+        "tensorboard": lambda: TensorBoardSink(logging_dir / "tensorboard", config, start_step=start_step),
+        "wandb": lambda: WandbSink(logging_dir, config, report and partial(report, run_dir)),
     }
     chosen = (*(() if terminal.is_quiet() else ("console",)), *config.training.report_to)
     for name in set(chosen) - set(openers):
@@ -215,19 +241,28 @@ class ConsoleSink(Sink):
 
 
 class TensorBoardSink(Sink):
-    """Event files in `directory`. On resume the steps after `start_step` are hidden (TensorBoard's purge)."""
+    """Event files in `directory`. On resume the steps after `start_step` are hidden (TensorBoard's purge).
 
-    def __init__(self, directory: Path, *, start_step: int = 0) -> None:
+    Beside the metrics they hold the configuration as text and as hyperparameters, and charts of several metrics.
+    """
+
+    def __init__(self, directory: Path, config: FullConfig, *, start_step: int = 0) -> None:
         # Imported late: it costs half a second and nobody else needs it.
         from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
 
         self._open = lambda step: SummaryWriter(str(directory), purge_step=step + 1)
         self._writer = self._open(start_step)
+        self._writer.add_text("configuration", indent(config.dump_yaml(), "    "), start_step)
+        self._writer.add_custom_scalars(TENSORBOARD_LAYOUT)
+        # Without the first part, which lists them: TensorBoard makes the list of what all runs have.
+        _, values, self._ending = hparams(hyperparameters(config), {})
+        self._writer._get_file_writer().add_summary(values)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add one scalar per metric."""
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+            self._writer.add_scalar("train/data_step" if name == "data_step" else name, value, step)
         self._writer.flush()
 
     def show(self, step: int, samples: Sequence[Sample]) -> None:
@@ -242,7 +277,9 @@ class TensorBoardSink(Sink):
         self._writer = self._open(step)
 
     def close(self, exit_code: int = 0) -> None:
-        """Close the event file."""
+        """Close the event file; it says that the run is complete if `exit_code` is 0."""
+        if exit_code == 0:
+            self._writer._get_file_writer().add_summary(self._ending)
         self._writer.close()
 
 
@@ -252,10 +289,12 @@ class WandbSink(Sink):
     Credentials come from W&B's own places (WANDB_API_KEY, netrc); WANDB_MODE, WANDB_DIR and WANDB_RUN_ID are obeyed.
     The run's id is kept in `logging_dir`/wandb_run_id, so a resumed run continues the same W&B run. Our step is the
     chart's x axis and not W&B's, which cannot go back to the step of a checkpoint. At a rollback W&B keeps every point,
-    and the abandoned branch is seen beside the new one.
+    and the abandoned branch is seen beside the new one. The page that `report` writes about a complete run is kept
+    with it, as an artifact.
     """
 
-    def __init__(self, logging_dir: Path, infra: InfraConfig, run_config: dict[str, Any]) -> None:
+    def __init__(self, logging_dir: Path, config: FullConfig, report: Callable[[], Path] | None = None) -> None:
+        infra, self._report = config.infra, report
         logging_dir.mkdir(parents=True, exist_ok=True)
         given, id_file = os.environ.get("WANDB_RUN_ID"), logging_dir / "wandb_run_id"
         if given or not id_file.exists():
@@ -264,7 +303,7 @@ class WandbSink(Sink):
             project=infra.wandb_project,
             entity=infra.wandb_entity,
             name=infra.wandb_run_name,
-            config=run_config,
+            config=config.model_dump(mode="json"),
             dir=os.environ.get("WANDB_DIR") or str(logging_dir),
             id=id_file.read_text().strip(),
             resume="allow",
@@ -283,8 +322,26 @@ class WandbSink(Sink):
         self._run.log({"step": step, "eval/samples": table})
 
     def close(self, exit_code: int = 0) -> None:
-        """Finish the W&B run; it is shown as failed unless `exit_code` is 0."""
-        self._run.finish(exit_code=exit_code)
+        """Finish the W&B run; it is shown as failed unless `exit_code` is 0, and has a report if it is."""
+        try:
+            if exit_code == 0 and self._report is not None:
+                import wandb
+
+                page = wandb.Artifact(f"report-{self._run.id}", type="report")
+                page.add_file(str(self._report()), name="report.html")
+                self._run.log_artifact(page)
+        finally:
+            self._run.finish(exit_code=exit_code)
+
+
+def hyperparameters(config: FullConfig) -> dict[str, bool | int | float | str]:
+    """The fields that tell runs apart, by their dotted names: those that are not at their defaults, and `COMPARED`."""
+    defaults = dict(leaves(FullConfig().model_dump(mode="json")))
+    return {
+        path: value if isinstance(value, bool | int | float | str) else str(value)
+        for path, value in leaves(config.model_dump(mode="json"))
+        if path in COMPARED or value != defaults.get(path)
+    }
 
 
 def _in_a_cell(text: str) -> str:

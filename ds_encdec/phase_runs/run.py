@@ -4,6 +4,7 @@ OUTPUT/phases/
   .lock                 held while phases run
   sanity_check/
     phase.yaml          the configuration of its run
+    run.log             what its launcher and its ranks have printed
     started.json        when it began, from which weights, and what was changed since
     result.json         how it was judged
     export/final/       what it hands on
@@ -15,6 +16,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +31,7 @@ from ds_encdec.launch.disk import write_atomically
 from ds_encdec.launch.run_folder import RunFolder, lock_file
 from ds_encdec.launch.world import LAUNCHERS
 from ds_encdec.monitor.metrics_file import is_number, read_step_lines, strict_json
+from ds_encdec.phase_runs.progress import Progress
 from ds_encdec.phase_runs.subprocess_run import TRAIN_PROGRAM, SubprocessRun, launcher_command
 from ds_encdec.phases import (
     PhaseConfig,
@@ -39,7 +42,7 @@ from ds_encdec.phases import (
     phase_config,
     phase_folder,
 )
-from ds_encdec.terminal import verbosity
+from ds_encdec.terminal import is_quiet, stamped, verbosity
 from ds_encdec.types import (
     CheckpointError,
     ConfigError,
@@ -52,6 +55,8 @@ from ds_encdec.types import (
 
 _say = partial(print, flush=True)  # at once: the runs write to the screen, too
 LOSSES = ("train/loss", "eval/loss")
+LAST_LINES = 30
+"""Lines of a run's log that are shown where it ended without a word of its own."""
 
 
 class PhaseFolder(RunFolder):
@@ -61,8 +66,8 @@ class PhaseFolder(RunFolder):
         super().__init__(str(folder))
         self._settings = settings
         self.export = exported_weights(folder)
-        names = ("phase.yaml", "started.json", "result.json")
-        self.phase_yaml, self._started, self._result = (folder / name for name in names)
+        names = ("phase.yaml", "run.log", "started.json", "result.json")
+        self.phase_yaml, self.log, self._started, self._result = (folder / name for name in names)
 
     @property
     def is_completed(self) -> bool:
@@ -221,10 +226,12 @@ def _train(planned: PlannedPhase, folder: PhaseFolder, subprocess_run: Subproces
         _say(f"phase {planned.phase}: {remark}")
     resume = ["--resume", "auto"] if folder.is_used() else []  # else its errors belong into run.json
     what = f"phase {planned.phase} ({planned.settings.description}), {planned.num_steps:,} steps"
-    _say(f"{'going on with' if resume else 'training'} {what}, in {planned.folder}")
+    _say(f"{'going on with' if resume else 'training'} {what}, in {planned.folder} (its own output: {folder.log.name})")
     status_before = _stamp(folder)
     command = [*launcher_command(planned.config, launcher), str(TRAIN_PROGRAM), "--config", str(folder.phase_yaml)]
-    code = subprocess_run.run([*command, *resume, *verbosity()])
+    progress = Progress(folder.metrics, planned, _say_progress)
+    code = subprocess_run.run([*command, *resume, *verbosity()], folder.log, progress.look)
+    progress.look()
     if folder.is_completed:
         return
     status = folder.read_status() if _stamp(folder) != status_before else {}
@@ -233,10 +240,19 @@ def _train(planned: PlannedPhase, folder: PhaseFolder, subprocess_run: Subproces
         raise Preempted(f"phase {planned.phase}: {reason}. The same command goes on with it.")
     # Launchers make 1 of the codes of their ranks, so run.json is asked first.
     what = "was ended from outside" if status else "did not start"
-    unknown = f"the run {what} (the launcher's exit code is {code}); its output above may say why"
+    unknown = f"the run {what} (the launcher's exit code is {code}). {folder.log} ends with:\n{_end_of(folder.log)}"
     error = DsEncDecError(f"phase {planned.phase}: {status['reason'] if status.get('state') == 'failed' else unknown}")
     error.exit_code = status.get("exit_code") or max(code, 1)
     raise error
+
+
+def _say_progress(line: str) -> None:
+    if not is_quiet():
+        _say(line if sys.stdout.isatty() else stamped(line))
+
+
+def _end_of(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-LAST_LINES:])
 
 
 def _stamp(run: RunFolder) -> int | None:
@@ -271,10 +287,12 @@ def _judge_and_hand_on(planned: PlannedPhase, folder: PhaseFolder, pipeline_init
 def _in_short(verdict: "Verdict") -> str:
     """How far the phase came, and what happened on the way."""
     loss, norm, alerts = (verdict["summary"][name] for name in ("loss", "grad_norm", "alerts"))
-    losses = " → ".join("none" if loss[name] is None else f"{loss[name]:.4f}" for name in ("initial", "current"))
+    found = (loss["initial"], loss["current"], verdict["eval"].get("eval/loss"))
+    first, last, held_out = (f"{one:.4f}" if is_number(one) else "none" for one in found)
     return (
-        f"{verdict['steps']:,} steps, {verdict['tokens_seen']:,} tokens; loss {losses}; gradient norm "
-        f"{norm['mean'] or 0:.3f} in the mean of its window; {len(alerts)} alert(s)"
+        f"{verdict['steps']:,} steps, {verdict['tokens_seen']:,} tokens; loss {first} at the first step of all phases, "
+        f"{last} in the mean of the last ones, {held_out} held out; gradient norm {norm['mean'] or 0:.3f} in their "
+        f"mean; {len(alerts)} alert(s)"
     )
 
 

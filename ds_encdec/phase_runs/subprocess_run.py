@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -89,9 +89,15 @@ class SubprocessRun:
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 
-    def run(self, command: list[str]) -> int:
-        """Run `command` to its end and that of all its ranks; the launcher's exit code, of which launchers make 1."""
-        child = subprocess.Popen(command, start_new_session=True, preexec_fn=_end_with_parent)
+    def run(self, command: list[str], log: Path | None = None, look: Callable[[], None] = lambda: None) -> int:
+        """Run `command` to its end and that of all its ranks; the launcher's exit code, of which launchers make 1.
+
+        What it prints is appended to the file `log`, if there is one. `look` is called again and again meanwhile.
+        """
+        with nullcontext() if log is None else log.open("ab") as output:
+            child = subprocess.Popen(
+                command, start_new_session=True, preexec_fn=_end_with_parent, stdout=output, stderr=output
+            )
         launcher = psutil.Process(child.pid)
         ranks: list[psutil.Process] = []
         complete = False
@@ -110,6 +116,7 @@ class SubprocessRun:
                             process.send_signal(number)
                 with suppress(subprocess.TimeoutExpired):
                     child.wait(POLL_SECONDS)
+                look()
         finally:
             # DeepSpeed's launcher may go before its ranks, which then save and end by themselves.
             _, remaining = psutil.wait_procs(ranks, LAST_RANKS_SECONDS)

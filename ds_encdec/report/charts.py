@@ -7,10 +7,11 @@ import io
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -28,6 +29,8 @@ COLOURS: dict[str, str] = dict(
     re.findall(r"--(\w+): (#[0-9a-f]{6})", Path(__file__).with_name("page.css").read_text().partition("@media")[0])
 )
 """The colours of a light page by name, as its stylesheet has them: no two are the same."""
+MAX_HOVERED = 60
+"""Steps of a chart whose values a pointer over it is told."""
 NUM_BUCKETS = 400
 """Runs of points that a curve is reduced to: more than a drawing has pixels to tell apart on a phone."""
 MAX_MARKS = 150
@@ -156,11 +159,14 @@ _MARKED = {kind for plan in PLANS.values() for kind in plan.alerts}
 def charts_of(run: Run, pictures: Path | None = None) -> tuple[list[Chart], list[str]]:
     """Every chart that the run has values for, and the titles of those that it has none for.
 
+    The loss of a single denoiser or task is left out: it is that of the run.
+
     `pictures`: a folder that gets each chart as KEY.png.
     """
-    shown = {key: any(len(run.curve(metric).known) for metric in plan.metrics) for key, plan in PLANS.items()}
-    charts = [_chart(run, plan, pictures) for key, plan in PLANS.items() if shown[key]]
-    return charts, [plan.title for key, plan in PLANS.items() if not shown[key]]
+    known = {key: sum(len(run.curve(metric).known) > 0 for metric in plan.metrics) for key, plan in PLANS.items()}
+    repeats = {"loss_by_denoiser"} if known["loss"] and known["loss_by_denoiser"] == 1 else set()  # the loss itself
+    charts = [_chart(run, plan, pictures) for key, plan in PLANS.items() if known[key] and key not in repeats]
+    return charts, [plan.title for key, plan in PLANS.items() if not known[key]]
 
 
 def _chart(run: Run, plan: ChartPlan, pictures: Path | None) -> Chart:
@@ -205,7 +211,7 @@ def _chart(run: Run, plan: ChartPlan, pictures: Path | None) -> Chart:
         for mark in drawn
         if mark.times > 1
     ]
-    return draw(plan, "; ".join([describe(curves, marks), *far]), strokes, known, pictures=pictures)
+    return draw(plan, "; ".join([describe(curves, marks), *far]), strokes, known, pictures=pictures, hovered=curves)
 
 
 def describe(curves: Mapping[str, Curve], marks: Sequence[AlertMark] = ()) -> str:
@@ -279,12 +285,13 @@ def draw(
     known: np.ndarray,
     over: str = "optimizer step",
     pictures: Path | None = None,
+    hovered: Mapping[str, Curve] = MappingProxyType({}),
 ) -> Chart:
     """Draw `strokes` into one pair of axes over the horizontal axis `over`.
 
     `plan`: its key is unique in the page; its vertical scale is chosen by the values `known` (float64 [n], finite). A
-    screen reader reads its heading and `caption`. `pictures`: a folder that gets the drawing as KEY.png, too. The same
-    strokes give the same bytes.
+    screen reader reads its heading and `caption`, a pointer over it the values of the curves `hovered`, by label.
+    `pictures`: a folder that gets the drawing as KEY.png, too. The same strokes give the same bytes.
     """
     coloured: dict[Any, Any] = {name: COLOURS[colour] for colour, names in _COLOURED.items() for name in names}
     sheet = Path(__file__).with_name("drawing.mplstyle")
@@ -310,11 +317,33 @@ def draw(
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         svg = io.StringIO()
         figure.savefig(svg, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        strips = "".join(_strips(figure, axes, hovered, over))
         if pictures is not None:
             figure.set_layout_engine("none")  # it is laid out; a second time would take as long again
             png = pictures / f"{plan.key}.png"
             figure.savefig(png, format="png", dpi=160, facecolor="white", metadata={"Software": None})
-    return Chart(caption, _for_page(svg.getvalue(), plan.key, f"{plan.heading}: {caption}"))
+    drawing = _for_page(svg.getvalue(), plan.key, f"{plan.heading}: {caption}")
+    return Chart(caption, f"{drawing.removesuffix('</svg>')}{strips}</svg>")
+
+
+def _strips(figure: Figure, axes: Axes, curves: Mapping[str, Curve], over: str) -> Iterator[str]:
+    """Invisible strips over a drawing, each of which browsers show the values of the `curves` at its step for."""
+    steps = np.unique(np.concatenate([[], *(curve.steps[np.isfinite(curve.values)] for curve in curves.values())]))
+    steps = steps[:: -(-len(steps) // MAX_HOVERED) or 1]
+    if not len(steps):
+        return
+    box = axes.get_window_extent().transformed(figure.dpi_scale_trans.inverted())  # in inches, from below
+    top, height = 72 * (figure.get_figheight() - box.y1), 72 * box.height
+    left, right = axes.get_xlim()
+    middles = (steps[1:] + steps[:-1]) / 2
+    edges = 72 * (box.x0 + box.width * (np.array([left, *middles, right]) - left) / (right - left))
+    for i, step in enumerate(steps):
+        values = ((label, curve.at(np.array([step]), beyond=np.nan)[0]) for label, curve in curves.items())
+        told = "".join(f"\n{label} {number(value)}" for label, value in values if not np.isnan(value))
+        yield (
+            f'<rect x="{edges[i]:.1f}" y="{top:.1f}" width="{edges[i + 1] - edges[i]:.1f}" height="{height:.1f}" '
+            f'fill="none" pointer-events="all"><title>{escape(f"{over} {step:,.0f}{told}")}</title></rect>'
+        )
 
 
 def _add_legend(figure: Figure, axes: Axes) -> None:

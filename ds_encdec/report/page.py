@@ -3,6 +3,7 @@
 The values come from files that nobody has checked: everything is escaped, and of whatever type it is, it has a text.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from itertools import groupby
 from operator import itemgetter
@@ -13,7 +14,7 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader
 
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.config.settings import join, show
+from ds_encdec.config.settings import leaves, show
 from ds_encdec.launch.disk import write_atomically
 from ds_encdec.monitor.metrics_file import is_number
 from ds_encdec.report.read_run import Entry, Run, read_time
@@ -22,6 +23,8 @@ NOTHING = "–"
 """Shown in the place of a missing value."""
 MAX_EVENTS = 200
 """Rows of the table of events, the newest ones; all are in ledger.jsonl."""
+MAX_EXCERPT = 1500
+"""Characters of a generated text that are shown."""
 _LAST = itemgetter(-1)
 _ANSWERS = ("rollback", "no_rollback", "stop", "start")
 """Events that decide what became of the rollbacks asked for before them; after a start they were never answered."""
@@ -32,7 +35,7 @@ def write_page(folder: Path, template: str, **values: Any) -> Path:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    filters = (number, count, when, flat, outcomes, events, changes)
+    filters = (number, count, when, excerpt, flat, outcomes, events, changes)
     environment.filters |= {function.__name__: function for function in filters}
     # JSON may hold halves of surrogate pairs, which no encoding has.
     content = environment.get_template(template).render(values).encode("utf-8", "replace")
@@ -65,12 +68,20 @@ def duration(seconds: float | None) -> str:
     minutes, hours = int(seconds // 60), int(seconds // 3600)
     if hours >= 48:
         return f"{hours // 24} d {hours % 24} h"
-    return f"{hours} h {minutes % 60} min" if hours else f"{minutes} min {seconds % 60:.0f} s"
+    if hours:
+        return f"{hours} h {minutes % 60} min"
+    return f"{minutes} min {seconds % 60:.0f} s" if minutes else f"{seconds:.0f} s"
 
 
 def when(written: object) -> str:
     """A time of run.json or the events as one reads it, with its zone; empty for anything else."""
     return f"{time:%Y-%m-%d %H:%M:%S %z}" if (time := read_time(written)) else ""
+
+
+def excerpt(text: object) -> str:
+    """The beginning of a text that a model may have made: repeated line ends are counted, not shown."""
+    breaks = re.sub(r"\n{3,}", lambda found: f"\n[{len(found[0])} line breaks]\n", number(text))
+    return breaks if len(breaks) <= MAX_EXCERPT else f"{breaks[:MAX_EXCERPT]}…"
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -90,6 +101,8 @@ def outcomes(run: Run) -> list[tuple[str, str]]:
     begin = read_time(next((entry.get("time") for entry in run.entries("start")), run.status.get("started_at")))
     end = read_time(run.status.get("updated_at")) if run.status.get("state") != "running" else None
     took = run.curve("perf/step_time_s")
+    began = next((entry["step"] for entry in run.entries("start")), 0.0)  # above 0 where it goes on from another run
+    stepping = float(np.nansum(took.values * np.diff(took.steps, prepend=began)))
 
     def figure(how: Callable[[np.ndarray], Any], metric: str, unit: str = "", digits: int = 4, scale: float = 1) -> str:
         known = run.curve(metric).known
@@ -111,7 +124,10 @@ def outcomes(run: Run) -> list[tuple[str, str]]:
         ("throughput, median", figure(np.median, "perf/tokens_per_sec", "tokens/s")),
         ("MFU, median", figure(np.median, "perf/mfu", "%", scale=100)),
         # Time spent on the steps of the history, without evaluations, saves, restarts and abandoned branches.
-        ("time in training steps", duration(float(np.nansum(took.values * np.diff(took.steps, prepend=0.0))) or None)),
+        (
+            "time in training steps",
+            duration(stepping or None),
+        ),
         # Pauses between restarts included; None for a run without an end.
         ("from first start to end", duration((end - begin).total_seconds() if begin and end else None)),
     ]
@@ -137,7 +153,7 @@ def changes(config: Mapping[str, Any]) -> list[tuple[str, list[dict[str, Any]]]]
     are one field.
     """
     defaults = FullConfig().model_dump(mode="json") if config else {}
-    known = {tuple(name.split(".")[:2]) for name, _ in _leaves(defaults)}
+    known = {tuple(name.split(".")[:2]) for name, _ in leaves(defaults)}
     changed = [
         {"name": name, "value": value, "default": default, "known": tuple(name.split(".")[:2]) in known}
         for name, (default, value) in differences([defaults, config], apart=False)
@@ -151,10 +167,10 @@ def differences(configs: Sequence[Mapping[str, Any]], *, apart: bool = True) -> 
 
     `apart`: they are those of several runs, which are in several places, and the sizes of the model have a row each.
     """
-    leaves = [dict(_leaves(config, whole="" if apart else "model.architecture")) for config in configs]
+    flattened = [dict(leaves(config, whole="" if apart else "model.architecture")) for config in configs]
     order = {section: index for index, section in enumerate(FullConfig.model_fields)}
-    names = dict.fromkeys(name for values in leaves for name in values if not (apart and name == "infra.output_dir"))
-    rows = [(name, [_text(values[name]) if name in values else NOTHING for values in leaves]) for name in names]
+    names = dict.fromkeys(name for values in flattened for name in values if not (apart and name == "infra.output_dir"))
+    rows = [(name, [_text(values[name]) if name in values else NOTHING for values in flattened]) for name in names]
     # A field that is a mapping in one and null in another is shown by what is in the mapping.
     found = [
         (name, shown)
@@ -169,12 +185,3 @@ def _text(value: Any) -> str:
     return (
         ", ".join(f"{key} {show(item)}" for key, item in value.items()) if isinstance(value, Mapping) else show(value)
     )
-
-
-def _leaves(value: Any, path: str = "", whole: str = "") -> Iterator[tuple[str, Any]]:
-    """The values by their dotted names; the mapping `whole`, and empty ones, are not taken apart."""
-    if isinstance(value, Mapping) and (not path or (value and path != whole)):
-        for key, child in value.items():
-            yield from _leaves(child, join(path, key), whole)
-    else:
-        yield path, value

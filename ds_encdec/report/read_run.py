@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from itertools import accumulate, pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -164,8 +165,8 @@ class Run:
         return float(value) if is_number(value) and value > 0 else None
 
 
-def read_run(path: Path) -> Run:
-    """Read the run in the folder `path`.
+def read_run(path: Path, ending: Entry = MappingProxyType({})) -> Run:
+    """Read the run in the folder `path`; `ending`: what run.json will say in the end, where it does not yet.
 
     Raises ConfigError where it is no run's folder, and DataError where the run has logged no metrics. Anything else
     that is missing or cannot be read becomes a note.
@@ -181,7 +182,7 @@ def read_run(path: Path) -> Run:
         )
     notes: list[str] = []
     problems: list[Problem] = []  # of the configuration
-    status = read_json(folder.run_json, notes) or {}
+    status = {**(read_json(folder.run_json, notes) or {}), **ending}
     curves = _curves(_read_lines(folder.metrics, notes))
     if not curves:
         state = f"its state is {status['state']}" if "state" in status else "it has no run.json"

@@ -4,6 +4,7 @@ Runs that are compared have their curves in one chart, and what differed in the 
 page of a pipeline has the losses of its phases one behind the other, and each one's verdict.
 """
 
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -76,6 +77,12 @@ def write_report(
         return _write_run([read_run(one) for one in paths], folder, png=png)
     except OSError as error:
         raise ConfigError(f"--out: cannot write to {folder} ({error.strerror}); choose another folder.") from error
+
+
+def write_last_report(path: Path) -> Path:
+    """Write the report of a run that is about to be completed; returns the page."""
+    ending = {"state": "completed", "reason": "", "exit_code": 0, "updated_at": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    return _write_run([read_run(path, ending)], path / "report", png=False)[0]
 
 
 def _write_run(runs: Sequence[Run], folder: Path, *, png: bool) -> tuple[Path, list[str]]:
@@ -186,7 +193,8 @@ def _chart_of_runs(
     known = np.concatenate([curve.known for curve in curves.values()])
     caption = "last " + ", ".join(f"{labels[i]} {number(curve.known[-1])}" for i, curve in curves.items())
     shown = replace(plan, key=f"compare_{plan.key}_by_{over}", title=f"{plan.title} over {over}", unit="")
-    return draw(shown, caption, strokes, known, _ABSCISSAE[over], pictures)
+    named = {labels[i]: curve for i, curve in curves.items()}
+    return draw(shown, caption, strokes, known, _ABSCISSAE[over], pictures, hovered=named)
 
 
 def difference(curve: Curve, first: Curve) -> Curve:
@@ -265,7 +273,8 @@ def _chart_of_phases(plan: ChartPlan, ran: Sequence[tuple[Phase, Run]], pictures
         *(stroke for (phase, _), end in zip(ran, ends[1:], strict=True) for stroke in _gate(phase, end)),
     ]
     shown = replace(plan, key=f"phases_{plan.key}", title=f"{plan.heading}, all phases", unit="")
-    return draw(shown, describe({"loss": whole}), strokes, whole.known, "optimizer step, all phases", pictures)
+    over, named = "optimizer step, all phases", {"loss": whole}
+    return draw(shown, describe(named), strokes, whole.known, over, pictures, hovered=named)
 
 
 def _gate(phase: Phase, end: float) -> list[Stroke]:

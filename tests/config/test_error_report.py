@@ -189,8 +189,11 @@ def test_missing_unreadable_and_binary_files(tmp_path: Path) -> None:
             "training.learning_rate=.inf",
             "command line: training.learning_rate = Infinity\n      must be a finite number",
         ),
+        ("training.learning_rate=1e400", 'training.learning_rate = "1e400"\n      must be a finite number: no float'),
+        ("training.learning_rate=5", "training.learning_rate = 5\n      must be <= 1.0"),
         ("training.learning_rate=.nan", "command line: training.learning_rate = NaN\n"),
         ("training.learning_rate=", "command line: training.learning_rate = null\n      must be a number"),
+        ("training.max_step=4", "unknown key; did you mean `max_steps` (here `training.num_train_steps`)?"),
         (
             "training.colour=red",
             "unknown key; allowed: activation_checkpointing, activation_checkpointing_every_n,",
@@ -321,7 +324,9 @@ data: {{dataset_name: builtin, max_encoder_lenght: 5}}
     written(tmp_path, text)
     plain = report(Path("run.yaml"), "infra.sharding_stage=zero9")
     lines = marked(plain, 80).plain.splitlines()
-    assert [line for line in lines if not re.match(" [ 0-9]{7} [|] ", line)] == plain.splitlines()
+    told = [line for line in lines if not re.match(" [ 0-9]{7} [|] ", line)]
+    assert " ".join(told).split() == plain.split()
+    assert max(len(line) for line in told if line.startswith("      ")) <= 80 < max(map(len, plain.splitlines()))
     shown = list(itertools.pairwise(lines))
     found = {above[: above.index(" |")].strip(): above[below.index("^") :][: below.count("^")]
              for above, below in shown if re.fullmatch(" {9}[|] +\\^+", below)}  # fmt: skip

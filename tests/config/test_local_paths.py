@@ -46,6 +46,7 @@ QUICKSTART = str(Path(__file__).resolve().parents[2] / "ds_configs" / "quickstar
         (["infra.output_dir=here.txt/run"], "infra.output_dir", "here.txt is no folder"),
         (["infra.output_dir=~nobody-here/run"], "infra.output_dir", "there is no such user"),
         (["infra.output_dir=" + "x" * 300], "infra.output_dir", "the name is too long"),
+        (["infra.output_dir=/proc/run"], "infra.output_dir", "/proc cannot be written to"),
         (["infra.logging_dir=/proc/self/status/logs"], "infra.logging_dir", "is no folder"),
     ],
 )
@@ -68,7 +69,10 @@ def test_a_package_that_a_setting_needs(tmp_path: Path, monkeypatch: pytest.Monk
     wanted = ["--config", QUICKSTART, *wanted, f"infra.output_dir={tmp_path / 'run'}"]
     assert cli.main(["validate", *wanted]) == 0
     monkeypatch.setattr(text_metrics, "find_spec", lambda name: None)
-    monkeypatch.setattr(schema.importlib.util, "find_spec", lambda name: None)
+    find = schema.importlib.util.find_spec  # transformers looks for others by it
+    monkeypatch.setattr(
+        schema.importlib.util, "find_spec", lambda name, *of: None if name == "peft" else find(name, *of)
+    )
     for verb in ("validate", "train"):
         assert cli.main([verb, *wanted]) == 2
         shown = capsys.readouterr().err
@@ -110,6 +114,14 @@ def test_a_hostfile(tmp_path: Path, capsys: Output, text: str, message: str) -> 
     shown = capsys.readouterr().err
     assert message in shown
     assert str(path) in shown or not message
+
+
+def test_lanes_that_the_planned_ranks_do_not_divide_are_told(tmp_path: Path, capsys: Output) -> None:
+    """And accepted: the launcher decides how many ranks there are."""
+    assert cli.main(["validate", QUICKSTART, "data.num_lanes=3", f"infra.output_dir={tmp_path}"]) == 0
+    assert capsys.readouterr().out.startswith(
+        "warning: infra.num_gpus=2, and data.num_lanes=3 cannot be divided evenly"
+    )
 
 
 def test_a_hostfile_that_is_not_there(tmp_path: Path, capsys: Output) -> None:

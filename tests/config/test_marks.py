@@ -26,7 +26,7 @@ TUNABLE += "wsd_decay_fraction max_consecutive_skipped_steps early_stopping_pati
 TUNABLE += "metric_for_best_model greater_is_better "
 TUNABLE += "residual_dropout attention_dropout label_smoothing z_loss"
 SOURCE = "dataset_name dataset_config dataset_split dataset_revision data_files text_column mixture "
-SOURCE += "eval_files eval_dataset_name eval_dataset_config eval_split test_files test_split"
+SOURCE += "mixture_weights_count eval_files eval_dataset_name eval_dataset_config eval_split test_files test_split"
 
 
 def test_the_fields_that_order_the_data_are_those_of_the_fingerprints_there_are() -> None:

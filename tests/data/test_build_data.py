@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -129,19 +130,21 @@ def test_other_settings_have_other_evaluation_examples(path: str, tmp_path: Path
     assert len(list((tmp_path / "evaluation").iterdir())) == 2
 
 
-def test_evaluation_follows_the_weights_of_a_mixture(tmp_path: Path) -> None:
-    """Documents of 40 characters are one example each: 30 and 10 of 40 examples, one more or less."""
+@pytest.mark.parametrize(("unit", "expected"), [("documents", 30), ("tokens", 34)])
+def test_evaluation_follows_the_weights_of_a_mixture(tmp_path: Path, unit: str, expected: int) -> None:
+    """Documents of 40 and 80 characters are one example each: 30 and 10 of 40 examples, or 34 and 6."""
     mixture = [
         {
             "weight": weight,
             "dataset_name": "json",
-            "data_files": write_json_lines(tmp_path / f"{name}.jsonl", ["x" * 40] * 400),
+            "data_files": write_json_lines(tmp_path / f"{name}.jsonl", ["x" * length] * 400),
         }
-        for name, weight in (("a", 3), ("b", 1))
+        for name, weight, length in (("a", 3, 40), ("b", 1, 80))
     ]
-    config = make_config(mixture=mixture, eval_fraction=0.5, training={"eval_samples": 40})
+    settings: dict[str, Any] = {"eval_fraction": 0.5, "training": {"eval_samples": 40}}
+    config = make_config(mixture=mixture, mixture_weights_count=unit, **settings)
     keys = [key for batch in make_data(config).eval_batches() for key in batch.documents]
-    assert sum(key.startswith("a") for key in keys) == pytest.approx(30, abs=1)
+    assert sum(key.startswith("a") for key in keys) == pytest.approx(expected, abs=1)
     assert len(keys) == 40
 
 
@@ -198,7 +201,7 @@ def test_nothing_to_evaluate_on(tmp_path: Path) -> None:
 def test_inspection_shows_what_a_run_sees(path: str) -> None:
     tokenizer, vocabulary = byte_tokenizer()
     data = make_data(make_config(dataset_name="json", data_files=path))
-    report = json.loads(inspect_data(data.pipeline, tokenizer, num_examples=25, as_json=True))
+    report = json.loads(inspect_data(data.pipeline, tokenizer, (1, 1, 1, 1, 4), num_examples=25, as_json=True))
     steps = [next(data.loader) for _ in range(2)]
     run = [
         (key, batch.labels[batch.decoder_cu_seqlens[i] : batch.decoder_cu_seqlens[i + 1]].tolist())
@@ -216,7 +219,9 @@ def test_inspection_shows_what_a_run_sees(path: str) -> None:
     assert sum(statistics["denoisers"].values()) == statistics["examples"] >= 25
     assert 0.5 < statistics["encoder_fill"] <= 1
 
-    text = inspect_data(data.pipeline, tokenizer, num_examples=3, as_json=False)
-    assert text.count("── example") == 3
-    assert f"decoder ids: {report['examples'][0]['decoder_ids']}" in text
-    assert "denoisers: R1" in text
+    ids = f"decoder ids: {report['examples'][0]['decoder_ids']}"
+    for with_ids in (False, True):
+        text = inspect_data(data.pipeline, tokenizer, (1, 1, 1, 1, 4), num_examples=3, as_json=False, with_ids=with_ids)
+        assert text.count("── example") == 3
+        assert (ids in text) == with_ids
+    assert [re.split(" {2,}", line)[-1] for line in text.splitlines()[-5:]] == ["12.5%"] * 4 + ["50.0%"]

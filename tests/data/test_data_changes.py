@@ -76,6 +76,13 @@ def test_weights_are_no_part_of_a_place(change: Change) -> None:
         assert documents_behind(data, records[0], number) == change.next[number]
 
 
+def test_weights_may_count_in_another_unit_from_now_on(change: Change) -> None:
+    data, records, words = change.after(mixture_weights_count="tokens")
+    assert words.count("goes on where it was") == 3
+    assert records == change.records
+    assert {number for record in data.loader.state() for number in record["reader"]["tokens_over_weight"]} == {*"012"}
+
+
 @pytest.mark.parametrize("place", [0, 3])
 def test_an_added_source_leaves_the_others_where_they_are(change: Change, place: int) -> None:
     added = {"weight": 1, "dataset_name": "json", "data_files": str(change.folder / "d.jsonl")}

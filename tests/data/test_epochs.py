@@ -40,18 +40,27 @@ def test_after_the_steps_every_row_was_seen_so_often_and_one_step_before_not(tmp
     assert steps_of_epochs(data.pipeline, passes - 0.5) == pytest.approx(steps * (1 - 0.5 / passes), abs=2)
 
 
-def test_documents_of_two_sources_may_have_the_same_keys(tmp_path: Path) -> None:
+def short_and_long(folder: Path) -> list[dict[str, Any]]:
+    """A mixture of documents of some 30 and some 300 characters."""
     mixture = []
     for number, length in enumerate([30, 300]):
-        (tmp_path / str(number)).mkdir()
-        file = write_json_lines(tmp_path / f"{number}/a.jsonl", texts(60, length))
+        (folder / str(number)).mkdir()
+        file = write_json_lines(folder / f"{number}/a.jsonl", texts(60, length))
         mixture.append({"weight": 1, "dataset_name": "json", "data_files": file})
-    pipeline = make_data(make_config(mixture=mixture), num_lanes=1).pipeline
+    return mixture
+
+
+def test_documents_of_two_sources_may_have_the_same_keys(tmp_path: Path) -> None:
+    pipeline = make_data(make_config(mixture=short_and_long(tmp_path)), num_lanes=1).pipeline
     assert steps_of_epochs(pipeline, 1) == epochs._batches(Lane(pipeline, 0), 1)
 
 
-def test_a_large_data_set_is_estimated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = make_data(json_config(tmp_path))
+@pytest.mark.parametrize("unit", [None, "documents", "tokens"])
+def test_a_large_data_set_is_estimated(unit: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if unit is None:
+        data = make_data(json_config(tmp_path))
+    else:
+        data = make_data(make_config(mixture=short_and_long(tmp_path), mixture_weights_count=unit))
     exact = steps_of_epochs(data.pipeline, 4)
     monkeypatch.setattr(epochs, "COUNTED_DOCUMENTS", 10)
     assert steps_of_epochs(data.pipeline, 4) == pytest.approx(exact, rel=0.15)

@@ -26,13 +26,14 @@ def plain(examples: list[Example]) -> list[Any]:
     return [(e.document, e.denoiser, e.encoder_ids.tolist(), e.decoder_ids.tolist()) for e in examples]
 
 
-@pytest.fixture(params=["json", "parquet", "mixture"])
+@pytest.fixture(params=["json", "parquet", "documents", "tokens"])
 def config(request: pytest.FixtureRequest, tmp_path: Path) -> FullConfig:
     lines = write_json_lines(tmp_path / "a.jsonl", texts(150, median_characters=250))
     rows = write_parquet(tmp_path / "a.parquet", texts(150, median_characters=250, seed=1), row_group_size=20)
     sources = [{"dataset_name": "json", "data_files": lines}, {"dataset_name": "parquet", "data_files": rows}]
-    if request.param == "mixture":
-        return make_config(mixture=[{"weight": 2, **sources[0]}, {"weight": 1, **sources[1]}])
+    if request.param in ("documents", "tokens"):
+        mixture = [{"weight": 2, **sources[0]}, {"weight": 1, **sources[1]}]
+        return make_config(mixture=mixture, mixture_weights_count=request.param)
     return make_config(**sources[request.param == "parquet"])
 
 

@@ -155,3 +155,31 @@ def test_a_mixture_draws_by_weight_and_resumes(tmp_path: Path, map_source: JsonL
     assert [next(resumed) for _ in range(100)] == [next(reader) for _ in range(100)]
     other_lane = MixtureReader(sources, share(1, 2), None)
     assert [next(other_lane).reference[0] for _ in range(100)] != [located.reference[0] for located in drawn[:100]]
+
+
+def test_weights_that_count_tokens(tmp_path: Path, map_source: JsonLines) -> None:
+    """Documents of 20 tokens with weight 3, and of 500 with weight 1: 75 documents on one."""
+    other = JsonLines([write_json_lines(tmp_path / "b.jsonl", texts(COUNT))], "text")
+    tokens, length = [0, 0, 0], [20, 500, 20]
+    sources = [OpenSource(map_source, 3.0, 0.0, 0, 0.0, True), OpenSource(other, 1.0, 0.0, 1, 0.0, True)]
+    readers = [MixtureReader(sources, share(lane, 8), None) for lane in range(8)]
+
+    def draw(reader: MixtureReader) -> int:
+        number = next(reader).reference[0]
+        reader.took(number, length[number])
+        tokens[number] += length[number]
+        return number
+
+    drawn = [[draw(reader) for _ in range(2000)] for reader in readers]
+    assert tokens[0] / sum(tokens) == pytest.approx(0.75, abs=0.02)
+    assert len({one.index(1) for one in drawn}) > 4  # not all at once
+
+    position = json.loads(json.dumps(readers[0].position))
+    resumed = MixtureReader(sources, share(0, 8), position)
+    assert [draw(resumed) for _ in range(300)] == [draw(readers[0]) for _ in range(300)]
+    # A source that is added has its share from then on, and nothing to catch up with.
+    tokens[:] = [0, 0, 0]
+    more = MixtureReader([*sources, OpenSource(other, 4.0, 0.0, 2, 0.0, True)], share(0, 8), position)
+    for _ in range(4000):
+        draw(more)
+    assert tokens[2] / sum(tokens) == pytest.approx(0.5, abs=0.03)

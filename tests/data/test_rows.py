@@ -58,7 +58,7 @@ def test_a_denoiser_is_a_row(numbered: None, monkeypatch: pytest.MonkeyPatch) ->
     tokenizer, vocabulary = byte_tokenizer()
 
     data = make_data(config, num_lanes=2)
-    report = json.loads(inspect_data(data.pipeline, tokenizer, num_examples=60, as_json=True))
+    report = json.loads(inspect_data(data.pipeline, tokenizer, weights, num_examples=60, as_json=True))
     counts = report["statistics"]["denoisers"]
     assert list(counts) == [*names, "R3"]
     assert counts["R3"] > report["statistics"]["examples"] / 4  # 9 of 17 chunks

@@ -108,6 +108,7 @@ def test_json_lines_are_read_by_number(tmp_path: Path) -> None:
         ('{"title": "x", "id": 1}\n', r"data.text_column=text: a.jsonl, line 1 has no such column; it has title, id"),
         ('[{"text": "x"}]\n{}\n', r"a.jsonl, line 1: expected one JSON object a line, found list"),
         ('{"text": \n', r"a.jsonl, line 1: not a JSON line"),
+        ('{"text": "cut\n', r"a.jsonl, line 1: not a JSON line \(Unterminated string starting at character 10\)"),
         ('{"text": 5}\n', r"a.jsonl, line 1: expected text, found int 5"),
     ],
 )

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,36 @@ def in_float32(folder: Path, **changes: Any) -> list[str]:
     return overrides(folder, training__bf16="false", **changes)
 
 
+# Every moment is a collective, so one rank that is told less often than another hangs the run.
+CALLBACK = """
+from torch import distributed
+from ds_encdec import Callback
+class Counts(Callback):
+    def __init__(self, config):
+        self.path, self.told = config.infra.output_dir + "/told.txt", []
+    def _meet(self, moment, state):
+        steps = [None] * distributed.get_world_size()
+        distributed.all_gather_object(steps, [moment, state.global_step])
+        assert steps == steps[:1] * 2
+        self.told.append(f"{moment} {state.global_step}")
+        if distributed.get_rank() == 0:
+            open(self.path, "w").write(", ".join(self.told))
+    def after_step(self, state, result):
+        self._meet("step", state)
+    def after_evaluation(self, state, metrics):
+        self._meet("evaluation", state)
+    def after_save(self, state, checkpoint):
+        self._meet("save", state)
+"""
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of an uninterrupted run of two ranks under `deepspeed`, started from another directory."""
     cwd = tmp_path_factory.mktemp("elsewhere")
-    result = run([*launcher("deepspeed"), "--config", QUICKSTART, *in_float32(cwd / "run")], cwd)
+    (cwd / "counts.py").write_text(CALLBACK)
+    settings = in_float32(cwd / "run", training__callbacks="[counts:Counts]")
+    result = run([*launcher("deepspeed"), "--config", QUICKSTART, *settings], cwd)
     assert result.returncode == 0, result.stdout
     return cwd / "run"
 
@@ -36,6 +62,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_leaves_what_the_readme_promises(finished: Path) -> None:
     status = json.loads((finished / "run.json").read_text())
     assert (status["state"], status["exit_code"], status["world_size"]) == ("completed", 0, 2)
+    told = (finished / "told.txt").read_text().split(", ")
+    saves = [one for one in told if one.startswith("save")]
+    assert saves == ["save 3", "save 6"]  # of the first, while training goes on
+    assert [one for one in told if one not in saves] == [
+        *("step 1", "step 2", "step 3", "evaluation 3"),
+        *("step 4", "step 5", "step 6", "evaluation 6"),
+    ]
     lines = metrics(finished)
     assert [line["step"] for line in lines if "train/loss" in line] == [2, 4, 6]
     assert [line["step"] for line in lines if "eval/loss" in line] == [3, 6]
@@ -106,11 +139,19 @@ def test_a_second_run_is_refused_and_a_signal_saves(finished: Path, tmp_path: Pa
     assert "--resume auto" in result.stdout
 
     settings = overrides(tmp_path / "run", training__num_train_steps=5000, training__save_steps=5000)
-    process = subprocess.Popen([*command, *settings], cwd=tmp_path, env=environment())
-    deadline = time.monotonic() + 600
-    while not (tmp_path / "run" / "metrics.jsonl").exists() or not metrics(tmp_path / "run"):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    said = tmp_path / "said"
+    with said.open("w") as file:
+        process = subprocess.Popen([*command, *settings], cwd=tmp_path, env=environment(), stderr=file)
+
+    def wait_for(happened: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 600
+        while not happened():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    wait_for(lambda: (tmp_path / "run" / "metrics.jsonl").exists() and metrics(tmp_path / "run"))
+    process.send_signal(signal.SIGUSR2)  # it shows what it does, and goes on
+    wait_for(lambda: "trainer.py" in said.read_text())
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=300) == 75
     status = json.loads((tmp_path / "run" / "run.json").read_text())

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from tiny_run import QUICKSTART
 
-from ds_encdec.launch.preemption import outlive_readers
+from ds_encdec.terminal import outlive_readers
 
 PRINTS_ON = """
 import logging, sys
 from rich.console import Console
-from ds_encdec.launch.preemption import outlive_readers
+from ds_encdec.terminal import outlive_readers
 outlive_readers()
 logging.basicConfig(format="%(message)s")
 sys.stdin.readline()  # by now the readers are gone

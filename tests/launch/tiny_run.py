@@ -82,8 +82,9 @@ def run(command: list[str], cwd: Path, timeout: float = 240.0) -> subprocess.Com
 
 
 def metrics(output_dir: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl."""
-    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    """The lines of metrics.jsonl, but for that of the last save."""
+    lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line.keys() & {"train/loss", "eval/loss"}]
 
 
 def losses(output_dir: Path) -> list[tuple[int, str, float]]:

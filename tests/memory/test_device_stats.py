@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from ds_encdec.memory.device_stats import _control_groups, clear_memory, get_memory_stats
+from ds_encdec.memory.device_stats import _control_groups, clear_memory, get_memory_stats, log_memory_stats
 from ds_encdec.types import ConfigError
 
 BALLAST_FLOATS = 2**25
@@ -28,6 +29,20 @@ def test_the_process_holds_what_it_has_taken() -> None:
     # The kernel brings its peak up to date a little later.
     assert after["max_allocated_gb"] >= 0.9 * held["allocated_gb"]
     assert 0 < held["free_gb"] < held["total_gb"] <= psutil.virtual_memory().total / 1e9
+
+
+def test_memory_is_logged_behind_a_prefix(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        log_memory_stats("after the first step", "cpu")
+    words, *figures = caplog.messages[0].replace(": ", ", ").split(", ")
+    assert words == "after the first step"
+    assert [figure.rsplit(" ", 2)[0] for figure in figures] == [
+        "allocated",
+        "reserved",
+        "max allocated",
+        "free",
+        "total",
+    ]
 
 
 @pytest.mark.parametrize("device", ["meta", "cuda"])

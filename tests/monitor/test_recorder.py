@@ -129,12 +129,15 @@ def test_throughput_after_a_resume_counts_only_what_this_process_did(tmp_path: P
     assert round(flops / 1e9) == 6
 
 
-def test_time_in_checkpoints_comes_with_the_next_line_only(tmp_path: Path) -> None:
+def test_time_in_checkpoints_comes_with_the_next_line_only_or_at_the_end(tmp_path: Path) -> None:
     recorder = make_recorder(tmp_path / "metrics.jsonl", 0)
     recorder.log_save(blocked_seconds=1.5, seconds=4.0)
     run(recorder, 0, 8)
+    recorder.log_save(blocked_seconds=2.0, seconds=5.0)
+    recorder.close(0)
     found = lines(tmp_path / "metrics.jsonl")
-    assert [(line.get("ckpt/blocked_s"), line.get("ckpt/total_s")) for line in found] == [(1.5, 4.0), (None, None)]
+    times = [(line["step"], line.get("ckpt/blocked_s"), line.get("ckpt/total_s")) for line in found]
+    assert times == [(4, 1.5, 4.0), (8, None, None), (8, 2.0, 5.0)]
 
 
 def step(recorder: Recorder, state: TrainingState, loss: float, norm: float = 0.5) -> TrainingState:

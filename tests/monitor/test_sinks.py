@@ -23,8 +23,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from ds_encdec.config.schema import FullConfig, InfraConfig, load_config
+from ds_encdec.config.schema import FullConfig, load_config
 from ds_encdec.monitor import sinks
 from ds_encdec.monitor.sinks import (
     ConsoleSink,
@@ -35,6 +37,7 @@ from ds_encdec.monitor.sinks import (
     WandbSink,
     open_sinks,
 )
+from ds_encdec.report.write import write_last_report
 
 METRICS = {
     "train/loss": 3.25,
@@ -139,7 +142,7 @@ class TestTensorBoard:
         return [(event.step, event.value) for event in events.Scalars(name)]
 
     def test_event_files_hold_what_was_logged(self, tmp_path: Path) -> None:
-        sink = TensorBoardSink(tmp_path)
+        sink = TensorBoardSink(tmp_path, FullConfig())
         for step in (10, 20, 30):
             sink.log(step, {"train/loss": 60.0 / step, "eval/loss_X1": float(step)})
         sink.close()
@@ -148,14 +151,14 @@ class TestTensorBoard:
 
     def test_resume_hides_the_steps_that_are_run_again(self, tmp_path: Path) -> None:
         for start_step, value in ((0, 1.0), (20, 2.0)):
-            sink = TensorBoardSink(tmp_path, start_step=start_step)
+            sink = TensorBoardSink(tmp_path, FullConfig(), start_step=start_step)
             for step in range(start_step + 10, 50, 10):
                 sink.log(step, {"train/loss": value})
             sink.close()
         assert self.scalars(tmp_path, "train/loss") == [(10, 1.0), (20, 1.0), (30, 2.0), (40, 2.0)]
 
     def test_a_rollback_hides_the_steps_that_are_taken_back(self, tmp_path: Path) -> None:
-        sink = TensorBoardSink(tmp_path)
+        sink = TensorBoardSink(tmp_path, FullConfig())
         for step in (10, 20, 30):
             sink.log(step, {"train/loss": 1.0})
         sink.go_back(10, rollback=1)
@@ -214,9 +217,9 @@ class TestWandb:
     def test_without_login_offline_with_one_warning_and_the_same_run_after_a_resume(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        infra = InfraConfig(wandb_project="tests", wandb_run_name="a run")
+        config = load_config(None, ["wandb_project=tests", "wandb_run_name=a run", "training.seed=7"])
         for first_step in (10, 30):
-            sink = WandbSink(tmp_path / "logs", infra, {"training": {"seed": 7}})
+            sink = WandbSink(tmp_path / "logs", config)
             sink.log(first_step, {"train/loss": 60.0 / first_step})
             sink.log(first_step + 10, {"train/loss": 1.5, "eval/loss": math.inf})
             sink.close()
@@ -234,7 +237,7 @@ class TestWandb:
         assert [row["step"] for row in wandb_history(files[1])] == [30, 40]
         (run,) = [record.run for record in wandb_records(files[0]) if record.HasField("run")]  # type: ignore[attr-defined]
         assert (run.project, run.display_name) == ("tests", "a run")
-        assert {item.key: item.value_json for item in run.config.update}["training"] == '{"seed":7}'
+        assert json.loads({item.key: item.value_json for item in run.config.update}["training"])["seed"] == 7
 
     def test_unreachable_server_goes_offline(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -247,7 +250,7 @@ class TestWandb:
         monkeypatch.setattr(sinks, "WANDB_INIT_TIMEOUT_S", 2.0)
         (tmp_path / "own").mkdir()
         assert load_config(None, ["wandb_project=set"]).infra.wandb_project == "set"
-        sink = WandbSink(tmp_path / "logs", load_config(None).infra, {})
+        sink = WandbSink(tmp_path / "logs", load_config(None))
         sink.log(1, {"train/loss": 2.0})
         sink.close()
         assert "no connection" in caplog.text
@@ -297,7 +300,7 @@ class TestGuard:
 
     def test_sink_that_cannot_open_is_dropped(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         (tmp_path / "file").write_text("in the way")
-        sink = GuardedSink("tensorboard", lambda: TensorBoardSink(tmp_path / "file"))
+        sink = GuardedSink("tensorboard", lambda: TensorBoardSink(tmp_path / "file", FullConfig()))
         sink.log(1, METRICS)
         sink.close()
         assert caplog.text.count("tensorboard has failed") == 1
@@ -406,17 +409,33 @@ class TestOpenSinks:
             {"training": {"report_to": ("tensorboard", "wandb"), "eval_generate_samples": 2, "seed": 7}}
         )
         samples = [Sample("a | b\n<c>", "yes", "no"), Sample("", "x", "")]
-        for sink in open_sinks(config, tmp_path, rank=0):
+        for sink in open_sinks(config, tmp_path, write_last_report, rank=0):
             sink.log(10, METRICS)
             sink.show(10, samples)
             sink.close(0)
         assert lines_of(tmp_path / "metrics.jsonl") == [{"step": 10, **METRICS}]
         assert lines_of(tmp_path / "samples.jsonl") == [{"step": 10, **sample._asdict()} for sample in samples]
         events = EventAccumulator(str(tmp_path / "logs/tensorboard")).Reload()
-        (text,) = events.Tensors("eval/samples/text_summary")
-        assert b"\n| a &#124; b<br>&lt;c&gt; | yes | no |\n" in text.tensor_proto.string_val[0]
+
+        def text(tag: str) -> bytes:
+            (event,) = events.Tensors(tag)
+            return bytes(event.tensor_proto.string_val[0])
+
+        assert b"\n| a &#124; b<br>&lt;c&gt; | yes | no |\n" in text("eval/samples/text_summary")
+        assert b"\n      seed: 7\n" in text("configuration/text_summary")
+        layout = layout_pb2.Layout.FromString(text("custom_scalars__config__"))
+        shown = [chart.multiline.tag for category in layout.category for chart in category.chart]
+        assert ["train/loss_"] in shown
+        parts = events.PluginTagToContent("hparams")
+        session = HParamsPluginData.FromString(parts["_hparams_/session_start_info"]).session_start_info.hparams
+        assert (session["training.seed"].number_value, session["training.learning_rate"].number_value) == (7, 2e-4)
+        assert "_hparams_/session_end_info" in parts
         (file,) = tmp_path.glob("logs/wandb/offline-run-*/*.wandb")
         assert wandb_history(file)[1]["eval/samples/nrows"] == 2
+        (artifact,) = [record.artifact for record in wandb_records(file) if record.artifact.type == "report"]  # type: ignore[attr-defined]
+        (page,) = artifact.manifest.contents
+        assert page.path == "report.html"
+        assert "✓ Completed at step 10" in Path(page.local_path).read_text()
         assert "loss 3.2500" in capsys.readouterr().out
 
     def test_no_tracker_means_no_logging_folder(self, tmp_path: Path) -> None:

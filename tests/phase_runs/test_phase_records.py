@@ -67,7 +67,10 @@ def test_a_changed_gate_is_applied_without_training(tmp_path: Path, capsys: pyte
     config, planned = setup(tmp_path, "phases.sanity_check.max_loss_after_warmup=0.1")
     with pytest.raises(GateError, match=r"loss after warm-up 8\.0600, at most 0\.1000 allowed"):
         run_phases(config, [planned], launcher="false")
-    assert "✗ loss_after_warmup" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "✗ loss_after_warmup" in said
+    assert "\n  40 steps, 1,000 tokens; loss 8.3000 at the first step of all phases, 7.1300 in the mean" in said
+    assert ", 5.0000 held out; gradient norm 1.000 in their mean; 0 alert(s)\n" in said
     result = records_of(planned).read_result()
     assert (result["passed"], result["phase_config"]["max_loss_after_warmup"]) == (False, 0.1)
     assert {check["name"]: check["passed"] for check in result["checks"]}["loss_decrease"]
@@ -196,17 +199,23 @@ def test_a_completed_phase_without_its_checkpoint(tmp_path: Path) -> None:
 
 def test_a_run_that_did_not_start_is_told(tmp_path: Path) -> None:
     config, planned = setup(tmp_path)
-    with pytest.raises(DsEncDecError, match=r"the run did not start \(the launcher's exit code is 1\)") as caught:
-        run_phases(config, [planned], launcher="false")
-    assert caught.value.exit_code == 1
+    told = rf"the run did not start \(the launcher's exit code is 2\)\. {planned.folder}/run\.log ends with:\n.*nowhere"
+    with pytest.raises(DsEncDecError, match=told) as caught:
+        run_phases(config, [planned], launcher=f"{sys.executable} /nowhere.py")
+    assert caught.value.exit_code == 2
     assert records_of(planned).phase_yaml.exists()
 
 
-def test_the_code_of_the_run_is_the_pipelines(tmp_path: Path) -> None:
-    """Launchers make 1 of every code; run.json has the run's own."""
+def test_the_code_of_the_run_is_the_pipelines(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Launchers make 1 of every code; run.json has the run's own. Its steps are told, its own lines are in its log."""
     config, planned = setup(tmp_path)
     code = (
         "from ds_encdec.launch.run_folder import RunFolder;"
+        "from ds_encdec.monitor.sinks import JsonlSink;"
+        "print('its own line');"
+        f"log = JsonlSink(RunFolder({str(planned.folder)!r}).metrics).log;"
+        "[log(step, {'train/loss': 8 - step / 10, 'train/tokens_seen': 1000 * step}) for step in range(1, 5)];"
+        "log(4, {'eval/loss': float('nan')});"
         f"RunFolder({str(planned.folder)!r}).write_status('failed', reason='diverged', exit_code=7);"
         "raise SystemExit(1)"
     )
@@ -216,6 +225,9 @@ def test_the_code_of_the_run_is_the_pipelines(tmp_path: Path) -> None:
     with pytest.raises(DsEncDecError, match="phase sanity_check: diverged") as caught:
         run_phases(config, [planned], launcher=str(program))
     assert caught.value.exit_code == 7
+    said = capfd.readouterr().out.partition("run.log)\nstep ")[2].strip().split("\nstep ")
+    assert said == ["1/40 | 1,000 tokens | loss 7.9000", "4/40 | 4,000 tokens | loss 7.6000", "4/40 | eval loss nan"]
+    assert records_of(planned).log.read_text() == "its own line\n"
 
 
 def test_an_older_status_does_not_speak_for_this_start(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from one_page import Page
 from PIL import Image
 from run_folders import (
+    TIME,
     alert,
     write_checkpoint,
     write_config,
@@ -22,7 +24,7 @@ from run_folders import (
 )
 
 from ds_encdec import cli
-from ds_encdec.report.charts import COLOURS, PLANS, alert_marks, charts_of
+from ds_encdec.report.charts import COLOURS, MAX_HOVERED, PLANS, alert_marks, charts_of
 from ds_encdec.report.page import flat, number
 from ds_encdec.report.read_run import read_run
 from ds_encdec.report.write import write_report
@@ -255,6 +257,13 @@ def test_what_a_resume_tells_again_counts_once(tmp_path: Path) -> None:
     assert list(read_run(run).events) == [start, before[0], resumed, *again]
 
 
+def test_the_time_of_steps_before_a_start_from_another_run_is_not_its_own(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", only=())
+    write_lines(run / "metrics.jsonl", [{"step": step, "perf/step_time_s": 0.5} for step in (210, 220)])
+    write_lines(run / "ledger.jsonl", [{"time": TIME, "kind": "start", "step": 200, "resumed_from": "else/step-200"}])
+    assert Page(write_report(run)[0]).facts["time in training steps"] == "10 s"
+
+
 def test_untrusted_text_is_escaped(tmp_path: Path) -> None:
     attack = "<script>alert('$x')</script>&\"--></style>"
     run = write_run(tmp_path / "$run<b>", only=("train/loss",), data__dataset_name=attack)
@@ -290,13 +299,14 @@ def test_what_it_generates_stands_beside_what_it_should(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     assert "What it generates" not in Page(write_report(run)[0]).text
     rows = [{"input": f"in <b>{step}</b>", "reference": "5", "prediction": "x " * step} for step in (10, 2000)]
+    rows[1]["reference"] = "5" + "\n" * 200 + "end"
     write_lines(run / "samples.jsonl", [{"step": 10, **rows[0]}, {"step": 20, **rows[0]}, {"step": 20, **rows[1]}])
     page = Page(write_report(run)[0])
     header, *shown = page.tables["What it generates"]
     assert header == ["input", "reference", "prediction"]
-    assert [row[:2] for row in shown] == [["in <b>10</b>", "5"], ["in <b>2000</b>", "5"]]
+    assert [row[:2] for row in shown] == [["in <b>10</b>", "5"], ["in <b>2000</b>", "5\n[200 line breaks]\nend"]]
     assert "at step 20;" in page.text
-    assert (len(shown[1][2]), shown[1][2][-1]) == (1500, "…")
+    assert (len(shown[1][2]), shown[1][2][-1]) == (1501, "…")
 
 
 def test_charts_without_values_are_left_out_and_named(tmp_path: Path) -> None:
@@ -408,6 +418,19 @@ def test_a_limit_far_from_the_data_is_a_note_and_does_not_flatten_the_curve(
     words = f"alert above {threshold:g}"
     assert (f">{words}</text>" in chart.svg) == drawn
     assert chart.caption.endswith(f"; {words}") != drawn
+
+
+def test_a_pointer_over_a_chart_is_told_steps_and_values(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=2000, only=("train/loss_R1",))
+    lines = {line["step"]: line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())}
+    (chart,), _ = charts_of(read_run(run))
+    strips = re.findall(r'<rect x="([\d.]+)"[^>]* width="([\d.]+)"[^>]*><title>([^<]*)</title>', chart.svg)
+    assert 30 < len(strips) <= MAX_HOVERED
+    for (x, width, _), (following, _, _) in pairwise(strips):
+        assert float(x) + float(width) == pytest.approx(float(following), abs=0.15)
+    over, value = strips[7][2].split("\n")
+    step = int(over.removeprefix("optimizer step ").replace(",", ""))
+    assert value == f"R1 {number(lines[step]['train/loss_R1'])}"
 
 
 def test_checkpoints_are_at_the_steps_of_their_saves(tmp_path: Path) -> None:
