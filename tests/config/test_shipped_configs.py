@@ -45,6 +45,7 @@ def test_init_lists_what_is_shipped_and_writes_one_to_edit(
 
     assert cli.main(["init", "quickstart", "--out", "mine.yaml"]) == 0
     assert "--module ds_encdec.train --config mine.yaml" in (tmp_path / "mine.yaml").read_text()
+    assert "$schema" not in (tmp_path / "mine.yaml").read_text()  # it would name a file that is not there
     assert load_config("mine.yaml") == load_config(SHIPPED / "quickstart.yaml")
     assert cli.main(["init", "quickstart", "--out", "mine.yaml"]) == 2
     assert cli.main(["init", "quikstart"]) == 2
