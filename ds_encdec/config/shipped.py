@@ -17,6 +17,8 @@ from ds_encdec.types import ConfigError
 _PACKAGE = Path(__file__).resolve().parents[1]
 _FOLDERS = ("ds_configs", "hostfiles")
 _ENDINGS = ("", ".yaml", ".json")
+_MODELINE = re.compile("# yaml-language-server: .*\n")
+"""Names the schema beside the repository's files for editors; elsewhere there is none."""
 INIT: Arguments = {
     "name": value("of a configuration, DeepSpeed JSON or host file (default: list them)", nargs="?"),
     "--out": value("file to write; must not exist (default: its own name, in this folder)", Path, metavar="FILE"),
@@ -72,9 +74,8 @@ def write_shipped(name: str, out: Path | None) -> Path:
     if source is None:
         raise ConfigError(f"there is no shipped file {name}{similar_shipped(wanted)}: `ds-encdec init` lists them")
     out = out or Path(source.name)
-    text = source.read_text().replace(f"{source.parent.name}/{source.name}", str(out))
+    text = _MODELINE.sub("", source.read_text()).replace(f"{source.parent.name}/{source.name}", str(out))
     text = text.replace(" ds_encdec/train.py", " --module ds_encdec.train")  # which is there without a clone, too
-    text = re.sub("^# yaml-language-server: .*\n", "", text)  # the schema is not beside it
     try:
         with out.open("x") as file:
             file.write(text)
@@ -93,6 +94,6 @@ def _purpose(file: Path) -> str:
     """The first sentence of a file's comment, up to a colon."""
     if file.suffix == ".json":
         return "a DeepSpeed JSON, for --deepspeed_config"
-    lines = [line for line in file.read_text().splitlines() if "yaml-language-server" not in line]
+    lines = _MODELINE.sub("", file.read_text()).splitlines()
     comment = " ".join(line.removeprefix("#").strip() for line in lines[:4])
     return re.split(r"[.:](?:\s|$)", comment)[0]

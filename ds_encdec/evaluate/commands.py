@@ -15,7 +15,7 @@ from ds_encdec.arguments import COUNT, JSON, Arguments, flag, value
 from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.evaluate.folders import default_out, is_ours, require_ours, run_config
 from ds_encdec.launch.world import discover
-from ds_encdec.text_metrics import TEXT_METRICS, text_metrics
+from ds_encdec.text_metrics import TEXT_METRICS, not_installed, text_metrics
 from ds_encdec.types import ConfigError
 
 
@@ -44,7 +44,9 @@ EVALUATE: Arguments = {
     "--split": value("(default test)", choices=("train", "validation", "test"), default="test"),
     "--max-samples": value("the first N examples (default all)", COUNT, metavar="N"),
     "--metrics": value(
-        f"(default: all that need no model) some of {','.join(TEXT_METRICS)}, or installed ones", nargs="+", metavar="M"
+        f"(default: all that need no model) some of {','.join(TEXT_METRICS)}, or plugged in",
+        nargs="+",
+        metavar="M",
     ),
     "--bertscore-model": value("folder of the model that BERTScore compares with", Path, metavar="DIR"),
     "--bertscore-layer": value("its layer (default: the one known to be best, else the last)", COUNT, metavar="N"),
@@ -77,11 +79,12 @@ def run_evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     settings = _chosen(options)
     if options.metrics and not settings.max_new_tokens:
         raise ConfigError("--metrics compares generated texts, and --max-new-tokens 0 generates none: give one of them")
-    names = list(dict.fromkeys(name for names in options.metrics or () for name in names.split(",") if name)) or [
-        name
-        for name, row in text_metrics().items()
-        if settings.max_new_tokens and (options.bertscore_model or not row.needs_model)
-    ]
+    names = list(dict.fromkeys(name for names in options.metrics or () for name in names.split(",") if name))
+    if not names and settings.max_new_tokens:
+        names = [name for name, row in text_metrics().items() if options.bertscore_model or not row.needs_model]
+        for problem in not_installed(names):
+            print(f"left out: {problem}", file=sys.stderr)
+        names = [name for name in names if not list(not_installed([name]))]
     from ds_encdec.config.schema import find_shipped, load_config
     from ds_encdec.evaluate.metrics import BertScoreModel, check_metrics
 
