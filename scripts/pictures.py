@@ -4,6 +4,7 @@ python scripts/pictures.py output/quickstart_sft     (needs a Chromium, and Pill
 """
 
 import io
+import os
 import shutil
 import subprocess
 import sys
@@ -40,6 +41,7 @@ def picture_report(run: Path) -> None:
 
 
 def picture_estimate() -> None:
+    os.environ["COLUMNS"] = str(COLUMNS)
     shown = Terminal()
     with redirect_stdout(shown):
         estimate_memory([])

@@ -123,8 +123,9 @@ def test_no_figure_is_cut_on_a_terminal(width: int, is_whole: bool) -> None:
 
 def test_what_is_recommended_can_be_pasted() -> None:
     text = ask()
-    recommended = next(line for line in text.splitlines() if line.startswith("Recommended with FSDP2"))
-    arguments = recommended.partition(": ")[2].split()
+    lines = text.splitlines()
+    line = lines[lines.index("Recommended with FSDP2:") + 1]
+    arguments = line.split()
     answer = ask_json()["engines"]["fsdp"]["recommendation"]
     assert arguments == as_overrides(answer["overrides"]).split()
     pasted = ask_json(*arguments)

@@ -246,7 +246,8 @@ def _recommended(asked: Question, table: EngineTable) -> str:
     was = "" if (batch, steps) == before else f" instead of {before[0]} and {before[1]}"
     in_16_bits = f"\n  It adds the gradients of its {steps} micro-batches up in 16 bits."
     return (
-        f"Recommended with {name}: {as_overrides(best.overrides) or 'the configuration as it is'}\n"
+        f"Recommended with {name}:\n"
+        f"  {as_overrides(best.overrides) or 'the configuration as it is'}\n"  # a line of its own: it is pasted
         f"  {in_gib(best.estimate.peak.total)} GiB per GPU, {in_gib(best.node_bytes)} GiB per host."
         f"{_unjudged(asked, best)}\n"
         f"  Micro-batch {batch} and accumulation {steps}{was}: {batch * steps * best.job.world_size:,} sequences a "
