@@ -17,6 +17,11 @@ from ds_encdec.config.words import SECTIONS, Meaning, Word
 from ds_encdec.config.yaml_text import apply_overrides
 
 _THEIR_SECTIONS = frozenset(SECTIONS.split())
+_EITHER = (
+    ("training.num_train_epochs", "training.num_train_steps"),
+    ("training.warmup_ratio", "training.warmup_steps"),
+)
+"""Two ways to say one thing: one on the command line takes the place of the other in a file."""
 
 
 @dataclass
@@ -45,6 +50,9 @@ class Reading:
                 problems.append(Problem(said, f"both are {ours}: make them equal, or remove one"))
             if not (ours in claimed and wanted == {} and isinstance(present.get(ours), dict)):  # it is on already
                 yield ours, deepcopy(wanted)
+            for other in (pair[1 - pair.index(ours)] for pair in _EITHER if ours in pair and wanted is not None):
+                if present.get(other) is not None and other not in self.given:
+                    yield other, None
 
     def _read(self, settings: Settings, problems: list[Problem]) -> dict[str, Any]:
         claimed: dict[str, tuple[Mention, Any]] = {}

@@ -85,8 +85,12 @@ class FullConfig(Sections):
         Path(path).write_text(self.dump_yaml(), encoding="utf-8")
 
     def dump_yaml(self) -> str:
-        """Every field as YAML text."""
-        return write_yaml(self.model_dump(mode="json"))
+        """Every field as YAML text: steps that epochs are still to be counted in as null."""
+        values = self.model_dump(mode="json")
+        if self.training.num_train_epochs is not None:
+            counted = {"num_train_steps", "warmup_steps"} - self.training.model_fields_set
+            values["training"] |= dict.fromkeys(counted)
+        return write_yaml(values)
 
 
 def load_config(
