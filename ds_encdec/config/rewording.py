@@ -10,7 +10,7 @@ from functools import cache, partial
 from typing import Any
 
 from ds_encdec.config.rules import fields, section_in
-from ds_encdec.config.settings import COMMAND_LINE, Mention, Problem, Settings, above, join, show
+from ds_encdec.config.settings import COMMAND_LINE, Mention, Problem, Settings, above, join, show, within
 from ds_encdec.config.validation import mention, wrong_value
 from ds_encdec.config.word_table import by_name
 from ds_encdec.config.words import SECTIONS, Meaning, Word
@@ -44,10 +44,12 @@ class Reading:
         claimed = self._read(settings, problems)
         meant = ({name: settings.get(name)} if name in settings else {}) | claimed
         for ours, wanted in meant.items():
-            earlier, before = self.given.setdefault(ours, (name, wanted))
-            if earlier != name and before != wanted:
-                said = (Mention(COMMAND_LINE, earlier, show(before)), Mention(COMMAND_LINE, name, show(wanted)))
-                problems.append(Problem(said, f"both are {ours}: make them equal, or remove one"))
+            for other, (earlier, before) in self.given.items():
+                is_own = (other, ours) == (earlier, name)  # a block, and then a part of it: the later counts
+                if not is_own and earlier != name and (both := _clash(other, before, ours, wanted)):
+                    said = (Mention(COMMAND_LINE, earlier, show(before)), Mention(COMMAND_LINE, name, show(wanted)))
+                    problems.append(Problem(said, f"both are {both}: make them equal, or remove one"))
+            self.given.setdefault(ours, (name, wanted))
             if not (ours in claimed and wanted == {} and isinstance(present.get(ours), dict)):  # it is on already
                 yield ours, deepcopy(wanted)
             for other in (pair[1 - pair.index(ours)] for pair in _EITHER if ours in pair and wanted is not None):
@@ -80,12 +82,18 @@ class Reading:
         meant: tuple[str, Any],
         said: Mention,
     ) -> None:
-        """Set a field, unless it is set to something else. `{}` switches a block on, whatever is in it."""
+        """Set a field, unless it is set to something else.
+
+        `{}` switches a block on, whatever is in it, and null off: then nothing can be in it.
+        """
         ours, wanted = meant
         present = settings.get(ours)
-        if present is not None and present != wanted and not (wanted == {} and isinstance(present, dict)):
-            other = claimed[ours][0] if ours in claimed else mention(settings, ours)
-            problems.append(Problem((said, other), f"both are {ours}: make them equal, or remove one"))
+        off = next((block for block in _blocks() if settings.get(block, wanted) is None and within(ours, block)), None)
+        is_else = present is not None and present != wanted and not (wanted == {} and isinstance(present, dict))
+        if is_else or (off and wanted is not None):
+            both = off or ours
+            other = claimed[both][0] if both in claimed else mention(settings, both)
+            problems.append(Problem((said, other), f"both are {both}: make them equal, or remove one"))
         elif present is None:
             settings.put(
                 ours, deepcopy(wanted), said.place if said.place == COMMAND_LINE else f"{said.place} ({said.field})"
@@ -98,6 +106,16 @@ class Reading:
             self.notes.append(f"{said} is read as {ours}")
         elif row is not None and said.shown != "null":
             self.notes.append(f"{said} is left out" + (f": {row.why}" if row.is_left_out else ""))
+
+
+def _clash(field: str, value: Any, other: str, theirs: Any) -> str:
+    """The field that two settings cannot both be, or nothing: they differ, or one is in what the other turns off."""
+    if field == other:
+        return field if value != theirs else ""
+    for outer, inner, is_off in ((field, other, value is None), (other, field, theirs is None)):
+        if is_off and within(inner, outer):
+            return outer
+    return ""
 
 
 def given_fields(overrides: Sequence[str]) -> set[str]:
@@ -152,6 +170,12 @@ def _meaning(path: str, value: Any) -> Meaning | None:
             return own
         meant |= {ours: wanted} if own is None else own
     return meant
+
+
+@cache
+def _blocks() -> list[str]:
+    """The fields that are blocks inside of a section: null leaves such a one out."""
+    return [path for path, info in fields().items() if "." in path and section_in(info.annotation)]
 
 
 @cache

@@ -118,6 +118,11 @@ def above(path: str) -> str:
     return path.rpartition(".")[0]
 
 
+def within(path: str, outer: str) -> bool:
+    """Return whether `path` is `outer`, or in it."""
+    return path == outer or path.startswith(outer + ".")
+
+
 def is_name(key: str) -> bool:
     """Return whether a key of a file can be a field's name, or a part of a dotted one."""
     return 0 < len(key) <= LONGEST_NAME and key.isprintable() and "." not in key

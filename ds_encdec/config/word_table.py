@@ -24,6 +24,7 @@ BF16: Meaning = {"training.bf16": True, "training.fp16": False}
 FP16: Meaning = {"training.bf16": False, "training.fp16": True}
 FP32: Meaning = {"training.bf16": False, "training.fp16": False}
 LORA: Meaning = {"model.lora": {}}
+NO_LORA: Meaning = {"model.lora": None}
 FULL: Meaning = {"training.activation_checkpointing": "full"}
 PLAIN: Meaning = {"training.activation_checkpointing": "none"}
 FLASH: Meaning = {"model.use_flash_attention": True}
@@ -71,7 +72,12 @@ WORDS: tuple[Word, ...] = (
     ),
     Word("min_lr lr_scheduler_kwargs.min_lr", "hf other", why="it is a share of the peak: set training.min_lr_ratio"),
     Word("lr_scheduler_kwargs", "hf", why="schedules have fields: training.min_lr_ratio, training.wsd_decay_fraction"),
-    Word("decay_type", "titan", values={"cosine": {}}, why="set training.lr_scheduler_type"),
+    Word(
+        "decay_type",
+        "titan",
+        values={name: {"training.lr_scheduler_type": name} for name in ("cosine", "linear")},
+        why="set training.lr_scheduler_type",
+    ),
     Word("decay_ratio", "titan", why="set training.lr_scheduler_type=wsd and training.wsd_decay_fraction"),
     Word(
         "optim optimizer optimizer.name optimizer_type",
@@ -337,17 +343,16 @@ WORDS: tuple[Word, ...] = (
         "finetuning_type adapter",
         "llama axolotl",
         values={
-            "full": {},
-            "none": {},
+            "full": NO_LORA,
+            "none": NO_LORA,
             "lora": LORA,
             "qlora": {"model.lora.quantize": "nf4"},
             "freeze": "set training.freeze: patterns of the parameters that are not trained",
         },
         why="set model.lora, or leave it out to train all weights",
     ),
-    Word("use_lora use_peft", "other", values=switch(LORA, {})),
-    Word("model.lora", "other", values=switch(LORA, {"model.lora": None})),
-    Word("full_ft", "other", values=switch({"model.lora": None}, LORA)),
+    Word("use_lora use_peft model.lora", "other", values=switch(LORA, NO_LORA)),
+    Word("full_ft", "other", values=switch(NO_LORA, LORA)),
     Word("lora_r lora_rank lora.rank model.lora.rank model.lora.lora_rank", "axolotl llama other", "model.lora.r"),
     Word("lora.alpha model.lora.alpha", "other", "model.lora.lora_alpha"),
     Word("lora.dropout model.lora.dropout", "other", "model.lora.lora_dropout"),

@@ -135,6 +135,32 @@ def test_a_field_in_two_words_that_differ_is_one_problem(tmp_path: Path, text: s
     assert load_config(written(tmp_path, text.replace("3e-4", "1e-4"))).training.learning_rate == 1e-4
 
 
+FULL_IN_WORDS = ("finetuning_type: full", "use_lora: false", "adapter: none", "full_ft: true", "model: {lora: null}")
+
+
+@pytest.mark.parametrize("full", FULL_IN_WORDS)
+@pytest.mark.parametrize("lora", ["lora_rank: 8", "use_lora: true", "lora_alpha: 16"])
+def test_full_and_lora_at_a_time_are_one_problem_in_any_order(tmp_path: Path, full: str, lora: str) -> None:
+    if full[:8] != lora[:8]:  # else the file says one key twice
+        for lines in ((full, lora), (lora, full)):
+            found = problems(written(tmp_path, "\n".join(lines)))
+            assert "1 problem" in found
+            assert "make them equal, or remove one" in found
+    words = [text.replace(": ", "=") for text in (full, lora) if full[0] != "m"]
+    for arguments in (words, words[::-1]) if words and full[:8] != lora[:8] else ():
+        assert "1 problem" in problems(None, *arguments)
+
+
+@pytest.mark.parametrize("full", FULL_IN_WORDS[:-1])
+def test_the_command_line_turns_a_files_lora_off_and_on(tmp_path: Path, full: str) -> None:
+    path = written(tmp_path, "model: {lora: {r: 8}}")
+    assert load_config(path, [full.replace(": ", "=")]).model.lora is None
+    assert load_config(written(tmp_path, full)).model.lora is None
+    lora = load_config(written(tmp_path, full), ["lora_r=4"]).model.lora
+    assert lora is not None
+    assert lora.r == 4
+
+
 def test_the_command_line_speaks_other_words_too(tmp_path: Path) -> None:
     path = written(tmp_path, "training: {learning_rate: 1e-4, num_train_steps: 50}\noptim: adamw_torch\n")
     config = load_config(path, ["--max_steps", "10", "lr=2e-4", "--output_dir=here", "seed=3", "fsdp_config={}"])
@@ -157,6 +183,8 @@ def test_the_command_line_speaks_other_words_too(tmp_path: Path) -> None:
         ("full_ft=false", "model.lora.r", 32),
         ("lora_target=q_proj,v_proj", "model.lora.target_modules", ("q_proj", "v_proj")),
         ("eval_strategy=no", "training.eval_samples", 0),
+        ("lr_scheduler={decay_type: cosine}", "training.lr_scheduler_type", "cosine"),
+        ("lr_scheduler={decay_type: linear}", "training.lr_scheduler_type", "linear"),
         ("fsdp=[full_shard, offload]", "infra.offload_params", "cpu"),
         ("training={lr: 1e-3, seed: 5, bf16: auto}", "training.seed", 5),
         ("training={lr: 1e-3, seed: 5, bf16: auto}", "training.learning_rate", 1e-3),
