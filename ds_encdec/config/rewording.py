@@ -21,6 +21,8 @@ _EITHER = (
     ("training.num_train_epochs", "training.num_train_steps"),
     ("training.warmup_ratio", "training.warmup_steps"),
 )
+_FOUND = "training.per_device_train_batch_size"
+"""It may be a number and `auto` at a time, in the words of Hugging Face: then it is `auto`."""
 """Two ways to say one thing: one on the command line takes the place of the other in a file."""
 
 
@@ -44,13 +46,17 @@ class Reading:
         claimed = self._read(settings, problems)
         meant = ({name: settings.get(name)} if name in settings else {}) | claimed
         for ours, wanted in meant.items():
+            is_there = ours in claimed and wanted == {} and isinstance(present.get(ours), dict)  # it is on already
             for other, (earlier, before) in self.given.items():
-                is_own = (other, ours) == (earlier, name)  # a block, and then a part of it: the later counts
-                if not is_own and earlier != name and (both := _clash(other, before, ours, wanted)):
+                if name == earlier or (other, ours) == (earlier, name):
+                    continue  # the later counts, also of a block and a part of it
+                if other == ours == _FOUND and "auto" in (before, wanted):
+                    is_there |= before == "auto"
+                elif both := _clash(other, before, ours, wanted):
                     said = (Mention(COMMAND_LINE, earlier, show(before)), Mention(COMMAND_LINE, name, show(wanted)))
                     problems.append(Problem(said, f"both are {both}: make them equal, or remove one"))
             self.given.setdefault(ours, (name, wanted))
-            if not (ours in claimed and wanted == {} and isinstance(present.get(ours), dict)):  # it is on already
+            if not is_there:
                 yield ours, deepcopy(wanted)
             for other in (pair[1 - pair.index(ours)] for pair in _EITHER if ours in pair and wanted is not None):
                 if present.get(other) is not None and other not in self.given:
@@ -88,6 +94,9 @@ class Reading:
         """
         ours, wanted = meant
         present = settings.get(ours)
+        if ours == _FOUND and present is not None and "auto" in (present, wanted):
+            present = wanted = "auto"
+            settings.put(ours, wanted, settings.place_of(ours))
         off = next((block for block in _blocks() if settings.get(block, wanted) is None and within(ours, block)), None)
         is_else = present is not None and present != wanted and not (wanted == {} and isinstance(present, dict))
         if is_else or (off and wanted is not None):

@@ -25,6 +25,7 @@ FP16: Meaning = {"training.bf16": False, "training.fp16": True}
 FP32: Meaning = {"training.bf16": False, "training.fp16": False}
 LORA: Meaning = {"model.lora": {}}
 NO_LORA: Meaning = {"model.lora": None}
+NO_EVALUATION: Meaning = {"training.eval_samples": 0}
 FULL: Meaning = {"training.activation_checkpointing": "full"}
 PLAIN: Meaning = {"training.activation_checkpointing": "none"}
 FLASH: Meaning = {"model.use_flash_attention": True}
@@ -36,6 +37,8 @@ PRECISION = {
     "auto": {},
     "fp8": "there is no FP8: bf16 is what trains here",
 }
+FREED: Meaning = {"infra.fsdp_sharding_strategy": "FULL_SHARD"}
+KEPT: Meaning = {"infra.fsdp_sharding_strategy": "SHARD_GRAD_OP"}
 OFFLOAD: dict[str, Meaning] = {"true": "cpu", "false": "none"}
 LAUNCHER = "the launcher says where ranks run: deepspeed --hostfile FILE, or torchrun"
 SIDES = "an example has two sides: set data.max_encoder_length and data.max_decoder_length, each in tokens"
@@ -206,14 +209,8 @@ WORDS: tuple[Word, ...] = (
     Word(
         "fsdp_reshard_after_forward reshard_after_forward",
         "accelerate titan",
-        values=switch({"infra.sharding_stage": "zero3"}, {"infra.sharding_stage": "zero2"})
-        | {
-            "full_shard": {"infra.sharding_stage": "zero3"},
-            "shard_grad_op": {"infra.sharding_stage": "zero2"},
-            "always": {"infra.sharding_stage": "zero3"},
-            "never": {"infra.sharding_stage": "zero2"},
-            "default": {},
-        },
+        values=switch(FREED, KEPT)
+        | {"full_shard": FREED, "shard_grad_op": KEPT, "always": FREED, "never": KEPT, "default": NOTHING},
         why="set infra.sharding_stage: zero3 (free parameters after the forward pass) or zero2",
     ),
     left_out(
@@ -255,10 +252,11 @@ WORDS: tuple[Word, ...] = (
     Word(
         "eval_strategy evaluation_strategy do_eval",
         "hf axolotl llama",
-        values={"steps": {}, "true": {}, "no": {"training.eval_samples": 0}, "false": {"training.eval_samples": 0}},
+        values={"steps": {}, "true": {}, "no": NO_EVALUATION, "false": NO_EVALUATION},
         why=CADENCE + "training.eval_steps (training.eval_samples=0: no evaluation)",
     ),
-    Word("evals_per_epoch eval_delay", "axolotl hf", why=CADENCE + "training.eval_steps"),
+    Word("evals_per_epoch", "axolotl", why=CADENCE + "training.eval_steps"),
+    Word("eval_delay", "hf", values={"0": {}}, why=CADENCE + "training.eval_steps"),
     Word("max_eval_samples eval_max_samples", "hf", "training.eval_samples"),
     Word(
         "training.save_strategy",
@@ -280,7 +278,12 @@ WORDS: tuple[Word, ...] = (
         "a run's folder is infra.output_dir, and checkpoints in it are checkpoints/step-N",
     ),
     Word("keep_latest_k checkpoints_total_limit", "titan accelerate", "training.save_total_limit"),
-    Word("eval_interval validation.freq val_check_interval", "titan other", "training.eval_steps"),
+    Word("eval_interval validation.freq", "titan other", "training.eval_steps"),
+    Word(
+        "val_check_interval",
+        "other",
+        why="it counts micro-batches, or is a share of an epoch: set training.eval_steps, in optimizer steps",
+    ),
     Word("log_interval log_freq log_every_n_steps", "titan other", "training.logging_steps"),
     Word(
         "logging_strategy",
@@ -320,10 +323,10 @@ WORDS: tuple[Word, ...] = (
         "checkpoints hold what a resume needs; the model alone is in export/final",
     ),
     Word("push_to_hub", "hf", values={"false": {}}, why="it is a step of its own: `ds-encdec push-to-hub`"),
-    Word(
+    left_out(
         "hub_model_id hub_token hub_strategy hub_private_repo hub_always_push hub_revision",
         "hf axolotl",
-        why="`ds-encdec push-to-hub` takes the name, and HF_TOKEN the token: remove it",
+        "nothing is pushed in a run: `ds-encdec push-to-hub` takes the name, and HF_TOKEN the token",
     ),
     # Models.
     Word(
@@ -379,7 +382,12 @@ WORDS: tuple[Word, ...] = (
         why="there are two objectives: data.objective=ul2 and sft",
     ),
     Word("dataset_config_name", "hf", "data.dataset_config"),
-    Word("train_file train_files path_train", "hf other", reads=files("data.data_files"), why="set data.data_files"),
+    Word(
+        "train_file train_files path_train",
+        "hf other",
+        reads=files("data.data_files"),
+        why="set data.data_files, and data.dataset_name to what they are: json, text, csv or parquet",
+    ),
     Word("validation_file path_eval", "hf other", reads=files("data.eval_files"), why="set data.eval_files"),
     Word("test_file", "hf", reads=files("data.test_files"), why="set data.test_files"),
     Word("eval_dataset", "llama other", "data.eval_dataset_name"),
@@ -391,7 +399,7 @@ WORDS: tuple[Word, ...] = (
     Word(
         "val_set_size val_size",
         "axolotl llama",
-        values={"0": {}, "0.0": {}},
+        values=dict.fromkeys(("0", "0.0"), NO_EVALUATION),
         why="set data.eval_fraction (ul2), or data.train_split_ratio and data.val_test_split_ratio (sft)",
     ),
     Word("dataset_text_field text_column_name", "hf", "data.text_column"),
@@ -414,13 +422,20 @@ WORDS: tuple[Word, ...] = (
     ),
     Word("train_on_inputs train_on_prompt", "axolotl llama", values={"false": {}}, why="losses are of outputs alone"),
     Word("special_tokens", "axolotl", why="sentinels are the tokens that are added: model.num_sentinel_tokens"),
-    left_out("do_train do_predict", "hf llama", "`ds-encdec train` trains, `ds-encdec evaluate` predicts"),
+    Word(
+        "do_train",
+        "hf llama",
+        values={"true": {}},
+        why="`ds-encdec train` trains: remove it, or call `ds-encdec evaluate` alone",
+    ),
+    left_out("do_predict", "hf llama", "`ds-encdec evaluate` predicts"),
     left_out("gc_freq gc_debug print_args enable_profiling profile_freq", "titan", "a run measures itself"),
     left_out("debug strict", "axolotl accelerate", "nothing of it is needed"),
     Word("data_seed", "hf", why="everything random follows from training.seed"),
     Word("eval_on_start", "hf", values={"false": {}}, why=CADENCE + "training.eval_steps"),
     Word("optim_args optim_target_modules", "hf", why="AdamW is the only optimizer: remove it"),
-    Word("parallelism_config accelerator_config", "hf", why=PARALLEL),
+    Word("parallelism_config", "hf", why=PARALLEL),
+    left_out("accelerator_config", "hf", "every rank makes its own micro-batches, all of one size"),
     Word("trackio_space_id trackio_bucket_id trackio_static_space_id", "hf", why="set training.report_to"),
     Word("generation_config", "hf", why="set training.generation_max_new_tokens and training.generation_num_beams"),
     left_out(
