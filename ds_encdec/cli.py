@@ -71,7 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, rest = parser.parse_known_args(given)
     rest = [*settings, *rest]
     if rest and not options.accepts_overrides:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        named = [word.partition("=")[0] for word in rest if word.startswith("-")]  # a value may be a secret
+        parser.error(f"unrecognized arguments: {' '.join(named or rest)}")
     if "config_option" in options:
         options.config, rest = config_and_overrides(options, rest)
     log_to_terminal(options, **_place())

@@ -132,6 +132,13 @@ HUGGING_FACE_DEFAULTS: dict[str, Any] = {
 """Those of its Trainer that are others here, by our fields of `training`."""
 
 
+BEHIND_DEFAULTS = """
+
+The Trainer's `cosine` ends at 0, as it does here with `training.min_lr_ratio=0`. Its runs have no warm-up unless they
+say so; here a run of at most 1,000 steps that says nothing warms up for a tenth of them.
+"""
+
+
 def coming_from() -> str:
     """The page about the words of other tools."""
     legend = "; ".join(f"{key}: {name}" for key, name in TOOLS.items())
@@ -150,8 +157,7 @@ def coming_from() -> str:
             f"| `{name}` | {_code(theirs)} | {_code(default_of(f'training.{name}'))} |"
             for name, theirs in HUGGING_FACE_DEFAULTS.items()
         )
-        + "\n\nThe Trainer's `cosine` ends at 0, as it does here with `training.min_lr_ratio=0`. Its runs have no warm-up "
-        "unless\nthey say so; here a run of at most 1,000 steps that says nothing warms up for a tenth of them.\n"
+        + BEHIND_DEFAULTS
     )
 
 

@@ -246,12 +246,14 @@ def test_what_is_found_goes_before_the_number_beside_it(tmp_path: Path) -> None:
 
 def test_lists_are_told_once_and_secrets_never(tmp_path: Path) -> None:
     text = "training: {colour: red, taste: sour, my_api_key: sk-123}\nhub: {password: [pw-456], tokenizer: builtin}"
+    text += "\nauthorization: Bearer sk-123\nauthor: Ada"
     found = problems(written(tmp_path, text))
     assert found.count("activation_checkpointing_every_n") == 1
     assert 'my_api_key = "***"' in found
     assert "sk-123" not in found
     assert "pw-456" not in found
     assert "builtin" in found
+    assert "Ada" in found
 
 
 def test_a_deepspeed_json_is_no_configuration(capsys: pytest.CaptureFixture[str]) -> None:
