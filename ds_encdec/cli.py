@@ -128,9 +128,7 @@ def _parser(*, of: Collection[str] = (), lists_verbs: bool = False) -> argparse.
 
 def _settings(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[Path | None, Sequence[str], Path | None]:
     """The files and overrides that `load_config` takes."""
-    from ds_encdec.config.schema import find_shipped
-
-    return find_shipped(options.config), overrides, find_shipped(getattr(options, "deepspeed_config", None))
+    return options.config, overrides, getattr(options, "deepspeed_config", None)
 
 
 def _load(options: argparse.Namespace, overrides: Sequence[str]) -> FullConfig:
@@ -140,7 +138,7 @@ def _load(options: argparse.Namespace, overrides: Sequence[str]) -> FullConfig:
 
 
 def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    from ds_encdec.config.schema import find_shipped, load_config
+    from ds_encdec.config.schema import load_config
     from ds_encdec.config.settings import show
     from ds_encdec.config.shares import unevenness
 
@@ -152,7 +150,7 @@ def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         return frozen_in_vain(config)
 
     path, files = options.config, _settings(options, overrides)
-    hostfile, looks_here = find_shipped(options.hostfile), not options.elsewhere
+    hostfile, looks_here = options.hostfile, not options.elsewhere
     notes: list[str] = []
     config = load_config(*files, hostfile=hostfile, looks_here=looks_here, further=further, notes=notes)
     ranks = config.infra.num_gpus
