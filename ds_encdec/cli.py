@@ -71,7 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, rest = parser.parse_known_args(given)
     rest = [*settings, *rest]
     if rest and not options.accepts_overrides:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        named = [word.partition("=")[0] for word in rest if word.startswith("-")]  # a value may be a secret
+        parser.error(f"unrecognized arguments: {' '.join(named or rest)}")
     if "config_option" in options:
         options.config, rest = config_and_overrides(options, rest)
     log_to_terminal(options, **_place())
@@ -127,9 +128,7 @@ def _parser(*, of: Collection[str] = (), lists_verbs: bool = False) -> argparse.
 
 def _settings(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[Path | None, Sequence[str], Path | None]:
     """The files and overrides that `load_config` takes."""
-    from ds_encdec.config.schema import find_shipped
-
-    return find_shipped(options.config), overrides, find_shipped(getattr(options, "deepspeed_config", None))
+    return options.config, overrides, getattr(options, "deepspeed_config", None)
 
 
 def _load(options: argparse.Namespace, overrides: Sequence[str]) -> FullConfig:
@@ -139,7 +138,7 @@ def _load(options: argparse.Namespace, overrides: Sequence[str]) -> FullConfig:
 
 
 def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    from ds_encdec.config.schema import find_shipped, load_config
+    from ds_encdec.config.schema import load_config
     from ds_encdec.config.settings import show
     from ds_encdec.config.shares import unevenness
 
@@ -151,7 +150,7 @@ def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         return frozen_in_vain(config)
 
     path, files = options.config, _settings(options, overrides)
-    hostfile, looks_here = find_shipped(options.hostfile), not options.elsewhere
+    hostfile, looks_here = options.hostfile, not options.elsewhere
     notes: list[str] = []
     config = load_config(*files, hostfile=hostfile, looks_here=looks_here, further=further, notes=notes)
     ranks = config.infra.num_gpus
@@ -265,16 +264,6 @@ def _init_model(options: argparse.Namespace, _: Sequence[str]) -> None:
     print(init_model(options.source, options.out, options.num_sentinel_tokens, seed=options.seed))
 
 
-def _verify(options: argparse.Namespace, _: Sequence[str]) -> None:
-    from ds_encdec.checkpoint.folder import verify_checkpoints
-    from ds_encdec.data.prepared import INDEX, verified_shards
-
-    outlive_readers()  # the exit code is the answer
-    is_prepared = any(options.path.glob(f"*/{INDEX}"))
-    for whole in verified_shards(options.path) if is_prepared else verify_checkpoints(options.path):
-        print(whole, flush=True)
-
-
 def _report(options: argparse.Namespace, _: Sequence[str]) -> None:
     from ds_encdec.report.write import write_report
 
@@ -300,13 +289,6 @@ def _sanity_check(options: argparse.Namespace, overrides: Sequence[str]) -> None
         print(report.as_json())
     if report.error is not None:
         raise report.error
-
-
-def _push_to_hub(options: argparse.Namespace, _: Sequence[str]) -> None:
-    from ds_encdec.checkpoint.hub import push_to_hub
-
-    how = {name: getattr(options, name) for name in ("private", "revision", "message")}
-    print(f"uploaded: {push_to_hub(options.folder, options.repo_id, **how)}")
 
 
 def _rates(remark: str = "") -> Arguments:
@@ -364,7 +346,7 @@ ARGUMENTS: dict[str, Arguments] = {
     "export": checkpoints.EXPORT,
     "average": checkpoints.AVERAGE,
     "convert": checkpoints.CONVERT,
-    "verify": {"path": value("a checkpoint, a run (e.g. output), or prepared data", Path)},
+    "verify": checkpoints.VERIFY,
     "sanity-check": {
         **_FILES,
         "--model": value("a model folder, instead of the configuration's", Path, metavar="DIR"),
@@ -376,13 +358,7 @@ ARGUMENTS: dict[str, Arguments] = {
         "--out": value("folder to write into (default RUN/report)", Path),
         "--png": flag("put each chart beside the page as a picture, too"),
     },
-    "push-to-hub": {
-        "folder": value("exported folder", Path),
-        "repo_id": value("OWNER/NAME of the repository, made where there is none"),
-        "--private": flag("make it one that only you see"),
-        "--revision": value("branch (default main)", metavar="BRANCH"),
-        "--message": value("of the commit"),
-    },
+    "push-to-hub": checkpoints.PUSH_TO_HUB,
     "completion": {"shell": value("shell", choices=("bash", "zsh", "tcsh"))},
     "generate": commands.GENERATE,
     "evaluate": commands.EVALUATE,
@@ -412,13 +388,17 @@ VERBS: dict[str, tuple[Verb, bool, str]] = {
     ),
     "convert": (checkpoints.run_convert, True, "write a checkpoint in the files of a certain engine"),
     "verify": (
-        _verify,
+        checkpoints.run_verify,
         False,
         "compare every file of a checkpoint, a run or prepared data with its SHA-256",
     ),
     "sanity-check": (_sanity_check, True, "look at model, data and engine before a long run"),
     "report": (_report, False, "write one page with pictures about a run, or a pipeline of phases"),
-    "push-to-hub": (_push_to_hub, False, "upload an exported folder to the Hugging Face hub (token: HF_TOKEN)"),
+    "push-to-hub": (
+        checkpoints.run_push_to_hub,
+        False,
+        "upload an exported folder to the Hugging Face hub (token: HF_TOKEN)",
+    ),
     "completion": (_completion, False, 'print completion for a shell: eval "$(ds-encdec completion bash)"'),
     "generate": (commands.run_generate, False, "fill sentinels in a text, or continue it"),
     "evaluate": (commands.run_evaluate, True, "generate for a split of the data, and compare with its references"),

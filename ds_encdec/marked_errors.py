@@ -12,8 +12,10 @@ from textwrap import wrap
 
 from rich.text import Text
 
+from ds_encdec.secret_names import is_secret
+
 _PLACE = re.compile(r"  (?P<place>(?P<file>.+?):(?P<line>\d+)(?::(?P<column>\d+))?(?: [^:]*)?): (?P<said>.+)")
-_SECRET = re.compile(r"token|secret|passw|credential|key\b|\*\*\*", re.IGNORECASE)
+_KEY = re.compile(r"([\w.-]+)[\"']?\s*:")
 _LONGEST_FILE = 1 << 24
 
 
@@ -45,7 +47,7 @@ def _source(found: re.Match[str], field: str, value: str | None, width: int) -> 
         source = path.read_text().splitlines()[int(found["line"]) - 1] if path.stat().st_size < _LONGEST_FILE else ""
     except (OSError, ValueError, IndexError):  # a pipe, gone by now, or what is wrong with it
         return
-    if not source.isprintable() or _SECRET.search(source + (value or "")):
+    if not source.isprintable() or any(map(is_secret, _KEY.findall(source))):
         return
     key = re.escape(field.rpartition(".")[2])
     pattern = rf"(?<![\w.]){key}\b" if value is None else rf"(?<![\w.]){key}[\"']?\s*:\s*(?P<meant>[^#]*[^#\s,}}])"

@@ -22,14 +22,14 @@ ARGUMENTS: Arguments = {
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Do what the options say, and say of each source what is there now. Raises Preempted at Ctrl-C."""
-    from ds_encdec.config.schema import find_shipped, load_config
+    from ds_encdec.config.schema import load_config
 
     num_proc = len(os.sched_getaffinity(0)) if options.num_proc is None else options.num_proc
     if num_proc < 1:
         raise ConfigError(f"--num-proc {num_proc}: at least one process has to do it")
     if options.out is not None:
         overrides = [*overrides, f"data.prepared_dir={json.dumps(str(options.out))}"]
-    config = load_config(find_shipped(options.config), overrides)
+    config = load_config(options.config, overrides)
     if config.data.prepared_dir is None:
         raise ConfigError("data.prepared_dir: name the folder to prepare the data in, or give --out DIR")
     log_to_terminal(options, logging.INFO)

@@ -107,10 +107,10 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _load(options: argparse.Namespace, overrides: Sequence[str], notes: list[str] | None = None) -> FullConfig:
     """The run's configuration. What was read in other words goes to `notes`, or else into the log."""
-    from ds_encdec.config.schema import find_shipped, load_config
+    from ds_encdec.config.schema import load_config
 
     found = [] if notes is None else notes
-    config = load_config(find_shipped(options.config), overrides, find_shipped(options.deepspeed_config), notes=found)
+    config = load_config(options.config, overrides, options.deepspeed_config, notes=found)
     if notes is None:
         for note in found:
             logging.getLogger(__name__).info("%s", note)

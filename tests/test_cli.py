@@ -36,6 +36,12 @@ def test_a_misspelt_verb_is_answered_with_its_neighbour(capsys: pytest.CaptureFi
     assert capsys.readouterr().err.splitlines()[-1] == "ds-encdec: error: there is no verb trian: did you mean train?"
 
 
+def test_of_an_argument_that_nothing_takes_only_the_name_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["push-to-hub", "folder", "me/model", "--token", "hf_0123", "--api-key=sk-1"])
+    assert capsys.readouterr().err.splitlines()[-1] == "ds-encdec: error: unrecognized arguments: --token --api-key"
+
+
 NOT_FOR_MISTAKES = {"rich", "psutil", "numpy", "torch", "transformers", "deepspeed", "datasets", "pyarrow"}
 NOT_FOR_HELP = NOT_FOR_MISTAKES | {"pydantic", "yaml", "importlib.metadata", "tokenizers", "jinja2", "matplotlib"}
 

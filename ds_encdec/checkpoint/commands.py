@@ -1,4 +1,7 @@
-"""`ds-encdec export`, `average` and `convert`: their arguments, and what they do. Torch is imported once they run."""
+"""`ds-encdec export`, `average`, `convert`, `verify` and `push-to-hub`: their arguments, and what they do.
+
+Torch is imported once they run.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Any
 from ds_encdec.arguments import RATE, Arguments, flag, language, value
 from ds_encdec.engines import STATE_FORMATS
 from ds_encdec.launch.world import discover
+from ds_encdec.terminal import outlive_readers
 from ds_encdec.types import CheckpointError, ConfigError
 
 _CHECKPOINT: Arguments = {"checkpoint": value("a checkpoint, e.g. output/checkpoints/final", Path)}
@@ -44,6 +48,15 @@ CONVERT: Arguments = {
     **_CHECKPOINT,
     "out": value("checkpoint folder to write; must not exist", Path),
     "--to": value("format of the tensors", choices=list(STATE_FORMATS), required=True),
+}
+
+VERIFY: Arguments = {"path": value("a checkpoint, a run (e.g. output), or prepared data", Path)}
+PUSH_TO_HUB: Arguments = {
+    "folder": value("exported folder", Path),
+    "repo_id": value("OWNER/NAME of the repository, made where there is none"),
+    "--private": flag("make it one that only you see"),
+    "--revision": value("branch (default main)", metavar="BRANCH"),
+    "--message": value("of the commit"),
 }
 
 
@@ -97,6 +110,25 @@ def run_convert(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     convert_checkpoint(options.checkpoint, options.out, to=options.to, overrides=overrides)
     if discover(os.environ).is_main:
         print(f"converted to {options.out} ({options.to})")
+
+
+def run_verify(options: argparse.Namespace, _: Sequence[str]) -> None:
+    """Compare every file with its digest, and print what is whole."""
+    from ds_encdec.checkpoint.folder import verify_checkpoints
+    from ds_encdec.data.prepared import INDEX, verified_shards
+
+    outlive_readers()  # the exit code is the answer
+    is_prepared = any(options.path.glob(f"*/{INDEX}"))
+    for whole in verified_shards(options.path) if is_prepared else verify_checkpoints(options.path):
+        print(whole, flush=True)
+
+
+def run_push_to_hub(options: argparse.Namespace, _: Sequence[str]) -> None:
+    """Upload an exported folder."""
+    from ds_encdec.checkpoint.hub import push_to_hub
+
+    how = {name: getattr(options, name) for name in ("private", "revision", "message")}
+    print(f"uploaded: {push_to_hub(options.folder, options.repo_id, **how)}")
 
 
 def _require_sound(checkpoint: Path, out: Path) -> None:

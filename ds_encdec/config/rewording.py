@@ -10,13 +10,20 @@ from functools import cache, partial
 from typing import Any
 
 from ds_encdec.config.rules import fields, section_in
-from ds_encdec.config.settings import COMMAND_LINE, Mention, Problem, Settings, above, join, show
+from ds_encdec.config.settings import COMMAND_LINE, Mention, Problem, Settings, above, join, show, within
 from ds_encdec.config.validation import mention, wrong_value
 from ds_encdec.config.word_table import by_name
 from ds_encdec.config.words import SECTIONS, Meaning, Word
 from ds_encdec.config.yaml_text import apply_overrides
 
 _THEIR_SECTIONS = frozenset(SECTIONS.split())
+_EITHER = (
+    ("training.num_train_epochs", "training.num_train_steps"),
+    ("training.warmup_ratio", "training.warmup_steps"),
+)
+_FOUND = "training.per_device_train_batch_size"
+"""It may be a number and `auto` at a time, in the words of Hugging Face: then it is `auto`."""
+"""Two ways to say one thing: one on the command line takes the place of the other in a file."""
 
 
 @dataclass
@@ -39,12 +46,21 @@ class Reading:
         claimed = self._read(settings, problems)
         meant = ({name: settings.get(name)} if name in settings else {}) | claimed
         for ours, wanted in meant.items():
-            earlier, before = self.given.setdefault(ours, (name, wanted))
-            if earlier != name and before != wanted:
-                said = (Mention(COMMAND_LINE, earlier, show(before)), Mention(COMMAND_LINE, name, show(wanted)))
-                problems.append(Problem(said, f"both are {ours}: make them equal, or remove one"))
-            if not (ours in claimed and wanted == {} and isinstance(present.get(ours), dict)):  # it is on already
+            is_there = ours in claimed and wanted == {} and isinstance(present.get(ours), dict)  # it is on already
+            for other, (earlier, before) in self.given.items():
+                if name == earlier or (other, ours) == (earlier, name):
+                    continue  # the later counts, also of a block and a part of it
+                if other == ours == _FOUND and "auto" in (before, wanted):
+                    is_there |= before == "auto"
+                elif both := _clash(other, before, ours, wanted):
+                    said = (Mention(COMMAND_LINE, earlier, show(before)), Mention(COMMAND_LINE, name, show(wanted)))
+                    problems.append(Problem(said, f"both are {both}: make them equal, or remove one"))
+            self.given.setdefault(ours, (name, wanted))
+            if not is_there:
                 yield ours, deepcopy(wanted)
+            for other in (pair[1 - pair.index(ours)] for pair in _EITHER if ours in pair and wanted is not None):
+                if present.get(other) is not None and other not in self.given:
+                    yield other, None
 
     def _read(self, settings: Settings, problems: list[Problem]) -> dict[str, Any]:
         claimed: dict[str, tuple[Mention, Any]] = {}
@@ -72,12 +88,21 @@ class Reading:
         meant: tuple[str, Any],
         said: Mention,
     ) -> None:
-        """Set a field, unless it is set to something else. `{}` switches a block on, whatever is in it."""
+        """Set a field, unless it is set to something else.
+
+        `{}` switches a block on, whatever is in it, and null off: then nothing can be in it.
+        """
         ours, wanted = meant
         present = settings.get(ours)
-        if present is not None and present != wanted and not (wanted == {} and isinstance(present, dict)):
-            other = claimed[ours][0] if ours in claimed else mention(settings, ours)
-            problems.append(Problem((said, other), f"both are {ours}: make them equal, or remove one"))
+        if ours == _FOUND and present is not None and "auto" in (present, wanted):
+            present = wanted = "auto"
+            settings.put(ours, wanted, settings.place_of(ours))
+        off = next((block for block in _blocks() if settings.get(block, wanted) is None and within(ours, block)), None)
+        is_else = present is not None and present != wanted and not (wanted == {} and isinstance(present, dict))
+        if is_else or (off and wanted is not None):
+            both = off or ours
+            other = claimed[both][0] if both in claimed else mention(settings, both)
+            problems.append(Problem((said, other), f"both are {both}: make them equal, or remove one"))
         elif present is None:
             settings.put(
                 ours, deepcopy(wanted), said.place if said.place == COMMAND_LINE else f"{said.place} ({said.field})"
@@ -90,6 +115,16 @@ class Reading:
             self.notes.append(f"{said} is read as {ours}")
         elif row is not None and said.shown != "null":
             self.notes.append(f"{said} is left out" + (f": {row.why}" if row.is_left_out else ""))
+
+
+def _clash(field: str, value: Any, other: str, theirs: Any) -> str:
+    """The field that two settings cannot both be, or nothing: they differ, or one is in what the other turns off."""
+    if field == other:
+        return field if value != theirs else ""
+    for outer, inner, is_off in ((field, other, value is None), (other, field, theirs is None)):
+        if is_off and within(inner, outer):
+            return outer
+    return ""
 
 
 def given_fields(overrides: Sequence[str]) -> set[str]:
@@ -144,6 +179,12 @@ def _meaning(path: str, value: Any) -> Meaning | None:
             return own
         meant |= {ours: wanted} if own is None else own
     return meant
+
+
+@cache
+def _blocks() -> list[str]:
+    """The fields that are blocks inside of a section: null leaves such a one out."""
+    return [path for path, info in fields().items() if "." in path and section_in(info.annotation)]
 
 
 @cache

@@ -32,7 +32,7 @@ from ds_encdec.config.rules import Sections, find_conflicts, marked  # noqa: F40
 from ds_encdec.config.sections import LOCAL_FORMATS, DataConfig, Mark, MixtureSource, Section, Source  # noqa: F401
 from ds_encdec.config.settings import COMMAND_LINE, Conflict, Mention, Problem, Settings, raise_if_any, show, unusable
 from ds_encdec.config.shares import unevenness
-from ds_encdec.config.shipped import find_shipped as find_shipped
+from ds_encdec.config.shipped import find_shipped
 from ds_encdec.config.training_sections import LOSS_FIGURES, InfraConfig, Schedule, Tracker, TrainingConfig  # noqa: F401
 from ds_encdec.config.validation import mention, mention_all, validate
 from ds_encdec.config.yaml_text import apply_overrides, file_problem, read_text, read_yaml, write_yaml
@@ -85,16 +85,20 @@ class FullConfig(Sections):
         Path(path).write_text(self.dump_yaml(), encoding="utf-8")
 
     def dump_yaml(self) -> str:
-        """Every field as YAML text."""
-        return write_yaml(self.model_dump(mode="json"))
+        """Every field as YAML text: steps that epochs are still to be counted in as null."""
+        values = self.model_dump(mode="json")
+        if self.training.num_train_epochs is not None:
+            counted = {"num_train_steps", "warmup_steps"} - self.training.model_fields_set
+            values["training"] |= dict.fromkeys(counted)
+        return write_yaml(values)
 
 
 def load_config(
     path: str | Path | None,
     overrides: Sequence[str] = (),
-    deepspeed_config: Path | None = None,
+    deepspeed_config: str | Path | None = None,
     *,
-    hostfile: Path | None = None,
+    hostfile: str | Path | None = None,
     looks_here: bool = False,
     unread: Sequence[str] = (),
     further: Callable[[FullConfig], Iterable[Conflict]] = lambda config: (),
@@ -102,12 +106,12 @@ def load_config(
 ) -> FullConfig:
     """The validated configuration of a run.
 
-    `path`: YAML file; a string may name a shipped one from any folder; None leaves the schema's defaults. `overrides`:
-    settings of the command line (`section.field=value`, `--section.field=value` or `--section.field`, `value`), which
-    replace the file's. `deepspeed_config`: a raw DeepSpeed JSON; it replaces `infra.deepspeed_config` where that is not
-    set. What the JSON and the other two both set must agree. `hostfile`: hosts that a run of it must be able to start
-    on. `looks_here`: what it names must be on this machine. `unread`: sections or fields whose contradictions do not
-    matter. `further`: finds what only higher rooms know.
+    `path`: YAML file; None leaves the schema's defaults. It and the next files may be shipped ones' names, from any
+    folder. `overrides`: settings of the command line (`section.field=value`, `--section.field=value` or
+    `--section.field`, `value`), which replace the file's. `deepspeed_config`: a raw DeepSpeed JSON; it replaces
+    `infra.deepspeed_config` where that is not set. What the JSON and the other two both set must agree. `hostfile`:
+    hosts that a run of it must be able to start on. `looks_here`: what it names must be on this machine. `unread`:
+    sections or fields whose contradictions do not matter. `further`: finds what only higher rooms know.
     `notes`: takes what was written in other tools' words (word_table.py) and how it was read.
 
     The result stands on its own: `infra.deepspeed_config` is None, because everything the JSON says has gone
@@ -116,7 +120,7 @@ def load_config(
     Raises ConfigError that lists every problem found in all of them.
     """
     problems: list[Problem] = []
-    path = find_shipped(Path(path).expanduser()) if isinstance(path, str) else path
+    path, deepspeed_config, hostfile = map(find_shipped, (path, deepspeed_config, hostfile))
     settings, reading = read_yaml(path, problems) if path is not None else Settings(), Reading()
     if not problems and _DEEPSPEED_KEYS & settings.values.keys():
         message = f"this is a DeepSpeed JSON, and no configuration of a run: --deepspeed_config {path} reads it"

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ds_encdec.secret_names import is_secret
 from ds_encdec.types import ConfigError
 
 COMMAND_LINE = "command line"
@@ -118,6 +119,11 @@ def above(path: str) -> str:
     return path.rpartition(".")[0]
 
 
+def within(path: str, outer: str) -> bool:
+    """Return whether `path` is `outer`, or in it."""
+    return path == outer or path.startswith(outer + ".")
+
+
 def is_name(key: str) -> bool:
     """Return whether a key of a file can be a field's name, or a part of a dotted one."""
     return 0 < len(key) <= LONGEST_NAME and key.isprintable() and "." not in key
@@ -196,16 +202,13 @@ def show(value: Any) -> str:
     return _printable(json.dumps(value, default=str, ensure_ascii=False), 80)
 
 
-_SECRET = re.compile(r"token(?!i)|secret|passw|credential|api_?key|(?:^|_)key$", re.IGNORECASE)
-
-
 def masked(key: str, value: Any) -> Any:
     """`value` without the texts of keys that are called like secrets, to be printed; it stands at `key`."""
     if isinstance(value, dict):
         return {inner: masked(str(inner), child) for inner, child in value.items()}
     if isinstance(value, list):
         return [masked(key, item) for item in value]
-    return "***" if isinstance(value, str) and value and _SECRET.search(key) else value
+    return "***" if isinstance(value, str) and value and is_secret(key) else value
 
 
 def _printable(text: str, length: int = 200) -> str:

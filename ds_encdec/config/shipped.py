@@ -25,10 +25,13 @@ INIT: Arguments = {
 }
 
 
-def find_shipped(path: Path | None) -> Path | None:
+def find_shipped(path: str | Path | None) -> Path | None:
     """`path`, or where no such file is there, the shipped one: `ds_configs/quickstart.yaml`, or just `quickstart`."""
-    # Those of os.path answer no for names that no file can have.
-    if path is None or path.is_absolute() or (os.path.exists(path) and not os.path.isdir(path)):
+    if path is None:
+        return None
+    # Those of os.path answer no for names that no file can have, and leave `~NAME` of nobody.
+    path = Path(os.path.expanduser(path))
+    if path.is_absolute() or (os.path.exists(path) and not os.path.isdir(path)):
         return path
     *folder, name = path.parts or ("",)
     folders = _FOLDERS if not folder else [one for one in _FOLDERS if folder == [one]]

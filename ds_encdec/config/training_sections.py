@@ -238,11 +238,11 @@ class TrainingConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _without_steps(cls, values: Any) -> Any:
-        """Beside epochs, null stands for the steps, so that a command line can take a file's away."""
-        has_epochs = isinstance(values, dict) and values.get("num_train_epochs") is not None
-        if has_epochs and values.get("num_train_steps", 0) is None:
-            return {name: value for name, value in values.items() if name != "num_train_steps"}
-        return values
+        """Null stands for a warm-up that is not set, and beside epochs for steps: a command line can take them away."""
+        if not isinstance(values, dict):
+            return values
+        unset = {"warmup_steps"} if values.get("num_train_epochs") is None else {"warmup_steps", "num_train_steps"}
+        return {name: value for name, value in values.items() if value is not None or name not in unset}
 
     def _rules(self) -> Iterable[Rule]:
         size, steps, schedule = self.per_device_train_batch_size, self.num_train_steps, self.lr_scheduler_type
@@ -255,10 +255,10 @@ class TrainingConfig(Section):
             "global_batch_size must be a multiple of the micro-batch size",
             size != "auto" and (self.global_batch_size or 0) % size,
         )
-        both = self.num_train_epochs is not None and steps != type(self).model_fields["num_train_steps"].default
+        both = self.num_train_epochs is not None and "num_train_steps" in self.model_fields_set
         message = "the length of the run twice: remove one of the two, or set num_train_steps=null"
         yield Rule("num_train_epochs num_train_steps", message, both)
-        both = self.warmup_ratio is not None and self.warmup_steps != type(self).model_fields["warmup_steps"].default
+        both = self.warmup_ratio is not None and "warmup_steps" in self.model_fields_set
         yield Rule("warmup_ratio warmup_steps", "the warm-up twice: remove one of the two, or set it to null", both)
         yield _plugin_rule("lr_scheduler_type", "schedules", [schedule], get_args(Schedule))
         yield _plugin_rule("report_to", "sinks", self.report_to, get_args(Tracker))

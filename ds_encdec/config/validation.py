@@ -20,6 +20,7 @@ from ds_encdec.config.settings import (
     masked,
     show,
     unknown_key,
+    within,
 )
 from ds_encdec.config.word_table import by_name
 
@@ -71,7 +72,7 @@ def validate(settings: Settings, problems: list[Problem], unread: Sequence[str] 
     conflicts = [
         conflict
         for conflict in find_conflicts(config)
-        if not any(_within(field, path) for field in conflict.fields for path in (*broken, *unread))
+        if not any(within(field, path) for field in conflict.fields for path in (*broken, *unread))
     ]
     problems.extend(mention_all(settings, conflict) for conflict in conflicts)
     return None if broken or conflicts else config
@@ -84,7 +85,7 @@ def wrong_value(path: str, value: Any) -> str | None:
     try:
         Sections.model_validate(settings.values)
     except ValidationError as error:
-        return next((_allowed(detail) for detail in error.errors() if _within(_path(detail), path)), None)
+        return next((_allowed(detail) for detail in error.errors() if within(_path(detail), path)), None)
     return None
 
 
@@ -106,10 +107,6 @@ def mention(settings: Settings, path: str) -> Mention:
 def mention_all(settings: Settings, conflict: Conflict) -> Problem:
     """`conflict` with where each of its fields was set, and to what."""
     return Problem(tuple(mention(settings, path) for path in conflict.fields), conflict.message)
-
-
-def _within(path: str, outer: str) -> bool:
-    return path == outer or path.startswith(outer + ".")
 
 
 def _path(detail: ErrorDetails) -> str:

@@ -1,8 +1,10 @@
 """A row of the words of other tools (`word_table.py` has the rows), and how their values are read."""
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from ds_encdec.config.training_sections import FSDP_STRATEGIES
 from ds_encdec.source_kinds import LOCAL_SOURCES
 
 TOOLS = {
@@ -74,9 +76,11 @@ def files(field: str) -> Callable[[Any], Meaning | None]:
     def read(value: Any) -> Meaning | None:
         if not isinstance(value, str):
             return None
-        ending = value.removesuffix(".gz").removesuffix(".zst").rpartition(".")[2]
-        kind = next((name for name, row in LOCAL_SOURCES.items() if ending in (name, *row.endings)), None)
-        return {"data.dataset_name": kind, field: value} if kind and field == "data.data_files" else {field: value}
+        if field != "data.data_files":
+            return {field: value}
+        ending = re.sub(r"\.(gz|bz2|xz|zst)$", "", value.lower()).rpartition(".")[2]
+        kinds = (name for name, row in LOCAL_SOURCES.items() if row.reads_files and ending in (name, *row.endings))
+        return {"data.dataset_name": kind, field: value} if (kind := next(kinds, None)) else None
 
     return read
 
@@ -89,16 +93,16 @@ def deepspeed(value: Any) -> Meaning | None:
 
 
 def fsdp(value: Any) -> Meaning | None:
-    """Words like full_shard, auto_wrap and offload are `infra.sharding_stage` and `infra.fsdp_cpu_offload`."""
+    """Words like full_shard, auto_wrap and offload are `infra.fsdp_sharding_strategy` and `infra.fsdp_cpu_offload`."""
     words = value.split() if isinstance(value, str) else value if isinstance(value, list) else None
     if words is None:
         return None
-    shards = {"full_shard": "zero3", "shard_grad_op": "zero2", "hybrid_shard": "zero3_hybrid", "no_shard": "zero0"}
     meant: dict[str, Any] = {"infra.distributed_type": "fsdp"} if words else {}
     for word in map(str, words):
-        if word not in (*shards, "offload", "auto_wrap"):
-            return f"`{word}` is no word of it: set infra.sharding_stage and infra.fsdp_cpu_offload"
-        meant |= {"infra.sharding_stage": shards[word]} if word in shards else {}
+        strategy = word.upper() if word.upper() in FSDP_STRATEGIES else None
+        if not strategy and word not in ("offload", "auto_wrap"):
+            return f"`{word}` is no word of it: set infra.fsdp_sharding_strategy and infra.fsdp_cpu_offload"
+        meant |= {"infra.fsdp_sharding_strategy": strategy} if strategy else {}
         meant |= {"infra.fsdp_cpu_offload": True} if word == "offload" else {}
     return meant
 

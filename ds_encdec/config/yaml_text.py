@@ -164,7 +164,8 @@ def apply_overrides(
     """
     remaining = list(arguments)
     while remaining:
-        argument = field = remaining.pop(0)
+        argument = remaining.pop(0)
+        field = argument.partition("=")[0] or argument  # what stands behind may be a secret
         name, equals, text = argument.removeprefix("--").partition("=")
         if not equals and argument.startswith("--") and remaining and not remaining[0].startswith("--"):
             equals, text = "=", remaining.pop(0)

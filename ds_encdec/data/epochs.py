@@ -40,7 +40,7 @@ def with_steps_of_epochs(config: FullConfig, steps: int) -> FullConfig:
     epochs, ratio, warmup_steps = training.num_train_epochs, training.warmup_ratio, training.warmup_steps
     if ratio is not None:
         warmup_steps = math.ceil(steps * ratio)
-    elif warmup_steps == type(training).model_fields["warmup_steps"].default:
+    elif "warmup_steps" not in training.model_fields_set:
         shorter = shortened_warmup(steps, training.lr_scheduler_type)
         warmup_steps = warmup_steps if shorter is None else shorter
     changes = {"num_train_steps": steps, "num_train_epochs": None, "warmup_steps": warmup_steps, "warmup_ratio": None}

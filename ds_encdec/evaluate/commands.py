@@ -85,12 +85,12 @@ def run_evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         for problem in not_installed(names):
             print(f"left out: {problem}", file=sys.stderr)
         names = [name for name in names if not list(not_installed([name]))]
-    from ds_encdec.config.schema import find_shipped, load_config
+    from ds_encdec.config.schema import load_config
     from ds_encdec.evaluate.metrics import BertScoreModel, check_metrics
 
     bertscore = BertScoreModel(options.bertscore_model, options.bertscore_layer) if options.bertscore_model else None
     is_ours(options.model)
-    config = load_config(find_shipped(options.config or run_config(options.model)), overrides, unread=["training"])
+    config = load_config(options.config or run_config(options.model), overrides, unread=["training"])
     check_metrics(names, bertscore)
     from ds_encdec.evaluate.run import evaluate  # torch: once arguments and configuration are sound
 

@@ -38,6 +38,7 @@ import psutil
 
 from ds_encdec.launch.disk import NO_SPACE, cpu_line, flush_folder, installed_versions, write_atomically
 from ds_encdec.launch.world import World
+from ds_encdec.secret_names import SECRET
 from ds_encdec.types import CheckpointError, ConfigError, LostRankError, OutputLockedError
 
 SPARE_BYTES = 16384
@@ -240,10 +241,7 @@ def start_facts(world: World) -> dict[str, Any]:
     return facts
 
 
-_SECRET = (
-    r"[\w.-]*(?:secret|passw|passphrase|pass(?![a-z])|pwd|credential|auth(?!or(?!iz))|bearer|token(?!s|iz)"
-    r"|key(?:[_-]?(?:id|file|path))?(?![\w.-]))[\w.-]*"
-)
+_SECRET = rf"[\w.-]*(?:{SECRET})[\w.-]*"
 _SECRETS = re.compile(
     rf"""(?is)({_SECRET}=).+|({_SECRET}["']?\s*:\s*)(?:"[^"]*"|'(?:''|[^'])*'|[^,}}]+)|(?<=://)[^@\s]+(?=@)"""
 )

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from ds_encdec.config.rewording import given_fields
 from ds_encdec.config.rules import engine_candidates
-from ds_encdec.config.schema import FullConfig, find_shipped, load_config
+from ds_encdec.config.schema import FullConfig, load_config
 from ds_encdec.config.shares import (
     is_auto,
     mesh_shape,
@@ -81,9 +81,7 @@ def read_question(options: argparse.Namespace, overrides: Sequence[str]) -> Ques
     lora = [f"model.lora={{r: {options.lora_rank}}}"] if (options.lora_rank or 0) > 0 else []
     config = _attempt(
         problems,
-        lambda: load_config(
-            find_shipped(options.config), [*model, *gpus, *lora, *overrides], find_shipped(options.deepspeed_config)
-        ),
+        lambda: load_config(options.config, [*model, *gpus, *lora, *overrides], options.deepspeed_config),
     )
     if config is not None:
         sizes = _attempt(problems, run_sizes, config)

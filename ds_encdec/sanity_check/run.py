@@ -125,6 +125,7 @@ def on_one_rank(config: FullConfig) -> FullConfig:
         "lr_scheduler_type": "constant",
         "warmup_steps": 0,
         "warmup_ratio": None,
+        "num_train_epochs": None,
     }
     fields["infra"] |= {"num_gpus": 1, "hybrid_shard_size": None}
     fields["infra"]["deepspeed_extra"].pop("scheduler", None)

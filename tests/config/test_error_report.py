@@ -180,6 +180,8 @@ def test_missing_unreadable_and_binary_files(tmp_path: Path) -> None:
     [
         ("foo", "command line: foo\n      not a setting; write `section.field=value`"),
         ("--training.bf16", "command line: --training.bf16\n      not a setting;"),
+        ("hub-token=hf_0123", "command line: hub-token\n      not a setting;"),
+        ("--hub-token=hf_0123", "command line: --hub-token\n      not a setting;"),
         ("=3", "command line: =3\n      not a setting;"),
         ("training.seed=[1", 'command line: training.seed\n      "[1" is not a YAML value; quote it'),
         ("seed=x", 'command line: training.seed = "x"\n      must be a whole number'),
@@ -317,7 +319,9 @@ def test_on_a_terminal_the_wrong_part_of_each_line_is_marked(tmp_path: Path, mon
 training:
   learning_rate: fast  # too
   seed: 7
-  hub_token: hf_0123
+  my_token: hf_0123
+  nested: {{"api-key": sk-1, seed: abc}}
+num_sentinel_tokens: abc
 {long}
 data: {{dataset_name: builtin, max_encoder_lenght: 5}}
 """
@@ -330,5 +334,6 @@ data: {{dataset_name: builtin, max_encoder_lenght: 5}}
     shown = list(itertools.pairwise(lines))
     found = {above[: above.index(" |")].strip(): above[below.index("^") :][: below.count("^")]
              for above, below in shown if re.fullmatch(" {9}[|] +\\^+", below)}  # fmt: skip
-    assert found == {"2": "fast", "5": "0", "6": "max_encoder_lenght"}
+    assert found == {"2": "fast", "6": "abc", "7": "0", "8": "max_encoder_lenght"}
+    assert not re.search("hf_0123|sk-1", " ".join(lines))
     assert max(len(line) for pair in shown if "^" in pair[1] for line in pair) <= 80

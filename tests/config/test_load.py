@@ -78,12 +78,16 @@ def test_spellings_of_overrides(arguments: list[str]) -> None:
 
 
 def test_epochs_take_the_place_of_a_files_steps(tmp_path: Path) -> None:
-    text = "data: {dataset_name: builtin}\ntraining:\n  num_train_steps: 2000\n"
+    text = "data: {dataset_name: builtin}\ntraining:\n  num_train_steps: 100000\n"
     epochs = "training.num_train_epochs=3"
     with pytest.raises(ConfigError, match=r"length of the run twice: .*num_train_steps=null"):
-        load(tmp_path, text, epochs)
-    training = load(tmp_path, text, epochs, "training.num_train_steps=null").training
-    assert (training.num_train_epochs, training.num_train_steps) == (3, 100_000)
+        load(tmp_path, f"{text}  num_train_epochs: 3\n")
+    with pytest.raises(ConfigError, match="length of the run twice"):
+        load(tmp_path, text, epochs, "max_steps=100000")
+    config = load(tmp_path, text, epochs)
+    assert (config.training.num_train_epochs, config.training.num_train_steps) == (3, 100_000)
+    assert load(tmp_path, config.dump_yaml()) == config
+    assert load(tmp_path, f"{text}  num_train_epochs: 3\n", "max_steps=70").training.num_train_epochs is None
     with pytest.raises(ConfigError, match="must be a whole number"):
         load(tmp_path, text, "training.num_train_steps=null")
 
@@ -92,11 +96,21 @@ def test_a_share_of_the_steps_is_the_warm_up(tmp_path: Path) -> None:
     steps, share = "training.num_train_steps=70", "training.warmup_ratio=0.1"
     training = load(tmp_path, "training: {warmup_ratio: 0.5}", steps, share).training
     assert (training.warmup_steps, training.warmup_ratio) == (7, None)
-    with pytest.raises(ConfigError, match="the warm-up twice"):
-        load(tmp_path, "training: {warmup_steps: 5}", steps, share)
+    assert load(tmp_path, "training: {warmup_steps: 1000}", steps, share).training.warmup_steps == 7
+    assert load(tmp_path, "training: {warmup_ratio: 0.5}", "warmup_steps=9").training.warmup_steps == 9
+    for default in (1000, 5):
+        with pytest.raises(ConfigError, match="the warm-up twice"):
+            load(tmp_path, f"training: {{warmup_steps: {default}}}\nwarmup_ratio: 0.03")
+        with pytest.raises(ConfigError, match="the warm-up twice"):
+            load_config(None, [share, f"warmup_steps={default}"])
     later = load(tmp_path, "data: {dataset_name: builtin}", "training.num_train_epochs=2", share)
     assert later.training.warmup_ratio == 0.1
-    assert with_steps_of_epochs(later, 30).training.warmup_steps == 3
+    assert with_steps_of_epochs(load(tmp_path, later.dump_yaml()), 30).training.warmup_steps == 3
+    for line, steps_of_it in (("", 100), ("training: {warmup_steps: 999}\n", 999)):
+        given = load(tmp_path, f"{line}dataset_name: builtin\nnum_train_epochs: 2")
+        assert with_steps_of_epochs(load(tmp_path, given.dump_yaml()), 1000).training.warmup_steps == steps_of_it
+    with pytest.raises(ConfigError, match="warm-up must end before the run does"):
+        with_steps_of_epochs(load(tmp_path, "warmup_steps: 1000\nnum_train_epochs: 2\ndataset_name: builtin"), 1000)
     assert plan_phase(later, TrainingPhase.MEDIUM, 20).config.training.warmup_steps == 2
 
 

@@ -30,6 +30,10 @@ def test_shipped_files_are_found_by_name_from_any_folder(tmp_path: Path, monkeyp
         assert find_shipped(Path(name)) == SHIPPED / "quickstart.yaml"
     assert find_shipped(Path("zero2")) == SHIPPED / "zero2.json"
     assert find_shipped(Path("8gpu")) == SHIPPED.with_name("hostfiles") / "8gpu"
+    for kind in (str, Path):
+        lanes = ["infra.sharding_stage=null", "data.num_lanes=8"]
+        found = load_config(kind("quickstart"), lanes, kind("zero2"), hostfile=kind("8gpu"))
+        assert (found.data.dataset_name, found.infra.sharding_stage) == ("builtin", "zero2")
     (tmp_path / "quickstart.yaml").write_text("training: {num_train_steps: 7}\n")
     assert find_shipped(Path("quickstart.yaml")) == Path("quickstart.yaml")  # one's own goes first
 

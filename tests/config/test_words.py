@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections import Counter
 from operator import attrgetter
 from pathlib import Path
@@ -16,6 +17,7 @@ from ds_encdec.config.rules import fields
 from ds_encdec.config.schema import load_config
 from ds_encdec.config.word_table import WORDS, by_name
 from ds_encdec.config.words import SECTIONS, TOOLS
+from ds_encdec.config.yaml_text import write_yaml
 from ds_encdec.types import ConfigError
 
 FOLDER = Path(__file__).parent / "other_tools"
@@ -68,7 +70,7 @@ RUN: dict[str, dict[str, Any]] = {
     "story08_fsdp": {"infra.offload_optimizer": "none", "training.lr_scheduler_type": "cosine"},
 }
 TOLD = {
-    "trainer_seq2seq": "eval_generate_samples num_train_steps eval_steps push-to-hub",
+    "trainer_seq2seq": "eval_generate_samples num_train_steps eval_steps",
     "axolotl_lora": "dataset_name prepared_dir train_split_ratio max_encoder_length AdamW eval_steps save_steps",
     "llamafactory_sft": "dataset_name messages_column max_decoder_length num_train_steps train_split_ratio",
     "torchtitan": "wsd_decay_fraction report_to or_path model.architecture max_encoder_length dataset_name type=fsdp",
@@ -135,6 +137,32 @@ def test_a_field_in_two_words_that_differ_is_one_problem(tmp_path: Path, text: s
     assert load_config(written(tmp_path, text.replace("3e-4", "1e-4"))).training.learning_rate == 1e-4
 
 
+FULL_IN_WORDS = ("finetuning_type: full", "use_lora: false", "adapter: none", "full_ft: true", "model: {lora: null}")
+
+
+@pytest.mark.parametrize("full", FULL_IN_WORDS)
+@pytest.mark.parametrize("lora", ["lora_rank: 8", "use_lora: true", "lora_alpha: 16"])
+def test_full_and_lora_at_a_time_are_one_problem_in_any_order(tmp_path: Path, full: str, lora: str) -> None:
+    if full[:8] != lora[:8]:  # else the file says one key twice
+        for lines in ((full, lora), (lora, full)):
+            found = problems(written(tmp_path, "\n".join(lines)))
+            assert "1 problem" in found
+            assert "make them equal, or remove one" in found
+    words = [text.replace(": ", "=") for text in (full, lora) if full[0] != "m"]
+    for arguments in (words, words[::-1]) if words and full[:8] != lora[:8] else ():
+        assert "1 problem" in problems(None, *arguments)
+
+
+@pytest.mark.parametrize("full", FULL_IN_WORDS[:-1])
+def test_the_command_line_turns_a_files_lora_off_and_on(tmp_path: Path, full: str) -> None:
+    path = written(tmp_path, "model: {lora: {r: 8}}")
+    assert load_config(path, [full.replace(": ", "=")]).model.lora is None
+    assert load_config(written(tmp_path, full)).model.lora is None
+    lora = load_config(written(tmp_path, full), ["lora_r=4"]).model.lora
+    assert lora is not None
+    assert lora.r == 4
+
+
 def test_the_command_line_speaks_other_words_too(tmp_path: Path) -> None:
     path = written(tmp_path, "training: {learning_rate: 1e-4, num_train_steps: 50}\noptim: adamw_torch\n")
     config = load_config(path, ["--max_steps", "10", "lr=2e-4", "--output_dir=here", "seed=3", "fsdp_config={}"])
@@ -157,7 +185,14 @@ def test_the_command_line_speaks_other_words_too(tmp_path: Path) -> None:
         ("full_ft=false", "model.lora.r", 32),
         ("lora_target=q_proj,v_proj", "model.lora.target_modules", ("q_proj", "v_proj")),
         ("eval_strategy=no", "training.eval_samples", 0),
+        ("lr_scheduler={decay_type: cosine}", "training.lr_scheduler_type", "cosine"),
+        ("lr_scheduler={decay_type: linear}", "training.lr_scheduler_type", "linear"),
+        ("val_set_size=0", "training.eval_samples", 0),
+        ("train_file=a.JSON.xz", "data.dataset_name", "json"),
+        ("train_file=a.csv.bz2", "data.dataset_name", "csv"),
         ("fsdp=[full_shard, offload]", "infra.offload_params", "cpu"),
+        ("fsdp=hybrid_shard", "infra.fsdp_sharding_strategy", "HYBRID_SHARD"),
+        ("fsdp_reshard_after_forward=never", "infra.fsdp_sharding_strategy", "SHARD_GRAD_OP"),
         ("training={lr: 1e-3, seed: 5, bf16: auto}", "training.seed", 5),
         ("training={lr: 1e-3, seed: 5, bf16: auto}", "training.learning_rate", 1e-3),
     ],
@@ -172,6 +207,10 @@ def test_values_are_translated(argument: str, field: str, value: Any) -> None:
         ("fsdp=full_shrd", "`full_shrd` is no word of it"),
         ("fsdp_config.x.y=3", 'fsdp_config.x = {"y": 3}\n      unknown key; docs/coming-from.md'),
         ("deepspeed.stage=3", "write it into a JSON file"),
+        ("train_file=a.arrow", "set data.data_files, and data.dataset_name to what they are"),
+        ("train_file=a.random", "set data.data_files, and data.dataset_name to what they are"),
+        ("val_check_interval=100", "it counts micro-batches"),
+        ("do_train=false", "`ds-encdec evaluate`"),
         ("batch_size=8", "say of what: training.per_device_train_batch_size"),
         ("training.max_steps=x", 'training.num_train_steps = "x"\n      must be a whole number'),
         (f"training.num_train_steps={'9' * 399}", "at most 64 bits"),
@@ -186,14 +225,35 @@ def test_what_has_no_meaning_here_is_said(argument: str, message: str) -> None:
     assert "1 problem" in found
 
 
+def test_of_trainers_arguments_as_dumped_only_one_has_to_go(tmp_path: Path) -> None:
+    values = Seq2SeqTrainingArguments(output_dir=str(tmp_path), use_cpu=True).to_dict()
+    text = write_yaml(json.loads(json.dumps(values, default=str)))
+    found = problems(written(tmp_path, text))
+    assert "1 problem" in found
+    assert "do_train = false" in found
+    assert load_config(written(tmp_path, text.replace("do_train: false\n", ""))).training.num_train_epochs == 3
+
+
+def test_what_is_found_goes_before_the_number_beside_it(tmp_path: Path) -> None:
+    size, auto = "per_device_train_batch_size: 16", "auto_find_batch_size: true"
+    for first, second in ((size, auto), (auto, size)):
+        as_file = load_config(written(tmp_path, f"{first}\n{second}"))
+        as_arguments = load_config(None, [first.replace(": ", "="), second.replace(": ", "=")])
+        assert {one.training.per_device_train_batch_size for one in (as_file, as_arguments)} == {"auto"}
+    assert load_config(written(tmp_path, auto), ["micro_batch_size=3"]).training.per_device_train_batch_size == 3
+    assert "make them equal" in problems(None, "use_cpu=true", "device=auto")
+
+
 def test_lists_are_told_once_and_secrets_never(tmp_path: Path) -> None:
     text = "training: {colour: red, taste: sour, my_api_key: sk-123}\nhub: {password: [pw-456], tokenizer: builtin}"
+    text += "\nauthorization: Bearer sk-123\nauthor: Ada"
     found = problems(written(tmp_path, text))
     assert found.count("activation_checkpointing_every_n") == 1
     assert 'my_api_key = "***"' in found
     assert "sk-123" not in found
     assert "pw-456" not in found
     assert "builtin" in found
+    assert "Ada" in found
 
 
 def test_a_deepspeed_json_is_no_configuration(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,96 @@
+"""The words of other tools for the machines of a run, and how it is spread over them (`word_table.py` has all)."""
+
+from ds_encdec.config.words import NOTHING, Meaning, Word, deepspeed, fsdp, left_out, seconds, switch
+
+FREED: Meaning = {"infra.fsdp_sharding_strategy": "FULL_SHARD"}
+KEPT: Meaning = {"infra.fsdp_sharding_strategy": "SHARD_GRAD_OP"}
+OFFLOAD: dict[str, Meaning] = {"true": "cpu", "false": "none"}
+LAUNCHER = "the launcher says where ranks run: deepspeed --hostfile FILE, or torchrun"
+PARALLEL = "one model is never cut across GPUs but by sharding: infra.sharding_stage is the one way"
+
+MACHINE_WORDS: tuple[Word, ...] = (
+    Word("use_cpu no_cuda", "hf accelerate", values=switch({"infra.device": "cpu"}, {})),
+    Word("num_processes ngpu world_size nproc_per_node n_gpus devices", "accelerate other", "infra.num_gpus"),
+    Word(
+        "infra.distributed_type",
+        "accelerate",
+        values={
+            "fsdp": {"infra.distributed_type": "fsdp"},
+            "deepspeed": {"infra.distributed_type": "deepspeed"},
+            "multi_gpu": {"infra.distributed_type": "ddp"},
+            "multi_cpu": {"infra.distributed_type": "ddp", "infra.device": "cpu"},
+            "no": {"infra.num_gpus": 1},
+        },
+    ),
+    Word("accelerator", "other", values={"cpu": {"infra.device": "cpu"}, "gpu": {}, "cuda": {}, "auto": {}}),
+    Word("strategy", "other", why="set infra.distributed_type and infra.sharding_stage"),
+    Word("deepspeed deepspeed_config_file deepspeed_path", "hf axolotl llama accelerate", reads=deepspeed),
+    Word(
+        "infra.sharding_stage",
+        "other",
+        values={str(stage): {"infra.sharding_stage": f"zero{stage}"} for stage in range(4)},
+    ),
+    Word("zero_stage stage_of_zero", "accelerate other", "infra.sharding_stage"),
+    *(
+        Word(f"infra.{name}", "other", values={text: {f"infra.{name}": meant} for text, meant in OFFLOAD.items()})
+        for name in ("offload_optimizer", "offload_params")
+    ),
+    Word("offload_optimizer_device", "accelerate", "infra.offload_optimizer"),
+    Word("offload_param_device offload_param", "accelerate", "infra.offload_params"),
+    Word("offload_optimizer_nvme_path offload_param_nvme_path", "accelerate", "infra.nvme_path"),
+    left_out("zero3_init_flag zero3_save_16bit_model", "accelerate", "models are built in shards, exports are whole"),
+    Word("fsdp", "hf axolotl", reads=fsdp, values=switch({"infra.distributed_type": "fsdp"}, {})),
+    Word("fsdp_offload_params fsdp_config.offload_params cpu_offload", "accelerate", "infra.fsdp_cpu_offload"),
+    Word(
+        "infra.fsdp_sharding_strategy",
+        "accelerate",
+        values={
+            str(number): {"infra.fsdp_sharding_strategy": name}
+            for number, name in enumerate(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"), start=1)
+        },
+    ),
+    Word(
+        "fsdp_reshard_after_forward reshard_after_forward",
+        "accelerate titan",
+        values=switch(FREED, KEPT)
+        | {"full_shard": FREED, "shard_grad_op": KEPT, "always": FREED, "never": KEPT, "default": NOTHING},
+        why="set infra.sharding_stage: zero3 (free parameters after the forward pass) or zero2",
+    ),
+    left_out(
+        "fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap fsdp_backward_prefetch fsdp_forward_prefetch "
+        "fsdp_backward_prefetch_policy fsdp_use_orig_params fsdp_sync_module_states fsdp_cpu_ram_efficient_loading "
+        "fsdp_state_dict_type fsdp_version fsdp_limit_all_gathers fsdp_min_num_params state_dict_type "
+        "final_state_dict_type auto_wrap_policy transformer_layer_cls_to_wrap cpu_ram_efficient_loading version",
+        "accelerate hf axolotl",
+        "FSDP2 shards layer by layer, and checkpoints have one form",
+    ),
+    left_out(
+        "compute_environment machine_rank num_machines main_process_ip main_process_port main_training_function "
+        "rdzv_backend same_network tpu_env tpu_use_cluster tpu_use_sudo enable_cpu_affinity local_rank gpu_ids "
+        "deepspeed_multinode_launcher deepspeed_hostfile",
+        "accelerate hf axolotl",
+        LAUNCHER,
+    ),
+    left_out("backend ddp_backend ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers", "hf", "chosen"),
+    Word(
+        "ddp_timeout",
+        "hf llama",
+        reads=seconds,
+        why="set infra.distributed_timeout_minutes",
+    ),
+    Word(
+        "tensor_parallel_degree tensor_parallel_size pipeline_parallel_degree context_parallel_degree "
+        "sequence_parallel_degree context_parallel_size pipeline_parallel_size expert_parallel_degree",
+        "titan axolotl other",
+        values={"1": {}},
+        why=PARALLEL,
+    ),
+    Word(
+        "data_parallel_shard_degree data_parallel_replicate_degree",
+        "titan",
+        values={"-1": {}, "1": {}},
+        why="set infra.sharding_stage, and for a hybrid infra.hybrid_shard_size",
+    ),
+    Word("parallelism_config", "hf", why=PARALLEL),
+    left_out("accelerator_config", "hf", "every rank makes its own micro-batches, all of one size"),
+)
