@@ -89,7 +89,11 @@ def test_tokens_or_steps_whichever_comes_first() -> None:
 
 def test_a_phase_is_laid_over_the_configuration() -> None:
     planned = plan(
-        VALIDATION, "phases.validation.num_train_steps=90", "infra.wandb_run_name=run", "infra.output_dir=/o"
+        VALIDATION,
+        "phases.validation.num_train_steps=90",
+        "infra.wandb_run_name=run",
+        "infra.output_dir=/o",
+        "infra.upload_to=s3://bucket/run/",
     )
     training, infra = planned.config.training, planned.config.infra
     assert (training.num_train_steps, training.eval_steps, training.save_steps) == (90, 90, 90)
@@ -99,6 +103,7 @@ def test_a_phase_is_laid_over_the_configuration() -> None:
         "./logs",
         "run-validation",
     )
+    assert infra.upload_to == "s3://bucket/run/phases/validation"
     model = planned.config.model
     assert model.model_name_or_path == "/o/phases/sanity_check/export/final"
     assert (model.architecture, model.tokenizer_name_or_path, model.num_sentinel_tokens) == (None, None, 32)
