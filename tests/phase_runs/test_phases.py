@@ -153,16 +153,18 @@ def test_variables_before_the_script_are_its_arguments(tmp_path: Path) -> None:
     (tmp_path / "ds-encdec").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     (tmp_path / "ds-encdec").chmod(0o755)
     named = {"PHASE": "validation", "MODEL_PATH": "a b", "DATASET": "builtin", "OUTPUT_DIR": "/data/run"}
-    for variables, wanted in (
+    for variables, arguments, wanted in (
         (
             named,
-            "--only validation model.model_name_or_path=a b data.dataset_name=builtin infra.output_dir=/data/run x=1",
+            ["x=1"],
+            "--only|validation|model.model_name_or_path=a b|data.dataset_name=builtin|infra.output_dir=/data/run|x=1",
         ),
-        ({"PHASE": "all"}, "x=1"),
+        ({"PHASE": "all"}, ["x=1"], "x=1"),
+        (named, *(["--from", "medium", "model_name_or_path=c", "--data.dataset_name", "d", "--output_dir=e"],) * 2),
     ):
-        command = ["bash", str(tmp_path / "run.sh"), "x=1"]
+        command = ["bash", str(tmp_path / "run.sh"), *arguments]
         said = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=60).stdout
-        assert " ".join(said.split("\n")[3:]).strip() == wanted
+        assert said.split("\n")[3:-1] == (wanted.split("|") if isinstance(wanted, str) else wanted)
 
 
 @pytest.mark.parametrize(
