@@ -94,9 +94,8 @@ def run_training(
     """
     require_packages(config)
     world = discover(os.environ)  # now: a port that is free, where none is given
-    uploads = Uploads(RunFolder(config.infra.output_dir), config.infra.upload_to if world.is_main else None)
-    with StopRequest(world) if stop is None else nullcontext(stop) as watch, uploads:
-        return _train_on_ranks(config, world, watch, resume, allow_data_change, [*callbacks, uploads])
+    with StopRequest(world) if stop is None else nullcontext(stop) as watch:
+        return _train_on_ranks(config, world, watch, resume, allow_data_change, callbacks)
 
 
 def _train_on_ranks(
@@ -112,6 +111,7 @@ def _train_on_ranks(
     context = _meet(config, world, stop)
     folder = RunFolder(config.infra.output_dir)
     folder.earlier = context.collectives.on_rank_zero(lambda: folder.claim(resume=resume is not None))
+    uploads = Uploads(folder, config.infra.upload_to if world.is_main else None)
     stop.before_end = lambda why: record(
         folder, "failed", reason=f"rank {world.rank}: {why}", exit_code=HangError.exit_code
     )
@@ -120,11 +120,14 @@ def _train_on_ranks(
     hang_minutes = longest * 2 / 3 if given is None else given
     with (
         Peers(folder, context.collectives) as peers,
+        uploads.awaited_by_all(context.collectives, stop.heartbeat),  # behind the record of the ending, which is copied
         ending_recorded(folder, world, peers, spare=resume is not None) as begin,
         # Innermost: left first, it ends a run that hangs before another ending is recorded.
         Watchdog(stop, hang_minutes or None, folder, context.collectives),
     ):
-        trainer, expected, facts = _wire(config, context, folder, stop, resume, allow_data_change, callbacks)
+        context.collectives.on_rank_zero(lambda: uploads.claim(resume))
+        told = [*callbacks, uploads]
+        trainer, expected, facts = _wire(config, context, folder, stop, resume, allow_data_change, told)
         begin(**facts)
         state = _train_and_close(trainer, peers, expected)
         trained = state is not trainer.state
@@ -134,6 +137,7 @@ def _train_on_ranks(
         if world.is_main:
             export_at_end(folder, config.training, anew=trained)
             average_last_checkpoints(folder, last=config.training.average_checkpoints)
+        uploads.finish()
     folder.release()
     return state
 

@@ -32,14 +32,18 @@ class Callback:
 def open_callbacks(config: FullConfig, given: Sequence[Callback], collectives: HostCollectives) -> tuple[Callback, ...]:
     """The callbacks `given` in Python, then those that `training.callbacks` names, each called with the configuration.
 
-    A collective. Raises ConfigError where one cannot be imported, and where ranks have others.
+    A collective. Raises ConfigError where one cannot be imported or is no `Callback`, and where ranks have others.
     """
     field = "training.callbacks"
 
-    def made() -> list[Callback]:
-        return [load_plugin(field, name, "callbacks")(config) for name in config.training.callbacks]
+    def made() -> tuple[Callback, ...]:
+        callbacks = (*given, *(load_plugin(field, name, "callbacks")(config) for name in config.training.callbacks))
+        for callback in callbacks:
+            if not isinstance(callback, Callback):
+                raise ConfigError(f"{field}: {callback!r} must be a ds_encdec.Callback: its class inherits from that")
+        return callbacks
 
-    callbacks = (*given, *collectives.on_every_rank(made))
+    callbacks = collectives.on_every_rank(made)
     kinds = collectives.gather([type(callback).__qualname__ for callback in callbacks])
     if any(kind != kinds[0] for kind in kinds):
         raise ConfigError(f"{field}: the ranks have different ones, and would wait for each other: {kinds}")

@@ -238,6 +238,7 @@ def plan_phase(config: FullConfig, phase: TrainingPhase, max_steps: int | None =
             "output_dir": str(phase_folder(config, phase)),
             "logging_dir": str(logging_dir / phase) if logging_dir.is_absolute() else infra.logging_dir,
             "wandb_run_name": name and f"{name}-{phase}",
+            "upload_to": infra.upload_to and f"{infra.upload_to.rstrip('/')}/phases/{phase}",
         },
         "monitor": monitor,
     }

@@ -89,7 +89,7 @@ class TerminalHandler(logging.Handler):
         try:
             text = self.format(record)
             label = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
-            if not (sys.stdout.isatty() and sys.stderr.isatty()):
+            if not _is_watched():
                 print(self.stamped(text, record.levelname), file=sys.stderr, flush=True)
             elif self.rank:  # another process holds the bar, and draws it anew on the next line
                 print(f"{_ERASED_LINE}rank {self.rank}: {label}{text}", file=sys.stderr, flush=True)
@@ -116,9 +116,14 @@ def is_quiet() -> bool:
     return "--quiet" in verbosity()
 
 
+def _is_watched() -> bool:
+    """Return whether all that this program says is on a terminal."""
+    return sys.stdout.isatty() and sys.stderr.isatty()
+
+
 def stamped(line: str) -> str:
-    """A line of progress as the log would write it into a file; as it is where no program has set up the log."""
-    return line if (handler := _handler()) is None else handler.stamped(line, "INFO")
+    """A line of progress as the log would write it: as it is on a terminal, and where no program has set up the log."""
+    return line if (handler := _handler()) is None or _is_watched() else handler.stamped(line, "INFO")
 
 
 def take_over(name: str, harmless: Collection[str] = ()) -> None:

@@ -18,9 +18,10 @@ while [ $# -gt 0 ]; do
         --sft) name=quickstart_sft; shift ;;
         --ranks=*) ranks="${1#*=}"; shift ;;
         --resume=*) resume="${1#*=}"; shift ;;
-        infra.output_dir=* | --infra.output_dir=*) output="${1#*=}" output="${output/#\~\//$HOME/}"; shift ;;
+        infra.output_dir=* | --infra.output_dir=* | output_dir=* | --output_dir=*)
+            output="${1#*=}" output="${output/#\~\//$HOME/}"; shift ;;
         --*=*) overrides+=("$1"); shift ;;
-        --ranks | --resume | --*.*)
+        --ranks | --resume | --*.* | --output_dir)
             [ $# -ge 2 ] || { echo "error: $1 needs a value" >&2; exit 2; }
             set -- "$1=$2" "${@:3}" ;;
         *) overrides+=("$1"); shift ;;
@@ -28,7 +29,7 @@ while [ $# -gt 0 ]; do
 done
 case "$ranks" in *[!0-9]* | 0) echo "error: --ranks $ranks: give a number of processes, at least 1" >&2; exit 2 ;; esac
 
-echo "an environment (once), some hundred steps of training, a look at the result: about 3 minutes on two cores" >&2
+echo "an environment (once), some hundred steps of training, a look at the result: about 4 minutes on two cores" >&2
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 
 numbered_folder() { # the first folder that is not there yet, or with --resume the last one that is
@@ -47,9 +48,9 @@ output="${output:-$(numbered_folder)}"
 port=$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
 
 launcher=(deepspeed --log_level error --num_gpus "$ranks" --master_port "$port")
-case " ${overrides[*]-} " in *infra.distributed_type=fsdp* | *infra.distributed_type=ddp*)
-    launcher=(torchrun --nproc-per-node "$ranks" --master-port "$port") ;;
-esac
+engine=$(ds-encdec train --config "$ROOT/ds_configs/$name.yaml" --print-config ${overrides[@]+"${overrides[@]}"} |
+    sed -n 's/^ *distributed_type: *//p') # in whatever words it was asked for
+case "$engine" in fsdp | ddp) launcher=(torchrun --nproc-per-node "$ranks" --master-port "$port") ;; esac
 
 echo "training on $ranks rank(s) into $output"
 "${launcher[@]}" "$ROOT/ds_encdec/train.py" \
@@ -77,7 +78,8 @@ kinds = [key.removeprefix("eval/loss") for key in held_out[-1] if key.startswith
 rows = [("the first steps", train[0], "train"), *(("held out, at the end", line, "eval") for line in held_out[-1:])]
 print(f"{'loss, nats per token':24}" + "".join(f"{kind.strip('_') or 'all':>7}" for kind in kinds))
 for title, line, name in rows:
-    print(f"  {title:22}" + "".join(f"{line[f'{name}/loss{kind}']:7.2f}" for kind in kinds))
+    losses = [line.get(f"{name}/loss{kind}") for kind in kinds]  # a short interval may be without a denoiser
+    print(f"  {title:22}" + "".join(f"{'-':>7}" if loss is None else f"{loss:7.2f}" for loss in losses))
 if os.path.exists(sys.argv[2]):
     figures = json.load(open(sys.argv[2]))["figures"]
     print("masked tokens of held-out text: {token_accuracy:.1f} % right; always the commonest one: "

@@ -24,11 +24,18 @@ case "${1-}" in
         shift ;;
 esac
 
-settings=()
-[ "${PHASE:-all}" = all ] || settings+=(--only "$PHASE")
-[ -z "${MODEL_PATH:-}" ] || settings+=("model.model_name_or_path=$MODEL_PATH")
-[ -z "${DATASET:-}" ] || settings+=("data.dataset_name=$DATASET")
-[ -z "${OUTPUT_DIR:-}" ] || settings+=("infra.output_dir=$OUTPUT_DIR")
+settings=() given=" $* "
+unless_given() { # the field and its value, where no argument has that field, with its section or without
+    case "$given" in *[\ .-]"${1#*.}"[=\ ]*) return ;; esac
+    [ -z "$2" ] || settings+=("$1=$2")
+}
+case "$given" in
+    *" --only"[=\ ]* | *" --from"[=\ ]* | *" --to"[=\ ]*) ;;
+    *) [ "${PHASE:-all}" = all ] || settings+=(--only "$PHASE") ;;
+esac
+unless_given model.model_name_or_path "${MODEL_PATH:-}"
+unless_given data.dataset_name "${DATASET:-}"
+unless_given infra.output_dir "${OUTPUT_DIR:-}"
 
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 exec ds-encdec phases --config "$ROOT/ds_configs/qwen3_0.6b_ul2.yaml" \

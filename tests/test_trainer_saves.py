@@ -21,7 +21,7 @@ import torch
 from ds_encdec import build
 from ds_encdec import trainer as trainer_module
 from ds_encdec.build import _train_and_close
-from ds_encdec.callbacks import Callback
+from ds_encdec.callbacks import Callback, open_callbacks
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.checkpoint.manager import CheckpointManager
 from ds_encdec.checkpoint.manifest import MANIFEST, verify_checkpoint
@@ -41,6 +41,7 @@ from ds_encdec.trainer import Trainer, train
 from ds_encdec.types import (
     Batch,
     CheckpointError,
+    ConfigError,
     DataError,
     DivergedError,
     DsEncDecError,
@@ -444,6 +445,11 @@ class Told(Callback):
         assert (checkpoint / MANIFEST).exists()
         assert checkpoint.name == f"step-{state.global_step:08d}"
         self._keep("save", state)
+
+
+def test_what_is_no_callback_is_refused_before_the_run() -> None:
+    with pytest.raises(ConfigError, match=r"training\.callbacks: <object object .*> must be a ds_encdec\.Callback"):
+        open_callbacks(FullConfig(), [Told(), object()], HostCollectives())  # type: ignore[list-item]
 
 
 def test_callbacks_are_told_of_three_moments_in_the_order_of_the_loop(tmp_path: Path, eval_losses: list[float]) -> None:

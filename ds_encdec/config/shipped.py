@@ -77,10 +77,11 @@ def write_shipped(name: str, out: Path | None) -> Path:
     if source is None:
         raise ConfigError(f"there is no shipped file {name}{similar_shipped(wanted)}: `ds-encdec init` lists them")
     out = out or Path(source.name)
-    text = _MODELINE.sub("", source.read_text()).replace(f"{source.parent.name}/{source.name}", str(out))
+    text = _MODELINE.sub("", source.read_text(encoding="utf-8"))
+    text = text.replace(f"{source.parent.name}/{source.name}", str(out))
     text = text.replace(" ds_encdec/train.py", " --module ds_encdec.train")  # which is there without a clone, too
     try:
-        with out.open("x") as file:
+        with out.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
         raise ConfigError(f"{out} is there already: nothing was written. Name another file with --out") from None
@@ -97,6 +98,6 @@ def _purpose(file: Path) -> str:
     """The first sentence of a file's comment, up to a colon."""
     if file.suffix == ".json":
         return "a DeepSpeed JSON, for --deepspeed_config"
-    lines = _MODELINE.sub("", file.read_text()).splitlines()
+    lines = _MODELINE.sub("", file.read_text(encoding="utf-8")).splitlines()
     comment = " ".join(line.removeprefix("#").strip() for line in lines[:4])
     return re.split(r"[.:](?:\s|$)", comment)[0]

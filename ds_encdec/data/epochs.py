@@ -14,7 +14,7 @@ from ds_encdec.config.implied import shortened_warmup
 from ds_encdec.config.rules import find_conflicts
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.evaluation import split_rows, weighed_size
-from ds_encdec.data.examples import ExampleMaker, read_documents
+from ds_encdec.data.examples import ExampleMaker, usable_documents
 from ds_encdec.data.lane import Lane, LanePipeline
 from ds_encdec.data.packing import Packer, Waiting
 from ds_encdec.data.sources import AnySource, OpenSource, StreamSource
@@ -103,7 +103,7 @@ def _mean_size(opened: OpenSource, pipeline: LanePipeline) -> float:
     if not opened.counts_tokens:
         return 1.0
     rows = islice(split_rows([opened], "train", pipeline.maker), SAMPLE_DOCUMENTS)
-    sizes = [weighed_size(opened, pipeline.maker, row) for row in rows]
+    sizes = [weighed_size(opened, pipeline.maker, ids) for _, ids in rows]
     return sum(sizes) / max(1, len(sizes))
 
 
@@ -111,7 +111,7 @@ def _batches_per_size(pipeline: LanePipeline) -> float:
     """Micro-batches that a sample of the documents fills, per document or per token, as the weights count."""
     maker = pipeline.maker
     rows = split_rows(pipeline.sources, "train", maker)
-    sample = list(islice(read_documents(rows, maker, pipeline.bad_row_limit), SAMPLE_DOCUMENTS))
+    sample = list(islice(usable_documents(rows, pipeline.bad_row_limit), SAMPLE_DOCUMENTS))
     made: list[Example] = [
         one.example
         for document, ids in sample
@@ -122,7 +122,7 @@ def _batches_per_size(pipeline: LanePipeline) -> float:
         pipeline.budgets, pool_examples=pipeline.pool_examples, max_wait_batches=pipeline.max_wait_batches
     )
     arrivals = iter([Waiting(None, len(one.encoder_ids), len(one.decoder_ids)) for one in made])
-    size = sum(weighed_size(pipeline.sources[0], maker, document) for document, _ in sample)
+    size = sum(weighed_size(pipeline.sources[0], maker, ids) for _, ids in sample)
     return sum(1 for _ in iter(lambda: packer.pack(arrivals), [])) / max(1, size)
 
 

@@ -9,12 +9,13 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
 
 from ds_encdec.data.budgets import Budgets
-from ds_encdec.data.examples import ExampleMaker, read_documents
+from ds_encdec.data.examples import ExampleMaker, usable_documents, with_ids
 from ds_encdec.data.fingerprint import Facts, digest
 from ds_encdec.data.lane import LanePipeline
 from ds_encdec.data.loader import collate
@@ -91,14 +92,14 @@ def keyed_examples(
 
     `maker`: that of evaluations. Raises DataError where more of the rows read than `bad_row_limit` cannot be read.
     """
-    for document, ids in read_documents(split_rows(sources, split, maker), maker, bad_row_limit):
+    for document, ids in usable_documents(split_rows(sources, split, maker), bad_row_limit):
         for made in maker.examples(ids, document.key, 0):
             if made.example is not None:
                 yield document.key if made.number == 0 else f"{document.key}#{made.number}", made.example
 
 
-def split_rows(sources: Sequence[OpenSource], split: Split, maker: ExampleMaker) -> Iterator[Row]:
-    """The rows of a split in turns that keep every prefix in proportion to the weights, in their unit.
+def split_rows(sources: Sequence[OpenSource], split: Split, maker: ExampleMaker) -> Iterator[tuple[Row, Any | BadRow]]:
+    """The rows of a split `with_ids`, in turns that keep every prefix in proportion to the weights, in their unit.
 
     The next one is of the source that is furthest behind its share. A source that has no more drops out.
     """
@@ -106,28 +107,25 @@ def split_rows(sources: Sequence[OpenSource], split: Split, maker: ExampleMaker)
     def is_wanted(opened: OpenSource, key: str) -> bool:
         return opened.split_of(key) == split
 
-    queues = [all_rows(opened.source, "evaluation", partial(is_wanted, opened)) for opened in sources]
+    queues = [with_ids(all_rows(opened.source, "evaluation", partial(is_wanted, opened)), maker) for opened in sources]
     shares = [{"train": 1.0, "validation": one.held_out_below, "test": one.test_below}[split] for one in sources]
     due = {number: 1 / opened.weight for number, opened in enumerate(sources) if shares[number]}
     for number in due if sources[0].counts_tokens else ():
         first = [*islice(queues[number], 1)]
         queues[number] = chain(first, queues[number])
-        due[number] *= sum(weighed_size(sources[number], maker, row) for row in first)
+        due[number] *= sum(weighed_size(sources[number], maker, ids) for _, ids in first)
     while due:
         number = min(due, key=lambda candidate: due[candidate])
-        if document := next(queues[number], None):
-            due[number] += weighed_size(sources[number], maker, document) / sources[number].weight
-            yield document
+        if read := next(queues[number], None):
+            due[number] += weighed_size(sources[number], maker, read[1]) / sources[number].weight
+            yield read
         else:
             del due[number]
 
 
-def weighed_size(opened: OpenSource, maker: ExampleMaker, row: Row) -> int:
-    """How much of its source a row is, in the unit of the weights: 1 document, or its tokens."""
-    if not opened.counts_tokens:
-        return 1
-    ids = row if isinstance(row, BadRow) else maker.read(row)
-    return 1 if isinstance(ids, BadRow) else 1 + maker.size(ids)
+def weighed_size(opened: OpenSource, maker: ExampleMaker, ids: Any | BadRow) -> int:
+    """How much of its source a row of these ids is, in the unit of the weights: 1 document, or its tokens."""
+    return 1 if isinstance(ids, BadRow) or not opened.counts_tokens else 1 + maker.size(ids)
 
 
 def _write_examples(path: Path, examples: Sequence[Example]) -> None:

@@ -87,11 +87,15 @@ class ExampleMaker(Protocol):
         ...
 
 
-def read_documents(rows: Iterable[Row], maker: ExampleMaker, bad_row_limit: int) -> Iterator[tuple[Document, Any]]:
-    """The documents among `rows` with the ids that `maker` reads. Raises DataError for more than so many bad rows."""
+def with_ids(rows: Iterable[Row], maker: ExampleMaker) -> Iterator[tuple[Row, Any | BadRow]]:
+    """Each row with the ids that `maker` reads of it, or the bad row that it is."""
+    return ((row, row if isinstance(row, BadRow) else maker.read(row)) for row in rows)
+
+
+def usable_documents(rows: Iterable[tuple[Row, Any | BadRow]], bad_row_limit: int) -> Iterator[tuple[Document, Any]]:
+    """The documents among the rows `with_ids`. Raises DataError for more than so many bad rows."""
     bad = count(1)
-    for row in rows:
-        ids = row if isinstance(row, BadRow) else maker.read(row)
+    for row, ids in rows:
         if isinstance(row, BadRow) or isinstance(ids, BadRow):
             check_bad_rows(next(bad), bad_row_limit, ids.problem)
         else:

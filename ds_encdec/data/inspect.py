@@ -14,7 +14,7 @@ import numpy as np
 
 from ds_encdec.data.budgets import Budgets
 from ds_encdec.data.evaluation import split_rows
-from ds_encdec.data.examples import ExampleMaker, read_documents
+from ds_encdec.data.examples import ExampleMaker, usable_documents, with_ids
 from ds_encdec.data.lane import Lane, LanePipeline
 from ds_encdec.data.sources import BadRow, OpenSource, StreamSource, all_rows
 from ds_encdec.types import DataError, Example
@@ -51,7 +51,8 @@ def sample_statistics(sources: Sequence[OpenSource], maker: ExampleMaker, bad_ro
     documents = tokens = 0.0
     for opened in sources:
         count = max(16, round(SAMPLE_DOCUMENTS * opened.weight / total_weight))
-        read = list(islice(read_documents(all_rows(opened.source, "sample"), maker, bad_row_limit), count + 1))
+        rows = with_ids(all_rows(opened.source, "sample"), maker)
+        read = list(islice(usable_documents(rows, bad_row_limit), count + 1))
         trained = [ids for document, ids in read[:count] if not opened.holds_out(document.key)]
         there: float = len(trained)
         if len(read) > count:
@@ -62,11 +63,11 @@ def sample_statistics(sources: Sequence[OpenSource], maker: ExampleMaker, bad_ro
         tokens += math.inf if there == math.inf else there * sum(map(maker.size, trained)) / max(1, len(trained))
     if sources[0].counts_tokens:
         rows = split_rows(sources, "train", maker)
-        all_read = [ids for _, ids in islice(read_documents(rows, maker, bad_row_limit), SAMPLE_DOCUMENTS)]
+        all_read = [ids for _, ids in islice(usable_documents(rows, bad_row_limit), SAMPLE_DOCUMENTS)]
     usable = [ids for ids in all_read if maker.size(ids)]
     if not usable:
-        rows = (row for opened in sources for row in islice(all_rows(opened.source, "sample"), 1))
-        first = next((row if isinstance(row, BadRow) else maker.read(row) for row in rows), None)
+        looked_at = (row for opened in sources for row in islice(all_rows(opened.source, "sample"), 1))
+        first = next((ids for _, ids in with_ids(looked_at, maker)), None)
         if isinstance(first, BadRow):
             raise DataError(f"the data set is empty: no row that was looked at can be used. {first.problem}")
         raise DataError(

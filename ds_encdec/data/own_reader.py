@@ -10,6 +10,11 @@ from ds_encdec.source_kinds import PYTHON
 from ds_encdec.types import DataError
 
 
+def reader_digest(name: str) -> str:
+    """A digest of the file of the function that `python:MODULE:FUNCTION` names. Raises ConfigError."""
+    return code_digest("data.dataset_name", name, load_plugin("data.dataset_name", name.removeprefix(PYTHON)))
+
+
 class OwnReader:
     """The rows of a user's reader as a `MapSource`: `reader[i]`, of `len(reader)`, is a text or a row by columns.
 
@@ -21,7 +26,7 @@ class OwnReader:
         self._name, self._column = entry.dataset_name, text_column
         name = self._name.removeprefix(PYTHON)
         self._rows: Any = None
-        digest = code_digest("data.dataset_name", self._name, load_plugin("data.dataset_name", name))
+        digest = reader_digest(self._name)
         reader = self._reader()
         self._size = len(reader)
         own = getattr(reader, "identity", {})

@@ -32,12 +32,13 @@ from ds_encdec.config.schema import DataConfig, MixtureSource, Source
 from ds_encdec.data.examples import ExampleMaker
 from ds_encdec.data.fingerprint import digest
 from ds_encdec.data.local_files import expand_files, file_digest, file_digests, local_errors, short_names
+from ds_encdec.data.own_reader import reader_digest
 from ds_encdec.data.sources import BadRow, Row
 from ds_encdec.data.tables import folder_files
 from ds_encdec.data.text_tokenizer import SAMPLE
 from ds_encdec.launch.disk import Writing, write_atomically
 from ds_encdec.objectives import OBJECTIVES
-from ds_encdec.source_kinds import HUB, local_kind
+from ds_encdec.source_kinds import HUB, PYTHON, local_kind
 from ds_encdec.types import DataError, Document
 
 INDEX = "index.json"
@@ -144,6 +145,8 @@ def made_from(data: DataConfig, entry: Source, maker: ExampleMaker, seed: int) -
     facts |= {f"data.{name}": getattr(data, name) for name in objective.read_fields}
     if "seed" in (local_kind(entry.dataset_name) or HUB).needs:
         facts["training.seed"] = seed
+    if entry.dataset_name.startswith(PYTHON):
+        facts["the reader's code"] = reader_digest(entry.dataset_name)
     facts["tokenizer"] = digest([maker.tokenize(Document("", text)).tolist() for text in SAMPLE])
     if objective.takes_records:  # templates may hold special tokens
         facts["special tokens"] = digest([vocabulary.sentinel_ids, vocabulary.eos_id, vocabulary.mode_token_ids])

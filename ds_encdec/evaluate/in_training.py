@@ -21,7 +21,7 @@ from ds_encdec.evaluate.generation import generate, text_of
 from ds_encdec.evaluate.metrics import check_metrics, score_texts
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.monitor.sinks import Sample
-from ds_encdec.text_metrics import not_installed, text_metrics
+from ds_encdec.text_metrics import TEXT_METRICS, not_installed, text_metrics
 from ds_encdec.types import Example
 
 if TYPE_CHECKING:
@@ -48,6 +48,25 @@ def usable_metrics(config: FullConfig) -> list[str]:
     for problem in not_installed(set(names) - set(usable)):
         logger.warning("training.eval_generate_samples: %s", problem)
     return usable
+
+
+def figures_of(
+    names: Iterable[str], predictions: Sequence[str], references: Sequence[str], *, best: str
+) -> dict[str, float]:
+    """All figures of the metrics `names`, without those of an installed package that raise: a warning names each.
+
+    The one that the run is judged by, `best`, must not raise.
+    """
+    figures: dict[str, float] = {}
+    for name in names:
+        try:
+            figures |= score_texts([name], predictions, references)
+        except Exception as error:  # whatever the package raises
+            if name in TEXT_METRICS or name == best:
+                raise
+            what = f"{type(error).__name__}: {error}"
+            logger.warning("the metric %s, of an installed package, has no figure: %s", name, what)
+    return figures
 
 
 @dataclass(frozen=True)
@@ -83,7 +102,8 @@ class Judge:
                 )
             return {}, []
         references = [text_of(self.tokenizer, example.decoder_ids.tolist()) for example in examples]
-        figures = self.collectives.on_rank_zero(lambda: score_texts(self.metrics, predictions, references))
+        best = self.config.training.metric_for_best_model
+        figures = self.collectives.on_rank_zero(lambda: figures_of(self.metrics, predictions, references, best=best))
         inputs = [text_of(self.tokenizer, example.encoder_ids.tolist()) for example in examples[:SHOWN_SAMPLES]]
         shown = zip(inputs, references, predictions, strict=False)
         return {f"eval/{name}": value for name, value in figures.items()}, [Sample(*texts) for texts in shown]

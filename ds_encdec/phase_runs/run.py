@@ -16,7 +16,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -248,7 +247,7 @@ def _train(planned: PlannedPhase, folder: PhaseFolder, subprocess_run: Subproces
 
 def _say_progress(line: str) -> None:
     if not is_quiet():
-        _say(line if sys.stdout.isatty() else stamped(line))
+        _say(stamped(line))
 
 
 def _end_of(log: Path) -> str:

@@ -31,7 +31,7 @@ from ds_encdec.checkpoint.manager import CheckpointManager
 from ds_encdec.checkpoint.saved_state import open_saved_state
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.build import TrainingData, build_data
-from ds_encdec.data.examples import read_documents
+from ds_encdec.data.examples import usable_documents, with_ids
 from ds_encdec.data.lane import LanePipeline
 from ds_encdec.data.sources import OpenSource, all_rows, source_entries
 from ds_encdec.engine.protocol import Engine
@@ -205,7 +205,7 @@ def _texts_of(opened: OpenSource, pipeline: LanePipeline) -> list[tuple[str, Any
     rows = islice(all_rows(opened.source, "sample"), DOCUMENTS_SEARCHED)
     texts = (
         (document.key, ids)
-        for document, ids in read_documents(rows, pipeline.maker, pipeline.bad_row_limit)
+        for document, ids in usable_documents(with_ids(rows, pipeline.maker), pipeline.bad_row_limit)
         if pipeline.maker.size(ids)
     )
     return list(islice(texts, DOCUMENTS_PER_SOURCE))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from saves import make_manager, save
 from ds_encdec.checkpoint.manifest import MANIFEST, verify_checkpoint
 from ds_encdec.checkpoint.upload import Uploads
 from ds_encdec.launch.run_folder import RunFolder
-from ds_encdec.types import TrainingState
+from ds_encdec.types import ConfigError, TrainingState
 
 
 def tell(uploads: Uploads, checkpoint: Path) -> None:
@@ -26,18 +27,20 @@ def test_checkpoints_and_exports_arrive_whole(tmp_path: Path) -> None:
     run.root.mkdir()
     manager = make_manager(run.checkpoints)
     (run.root / "metrics.jsonl").write_text("{}\n")
-    with Uploads(run, f"file://{there}") as uploads:
-        tell(uploads, save(manager, 1, "best"))
-        tell(uploads, save(manager, 2, "final"))
-        (run.exports / "final").mkdir(parents=True)
-        (run.exports / "final" / "config.json").write_text("{}")
+    uploads = Uploads(run, f"file://{there}")
+    tell(uploads, save(manager, 1, "best"))
+    tell(uploads, save(manager, 2, "final"))
+    (run.exports / "final").mkdir(parents=True)
+    (run.exports / "final" / "config.json").write_text("{}")
+    uploads.finish()
     for step in (1, 2):
         assert verify_checkpoint(there / "checkpoints" / f"step-{step:08d}").step == step
     assert (there / "export" / "final" / "config.json").read_text() == "{}"
     assert (there / "metrics.jsonl").exists()
     # A step that is saved again after a rollback takes the place of the earlier one, in another process, too.
-    with Uploads(run, f"file://{there}") as uploads:
-        tell(uploads, save(manager, 2))
+    uploads = Uploads(run, f"file://{there}")
+    tell(uploads, save(manager, 2))
+    uploads.finish()
     for name in (MANIFEST, "zero/shard.bin"):
         copied, own = (folder / "checkpoints" / "step-00000002" / name for folder in (there, run.root))
         assert copied.read_bytes() == own.read_bytes()
@@ -58,18 +61,20 @@ def test_what_fails_is_no_manifest_a_warning_and_tried_again(
         put(self, path, *arguments, **options)
 
     monkeypatch.setattr(LocalFileSystem, "put_file", put_file)
-    with caplog.at_level(logging.WARNING), Uploads(run, f"file://{there}") as uploads:
+    uploads = Uploads(run, f"file://{there}")
+    with caplog.at_level(logging.WARNING):
         tell(uploads, save(manager, 1))
         assert tried.wait(30)
         assert not list(there.rglob(MANIFEST))
         broken = False
         tell(uploads, save(manager, 2))
+        uploads.finish()
     assert "ConnectionError: the line is down. It is tried again after the next save." in caplog.text
     assert sorted(path.parent.name for path in there.rglob(MANIFEST)) == ["step-00000001", "step-00000002"]
 
 
 def test_a_slow_copy_holds_nothing_up_and_what_was_deleted_meanwhile_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, there = RunFolder(str(tmp_path / "run")), tmp_path / "there"
     run.root.mkdir()
@@ -80,15 +85,75 @@ def test_a_slow_copy_holds_nothing_up_and_what_was_deleted_meanwhile_is_left_out
         put(self, path, *arguments, **options)
 
     monkeypatch.setattr(LocalFileSystem, "put_file", put_file)
-    with caplog.at_level(logging.INFO), Uploads(run, f"file://{there}") as uploads:
-        for step in (1, 2, 3):
-            tell(uploads, save(manager, step))  # returns although nothing is copied yet
-        copies.set()
+    uploads = Uploads(run, f"file://{there}")
+    for step in (1, 2, 3):
+        tell(uploads, save(manager, step))  # returns although nothing is copied yet
+    copies.set()
+    uploads.finish()
     assert [path.parent.name for path in there.rglob(MANIFEST)] == ["step-00000003"]
+
+
+@pytest.mark.parametrize("told", ["meanwhile", "later"])
+def test_a_step_that_a_rollback_saves_again_while_it_is_copied_arrives_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str
+) -> None:
+    run, there = RunFolder(str(tmp_path / "run")), tmp_path / "there"
+    run.root.mkdir()
+    manager, put = make_manager(run.checkpoints), LocalFileSystem.put_file
+    uploads, step = Uploads(run, f"file://{there}"), run.checkpoints / "step-00000001"
+
+    def put_file(self: LocalFileSystem, path: str, *arguments: Any, **options: Any) -> None:
+        put(self, path, *arguments, **options)
+        if path.endswith("shard.bin") and (step / "zero/shard.bin").read_bytes() == first:
+            shutil.rmtree(step)
+            save(manager, 1)
+            if told == "meanwhile":
+                tell(uploads, step)
+
+    first = (save(manager, 1) / "zero/shard.bin").read_bytes()
+    monkeypatch.setattr(LocalFileSystem, "put_file", put_file)
+    tell(uploads, step)
+    uploads.finish()
+    assert verify_checkpoint(there / "checkpoints" / step.name).step == 1
+    assert (there / "checkpoints" / step.name / "zero/shard.bin").read_bytes() != first
+
+
+def test_a_new_run_does_not_write_over_the_copies_of_another(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    there, runs = f"file://{tmp_path / 'there'}", [RunFolder(str(tmp_path / name)) for name in ("one", "other")]
+    uploads = []
+    for run in runs:
+        run.root.mkdir()
+        run.run_json.write_text("{}")
+        uploads.append(Uploads(run, there))
+        uploads[-1].claim("auto")  # there is none yet: both have begun at one time
+    for one, run, step in zip(uploads, runs, (1, 2), strict=True):
+        tell(one, save(make_manager(run.checkpoints), step))
+        one.finish()
+    assert [path.parent.name for path in (tmp_path / "there").rglob(MANIFEST)] == ["step-00000001"]
+    assert "holds the copies of a run already" in caplog.text
+    Uploads(runs[0], there).claim("auto")  # goes on from its own checkpoints
+    Uploads(RunFolder(str(tmp_path / "third")), there).claim(str(runs[0].checkpoints / "step-00000001"))
+    for resume in (None, "auto"):
+        with pytest.raises(ConfigError, match=r"infra.upload_to: .* holds the copies of a run already"):
+            Uploads(RunFolder(str(tmp_path / "third")), there).claim(resume)
+
+
+def test_a_password_in_the_url_is_not_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = RunFolder(str(tmp_path / "run"))
+    run.root.mkdir()
+    uploads = Uploads(run, "ftp://someone:hunter2@127.0.0.1:9/run")
+    with caplog.at_level(logging.INFO):
+        uploads.claim(None)
+        tell(uploads, save(make_manager(run.checkpoints), 1))
+        uploads.finish()
+    assert "infra.upload_to=ftp://***@127.0.0.1:9/run: ConnectionRefusedError" in caplog.text
+    assert "hunter2" not in caplog.text
 
 
 def test_without_a_url_nothing_is_done(tmp_path: Path) -> None:
     run = RunFolder(str(tmp_path / "run"))
-    with Uploads(run, None) as uploads:
-        tell(uploads, tmp_path)
+    uploads = Uploads(run, None)
+    uploads.claim(None)
+    tell(uploads, tmp_path)
+    uploads.finish()
     assert not run.root.exists()

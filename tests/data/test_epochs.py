@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from data_parts import make_config, make_data, texts, write_json_lines, write_parquet
@@ -12,6 +13,7 @@ from data_parts import make_config, make_data, texts, write_json_lines, write_pa
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data import epochs
 from ds_encdec.data.epochs import steps_of_epochs, with_steps_of_epochs
+from ds_encdec.data.evaluation import keyed_examples
 from ds_encdec.data.lane import Lane
 from ds_encdec.types import ConfigError, DataError
 
@@ -53,6 +55,15 @@ def short_and_long(folder: Path) -> list[dict[str, Any]]:
 def test_documents_of_two_sources_may_have_the_same_keys(tmp_path: Path) -> None:
     pipeline = make_data(make_config(mixture=short_and_long(tmp_path)), num_lanes=1).pipeline
     assert steps_of_epochs(pipeline, 1) == epochs._batches(Lane(pipeline, 0), 1)
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_a_document_whose_tokens_are_weighed_is_read_once(tmp_path: Path, split: Any) -> None:
+    config = make_config(mixture=short_and_long(tmp_path), mixture_weights_count="tokens", eval_fraction=0.3)
+    pipeline = make_data(config).pipeline
+    maker = mock.Mock(wraps=pipeline.maker)
+    assert list(keyed_examples(pipeline.sources, split, maker, 0))
+    assert 20 < maker.examples.call_count == maker.read.call_count
 
 
 @pytest.mark.parametrize("unit", [None, "documents", "tokens"])

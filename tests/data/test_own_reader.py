@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from data_parts import make_config, make_data, texts, write_json_lines
+from data_parts import byte_tokenizer, make_config, make_data, texts, write_json_lines
 
 from ds_encdec.config.schema import load_config
+from ds_encdec.data.build import prepare_data
 from ds_encdec.types import CheckpointError, ConfigError, DataError
 
 # Its file is open, so workers that shared its position would read nonsense.
@@ -67,6 +68,15 @@ def test_a_run_goes_on_behind_the_rows_it_has_read_with_any_workers(module: Path
     module.write_text(module.read_text() + "# changed\n")
     with pytest.raises(CheckpointError, match="'python', 'name': 'own_lines:lines'"):
         make_data(make_config(**own()), saved=saved)
+
+
+def test_prepared_rows_are_those_of_the_code_that_read_them(module: Path) -> None:
+    config = make_config(**own(prepared_dir="out"))
+    list(prepare_data(config, *byte_tokenizer(), 1))
+    make_data(config)
+    module.write_text(module.read_text() + "# changed\n")
+    with pytest.raises(DataError, match=r"reader's code: '\w+' there, '\w+' now"):
+        make_data(config)
 
 
 def test_rows_that_cannot_be_read_are_named(module: Path) -> None:

@@ -409,12 +409,12 @@ def test_pre_training_evaluates_on_files_of_ones_own_too(tmp_path: Path) -> None
 
 def test_inspection_shows_the_pairs(tmp_path: Path) -> None:
     data = data_of(sft_config(write(tmp_path / "a.jsonl", ROWS), max_decoder_length=40, on_long_row="skip"))
-    report = json.loads(inspect_data(data.pipeline, TOKENIZER, num_examples=1, as_json=True))
+    report = json.loads(inspect_data(data.pipeline, TOKENIZER, (1,), num_examples=1, as_json=True))
     assert report["statistics"]["denoisers"] == {"SFT": report["statistics"]["examples"]}
-    text = inspect_data(data.pipeline, TOKENIZER, num_examples=1, as_json=False)
+    text = inspect_data(data.pipeline, TOKENIZER, (1,), num_examples=1, as_json=False)
     assert "SFT · a.jsonl:" in text
     assert report["statistics"]["long_rows"] > 0
-    assert text.endswith(f"; {report['statistics']['long_rows']} that were read were too long")
+    assert text.endswith(f"\n{report['statistics']['long_rows']} examples that were read were too long")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from ds_encdec import text_metrics
 from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.evaluate.generation import generate
-from ds_encdec.evaluate.in_training import SHOWN_SAMPLES, Judge, usable_metrics
+from ds_encdec.evaluate.in_training import SHOWN_SAMPLES, Judge, figures_of, usable_metrics
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.types import ConfigError, Example
 
@@ -96,3 +96,15 @@ def test_what_is_not_installed_is_left_out_unless_it_decides(
     assert [record.message.count("pip install 'ds_encdec[eval]'") for record in caplog.records] == [1, 1]
     with pytest.raises(ConfigError, match=r"pip install 'ds_encdec\[eval\]'"):
         usable_metrics(config_of(metric_for_best_model="bleu"))
+
+
+def test_an_own_metric_that_raises_is_left_out_unless_it_decides(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = {"broken": SimpleNamespace(value="operator:truediv"), "own": SimpleNamespace(value="operator:eq")}
+    monkeypatch.setattr(text_metrics, "installed", lambda kind: own)
+    names, texts = ["broken", "exact_match", "own"], ["a", "b"]
+    assert figures_of(names, texts, texts, best="loss") == {"exact_match": 100.0, "own": 1.0}
+    assert "the metric broken, of an installed package, has no figure: TypeError: " in caplog.text
+    with pytest.raises(TypeError):
+        figures_of(names, texts, texts, best="broken")

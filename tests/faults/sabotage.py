@@ -24,11 +24,13 @@ import torch
 
 from ds_encdec import build
 from ds_encdec.checkpoint.folder import CheckpointFolder
+from ds_encdec.checkpoint.upload import Uploads
 from ds_encdec.data import lane
 from ds_encdec.data.loader import LaneLoader
 from ds_encdec.engine import fsdp2, sharded_engine
 from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.launch import peers
+from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.types import Batch, LossSum
 
 _next_step = LaneLoader.__next__
@@ -140,6 +142,28 @@ def killed_in_save(rank: int, *, on_rank: int) -> None:
 def slow_saves(rank: int, *, seconds: float) -> None:
     """Every save takes so long in addition. FSDP2 alone."""
     _before_writing(lambda number: time.sleep(seconds))
+
+
+def slow_uploads(rank: int, *, seconds: float, alone: bool) -> None:
+    """Copies of checkpoints take so long. Unless rank 0 may be `alone` then, they fail once another rank has left."""
+    copy = Uploads._copy
+
+    def slow(*arguments: Any) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            siblings = psutil.Process(os.getppid()).children()
+            if not alone and any(one.status() == psutil.STATUS_ZOMBIE for one in siblings):
+                raise ConnectionError("a launcher would have ended this rank by now")
+            time.sleep(0.05)
+        copy(*arguments)
+
+    Uploads._copy = slow  # type: ignore[method-assign]
+
+
+def impatient(rank: int) -> None:
+    """A rank that SIGTERM finds without a heartbeat for half a second is taken for stuck."""
+    StopRequest.patience_seconds = property(lambda stop: 0.5)  # type: ignore[assignment, method-assign]
+    StopRequest.__init__.__defaults__ = (300.0, 0.2, *StopRequest.__init__.__defaults__[2:])  # type: ignore[misc]
 
 
 def own_machine(rank: int) -> None:

@@ -11,6 +11,7 @@ from forked_runs import ENGINES, Finished, ForkedRuns
 from tiny_run import QUICKSTART, losses, overrides
 
 from ds_encdec.checkpoint.folder import committed_steps
+from ds_encdec.checkpoint.manifest import verify_checkpoint
 
 pytestmark = [pytest.mark.distributed]
 
@@ -56,13 +57,17 @@ def assert_preempted(result: Finished, folder: Path) -> int:
     ],
     ids=["TERM at the start", "INT at the start", "HUP at step 4", "all, without workers"],
 )
-def test_a_signal_to_every_process_saves(
+def test_a_signal_to_every_process_saves_and_no_rank_leaves_before_the_copy_is_made(
     runs: ForkedRuns, tmp_path: Path, engine: str, workers: int, changes: dict[str, Any], fault: dict[str, Any]
 ) -> None:
     folder = tmp_path / "run"
-    settings = {"data__preprocessing_num_workers": workers} | changes
-    result = runs.run(arguments(folder, engine, **settings), ranks=2, faults=[fault])
-    assert_preempted(result, folder)
+    there = tmp_path / "there"
+    settings = {"data__preprocessing_num_workers": workers, "infra__upload_to": f"file://{there}"} | changes
+    faults = [fault, {"kind": "slow_uploads", "seconds": 1.0, "alone": False}]
+    result = runs.run(arguments(folder, engine, **settings), ranks=2, faults=faults)
+    saved = assert_preempted(result, folder)
+    assert verify_checkpoint(there / "checkpoints" / f"step-{saved:08d}").step == saved, result.output
+    assert json.loads((there / "run.json").read_text())["state"] == "preempted"
 
 
 def test_a_worker_that_is_killed_while_a_stop_is_asked_for_is_a_stop(runs: ForkedRuns, tmp_path: Path) -> None:
@@ -81,10 +86,14 @@ def test_a_worker_that_is_killed_while_a_stop_is_asked_for_is_a_stop(runs: Forke
 
 def test_signals_after_the_last_step_change_nothing(runs: ForkedRuns, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    fault = {"kind": "signal_after_training", "signals": STOPS}
-    result = runs.run(arguments(folder, "fsdp", training__num_train_steps=3), ranks=2, faults=[fault])
+    slow = {"kind": "slow_uploads", "seconds": 2.0, "alone": True}
+    faults = [{"kind": "signal_after_training", "signals": STOPS}, {"kind": "impatient"}, slow]
+    settings = {"training__num_train_steps": 3, "infra__upload_to": f"file://{tmp_path / 'there'}"}
+    result = runs.run(arguments(folder, "fsdp", **settings), ranks=2, faults=faults)
     assert result.codes == [0, 0], result.output
-    assert json.loads((folder / "run.json").read_text())["state"] == "completed"
+    for run in (folder, tmp_path / "there"):
+        assert json.loads((run / "run.json").read_text())["state"] == "completed"
+        assert (run / "checkpoints/step-00000003/manifest.json").exists()
 
 
 def test_a_run_outlives_the_readers_of_its_output(runs: ForkedRuns, tmp_path: Path) -> None:

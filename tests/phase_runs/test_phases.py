@@ -89,7 +89,11 @@ def test_tokens_or_steps_whichever_comes_first() -> None:
 
 def test_a_phase_is_laid_over_the_configuration() -> None:
     planned = plan(
-        VALIDATION, "phases.validation.num_train_steps=90", "infra.wandb_run_name=run", "infra.output_dir=/o"
+        VALIDATION,
+        "phases.validation.num_train_steps=90",
+        "infra.wandb_run_name=run",
+        "infra.output_dir=/o",
+        "infra.upload_to=s3://bucket/run/",
     )
     training, infra = planned.config.training, planned.config.infra
     assert (training.num_train_steps, training.eval_steps, training.save_steps) == (90, 90, 90)
@@ -99,6 +103,7 @@ def test_a_phase_is_laid_over_the_configuration() -> None:
         "./logs",
         "run-validation",
     )
+    assert infra.upload_to == "s3://bucket/run/phases/validation"
     model = planned.config.model
     assert model.model_name_or_path == "/o/phases/sanity_check/export/final"
     assert (model.architecture, model.tokenizer_name_or_path, model.num_sentinel_tokens) == (None, None, 32)
@@ -148,16 +153,18 @@ def test_variables_before_the_script_are_its_arguments(tmp_path: Path) -> None:
     (tmp_path / "ds-encdec").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     (tmp_path / "ds-encdec").chmod(0o755)
     named = {"PHASE": "validation", "MODEL_PATH": "a b", "DATASET": "builtin", "OUTPUT_DIR": "/data/run"}
-    for variables, wanted in (
+    for variables, arguments, wanted in (
         (
             named,
-            "--only validation model.model_name_or_path=a b data.dataset_name=builtin infra.output_dir=/data/run x=1",
+            ["x=1"],
+            "--only|validation|model.model_name_or_path=a b|data.dataset_name=builtin|infra.output_dir=/data/run|x=1",
         ),
-        ({"PHASE": "all"}, "x=1"),
+        ({"PHASE": "all"}, ["x=1"], "x=1"),
+        (named, *(["--from", "medium", "model_name_or_path=c", "--data.dataset_name", "d", "--output_dir=e"],) * 2),
     ):
-        command = ["bash", str(tmp_path / "run.sh"), "x=1"]
+        command = ["bash", str(tmp_path / "run.sh"), *arguments]
         said = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=60).stdout
-        assert " ".join(said.split("\n")[3:]).strip() == wanted
+        assert said.split("\n")[3:-1] == (wanted.split("|") if isinstance(wanted, str) else wanted)
 
 
 @pytest.mark.parametrize(
