@@ -388,8 +388,8 @@ def _save(run: Trainer, state: TrainingState, due: Due, value: float | None) -> 
     """Save a checkpoint. It becomes `best` when it was evaluated just now, and is better than all saved ones.
 
     The last one of this process is written at once, and the run fails with it. For any other the run learns later
-    (unless it was rolled back) whether it was written, and goes on if not. Returns the state, with what is known of the
-    best checkpoint.
+    (unless it was rolled back) whether it was written, and goes on if not. Nothing is saved where it was only thought
+    to be the best. Returns the state, with what is known of the best checkpoint.
     """
     done = is_over(state, run.config.training)
     if done and not due.log:  # stopped early, between two lines of metrics
@@ -399,6 +399,8 @@ def _save(run: Trainer, state: TrainingState, due: Due, value: float | None) -> 
         run.collectives.on_rank_zero(run.require_folder)
         state = _collect_save(run, state)  # at most one under way
         best = is_best(state, value, run.config.training)
+        if not (best or last or due.save or due.rolled_back):
+            return state  # the save that was under way has a better one
         saved = replace(state, best_eval_loss=value, best_step=state.global_step) if best else state
         records = run.recorder.state_dict()
         lanes = [record for rank_records in run.collectives.gather(run.loader.state()) for record in rank_records]

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -201,9 +202,18 @@ def test_failures_in_a_row_say_what_a_crash_would_lose(
 def test_only_what_is_better_is_saved_and_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eval_losses: list[float]
 ) -> None:
-    """By a figure that is better when greater, whatever the loss; until none has been for two evaluations."""
-    matches = iter([0.0, 0.2, 0.1, 0.5, 0.5, 0.4])
-    monkeypatch.setattr(trainer_module, "evaluate", lambda *_: {"eval/loss": 1.0, "eval/exact_match": next(matches)})
+    """By a figure that is better when greater, whatever the loss; until none has been for two evaluations.
+
+    The save of step 8 is still under way when the evaluation of step 10 is as good.
+    """
+    matches, evaluated_again = [0.0, 0.2, 0.1, 0.5, 0.5, 0.4], threading.Event()
+
+    def evaluate(_: Trainer) -> dict[str, float]:
+        if len(matches) == 2:
+            evaluated_again.set()
+        return {"eval/loss": 1.0, "eval/exact_match": matches.pop(0)}
+
+    monkeypatch.setattr(trainer_module, "evaluate", evaluate)
     folder = tmp_path / "checkpoints"
     chosen = {
         "metric_for_best_model": "exact_match",
@@ -211,7 +221,7 @@ def test_only_what_is_better_is_saved_and_the_end(
         "early_stopping_patience": 2,
         "save_strategy": "best",
     }
-    run = make_run(folder, ScriptedEngine({}), **chosen, num_train_steps=50)
+    run = make_run(folder, ScriptedEngine({8: evaluated_again.wait}), **chosen, num_train_steps=50)
     state = train(run)
     assert sorted(committed_steps(folder)) == [2, 4, 8, 12]  # 12 is where it was over
     assert (state.best_step, state.best_eval_loss, (folder / "best").resolve().name) == (8, 0.5, "step-00000008")
