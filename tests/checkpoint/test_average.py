@@ -101,7 +101,7 @@ def test_what_a_killed_mean_left_is_cleared(tmp_path: Path, caplog: pytest.LogCa
         average_last_checkpoints(run, last=2)
     assert [path.name for path in run.averaged.parent.iterdir()] == ["averaged"]
     assert not (run.averaged / "earlier").exists()
-    assert "rank 0 reads 0.0 GB" in caplog.text
+    assert "rank 0 reads 2 MB" in caplog.text
     assert "steps 900, 1200" in caplog.text
 
 
