@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ds_encdec.config.sections import Mark, Section, one_or_many
+from ds_encdec.config.sections import Mark, Section, words
 from ds_encdec.config.settings import Rule
 
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -66,7 +66,7 @@ class LoraConfig(Section):
     """Share of an adapter's inputs that are dropped in training."""
     target_modules: Annotated[
         tuple[LoraTarget, ...],
-        BeforeValidator(one_or_many, json_schema_input_type=LoraTarget | tuple[LoraTarget, ...]),
+        BeforeValidator(words, json_schema_input_type=LoraTarget | tuple[LoraTarget, ...]),
     ] = get_args(LoraTarget)
     """The matrices of each encoder and decoder layer that have an adapter."""
     quantize: Literal["none", "nf4"] = "none"

@@ -57,6 +57,12 @@ def one_or_many(value: Any) -> Any:
     return value
 
 
+def words(value: Any) -> Any:
+    """The same of words, which may stand between commas, as on command lines: no name of theirs has one."""
+    is_list = isinstance(value, str) and "," in value
+    return tuple(map(str.strip, value.split(","))) if is_list else one_or_many(value)
+
+
 def _by_denoiser(value: Any, validate: Callable[[Any], Any]) -> Any:
     """A mapping stands for the list of its weights in the order of `DENOISERS`; what it does not name has weight 0.
 

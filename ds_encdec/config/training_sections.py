@@ -19,7 +19,7 @@ from pydantic import (
 
 from ds_encdec.config.deepspeed_keys import check_extra
 from ds_encdec.config.generation import GenerationSettings
-from ds_encdec.config.sections import Mark, Section, one_or_many
+from ds_encdec.config.sections import Mark, Section, words
 from ds_encdec.config.settings import Conflict, Rule, closest, join
 from ds_encdec.engines import DistributedType
 from ds_encdec.plugins import installed, unknown
@@ -60,10 +60,10 @@ def _plugin_rule(field: str, kind: str, names: Iterable[str], known: Iterable[st
 
 Schedule = Literal["WarmupDecayLR", "WarmupLR", "WarmupCosineLR", "cosine", "linear", "constant", "wsd"]
 Tracker = Literal["wandb", "tensorboard"]
-Names = Annotated[tuple[str, ...], BeforeValidator(one_or_many, json_schema_input_type=str | tuple[str, ...])]
+Names = Annotated[tuple[str, ...], BeforeValidator(words, json_schema_input_type=str | tuple[str, ...])]
 Trackers = Annotated[
     tuple[Tracker | str, ...],
-    BeforeValidator(one_or_many, json_schema_input_type=Literal[Tracker, "none"] | str | tuple[Tracker | str, ...]),
+    BeforeValidator(words, json_schema_input_type=Literal[Tracker, "none"] | str | tuple[Tracker | str, ...]),
 ]
 
 

@@ -122,5 +122,4 @@ def targets(value: Any) -> Meaning | None:
     """A list, names between commas, or all: `model.lora.target_modules`."""
     if value in ("all", "all-linear", "all_linear"):
         return {"model.lora": {}}
-    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
-    return {"model.lora.target_modules": names}
+    return {"model.lora.target_modules": value}

@@ -114,6 +114,19 @@ def test_a_share_of_the_steps_is_the_warm_up(tmp_path: Path) -> None:
     assert plan_phase(later, TrainingPhase.MEDIUM, 20).config.training.warmup_steps == 2
 
 
+def test_words_of_a_list_may_stand_between_commas(tmp_path: Path) -> None:
+    words = ["report_to=tensorboard,wandb", "training.freeze=encoder.*, shared.weight", "data_files=a,b.jsonl"]
+    config = load(tmp_path, "data: {dataset_name: json}\nmodel: {lora: null}", *words)
+    assert config.training.report_to == ("tensorboard", "wandb")
+    assert config.training.freeze == ("encoder.*", "shared.weight")
+    assert config.data.data_files == ("a,b.jsonl",)  # a name of a file
+    lora = load(tmp_path, "model: {lora: {target_modules: 'q_proj,v_proj'}}").model.lora
+    assert lora is not None
+    assert lora.target_modules == ("q_proj", "v_proj")
+    with pytest.raises(ConfigError, match="did you mean `wandb`"):
+        load(tmp_path, "", "report_to=wandc,tensorboard")
+
+
 def test_override_values_are_yaml(tmp_path: Path) -> None:
     config = load(
         tmp_path,
