@@ -1,4 +1,4 @@
-"""What is looked at on every host: each check is one small function, in the order in which they run.
+"""Checks of each host by itself: one small function each, in the order in which they run.
 
 They start nothing and leave nothing behind. What only several hosts together can show (one folder, equal versions,
 the speed between them) is in meeting.py.
@@ -74,7 +74,7 @@ class Host:
 
     @property
     def uses_gpus(self) -> bool:
-        """Whether ranks of this host compute on GPUs, as far as it has any."""
+        """True if ranks of this host compute on GPUs, as far as it has any."""
         return self.config.infra.device != "cpu" and torch.cuda.is_available()
 
 

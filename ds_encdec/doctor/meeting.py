@@ -1,4 +1,4 @@
-"""What only hosts together can show: that they meet, share versions and the output folder, and how fast they are."""
+"""Checks of hosts together: that they meet, share versions and the output folder, and how fast they exchange."""
 
 import socket
 import statistics

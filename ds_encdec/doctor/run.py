@@ -1,4 +1,4 @@
-"""`ds-encdec doctor`: whether hosts can do what a run will ask of them, before it is asked.
+"""`ds-encdec doctor` tells whether hosts can do what a run will ask of them, before it is asked.
 
 One process looks at its host. Ranks that a launcher has started (`srun ds-encdec doctor`) look at theirs and then meet.
 With a host file it starts a rank on each host by ssh, as DeepSpeed's launcher would.
@@ -81,7 +81,7 @@ def _by_ssh(host: str, command: str, seconds: float) -> "subprocess.CompletedPro
 
 
 def _command(rank: int, ranks: int, address: str, files: Sequence[Any]) -> str:
-    """What a host is to run: this program, in this folder, with what DeepSpeed's launcher would hand on."""
+    """The words that a host is to run: this program, in this folder, with what DeepSpeed's launcher would hand on."""
     path, overrides, deepspeed_config = files
     place: dict[str, Any] = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": 1}
     place |= {"MASTER_ADDR": address, "MASTER_PORT": os.environ.get("MASTER_PORT", PORT)}
@@ -103,7 +103,7 @@ def _deepspeed_env() -> Iterator[tuple[str, str]]:
 
 
 def _read(host: str, report: "subprocess.CompletedProcess[str]") -> list[Finding]:
-    """What a rank has told: nothing, where another one did for it."""
+    """The findings that a rank has told: none, where another one did for it."""
     try:
         return [Finding(**finding) for finding in json.loads(report.stdout)["findings"]]
     except ValueError:
