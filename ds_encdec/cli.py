@@ -274,6 +274,12 @@ def _report(options: argparse.Namespace, _: Sequence[str]) -> None:
     print(f"the report is in {page}")
 
 
+def _stop(options: argparse.Namespace, _: Sequence[str]) -> None:
+    from ds_encdec.launch.run_folder import RunFolder
+
+    print(RunFolder(options.run_folder).ask_to_stop())
+
+
 def _sanity_check(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     if options.model:
         require_model_folder(options.model)
@@ -381,6 +387,7 @@ ARGUMENTS: dict[str, Arguments] = {
         "--out": value("folder to write into (default RUN/report)", Path),
         "--png": flag("put each chart beside the page as a picture, too"),
     },
+    "stop": {"run_folder": value("its infra.output_dir, or that of the phase", metavar="RUN")},
     "push-to-hub": checkpoints.PUSH_TO_HUB,
     "completion": {"shell": value("shell", choices=("bash", "zsh", "tcsh"))},
     "generate": commands.GENERATE,
@@ -418,6 +425,7 @@ VERBS: dict[str, tuple[Verb, bool, str]] = {
     "sanity-check": (_sanity_check, True, "look at model, data and engine before a long run"),
     "doctor": (_doctor, True, "look at each host before a run: versions, devices, folders, network"),
     "report": (_report, False, "write one page with pictures about a run, or a pipeline of phases"),
+    "stop": (_stop, False, "ask a run to save and end, from any host that sees its folder"),
     "push-to-hub": (
         checkpoints.run_push_to_hub,
         False,
@@ -431,7 +439,7 @@ VERBS: dict[str, tuple[Verb, bool, str]] = {
 
 GROUPS = {
     "prepare": ("init", "schema", "validate", "estimate-memory", "plan", "inspect-data", "prepare", "init-model"),
-    "run": ("doctor", "sanity-check", "train", "phases"),
+    "run": ("doctor", "sanity-check", "train", "phases", "stop"),
     "look": ("report", "verify", "generate", "evaluate"),
     "hand out": ("export", "average", "convert", "push-to-hub"),
     "shell": ("completion",),
