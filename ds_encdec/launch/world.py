@@ -305,7 +305,7 @@ def _read(launcher: Launcher, environ: Mapping[str, str]) -> World:
 
 
 def _told(launcher: Launcher, variables: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, Any]:
-    """What `launcher` tells of each field of a World, as text; without those of which it tells nothing."""
+    """Each field of a World that `launcher` tells, as text."""
     told: dict[str, Any] = {}
     for name, variable in variables.items():
         try:
