@@ -69,13 +69,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DsEncDecError as error:
         # Every rank reads the same configuration and finds the same, unless it has been told otherwise.
         common = isinstance(error, ConfigError) if error.common is None else error.common
-        if common and os.environ.get("RANK", "0") != "0":
+        if common and not _speaks():
             time.sleep(RANK_ZERO_SPEAKS_SECONDS)  # launchers end all ranks as soon as one has left
             return error.exit_code
         if type(error) is DsEncDecError:  # none of the foreseen ones: show where it comes from
             traceback.print_exc()
         print_error(error)
         return error.exit_code
+
+
+def _speaks() -> bool:
+    """True for rank 0, and where nobody can say which rank this is."""
+    try:
+        return discover(os.environ, choose_port=lambda: 0).is_main
+    except ConfigError:
+        return True
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
