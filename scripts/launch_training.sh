@@ -61,7 +61,7 @@ if [ -n "$hostfile" ]; then
             {
                 for file in "$HOME/$given" "$given"; do [ ! -f "$file" ] || cat "$file"; done
                 while IFS= read -r name; do
-                    case "$name" in *TOKEN | *KEY | *SECRET | *PASSWORD) ;; *) echo "$name=${!name}" ;; esac
+                    case "$name=${!name}" in *TOKEN=* | *KEY=* | *SECRET=* | *PASSWORD=* | *$'\n'*) ;; *) echo "$name=${!name}" ;; esac
                 done < <(compgen -e | grep -E "$FORWARDED")
             } >"$output/deepspeed_env"
             DS_ENV_FILE=$(realpath "$output/deepspeed_env")
