@@ -146,7 +146,7 @@ def _meet(config: FullConfig, world: World, stop: StopRequest) -> RunContext:
     """Join the ranks. Whoever is past this knows that none may leave alone any more. Raises Preempted, ConfigError."""
     try:
         context = join_ranks(config, world, met=stop.ranks_have_met)
-        context.collectives.all_gather_ints([0])
+        context.collectives.sum(0)
     except RuntimeError as error:  # torch's; a launcher stops those whom one has left
         if is_broken_connection(error) and awaited(10, lambda: stop.reason is not None):
             raise Preempted(f"stopped by {stop.reason} while the ranks met: there was nothing to save") from error

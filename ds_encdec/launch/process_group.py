@@ -22,6 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from ds_encdec.engines import ENGINES, EngineName, load
 from ds_encdec.launch.disk import build_folder, clear_stale_locks
+from ds_encdec.launch.host_collectives import allow_connections
 from ds_encdec.launch.peers import machine
 from ds_encdec.launch.world import World
 from ds_encdec.terminal import take_over
@@ -71,6 +72,7 @@ def init_process_group(
     the probes beside them.
     """
     _prepare_environment(world, device)
+    allow_connections(world)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
