@@ -75,12 +75,12 @@ def be_rank(rank: int, size: int, port: int, output: int) -> NoReturn:
             dist.barrier()
     open_files = psutil.Process().num_fds()
     dist.barrier()
-    os.write(output, json.dumps({**found, "open files": [open_files] * 2}).encode() + b"\n")
+    os.write(output, json.dumps({"rank": rank, "open files": open_files, "found": found}).encode() + b"\n")
     os._exit(0)
 
 
-def measure(size: int) -> list[dict[str, list[float]]]:
-    """What each of `size` ranks has found."""
+def measure(size: int) -> list[dict[str, Any]]:
+    """What each of `size` ranks has found, in their order."""
     port, (readable, output) = free_port(), os.pipe()
     ranks = []
     for rank in range(size):
@@ -93,7 +93,7 @@ def measure(size: int) -> list[dict[str, list[float]]]:
     for pid in ranks:
         os.waitpid(pid, 0)
     assert len(found) == size, f"{len(found)} of {size} ranks have answered"
-    return found
+    return sorted(found, key=lambda one: one["rank"])
 
 
 def main() -> None:
@@ -104,10 +104,17 @@ def main() -> None:
     columns = {size: measure(size) for size in sizes}
     print("| ms of CPU per rank and call | " + " | ".join(f"{size} ranks" for size in sizes) + " |")
     print("|---|" + "---|" * len(sizes))
-    for name in columns[sizes[0]][0]:
-        for way, label in ((0, "by all-gathers"), (1, "now")):
-            cells = [sum(rank[name][way] for rank in ranks) / len(ranks) for ranks in columns.values()]
-            print(f"| {name}, {label} | " + " | ".join(f"{cell:.2f}" for cell in cells) + " |")
+
+    def show(title: str, value: Callable[[dict[str, Any]], float], first: int | None = None) -> None:
+        cells = (ranks[:first] for ranks in columns.values())
+        print(f"| {title} | " + " | ".join(f"{sum(map(value, some)) / len(some):.2f}" for some in cells) + " |")
+
+    for name in columns[sizes[0]][0]["found"]:
+        show(f"{name}, by all-gathers", lambda rank, name=name: rank["found"][name][0])
+        show(f"{name}, now", lambda rank, name=name: rank["found"][name][1])
+        if name.endswith("for rank 0"):
+            show(f"{name}, now, on rank 0", lambda rank, name=name: rank["found"][name][1], 1)
+    show("open files of a rank", lambda rank: rank["open files"])
 
 
 if __name__ == "__main__":
