@@ -41,6 +41,8 @@ from ds_encdec.engine.select import create_engine, join_ranks
 from ds_encdec.engines import ENGINES, load
 from ds_encdec.evaluate.in_training import Judge, usable_metrics
 from ds_encdec.gpus import peak_flops
+from ds_encdec.launch.absence import absence_told
+from ds_encdec.launch.agreement import require_same_data
 from ds_encdec.launch.disk import Writing, write_atomically
 from ds_encdec.launch.host_collectives import RunContext
 from ds_encdec.launch.peers import Peers, Watchdog, ending_recorded, is_broken_connection, named_error, record
@@ -92,8 +94,9 @@ def run_training(
     Raises DsEncDecError subclasses, whose exit codes are also in the run's `run.json`. How the log looks, and whether
     it is seen, is the caller's business: it goes to the loggers of `ds_encdec`.
     """
-    require_packages(config)
     world = discover(os.environ)  # now: a port that is free, where none is given
+    with absence_told(world):
+        require_packages(config)
     with StopRequest(world) if stop is None else nullcontext(stop) as watch:
         return _train_on_ranks(config, world, watch, resume, allow_data_change, callbacks)
 
@@ -107,10 +110,13 @@ def _train_on_ranks(
     callbacks: Sequence[Callback],
 ) -> TrainingState:
     if resume is None:  # a batch that the ranks cannot share out is refused before they meet
-        (micro_batch_candidates if is_auto(config) else plan_lanes)(config, world.world_size)
+        with absence_told(world):
+            (micro_batch_candidates if is_auto(config) else plan_lanes)(config, world.world_size)
     context = _meet(config, world, stop)
+    world = context.world
     folder = RunFolder(config.infra.output_dir)
     folder.earlier = context.collectives.on_rank_zero(lambda: folder.claim(resume=resume is not None))
+    stop.stop_file = folder.stop_file if world.is_main else None
     uploads = Uploads(folder, config.infra.upload_to if world.is_main else None)
     stop.before_end = lambda why: record(
         folder, "failed", reason=f"rank {world.rank}: {why}", exit_code=HangError.exit_code
@@ -145,13 +151,11 @@ def _train_on_ranks(
 def _meet(config: FullConfig, world: World, stop: StopRequest) -> RunContext:
     """Join the ranks. Whoever is past this knows that none may leave alone any more. Raises Preempted, ConfigError."""
     try:
-        context = join_ranks(config, world, met=stop.ranks_have_met)
-        context.collectives.sum(0)
-    except RuntimeError as error:  # torch's; a launcher stops those whom one has left
+        return join_ranks(config, world, met=stop.ranks_have_met)
+    except (RuntimeError, LostRankError) as error:  # torch's; a launcher stops those whom one has left
         if is_broken_connection(error) and awaited(10, lambda: stop.reason is not None):
             raise Preempted(f"stopped by {stop.reason} while the ranks met: there was nothing to save") from error
         raise
-    return context
 
 
 def _train_and_close(
@@ -255,6 +259,7 @@ def _wire(
     generates = config.training.eval_generate_samples > 0
     metrics = collectives.on_every_rank(lambda: usable_metrics(config)) if generates else []
     data = collectives.rank_zero_first(lambda: _build_data(run, allow_data_change))
+    require_same_data(data.fingerprint, collectives)
     run = replace(run, config=with_steps(run.config, data.pipeline, run.found, collectives))
     state = _first_state(run, data)
     job = job_here(run.config, context, run.model.config, run.accumulation, data.ratio)

@@ -25,16 +25,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_encdec.arguments import Arguments, add, flag, value
+from ds_encdec.config.sagemaker import container_settings, is_container
+from ds_encdec.launch.absence import RANK_ZERO_SPEAKS_SECONDS, absence_told
 from ds_encdec.launch.world import discover
 from ds_encdec.terminal import VERBOSITY, log_to_terminal, outlive_readers, print_error
 from ds_encdec.types import ConfigError, DsEncDecError, Preempted
 
 if TYPE_CHECKING:
     from ds_encdec.config.schema import FullConfig
-
-RANK_ZERO_SPEAKS_SECONDS = 10.0
-"""How long other ranks stay after a configuration error. Launchers end all ranks as soon as one has left: were rank 0,
-which says why, slower to find the error than they, nobody would ever read it."""
 
 ARGUMENTS: Arguments = {
     "--config": value("YAML of the run, or a shipped one's name (default: the schema, qwen3_0.6b_ul2)", Path),
@@ -69,8 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, flush=True)
         return error.exit_code
     except DsEncDecError as error:
-        if isinstance(error, ConfigError) and os.environ.get("RANK", "0") != "0":
-            time.sleep(RANK_ZERO_SPEAKS_SECONDS)  # every rank reads the same configuration and finds the same
+        # Every rank reads the same configuration and finds the same, unless it has been told otherwise.
+        common = isinstance(error, ConfigError) if error.common is None else error.common
+        if common and not _speaks():
+            time.sleep(RANK_ZERO_SPEAKS_SECONDS)  # launchers end all ranks as soon as one has left
             return error.exit_code
         if type(error) is DsEncDecError:  # none of the foreseen ones: show where it comes from
             traceback.print_exc()
@@ -78,9 +78,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
 
 
+def _speaks() -> bool:
+    """True for rank 0, and where nobody can say which rank this is."""
+    try:
+        return discover(os.environ, choose_port=lambda: 0).is_main
+    except ConfigError:
+        return True
+
+
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Load the configuration, then print it or train with it. Raises DsEncDecError."""
     outlive_readers()
+    if in_sagemaker := is_container(os.environ):
+        settings, given = container_settings(os.environ)
+        overrides = [*settings, *overrides]
+        for name, setting in {"resume": "auto", **given}.items():  # a spot job is started again as it was
+            vars(options)[name] = getattr(options, name) or setting
     if options.print_config:
         notes: list[str] = []
         config = _load(options, overrides, notes)
@@ -98,10 +111,16 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         faulthandler.register(signal.SIGUSR2, file=2)  # shows the stacks of all threads, and the run goes on
         with StopRequest(world, whole_process=True) as stop:
             # Imported under watch: this takes a moment, torch and deepspeed take seconds.
-            config = _load(options, overrides)
-            from ds_encdec.build import run_training  # only once the configuration is sound
+            with absence_told(world):
+                config = _load(options, overrides)
+                from ds_encdec.build import run_training  # only once the configuration is sound
 
             run_training(config, stop, resume=options.resume, allow_data_change=options.allow_data_change)
+        if in_sagemaker and world.is_main:
+            from ds_encdec.checkpoint.final_export import hand_over
+            from ds_encdec.launch.run_folder import RunFolder
+
+            hand_over(RunFolder(config.infra.output_dir), Path(os.environ.get("SM_MODEL_DIR", "/opt/ml/model")))
     return 0
 
 

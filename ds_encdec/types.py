@@ -26,9 +26,13 @@ IGNORE_INDEX = -100  # label of a position that carries no loss (PyTorch's and H
 
 
 class DsEncDecError(Exception):
-    """A problem the user can mend. The message names what, where and the fix; `exit_code` is the process's."""
+    """A problem the user can mend. The message names what, where and the fix; `exit_code` is the process's.
+
+    `common`: whether every rank ends with it, so that rank 0 alone need say it; None where nobody has told.
+    """
 
     exit_code = 1
+    common: bool | None = None
 
     def __init_subclass__(cls, *, exit_code: int | None = None) -> None:
         cls.exit_code = exit_code or cls.exit_code

@@ -347,6 +347,9 @@ class InfraConfig(Section):
     """DeepSpeed keys that no field here stands for; handed on unchanged. Filled from `deepspeed_config`."""
     distributed_timeout_minutes: float = Field(default=30.0, ge=0.1, le=100_000)
     """Time after which a collective that does not complete ends the run."""
+    start_timeout_minutes: float = Field(default=5.0, ge=0.1, le=100_000)
+    """Time that ranks wait for each other before a run begins: for all to come, to agree and to connect. Then those
+    that are there name the missing ones, and end (exit code 9)."""
     hang_timeout_minutes: float | None = Field(default=None, ge=0)
     """Time without a step after which every rank writes its stacks into the run's folder and ends (exit code 8);
     evaluations and saves count as life. None: two thirds of `distributed_timeout_minutes`; 0: never."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import logging
 import socket
@@ -16,7 +17,9 @@ from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.shares import mesh_shape
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engines import ENGINES, EngineName, EngineSpec, load
+from ds_encdec.launch.absence import absence_told
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
+from ds_encdec.launch.peers import machine
 from ds_encdec.launch.process_group import choose_device, init_process_group
 from ds_encdec.launch.world import World
 from ds_encdec.types import ConfigError, WeightSource
@@ -69,15 +72,48 @@ def check_mesh(config: FullConfig, world: World, _: torch.device) -> None:
 def join_ranks(config: FullConfig, world: World, *, met: Callable[[], None] = lambda: None) -> RunContext:
     """Choose engine and device, and make the process group; `met` is called once it is there. Collective.
 
-    Raises ConfigError for what this machine or these ranks cannot do at all, before the ranks meet.
+    Raises on all ranks ConfigError for what the machine of any or these ranks cannot do at all, or where they differ,
+    and LostRankError for those that do not come.
     """
-    engine, device = resolve_engine(config), choose_device(config.infra.device, world)
-    check_engine(engine, config, world, device)
-    check_attention_dropout(config, device)
+    with absence_told(world):
+        engine, device = resolve_engine(config), choose_device(config.infra.device, world)
+        check_engine(engine, config, world, device)
+        check_attention_dropout(config, device)
     timeout = timedelta(minutes=config.infra.distributed_timeout_minutes)
-    engine = init_process_group(world, device, timeout, engine, otherwise=fallback_engine(config))
-    met()
-    return RunContext(world, device, engine, HostCollectives(timeout))
+    opened: list[HostCollectives] = []
+
+    def open_collectives() -> None:
+        met()
+        opened.append(HostCollectives(timeout))
+        opened[0].sum(0)
+
+    engine = init_process_group(
+        world,
+        device,
+        timeout,
+        engine,
+        otherwise=fallback_engine(config),
+        start_timeout=timedelta(minutes=config.infra.start_timeout_minutes),
+        settings=config.model_dump(mode="json"),
+        first=open_collectives,
+    )
+    counted = with_counted_nodes(world, opened[0].gather(machine()))
+    if counted != world:
+        check_engine(engine, config, counted, device)  # which is the same on all ranks
+    return RunContext(counted, device, engine, opened[0])
+
+
+def with_counted_nodes(world: World, machines: Sequence[str]) -> World:
+    """The place of this rank where its launcher has not told of nodes: they are counted by the `machines` of ranks.
+
+    Hybrids shard over the ranks of a node; where these are not as many on each, the launcher's word stands.
+    """
+    nodes = list(dict.fromkeys(machines))
+    sizes = {machines.count(node) for node in nodes}
+    if world.num_nodes > 1 or len(nodes) == 1 or len(sizes) > 1:
+        return world
+    node = nodes.index(machines[world.rank])
+    return dataclasses.replace(world, num_nodes=len(nodes), node_rank=node, local_world_size=sizes.pop())
 
 
 def create_engine(

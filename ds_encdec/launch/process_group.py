@@ -6,23 +6,23 @@ imported, OpenMP its thread count when it first runs, and the JIT its folder whe
 
 import gc
 import importlib
-import json
 import logging
 import os
-import socket
 import sys
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from ds_encdec.engines import ENGINES, EngineName, load
+from ds_encdec.launch.agreement import differences, not_alike, own_facts, settled, shared_settings
 from ds_encdec.launch.disk import build_folder, clear_stale_locks
 from ds_encdec.launch.host_collectives import allow_connections
+from ds_encdec.launch.meeting import Meeting
+from ds_encdec.launch.network import gloo_interface, own_address_towards
 from ds_encdec.launch.peers import machine
 from ds_encdec.launch.world import World
 from ds_encdec.terminal import take_over
@@ -47,10 +47,10 @@ def choose_device(requested: Literal["cuda", "cpu", "auto"], world: World) -> to
             "NVIDIA GPUs (the defaults: 8 of 80 GB). To try ds_encdec here, without any: "
             "--config ds_configs/quickstart.yaml; to run this one on the CPU: infra.device=cpu."
         )
-    if 1 < available < world.local_world_size:
+    if 1 < available <= world.local_rank:
         raise ConfigError(
-            f"{world.local_world_size} ranks were started on a machine with {available} CUDA devices. "
-            f"Start at most {available} (deepspeed --num_gpus {available}, or slots={available} in the hostfile)."
+            f"LOCAL_RANK={world.local_rank}: more ranks were started on a machine with {available} CUDA devices. Start "
+            f"at most {available} (deepspeed --num_gpus {available}, or slots={available} in the hostfile)."
         )
     return torch.device("cuda", 0 if available == 1 else world.local_rank)
 
@@ -63,50 +63,81 @@ def init_process_group(
     *,
     otherwise: EngineName | None = None,
     meeting: str = "run",
+    start_timeout: timedelta | None = None,
+    settings: Mapping[str, Any] | None = None,
+    first: Callable[[], None] = lambda: None,
 ) -> EngineName:
     """Prepare this process's environment and join the default process group (nccl on cuda, gloo on cpu).
 
     Returns `engine`, or on all ranks `otherwise` where some rank cannot import the package of `engine`; without
-    `otherwise` all raise ConfigError. `timeout` bounds the meeting of the ranks and every collective. An engine's
-    package must not have been imported before. `meeting` tells apart those who meet at one address: a run's ranks, and
-    the probes beside them.
+    `otherwise` all raise ConfigError. `timeout` bounds every collective, `start_timeout` (the same if None) each wait
+    for the others here. An engine's package must not have been imported before. `meeting` tells apart those who meet at
+    one address: a run's ranks, and the probes beside them. `settings`: those of the run, which all ranks must have
+    alike. `first`: what the ranks do first in their group, within `start_timeout`.
+
+    Raises on all ranks the error of any; ConfigError for ranks that differ; LostRankError for those that do not come.
     """
     _prepare_environment(world, device)
     allow_connections(world)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    try:
-        # One rank meets nobody, and needs no port that another program may have taken by now.
-        base = dist.HashStore() if world.world_size == 1 else _meet(world, timeout)
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        raise ConfigError(
-            f"MASTER_PORT={world.master_port}: another program on {socket.gethostname()} listens there already, maybe "
-            "another run. Give all ranks a free one: --master_port N (deepspeed), --master-port N (torchrun), or "
-            "MASTER_PORT where you set it yourself."
-        ) from error
-    store = dist.PrefixStore(meeting, base)
-    store.set_timeout(timeout)
-    _share_the_node(world, device, store)
+    met = Meeting(world, start_timeout or timeout, meeting)
+    _meet(met, world, device, engine, settings)
     if package := ENGINES[engine].package:
-        problems = _everyones(_import(package, world), dist.PrefixStore("import", store), world)
-        if problem := next(filter(None, problems), None):
-            problem = f"{package} is installed, but cannot be imported ({problem})."
-            if otherwise is None:
+
+        def one_problem(problems: dict[int, str | None]) -> str | None:
+            found = next((f"rank {rank}: {problem}" for rank, problem in problems.items() if problem), None)
+            told = found and f"{package} is installed, but cannot be imported ({found})."
+            if told and otherwise is None:
                 raise ConfigError(
-                    f"{problem} Mend that (often CUDA_HOME is not set, or it was built for another torch), or set "
+                    f"{told} Mend that (often CUDA_HOME is not set, or it was built for another torch), or set "
                     "infra.distributed_type=fsdp, which trains the same with torch alone."
                 )
+            return told
+
+        if problem := met.hold("import", _import(package, world), one_problem, late=f"imported {package}"):
             logger.log(logging.WARNING if world.is_main else logging.DEBUG, problem)
+            assert otherwise is not None
             engine = otherwise
-    load(ENGINES[engine].join)(world, device, timeout, dist.PrefixStore("group", store))
+
+    def connect() -> None:
+        load(ENGINES[engine].join)(world, device, timeout, dist.PrefixStore("group", met.store))
+        first()
+
+    met.store.set_timeout(timeout)
+    met.connect(connect)
     return engine
 
 
-def _meet(world: World, timeout: timedelta) -> dist.Store:
-    store, *_ = next(rendezvous("env://", world.rank, world.world_size, timeout=timeout))
-    return store
+def _meet(
+    met: Meeting, world: World, device: torch.device, engine: EngineName, settings: Mapping[str, Any] | None
+) -> None:
+    """Compare what must be alike, and divide this host among the ranks that are on it. Raises ConfigError on all."""
+    towards_master = own_address_towards(world.master_addr)
+    # Containers and taskset allow fewer cores than there are.
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    shared = shared_settings(settings or {})
+    facts = own_facts(world, device, engine, shared)
+    uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+    mine = {"machine": machine(), "address": towards_master, "cores": cores, "uuid": uuid, "facts": facts}
+    answer = met.hold("meet", mine, lambda places: settled(places, met.hosts))
+    if kinds := answer["kinds"]:  # of settings: one rank of each shows its own
+
+        def refuse(everyones: dict[int, Any]) -> None:
+            shown = {ranks[0]: everyones[ranks[0]] for ranks in kinds}
+            raise not_alike([*answer["errors"], *differences(shown, met.hosts, {ranks[0]: ranks for ranks in kinds})])
+
+        met.hold("settings", shared if world.rank in [ranks[0] for ranks in kinds] else None, refuse)
+    for line in answer["warnings"] if world.is_main else ():
+        logger.warning("the ranks differ: %s", line)
+    # The ranks of this machine are counted, since not every launcher says how many there are.
+    if (threads := openmp_threads(os.environ, len(cores), answer["sharing"][world.rank])) is not None:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        torch.set_num_threads(threads)  # OpenMP may have read its variable already
+    elsewhere = next((address for place, address in answer["reached"] if place != mine["machine"]), None)
+    alone = len(answer["reached"]) == 1
+    if world.world_size > 1 and (name := gloo_interface(towards_master, elsewhere, alone=alone)):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _import(package: str, world: World) -> str | None:
@@ -119,19 +150,8 @@ def _import(package: str, world: World) -> str | None:
         # Not earlier: what _prepare_environment sets is read at import.
         importlib.import_module(package)
     except Exception as error:  # no CUDA_HOME, another torch's binary interface, a library that is not there
-        return f"rank {world.rank}: {type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error}"
     return None
-
-
-def _everyones(mine: Any, store: dist.Store, world: World) -> list[Any]:
-    """Every rank's value (of JSON's types), in the order of ranks. There is no group yet."""
-    store.set(str(world.rank), json.dumps(mine))
-    found = store.multi_get([str(rank) for rank in range(world.world_size)])  # which waits for them
-    if store.add("read", 1) == world.world_size:
-        store.set("read by all", "")
-    if world.rank == 0:  # the store may end with this process
-        store.wait(["read by all"])
-    return list(map(json.loads, found))
 
 
 def join_torch(world: World, device: torch.device, timeout: timedelta, store: dist.Store) -> None:
@@ -179,41 +199,17 @@ def shutdown() -> None:
         dist.destroy_process_group()
 
 
-def _share_the_node(world: World, device: torch.device, store: dist.Store) -> None:
-    """Divide cores among the ranks that have the same ones; raise ConfigError, on all ranks, if two have one GPU."""
-    uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-    # Containers and taskset allow fewer cores than there are.
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-    mine = {"rank": world.rank, "machine": machine(), "host": socket.gethostname(), "cores": cores, "uuid": uuid}
-    places = _everyones(mine, dist.PrefixStore("node", store), world)
-    # The ranks of this machine are counted, since not every launcher says how many there are.
-    neighbours = [place["cores"] for place in places if place["machine"] == mine["machine"]]
-    if (threads := openmp_threads(os.environ, cores, neighbours)) is not None:
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-        torch.set_num_threads(threads)  # OpenMP may have read its variable already
-    on_gpu: dict[Any, list[dict[str, Any]]] = {}
-    for place in places:
-        on_gpu.setdefault((place["machine"], place["uuid"] or place["rank"]), []).append(place)
-    for crowded in on_gpu.values():
-        if len(crowded) > 1:
-            raise ConfigError(
-                f"Ranks {', '.join(str(place['rank']) for place in crowded)} were started on the same GPU "
-                f"({crowded[0]['host']}, {crowded[0]['uuid']}). Start one rank for each GPU, or have the launcher "
-                "give each rank its own (Slurm: --gpus-per-task=1)."
-            )
-
-
-def openmp_threads(environ: Mapping[str, str], own: Collection[int], on_node: Sequence[Collection[int]]) -> int | None:
+def openmp_threads(environ: Mapping[str, str], cores: int, sharing: int) -> int | None:
     """This rank's share of the cores it may run on; None where the user has set OMP_NUM_THREADS.
 
-    `own`, and `on_node` of every rank of the host, this one included: numbers of cores. Launchers may have given each
+    `sharing`: ranks of the host that may run on some of them, this one included. Launchers may have given each
     rank cores of its own. torchrun sets the variable to 1 where it is unset (torch/distributed/run.py), and a CPU
     optimizer on one core takes longer than the rest of the step. So its 1 is no one's wish; any other number is.
     """
     given = environ.get("OMP_NUM_THREADS")
     if given is not None and (given != "1" or "TORCHELASTIC_RUN_ID" not in environ):
         return None
-    return max(1, len(own) // max(1, sum(not set(own).isdisjoint(others) for others in on_node)))
+    return max(1, cores // max(1, sharing))
 
 
 def _prepare_environment(world: World, device: torch.device) -> None:
@@ -230,6 +226,3 @@ def _prepare_environment(world: World, device: torch.device) -> None:
     )
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
-        if world.num_nodes == 1 and "lo" in (name for _, name in socket.if_nameindex()):
-            # Gloo cannot connect if the host's own name does not resolve, or only to a foreign interface.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -12,9 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ds_encdec.launch import process_group
+from ds_encdec.launch.agreement import settled, sharing
 from ds_encdec.launch.process_group import (
-    _share_the_node,
     choose_device,
     init_process_group,
     openmp_threads,
@@ -43,8 +42,8 @@ def test_a_machine_without_accelerators() -> None:
 @pytest.mark.skipif(DEVICES == 0, reason="needs an accelerator")
 def test_a_machine_with_accelerators() -> None:
     assert choose_device("auto", SINGLE) == torch.device("cuda", 0)
-    crowded = dataclasses.replace(SINGLE, world_size=DEVICES + 1, local_world_size=DEVICES + 1)
-    with pytest.raises(ConfigError, match=f"{DEVICES + 1} ranks"):
+    crowded = dataclasses.replace(SINGLE, local_rank=DEVICES, world_size=DEVICES + 1, local_world_size=DEVICES + 1)
+    with pytest.raises(ConfigError, match=f"Start at most {DEVICES} "):
         choose_device("cuda", crowded)
 
 
@@ -60,15 +59,14 @@ def test_a_machine_with_accelerators() -> None:
     ],
 )
 def test_ranks_share_the_cores_unless_the_user_says_otherwise(environ: dict[str, str], threads: int | None) -> None:
-    assert openmp_threads(environ, range(14), [range(14)] * 4) == threads
-    assert openmp_threads(environ, range(2), [range(2)] * 4) == (threads and 1)
+    assert openmp_threads(environ, 14, 4) == threads
+    assert openmp_threads(environ, 2, 4) == (threads and 1)
 
 
-def test_ranks_that_were_given_cores_of_their_own_use_them_all() -> None:
-    own = [range(12 * rank, 12 * rank + 12) for rank in range(8)]
-    assert [openmp_threads({}, cores, own) for cores in own] == [12] * 8
-    by_socket = [range(48), range(48), range(48, 96), range(48, 96)]
-    assert [openmp_threads({}, cores, by_socket) for cores in by_socket] == [24] * 4
+def test_only_ranks_with_cores_in_common_share_them() -> None:
+    own = [("a", range(12 * rank, 12 * rank + 12)) for rank in range(8)]
+    assert sharing(own) == [1] * 8
+    assert sharing([("a", range(48)), ("a", range(48)), ("a", range(48, 96)), ("b", range(48))]) == [2, 2, 1, 1]
 
 
 def on_gpus(monkeypatch: pytest.MonkeyPatch, visible: int, uuids: dict[int, str]) -> None:
@@ -90,41 +88,25 @@ def test_a_rank_takes_the_one_device_that_it_is_shown(
     world = dataclasses.replace(SINGLE, rank=local_rank, local_rank=local_rank, world_size=8, local_world_size=8)
     assert choose_device("auto", world) == torch.device("cuda", index)
     if visible > 1:
-        with pytest.raises(ConfigError, match="9 ranks were started on a machine with 8 CUDA devices"):
-            choose_device("cuda", dataclasses.replace(world, world_size=9, local_world_size=9))
+        with pytest.raises(ConfigError, match="LOCAL_RANK=8: more ranks were started on a machine with 8 CUDA devices"):
+            choose_device("cuda", dataclasses.replace(world, local_rank=8, world_size=16, local_world_size=16))
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_two_ranks_on_one_gpu_are_refused_by_all(monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
-    """Four ranks of two machines, threads here, that each see one GPU. Their launcher does not number the machines."""
-    uuids = {0: "GPU-a", 1: "GPU-a" if shared else "GPU-b", 2: "GPU-c", 3: "GPU-d"}
-    on_gpus(monkeypatch, 1, uuids)
-    monkeypatch.setattr(process_group, "machine", lambda: f"machine {int(threading.current_thread().name) // 2}")
-    neighbours: dict[int, int] = {}
-    monkeypatch.setattr(
-        process_group,
-        "openmp_threads",
-        lambda _, own, on_node: neighbours.update({int(threading.current_thread().name): len(on_node)}),
-    )
-    store = torch.distributed.HashStore()
-    store.set_timeout(timedelta(seconds=60))
-    problems: dict[int, str] = {}
-
-    def be(rank: int) -> None:
-        world = dataclasses.replace(SINGLE, rank=rank, local_rank=rank % 2, world_size=4, local_world_size=2)
-        try:
-            _share_the_node(world, choose_device("cuda", world), store)
-        except ConfigError as error:
-            problems[rank] = str(error)
-
-    ranks = [threading.Thread(target=be, args=(rank,), name=str(rank)) for rank in range(4)]
-    for thread in ranks:
-        thread.start()
-    for thread in ranks:
-        thread.join()
-    assert neighbours == dict.fromkeys(range(4), 2)
-    assert sorted(problems) == ([0, 1, 2, 3] if shared else [])
-    assert all(problem.startswith("Ranks 0, 1 were started on the same GPU") for problem in problems.values())
+def test_two_ranks_on_one_gpu_are_refused(shared: bool) -> None:
+    """Four ranks of two machines, that each see one GPU."""
+    gpus = ["GPU-a", "GPU-a" if shared else "GPU-b", "GPU-a", "GPU-d"]
+    facts = {"settings": "", "equal": {}, "versions": {}, "noted": {}}
+    places = {
+        rank: {"machine": f"machine {rank // 2}", "address": None, "cores": [0, 1], "uuid": gpu, "facts": facts}
+        for rank, gpu in enumerate(gpus)
+    }
+    hosts = dict.fromkeys(range(4), "node0")
+    if shared:
+        with pytest.raises(ConfigError, match=r"^Ranks 0, 1 were started on the same GPU \(node0, GPU-a\)"):
+            settled(places, hosts)
+    else:
+        assert settled(places, hosts)["sharing"] == [2] * 4
 
 
 def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +116,7 @@ def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         other.listen()
         port = other.getsockname()[1]
         first = dataclasses.replace(SINGLE, world_size=2, local_world_size=2, master_port=port)
-        with pytest.raises(ConfigError, match=f"MASTER_PORT={port}: .* --master_port"):
+        with pytest.raises(ConfigError, match=rf"MASTER_PORT={port}: this process \(.*pytest.* --master_port"):
             init_process_group(first, torch.device("cpu"), timedelta(seconds=5), "fsdp")
 
 

@@ -1,0 +1,59 @@
+"""A rank that cannot come to the meeting of the ranks says so there: the others would wait for it.
+
+This imports torch only where somebody waits: a configuration that is wrong on every rank is told in a moment.
+"""
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+from ds_encdec.launch.network import await_listener
+from ds_encdec.launch.world import World
+from ds_encdec.terminal import print_error
+from ds_encdec.types import DsEncDecError, Preempted
+
+RANK_ZERO_SPEAKS_SECONDS = 10.0
+"""How long a rank looks for rank 0 before it says itself what is wrong: on one host both mostly find the same, and
+launchers end all ranks as soon as one has left."""
+START_MINUTES = 5.0
+"""The default of `infra.start_timeout_minutes`; the configuration may be what cannot be read."""
+
+
+@contextmanager
+def absence_told(world: World) -> Iterator[None]:
+    """Inside, which is before the meeting, an error ends the other ranks as well, with this one's host and its words.
+
+    It is raised as the error that all have. One that the others could not be told is printed.
+    """
+    try:
+        yield
+    except DsEncDecError as error:
+        if world.world_size > 1 and error.common is None and not isinstance(error, Preempted):
+            _tell(world, error)
+        raise
+
+
+def _tell(world: World, error: DsEncDecError) -> None:
+    """Raise the error that all ranks have of this one; return where nobody could be told."""
+    on_one_host = world.num_nodes == 1 and world.local_world_size == world.world_size
+    if world.is_main and on_one_host:
+        return  # it speaks now, and the launcher ends the others
+    minutes = RANK_ZERO_SPEAKS_SECONDS / 60 if on_one_host else START_MINUTES
+    deadline = time.monotonic() + 60 * minutes
+    if not world.is_main and await_listener(
+        world.master_addr, world.master_port, time.monotonic() + RANK_ZERO_SPEAKS_SECONDS
+    ):
+        print_error(type(error)(f"rank {world.rank} ({socket.gethostname()}): {error}"))
+        error.common = True
+        if await_listener(world.master_addr, world.master_port, deadline):
+            return
+    from ds_encdec.launch.meeting import Meeting  # torch
+
+    try:
+        Meeting(world, timedelta(minutes=minutes)).hold("meet", None, error=error)
+    except DsEncDecError as told:
+        if told.common:
+            raise told from error
+    error.common = bool(error.common)  # which it is where it has been printed

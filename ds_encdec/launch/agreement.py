@@ -1,0 +1,235 @@
+"""The facts that the ranks of a run must have in common, compared before the first of them builds anything.
+
+Ranks that differ in a setting would train in silence, each something else. These are comparisons alone: who asks whom
+is meeting.py's matter.
+"""
+
+import hashlib
+import itertools
+import json
+import platform
+import socket
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_encdec.engines import ENGINES, EngineName
+from ds_encdec.launch.disk import installed_versions
+from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.launch.run_folder import masked
+from ds_encdec.launch.world import World
+from ds_encdec.types import ConfigError, DataError
+
+OWN_TO_A_HOST = {
+    "data_files": "copies may lie elsewhere: their contents are compared, in the data's fingerprint",
+    "eval_files": "the same",
+    "test_files": "the same",
+    "prepared_dir": "the same",
+    "preprocessing_num_workers": "hosts have different numbers of cores, and the order of the data is not theirs",
+    "wandb_project": "rank 0's alone is used, and WANDB_PROJECT, which sets it, need not reach every host",
+    "wandb_entity": "rank 0's alone is used",
+    "wandb_run_name": "rank 0's alone is used",
+}
+"""Last parts of the names of settings that may differ between ranks → why."""
+
+_LONGEST_VALUE = 120
+_MOST_LINES = 12
+
+Ranks = Mapping[int, Any]
+"""Something of each rank."""
+
+
+def flat(values: Mapping[str, Any], at: str = "") -> dict[str, str]:
+    """Every value as JSON, under its dotted name; lists of mappings by number."""
+    found: dict[str, str] = {}
+    for name, value in values.items():
+        if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
+            value = {str(number): entry for number, entry in enumerate(value)}
+        if isinstance(value, dict) and value:
+            found |= flat(value, f"{at}{name}.")
+        else:
+            found[f"{at}{name}"] = json.dumps(value, sort_keys=True)
+    return found
+
+
+def shared_settings(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The settings of a run that every rank must have alike, flat."""
+    return {name: value for name, value in flat(settings).items() if name.rpartition(".")[2] not in OWN_TO_A_HOST}
+
+
+def digest(facts: Any) -> str:
+    """Short and equal for equal facts."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:15]
+
+
+def own_facts(world: World, device: torch.device, engine: EngineName, settings: Mapping[str, str]) -> dict[str, Any]:
+    """This rank's part of the comparison: what must be `equal`, `versions`, and what a person should know of.
+
+    The package is known by the digest of its files, which changes of a checkout that nobody has committed are in.
+    """
+    package = Path(__file__).parents[1]
+    files = sorted(package.rglob("*.py"))
+    code = digest([[file.relative_to(package).as_posix(), file.read_text(errors="replace")] for file in files])
+    needed = filter(None, ("torch", "transformers", "tokenizers", "numpy", ENGINES[engine].package))
+    facts: dict[str, Any] = {
+        "settings": digest(settings),
+        "equal": {"WORLD_SIZE": world.world_size, "engine": engine, "device": device.type, "code of ds_encdec": code},
+        "versions": {"python": platform.python_version(), **installed_versions(*needed)},
+        "noted": {},
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts["versions"]["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        facts["noted"] |= {"GPU": properties.name, "GPU memory": f"{round(properties.total_memory / 2**30)} GiB"}
+    return facts
+
+
+def compared(everyones: Mapping[int, Mapping[str, Mapping[str, Any]]], hosts: Ranks) -> tuple[list[str], list[str]]:
+    """Lines on what keeps these ranks, by their `own_facts`, from training together, and on what is worth a warning.
+
+    A version may differ in its last part.
+    """
+    errors = differences({rank: facts["equal"] for rank, facts in everyones.items()}, hosts)
+    warnings: list[str] = []
+    versions = {rank: facts["versions"] for rank, facts in everyones.items()}
+    minor = {
+        rank: {name: ".".join(version.split(".")[:2]) for name, version in of_rank.items()}
+        for rank, of_rank in versions.items()
+    }
+    far = {line.partition(":")[0] for line in differences(minor, hosts)}
+    for line in differences(versions, hosts):
+        (errors if line.partition(":")[0] in far else warnings).append(line)
+    return errors, warnings + differences({rank: facts["noted"] for rank, facts in everyones.items()}, hosts)
+
+
+def differences(
+    everyones: Mapping[int, Mapping[str, Any]], hosts: Ranks, alike: Mapping[int, Sequence[int]] | None = None
+) -> list[str]:
+    """A line for each name under which not all ranks have the same: its values, and whose they are.
+
+    `alike`: the ranks that one of them stands for.
+    """
+    names = dict.fromkeys(itertools.chain.from_iterable(everyones.values()))
+    lines = []
+    for name in names:
+        owners: dict[str, list[int]] = {}
+        for rank, values in everyones.items():
+            owners.setdefault(_shown(name, values[name]) if name in values else "nothing", []).extend(
+                alike[rank] if alike else [rank]
+            )
+        if len({json.dumps(values.get(name)) for values in everyones.values()}) > 1:
+            told = (f"{value} for {ranks_in_words(ranks, hosts)}" for value, ranks in owners.items())
+            lines.append(f"{name}: {', '.join(told)}")
+    return lines
+
+
+def settled(places: Mapping[int, Mapping[str, Any]], hosts: Ranks) -> dict[str, Any]:
+    """Everything that all ranks are to know of each other, in JSON's types. Raises ConfigError for ranks that cannot be together.
+
+    `places`: of each rank its `machine`, `address`, `cores`, `uuid` (of its GPU) and `facts`. Returns `sharing`: of
+    each rank, how many have cores of its own; `reached`: of two machines at most the name, and an address that others
+    reach; `kinds`: the ranks of each kind of settings, where there are several; `errors` that are to be told with the
+    differences between those, and `warnings`.
+    """
+    on_gpu: dict[Any, list[int]] = {}
+    kinds: dict[str, list[int]] = {}
+    reached: dict[str, str | None] = {}
+    for rank, place in places.items():
+        on_gpu.setdefault((place["machine"], place["uuid"] or rank), []).append(rank)
+        kinds.setdefault(place["facts"]["settings"], []).append(rank)
+        if place["machine"] in reached or len(reached) < 2:
+            reached[place["machine"]] = reached.get(place["machine"]) or place["address"]
+    for (_, uuid), crowded in on_gpu.items():
+        if len(crowded) > 1:
+            raise ConfigError(
+                f"Ranks {', '.join(map(str, crowded))} were started on the same GPU ({hosts[crowded[0]]}, {uuid}). "
+                "Start one rank for each GPU, or have the launcher give each rank its own (Slurm: --gpus-per-task=1)."
+            )
+    errors, warnings = compared({rank: place["facts"] for rank, place in places.items()}, hosts)
+    if errors and len(kinds) == 1:
+        raise not_alike(errors)
+    return {
+        "errors": errors,
+        "warnings": warnings,
+        "kinds": list(kinds.values()) if len(kinds) > 1 else [],
+        "sharing": sharing([(place["machine"], place["cores"]) for _, place in sorted(places.items())]),
+        "reached": list(reached.items()),
+    }
+
+
+def sharing(places: Sequence[tuple[str, Sequence[int]]]) -> list[int]:
+    """How many ranks may run on some of each rank's cores, itself included. `places`: of each, machine and cores."""
+    users = Counter((machine, tuple(cores)) for machine, cores in places)
+    return [
+        sum(count for (other, theirs), count in users.items() if other == machine and not set(cores).isdisjoint(theirs))
+        for machine, cores in places
+    ]
+
+
+def _listed(lines: Sequence[str]) -> str:
+    more = [f"  and {len(lines) - _MOST_LINES} more\n"] if len(lines) > _MOST_LINES else []
+    return "".join([*(f"  {line}\n" for line in lines[:_MOST_LINES]), *more])
+
+
+def not_alike(lines: Sequence[str]) -> ConfigError:
+    """The error of ranks that would not train one model."""
+    return ConfigError(
+        "the ranks do not agree, so they would not train one model:\n"
+        + _listed(lines)
+        + "Start all of them with the same command, files, code and versions. (These settings may differ between "
+        f"hosts: {', '.join(OWN_TO_A_HOST)}.)"
+    )
+
+
+def require_same_data(fingerprint: Mapping[str, Any], collectives: HostCollectives) -> None:
+    """Raise DataError on all ranks where they do not read the same data. `fingerprint`: data/fingerprint.py's facts."""
+    mine = flat(fingerprint)
+    own = int(digest(mine), 16)
+    least, most = collectives.lowest(own, -own)
+    if least == -most:
+        return
+    digests = collectives.gather(own)
+    kinds = [[rank for rank, found in enumerate(digests) if found == kind] for kind in dict.fromkeys(digests)]
+    shows = collectives.rank in [ranks[0] for ranks in kinds]
+    told = collectives.gather((socket.gethostname(), mine if shows else None))
+    shown = {ranks[0]: told[ranks[0]][1] for ranks in kinds}
+    lines = differences(
+        shown, {rank: host for rank, (host, _) in enumerate(told)}, {ranks[0]: ranks for ranks in kinds}
+    )
+    raise DataError(
+        "the ranks do not read the same data, so no run could be made again from what this one says of itself:\n"
+        + _listed(lines)
+        + "Give every host the same files, under whatever path."
+    )
+
+
+def _shown(name: str, value: Any) -> str:
+    """The value in few words, and without secrets."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    if "***" in (hidden := masked([f"{name}={text}"])):
+        return hidden.strip("'").partition("=")[2]
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}… ({digest(text)})"
+
+
+def ranks_in_words(ranks: Iterable[int], hosts: Ranks) -> str:
+    """`rank 3 (node1)`, `ranks 0-7 (node0), 9 (node1)`; ranks whose host is not known stand without one."""
+    ranks = sorted(ranks)
+    places: dict[str | None, list[int]] = {}
+    for rank in ranks:
+        places.setdefault(hosts.get(rank), []).append(rank)
+    told = (spans(of_host) + (f" ({host})" if host else "") for host, of_host in places.items())
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(told)}"
+
+
+def spans(ranks: Sequence[int]) -> str:
+    """Sorted ranks as `0-7, 12`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

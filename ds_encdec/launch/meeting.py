@@ -1,0 +1,306 @@
+"""The meeting of a run's ranks, before there is a group in which they could talk: bounded, and of one mind.
+
+Rank 0 (or torchrun's agent) keeps a store at MASTER_ADDR and MASTER_PORT. A meeting has rounds. In each every rank
+gives a value, or the error for which it cannot go on, and rank 0 makes one answer of them: of what all have given, of
+an error as soon as there is one, or, when the time is over, of the ranks that are missing. All ranks leave with the
+same answer or error. Only rank 0 looks again and again; the others wait for its answer: a thousand ranks cost little.
+
+In the last round the ranks connect to each other, in native code that waits as long as it likes (gloo's accepting side
+five times its timeout). There a thread listens to the answer, and ends the process where the main thread cannot.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ds_encdec import types
+from ds_encdec.launch.agreement import ranks_in_words
+from ds_encdec.launch.host_collectives import attempt
+from ds_encdec.launch.network import RETRY_SECONDS, await_listener, listener
+from ds_encdec.launch.peers import is_broken_connection
+from ds_encdec.launch.preemption import awaited, end_process
+from ds_encdec.launch.world import World
+from ds_encdec.terminal import print_error
+from ds_encdec.types import ConfigError, DsEncDecError, LostRankError
+
+COMPANY_SECONDS = 1.0
+"""How long after a rank's error those of others, mostly the same one, may still come."""
+TOLD_SECONDS = 5.0
+"""How long rank 0 keeps the store for the others to read why the meeting has ended."""
+LEAVE_SECONDS = 5.0
+"""How long the main thread may take to come out of a connection that is known to have failed."""
+
+_held: Counter[str] = Counter()
+"""How many meetings of a name this process has been to: the store may be an older one's."""
+
+
+class Meeting:
+    """The ranks of `world`, each of which makes one. `limit`: for each round, from when rank 0 is there."""
+
+    def __init__(self, world: World, limit: timedelta, name: str = "run") -> None:
+        """Wait for rank 0. Raises LostRankError, and ConfigError for an address or a place that another has."""
+        self._world = world
+        self._seconds = limit.total_seconds()
+        self.hosts: dict[int, str] = {}
+        _held[name] += 1
+        base = _open_store(world, self._seconds)
+        self.store = dist.PrefixStore(f"{name} {_held[name]}", base)
+        self.store.set_timeout(limit)
+        if self.store.add(f"place {world.rank}", 1) > 1:
+            raise _alone(
+                ConfigError(
+                    f"Two processes say that they are rank {world.rank}, one of them {os.getpid()} on "
+                    f"{socket.gethostname()}: either RANK is the same for two, or another run meets at "
+                    f"{world.master_addr}:{world.master_port}, too. Give each run a port of its own: --master_port N."
+                )
+            )
+
+    def hold(
+        self,
+        name: str,
+        mine: Any,
+        decide: Callable[[dict[int, Any]], Any] = lambda everyones: None,
+        *,
+        error: Exception | None = None,
+        late: str = "come",
+    ) -> Any:
+        """Hold a round: give `mine` (of JSON's types), or `error`; returns what `decide` makes of everyone's on rank 0.
+
+        `late`: what a rank has not done in time, as a participle. Raises what `decide` does, any rank's error, and
+        LostRankError.
+        """
+        self._give(self.store, name, mine, error)
+        answer = self._answer(self.store, name, decide, late)
+        return self._read(self.store, name, answer)
+
+    def connect(self, action: Callable[[], None]) -> None:
+        """Let the ranks connect to each other by `action`, within the meeting's limit. Raises as `hold` does."""
+        if self._world.world_size == 1:
+            return action()
+        name, late = "connect", "connected to the others"
+        apart: dist.Store = self.store.clone()  # type: ignore[attr-defined]  # one store's calls wait for each other
+        heard: list[Mapping[str, Any]] = []
+        out = threading.Event()
+
+        def listen() -> None:
+            answer = self._answer(apart, name, lambda everyones: None, late)
+            heard.append(answer)
+            if "error" in answer and not out.wait(LEAVE_SECONDS):
+                error = _revived(answer["error"])
+                if self._world.is_main:
+                    print_error(error)
+                self._read_by_all(apart, name)
+                end_process(error.exit_code)
+
+        thread = threading.Thread(target=listen, name="meeting", daemon=True)
+        thread.start()
+        _, error = attempt_to_connect(action)
+        out.set()
+        self._give(self.store, name, None, error)
+        thread.join()
+        try:
+            self._read(self.store, name, heard[0])
+        except DsEncDecError as ended:
+            raise ended from error  # which tells whether a connection broke
+
+    def _give(self, store: dist.Store, name: str, value: Any, error: Exception | None) -> None:
+        given: dict[str, Any] = {"host": socket.gethostname(), "value": value}
+        if error is not None:
+            given["error"] = _preserved(error)
+        with _store_of_rank_zero(self._world):
+            store.set(f"{name} {self._world.rank}", json.dumps(given))
+            if error is not None:
+                store.set(f"{name} problem", "")
+
+    def _answer(
+        self, store: dist.Store, name: str, decide: Callable[[dict[int, Any]], Any], late: str
+    ) -> Mapping[str, Any]:
+        """The answer of a round, which rank 0 makes; where there is none for want of rank 0, that is the error."""
+        try:
+            with _store_of_rank_zero(self._world):
+                if not self._world.is_main:
+                    # Rank 0 is punctual, so it is waited for a little longer.
+                    seconds = self._seconds + COMPANY_SECONDS + TOLD_SECONDS
+                    store.wait([f"{name} answer"], timedelta(seconds=seconds))
+                    return dict(json.loads(store.get(f"{name} answer")))
+                value, error = attempt(lambda: decide(self._gather(store, name, late)))
+                answer = {"value": value} if error is None else {"error": _preserved(error)}
+                store.set(f"{name} answer", json.dumps(answer))
+                return answer
+        except LostRankError as error:
+            return {"error": _preserved(_alone(error))}
+
+    def _gather(self, store: dist.Store, name: str, late: str) -> dict[int, Any]:
+        """On rank 0: what all have given in this round. Raises their error, and LostRankError."""
+        everyone = range(self._world.world_size)
+        keys = [f"{name} {rank}" for rank in everyone]
+        problem = f"{name} problem"
+        awaited(self._seconds, lambda: store.check(keys) or store.check([problem]))
+        if store.check([problem]):
+            awaited(COMPANY_SECONDS, lambda: store.check(keys))
+        given = {rank: json.loads(store.get(keys[rank])) for rank in everyone if store.check([keys[rank]])}
+        self.hosts |= {rank: one["host"] for rank, one in given.items()}
+        errors = {rank: one["error"] for rank, one in given.items() if "error" in one}
+        missing = [rank for rank in everyone if rank not in given]
+        # A connection breaks for those who are there because of one who is not.
+        if errors and not (missing and all(error["kind"] == LostRankError.__name__ for error in errors.values())):
+            raise self._first(errors)
+        if missing:
+            raise LostRankError(self._words(missing, late, errors))
+        return {rank: one["value"] for rank, one in given.items()}
+
+    def _first(self, errors: dict[int, dict[str, Any]]) -> DsEncDecError:
+        """The error of the lowest rank, with the places of all who have the same; without, where all have."""
+        first = errors[min(errors)]
+        alike = [rank for rank, error in errors.items() if error == first]
+        who = "" if len(alike) == self._world.world_size else f"{ranks_in_words(alike, self.hosts)}: "
+        return _revived(first | {"message": who + first["message"]})
+
+    def _words(self, missing: list[int], late: str, errors: Mapping[int, Mapping[str, Any]]) -> str:
+        who = ranks_in_words(missing, self.hosts)
+        there = [rank for rank in self.hosts if rank not in missing]
+        broken = f" Rank {min(errors)} says: {errors[min(errors)]['message']}" if errors else ""
+        return (
+            f"{who} {'has' if len(missing) == 1 else 'have'} not {late} within "
+            f"{self._seconds / 60:g} minutes (infra.start_timeout_minutes), and {ranks_in_words(there, self.hosts)} "
+            f"cannot begin alone. Look at what its host says, and whether it reaches {self._world.master_addr}:"
+            f"{self._world.master_port}.{broken}"
+        )
+
+    def _read(self, store: dist.Store, name: str, answer: Mapping[str, Any]) -> Any:
+        if "error" not in answer:
+            return answer["value"]
+        self._read_by_all(store, name)
+        raise _revived(answer["error"])
+
+    def _read_by_all(self, store: dist.Store, name: str) -> None:
+        """Tell that this rank knows why the meeting has ended; on rank 0, wait for the others to."""
+        with suppress(RuntimeError):  # rank 0 is gone, and the store with it
+            store.add(f"{name} read", 1)
+            if self._world.is_main:
+                awaited(TOLD_SECONDS, lambda: store.add(f"{name} read", 0) == self._world.world_size)
+
+
+def attempt_to_connect(action: Callable[[], None]) -> tuple[None, Exception | None]:
+    """Like `attempt`; a connection that broke is a lost rank's doing."""
+    try:
+        action()
+    except Exception as error:
+        found = DsEncDecError(f"{type(error).__name__}: {error}")
+        ours = LostRankError(f"the connection broke ({error})") if is_broken_connection(error) else found
+        ours.__cause__ = error
+        return None, error if isinstance(error, DsEncDecError) else ours
+    return None, None
+
+
+def _open_store(world: World, seconds: float) -> dist.Store:
+    """The store where the ranks meet, which rank 0 keeps from now on."""
+    if world.world_size == 1:
+        return dist.HashStore()  # meets nobody, and needs no port that another program may have taken by now
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        return _store_at(world, seconds, keeps=world.is_main)
+    return _store_of_this_start(world, _store_at(world, seconds, keeps=False), seconds)
+
+
+def _store_of_this_start(world: World, agents: dist.Store, seconds: float) -> dist.Store:
+    """A store that rank 0 keeps, found by that of torchrun's agent.
+
+    The agent's outlives its ranks, and when it starts them again still holds what the earlier ones have said. A port
+    where nobody listens is such a word: the agents of all hosts end their ranks before they start new ones.
+    """
+    key, deadline = "ds_encdec port", time.monotonic() + seconds
+    if world.is_main:
+        store = _tcp_store(world, 0, seconds, keeps=True)
+        agents.set(key, str(store.port))
+        return store
+    problem: str | None = f"rank 0 has not come within {seconds / 60:g} minutes (infra.start_timeout_minutes)"
+    while time.monotonic() < deadline:
+        if agents.check([key]):
+            port = int(agents.get(key))
+            if (problem := await_listener(world.master_addr, port, 0.0)) is None:
+                with _store_of_rank_zero(world):
+                    return _tcp_store(world, port, seconds, keeps=False)
+        time.sleep(RETRY_SECONDS)
+    raise _alone(LostRankError(f"rank {world.rank} ({socket.gethostname()}) cannot begin alone: {problem}"))
+
+
+def _store_at(world: World, seconds: float, *, keeps: bool) -> dist.Store:
+    """The store at MASTER_ADDR and MASTER_PORT, which rank 0 or torchrun's agent keeps."""
+    here = f"{ranks_in_words([world.rank], {world.rank: socket.gethostname()})}"
+    if not keeps and (problem := await_listener(world.master_addr, world.master_port, time.monotonic() + seconds)):
+        kind = ConfigError if "resolved" in problem else LostRankError
+        raise _alone(
+            kind(
+                f"Rank 0 has not come within {seconds / 60:g} minutes (infra.start_timeout_minutes), and {here} cannot "
+                f"begin alone: {problem}. Look at what rank 0 says, and whether MASTER_ADDR and MASTER_PORT are its "
+                "host's, which no firewall may keep from this one."
+            )
+        )
+    try:
+        with _store_of_rank_zero(world):
+            return _tcp_store(world, world.master_port, seconds, keeps=keeps)
+    except LostRankError as error:
+        if "EADDRINUSE" not in str(error.__cause__):
+            raise
+        raise _alone(
+            ConfigError(
+                f"MASTER_PORT={world.master_port}: {listener(world.master_port)} on {socket.gethostname()} listens "
+                "there already, maybe another run. Give all ranks a free one: --master_port N (deepspeed), "
+                "--master-port N (torchrun), or MASTER_PORT where you set it yourself."
+            )
+        ) from error
+
+
+def _tcp_store(world: World, port: int, seconds: float, *, keeps: bool) -> dist.TCPStore:
+    return dist.TCPStore(
+        "127.0.0.1" if keeps else world.master_addr,
+        port,
+        world.world_size,
+        is_master=keeps,
+        timeout=timedelta(seconds=seconds),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+
+
+@contextmanager
+def _store_of_rank_zero(world: World) -> Iterator[None]:
+    """Inside, a store that does not answer is rank 0's end."""
+    try:
+        yield
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise LostRankError(
+            f"rank 0, at {world.master_addr}:{world.master_port}, is gone or does not answer; rank {world.rank} "
+            f"({socket.gethostname()}) cannot begin alone. Look at what rank 0 says. ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def _alone(error: DsEncDecError) -> DsEncDecError:
+    """The error as one that no other rank has heard of."""
+    error.common = False
+    return error
+
+
+def _preserved(error: Exception) -> dict[str, Any]:
+    """An error as JSON."""
+    code = error.exit_code if isinstance(error, DsEncDecError) else DsEncDecError.exit_code
+    common = getattr(error, "common", None) is not False
+    return {"kind": type(error).__name__, "message": str(error), "exit_code": code, "common": common}
+
+
+def _revived(told: Mapping[str, Any]) -> DsEncDecError:
+    """An error that `_preserved` has, of a class of `types`."""
+    error: DsEncDecError = getattr(types, told["kind"], DsEncDecError)(told["message"])
+    error.exit_code, error.common = told["exit_code"], told["common"]
+    return error

@@ -1,0 +1,81 @@
+"""This host on the network, as the ranks' meeting needs it: which address reaches whom, and who listens on a port."""
+
+import os
+import socket
+import time
+from contextlib import suppress
+
+import psutil
+
+LOOPBACK = "lo"
+RETRY_SECONDS = 0.5
+
+
+def own_address_towards(host: str) -> str | None:
+    """The address that this host sends from when it reaches `host`; None where there is no way. Nothing is sent."""
+    with suppress(OSError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+    return None
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the interface that has `address`; None where none does."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(found.address.partition("%")[0] == address for found in addresses):
+            return name
+    return None
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether `address` is of this host alone."""
+    return address == "::1" or address.startswith("127.")
+
+
+def gloo_interface(towards_master: str | None, elsewhere: str | None, *, alone: bool) -> str | None:
+    """The interface by which this host's ranks are to be reached; None leaves the choice to gloo.
+
+    `towards_master`: the own address that reaches MASTER_ADDR. `elsewhere`: such an address of a rank on another host.
+    `alone`: all ranks are on this host. Gloo itself takes the address that the host's own name resolves to, which
+    Debian makes 127.0.1.1. MASTER_ADDR may be such a name, too: on its host the way to another one is asked for.
+    """
+    if alone:
+        return LOOPBACK if LOOPBACK in (name for _, name in socket.if_nameindex()) else None
+    if elsewhere is not None and (towards_master is None or is_loopback(towards_master)):
+        towards_master = own_address_towards(elsewhere)
+    return None if towards_master is None or is_loopback(towards_master) else interface_of(towards_master)
+
+
+def await_listener(host: str, port: int, deadline: float) -> str | None:
+    """Wait until somebody listens at `host` and `port`; return why not, in words, where that is not before `deadline`.
+
+    `deadline`: of `time.monotonic()`.
+    """
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(0.1, min(5.0, deadline - time.monotonic()))).close()
+            return None
+        except socket.gaierror as error:
+            problem = f"MASTER_ADDR={host} cannot be resolved on {socket.gethostname()}: {error.strerror}"
+        except OSError as error:
+            problem = f"nobody listens at {host}:{port} ({error.strerror or error})"
+        if time.monotonic() >= deadline:
+            return problem
+        time.sleep(RETRY_SECONDS)
+
+
+def listener(port: int) -> str:
+    """Who listens on `port` of this host, in words, as far as this user may see it."""
+    with suppress(psutil.Error, OSError):
+        for found in psutil.net_connections("tcp"):
+            if found.status == psutil.CONN_LISTEN and found.laddr[1:] == (port,) and found.pid is not None:
+                process = psutil.Process(found.pid)
+                with suppress(psutil.Error):
+                    words = " ".join(process.cmdline())[:100]
+                    whose = (
+                        "this process" if found.pid == os.getpid() else f"process {found.pid} of {process.username()}"
+                    )
+                    return f"{whose} ({words})"
+    return "another program"
