@@ -14,14 +14,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "faults"))
 from forked_runs import ForkedRuns
 from rig import Rig, lacking
 
-HOSTS = 24
+HOSTS = 15
 """More than are ever busy: a host that has been switched off does not come back."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything in this folder is marked."""
+    """Every test that asks for the rig is marked."""
     for item in items:
-        if item.path.is_relative_to(Path(__file__).parent):
+        if "rig" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.hosts)
 
 
@@ -31,6 +31,13 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
         pytest.skip(reason)
     with Rig(tmp_path_factory.mktemp("hosts") / "shared", HOSTS) as up:
         yield up
+
+
+@pytest.fixture(scope="session")
+def slurm(rig: Rig) -> Rig:
+    """The rig, with Slurm over node0 and node1."""
+    rig.start_slurm("node0", "node1")
+    return rig
 
 
 @pytest.fixture(scope="session")

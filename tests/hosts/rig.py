@@ -74,6 +74,8 @@ SSH = """Host *
   UserKnownHostsFile {folder}/known_hosts
   BatchMode yes
   ConnectTimeout 5
+  ServerAliveInterval 5
+  ServerAliveCountMax 3
   LogLevel ERROR
 """
 SLURM = """ClusterName=rig
@@ -160,8 +162,9 @@ class Rig:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for holder in reversed(self._holders):
+        for holder in self._holders:
             holder.kill()
+        for holder in self._holders:
             holder.wait()
 
     def _begin(self) -> None:
@@ -261,8 +264,8 @@ class Rig:
         self._ip("link", "set", host, "up")
 
     def switch_off(self, host: str) -> None:
-        """End all that the host runs, at once; its connections are reset."""
-        os.kill(self.first[host], signal.SIGKILL)
+        """End all that the host runs, at once and for good; its connections are reset."""
+        os.kill(self.first.pop(host), signal.SIGKILL)
 
     def start_slurm(self, *hosts: str) -> None:
         """Bring up Slurm over hosts, with the partitions `low` and `high`, which takes nodes from the other."""

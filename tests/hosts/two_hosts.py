@@ -16,6 +16,16 @@ FSDP = {"infra.distributed_type": "fsdp", "infra.offload_optimizer": "none"}
 DEEPSPEED = {"infra.distributed_type": "deepspeed"}
 SETTINGS = TINY | {"data.num_lanes": 4, "training.logging_steps": 1, "infra.start_timeout_minutes": 1}
 
+ENDLESS = {
+    "training__num_train_steps": 100_000,
+    "training__lr_scheduler_type": "constant",
+    "training__save_steps": 20,
+    "training__eval_samples": 0,
+    "training__logging_steps": 5,
+    "infra__distributed_timeout_minutes": 1,
+}
+"""Changes of a run's arguments for one that is to be ended."""
+
 
 def words(settings: Mapping[str, Any]) -> list[str]:
     return [f"{name}={value}" for name, value in settings.items()]
@@ -55,9 +65,9 @@ def run(
     return forked.run(list(own), places=places)
 
 
-def start(rig: Rig, typed: str, *hosts: str, log: Path, each: bool = False) -> list[subprocess.Popen[bytes]]:
-    """Type a command on the first of the hosts, or on each; log.HOST is what it prints."""
-    typing = hosts if each else hosts[:1]
+def start(rig: Rig, typed: str, *hosts: str, log: Path) -> list[subprocess.Popen[bytes]]:
+    """Type a command on the first of the hosts, or torchrun's on each; log.HOST is what it prints."""
+    typing = hosts if typed.startswith("torchrun") else hosts[:1]
     return [rig.start(host, ["bash", "-c", typed], log.with_name(f"{log.name}.{host}")) for host in typing]
 
 
@@ -65,3 +75,8 @@ def told(folder: Path) -> dict[str, Any]:
     """What run.json says; nothing where there is none."""
     file = folder / "run.json"
     return dict(json.loads(file.read_text())) if file.exists() else {}
+
+
+def saved(folder: Path) -> list[int]:
+    """The steps of its checkpoints."""
+    return sorted(int(path.name[5:]) for path in (folder / "checkpoints").glob("step-????????"))
