@@ -4,6 +4,7 @@ They never touch the accelerator, so none of them waits for a kernel. All are no
 """
 
 import logging
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -79,10 +80,16 @@ class HostCollectives:
         return self.on_every_rank(lambda: first if self.rank == 0 else action())  # type: ignore[return-value]
 
     def raise_first(self, error: Exception | None) -> None:
-        """Raise the lowest rank's error on every rank, each bringing its own or None; or nothing."""
-        for other in self.gather(error):
-            if other is not None:
-                raise other
+        """Raise the lowest rank's error on every rank, each bringing its own or None; or nothing.
+
+        It is told with its rank and host where rank 0 does not have one, too: what is said may be true there alone.
+        """
+        told = [other for other in self.gather(error and (self.rank, socket.gethostname(), error)) if other]
+        if told:
+            rank, host, first = told[0]
+            if rank and not str(first).startswith(f"rank {rank}"):
+                first.args = (f"rank {rank} ({host}): {first}",)
+            raise first
 
 
 @dataclass(frozen=True, slots=True)
