@@ -116,6 +116,7 @@ def _train_on_ranks(
     world = context.world
     folder = RunFolder(config.infra.output_dir)
     folder.earlier = context.collectives.on_rank_zero(lambda: folder.claim(resume=resume is not None))
+    stop.stop_file = folder.stop_file if world.is_main else None
     uploads = Uploads(folder, config.infra.upload_to if world.is_main else None)
     stop.before_end = lambda why: record(
         folder, "failed", reason=f"rank {world.rank}: {why}", exit_code=HangError.exit_code

@@ -39,13 +39,14 @@ from ds_encdec.evaluate.folders import require_model_folder
 from ds_encdec.launch.world import discover
 from ds_encdec.terminal import (
     VERBOSITY,
+    console,
     log_to_terminal,
     outlive_readers,
     print_error,
     print_marked,
     reader_may_leave,
 )
-from ds_encdec.types import ConfigError, DsEncDecError, Preempted
+from ds_encdec.types import ConfigError, DsEncDecError, GateError, Preempted
 
 if TYPE_CHECKING:
     from ds_encdec.config.schema import FullConfig
@@ -273,6 +274,12 @@ def _report(options: argparse.Namespace, _: Sequence[str]) -> None:
     print(f"the report is in {page}")
 
 
+def _stop(options: argparse.Namespace, _: Sequence[str]) -> None:
+    from ds_encdec.launch.run_folder import RunFolder
+
+    print(RunFolder(options.run_folder).ask_to_stop())
+
+
 def _sanity_check(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     if options.model:
         require_model_folder(options.model)
@@ -289,6 +296,23 @@ def _sanity_check(options: argparse.Namespace, overrides: Sequence[str]) -> None
         print(report.as_json())
     if report.error is not None:
         raise report.error
+
+
+def _doctor(options: argparse.Namespace, overrides: Sequence[str]) -> None:
+    files = _settings(options, overrides)
+    stdout = sys.stdout  # libraries print, too
+    with contextlib.redirect_stdout(sys.stderr):
+        from ds_encdec.doctor.run import as_json, describe, look_at_hosts, look_here
+
+        findings, tells = (
+            look_here(files) if options.hostfile is None else (look_at_hosts(options.hostfile, files), True)
+        )
+    if tells and options.json:
+        print(as_json(findings), file=stdout)
+    elif tells:
+        print_marked(describe(findings, console().width), {"(?m)^✓": "green", "(?m)^✗": "bold red"})
+    if wrong := list(dict.fromkeys(finding.check for finding in findings if not finding.passed)):
+        raise GateError(f"not ready for a run: {', '.join(wrong)}")
 
 
 def _rates(remark: str = "") -> Arguments:
@@ -329,6 +353,11 @@ ARGUMENTS: dict[str, Arguments] = {
         **_rates(" (dry run)"),
         "--json": flag("the dry run as one JSON object"),
     },
+    "doctor": {
+        **_FILES,
+        "--hostfile": value("ask each of its hosts, by ssh, and all of them together", Path),
+        **JSON,
+    },
     "inspect-data": {
         **CONFIG,
         "-n": value("examples to show (default 20)", COUNT, default=20),
@@ -358,6 +387,7 @@ ARGUMENTS: dict[str, Arguments] = {
         "--out": value("folder to write into (default RUN/report)", Path),
         "--png": flag("put each chart beside the page as a picture, too"),
     },
+    "stop": {"run_folder": value("its infra.output_dir, or that of the phase", metavar="RUN")},
     "push-to-hub": checkpoints.PUSH_TO_HUB,
     "completion": {"shell": value("shell", choices=("bash", "zsh", "tcsh"))},
     "generate": commands.GENERATE,
@@ -393,7 +423,9 @@ VERBS: dict[str, tuple[Verb, bool, str]] = {
         "compare every file of a checkpoint, a run or prepared data with its SHA-256",
     ),
     "sanity-check": (_sanity_check, True, "look at model, data and engine before a long run"),
+    "doctor": (_doctor, True, "look at each host before a run: versions, devices, folders, network"),
     "report": (_report, False, "write one page with pictures about a run, or a pipeline of phases"),
+    "stop": (_stop, False, "ask a run to save and end, from any host that sees its folder"),
     "push-to-hub": (
         checkpoints.run_push_to_hub,
         False,
@@ -407,7 +439,7 @@ VERBS: dict[str, tuple[Verb, bool, str]] = {
 
 GROUPS = {
     "prepare": ("init", "schema", "validate", "estimate-memory", "plan", "inspect-data", "prepare", "init-model"),
-    "run": ("sanity-check", "train", "phases"),
+    "run": ("doctor", "sanity-check", "train", "phases", "stop"),
     "look": ("report", "verify", "generate", "evaluate"),
     "hand out": ("export", "average", "convert", "push-to-hub"),
     "shell": ("completion",),

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_encdec.arguments import Arguments, add, flag, value
+from ds_encdec.config.sagemaker import container_settings, is_container
 from ds_encdec.launch.absence import RANK_ZERO_SPEAKS_SECONDS, absence_told
 from ds_encdec.launch.world import discover
 from ds_encdec.terminal import VERBOSITY, log_to_terminal, outlive_readers, print_error
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DsEncDecError as error:
         # Every rank reads the same configuration and finds the same, unless it has been told otherwise.
         common = isinstance(error, ConfigError) if error.common is None else error.common
-        if common and os.environ.get("RANK", "0") != "0":
+        if common and not _speaks():
             time.sleep(RANK_ZERO_SPEAKS_SECONDS)  # launchers end all ranks as soon as one has left
             return error.exit_code
         if type(error) is DsEncDecError:  # none of the foreseen ones: show where it comes from
@@ -77,9 +78,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
 
 
+def _speaks() -> bool:
+    """True for rank 0, and where nobody can say which rank this is."""
+    try:
+        return discover(os.environ, choose_port=lambda: 0).is_main
+    except ConfigError:
+        return True
+
+
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Load the configuration, then print it or train with it. Raises DsEncDecError."""
     outlive_readers()
+    if in_sagemaker := is_container(os.environ):
+        settings, given = container_settings(os.environ)
+        overrides = [*settings, *overrides]
+        for name, setting in {"resume": "auto", **given}.items():  # a spot job is started again as it was
+            vars(options)[name] = getattr(options, name) or setting
     if options.print_config:
         notes: list[str] = []
         config = _load(options, overrides, notes)
@@ -106,6 +120,11 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
                 from ds_encdec.build import run_training  # only once the configuration is sound
 
             run_training(config, stop, resume=options.resume, allow_data_change=options.allow_data_change)
+        if in_sagemaker and world.is_main:
+            from ds_encdec.checkpoint.final_export import hand_over
+            from ds_encdec.launch.run_folder import RunFolder
+
+            hand_over(RunFolder(config.infra.output_dir), Path(os.environ.get("SM_MODEL_DIR", "/opt/ml/model")))
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 
 from ds_encdec.checkpoint.export import export_checkpoint
@@ -12,6 +13,23 @@ from ds_encdec.config.schema import TrainingConfig
 from ds_encdec.launch.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
+
+
+def hand_over(run: RunFolder, folder: Path) -> None:
+    """Copy the model that a complete run has exported into `folder`, which is all that its platform keeps of it.
+
+    What goes wrong is logged: the run is complete, and its export is where it was.
+    """
+    out = next((run.exports / name for name in ("best", "final") if (run.exports / name).is_dir()), None)
+    if out is None:
+        logger.warning("no model was exported, so %s has none", folder)
+        return
+    try:
+        shutil.copytree(out, folder, dirs_exist_ok=True)
+    except OSError as error:
+        logger.error("%s could not be copied to %s: %s", out, folder, error)
+        return
+    logger.info("the model is in %s", folder)
 
 
 def export_at_end(run: RunFolder, training: TrainingConfig, *, anew: bool) -> None:

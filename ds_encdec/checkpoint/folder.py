@@ -264,25 +264,28 @@ def _new_link(link: Path, target: str) -> Path:
 
 
 def check_room(folder: Path, config: FullConfig, job: Job) -> None:
-    """Warn where less is free in `folder` than the checkpoints take that are to come; those that are there count.
+    """Warn where `lacking_room` says something. Raises DiskRefusedError instead with `infra.require_disk_space`."""
+    if (problem := lacking_room(folder, config, job)) is None:
+        return
+    if config.infra.require_disk_space:
+        raise DiskRefusedError(f"{problem} (infra.require_disk_space=true)")
+    logger.warning("%s A save that does not fit fails; infra.require_disk_space=true would refuse to start.", problem)
 
-    Raises DiskRefusedError instead with `infra.require_disk_space`.
-    """
+
+def lacking_room(folder: Path, config: FullConfig, job: Job) -> str | None:
+    """Say what is missing where less is free in `folder` than the checkpoints to come take; those there count."""
     training = config.training
     size = checkpoint_bytes(job)
     most = checkpoints_at_once(training, saves_at_most(training, training.num_train_steps))
     needed = size * max(1, most - len(committed_steps(folder)))
     free = free_bytes(folder)
     if free is None or free >= needed:
-        return
-    problem = (
+        return None
+    return (
         f"infra.output_dir: {folder} has {free:,} bytes free, but {needed:,} are needed: the run has up to {most} "
         f"checkpoints of {size:,} bytes at a time (training.save_total_limit={training.save_total_limit}, the best, "
         "and the one that is written). Free space there, lower training.save_total_limit, or choose another folder."
     )
-    if config.infra.require_disk_space:
-        raise DiskRefusedError(f"{problem} (infra.require_disk_space=true)")
-    logger.warning("%s A save that does not fit fails; infra.require_disk_space=true would refuse to start.", problem)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
@@ -23,6 +22,7 @@ from pydantic import ValidationError, ValidationInfo, model_validator
 from ds_encdec.config.converters import load_converter
 from ds_encdec.config.deepspeed_json import merge_deepspeed_json, read_deepspeed_json
 from ds_encdec.config.first_rows import unusable_rows
+from ds_encdec.config.hostfile import check_hostfile
 from ds_encdec.config.implied import imply
 from ds_encdec.config.model_folder import is_hub_name
 from ds_encdec.config.model_sections import ArchitectureConfig, LoraConfig, ModelConfig  # noqa: F401  also found here
@@ -31,11 +31,10 @@ from ds_encdec.config.rewording import Reading
 from ds_encdec.config.rules import Sections, find_conflicts, marked  # noqa: F401
 from ds_encdec.config.sections import LOCAL_FORMATS, DataConfig, Mark, MixtureSource, Section, Source  # noqa: F401
 from ds_encdec.config.settings import COMMAND_LINE, Conflict, Mention, Problem, Settings, raise_if_any, show, unusable
-from ds_encdec.config.shares import unevenness
 from ds_encdec.config.shipped import find_shipped
 from ds_encdec.config.training_sections import LOSS_FIGURES, InfraConfig, Schedule, Tracker, TrainingConfig  # noqa: F401
 from ds_encdec.config.validation import mention, mention_all, validate
-from ds_encdec.config.yaml_text import apply_overrides, file_problem, read_text, read_yaml, write_yaml
+from ds_encdec.config.yaml_text import apply_overrides, file_problem, read_yaml, write_yaml
 from ds_encdec.plugins import load_plugin
 from ds_encdec.source_kinds import PYTHON, local_kind
 from ds_encdec.text_metrics import FIGURES, TEXT_METRICS, not_installed
@@ -49,7 +48,6 @@ _DEEPSPEED_KEYS = {
     "zero_allow_untested_optimizer",
 }
 _PROJECT_FIELD, _PROJECT_VARIABLE = "infra.wandb_project", "WANDB_PROJECT"
-_HOST = re.compile(r"(\S+)\s+slots=(\d{1,9})(?!\d)")
 
 
 class FullConfig(Sections):
@@ -142,7 +140,7 @@ def load_config(
     config = FullConfig.model_construct(None, **dict(sections or ()))
     if sections is not None:
         if hostfile is not None:
-            _check_hostfile(hostfile, config, problems)
+            check_hostfile(hostfile, config, problems, looks_here=looks_here)
         if looks_here:
             problems.extend(mention_all(settings, conflict) for conflict in _find_absent(config))
         problems.extend(mention_all(settings, conflict) for conflict in further(config))
@@ -325,22 +323,3 @@ def _expanded(name: str) -> Path | None:
         return Path(name).expanduser()
     except RuntimeError:
         return None
-
-
-def _check_hostfile(path: Path, config: FullConfig, problems: list[Problem]) -> None:
-    """Append to `problems` what DeepSpeed's launcher, or a run on the hosts in the file `path`, would refuse."""
-    text, slots = read_text(path, problems), dict[str, int]()
-    for number, line in enumerate(map(str.strip, (text or "").splitlines()), start=1):
-        found = _HOST.match(line)
-        if not line or line.startswith("#"):
-            continue
-        if found is None or found[1] in slots:
-            message = "not `HOST slots=N`" if found is None else "the host is listed twice"
-            problems.append(file_problem(path, message, number, field=line if found is None else found[1]))
-        else:
-            slots[found[1]] = int(found[2])
-    ranks = sum(slots.values())
-    if text is not None and not ranks:
-        problems.append(file_problem(path, "no host has a slot; write `HOST slots=N` lines"))
-    elif ranks and (wrong := unevenness(config, ranks)):
-        problems.append(file_problem(path, wrong))

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from ds_encdec import types
 from ds_encdec.launch.agreement import ranks_in_words
 from ds_encdec.launch.host_collectives import attempt
-from ds_encdec.launch.network import await_listener, listener
+from ds_encdec.launch.network import RETRY_SECONDS, await_listener, listener
 from ds_encdec.launch.peers import is_broken_connection
 from ds_encdec.launch.preemption import awaited, end_process
 from ds_encdec.launch.world import World
@@ -216,10 +216,38 @@ def attempt_to_connect(action: Callable[[], None]) -> tuple[None, Exception | No
 
 
 def _open_store(world: World, seconds: float) -> dist.Store:
-    """The store where the ranks meet; on rank 0, unless torchrun's agent keeps it, from now on."""
+    """The store where the ranks meet, which rank 0 keeps from now on."""
     if world.world_size == 1:
         return dist.HashStore()  # meets nobody, and needs no port that another program may have taken by now
-    keeps = world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        return _store_at(world, seconds, keeps=world.is_main)
+    return _store_of_this_start(world, _store_at(world, seconds, keeps=False), seconds)
+
+
+def _store_of_this_start(world: World, agents: dist.Store, seconds: float) -> dist.Store:
+    """A store that rank 0 keeps, found by that of torchrun's agent.
+
+    The agent's outlives its ranks, and when it starts them again still holds what the earlier ones have said. A port
+    where nobody listens is such a word: the agents of all hosts end their ranks before they start new ones.
+    """
+    key, deadline = "ds_encdec port", time.monotonic() + seconds
+    if world.is_main:
+        store = _tcp_store(world, 0, seconds, keeps=True)
+        agents.set(key, str(store.port))
+        return store
+    problem: str | None = f"rank 0 has not come within {seconds / 60:g} minutes (infra.start_timeout_minutes)"
+    while time.monotonic() < deadline:
+        if agents.check([key]):
+            port = int(agents.get(key))
+            if (problem := await_listener(world.master_addr, port, 0.0)) is None:
+                with _store_of_rank_zero(world):
+                    return _tcp_store(world, port, seconds, keeps=False)
+        time.sleep(RETRY_SECONDS)
+    raise _alone(LostRankError(f"rank {world.rank} ({socket.gethostname()}) cannot begin alone: {problem}"))
+
+
+def _store_at(world: World, seconds: float, *, keeps: bool) -> dist.Store:
+    """The store at MASTER_ADDR and MASTER_PORT, which rank 0 or torchrun's agent keeps."""
     here = f"{ranks_in_words([world.rank], {world.rank: socket.gethostname()})}"
     if not keeps and (problem := await_listener(world.master_addr, world.master_port, time.monotonic() + seconds)):
         kind = ConfigError if "resolved" in problem else LostRankError
@@ -232,15 +260,7 @@ def _open_store(world: World, seconds: float) -> dist.Store:
         )
     try:
         with _store_of_rank_zero(world):
-            return dist.TCPStore(
-                "127.0.0.1" if keeps else world.master_addr,
-                world.master_port,
-                world.world_size,
-                is_master=keeps,
-                timeout=timedelta(seconds=seconds),
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
+            return _tcp_store(world, world.master_port, seconds, keeps=keeps)
     except LostRankError as error:
         if "EADDRINUSE" not in str(error.__cause__):
             raise
@@ -251,6 +271,18 @@ def _open_store(world: World, seconds: float) -> dist.Store:
                 "--master-port N (torchrun), or MASTER_PORT where you set it yourself."
             )
         ) from error
+
+
+def _tcp_store(world: World, port: int, seconds: float, *, keeps: bool) -> dist.TCPStore:
+    return dist.TCPStore(
+        "127.0.0.1" if keeps else world.master_addr,
+        port,
+        world.world_size,
+        is_master=keeps,
+        timeout=timedelta(seconds=seconds),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
 
 
 @contextmanager

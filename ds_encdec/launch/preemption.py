@@ -42,6 +42,9 @@ T = TypeVar("T")
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
+BY_FILE = "ds-encdec stop"
+"""The reason of a run that was asked by its stop file. `scripts/supervise.sh` does not start such a run again."""
+
 SAME_CTRL_C_SECONDS = 2.0
 """One Ctrl-C reaches a rank from the terminal, and again from a launcher that passes it on."""
 
@@ -96,7 +99,8 @@ class StopRequest:
     live on, to save itself, after its launcher is gone. `stuck_seconds`: how long after its last heartbeat SIGTERM
     finds a rank stuck (never less than twice its longest pause so far, which may be an evaluation); a rank that is
     `busy`, or has seen the request and is on its way out, has all the time it needs. Either way the process is ended
-    with HangError's exit code, since nothing else would end it, and `before_end` is told why.
+    with HangError's exit code, since nothing else would end it, and `before_end` is told why. `stop_file`: a request,
+    too, once it exists; one rank looks for it.
     """
 
     world: World
@@ -104,6 +108,7 @@ class StopRequest:
     poll_seconds: float = 2.0
     stuck_seconds: float = 60.0
     whole_process: bool = False
+    stop_file: Path | None = None
     before_end: Callable[[str], None] = lambda why: None
     reason: str | None = field(default=None, init=False)
     heartbeat: Heartbeat = field(default_factory=Heartbeat, init=False)
@@ -191,6 +196,8 @@ class StopRequest:
                 if not self._left.wait(self.grace_seconds):
                     self._end(f"Still running {self.grace_seconds:.0f} s after the launcher went")
                 return
+            if self.stop_file is not None and self.stop_file.exists():
+                self.reason = self.reason or BY_FILE
             terminated = terminated or signal.SIGTERM in arrived
             silent_seconds = self.heartbeat.silent_seconds
             if terminated and not self._seen and silent_seconds > self.patience_seconds:

@@ -13,6 +13,7 @@ OUTPUT_DIR/
   stacks/                      what every rank was doing when the run hung (launch/peers.py)
   run.json                     running | completed | preempted | failed, with reason and exit code
   .run.json.spare              room on the disk for the ending, which is to be told on a full one, too
+  stop                         there while the run is asked to stop (`ds-encdec stop`)
   .lock                        held by rank 0 as long as it lives
   .signs/                      of ranks that look for lost ones (launch/peers.py)
 """
@@ -68,6 +69,7 @@ class RunFolder:
         self.config_yaml = self.root / "config.yaml"
         self.run_json = self.root / "run.json"
         self.signs = self.root / ".signs"
+        self.stop_file = self.root / "stop"
         self.earlier: dict[str, Any] = {}
         self._spare = self.root / ".run.json.spare"
         self._lock: IO[str] | None = None
@@ -105,6 +107,8 @@ class RunFolder:
             lock.truncate(0)
             os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
         self._lock = lock
+        with suppress(OSError):
+            self.stop_file.unlink(missing_ok=True)  # an earlier start was meant
         self._prepare_status(resume=resume)
         self.earlier = self.read_status()
         return self.earlier
@@ -183,6 +187,24 @@ class RunFolder:
             return json.loads(self.run_json.read_text())
         except (OSError, ValueError):
             return {}
+
+    def ask_to_stop(self) -> str:
+        """Ask the run to save and end, from whatever host sees this folder; returns what to tell about it.
+
+        Raises ConfigError where no run is in the folder, or is said to be running.
+        """
+        status = self.read_status()
+        if not status:
+            running = [str(path.parent) for path in sorted(self.root.glob("**/run.json"))]
+            below = f"; there are {', '.join(running)}" if running else ""
+            raise ConfigError(f"{self.root} is no run's folder: it has no run.json{below}")
+        if status["state"] != "running":
+            raise ConfigError(f"the run in {self.root} has ended: {status['state']}, exit code {status['exit_code']}")
+        try:
+            self.stop_file.touch()
+        except OSError as error:
+            raise ConfigError(f"{self.stop_file} cannot be written ({error.strerror})") from error
+        return f"{self.root}: the run saves after its step, and ends with exit code 75"
 
     def is_used(self) -> bool:
         """True if a run has left something to lose; one that failed before its first step has not."""

@@ -5,16 +5,20 @@ choose a port, and changes nothing. A launcher is one row of `LAUNCHERS`; adding
 """
 
 import json
+import re
 import socket
+import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ds_encdec.types import ConfigError
 
 SINGLE_PROCESS = "python"
 """Launcher name of a process that nobody launched: `python ds_encdec/train.py`."""
+DEFAULT_PORT = "29500"
+"""The port at which ranks meet if nobody names one; torchrun and DeepSpeed take it, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,9 @@ class World:
 _REQUIRED = {name: name.upper() for name in ("rank", "local_rank", "world_size", "master_addr", "master_port")}
 """Field of a World without which the place is unknown → the environment variable that most launchers set it in."""
 
+Reader = Callable[[Mapping[str, str]], str]
+"""Finds a field of a World in an environment; "" where it is not there."""
+
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
@@ -52,22 +59,92 @@ class Launcher:
 
     `marker` is a variable that this launcher sets and the rows above it do not. `own`: field of a World → variable,
     where it is not that of `_REQUIRED`; what is not required may be absent from the environment, and one node is
-    assumed. `programs`: the scripts and modules whose python processes are this launcher.
+    assumed. `readers`: of fields that no variable tells as they are. `programs`: the scripts and modules whose python
+    processes are this launcher.
+
+    `task_programs`: those that start tasks of any program, which they have to be told, python too. A task that is the
+    only one is nobody's rank. In tasks the variables of `_REQUIRED` may be set by hand, but must say the same.
+    `advice`: the end of a sentence on how to set what is missing.
     """
 
     name: str
     marker: str
     own: Mapping[str, str]
     programs: tuple[str, ...] = ()
+    task_programs: tuple[str, ...] = ()
+    readers: Mapping[str, Reader] = field(default_factory=dict)
+    advice: str = ""
+
+    def has_started(self, environ: Mapping[str, str]) -> bool:
+        """True in the environment of a rank that this launcher has started."""
+        alone = self.task_programs and environ.get(self.own["world_size"], "") in ("", "1")
+        return self.marker in environ and not alone
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a list in Slurm's notation: `rack1-03` of `rack[1,4]-[03-05,7],login`."""
+    found = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", found[0]) if found else ""
+
+
+def _port_of(job: str) -> str:
+    """A port between 20000 and 29999 that all ranks of a job choose, and hardly another job on the same host."""
+    return str(20000 + zlib.crc32(job.encode()) % 10000)
+
+
+def _slurm_tasks_here(environ: Mapping[str, str]) -> str:
+    """The tasks of this node in a list such as `8(x3),4`, one entry for each node."""
+    entries = [part.partition("(x") for part in environ["SLURM_STEP_TASKS_PER_NODE"].split(",")]
+    counts = [count for count, _, times in entries for _ in range(int(times.rstrip(")") or 1))]
+    return counts[int(environ["SLURM_NODEID"])]
+
+
+def _slurm_address(environ: Mapping[str, str]) -> str:
+    """The host of rank 0, unless MASTER_ADDR names another.
+
+    `MASTER_ADDR=$(hostname -i) srun` names the host where that was typed, which may be a login node; some hosts give
+    several addresses for that, or one that is each host's own.
+    """
+    useless = environ.get("SLURM_LAUNCH_NODE_IPADDR")
+    given = environ.get("MASTER_ADDR", "").split()
+    told = next((one for one in given if one not in (useless, "localhost", "::1") and not one.startswith("127.")), "")
+    nodes = environ.get("SLURM_STEP_NODELIST", "")
+    return told or ("127.0.0.1" if environ.get("SLURM_STEP_NUM_NODES") == "1" else first_host(nodes))
+
+
+def _slurm_port(environ: Mapping[str, str]) -> str:
+    job = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
+    return environ.get("MASTER_PORT") or _port_of(job)
+
+
+def _mpi_address(environ: Mapping[str, str]) -> str:
+    """MASTER_ADDR, or else the first host of a Slurm job in which `mpirun` was called."""
+    return environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_JOB_NODELIST", ""))
+
+
+def _openmpi_address(environ: Mapping[str, str]) -> str:
+    """Mostly the host of `mpirun`, which Open MPI 4 and 5 tell each in its own way; not if rank 0 is elsewhere."""
+    told = environ.get("OMPI_MCA_orte_hnp_uri", "") + " " + environ.get("PMIX_NAMESPACE", "")
+    found = re.search(r"tcp://([^,:]+)", told) or re.search(r" prterun-(.+)-\d+@", told)
+    daemon = environ.get("PMIX_SERVER_URI2", "").partition(";")[0]  # the first one is mpirun itself
+    if found is None or (environ.get("OMPI_COMM_WORLD_RANK") == "0" and not daemon.endswith(".0")):
+        return _mpi_address(environ)
+    return environ.get("MASTER_ADDR") or found[1]
+
+
+def _openmpi_port(environ: Mapping[str, str]) -> str:
+    namespace = environ.get("PMIX_NAMESPACE")
+    return environ.get("MASTER_PORT") or (_port_of(namespace) if namespace else DEFAULT_PORT)
 
 
 LAUNCHERS = (
-    # torch/distributed/elastic/agent/server/local_elastic_agent.py sets these for every worker.
+    # torch/distributed/elastic/agent/server/local_elastic_agent.py sets these for every worker. `accelerate launch`
+    # calls it, except for CPUs, and Kubeflow's PyTorchJob tells it its place by PET_*.
     Launcher(
         "torchrun",
         marker="TORCHELASTIC_RUN_ID",
         own={"local_world_size": "LOCAL_WORLD_SIZE", "node_rank": "GROUP_RANK", "num_nodes": "GROUP_WORLD_SIZE"},
-        programs=("torchrun", "torch.distributed.run"),
+        programs=("torchrun", "torch.distributed.run", "accelerate", "accelerate-launch"),
     ),
     # deepspeed/launcher/launch.py; CROSS_* and LOCAL_SIZE are Horovod's words, which it borrows.
     Launcher(
@@ -76,19 +153,78 @@ LAUNCHERS = (
         own={"local_world_size": "LOCAL_SIZE", "node_rank": "CROSS_RANK", "num_nodes": "CROSS_SIZE"},
         programs=("deepspeed", "deepspeed.launcher.launch"),
     ),
-    # PyTorch's `env://` convention, set by hand or by a launcher that has no row of its own.
-    Launcher("environment", marker="RANK", own={"local_world_size": "LOCAL_WORLD_SIZE"}),
+    # Also of `deepspeed --launcher openmpi`. The three below are in this order because mpirun, called in a Slurm job,
+    # starts its daemons by srun, whose variables its ranks then have, too: of the daemons, and not of the ranks.
+    Launcher(
+        "openmpi",
+        marker="OMPI_COMM_WORLD_SIZE",
+        own={
+            "rank": "OMPI_COMM_WORLD_RANK",
+            "local_rank": "OMPI_COMM_WORLD_LOCAL_RANK",
+            "world_size": "OMPI_COMM_WORLD_SIZE",
+            "local_world_size": "OMPI_COMM_WORLD_LOCAL_SIZE",
+        },
+        task_programs=("mpirun", "mpiexec", "orterun", "mpirun.openmpi", "mpiexec.openmpi"),
+        readers={"master_addr": _openmpi_address, "master_port": _openmpi_port},
+        advice="with rank 0's host: mpirun -x MASTER_ADDR=HOST",
+    ),
+    # Hydra, which starts the ranks of MPICH, Intel MPI and MVAPICH; also `deepspeed --launcher mpich` and `impi`.
+    Launcher(
+        "mpich",
+        marker="MPI_LOCALRANKID",
+        own={
+            "rank": "PMI_RANK",
+            "local_rank": "MPI_LOCALRANKID",
+            "world_size": "PMI_SIZE",
+            "local_world_size": "MPI_LOCALNRANKS",
+        },
+        task_programs=("mpirun", "mpiexec", "mpiexec.hydra", "mpirun.mpich", "mpiexec.mpich"),
+        readers={"master_addr": _mpi_address, "master_port": lambda environ: environ.get("MASTER_PORT", DEFAULT_PORT)},
+        advice="with rank 0's host: mpirun -genv MASTER_ADDR HOST",
+    ),
+    # srun, also of `deepspeed --launcher slurm`. The shell of a batch job has no SLURM_STEP_*.
+    Launcher(
+        "slurm",
+        marker="SLURM_STEP_NUM_TASKS",
+        own={
+            "rank": "SLURM_PROCID",
+            "local_rank": "SLURM_LOCALID",
+            "world_size": "SLURM_STEP_NUM_TASKS",
+            "local_world_size": "SLURM_STEP_TASKS_PER_NODE",
+            "node_rank": "SLURM_NODEID",
+            "num_nodes": "SLURM_STEP_NUM_NODES",
+        },
+        task_programs=("srun",),
+        readers={
+            "local_world_size": _slurm_tasks_here,
+            "master_addr": _slurm_address,
+            "master_port": _slurm_port,
+        },
+    ),
+    # PyTorch's `env://` convention, set by hand or by a launcher that has no row of its own. Kubeflow's PyTorchJob
+    # says nothing of local ranks where each of its pods is one rank.
+    Launcher(
+        "environment",
+        marker="RANK",
+        own={"local_world_size": "LOCAL_WORLD_SIZE"},
+        readers={
+            "local_rank": lambda environ: environ.get("LOCAL_RANK", "0"),
+            "local_world_size": lambda environ: environ.get("LOCAL_WORLD_SIZE") or "1" * ("LOCAL_RANK" not in environ),
+        },
+    ),
 )
 """Tried in this order: the most particular marker first."""
 LAUNCHER_PROGRAMS = frozenset(program for launcher in LAUNCHERS for program in launcher.programs)
+TASK_PROGRAMS = frozenset(program for launcher in LAUNCHERS for program in launcher.task_programs)
 
 TASK_STARTERS: dict[str, tuple[str, Callable[[str], int]]] = {
-    "SLURM_STEP_NUM_TASKS": ("srun", int),
-    "OMPI_COMM_WORLD_SIZE": ("Open MPI", int),
-    "PMI_SIZE": ("MPICH, or another MPI", int),
+    "PMI_SIZE": ("an MPI that is not known here", int),
+    "MV2_COMM_WORLD_SIZE": ("MVAPICH", int),
+    "FLUX_JOB_SIZE": ("Flux", int),
+    "PMIX_RANK": ("prterun, or another PMIx launcher,", lambda rank: int(rank) + 1),  # at least
     "SM_HOSTS": ("SageMaker", lambda hosts: len(json.loads(hosts))),
 }
-"""Programs that start several tasks of a job, each of which would take itself for a run of its own.
+"""Programs that start several tasks of a job and have no row, so that each task would take itself for a run of its own.
 
 The variable that tells it → the program, and how the number of tasks is read from its value.
 """
@@ -107,12 +243,17 @@ def discover(environ: Mapping[str, str], choose_port: Callable[[], int] = free_p
     that names no MASTER_PORT. Raises ConfigError, naming the variables, when they are incomplete, not
     numbers, or contradict each other, and where this is one of several tasks that no launcher explains.
     """
-    if launcher := next((row for row in LAUNCHERS if row.marker in environ), None):
+    if launcher := next((row for row in LAUNCHERS if row.has_started(environ)), None):
         return _read(launcher, environ)
     if stray := [name for name in ("WORLD_SIZE", "LOCAL_RANK") if name in environ]:
         raise ConfigError(
             f"{' and '.join(stray)} set without RANK: this looks like part of a launcher's environment. "
             f"Unset {', '.join(stray)} to run one process, or start with deepspeed or torchrun."
+        )
+    if "ACCELERATE_MIXED_PRECISION" in environ and "MASTER_ADDR" in environ:
+        raise ConfigError(
+            "`accelerate launch` was asked for several processes (it has set MASTER_ADDR), but on CPUs it starts one, "
+            "which would train alone. Start them with torchrun --nproc-per-node N ds_encdec/train.py …"
         )
     _refuse_unexplained_tasks(environ)
     return World(master_port=choose_port())
@@ -137,25 +278,57 @@ def _refuse_unexplained_tasks(environ: Mapping[str, str]) -> None:
 def _read(launcher: Launcher, environ: Mapping[str, str]) -> World:
     """The place that `launcher` tells. Raises ConfigError for variables that are missing or not numbers."""
     variables = {**_REQUIRED, **launcher.own}
+    told = _told(launcher, variables, environ)
     required = [variables[field] for field in _REQUIRED]
-    if missing := [name for name in required if not environ.get(name)]:
+    if missing := [name for name, field in zip(required, _REQUIRED, strict=True) if not told.get(field)]:
         raise ConfigError(
             f"Started by {launcher.name} ({launcher.marker} is set), but {', '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not. Set all of {', '.join(required)}, "
-            f"or unset {launcher.marker} to run one process."
+            f"{'is' if len(missing) == 1 else 'are'} not. Set all of {', '.join(required)}"
+            f"{launcher.advice and f' ({launcher.advice})'}, or unset {launcher.marker} to run one process."
         )
-    told: dict[str, Any] = {field: environ[name] for field, name in variables.items() if environ.get(name)}
-    for field in told.keys() - {"master_addr"}:
+    for name in told.keys() - {"master_addr"}:
         try:
-            told[field] = int(told[field])
+            told[name] = int(told[name])
         except ValueError:
-            raise ConfigError(f"{variables[field]}={told[field]!r} is not a whole number") from None
-    world = World(**{"local_world_size": told["world_size"], **told}, launcher=launcher.name)
-    if wrong := _contradicting(world, is_node=world.num_nodes == 1 and "num_nodes" in variables):
+            raise ConfigError(f"{variables[name]}={told[name]!r} is not a whole number") from None
+    if launcher.task_programs:
+        _check_by_hand(told, variables, environ)
+    ranks, here = told["world_size"], told.get("local_world_size", told["world_size"])
+    nodes = {"num_nodes": -(-ranks // max(here, 1)), "node_rank": told["rank"] // max(here, 1)}
+    world = World(**{"local_world_size": here, **nodes, **told}, launcher=launcher.name)
+    is_told = not told.keys().isdisjoint(("num_nodes", "local_world_size"))
+    if wrong := _contradicting(world, is_node=world.num_nodes == 1 and is_told):
         names = [variables[field] for field in wrong if field in variables]
         listed = ", ".join(f"{name}={environ.get(name, '(unset)')}" for name in names)
         raise ConfigError(f"Contradictory {world.launcher} environment: {listed}. Start all ranks by one launcher.")
     return world
+
+
+def _told(launcher: Launcher, variables: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, Any]:
+    """Each field of a World that `launcher` tells, as text."""
+    told: dict[str, Any] = {}
+    for name, variable in variables.items():
+        try:
+            value = launcher.readers[name](environ) if name in launcher.readers else environ.get(variable)
+        except (ValueError, LookupError):
+            listed = f"{variable}={environ.get(variable, '(unset)')}"
+            raise ConfigError(f"{listed}: not what {launcher.name} writes; start all ranks by one launcher") from None
+        if value:
+            told[name] = value
+    if launcher.task_programs and told.get("local_world_size") == told.get("world_size"):
+        told.setdefault("master_addr", "127.0.0.1")
+    return told
+
+
+def _check_by_hand(told: Mapping[str, Any], variables: Mapping[str, str], environ: Mapping[str, str]) -> None:
+    """Raise ConfigError where PyTorch's variables are set beside the launcher's, and differ from them."""
+    for name in ("rank", "local_rank", "world_size", "local_world_size"):
+        by_hand, own = name.upper(), variables[name]
+        if (value := environ.get(by_hand)) and value != str(told.get(name, value)):
+            raise ConfigError(
+                f"{by_hand}={value} and {own}={environ[own]} disagree: leave {by_hand} unset, for {own} is read here; "
+                f"or, where each task starts ranks of its own, unset {', '.join(variables[key] for key in told)} there."
+            )
 
 
 def _contradicting(world: World, *, is_node: bool) -> tuple[str, ...]:

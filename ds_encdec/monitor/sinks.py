@@ -355,7 +355,7 @@ def _start_wandb(**arguments: Any) -> Any:
 
     # The library's own output would garble the progress bar; it stays in its log files.
     settings = wandb.Settings(silent=True, console="off", init_timeout=WANDB_INIT_TIMEOUT_S)
-    if "WANDB_MODE" not in os.environ and not _has_wandb_login(wandb.Settings().base_url):
+    if "WANDB_MODE" not in os.environ and not has_wandb_login(wandb.Settings().base_url):
         logger.warning("W&B: nobody is logged in (`wandb login`); this run is kept offline in %s", arguments["dir"])
         return wandb.init(mode="offline", settings=settings, **arguments)
     try:
@@ -366,7 +366,7 @@ def _start_wandb(**arguments: Any) -> Any:
         return wandb.init(mode="offline", settings=settings, **arguments)
 
 
-def _has_wandb_login(base_url: str) -> bool:
+def has_wandb_login(base_url: str) -> bool:
     """True if W&B would find credentials without asking (its prompt would stop an unattended run)."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True

@@ -144,7 +144,7 @@ def run_phases(config: FullConfig, plans: Sequence[PlannedPhase], *, launcher: s
     Raises GateError where one does not pass, Preempted after a signal, and an error with the exit code of a run that
     failed. The next call repeats no finished work.
     """
-    if stray := [launcher.marker for launcher in LAUNCHERS if launcher.marker in os.environ]:
+    if stray := [row.marker for row in LAUNCHERS if row.has_started(os.environ)]:
         raise ConfigError(
             f"{', '.join(stray)} is set, as for a rank. `ds-encdec phases` is one plain process that starts the "
             "launcher itself (--launcher): unset it"

@@ -22,7 +22,7 @@ import psutil
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engines import ENGINES, load
 from ds_encdec.launch.preemption import STOP_SIGNALS
-from ds_encdec.launch.world import LAUNCHER_PROGRAMS, free_port
+from ds_encdec.launch.world import LAUNCHER_PROGRAMS, TASK_PROGRAMS, free_port
 from ds_encdec.types import ConfigError
 
 TRAIN_PROGRAM = Path(__file__).resolve().parents[1] / "train.py"
@@ -38,13 +38,16 @@ _LIBC = ctypes.CDLL(None)
 def launcher_command(config: FullConfig, launcher: str | None) -> list[str]:
     """The words in front of the program: those of `launcher`, or else what starts `infra.num_gpus` ranks here.
 
-    Raises ConfigError for a launcher that is not installed.
+    srun and mpirun start any program, and so are told to start python, unless `launcher` does that itself. Raises
+    ConfigError for a launcher that is not installed.
     """
     if launcher is not None:
         words = shlex.split(launcher)
         if not words or shutil.which(words[0]) is None:
             raise ConfigError(f"--launcher {launcher!r}: there is no such program; give e.g. 'deepspeed --num_gpus 8'")
-        return words
+        programs = {Path(word).name for word in words}
+        starts_python = programs & LAUNCHER_PROGRAMS or any(name.startswith("python") for name in programs)
+        return [*words, sys.executable, "-u"] if programs & TASK_PROGRAMS and not starts_python else words
     if config.infra.num_gpus == 1:
         return [sys.executable]
     from ds_encdec.engine.select import resolve_engine  # imports torch

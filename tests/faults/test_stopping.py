@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from tiny_run import QUICKSTART, losses, overrides
 
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.checkpoint.manifest import verify_checkpoint
+from ds_encdec.launch.run_folder import RunFolder
+from ds_encdec.types import ConfigError
 
 pytestmark = [pytest.mark.distributed]
 
@@ -94,6 +98,29 @@ def test_signals_after_the_last_step_change_nothing(runs: ForkedRuns, tmp_path: 
     for run in (folder, tmp_path / "there"):
         assert json.loads((run / "run.json").read_text())["state"] == "completed"
         assert (run / "checkpoints/step-00000003/manifest.json").exists()
+
+
+def test_a_stop_file_ends_the_run_once(runs: ForkedRuns, tmp_path: Path) -> None:
+    run = RunFolder(str(tmp_path / "run"))
+
+    def ask() -> None:
+        while not (run.metrics.exists() and run.metrics.read_text().count("\n") > 2):
+            time.sleep(0.1)
+        with pytest.raises(ConfigError, match=r"has no run.json; there are .*run$"):
+            RunFolder(str(tmp_path)).ask_to_stop()
+        assert "saves" in run.ask_to_stop()
+
+    with ThreadPoolExecutor(1) as beside:
+        asked = beside.submit(ask)
+        result = runs.run(arguments(run.root, "fsdp"), ranks=2)
+        asked.result()
+    assert_preempted(result, run.root)
+    assert "ds-encdec stop" in run.read_status()["reason"]
+    with pytest.raises(ConfigError, match="has ended: preempted, exit code 75"):
+        run.ask_to_stop()
+    run.claim(resume=True)
+    assert not run.stop_file.exists()  # the next start is not meant
+    run.release()
 
 
 def test_a_run_outlives_the_readers_of_its_output(runs: ForkedRuns, tmp_path: Path) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
 
 import pytest
 
-from ds_encdec.launch.world import SINGLE_PROCESS, World, discover
+from ds_encdec.launch.world import SINGLE_PROCESS, World, discover, first_host
 from ds_encdec.types import ConfigError
 
 # Rank 9 of 16 on the second of two nodes, as each launcher describes it.
@@ -33,6 +34,49 @@ DEEPSPEED = {
     "MASTER_ADDR": "node0",
     "MASTER_PORT": "29500",
 }
+# Rank 3 of 4, on the second of two nodes: what is read of what Slurm 22.05, Open MPI 4.1 and 5.0, MPICH 4.0 and Intel
+# MPI 2021.19 set there.
+SRUN = {
+    "SLURM_JOB_ID": "5",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "node[0-1]",
+    "SLURM_JOB_NODELIST": "node[0-1]",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.77.0.1",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+}
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_MCA_orte_hnp_uri": "1550581760.0;tcp://10.77.0.1:51555",
+    "PMIX_RANK": "3",
+    "PMIX_NAMESPACE": "1550581761",
+    "PMIX_SERVER_URI2": "1550581760.1;tcp4://127.0.0.1:41319",
+}
+OPENMPI_5 = {name: value for name, value in OPENMPI.items() if "MCA" not in name} | {
+    "PMIX_NAMESPACE": "prterun-node0-2066@1",
+    "PMIX_SERVER_URI2": "prterun-node0-2066@0.1;tcp4://127.0.0.1:33549",
+}
+HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+DEEPSPEED_MPICH = HYDRA | {
+    "RANK": "3",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_SIZE": "2",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+}
+# mpirun in a batch job starts its daemons by srun: one on the second node alone, or one on each.
+DAEMON = SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "node1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+DAEMONS = SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": "1"}
+# Kubeflow's PyTorchJob, whose pods run python.
+POD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
 BY_HAND = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29501"}
 
 
@@ -56,6 +100,65 @@ def test_launchers_of_two_nodes(environ: dict[str, str], launcher: str) -> None:
     assert discover(environ, never) == expected
 
 
+@pytest.mark.parametrize(
+    ("environ", "launcher", "address", "port"),
+    [
+        (SRUN, "slurm", "node0", None),
+        ({**SRUN, "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "3442"}, "slurm", "node0", 3442),  # $(hostname -i)
+        ({**SRUN, "MASTER_ADDR": "127.0.1.1 192.168.0.7"}, "slurm", "192.168.0.7", None),
+        ({**SRUN, "MASTER_ADDR": "127.0.1.1", "RANK": "3", "WORLD_SIZE": "4"}, "slurm", "node0", None),
+        (OPENMPI, "openmpi", "10.77.0.1", None),
+        (OPENMPI_5, "openmpi", "node0", None),
+        ({**OPENMPI, **DAEMON, "MASTER_ADDR": "ib0", "MASTER_PORT": "1234"}, "openmpi", "ib0", 1234),
+        ({**HYDRA, "MASTER_ADDR": "node0"}, "mpich", "node0", 29500),
+        ({**HYDRA, **DAEMONS}, "mpich", "node0", 29500),
+        (DEEPSPEED_MPICH, "mpich", "node0", 29500),
+        (
+            {**POD, "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+            *("environment", "job-master-0", 23456),
+        ),
+    ],
+)
+def test_starters_of_tasks(environ: dict[str, str], launcher: str, address: str, port: int | None) -> None:
+    world = discover(environ, never)
+    assert 20000 <= world.master_port < 30000 or port
+    placed = dataclasses.replace(world, master_port=port or 0)
+    assert placed == World(3, 1, 4, 2, 1, 2, address, port or 0, launcher)
+
+
+def test_tasks_of_a_job_meet_at_one_port_and_those_of_another_elsewhere() -> None:
+    for environ, job in ((SRUN, "SLURM_JOB_ID"), (SRUN, "SLURM_STEP_ID"), (OPENMPI, "PMIX_NAMESPACE")):
+        first = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "OMPI_COMM_WORLD_RANK": "0"}
+        mpirun = {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "PMIX_SERVER_URI2": "1550581760.0;tcp4://127.0.0.1:43951"}
+        ports = [discover({**environ, **change}, never).master_port for change in ({}, first | mpirun, {job: "8"})]
+        assert ports[0] == ports[1] != ports[2], job
+
+
+def test_places_that_are_not_two_nodes_of_two() -> None:
+    uneven = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2,1", "SLURM_STEP_NUM_TASKS": "3"}
+    world = discover({**uneven, "SLURM_PROCID": "2", "SLURM_LOCALID": "0"}, never)
+    assert (world.rank, world.local_rank, world.local_world_size, world.num_nodes) == (2, 0, 1, 2)
+    world = discover({**HYDRA, "PMI_SIZE": "2", "PMI_RANK": "1"}, never)  # one host needs no address
+    assert (world.local_world_size, world.num_nodes, world.master_addr) == (2, 1, "127.0.0.1")
+    world = discover(POD, never)  # nothing of local ranks: one for each pod
+    assert (world.rank, world.local_rank, world.local_world_size, world.num_nodes, world.node_rank) == (1, 0, 1, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node[0-1]", "node0"),
+        ("a[03-05,7],b1", "a03"),
+        ("login-1,gpu[1-2]", "login-1"),
+        ("rack[2,4]-n[08-16].example", "rack2-n08.example"),
+        ("node7", "node7"),
+        ("", ""),
+    ],
+)
+def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
 def test_single_process_chooses_a_port() -> None:
     world = discover({"PATH": "/bin"}, lambda: 4711)
     assert (world.rank, world.world_size, world.local_world_size, world.num_nodes) == (0, 1, 1, 1)
@@ -76,7 +179,16 @@ def test_plain_environment_assumes_one_node() -> None:
 @pytest.mark.parametrize(
     ("environ", "named"),
     [
-        ({"RANK": "0"}, ["LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]),
+        ({"RANK": "0"}, ["WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]),
+        (HYDRA, ["MASTER_ADDR is not", "mpirun -genv MASTER_ADDR HOST"]),
+        ({**OPENMPI, "OMPI_COMM_WORLD_RANK": "0"}, ["MASTER_ADDR is not", "mpirun -x MASTER_ADDR=HOST"]),  # elsewhere
+        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "1"}, ["SLURM_STEP_TASKS_PER_NODE=(unset)"]),
+        ({**SRUN, "SLURM_NODEID": "2"}, ["SLURM_STEP_TASKS_PER_NODE=2(x2)"]),
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "four"}, ["SLURM_STEP_NUM_TASKS='four'"]),
+        ({**SRUN, "RANK": "0"}, ["RANK=0 and SLURM_PROCID=3 disagree"]),
+        ({**DEEPSPEED_MPICH, "WORLD_SIZE": "2"}, ["WORLD_SIZE=2 and PMI_SIZE=4 disagree"]),
+        ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}, ["accelerate launch", "torchrun"]),
+        ({**BY_HAND, "LOCAL_WORLD_SIZE": "1"}, ["LOCAL_RANK=1", "LOCAL_WORLD_SIZE=1"]),
         ({**DEEPSPEED, "MASTER_PORT": ""}, ["MASTER_PORT"]),
         ({"WORLD_SIZE": "2"}, ["WORLD_SIZE", "RANK"]),
         ({"LOCAL_RANK": "0", "WORLD_SIZE": "2"}, ["WORLD_SIZE", "LOCAL_RANK"]),
@@ -96,15 +208,15 @@ def test_broken_environments_name_the_variables(environ: dict[str, str], named: 
     assert caught.value.exit_code == 2
 
 
-SLURM_STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "8"}
+UNKNOWN_MPI = {"PMI_SIZE": "4", "PMI_RANK": "3"}
 
 
 @pytest.mark.parametrize(
     ("environ", "named"),
     [
-        (SLURM_STEP, "SLURM_STEP_NUM_TASKS=8 says that srun has started 8 tasks"),
-        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE=2 says that Open MPI"),
-        ({"PMI_SIZE": "4", "PMI_RANK": "3"}, "PMI_SIZE=4 says that MPICH"),
+        (UNKNOWN_MPI, "PMI_SIZE=4 says that an MPI that is not known here has started 4 tasks"),
+        ({"MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_RANK": "0"}, "MV2_COMM_WORLD_SIZE=2 says that MVAPICH"),
+        ({"PMIX_RANK": "1"}, "PMIX_RANK=1 says that prterun"),
         ({"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2"}, "SageMaker has started 2 tasks"),
     ],
 )
@@ -121,10 +233,10 @@ def test_tasks_that_no_launcher_explains_are_refused(environ: dict[str, str], na
 
 def test_the_program_refuses_them_before_it_imports_torch() -> None:
     code = "import sys; from ds_encdec.train import main; print(main([]), 'torch' in sys.modules)"
-    environ = {name: value for name, value in os.environ.items() if name not in BY_HAND} | SLURM_STEP
+    environ = {name: value for name, value in os.environ.items() if name not in BY_HAND} | UNKNOWN_MPI
     result = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=300)
     assert result.stdout == "2 False\n", result.stderr
-    assert result.stderr.startswith("error: SLURM_STEP_NUM_TASKS=8")
+    assert result.stderr.startswith("error: PMI_SIZE=4")
 
 
 @pytest.mark.parametrize(
@@ -134,6 +246,8 @@ def test_the_program_refuses_them_before_it_imports_torch() -> None:
         {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"},  # a batch script, of which there is one
         {"OMPI_COMM_WORLD_SIZE": "1"},
         {"PMI_SIZE": ""},
+        {"PMI_SIZE": "1", "MPI_LOCALRANKID": "0"},
+        DAEMON,
         {"SM_HOSTS": '["algo-1"]'},
         {"SM_HOSTS": "algo-1,algo-2"},  # nobody's but its user's
     ],

@@ -133,5 +133,8 @@ def test_the_launcher() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert words("infra.distributed_type=fsdp") == torchrun
     assert launcher_command(load_config(QUICKSTART), "env A=1 deepspeed") == ["env", "A=1", "deepspeed"]
+    given = "env srun --ntasks-per-node 8"  # starts any program; what it starts may be a launcher itself
+    assert launcher_command(load_config(QUICKSTART), given) == [*given.split(), sys.executable, "-u"]
+    assert launcher_command(load_config(QUICKSTART), f"{given} torchrun") == [*given.split(), "torchrun"]
     with pytest.raises(ConfigError, match="there is no such program"):
         launcher_command(load_config(QUICKSTART), "no-such-launcher -n 2")

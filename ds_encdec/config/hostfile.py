@@ -1,0 +1,102 @@
+"""Host files, as DeepSpeed's launcher reads them: what it, or a run on their hosts, would refuse.
+
+DeepSpeed itself stops with a traceback at some of this, goes on without a word at the rest, and knows of no devices.
+"""
+
+import os
+import re
+import socket
+import subprocess
+from functools import cache
+from pathlib import Path
+
+from ds_encdec.config.rules import Sections
+from ds_encdec.config.settings import Problem
+from ds_encdec.config.shares import unevenness
+from ds_encdec.config.yaml_text import file_problem, read_text
+
+_HOST = re.compile(r"(\S+)\s+slots=(\d{1,9})(?!\d)")
+
+
+def check_hostfile(path: Path, config: Sections, problems: list[Problem], *, looks_here: bool) -> None:
+    """Append to `problems` what is wrong with the file `path` for the run `config`.
+
+    `looks_here`: its hosts must be known to this machine; those that are this machine must have as many GPUs as slots,
+    where it has GPUs; and the variables for other hosts (.deepspeed_env) must be such that DeepSpeed can read them.
+    """
+    text, slots, lines = read_text(path, problems), dict[str, int](), dict[str, int]()
+    for number, line in enumerate(map(str.strip, (text or "").splitlines()), start=1):
+        found = _HOST.match(line)
+        if not line or line.startswith("#"):
+            continue
+        if found is None or found[1] in slots:
+            message = "not `HOST slots=N`" if found is None else "the host is listed twice"
+            problems.append(file_problem(path, message, number, field=line if found is None else found[1]))
+        else:
+            slots[found[1]], lines[found[1]] = int(found[2]), number
+    ranks = sum(slots.values())
+    if text is not None and not ranks:
+        problems.append(file_problem(path, "no host has a slot; write `HOST slots=N` lines"))
+    elif ranks and (wrong := unevenness(config, ranks)):
+        problems.append(file_problem(path, wrong))
+    if not looks_here:
+        return
+    for host in slots:
+        if not _addresses(host):
+            message = f"this machine knows no host of that name: try `ssh {host} hostname`, or correct it"
+            problems.append(file_problem(path, message, lines[host], field=host))
+    here = [host for host in slots if any(map(_is_mine, _addresses(host)))]
+    asked, devices = sum(slots[host] for host in here), 0 if config.infra.device == "cpu" else _count_gpus()
+    if 0 < devices < asked:
+        message = f"slots={asked}, but this machine has {devices} GPUs: write slots={devices}"
+        problems.append(file_problem(path, message, lines[here[-1]], field=", ".join(here)))
+    if len(slots) > 1:
+        _check_variables(problems)
+
+
+@cache
+def _addresses(host: str) -> frozenset[str]:
+    """The addresses of `host`, also where only ssh's own configuration knows it; none for an unknown one."""
+    name = host.rpartition("@")[2]
+    return _resolved(name) or _resolved("".join(re.findall(r"(?m)^hostname (\S+)$", _output("ssh", "-G", "--", name))))
+
+
+def _resolved(name: str) -> frozenset[str]:
+    try:
+        return frozenset(str(found[4][0]) for found in socket.getaddrinfo(name, None))
+    except (OSError, UnicodeError):
+        return frozenset()
+
+
+def _is_mine(address: str) -> bool:
+    """True for an address of this machine: only there can a socket be bound."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as one:
+            one.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def _count_gpus() -> int:
+    """GPUs of this machine that nvidia-smi lists; 0 where there is none."""
+    return len(re.findall(r"(?m)^GPU \d+", _output("nvidia-smi", "-L")))
+
+
+def _output(*command: str) -> str:
+    """The output of a program; empty where it is absent or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return ""
+
+
+def _check_variables(problems: list[Problem]) -> None:
+    """Append lines at which DeepSpeed (launcher/runner.py) stops when it reads the variables for all hosts."""
+    name = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+    for path in dict.fromkeys((Path.home().absolute() / name, Path(name).absolute())):
+        text = read_text(path, problems) if path.is_file() else None
+        for number, line in enumerate((text or "").splitlines(), start=1):
+            if "=" not in line:
+                message = "not `NAME=value`: DeepSpeed takes neither blank lines nor comments there; remove the line"
+                problems.append(file_problem(path, message, number, field=line or "a blank line"))

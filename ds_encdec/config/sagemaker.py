@@ -1,0 +1,79 @@
+"""Amazon SageMaker's container, put into settings: hyperparameters, channels of data, and where checkpoints go.
+
+The names are those of its training toolkit (github.com/aws/sagemaker-training-toolkit, ENVIRONMENT_VARIABLES.md).
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from ds_encdec.source_kinds import LOCAL_SOURCES
+from ds_encdec.types import ConfigError
+
+CHECKPOINTS = "/opt/ml/checkpoints"
+"""SageMaker copies what is written here to the job's `checkpoint_s3_uri`, and back before it starts the job again."""
+
+_HYPERPARAMETERS = "SM_HPS"
+_OPTIONS = ("config", "deepspeed_config", "resume")
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+_KIND_OF = {
+    ending: name for name, kind in LOCAL_SOURCES.items() if kind.reads_files for ending in (name, *kind.endings)
+}
+
+
+def is_container(environ: Mapping[str, str]) -> bool:
+    """True in a job of SageMaker."""
+    return "SM_TRAINING_ENV" in environ or _HYPERPARAMETERS in environ
+
+
+def container_settings(environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """The settings that the container of `environ` amounts to, before those of the command line, and its options.
+
+    Hyperparameters that are no option of `train` (`config`, `deepspeed_config`, `resume`) are settings, in whatever
+    words; a channel of files is the data to train or evaluate on, unless a hyperparameter names that. Raises
+    ConfigError for hyperparameters that are no JSON object, and channels whose files are of no kind, or of several.
+    """
+    given = _hyperparameters(environ.get(_HYPERPARAMETERS, "{}"))
+    options = {name: given.pop(name) for name in _OPTIONS if name in given}
+    settings = [f"infra.output_dir={CHECKPOINTS}", *_channels(environ)]
+    return [*settings, *(f"{name}={value}" for name, value in given.items())], options
+
+
+def _hyperparameters(text: str) -> dict[str, str]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{_HYPERPARAMETERS}={text[:80]!r} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(
+            f'{_HYPERPARAMETERS}={text[:80]} is no object of hyperparameters, such as {{"max_steps": 100}}'
+        )
+    return {
+        name.replace("-", "_"): value if isinstance(value, str) else json.dumps(value) for name, value in found.items()
+    }
+
+
+def _channels(environ: Mapping[str, str]) -> Iterator[str]:
+    for variables, kind_field, files_field in (
+        (("SM_CHANNEL_TRAINING", "SM_CHANNEL_TRAIN"), "data.dataset_name", "data.data_files"),
+        (("SM_CHANNEL_VALIDATION", "SM_CHANNEL_EVAL"), "data.eval_dataset_name", "data.eval_files"),
+    ):
+        if variable := next((name for name in variables if environ.get(name)), None):
+            folder = Path(environ[variable])
+            endings = {_ending(path) for path in folder.rglob("*") if path.is_file()}
+            kinds = {_KIND_OF[ending] for ending, _ in endings if ending in _KIND_OF}
+            if len(kinds) != 1:
+                found = " and ".join(sorted(kinds)) if kinds else "no files of a kind that is read"
+                raise ConfigError(
+                    f"{variable}={folder} has {found}: give the channel files of one kind ({', '.join(_KIND_OF)}), or "
+                    f"name them by the hyperparameters {kind_field} and {files_field}"
+                )
+            patterns = [f"{folder}/**/*.{ending}{packed}" for ending, packed in sorted(endings) if ending in _KIND_OF]
+            yield f"{kind_field}={kinds.pop()}"
+            yield f"{files_field}={json.dumps(patterns)}"
+
+
+def _ending(path: Path) -> tuple[str, str]:
+    """The ending of a file's name, and behind it that of its compression."""
+    packed = path.suffix if path.suffix in _COMPRESSED else ""
+    return path.name.removesuffix(packed).rpartition(".")[2], packed

@@ -1,0 +1,102 @@
+"""`ds-encdec doctor` finds what is planted, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.doctor.checks import CHECKS, Finding, Host
+from ds_encdec.doctor.run import describe
+from ds_encdec.launch.world import World
+
+DOCTOR = ("-m", "ds_encdec.cli", "doctor", "--config", "quickstart", "--json")
+
+
+def findings(*words: str, code: int, **how: Any) -> dict[str, list[dict[str, Any]]]:
+    """What the doctor says, by check."""
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, timeout=300, **how)
+    assert done.returncode == code, done.stderr
+    report = json.loads(done.stdout)
+    assert report["passed"] is (code == 0)
+    found: dict[str, list[dict[str, Any]]] = {}
+    for finding in report["findings"]:
+        found.setdefault(finding["check"], []).append(finding)
+    return found
+
+
+def test_each_planted_fault_is_found(tmp_path: Path) -> None:
+    (lock := tmp_path / "built" / "cpu_adam" / "lock").parent.mkdir(parents=True)
+    lock.touch()
+    (tmp_path / "netrc").touch()
+    planted = {
+        "NCCL_SOCKET_IFNAME": "nocard",
+        "TORCH_EXTENSIONS_DIR": str(tmp_path / "built"),
+        "CXX": "nocompiler",
+        "NETRC": str(tmp_path / "netrc"),
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(tmp_path / "hub"),
+    }
+    settings = ("infra.device=cuda", "infra.output_dir=/proc/out", "data.data_files=[nowhere.txt]", "infra.num_gpus=64")
+    more = ("data.dataset_name=text", "training.report_to=wandb", "model.tokenizer_name_or_path=nobody/nothing")
+    engine = ("infra.distributed_type=deepspeed", "training.torch_adam=false", "infra.offload_optimizer=cpu")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+    found = findings(
+        *(*DOCTOR, *settings, *more, *engine, "model.architecture=null", "model.model_name_or_path=nobody/nothing"),
+        code=10,
+        env=environ | planted,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)),
+    )
+    wrong = {check: " ".join(one[0]["message"].split()) for check, one in found.items() if not one[0]["passed"]}
+    expected = {
+        "configuration": "no file matches nowhere.txt",
+        "devices": "no CUDA device",
+        "network cards": "NCCL_SOCKET_IFNAME=nocard",
+        "output folder": "/proc",
+        "open files": "may open 256 files",
+        "compiler": "nocompiler",
+        "build locks": str(lock),
+        "W&B": "nobody is logged in",
+        "model": "nobody/nothing",
+    }
+    assert wrong.keys() == expected.keys()
+    assert {check for check, text in expected.items() if text not in wrong[check]} == set()
+
+
+def test_ranks_meet_and_one_tells(tmp_path: Path) -> None:
+    words = ("-m", "torch.distributed.run", "--nproc-per-node", "2", *DOCTOR, f"infra.output_dir={tmp_path}")
+    found = findings(*words, code=0)
+    assert {"packages", "output folder", "equal versions", "shared folder", "all_reduce"} <= found.keys()
+    assert len(found["packages"]) == 1  # of the one host
+    assert "over 2 ranks (gloo)" in found["all_reduce"][0]["message"]
+
+
+def test_the_master_is_an_address_that_others_reach() -> None:
+    def look(address: str) -> Any:
+        return CHECKS["master address"](Host(FullConfig(), (), World(num_nodes=2, master_addr=address)))
+
+    assert look("192.0.2.7") == "192.0.2.7 is 192.0.2.7"
+    assert "no other host reaches" in look("127.0.1.1")[0]
+    assert "nowhere.invalid" in look("nowhere.invalid")[0]
+
+
+def test_hosts_share_a_line() -> None:
+    text = describe([Finding("versions", host, True, "all new") for host in ("a", "b")], 80)
+    assert text == "✓ versions all new"
+    differing = describe(
+        [Finding("ssh", "a", True, "1.2.3.4"), Finding("ssh", "b", False, "refused", "start sshd")], 80
+    )
+    assert differing.splitlines() == ["✓ ssh 1.2.3.4 (a)", "✗ ssh refused (b)", "      → start sshd"]
+
+
+def test_a_host_without_ssh_is_named(tmp_path: Path) -> None:
+    (hostfile := tmp_path / "hosts").write_text("nowhere.invalid slots=1\n")
+    found = findings(*DOCTOR, "--hostfile", str(hostfile), code=10)
+    assert found["ssh"][0]["host"] == "nowhere.invalid"
+    assert "--no_ssh_check" in found["ssh"][0]["fix"]
+    assert found["packages"][0]["passed"]  # this host is looked at all the same
