@@ -54,8 +54,8 @@ class Meeting:
         self._seconds = limit.total_seconds()
         self.hosts: dict[int, str] = {}
         _held[name, world.rank] += 1
-        base = _open_store(world, self._seconds)
-        self.store = dist.PrefixStore(f"{name} {_held[name, world.rank]}", base)
+        title = f"{name} {_held[name, world.rank]}"
+        self.store = dist.PrefixStore(title, _open_store(world, self._seconds, title))
         self.store.set_timeout(limit)
         if self.store.add(f"place {world.rank}", 1) > 1:
             raise _alone(
@@ -215,22 +215,22 @@ def attempt_to_connect(action: Callable[[], None]) -> tuple[None, Exception | No
     return None, None
 
 
-def _open_store(world: World, seconds: float) -> dist.Store:
-    """The store where the ranks meet, which rank 0 keeps from now on."""
+def _open_store(world: World, seconds: float, title: str) -> dist.Store:
+    """The store where the ranks meet for the meeting of this `title`, which rank 0 keeps from now on."""
     if world.world_size == 1:
         return dist.HashStore()  # meets nobody, and needs no port that another program may have taken by now
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         return _store_at(world, seconds, keeps=world.is_main)
-    return _store_of_this_start(world, _store_at(world, seconds, keeps=False), seconds)
+    return _store_of_this_start(world, _store_at(world, seconds, keeps=False), seconds, title)
 
 
-def _store_of_this_start(world: World, agents: dist.Store, seconds: float) -> dist.Store:
-    """A store that rank 0 keeps, found by that of torchrun's agent.
+def _store_of_this_start(world: World, agents: dist.Store, seconds: float, title: str) -> dist.Store:
+    """A store that rank 0 keeps, found by that of torchrun's agent, or of the run that these are probes of.
 
     The agent's outlives its ranks, and when it starts them again still holds what the earlier ones have said. A port
     where nobody listens is such a word: the agents of all hosts end their ranks before they start new ones.
     """
-    key, deadline = "ds_encdec port", time.monotonic() + seconds
+    key, deadline = f"port of {title}", time.monotonic() + seconds
     if world.is_main:
         store = _tcp_store(world, 0, seconds, keeps=True)
         agents.set(key, str(store.port))
