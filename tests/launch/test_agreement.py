@@ -14,6 +14,8 @@ from ds_encdec.launch.agreement import (
     OWN_TO_A_HOST,
     compared,
     differences,
+    digest,
+    flat,
     ranks_in_words,
     require_same_data,
     settled,
@@ -117,28 +119,24 @@ class TwoRanks(HostCollectives):
 
     def __init__(self, theirs: dict[str, Any]) -> None:
         super().__init__()
-        self.world_size, self.theirs = 2, theirs
-        self.given: list[Any] = []
+        self.theirs = flat(theirs)
+        self.their_digest = int(digest(self.theirs), 16)
 
-    def all_gather_ints(self, values: Any) -> list[list[int]]:
-        other = HostCollectives()
-        other.all_gather_ints = lambda ints: [self.given.append(ints[0]) or list(ints)]  # type: ignore[method-assign]
-        require_same_data(self.theirs, other)
-        return [list(values), [self.given[0]]]
+    def lowest(self, *values: int) -> list[int]:
+        return [min(pair) for pair in zip(values, (self.their_digest, -self.their_digest), strict=True)]
 
     def gather(self, record: Any) -> list[Any]:
-        from ds_encdec.launch.agreement import flat
-
-        return [("node0", record[1]), ("node1", flat(self.theirs))]
+        return [record, self.their_digest if isinstance(record, int) else ("node1", self.theirs)]
 
 
-def test_data_that_differs_is_named() -> None:
+def test_data_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "here")
     mine = {"training.seed": 1, "sources": [{"size": 4, "files": {"a.txt": "1-2"}}]}
     require_same_data(mine, TwoRanks(dict(mine)))
     with pytest.raises(DataError) as caught:
         require_same_data(mine, TwoRanks({**mine, "sources": [{"size": 3, "files": {"a.txt": "1-3"}}]}))
-    assert "sources.0.size: 4 for rank 0 (node0), 3 for rank 1 (node1)\n" in str(caught.value)
-    assert 'sources.0.files.a.txt: "1-2" for rank 0 (node0), "1-3" for rank 1 (node1)\n' in str(caught.value)
+    assert "sources.0.size: 4 for rank 0 (here), 3 for rank 1 (node1)\n" in str(caught.value)
+    assert 'sources.0.files.a.txt: "1-2" for rank 0 (here), "1-3" for rank 1 (node1)\n' in str(caught.value)
 
 
 def test_nodes_are_counted_where_no_launcher_tells() -> None:
