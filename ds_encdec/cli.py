@@ -236,6 +236,12 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> None:
             raise ConfigError("--tokens and --nodes are about a single run: leave them out, or --phases")
         _print_plan_of_phases(options, plan_phases(with_given(config, given_fields(overrides))))
         return
+    if options.scale:
+        from ds_encdec.scale_plan import describe_scale, plan_scale
+
+        table = plan_scale(config, options)
+        print(json.dumps(table, indent=2) if options.json else describe_scale(table))
+        return
     plan = plan_run(
         config,
         nodes=options.nodes,
@@ -336,6 +342,11 @@ ARGUMENTS: dict[str, Arguments] = {
     "plan": {
         **_FILES,
         "--phases": flag("plan the phases instead, as `phases --dry-run` does"),
+        "--scale": flag("a table from 8 to 1,024 GPUs instead: memory, step time, communication, control traffic"),
+        "--gpu": value("its kind (--scale; default a100-80gb)", default="a100-80gb"),
+        "--mfu": value("share of the GPU's peak that is reached (--scale; default 0.4)", RATE, default=0.4),
+        "--link-gbs": value("GB/s from a GPU to others of its node (--scale; default 250)", RATE, default=250.0),
+        "--network-gbs": value("GB/s from a node to others (--scale; default 50)", RATE, default=50.0),
         "--tokens": value("to train on (default: the run's steps)", tokens, metavar="N"),
         "--gpus": value("GPUs in total (default infra.num_gpus)", COUNT, metavar="N"),
         "--nodes": value("machines they are in (default 1)", COUNT, default=1, metavar="N"),

@@ -28,8 +28,9 @@ class EngineSpec:
     (World, device, timeout, store; makes the default process group), `compile_optimizer` (configuration; compiles what
     takes minutes, once on a machine), `build` (configuration, RunContext, the model's configuration, weights,
     accumulation → Engine), `run_files` (name of a JSON file in the run's folder → configuration, World, device,
-    accumulation → its content), `state_reader` (checkpoint folder → SavedState), `memory` (Job → Breakdown), `launcher`
-    (number of ranks → the words that start them on this machine).
+    accumulation → its content), `state_reader` (checkpoint folder → SavedState), `memory` (Job → Breakdown), `traffic`
+    (Job → what a step's collectives send, memory/traffic.py), `launcher` (number of ranks → the words that start them
+    on this machine).
 
     What the memory estimate asks: `trace` (Job → StorageLog of a step of the engine itself, or None where only its
     activations can be traced), `reduction_field` (the field that makes it reduce after every micro-batch, where that
@@ -48,6 +49,7 @@ class EngineSpec:
     build: str
     state_reader: str
     memory: str
+    traffic: str
     launcher: str
     check: str | None = None
     compile_optimizer: str | None = None
@@ -74,6 +76,7 @@ ENGINES: dict[str, EngineSpec] = {
             build="ds_encdec.engine.deepspeed_zero:DeepSpeedEngine",
             state_reader="ds_encdec.checkpoint.zero_state:ZeroState",
             memory="ds_encdec.memory.zero:zero_memory",
+            traffic="ds_encdec.memory.traffic:deepspeed_traffic",
             launcher="ds_encdec.phase_runs.subprocess_run:deepspeed_launcher",
             check="ds_encdec.engine.ds_json:check_deepspeed",
             compile_optimizer="ds_encdec.engine.deepspeed_zero:compile_optimizer",
@@ -97,6 +100,7 @@ ENGINES: dict[str, EngineSpec] = {
             build="ds_encdec.engine.fsdp2:FSDP2Engine",
             state_reader="ds_encdec.checkpoint.saved_state:DcpState",
             memory="ds_encdec.memory.fsdp:fsdp_memory",
+            traffic="ds_encdec.memory.traffic:fsdp_traffic",
             launcher="ds_encdec.phase_runs.subprocess_run:torchrun_launcher",
             check="ds_encdec.engine.select:check_mesh",
             trace="ds_encdec.memory.trace:fsdp_step",

@@ -72,6 +72,11 @@ DEFAULT_GPU = "a100-80gb"
 """The GPU that is assumed where none is given."""
 
 
+def named_peak_flops(gpu: Gpu) -> float | None:
+    """Dense bf16 peak in FLOP/s of a GPU of `GPUS`; None if unknown."""
+    return next((tflops * 1e12 for _, tflops, variants in _ROWS if gpu.name in variants and tflops), None)
+
+
 def parse_gpu(text: str) -> Gpu:
     """The GPU that `text` means: a known name, or its memory as `parse_bytes` reads it.
 

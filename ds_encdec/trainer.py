@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,7 +25,7 @@ from ds_encdec.data.lane import WorkerKilledError
 from ds_encdec.data.loader import LaneLoader
 from ds_encdec.data.sources import check_bad_rows, sum_by_pass
 from ds_encdec.engine.protocol import Engine
-from ds_encdec.launch.host_collectives import HostCollectives, attempt
+from ds_encdec.launch.host_collectives import HostCollectives, Reduction, attempt
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.monitor.metrics import by_denoiser, eval_metrics
 from ds_encdec.monitor.recorder import Actions, Recorder
@@ -51,11 +52,25 @@ class StepTotals:
     target_tokens: int
     encoder_tokens: int
     epoch: int
-    stop: bool
     save_due: bool
     save_over: bool
     bad_rows: int = 0
     long_rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """This rank's micro-batches of the next step, or why it has none, and what all ranks bring to it, on its way.
+
+    `lanes`: the records of the steps before. `last_save`: when the last save was, as it was then.
+    """
+
+    micro_batches: list[Batch]
+    error: Exception | None
+    lanes: list[dict[str, Any]]
+    last_save: float
+    sums: Reduction
+    epoch: Reduction
 
 
 RunFiles = Callable[[TrainingState, dict[str, Any], list[dict[str, Any]]], Callable[[Path], None]]
@@ -84,6 +99,7 @@ class Trainer:
     judge: Callable[[], tuple[dict[str, float], list[Sample]]] = lambda: ({}, [])
     callbacks: Sequence[Callback] = ()
     saved_data_step: int = field(init=False)  # of the newest whole checkpoint, or of the start
+    ahead: Ahead | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.saved_data_step = self.state.data_step
@@ -121,8 +137,8 @@ class Due:
         # A checkpoint is evaluated, or it could not be the best.
         evaluate = bool(training.eval_samples) and (every(training.eval_steps) or planned)
         # No state is saved unjudged, and no step follows a skipped one unjudged.
-        judge = log or evaluate or save or totals.stop or not result.applied or every_step
-        return cls(log, judge, evaluate, save, leave=totals.stop)
+        judge = log or evaluate or save or not result.applied or every_step
+        return cls(log, judge, evaluate, save)
 
 
 def train(run: Trainer) -> TrainingState:
@@ -143,6 +159,7 @@ def train(run: Trainer) -> TrainingState:
             run.engine.backward(loss, target_tokens=totals.target_tokens, last=number == len(micro_batches))
             run.recorder.add(loss, batch)
         run.recorder.measure_held(run.engine.held_bytes)
+        run.ahead = _read_ahead(run, state, last_save)
         result = run.engine.step(run.recorder.veto)
         state = advance(state, result, totals)
         run.recorder.end_step(state, result)
@@ -204,59 +221,72 @@ def advance(state: TrainingState, result: StepResult, totals: StepTotals) -> Tra
     )
 
 
-def _next_step(run: Trainer, state: TrainingState, last_save: float) -> tuple[list[Batch], StepTotals]:
-    """Return this rank's micro-batches, and what all ranks bring to the step, by which they take the same branches.
+def _read_ahead(run: Trainer, state: TrainingState, last_save: float) -> Ahead | None:
+    """Begin the next step while the device works on this one; not in the last step, which has none. See `_begin`."""
+    over = state.global_step + 1 >= run.config.training.num_train_steps
+    return None if over else _begin(run, state.data_step + 1, last_save)
 
-    Raises on every rank the error of one that has no data, or no folder, so that the others do not wait for it. Where
-    it is the data that fails, the steps that were taken are saved first. Only a killed worker is no error where the run
-    is to stop, since whoever ends a run may kill its processes in any order: then Preempted is raised.
-    """
+
+def _begin(run: Trainer, data_step: int, last_save: float) -> Ahead:
+    """Read the micro-batches of the step after `data_step` steps, and begin to exchange what the ranks bring to it."""
 
     def read() -> list[Batch]:
-        if state.data_step % run.config.training.logging_steps == 0:
+        if data_step % run.config.training.logging_steps == 0:
             run.require_folder()
         return next(run.loader)
 
+    lanes = run.loader.state()
     with run.recorder.clock.spent_on("data"):
         micro_batches, error = attempt(read)
     hours = run.config.training.save_interval_hours
-    mine = [
+    sums = run.collectives.begin_sum(
         error is not None,
         isinstance(error, DataError),
         isinstance(error, WorkerKilledError),
         sum(batch.target_tokens for batch in micro_batches or ()),
         sum(batch.encoder_tokens for batch in micro_batches or ()),
-        run.loader.epoch,
         run.stop.requested,
-        hours is not None and time.monotonic() - last_save > hours * 3600,
+        # Rank 0's clock decides.
+        run.collectives.rank == 0 and hours is not None and time.monotonic() - last_save > hours * 3600,
         run.checkpoints.save_is_over,
         run.loader.found_bad_rows,
-    ]
-    with run.recorder.clock.spent_on("ranks"):
-        rows = run.collectives.all_gather_ints(mine)
-    (failed, of_data, killed, target_tokens, encoder_tokens, epochs, stops, saves_due, saves_over, bad_rows) = zip(
-        *rows, strict=True
     )
+    return Ahead(micro_batches or [], error, lanes, last_save, sums, run.collectives.begin_lowest(run.loader.epoch))
+
+
+def _next_step(run: Trainer, state: TrainingState, last_save: float) -> tuple[list[Batch], StepTotals]:
+    """Return this rank's micro-batches, and what all ranks bring to the step, by which they take the same branches.
+
+    Raises on every rank the error of one that has no data, or no folder, so that the others do not wait for it. Where
+    it is the data that fails, the steps that were taken are saved first, and so they are where a rank is asked to stop:
+    Preempted is raised then. A killed worker is no error there, since whoever ends a run may kill its processes in any
+    order.
+    """
+    ahead = run.ahead = run.ahead or _begin(run, state.data_step, last_save)
+    failed, of_data, killed, target_tokens, encoder_tokens, stop, save_due, saves_over, bad_rows = (
+        ahead.sums.result().tolist()
+    )
+    run.recorder.clock.add_exchange(ahead.sums.waited_seconds)
     if failed != of_data:
-        run.collectives.raise_first(error)
-    stop = any(stops)
+        run.collectives.raise_first(ahead.error)
     if stop:
         run.stop.acknowledge()
-    if any(failed):
-        errors = run.collectives.gather(error)
-        _end_without_data(run, state, None if stop and failed == killed else next(filter(None, errors)))
-    bad, long = _count_rows(run, state) if any(bad_rows) else (state.bad_rows, state.long_rows)
+    if failed or (stop and state.data_step > run.state.data_step):  # the first step is taken in any case
+        errors = run.collectives.gather(ahead.error)
+        _end_before_step(run, state, None if stop and failed == killed else next(filter(None, errors)))
+    bad, long = _count_rows(run, state) if bad_rows else (state.bad_rows, state.long_rows)
+    no_save_since = ahead.last_save == last_save
     totals = StepTotals(
-        target_tokens=sum(target_tokens),
-        encoder_tokens=sum(encoder_tokens),
-        epoch=min(epochs),
-        stop=stop,
-        save_due=bool(saves_due[0]),  # rank 0's clock decides
-        save_over=all(saves_over),
+        target_tokens=target_tokens,
+        encoder_tokens=encoder_tokens,
+        epoch=int(ahead.epoch.result()),
+        save_due=save_due > 0 and no_save_since,
+        save_over=saves_over == run.collectives.world_size and no_save_since,
         bad_rows=bad,
         long_rows=long,
     )
-    return micro_batches or [], totals
+    run.ahead = None
+    return ahead.micro_batches, totals
 
 
 def _count_rows(run: Trainer, state: TrainingState) -> tuple[int, int]:
@@ -267,18 +297,18 @@ def _count_rows(run: Trainer, state: TrainingState) -> tuple[int, int]:
     try:
         check_bad_rows(bad, run.config.data.max_bad_rows, last)
     except DataError as error:
-        _end_without_data(run, state, error)
+        _end_before_step(run, state, error)
     return bad, long
 
 
-def _end_without_data(run: Trainer, state: TrainingState, error: Exception | None) -> NoReturn:
-    """Save the steps that were taken, if there is no checkpoint of them: for the next one some rank has no data.
+def _end_before_step(run: Trainer, state: TrainingState, error: Exception | None) -> NoReturn:
+    """Save the steps that were taken, if there is no checkpoint of them, and end.
 
-    Raises `error`, the same on every rank, or Preempted where it is None; DivergedError where the steps ask for it.
+    Raises `error`, for which some rank has no data for the next step, the same on every rank; or Preempted where it is
+    None; DivergedError where the steps ask for it.
     """
     if error is not None and run.collectives.rank == 0:  # at once, or it is lost where the save ends the process
         logger.error("There is no data for the next step; the steps before it are saved. %s", error)
-    run.loader.take_back()
     due = Due(judge=True, leave=True)
     actions = _observe(run, state, due)
     state, due = _react(run, state, due, actions)
@@ -403,12 +433,12 @@ def _save(run: Trainer, state: TrainingState, due: Due, value: float | None) -> 
             return state  # the save that was under way has a better one
         saved = replace(state, best_eval_loss=value, best_step=state.global_step) if best else state
         records = run.recorder.state_dict()
-        lanes = [record for rank_records in run.collectives.gather(run.loader.state()) for record in rank_records]
+        lanes = run.collectives.gather_to_zero(run.ahead.lanes if run.ahead is not None else run.loader.state())
         in_background = run.config.training.async_save and not (last or due.rolled_back)
         run.checkpoints.save(
             saved,
             run.engine.stage,
-            run.run_files(saved, records, lanes),
+            run.run_files(saved, records, list(chain.from_iterable(lanes))),
             pointers=("best",) * best + ("final",) * done,
             in_background=in_background,
         )

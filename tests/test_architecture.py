@@ -23,7 +23,7 @@ PACKAGE = Path(__file__).parents[1] / "ds_encdec"
 LAYERS = (
     ("cli",),
     ("train",),
-    ("phase_runs", "sanity_check", "doctor", "model_folders", "estimate_memory", "plan", "prepare"),
+    ("phase_runs", "sanity_check", "doctor", "model_folders", "estimate_memory", "plan", "scale_plan", "prepare"),
     ("phases",),
     ("build",),
     ("trainer",),

@@ -147,3 +147,33 @@ def test_what_is_no_number_of_tokens(capsys: pytest.CaptureFixture[str], text: s
 def test_a_small_model_has_megabytes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--config", "ds_configs/quickstart.yaml"]) == 0
     assert "A checkpoint takes 0.0 GB" not in capsys.readouterr().out
+
+
+def test_a_thousand_gpus_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["infra.distributed_type=fsdp", "infra.offload_optimizer=none"]
+    found = plan(capsys, "--scale", "--gpu", "h100-80gb", "--network-gbs", "100", *run)
+    assert "989 TFLOP/s" in found["assumptions"][0]
+    rows = {(row["gpus"], row["sharding_stage"]): row for row in found["rows"]}
+    assert list(rows) == [(gpus, stage) for gpus in (8, 64, 256, 1024) for stage in ("zero3", "zero2", "zero3_hybrid")]
+    row = rows[1024, "zero3"]
+    embedding = 151_936 * 1024 + 2 * 1024  # and the two last norms
+    gathered = 2 * (2 * 8 * (PARAMETERS - embedding) + 8 * embedding)  # bf16; 8 micro-batches, forward and backward
+    assert row["sent_bytes"] == pytest.approx((gathered + 4 * PARAMETERS) * 1023 / 1024)
+    hops = (16 * 56 + 8 + 57) * (128 * 10e-6 + 895 * 2e-6)
+    assert row["communication_s"] == pytest.approx(row["sent_bytes"] / 100e9 + hops)
+    assert row["step_s"] == max(row["compute_s"], row["communication_s"])
+    assert row["tokens_per_step"] == 128 * TOKENS_PER_STEP
+    hybrid = rows[1024, "zero3_hybrid"]
+    between_nodes = 8 * PARAMETERS / 8 * 127 / 128  # float32, all-reduced; eight rings of a node share its network
+    assert hybrid["communication_s"] > between_nodes / (100e9 / 8) + gathered * 7 / 8 / 250e9
+    config = load_config(None, ["infra.num_gpus=1024", *run])
+    assert row["gpu_bytes"] == estimate(planned_job(config, run_sizes(config), 128)).peak.total
+
+
+def test_what_cannot_be_on_so_many_gpus_is_said_and_the_rest_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--scale", "training.global_batch_size=1024"]) == 0
+    text = capsys.readouterr().out
+    assert "1024 GPUs, any: training.global_batch_size / training.per_device_train_batch_size=256 cannot be" in text
+    assert "\n  256     32         zero3" in text
+    assert main(["plan", "--scale", "--gpu", "80GB"]) == 2
+    assert "its peak is not known" in capsys.readouterr().err

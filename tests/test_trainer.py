@@ -15,7 +15,7 @@ from ds_encdec.config.schema import TrainingConfig
 from ds_encdec.trainer import Due, StepTotals, advance, after_evaluation, is_best, is_over, train
 from ds_encdec.types import StepResult, TrainingState
 
-TOTALS = StepTotals(target_tokens=70, encoder_tokens=50, epoch=2, stop=False, save_due=False, save_over=False)
+TOTALS = StepTotals(target_tokens=70, encoder_tokens=50, epoch=2, save_due=False, save_over=False)
 
 
 def result(applied: bool) -> StepResult:
@@ -47,7 +47,6 @@ PLAN = TrainingConfig(num_train_steps=100, warmup_steps=1, logging_steps=2, eval
         (5, {"save_steps": 5}, Due(judge=True, evaluate=True, save=True)),  # no state is saved unjudged
         (6, {"save_strategy": "best"}, Due(log=True, judge=True)),  # evaluations decide, every 4 steps
         (1, {"save_due": True}, Due(judge=True, save=True)),  # by the clock
-        (1, {"stop": True}, Due(judge=True, leave=True)),
         (1, {"every_step": True}, Due(judge=True)),
         (99, {"num_train_steps": 99}, Due(log=True, judge=True, evaluate=True, save=True)),  # the last step
         (99, {"num_train_steps": 99, "applied": False, "save_due": True}, Due(judge=True, save=True)),
@@ -56,7 +55,7 @@ PLAN = TrainingConfig(num_train_steps=100, warmup_steps=1, logging_steps=2, eval
 def test_what_is_due_after_a_step(step: int, changes: dict[str, Any], expected: Due) -> None:
     changes = dict(changes)
     applied, every_step = changes.pop("applied", True), changes.pop("every_step", False)
-    totals = dataclasses.replace(TOTALS, **{name: changes.pop(name) for name in ("stop", "save_due") & changes.keys()})
+    totals = dataclasses.replace(TOTALS, **{name: changes.pop(name) for name in {"save_due"} & changes.keys()})
     training = PLAN.model_copy(update=changes)
     assert Due.after(TrainingState(step), result(applied), totals, training, every_step=every_step) == expected
 

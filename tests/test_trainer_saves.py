@@ -98,9 +98,6 @@ class EmptyLoader:
         self.ending.get(self.asked, lambda: None)()
         return []
 
-    def take_back(self) -> None:
-        self.asked -= 1
-
     def state(self) -> list[dict[str, Any]]:
         return [{"lane": 0}]
 
@@ -381,7 +378,7 @@ def test_data_that_ends_costs_no_step_and_is_an_error_unless_a_worker_was_killed
     run = make_run(tmp_path / "diverged", ScriptedEngine({}), async_save=False)
     run.loader.ending = {killed_at: be_killed}  # type: ignore[attr-defined]
     alert = {"type": "loss_spike", "message": "too high"}
-    run.recorder.judge = lambda: Actions(stop=alert) if run.loader.asked == killed_at - 1 else Actions()  # type: ignore
+    run.recorder.judge = lambda: Actions(stop=alert) if run.loader.asked == killed_at else Actions()  # type: ignore
     with run.stop, pytest.raises(DivergedError, match="loss_spike: too high"):
         train(run)
 

@@ -90,14 +90,14 @@ class _Search:
         free_bytes = device_capacity(context.device).free_bytes
         if context.device.type == "cpu":
             free_bytes //= context.world.local_world_size  # they share the machine
-        self._free_bytes = min(free for (free,) in collectives.all_gather_ints([free_bytes]))
+        self._free_bytes = collectives.lowest(free_bytes)[0]
         # A try may take so much: the rest is for what two steps do not show, such as fragmentation.
         self._limit_bytes = int(self._free_bytes * (1 - HEADROOM))
         candidates = micro_batch_candidates(config, context.world.world_size)
         mine = collectives.on_every_rank(lambda: [int(self._needed_bytes(size)) for size in candidates])
-        # Nodes may differ in their number of ranks, and in what their processors emulate.
-        everyones = zip(*collectives.all_gather_ints(mine), strict=True)
-        self._needs = dict(zip(candidates, map(max, everyones), strict=True))
+        # Nodes may differ in their number of ranks, and in what their processors emulate: the most of all counts.
+        most = [-negative for negative in collectives.lowest(*(-needed for needed in mine))]
+        self._needs = dict(zip(candidates, most, strict=True))
 
     def largest(self) -> FullConfig:
         """The configuration with the largest size that fits. Raises what `resolve_batch_size` does."""

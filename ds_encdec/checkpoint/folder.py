@@ -150,14 +150,14 @@ def written_whole(
 def written_shards(
     staged: StagedSave, folder: Path, writing: Writing, collectives: HostCollectives
 ) -> list[FileRecord]:
-    """Write every rank's part of a checkpoint under `folder`; returns the records of all. Collective.
+    """Write every rank's part of a checkpoint under `folder`; returns the records of all on rank 0. Collective.
 
     Raises the same error on all ranks, DiskRefusedError where a disk has too little space or did not take the files.
     """
-    writing.num_bytes = sum(collectives.gather(staged.num_bytes))
+    writing.num_bytes = collectives.sum(staged.num_bytes)[0]
     collectives.on_rank_zero(lambda: writing.require_space(writing.num_bytes))
     write = writing.refusals_told()(lambda: [record_file(path, folder) for path in staged.write()])
-    return list(chain.from_iterable(collectives.gather(collectives.on_every_rank(write))))
+    return list(chain.from_iterable(collectives.gather_to_zero(collectives.on_every_rank(write))))
 
 
 def refuse_existing(out: Path) -> None:

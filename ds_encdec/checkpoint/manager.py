@@ -22,10 +22,18 @@ from functools import partial
 from pathlib import Path
 
 from ds_encdec.checkpoint.folder import Checkpoint, CheckpointFolder, begin, committed_steps, unfinished, written_shards
-from ds_encdec.checkpoint.manifest import DamagedCheckpointError, read_manifest, seal, verify_files, verify_listing
+from ds_encdec.checkpoint.manifest import (
+    MANIFEST,
+    DamagedCheckpointError,
+    read_manifest,
+    seal,
+    verify_files,
+    verify_listing,
+)
 from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.launch.disk import DiskRefusedError, Writing
 from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.launch.peers import machine
 from ds_encdec.types import CheckpointError, TrainingState
 
 logger = logging.getLogger(__name__)
@@ -81,11 +89,11 @@ class CheckpointManager:
     """Saves the checkpoints of one run. Every method is called by every rank."""
 
     def __init__(self, folder: Path, collectives: HostCollectives, *, engine_name: str, keep: int | None) -> None:
-        """A collective: makes a group of its own. `keep`: `training.save_total_limit`."""
+        """A collective. `keep`: `training.save_total_limit`."""
         self.folder = folder
         self._files = CheckpointFolder(folder, keep=keep)
         self._collectives = collectives
-        self._background = HostCollectives(collectives.timeout, own_group=True)
+        self._background = collectives.background
         self._engine_name = engine_name
         self._save: _SaveUnderWay | None = None
         self._failures = 0
@@ -94,14 +102,16 @@ class CheckpointManager:
     def prepare(self) -> None:
         """Check that all ranks see one folder that can be written, and clear what a killed save left behind."""
         name = self._collectives.on_rank_zero(lambda: _touch(self.folder / f".probe-{os.getpid()}"))
-        seen = self._collectives.gather((self.folder / name).exists())
-        if not all(seen):
-            blind = [rank for rank, sees in enumerate(seen) if not sees]
+        seen = self._collectives.gather((machine(), (self.folder / name).exists()))
+        if blind := [rank for rank, (_, sees) in enumerate(seen) if not sees]:
             raise CheckpointError(
                 f"infra.output_dir: {self.folder} is not shared: ranks {blind} do not see what rank 0 writes there. "
                 "Use a folder on a file system that all nodes mount."
             )
-        self._collectives.on_every_rank(lambda: _touch(self.folder / f"{name}-{self._collectives.rank}"))
+        # What one rank of a machine can write, the others of it can.
+        rank, machines = self._collectives.rank, [where for where, _ in seen]
+        writes = machines.index(machines[rank]) == rank
+        self._collectives.on_every_rank(lambda: writes and _touch(self.folder / f"{name}-{rank}"))
         self._collectives.on_rank_zero(self._files.clear_leftovers)
 
     def save(
@@ -253,7 +263,7 @@ def find_checkpoint(
     """The checkpoint to resume from, verified by all ranks, each calling this; None for a new run.
 
     `folder`: the run's own checkpoints. `resume`: None, `auto` (the newest whole one there; damaged ones are passed
-    over with a warning), or a path. `accept` is called on every rank with a checkpoint of which only the manifest and
+    over with a warning), or a path. `accept` is called on rank 0 with a checkpoint of which only the manifest and
     the small files have been verified; what it raises ends the search, before gigabytes are hashed. `at_most`: under
     `auto`, the latest step that counts.
 
@@ -266,7 +276,7 @@ def find_checkpoint(
     candidates = [path.resolve() for step, path in newest_first if at_most is None or step <= at_most]
     if resume != "auto":
         path = Path(resume).expanduser().resolve()
-        collectives.on_every_rank(lambda: read_manifest(path))  # what is no checkpoint is called that
+        collectives.on_rank_zero(lambda: read_manifest(path) and None)  # what is no checkpoint is called that
         if candidates and path not in candidates:
             raise CheckpointError(
                 f"{path} is not one of this run's checkpoints, of which {folder} holds {len(candidates)} "
@@ -289,19 +299,25 @@ def find_checkpoint(
 
 
 def _verified(path: Path, collectives: HostCollectives, accept: Callable[[Checkpoint], None]) -> Checkpoint:
-    """Each rank checks its share of the large files; all agree."""
+    """Rank 0 walks through the folder, then each rank checks its share of the large files; all agree."""
 
     def described() -> Checkpoint:
         manifest = read_manifest(path)
         verify_listing(path, manifest)
         verify_files(path, manifest.descriptions())
         checkpoint = Checkpoint(path, manifest)
-        if manifest.doubt and collectives.rank == 0:
+        if manifest.doubt:
             logger.warning("%s: %s; an earlier version of ds_encdec saved it.", path, manifest.doubt)
         accept(checkpoint)
         return checkpoint
 
-    checkpoint = collectives.on_every_rank(described)
+    checkpoint = collectives.on_rank_zero(described)
     share = checkpoint.manifest.files[collectives.rank :: collectives.world_size]
-    collectives.on_every_rank(lambda: verify_files(path, share))
+
+    def verify_share() -> None:
+        if not os.path.lexists(path / MANIFEST):
+            read_manifest(path)  # which says what there is instead, on a machine that does not see the folder
+        verify_files(path, share)
+
+    collectives.on_every_rank(verify_share)
     return checkpoint

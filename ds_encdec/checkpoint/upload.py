@@ -77,7 +77,7 @@ class Uploads(Callback):
             with heartbeat.busy():
                 try:
                     # In slices: no exchange of the ranks may take long.
-                    while any(row[0] for row in collectives.all_gather_ints([self._is_copying()])):
+                    while collectives.sum(self._is_copying())[0]:
                         pass
                 except RuntimeError as error:
                     logger.warning("another rank has left before all was uploaded: %s", error)

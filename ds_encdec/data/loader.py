@@ -68,10 +68,6 @@ class LaneLoader:
             for examples, record in taken
         ]
 
-    def take_back(self) -> None:
-        """The step asked for last, whether it was handed out or not, is not trained: the state is that before it."""
-        self._records = self._records_before
-
     @property
     def epoch(self) -> int:
         """Complete passes over the data of this rank's slowest lane."""

@@ -92,8 +92,8 @@ class FSDP2Engine(ShardedEngine):
         """
         super().__init__(config, context)
         mesh = make_mesh(config.infra, context.world, context.device)
-        # States may be written from a background thread: over a gloo group that nothing else uses.
-        self._writers = dist.new_group(backend="gloo", timeout=context.collectives.timeout)
+        # States may be written from a background thread, by the save that has this group.
+        self._writers = context.collectives.background.group
         model = build_sharded_model(config, model_config, mesh, context.device)
         assert isinstance(model, FSDPModule)
         self.model = self._engine = model
@@ -162,7 +162,6 @@ class FSDP2Engine(ShardedEngine):
     def close(self) -> None:
         """See protocol.Engine. Afterwards drop the last reference to the engine."""
         self.optimizer.zero_grad()
-        dist.destroy_process_group(self._writers)
         del self.model, self._engine, self._parameters, self.optimizer, self._host_copies
 
     def _copy_to_host(self, tensors: Mapping[str, DTensor]) -> None:
@@ -338,7 +337,11 @@ class _DiskWriter(dcp.FileSystemWriter):
 
 
 def _write(
-    tensors: dict[str, DTensor], keys: frozenset[str], record: EngineRecord, directory: Path, group: dist.ProcessGroup
+    tensors: dict[str, DTensor],
+    keys: frozenset[str],
+    record: EngineRecord,
+    directory: Path,
+    group: dist.ProcessGroup | None,
 ) -> list[Path]:
     """Write `record` and all `tensors` under `directory`, of those `keys` from this rank; all of `group` do."""
     folder, rank = directory / DCP_FOLDER, dist.get_rank()

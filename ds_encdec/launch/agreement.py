@@ -187,9 +187,11 @@ def not_alike(lines: Sequence[str]) -> ConfigError:
 def require_same_data(fingerprint: Mapping[str, Any], collectives: HostCollectives) -> None:
     """Raise DataError on all ranks where they do not read the same data. `fingerprint`: data/fingerprint.py's facts."""
     mine = flat(fingerprint)
-    digests = [row[0] for row in collectives.all_gather_ints([int(digest(mine), 16)])]
-    if len(set(digests)) == 1:
+    own = int(digest(mine), 16)
+    least, most = collectives.lowest(own, -own)
+    if least == -most:
         return
+    digests = collectives.gather(own)
     kinds = [[rank for rank, found in enumerate(digests) if found == kind] for kind in dict.fromkeys(digests)]
     shows = collectives.rank in [ranks[0] for ranks in kinds]
     told = collectives.gather((socket.gethostname(), mine if shows else None))

@@ -26,11 +26,13 @@ import math
 import os
 import shutil
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -198,6 +200,10 @@ class Watchdog:
         self.stacks = collectives.on_rank_zero(lambda: unused_path(run.stacks / time.strftime("%Y%m%d-%H%M%S")))
         self._grace_seconds = grace_seconds
         self._poll_seconds = poll_seconds
+        # All ranks of all nodes would ask one file system: so at each turn one of a node looks there, and a file of the
+        # node's own tells the others to look too. They take turns, so that one that is stopped makes nobody blind.
+        self._turn, self._takers = stop.world.local_rank, stop.world.local_world_size
+        self._sign = Path(tempfile.gettempdir()) / f"ds_encdec-{sha256(bytes(self.stacks)).hexdigest()[:16]}"
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -222,11 +228,19 @@ class Watchdog:
             faulthandler.dump_traceback_later(
                 max(0.0, self._timeout_seconds - silent_seconds) + 2 * self._grace_seconds, exit=True, file=2
             )
-            if silent_seconds > self._timeout_seconds or len(self._missing()) < self._world_size:
+            if silent_seconds > self._timeout_seconds or self._others_end():
                 self._end(f"no step for more than {self._timeout_seconds:g} s")
+
+    def _others_end(self) -> bool:
+        """Return whether some rank has written its stacks, as far as this one sees at this turn."""
+        self._turn += 1
+        looks = self._turn % self._takers == 0 or self._sign.exists()
+        return looks and len(self._missing()) < self._world_size
 
     def _end(self, why: str) -> NoReturn:
         """Write, wait for the others, and end. `why` is true of some rank, and the same on all."""
+        with suppress(OSError):
+            self._sign.touch()  # before the folder, which may be what hangs
         try:
             self.stacks.mkdir(parents=True, exist_ok=True)
             names = "".join(f"  0x{thread.ident or 0:016x} {thread.name}\n" for thread in threading.enumerate())
@@ -248,6 +262,8 @@ class Watchdog:
         except OSError:
             logger.exception("rank %d: %s, and its stacks cannot be written: ending.", self._rank, why)
         finally:
+            with suppress(OSError):
+                self._sign.unlink(missing_ok=True)  # the others have seen it, or will look at the folder themselves
             end_process(HangError.exit_code)
 
     def _missing(self) -> list[int]:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ds_encdec.engines import ENGINES, EngineName, load
 from ds_encdec.launch.agreement import differences, not_alike, own_facts, settled, shared_settings
 from ds_encdec.launch.disk import build_folder, clear_stale_locks
+from ds_encdec.launch.host_collectives import allow_connections
 from ds_encdec.launch.meeting import Meeting
 from ds_encdec.launch.network import gloo_interface, own_address_towards
 from ds_encdec.launch.peers import machine
@@ -77,6 +78,7 @@ def init_process_group(
     Raises on all ranks the error of any; ConfigError for ranks that differ; LostRankError for those that do not come.
     """
     _prepare_environment(world, device)
+    allow_connections(world)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     met = Meeting(world, start_timeout or timeout, meeting)

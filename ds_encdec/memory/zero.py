@@ -176,6 +176,11 @@ def _rendered(job: Job) -> dict[str, Any]:
     )
 
 
+def gradient_bytes(job: Job) -> int:
+    """Bytes of one number of the gradients in DeepSpeed's collectives."""
+    return _bytes(_rendered(job), "communication_data_type", job.compute_bytes)
+
+
 def _number(key: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigError(f"zero_optimization.{key} = {value!r} in infra.deepspeed_extra: give a number")

@@ -36,7 +36,10 @@ _WARMUP_PRODUCTS = 4
 
 @dataclass(frozen=True, slots=True)
 class Lap:
-    """Seconds of one interval. `training_s` contains the waits, for data and for other ranks, and no pauses."""
+    """Seconds of one interval. `training_s` contains the waits for data, and no pauses.
+
+    `exchange_wait_s`: by which this rank was there before the last one, in the exchanges before the steps.
+    """
 
     training_s: float
     data_wait_s: float
@@ -53,8 +56,8 @@ class IntervalClock:
         self._has_begun, self._lap_began, self._seconds = False, time.monotonic(), defaultdict[str, float](float)
 
     @contextmanager
-    def spent_on(self, what: Literal["data", "ranks", "pause"]) -> Iterator[None]:
-        """Time that the loop waits for its next batch, or for the other ranks to come to the next step.
+    def spent_on(self, what: Literal["data", "pause"]) -> Iterator[None]:
+        """Time that the loop waits for its next batch.
 
         A `pause` is no training time: evaluation, checkpoints.
         """
@@ -65,6 +68,10 @@ class IntervalClock:
             yield
         finally:
             self._seconds[what] += time.monotonic() - max(began, self._lap_began)  # a lap may have ended in between
+
+    def add_exchange(self, seconds: float) -> None:
+        """Time by which this rank came to the exchange before a step earlier than the last one."""
+        self._seconds["ranks"] += seconds
 
     def lap(self) -> Lap:
         """The time since the last lap, and start a new one."""

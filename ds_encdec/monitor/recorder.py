@@ -19,7 +19,7 @@ from ds_encdec.monitor.machine import (
     measure_rank_stats,
     performance_metrics,
 )
-from ds_encdec.monitor.metrics import StepAccumulator, by_denoiser, mean_loss, sum_in_rank_order, train_metrics
+from ds_encdec.monitor.metrics import StepAccumulator, by_denoiser, mean_loss, train_metrics
 from ds_encdec.monitor.metrics_file import MACHINE_ALERTS, EventLog, answer
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.sinks import Sample, Sink
@@ -217,11 +217,13 @@ class Recorder:
 
     def _refuses(self, norm: Tensor) -> bool:
         """Decide on a veto; see `veto`."""
-        ranks = self.collectives.gather((self._steps.sums.cpu(), float(norm)))
-        loss_sums, target_tokens = by_denoiser(sum_in_rank_order([sums for sums, _ in ranks]))
+        sums = self._steps.sums
+        rank_zeros = norm.to(sums) if self.collectives.rank == 0 else sums.new_zeros(())
+        *totals, norm_value = self.collectives.sum_tensor(torch.cat([sums.flatten(), rank_zeros.view(1)])).tolist()
+        loss_sums, target_tokens = by_denoiser(torch.tensor(totals, dtype=sums.dtype).view_as(sums))
         if not any(target_tokens.values()):
             return False  # a step without targets
-        seen = self.monitor.refuses(mean_loss(loss_sums, target_tokens), ranks[0][1])
+        seen = self.monitor.refuses(mean_loss(loss_sums, target_tokens), norm_value)
         return any(name == "non_finite" or answer(name, self.settings) == "skip_step" for name in seen)
 
     def _judge_steps(self) -> list[tuple[Alert, int]]:

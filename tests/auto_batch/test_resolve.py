@@ -6,7 +6,7 @@ import json
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -84,9 +84,6 @@ class RankThread(HostCollectives):
         everyone = list(self._records)
         self._barrier.wait(timeout=300)
         return everyone
-
-    def all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        return self.gather([int(value) for value in values])
 
 
 def fits(peak_bytes: int) -> str:

@@ -110,8 +110,8 @@ def test_other_special_tokens_are_refused(checkpoint: Checkpoint, source: Path) 
 class _SecondOfTwo(HostCollectives):
     """Rank 1 of two, whose rank 0 cannot open the checkpoint."""
 
-    def gather(self, record: Any) -> list[Any]:
-        return [DsEncDecError("rank 0 cannot read"), record]
+    def raise_first(self, error: Exception | None) -> None:
+        raise DsEncDecError("rank 0 cannot read")
 
 
 class _Untouched:

@@ -46,7 +46,8 @@ def agree() -> dict[str, Any]:
         return rank
 
     return {
-        "exchange": collectives.all_gather_ints([rank, True]),
+        "exchange": (collectives.sum(rank + 1, True), collectives.lowest(rank + 1, -rank)),
+        "records": (collectives.gather("x" * rank), collectives.gather_to_zero("y" * rank)),
         "zero": collectives.on_rank_zero(lambda: os.getpid()),
         "first": collectives.rank_zero_first(note_order),
         "fail_zero": error_of(lambda: collectives.on_rank_zero(lambda: fail_on(0))),

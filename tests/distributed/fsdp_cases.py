@@ -321,20 +321,27 @@ def held(**overrides: Any) -> dict[str, Any]:
 
 
 class Collectives(TorchDispatchMode):
-    """Counts the collectives called inside, by name."""
+    """Counts the collectives called inside, by name, and the bytes of the tensors that they gather or reduce."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            self.calls[func.__name__.split(".")[0].strip("_")] += 1
+            name = func.__name__.split(".")[0].strip("_")
+            self.calls[name] += 1
+            self.bytes[name] += max(
+                sum(tensor.nbytes for tensor in (argument if isinstance(argument, list) else [argument]))
+                for argument in args
+                if isinstance(argument, torch.Tensor | list)
+            )
         return func(*args, **(kwargs or {}))
 
 
-def communication(**overrides: Any) -> dict[str, int]:
-    """Collectives of an optimizer step of two micro-batches."""
+def communication(**overrides: Any) -> dict[str, dict[str, int]]:
+    """Collectives of the micro-batches, two, of an optimizer step."""
     engine = short_engine(**overrides)
     short_step(engine, 0)
     with Collectives() as counted:
@@ -343,7 +350,7 @@ def communication(**overrides: Any) -> dict[str, int]:
             engine.backward(loss, target_tokens=100, last=last)
     engine.step()
     engine.close()
-    return dict(counted.calls)
+    return {"calls": dict(counted.calls), "bytes": dict(counted.bytes)}
 
 
 def full_disk(directory: str) -> str:

@@ -14,9 +14,11 @@ pytestmark = pytest.mark.distributed
 def test_an_error_on_one_rank_is_raised_on_all() -> None:
     first, second = run_ranks("commit_cases.py:agree", 2)
     for found in (first, second):
-        assert found["exchange"] == [[0, 1], [1, 1]]
+        assert found["exchange"] == ([3, 2], [1, -1])
+        assert found["records"][0] == ["", "x"]
         assert found["fail_zero"] == found["fail_first"] == ("DataError", "rank 0 found nothing")
         assert found["fail_one"] == found["fail_second"] == ("DataError", "rank 1 found nothing")
+    assert (first["records"][1], second["records"][1]) == (["", "y"], [])
     assert first["zero"] == second["zero"]
     assert (first["first"], second["first"]) == (0, 1)
 

@@ -48,7 +48,7 @@ def test_a_rank_whose_peer_stopped_in_the_meeting_is_stopped_too(
 ) -> None:
     """A stand-in for the exchange that breaks, with gloo's words."""
     broken = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer")
-    monkeypatch.setattr(HostCollectives, "all_gather_ints", raiser(broken))
+    monkeypatch.setattr(HostCollectives, "sum", raiser(broken))
     with StopRequest(SINGLE) as stop:
         os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(Preempted, match="SIGINT while the ranks met: there was nothing"):

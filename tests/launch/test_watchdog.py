@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -10,6 +11,13 @@ from pathlib import Path
 
 import pytest
 from tiny_run import environment, free_port
+
+from ds_encdec.launch import peers
+from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.launch.peers import Watchdog
+from ds_encdec.launch.preemption import StopRequest
+from ds_encdec.launch.run_folder import RunFolder
+from ds_encdec.launch.world import World
 
 pytestmark = pytest.mark.launch
 
@@ -53,7 +61,7 @@ with stop, Watchdog(stop, timeout_seconds / 60, run, collectives, grace_seconds=
     for step in range(5):
         if step == 2 and (world.rank == 1 or kind == "lives"):
             act()
-        collectives.all_gather_ints([stop.requested])
+        collectives.sum(stop.requested)
         time.sleep(0.2)
 shutdown()
 """
@@ -110,7 +118,7 @@ def test_both_ranks_say_where_one_hangs(folder: Path) -> None:
     stacks = stacks_of(folder)
     assert set(stacks) == {"rank-0.txt", "rank-1.txt"}
     assert "waits_for_a_batch_for_ever" in stacks["rank-1.txt"]
-    assert "in all_gather_ints" in stacks["rank-0.txt"]
+    assert "host_collectives.py" in stacks["rank-0.txt"]
     assert stacks["rank-0.txt"].startswith("rank 0 of 2, process ")
     assert "heartbeat 3 was" in stacks["rank-0.txt"]
     assert "heartbeat 2 was" in stacks["rank-1.txt"]  # who is behind
@@ -141,3 +149,28 @@ def test_saves_evaluations_and_the_way_to_the_first_batch_are_no_hangs(folder: P
     assert ended.codes == [0, 0], ended.stderr
     assert [path.name for path in (folder / "run" / "stacks").iterdir()] == ["20260101-000000"]
     assert not (folder / "run" / "run.json").exists()
+
+
+def test_one_rank_of_a_node_looks_at_the_shared_folder_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight ranks, over eight turns: each looks once, and all do once one of them has been told."""
+    looked: list[str] = []
+    listdir = os.listdir
+    monkeypatch.setattr(peers.os, "listdir", lambda path: looked.append(str(path)) or listdir(path))
+    dogs = []
+    for rank in range(8):
+        stop = StopRequest(World(rank=rank, local_rank=rank, world_size=8, local_world_size=8))
+        dog = Watchdog(stop, 1.0, RunFolder(str(tmp_path)), HostCollectives())
+        dog.stacks, dog._sign, dog._world_size = tmp_path / "stacks", tmp_path / "sign", 8
+        dogs.append(dog)
+    for _ in range(8):
+        assert not any(dog._others_end() for dog in dogs)
+    assert looked == [str(tmp_path / "stacks")] * 8
+    (tmp_path / "stacks").mkdir()
+    (tmp_path / "stacks" / "rank-9.txt").touch()  # nobody of this run
+    assert sum(dog._others_end() for dog in dogs) == 0
+    (tmp_path / "stacks" / "rank-3.txt").touch()
+    assert sum(dog._others_end() for dog in dogs) == 1
+    (tmp_path / "sign").touch()
+    assert all(dog._others_end() for dog in dogs)

@@ -1,0 +1,43 @@
+"""What two real ranks ask of each other's hosts in a step and in a save: a thousand would pay for each of it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked_runs import ENGINES, ForkedRuns
+from tiny_run import QUICKSTART, overrides
+
+pytestmark = [pytest.mark.distributed]
+
+SAVE = {"all_reduce": 6, "broadcast_object_list": 4, "gather": 2}
+"""At most; and nothing of another kind."""
+
+
+@pytest.mark.parametrize(("engine", "answer"), [("fsdp", "warn"), ("deepspeed", "skip_step")])
+def test_a_step_costs_two_sums_an_answered_alert_one_more_and_a_save_what_is_listed(
+    runs: ForkedRuns, tmp_path: Path, engine: str, answer: str
+) -> None:
+    changes: dict[str, Any] = {
+        "training__num_train_steps": 8,
+        "training__save_steps": 5,
+        "training__logging_steps": 100,
+        "training__eval_samples": 0,
+        "training__async_save": "false",
+        "training__average_checkpoints": 0,
+        "training__export_at_end": "false",
+        "training__report_to": "none",
+        "monitor__on_loss_spike": answer,
+    }
+    fault = {"kind": "count_collectives", "path": str(tmp_path)}
+    arguments = ["--config", QUICKSTART, *overrides(tmp_path / "run", **ENGINES[engine] | changes)]
+    result = runs.run(arguments, ranks=2, faults=[fault])
+    assert result.codes == [0, 0], result.output
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second
+    a_step = {"all_reduce": 2 + (answer == "skip_step")}
+    assert [first[str(step)] for step in (3, 4, 5, 7)] == [a_step] * 4
+    assert Counter(first["6"]) <= Counter(a_step) + Counter(SAVE), first["6"]
