@@ -26,7 +26,9 @@ def together(host: Host, own: list[Finding], timeout: timedelta) -> list[Finding
     """The findings of all hosts and of their meeting, on every rank. Where they do not meet: `own`, and why."""
     try:
         device = choose_device(host.config.infra.device, host.world)
-        init_process_group(host.world, device, timeout, "fsdp", meeting="doctor")
+        init_process_group(
+            host.world, device, timeout, "fsdp", meeting="doctor", settings=host.config.model_dump(mode="json")
+        )
         findings = [finding for found in _everyones(own) for finding in found]
         hosts = _everyones(socket.gethostname())
         findings += [_same_versions(hosts, _everyones(versions())), _one_folder(host, hosts), _speed(device)]

@@ -1,0 +1,82 @@
+#!/usr/bin/env bash
+# Starts a training run on this machine or on the hosts of a file, with its environment and a folder of its own.
+#
+#   scripts/launch_training.sh [--hostfile FILE] [--config FILE] [argument of train.py ...] [section.field=value ...]
+#   scripts/launch_training.sh --hostfile hostfiles/2node_8gpu --config ds_configs/qwen3_0.6b_ul2.yaml
+#   scripts/launch_training.sh --resume auto infra.output_dir=output/qwen3_0.6b_ul2-20260101-120000
+#
+# Without a host file: infra.num_gpus ranks here. Variables before the command:
+#
+#   OUTPUT_DIR          folder of the runs' folders, CONFIG-DATE-TIME each (default: output in the repository);
+#                       infra.output_dir=FOLDER names the run's itself
+#   PYTORCH_ALLOC_CONF  of torch (default: expandable_segments:True)
+#   WANDB_PROJECT       where the configuration names none (default: qwen3-encoder-decoder)
+#   MASTER_PORT         where ranks meet (default: one of 20000 to 29999, by chance)
+#
+# Other hosts get these and the variables that begin as below (FORWARDED), but no tokens or keys: DeepSpeed writes them
+# into command lines. Log in there (`hf auth login`, `wandb login`). More: a NAME=value line each in .deepspeed_env.
+set -euo pipefail
+FORWARDED='^((PYTORCH|TORCH|OMP|NCCL|RCCL|GLOO|FI|HF|WANDB|TRITON)_|(PATH|LD_LIBRARY_PATH|CUDA_HOME|DS_ACCELERATOR)$)'
+
+case "${1-}" in -h | --help) sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;; esac
+
+config="" hostfile="" output="" resume=() words=()
+while [ $# -gt 0 ]; do
+    case "$1" in
+        --config=*) config="${1#*=}" ;;
+        --hostfile=*) hostfile="${1#*=}" ;;
+        infra.output_dir=* | --infra.output_dir=* | output_dir=* | --output_dir=*)
+            output="${1#*=}" output="${output/#\~\//$HOME/}" ;;
+        --resume=* | --resume_from=* | --resume_from_checkpoint=* | --allow-data-change) resume+=("$1") ;;
+        --config | --hostfile | --output_dir | --infra.output_dir | --resume | --resume_from | --resume_from_checkpoint)
+            [ $# -ge 2 ] || { echo "error: $1 needs a value" >&2; exit 2; }
+            set -- "$1=$2" "${@:3}"; continue ;;
+        *) words+=("$1") ;;
+    esac
+    shift
+done
+
+source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
+config="${config:-$ROOT/ds_configs/qwen3_0.6b_ul2.yaml}"
+if [ -z "$output" ]; then
+    [ ${#resume[@]} = 0 ] || { echo "error: name the run to go on with: infra.output_dir=FOLDER" >&2; exit 2; }
+    name=$(basename "$config")
+    output="${OUTPUT_DIR:-$ROOT/output}/${name%.*}-$(date +%Y%m%d-%H%M%S)"
+fi
+words=("infra.output_dir=$output" ${words[@]+"${words[@]}"})
+ds-encdec validate --config "$config" ${hostfile:+--hostfile "$hostfile"} "${words[@]}" # names every mistake
+
+export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
+export WANDB_PROJECT="${WANDB_PROJECT:-qwen3-encoder-decoder}"
+port="${MASTER_PORT:-$((20000 + RANDOM % 10000))}"
+
+if [ -n "$hostfile" ]; then
+    [ -f "$hostfile" ] || hostfile="$ROOT/hostfiles/$(basename "$hostfile")" # the name of a shipped one
+    hosts=$(awk '!/^[ \t]*#/ && / slots=/ { print $1 }' "$hostfile")
+    launcher=(deepspeed --hostfile "$hostfile" --master_port "$port")
+    case "$hosts" in
+        *$'\n'*) # DeepSpeed itself forwards PYTHON*, NCCL*, UCX* and MLFLOW*
+            mkdir -p "$output"
+            given="${DS_ENV_FILE:-.deepspeed_env}"
+            {
+                for file in "$HOME/$given" "$given"; do [ ! -f "$file" ] || cat "$file"; done
+                while IFS= read -r name; do
+                    case "$name=${!name}" in *TOKEN=* | *KEY=* | *SECRET=* | *PASSWORD=* | *$'\n'*) ;; *) echo "$name=${!name}" ;; esac
+                done < <(compgen -e | grep -E "$FORWARDED")
+            } >"$output/deepspeed_env"
+            DS_ENV_FILE=$(realpath "$output/deepspeed_env")
+            export DS_ENV_FILE ;;
+        localhost | 127.* | "$(hostname)" | "$(hostname -s)") # where no ssh is needed
+            launcher+=(--no_ssh_check --master_addr 127.0.0.1) ;;
+    esac
+else
+    planned=$(ds-encdec train --config "$config" --print-config "${words[@]}")
+    ranks=$(sed -n 's/^ *num_gpus: *//p' <<<"$planned")
+    launcher=(deepspeed --num_gpus "$ranks" --master_port "$port")
+    case "$(sed -n 's/^ *distributed_type: *//p' <<<"$planned")" in
+        fsdp | ddp) launcher=(torchrun --nproc-per-node "$ranks" --master-port "$port") ;;
+    esac
+fi
+
+echo "the run's folder is $output"
+exec "${launcher[@]}" "$ROOT/ds_encdec/train.py" --config "$config" "${words[@]}" ${resume[@]+"${resume[@]}"}

@@ -1,0 +1,87 @@
+"""`scripts/launch_training.sh` up to the launcher: how that is started, and what is refused before."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_run import REPOSITORY
+
+LAUNCHER = '#!/bin/bash\necho "$(basename "$0") $*"\necho "$PYTORCH_ALLOC_CONF $WANDB_PROJECT"\n'
+
+
+@pytest.fixture
+def scripts(tmp_path: Path) -> Path:
+    """A folder with the script, in an environment whose launchers say with what they were started."""
+    (tmp_path / "launch_training.sh").write_text((REPOSITORY / "scripts" / "launch_training.sh").read_text())
+    (tmp_path / "venv.sh").write_text(f"ROOT={REPOSITORY}; PATH={tmp_path}:$PATH\n")
+    program = f'#!/bin/sh\nexec {sys.executable} -m ds_encdec.cli "$@"\n'
+    for name, text in {"deepspeed": LAUNCHER, "torchrun": LAUNCHER, "ds-encdec": program}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    return tmp_path
+
+
+def launch(scripts: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    unset = ("PYTORCH_ALLOC_CONF", "WANDB_PROJECT", "DS_ENV_FILE", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in unset} | {
+        "OUTPUT_DIR": str(scripts / "runs"),
+        "HF_TOKEN": "secret",
+        "NCCL_DEBUG": "INFO",
+        "PYTHONPATH": str(REPOSITORY),
+    }
+    command = ["bash", str(scripts / "launch_training.sh"), "--config", "quickstart", *words]
+    return subprocess.run(command, cwd=scripts, env=environment, capture_output=True, text=True, timeout=100)
+
+
+def test_one_host_that_is_this_one_needs_no_ssh(scripts: Path) -> None:
+    (scripts / "hosts").write_text("# mine\nlocalhost slots=2\n")
+    result = launch(scripts, "--hostfile", "hosts", "training.num_train_steps=70")
+    assert result.returncode == 0, result.stderr
+    *_, told, started, variables = result.stdout.splitlines()
+    folder = re.fullmatch(rf"the run's folder is ({scripts}/runs/quickstart-\d{{8}}-\d{{6}})", told)
+    assert folder is not None, told
+    assert re.match(
+        r"deepspeed --hostfile hosts --master_port 2\d{4} --no_ssh_check --master_addr 127\.0\.0\.1 ", started
+    )
+    assert started.endswith(f"--config quickstart infra.output_dir={folder[1]} training.num_train_steps=70")
+    assert variables == "expandable_segments:True qwen3-encoder-decoder"
+
+
+def test_other_hosts_get_variables_but_no_secrets(scripts: Path) -> None:
+    (scripts / "hosts").write_text("localhost slots=1\n127.0.0.1 slots=1\n")
+    (scripts / ".deepspeed_env").write_text("MINE=1\n")
+    result = launch(scripts, "--hostfile=hosts", "--output_dir", "run", "--resume", "auto")
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"deepspeed --hostfile hosts --master_port \d+ \S+train.py .*=run --resume=auto\n", result.stdout)
+    handed_on = (scripts / "run" / "deepspeed_env").read_text().splitlines()
+    expected = {"MINE=1", "NCCL_DEBUG=INFO", "PYTORCH_ALLOC_CONF=expandable_segments:True"}
+    assert expected <= set(handed_on)
+    assert not [line for line in handed_on if "TOKEN" in line or "=" not in line]
+
+
+def test_without_a_host_file_the_engine_has_its_launcher(scripts: Path) -> None:
+    result = launch(scripts, "infra.distributed_type=fsdp")
+    assert re.search(r"^torchrun --nproc-per-node 2 --master-port \d+ ", result.stdout, re.MULTILINE), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--hostfile", "hosts"], "hosts:2: localhost\n      the host is listed twice"),
+        (["--hostfile", "absent"], "absent: no such file"),
+        (["--resume", "auto"], "name the run to go on with: infra.output_dir=FOLDER"),
+        (["training.learning_rat=1"], "did you mean"),
+    ],
+)
+def test_mistakes_are_named_before_anything_starts(scripts: Path, words: list[str], message: str) -> None:
+    (scripts / "hosts").write_text("localhost slots=1\nlocalhost slots=1\n")
+    result = launch(scripts, *words)
+    assert result.returncode == 2
+    assert message in result.stderr.replace("absent\n      ", "absent: ")
+    assert "deepspeed " not in result.stdout
+    assert not (scripts / "runs").exists()
