@@ -38,9 +38,10 @@ from typing import IO, Any
 import psutil
 
 from ds_encdec.launch.disk import NO_SPACE, cpu_line, flush_folder, installed_versions, write_atomically
+from ds_encdec.launch.preemption import BY_FILE
 from ds_encdec.launch.world import World
 from ds_encdec.secret_names import SECRET
-from ds_encdec.types import CheckpointError, ConfigError, LostRankError, OutputLockedError
+from ds_encdec.types import CheckpointError, ConfigError, LostRankError, OutputLockedError, Preempted
 
 SPARE_BYTES = 16384
 """Kept for `run.json`. An ending whose reason is longer than that is cut where the disk is full."""
@@ -79,8 +80,11 @@ class RunFolder:
 
         Returns `earlier`, in which a run that is said to be running is one that was killed.
         Raises OutputLockedError where another live process holds it, or where an earlier run is in it
-        and `resume` is False; ConfigError where the folder cannot be written.
+        and `resume` is False; ConfigError where the folder cannot be written; Preempted where torchrun has started
+        ranks again that `ds-encdec stop` had ended.
         """
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and BY_FILE in self.read_status().get("reason", ""):
+            raise Preempted(f"{BY_FILE} has ended this run: torchrun's --max-restarts does not begin it again")
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             lock = open(self.root / ".lock", "a+")  # noqa: SIM115  held open for the life of the process

@@ -15,7 +15,7 @@ from tiny_run import QUICKSTART, losses, overrides
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.checkpoint.manifest import verify_checkpoint
 from ds_encdec.launch.run_folder import RunFolder
-from ds_encdec.types import ConfigError
+from ds_encdec.types import ConfigError, Preempted
 
 pytestmark = [pytest.mark.distributed]
 
@@ -100,7 +100,7 @@ def test_signals_after_the_last_step_change_nothing(runs: ForkedRuns, tmp_path: 
         assert (run / "checkpoints/step-00000003/manifest.json").exists()
 
 
-def test_a_stop_file_ends_the_run_once(runs: ForkedRuns, tmp_path: Path) -> None:
+def test_a_stop_file_ends_the_run_once(runs: ForkedRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunFolder(str(tmp_path / "run"))
 
     def ask() -> None:
@@ -118,6 +118,10 @@ def test_a_stop_file_ends_the_run_once(runs: ForkedRuns, tmp_path: Path) -> None
     assert "ds-encdec stop" in run.read_status()["reason"]
     with pytest.raises(ConfigError, match="has ended: preempted, exit code 75"):
         run.ask_to_stop()
+    with monkeypatch.context() as agent:
+        agent.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        with pytest.raises(Preempted, match="max-restarts does not begin it again"):
+            run.claim(resume=True)
     run.claim(resume=True)
     assert not run.stop_file.exists()  # the next start is not meant
     run.release()

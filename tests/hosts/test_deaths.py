@@ -115,5 +115,5 @@ def test_torchrun_goes_on_without_a_lost_host(rig: Rig, pairs: Pairs) -> None:
     until(lambda: saved(folder)[-1] > before, 120)
     assert started[0].poll() is None
     rig.run(first, "ds-encdec", "stop", str(folder))
-    started[0].wait(timeout=60)
+    started[0].wait(timeout=180)  # the agent starts a rank as often as it may, which leaves at once
     assert (told(folder)["state"], told(folder)["exit_code"]) == ("preempted", 75)
