@@ -106,7 +106,11 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     else:
         from ds_encdec.launch.preemption import StopRequest  # not for --help
 
-        world = discover(os.environ)
+        try:
+            world = discover(os.environ)
+        except ConfigError as error:
+            error.common = False  # this process's environment is wrong, and maybe no other's
+            raise
         log_to_terminal(options, logging.INFO, rank=world.rank, ranks=world.world_size)
         faulthandler.register(signal.SIGUSR2, file=2)  # shows the stacks of all threads, and the run goes on
         with StopRequest(world, whole_process=True) as stop:

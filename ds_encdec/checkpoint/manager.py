@@ -31,6 +31,7 @@ from ds_encdec.checkpoint.manifest import (
     verify_listing,
 )
 from ds_encdec.engine.protocol import StagedSave
+from ds_encdec.launch.agreement import ranks_in_words
 from ds_encdec.launch.disk import DiskRefusedError, Writing
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.peers import machine
@@ -104,8 +105,9 @@ class CheckpointManager:
         name = self._collectives.on_rank_zero(lambda: _touch(self.folder / f".probe-{os.getpid()}"))
         seen = self._collectives.gather((machine(), (self.folder / name).exists()))
         if blind := [rank for rank, (_, sees) in enumerate(seen) if not sees]:
+            who = ranks_in_words(blind, {rank: where.partition(" ")[0] for rank, (where, _) in enumerate(seen)})
             raise CheckpointError(
-                f"infra.output_dir: {self.folder} is not shared: ranks {blind} do not see what rank 0 writes there. "
+                f"infra.output_dir: {self.folder} is not shared: what rank 0 writes there is not seen by {who}. "
                 "Use a folder on a file system that all nodes mount."
             )
         # What one rank of a machine can write, the others of it can.

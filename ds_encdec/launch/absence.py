@@ -10,13 +10,12 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 from ds_encdec.launch.network import await_listener
-from ds_encdec.launch.world import World
+from ds_encdec.launch.world import LAUNCHER_PROGRAMS, World
 from ds_encdec.terminal import print_error
 from ds_encdec.types import DsEncDecError, Preempted
 
 RANK_ZERO_SPEAKS_SECONDS = 10.0
-"""How long a rank looks for rank 0 before it says itself what is wrong: on one host both mostly find the same, and
-launchers end all ranks as soon as one has left."""
+"""How long a rank looks for rank 0 before it says itself what is wrong: both mostly find the same."""
 START_MINUTES = 5.0
 """The default of `infra.start_timeout_minutes`; the configuration may be what cannot be read."""
 
@@ -37,11 +36,9 @@ def absence_told(world: World) -> Iterator[None]:
 
 def _tell(world: World, error: DsEncDecError) -> None:
     """Raise the error that all ranks have of this one; return where nobody could be told."""
-    on_one_host = world.num_nodes == 1 and world.local_world_size == world.world_size
-    if world.is_main and on_one_host:
+    if world.is_main and world.num_nodes == 1 and world.launcher in LAUNCHER_PROGRAMS:
         return  # it speaks now, and the launcher ends the others
-    minutes = RANK_ZERO_SPEAKS_SECONDS / 60 if on_one_host else START_MINUTES
-    deadline = time.monotonic() + 60 * minutes
+    deadline = time.monotonic() + 60 * START_MINUTES
     if not world.is_main and await_listener(
         world.master_addr, world.master_port, time.monotonic() + RANK_ZERO_SPEAKS_SECONDS
     ):
@@ -52,7 +49,7 @@ def _tell(world: World, error: DsEncDecError) -> None:
     from ds_encdec.launch.meeting import Meeting  # torch
 
     try:
-        Meeting(world, timedelta(minutes=minutes)).hold("meet", None, error=error)
+        Meeting(world, timedelta(minutes=START_MINUTES)).hold("meet", None, error=error)
     except DsEncDecError as told:
         if told.common:
             raise told from error

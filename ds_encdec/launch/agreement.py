@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import platform
+import shlex
 import socket
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -127,7 +128,7 @@ def differences(
 
 
 def settled(places: Mapping[int, Mapping[str, Any]], hosts: Ranks) -> dict[str, Any]:
-    """Everything that all ranks are to know of each other, in JSON's types. Raises ConfigError for ranks that cannot be together.
+    """Everything that all ranks are to know of each other, in JSON's types. Raises ConfigError for ranks that differ.
 
     `places`: of each rank its `machine`, `address`, `cores`, `uuid` (of its GPU) and `facts`. Returns `sharing`: of
     each rank, how many have cores of its own; `reached`: of two machines at most the name, and an address that others
@@ -209,8 +210,8 @@ def require_same_data(fingerprint: Mapping[str, Any], collectives: HostCollectiv
 def _shown(name: str, value: Any) -> str:
     """The value in few words, and without secrets."""
     text = value if isinstance(value, str) else json.dumps(value)
-    if "***" in (hidden := masked([f"{name}={text}"])):
-        return hidden.strip("'").partition("=")[2]
+    _, hidden = shlex.split(masked(["", f"{name}={text}"]))
+    text = hidden.removeprefix(f"{name}=")
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}… ({digest(text)})"
 
 

@@ -9,6 +9,7 @@ the number itself (some 0.1 s at a thousand, BENCHMARKS.md), so there is none.
 import logging
 import pickle
 import resource
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -162,9 +163,14 @@ class HostCollectives:
         return self.on_every_rank(lambda: first if self.rank == 0 else action())  # type: ignore[return-value]
 
     def raise_first(self, error: Exception | None) -> None:
-        """Raise the lowest rank's error on every rank, each bringing its own or None; or nothing."""
+        """Raise the lowest rank's error on every rank, each bringing its own or None; or nothing.
+
+        It is told with its rank and host where rank 0 does not have one, too: what is said may be true there alone.
+        """
         first = self.lowest(self.world_size if error is None else self.rank)[0]
         if first < self.world_size:
+            if error is not None and first == self.rank > 0 and not str(error).startswith(f"rank {first}"):
+                error.args = (f"rank {first} ({socket.gethostname()}): {error}",)
             raise self.broadcast(error, first)
 
 

@@ -41,7 +41,7 @@ TOLD_SECONDS = 5.0
 LEAVE_SECONDS = 5.0
 """How long the main thread may take to come out of a connection that is known to have failed."""
 
-_held: Counter[str] = Counter()
+_held: Counter[tuple[str, int]] = Counter()
 """How many meetings of a name this process has been to: the store may be an older one's."""
 
 
@@ -53,9 +53,9 @@ class Meeting:
         self._world = world
         self._seconds = limit.total_seconds()
         self.hosts: dict[int, str] = {}
-        _held[name] += 1
-        base = _open_store(world, self._seconds)
-        self.store = dist.PrefixStore(f"{name} {_held[name]}", base)
+        _held[name, world.rank] += 1
+        title = f"{name} {_held[name, world.rank]}"
+        self.store = dist.PrefixStore(title, _open_store(world, self._seconds, title))
         self.store.set_timeout(limit)
         if self.store.add(f"place {world.rank}", 1) > 1:
             raise _alone(
@@ -100,7 +100,7 @@ class Meeting:
                 error = _revived(answer["error"])
                 if self._world.is_main:
                     print_error(error)
-                self._read_by_all(apart, name)
+                self._read_by_all(apart, name, error)
                 end_process(error.exit_code)
 
         thread = threading.Thread(target=listen, name="meeting", daemon=True)
@@ -154,10 +154,10 @@ class Meeting:
         errors = {rank: one["error"] for rank, one in given.items() if "error" in one}
         missing = [rank for rank in everyone if rank not in given]
         # A connection breaks for those who are there because of one who is not.
-        if errors and not (missing and all(error["kind"] == LostRankError.__name__ for error in errors.values())):
-            raise self._first(errors)
-        if missing:
+        if missing and all(error["kind"] == LostRankError.__name__ for error in errors.values()):
             raise LostRankError(self._words(missing, late, errors))
+        if errors:
+            raise self._first(errors)
         return {rank: one["value"] for rank, one in given.items()}
 
     def _first(self, errors: dict[int, dict[str, Any]]) -> DsEncDecError:
@@ -169,27 +169,36 @@ class Meeting:
 
     def _words(self, missing: list[int], late: str, errors: Mapping[int, Mapping[str, Any]]) -> str:
         who = ranks_in_words(missing, self.hosts)
+        if errors:
+            return (
+                f"{ranks_in_words(errors, self.hosts)} cannot connect to {who}: gone, or not to be reached by the "
+                f"interface that is taken. {errors[min(errors)]['message']}"
+            )
         there = [rank for rank in self.hosts if rank not in missing]
-        broken = f" Rank {min(errors)} says: {errors[min(errors)]['message']}" if errors else ""
         return (
             f"{who} {'has' if len(missing) == 1 else 'have'} not {late} within "
             f"{self._seconds / 60:g} minutes (infra.start_timeout_minutes), and {ranks_in_words(there, self.hosts)} "
-            f"cannot begin alone. Look at what its host says, and whether it reaches {self._world.master_addr}:"
-            f"{self._world.master_port}.{broken}"
+            f"cannot begin alone. Look at what is said there, and whether that host reaches "
+            f"{self._world.master_addr}:{self._world.master_port}."
         )
 
     def _read(self, store: dist.Store, name: str, answer: Mapping[str, Any]) -> Any:
         if "error" not in answer:
             return answer["value"]
-        self._read_by_all(store, name)
-        raise _revived(answer["error"])
+        error = _revived(answer["error"])
+        self._read_by_all(store, name, error)
+        raise error
 
-    def _read_by_all(self, store: dist.Store, name: str) -> None:
-        """Tell that this rank knows why the meeting has ended; on rank 0, wait for the others to."""
+    def _read_by_all(self, store: dist.Store, name: str, error: DsEncDecError) -> None:
+        """Tell that this rank knows why the meeting has ended; on rank 0, wait for the others to.
+
+        They may still be about to come, with the same error mostly, unless their time is over.
+        """
+        awaited_ranks = len(self.hosts) if isinstance(error, LostRankError) else self._world.world_size
         with suppress(RuntimeError):  # rank 0 is gone, and the store with it
             store.add(f"{name} read", 1)
             if self._world.is_main:
-                awaited(TOLD_SECONDS, lambda: store.add(f"{name} read", 0) == self._world.world_size)
+                awaited(TOLD_SECONDS, lambda: store.add(f"{name} read", 0) >= awaited_ranks)
 
 
 def attempt_to_connect(action: Callable[[], None]) -> tuple[None, Exception | None]:
@@ -198,28 +207,30 @@ def attempt_to_connect(action: Callable[[], None]) -> tuple[None, Exception | No
         action()
     except Exception as error:
         found = DsEncDecError(f"{type(error).__name__}: {error}")
-        ours = LostRankError(f"the connection broke ({error})") if is_broken_connection(error) else found
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
+        broken = LostRankError(f"The connection broke (GLOO_SOCKET_IFNAME is {interface}): {error}")
+        ours = broken if is_broken_connection(error) else found
         ours.__cause__ = error
         return None, error if isinstance(error, DsEncDecError) else ours
     return None, None
 
 
-def _open_store(world: World, seconds: float) -> dist.Store:
-    """The store where the ranks meet, which rank 0 keeps from now on."""
+def _open_store(world: World, seconds: float, title: str) -> dist.Store:
+    """The store where the ranks meet for the meeting of this `title`, which rank 0 keeps from now on."""
     if world.world_size == 1:
         return dist.HashStore()  # meets nobody, and needs no port that another program may have taken by now
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         return _store_at(world, seconds, keeps=world.is_main)
-    return _store_of_this_start(world, _store_at(world, seconds, keeps=False), seconds)
+    return _store_of_this_start(world, _store_at(world, seconds, keeps=False), seconds, title)
 
 
-def _store_of_this_start(world: World, agents: dist.Store, seconds: float) -> dist.Store:
-    """A store that rank 0 keeps, found by that of torchrun's agent.
+def _store_of_this_start(world: World, agents: dist.Store, seconds: float, title: str) -> dist.Store:
+    """A store that rank 0 keeps, found by that of torchrun's agent, or of the run that these are probes of.
 
     The agent's outlives its ranks, and when it starts them again still holds what the earlier ones have said. A port
     where nobody listens is such a word: the agents of all hosts end their ranks before they start new ones.
     """
-    key, deadline = "ds_encdec port", time.monotonic() + seconds
+    key, deadline = f"port of {title}", time.monotonic() + seconds
     if world.is_main:
         store = _tcp_store(world, 0, seconds, keeps=True)
         agents.set(key, str(store.port))

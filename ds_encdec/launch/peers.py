@@ -39,6 +39,7 @@ from typing import Any, NoReturn
 import psutil
 import torch.distributed as dist
 
+from ds_encdec.launch.agreement import spans
 from ds_encdec.launch.disk import atomic_file, unused_path
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.memory_errors import is_out_of_memory, out_of_memory
@@ -95,6 +96,14 @@ class Peers:
         self._here = {peer: _process(peer.pid) for peer in self._all if peer.machine == own.machine}
         self._elsewhere = [peer for peer in self._all if peer not in self._here]
         self._left = threading.Event()
+
+    @property
+    def hosts(self) -> dict[str, str]:
+        """The ranks of each host: `{"node0": "0-7"}`."""
+        ranks: dict[str, list[int]] = {}
+        for peer in self._all:
+            ranks.setdefault(peer.host, []).append(peer.rank)
+        return {host: spans(of_host) for host, of_host in ranks.items()}
 
     def __enter__(self) -> Peers:
         if len(self._all) > 1:
@@ -329,7 +338,7 @@ def ending_recorded(folder: RunFolder, world: World, peers: Peers, *, spare: boo
         nonlocal began
         began = True
         if world.is_main:
-            record(folder, "running", **start_facts(world), **facts)
+            record(folder, "running", **start_facts(world), hosts=peers.hosts, **facts)
 
     try:
         yield begin
@@ -352,8 +361,10 @@ def record(folder: RunFolder, state: str, **facts: Any) -> None:
     try:
         folder.write_status(state, **facts)
     except Exception as error:
-        logger.error(
-            "%s could not be written, so it does not say that the run is %s: %s", folder.run_json, state, error
+        # On a host that does not see the folder, which is what the run ends for, there is nothing to write into.
+        level = logging.ERROR if folder.root.is_dir() else logging.DEBUG
+        logger.log(
+            level, "%s could not be written, so it does not say that the run is %s: %s", folder.run_json, state, error
         )
 
 

@@ -68,4 +68,4 @@ def test_a_folder_that_is_not_shared_is_refused_on_all_ranks(tmp_path: Path) -> 
     found = run_ranks("commit_cases.py:unshared", 2, {"folder": str(tmp_path)})
     for kind, message in found:
         assert kind == "CheckpointError"
-        assert "ranks [1] do not see" in message
+        assert "is not seen by rank 1 (" in message

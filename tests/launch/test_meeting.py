@@ -1,0 +1,183 @@
+"""The meeting of ranks: threads here, each of which is one, around a real store; and two real processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_run import QUICKSTART, TRAIN, environment, free_port, overrides
+
+from ds_encdec.launch import meeting
+from ds_encdec.launch.absence import absence_told
+from ds_encdec.launch.meeting import Meeting
+from ds_encdec.launch.process_group import _meet
+from ds_encdec.launch.world import World
+from ds_encdec.types import ConfigError, DsEncDecError, LostRankError
+
+Outcomes = dict[int, Any]
+
+
+def held(ranks: dict[int, Callable[[World], Any]], *, world_size: int = 2) -> Outcomes:
+    """What each rank's function returns, or the error it raises."""
+    first = World(world_size=world_size, local_world_size=world_size, master_port=free_port())
+    outcomes: Outcomes = {}
+
+    def be(rank: int) -> None:
+        try:
+            outcomes[rank] = ranks[rank](dataclasses.replace(first, rank=rank, local_rank=rank))
+        except DsEncDecError as error:
+            outcomes[rank] = error
+
+    threads = [threading.Thread(target=be, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcomes
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_held", Counter())
+    monkeypatch.setattr("socket.gethostname", lambda: "node0")
+    for name in ("COMPANY_SECONDS", "TOLD_SECONDS", "LEAVE_SECONDS"):
+        monkeypatch.setattr(meeting, name, 0.3)
+
+
+def met(world: World, seconds: float = 20) -> Meeting:
+    return Meeting(world, timedelta(seconds=seconds))
+
+
+def failing(world: World) -> None:
+    with absence_told(world):
+        raise ConfigError("no such file")
+
+
+def test_rank_zero_answers_for_all() -> None:
+    def come(world: World) -> Any:
+        here = met(world)
+        first = here.hold("meet", world.rank, lambda everyones: sum(everyones.values()))
+        here.connect(lambda: None)
+        return first, here  # kept: with rank 0's the store ends
+
+    outcomes = held(dict.fromkeys(range(3), come), world_size=3)
+    assert [outcomes[rank][0] for rank in range(3)] == [3, 3, 3]
+
+
+def test_who_does_not_come_is_named_by_those_who_have() -> None:
+    def come(world: World) -> Any:
+        return met(world, 0.6).hold("meet", None)
+
+    ended = held({0: come, 2: come}, world_size=3)
+    assert {type(error) for error in ended.values()} == {LostRankError}
+    assert str(ended[0]) == str(ended[2])
+    assert str(ended[0]).startswith(
+        "rank 1 has not come within 0.01 minutes (infra.start_timeout_minutes), and ranks 0, 2 "
+    )
+    alone = held({1: come})[1]
+    assert str(alone).startswith("Rank 0 has not come within 0.01 minutes")
+    assert (alone.exit_code, alone.common) == (9, False)
+
+
+def test_the_error_of_one_is_everybodys() -> None:
+    """Its own rank raises it as the others do; where all have it, it is told without a place."""
+
+    def come(world: World) -> Any:
+        return met(world).hold("meet", None)
+
+    ended = held({0: come, 1: failing, 2: failing}, world_size=3)
+    assert [str(ended[rank]) for rank in range(3)] == ["ranks 1-2 (node0): no such file"] * 3
+    assert {(type(error), error.common) for error in ended.values()} == {(ConfigError, True)}
+
+
+def test_an_address_or_a_place_that_another_has() -> None:
+    def come(world: World) -> Any:
+        return met(world, 0.6).hold("meet", None)
+
+    def twice(world: World) -> Any:
+        met(world)
+        meeting._held.clear()  # as another process's, which has been to none
+        return met(world)
+
+    ended = held({0: come, 1: twice})
+    assert "Two processes say that they are rank 1" in str(ended[1])
+    assert ended[1].common is False
+    nowhere = dataclasses.replace(World(rank=1, local_rank=1, world_size=2, master_port=9), master_addr="no.invalid")
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR=no\.invalid cannot be resolved on node0"):
+        met(nowhere, 0.1)
+
+
+def test_a_connection_that_fails_on_one_rank_ends_another_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 sits in native code, as gloo's accepting side does for five times its timeout."""
+    ended_with: list[int] = []
+    let_go = threading.Event()
+    monkeypatch.setattr(meeting, "end_process", lambda code: (ended_with.append(code), let_go.set()))
+
+    def refuse() -> None:
+        raise RuntimeError("gloo: Connection refused, remote=[127.0.1.1]:4711")
+
+    def connect(action: Callable[[], Any]) -> Callable[[World], None]:
+        def come(world: World) -> None:
+            here = met(world)
+            here.hold("meet", None)
+            here.connect(action)
+
+        return come
+
+    began = time.monotonic()
+    ended = held({0: connect(lambda: let_go.wait(30)), 1: connect(refuse)})
+    assert ended_with == [9]
+    assert time.monotonic() - began < 25
+    for error in ended.values():
+        assert isinstance(error, LostRankError)
+        assert str(error).startswith("rank 1 (node0) cannot connect to rank 0 (node0): gone, or not to be reached")
+        assert "Connection refused" in str(error)
+
+
+def test_settings_that_differ_end_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each kind one rank shows its settings; all three hear who has which."""
+    monkeypatch.setattr("os.environ", dict(os.environ))  # what is set for the ranks
+
+    def come(learning_rate: float) -> Callable[[World], None]:
+        settings = {"training": {"learning_rate": learning_rate, "seed": 1}}
+        return lambda world: _meet(met(world), world, torch.device("cpu"), "fsdp", settings)
+
+    ended = held({0: come(0.1), 1: come(0.2), 2: come(0.1)}, world_size=3)
+    assert {str(error).splitlines()[1] for error in ended.values()} == {
+        "  training.learning_rate: 0.1 for ranks 0, 2 (node0), 0.2 for rank 1 (node0)"
+    }
+    assert {(type(error), error.common) for error in ended.values()} == {(ConfigError, True)}
+
+
+def test_a_rank_without_its_configuration_ends_one_that_waits(tmp_path: Path) -> None:
+    """Two processes started by hand, as the program's user sees them."""
+    port = str(free_port())
+    settings = overrides(tmp_path / "run", infra__distributed_type="fsdp", infra__offload_optimizer="none")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, TRAIN, "--config", config, *settings],
+            env=environment()
+            | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+            | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank, config in enumerate([QUICKSTART, "nowhere.yaml"])
+    ]
+    said = [rank.communicate(timeout=280)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2], said
+    assert "error: rank 1 (" in said[0]
+    assert "nowhere.yaml\n      no such file" in said[0]
+    assert not (tmp_path / "run").exists()
