@@ -7,11 +7,12 @@ the engines is how often, and in which dtype. The names of the sources are those
 """
 
 from collections.abc import Iterator
+from math import ceil
 from typing import Literal, NamedTuple
 
 from ds_encdec.config.shares import mesh_shape
 from ds_encdec.memory.job import Job
-from ds_encdec.memory.zero import gradient_bytes
+from ds_encdec.memory.zero import gradient_bytes, kept_parameters
 
 
 class Traffic(NamedTuple):
@@ -54,7 +55,9 @@ def deepspeed_traffic(job: Job) -> Iterator[Traffic]:
         # hpZ keeps a second partition of the weights in each node, for the backward pass.
         backward: Literal["all", "shards"] = "shards" if stage == "zero3_hybrid" else "all"
         yield Traffic("weights", "all", micro_batches * weights, micro_batches * units)
-        yield Traffic("weights", backward, micro_batches * weights, micro_batches * units)
+        if again := job.parameters - kept_parameters(job):
+            calls = micro_batches * ceil(units * again / job.parameters)
+            yield Traffic("weights", backward, micro_batches * job.compute_bytes * again, calls)
         yield Traffic("gradients", "all", micro_batches * gradients, micro_batches * units)
         return
     reductions = micro_batches if stage == "zero2" else 1

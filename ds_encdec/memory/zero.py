@@ -8,6 +8,7 @@ formulas in tables. Rare settings are estimated at their defaults, and remarked 
 
 import dataclasses
 from collections import Counter
+from collections.abc import Mapping
 from functools import lru_cache
 from math import ceil, prod
 from typing import Any
@@ -181,6 +182,15 @@ def gradient_bytes(job: Job) -> int:
     return _bytes(_rendered(job), "communication_data_type", job.compute_bytes)
 
 
+def kept_parameters(job: Job) -> int:
+    """Parameters that stage 3 keeps gathered from a forward pass to its backward pass, so that they come but once."""
+    return min(job.parameters, _kept(_Settings(job).number))
+
+
+def _kept(number: Mapping[str, int]) -> int:
+    return max(number["stage3_max_live_parameters"], number["stage3_max_reuse_distance"] // 2)
+
+
 def _number(key: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigError(f"zero_optimization.{key} = {value!r} in infra.deepspeed_extra: give a number")
@@ -317,8 +327,7 @@ def _sharded(s: _Settings) -> EngineMemory:
     is_gathered = ranks > 1 or (s.offloads_parameters and s.job.device != "cpu")
     # The prefetcher runs ahead, a bucket for each module entered, and what it has passed on its way from a use in the
     # forward pass to the next is not released (__params_to_release, fetch_sub_module).
-    live = max(number["stage3_max_live_parameters"], number["stage3_max_reuse_distance"] // 2)
-    live += number["stage3_prefetch_bucket_size"] + max(s.sizes)
+    live = _kept(number) + number["stage3_prefetch_bucket_size"] + max(s.sizes)
     bucket = min(s.bucket, s.trainable)
     # A bucket on its way is put together by rank (reduce_scatter_coalesced); itself it is in the collective's dtype.
     scattered = s.communication * bucket + _scattering(s, bucket, alone=False)

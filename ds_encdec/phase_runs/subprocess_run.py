@@ -112,11 +112,12 @@ class SubprocessRun:
                     ranks = found or ranks
                 while self._pending:
                     number = self._pending.pop(0)
-                    # To the ranks themselves, since `deepspeed` ends at a signal without them; to the launcher where
-                    # they are on other hosts.
-                    for process in ranks or [launcher]:
+                    # To the ranks themselves, since `deepspeed` ends at a signal without them; to a launcher where they
+                    # are on other hosts.
+                    starters = [] if ranks else _task_starters_below(launcher)
+                    for process in ranks or starters or [launcher]:
                         with suppress(psutil.NoSuchProcess):
-                            process.send_signal(number)
+                            process.send_signal(signal.SIGUSR1 if starters else number)
                 with suppress(subprocess.TimeoutExpired):
                     child.wait(POLL_SECONDS)
                 look()
@@ -136,6 +137,15 @@ def _ranks_below(launcher: psutil.Process) -> list[psutil.Process]:
     """The processes on this host that train for `launcher`, which with one rank is one itself."""
     try:
         return [process for process in (launcher, *launcher.children(recursive=True)) if _is_rank(process)]
+    except psutil.Error:
+        return []
+
+
+def _task_starters_below(launcher: psutil.Process) -> list[psutil.Process]:
+    """srun or mpirun, be it `launcher` or below it: SIGUSR1 they pass on, and at SIGTERM they kill their ranks."""
+    try:
+        below = (launcher, *launcher.children(recursive=True))
+        return [process for process in below if process.name() in TASK_PROGRAMS]
     except psutil.Error:
         return []
 

@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from engine_plan import LANES, LAST_STEP, SAVED_STEP
-from engine_steps import Case, copied_weights, run_all, skipping_steps, train_step
+from engine_steps import Case, Collectives, copied_weights, run_all, skipping_steps, train_step
 from packed_batches import random_batch
 from small_run import MODEL, SHORT_ACCUMULATION, SHORT_MODEL, lane_batches, run_config, weights
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -93,6 +93,16 @@ def trajectory(steps: int, **overrides: Any) -> dict[str, Any]:
 def short_engine(source: WeightSource | None = weights, **overrides: Any) -> DeepSpeedEngine:
     """An engine for `short_step`: exact comparisons need no long steps, and no second layer."""
     return make_engine(run_config(gradient_accumulation_steps=SHORT_ACCUMULATION, **overrides), source, SHORT_MODEL)
+
+
+def communication(**overrides: Any) -> dict[str, int]:
+    """Bytes of the collectives of a later optimizer step, by their names."""
+    engine = short_engine(**overrides)
+    for step in range(3):
+        with Collectives() as counted:
+            short_step(engine, step)
+    engine.close()
+    return dict(counted.bytes)
 
 
 def short_step(engine: Engine, step: int, **how: Any) -> dict[str, Any]:

@@ -207,6 +207,10 @@ WAITING: dict[str, dict[str, Any]] = {
 """Runs whose waits for the device are counted, by name."""
 
 
+COMMUNICATION = ("zero0", "zero1", "zero2", "zero3")
+"""Stages of runs in bf16 whose bytes are counted."""
+
+
 def cases(world_size: int, folder: Path) -> list[Case]:
     """All cases of a start with `world_size` ranks; checkpoints go under `folder`."""
     parity = PARITY if world_size == 1 else TWO_RANK_PARITY
@@ -218,6 +222,9 @@ def cases(world_size: int, folder: Path) -> list[Case]:
         (f"waits {name} {steps}", "waits", {"accumulation": steps, **given})
         for name, given in WAITING.items()
         for steps in (1, 3)
+    ]
+    plan += [
+        (f"communication {stage}", "communication", {"sharding_stage": stage, "bf16": True}) for stage in COMMUNICATION
     ]
     plan += [(f"skip {name}", "skipping", RESUMES[name]) for name in SKIPS]
     plan += [

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from small_run import ACCUMULATION, lane_batches
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.protocol import Engine, Veto
@@ -57,6 +59,26 @@ def train_step(
         "learning_rate": result.learning_rate,
         "applied": result.applied,
     }
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives called inside, by name, and the bytes of the tensors that they gather or reduce."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name = func.__name__.split(".")[0].strip("_")
+            self.calls[name] += 1
+            self.bytes[name] += max(
+                sum(tensor.nbytes for tensor in (argument if isinstance(argument, list) else [argument]))
+                for argument in args
+                if isinstance(argument, torch.Tensor | list)
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def skipping_steps(step: Callable[..., dict[str, Any]]) -> list[dict[str, Any]]:

@@ -7,7 +7,6 @@ import resource
 import signal
 import sys
 import threading
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,11 +15,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from engine_steps import Case, copied_weights, run_all, skipping_steps, train_step
+from engine_steps import Case, Collectives, copied_weights, run_all, skipping_steps, train_step
 from packed_batches import random_batch
 from small_run import MODEL, SHORT_ACCUMULATION, run_config, weights
 from torch._dynamo.utils import counters
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_encdec.checkpoint.saved_state import DcpState
 from ds_encdec.config.schema import FullConfig
@@ -318,26 +316,6 @@ def held(**overrides: Any) -> dict[str, Any]:
     }
     engine.close()
     return result
-
-
-class Collectives(TorchDispatchMode):
-    """Counts the collectives called inside, by name, and the bytes of the tensors that they gather or reduce."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-        self.bytes: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            name = func.__name__.split(".")[0].strip("_")
-            self.calls[name] += 1
-            self.bytes[name] += max(
-                sum(tensor.nbytes for tensor in (argument if isinstance(argument, list) else [argument]))
-                for argument in args
-                if isinstance(argument, torch.Tensor | list)
-            )
-        return func(*args, **(kwargs or {}))
 
 
 def communication(**overrides: Any) -> dict[str, dict[str, int]]:

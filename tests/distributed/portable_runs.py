@@ -122,7 +122,7 @@ def train_run(
     # The ranks are a group already, and go on with other runs afterwards.
     real_train, real_join, real_shutdown = build.train, select.init_process_group, build.shutdown
     build.train, build.shutdown = train, dist.barrier
-    select.init_process_group = lambda world, device, timeout, engine, **_: engine
+    select.init_process_group = lambda world, device, timeout, engine, first, **_: first() or engine
     try:
         with StopRequest(discover(os.environ)) as stop:
             build.run_training(config, stop, resume=resume)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -52,7 +53,8 @@ class ForkedRuns:
         self._variables = variables
 
     def __enter__(self) -> ForkedRuns:
-        python_path = os.pathsep.join([str(REPOSITORY), str(Path(__file__).parents[1] / "launch")])
+        rooms = (str(Path(__file__).parents[1] / room) for room in ("launch", "hosts"))
+        python_path = os.pathsep.join([str(REPOSITORY), *rooms])
         self._server = subprocess.Popen(
             self._command,
             stdin=subprocess.PIPE,
@@ -81,16 +83,19 @@ class ForkedRuns:
         ranks: int = 1,
         limits: Mapping[str, int] | None = None,
         faults: Sequence[dict[str, Any]] = (),
+        places: Sequence[dict[str, Any]] = (),
     ) -> Finished:
-        """Run train.py to its end on `ranks` ranks.
+        """Run train.py to its end on `ranks` ranks, or on as many as there are `places`.
 
         The ranks are a process group of their own, with all they start. `limits`: what each rank may have in bytes, by
         the name of a limit of the system, as RLIMIT_FSIZE for its files or RLIMIT_DATA for its memory. `faults`: see
-        sabotage.py.
+        sabotage.py. Each place is a host's: its `first` process (hosts/rig.py), the rank's `variables`, its further
+        `arguments`, and the `seconds` after which it is ended.
         """
         assert self._server.stdin is not None
         assert self._server.stdout is not None
-        request = {"arguments": arguments, "ranks": ranks, "limits": dict(limits or {}), "faults": list(faults)}
+        request = {"arguments": arguments, "ranks": len(places) or ranks, "limits": dict(limits or {})}
+        request |= {"faults": list(faults), "places": list(places)}
         self._server.stdin.write(json.dumps(request) + "\n")
         self._server.stdin.flush()
         return Finished(**json.loads(self._server.stdout.readline()))
@@ -110,13 +115,21 @@ def serve() -> None:
         print(json.dumps(answer(**json.loads(line))), flush=True)
 
 
-def answer(arguments: list[str], ranks: int, limits: dict[str, int], faults: list[dict[str, Any]]) -> dict[str, Any]:
+def answer(
+    arguments: list[str],
+    ranks: int,
+    limits: dict[str, int],
+    faults: list[dict[str, Any]],
+    places: list[dict[str, Any]],
+) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile("r", suffix=".log") as log, tempfile.TemporaryDirectory() as held:
         port = free_port()
         pids = []
         for rank in range(ranks):
             pid = os.fork()
             if pid == 0:
+                if places:
+                    be_on_host(places[rank], arguments, log.name)
                 be_rank(rank, ranks, port, arguments, limits, faults, log.name, Path(held))
             pids.append(pid)
             os.setpgid(pid, pids[0])
@@ -159,9 +172,7 @@ def be_rank(
 
     code = 1
     try:
-        output = os.open(log, os.O_WRONLY | os.O_APPEND)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
+        print_to(log)
         for name, most in limits.items():
             resource.setrlimit(getattr(resource, name), (most, most))
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
@@ -177,6 +188,32 @@ def be_rank(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def be_on_host(place: dict[str, Any], arguments: list[str], log: str) -> NoReturn:
+    from rig import enter
+
+    from ds_encdec import train
+
+    code = 1
+    try:
+        print_to(log)
+        enter(place["first"])
+        signal.alarm(place["seconds"])
+        for name, value in place["variables"].items():
+            os.environ[name] = str(value)
+        code = train.main([*arguments, *place["arguments"]])
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def print_to(log: str) -> None:
+    output = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
 
 
 if __name__ == "__main__":

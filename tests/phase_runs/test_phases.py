@@ -165,6 +165,12 @@ def test_variables_before_the_script_are_its_arguments(tmp_path: Path) -> None:
         command = ["bash", str(tmp_path / "run.sh"), *arguments]
         said = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=60).stdout
         assert said.split("\n")[3:-1] == (wanted.split("|") if isinstance(wanted, str) else wanted)
+    command = ["bash", str(tmp_path / "run.sh"), str(tmp_path / "hosts"), "x=1"]
+    alone = " --no_ssh_check --master_addr 127.0.0.1"
+    for hosts, flags in (("# mine\nlocalhost slots=8\n", alone), ("127.0.0.1 slots=8\nnode1 slots=8\n", " ")):
+        (tmp_path / "hosts").write_text(hosts)
+        said = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=60).stdout
+        assert said.endswith(f"deepspeed --hostfile {tmp_path}/hosts{flags}\nx=1\n")
 
 
 @pytest.mark.parametrize(

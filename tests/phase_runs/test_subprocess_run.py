@@ -73,6 +73,20 @@ def test_a_signal_goes_to_the_ranks_and_not_to_their_launcher(tmp_path: Path, mo
     assert not [process for process in psutil.process_iter(["cmdline"]) if str(rank) in (process.info["cmdline"] or [])]
 
 
+def test_srun_is_asked_by_a_signal_that_it_passes_on(tmp_path: Path) -> None:
+    """At SIGTERM it would kill ranks that still save, and `deepspeed --launcher slurm` leave it behind."""
+    srun, ready = tmp_path / "srun", tmp_path / "ready"
+    srun.write_text(f"#!/bin/bash\ntrap 'exit 3' USR1\ntouch {ready}\nwhile sleep 0.1; do :; done\n")
+    srun.chmod(0o755)
+    starts_it = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"
+    for command in ([str(srun)], [sys.executable, "-c", starts_it, str(srun)]):
+        ready.unlink(missing_ok=True)
+        sender = signal_once(ready, signal.SIGTERM)
+        with SubprocessRun() as subprocess_run:
+            assert subprocess_run.run(command) == 3
+        sender.join()
+
+
 def test_ranks_that_start_one_after_the_other_are_all_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

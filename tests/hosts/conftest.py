@@ -1,0 +1,46 @@
+"""Hosts that are namespaces of this machine: one rig for all tests, and one server that forks ranks on its hosts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "launch"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "faults"))
+
+from forked_runs import ForkedRuns
+from rig import Rig, lacking
+
+HOSTS = 15
+"""More than are ever busy: a host that has been switched off does not come back."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every test that asks for the rig is marked."""
+    for item in items:
+        if "rig" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.hosts)
+
+
+@pytest.fixture(scope="session")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    if reason := lacking():
+        pytest.skip(reason)
+    with Rig(tmp_path_factory.mktemp("hosts") / "shared", HOSTS) as up:
+        yield up
+
+
+@pytest.fixture(scope="session")
+def slurm(rig: Rig) -> Rig:
+    """The rig, with Slurm over node0 and node1."""
+    rig.start_slurm("node0", "node1")
+    return rig
+
+
+@pytest.fixture(scope="session")
+def forked() -> Iterator[ForkedRuns]:
+    with ForkedRuns() as started:
+        yield started

@@ -1,0 +1,307 @@
+"""Several hosts on one machine, for programs that cannot tell them from machines of their own.
+
+    with Rig(folder, hosts=2) as rig:
+        rig.start("node0", ["deepspeed", "--hostfile", str(rig.hostfile("node0", "node1")), …], log)
+
+A host is a set of namespaces (network, host name, IPC, processes, mounts) on one bridge, with an sshd, its own
+/etc/hosts, /run and /dev/shm, and `folder/local`, which it does not share. Nothing of it is seen from outside, and it
+ends with this process. Not shown by it: file systems of several kernels, and a host that loses its power while its
+connections stay open (`cut` is like it).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGES = {
+    "sshd": "openssh-server",
+    "pdsh": "pdsh",
+    "slurmctld": "slurm-wlm",
+    "munged": "munge",
+    "mpirun.openmpi": "openmpi-bin",
+    "mpirun.mpich": "mpich",
+    "ip": "iproute2",
+}
+"""A program of each Debian package that the tests need → the package."""
+ENVIRONMENT = {
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], "/usr/sbin"]),
+    "PYTHONDONTWRITEBYTECODE": "1",
+}
+
+HOST = """set -e
+hostname "$NAME"
+ip link set lo up
+mount -t tmpfs tmpfs /run; mkdir -p /run/sshd /run/munge /run/lock
+mount -t tmpfs tmpfs /dev/shm
+mount -t tmpfs tmpfs "$FOLDER/local"
+mount --bind "$FOLDER/hosts.$NAME" /etc/hosts
+mount --bind "$FOLDER/ssh_config" /etc/ssh/ssh_config
+/usr/sbin/sshd -f "$FOLDER/sshd_config"
+echo up >"$FOLDER/up.$NAME"
+sleep infinity & wait"""
+"""The first process of a host, which reaps what others leave."""
+
+SSHD = """HostKey {folder}/key
+AuthorizedKeysFile {folder}/key.pub
+PidFile none
+StrictModes no
+UsePAM no
+UseDNS no
+PasswordAuthentication no
+PermitRootLogin prohibit-password
+MaxStartups 100
+"""
+SSH = """Host *
+  User root
+  IdentityFile {folder}/key
+  UserKnownHostsFile {folder}/known_hosts
+  BatchMode yes
+  ConnectTimeout 5
+  ServerAliveInterval 5
+  ServerAliveCountMax 3
+  LogLevel ERROR
+"""
+SLURM = """ClusterName=rig
+SlurmctldHost={first}
+SlurmUser=root
+SlurmdUser=root
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmctldPidFile=/run/slurmctld.pid
+SlurmdPidFile=/run/slurmd.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.%n.log
+KillWait=10
+SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2,requeue_delay=1
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+NodeName={hosts} CPUs=2
+PartitionName=low Nodes=ALL Default=YES PriorityTier=1 GraceTime=30
+PartitionName=high Nodes=ALL PriorityTier=10
+"""
+
+
+def lacking() -> str:
+    """Why there can be no rig here; nothing where there can."""
+    if os.geteuid() != 0:
+        return "hosts are namespaces, which need root"
+    if packages := sorted({name for program, name in PACKAGES.items() if not shutil.which(program, path=_path())}):
+        return f"apt-get install {' '.join(packages)}"
+    tried = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, text=True)
+    return f"no namespaces: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+def _path() -> str:
+    return ENVIRONMENT["PATH"]
+
+
+def until(condition: Callable[[], Any], seconds: float, pause: float = 0.3) -> Any:
+    """The condition's first value that is true. Raises TimeoutError."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {seconds:g} s")
+        time.sleep(pause)
+    return value
+
+
+def enter(first: int) -> None:
+    """Go on, in a child, on the host whose first process is `first`; this process ends as the child does."""
+    system = ctypes.CDLL(None, use_errno=True)
+    here = Path.cwd()
+    handles = [os.open(f"/proc/{first}/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts", "ipc", "pid", "mnt")]
+    for handle in handles:
+        if system.setns(handle, 0):
+            raise OSError(ctypes.get_errno(), "setns")
+        os.close(handle)
+    os.chdir(here)
+    if child := os.fork():
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        os._exit(code if code >= 0 else 128 - code)
+
+
+class Rig:
+    """Hosts `node0`, `node1` and so on, at 10.77.0.1 and so on; they share `folder`."""
+
+    def __init__(self, folder: Path, hosts: int) -> None:
+        self.folder = folder
+        self.hosts = [f"node{number}" for number in range(hosts)]
+        self.first: dict[str, int] = {}
+        self._holders: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Rig:
+        try:
+            self._begin()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for holder in self._holders:
+            holder.kill()
+        for holder in self._holders:
+            holder.wait()
+
+    def _begin(self) -> None:
+        (self.folder / "local").mkdir(parents=True)
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.folder / "key"], check=True)
+        key = (self.folder / "key.pub").read_text()
+        (self.folder / "known_hosts").write_text(f"node*,10.77.0.* {key}")
+        (self.folder / "sshd_config").write_text(SSHD.format(folder=self.folder))
+        (self.folder / "ssh_config").write_text(SSH.format(folder=self.folder))
+        (self.folder / "deepspeed_env").write_text("DS_ACCELERATOR=cpu\nOMP_NUM_THREADS=1\n")
+        self._switch = self._hold("unshare", "--net", "sleep", "infinity")
+        until(lambda: _network(self._switch.pid) != _network(os.getpid()), 20, 0.02)
+        self._ip("link", "add", "switch", "type", "bridge")
+        self._ip("link", "set", "switch", "up")
+        for number, name in enumerate(self.hosts):
+            self.resolve(name)
+            kinds = ("--net", "--uts", "--ipc", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc")
+            words = {"NAME": name, "FOLDER": str(self.folder)}
+            self.first[name] = first = _only_child(self._hold("unshare", *kinds, "bash", "-c", HOST, **words).pid)
+            self._ip("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", str(first))
+            self._ip("link", "set", name, "master", "switch", "up")
+            self.run(name, "ip", "addr", "add", f"10.77.0.{number + 1}/24", "dev", "eth0")
+            self.run(name, "ip", "link", "set", "eth0", "up")
+        for name in self.hosts:
+            until((self.folder / f"up.{name}").exists, 30, 0.02)
+
+    def _hold(self, *command: str, **variables: str) -> subprocess.Popen[bytes]:
+        """Start what ends with this process."""
+        words = ["setpriv", "--pdeathsig", "KILL", *command]
+        self._holders.append(holder := subprocess.Popen(words, env=os.environ | ENVIRONMENT | variables))
+        return holder
+
+    def _ip(self, *words: str) -> None:
+        subprocess.run(["nsenter", "-t", str(self._switch.pid), "--net", "ip", *words], check=True)
+
+    def resolve(self, host: str, **addresses: str) -> None:
+        """Write `host`'s /etc/hosts, where all have their addresses but for those that are given."""
+        told = {name: f"10.77.0.{number + 1}" for number, name in enumerate(self.hosts)} | addresses
+        lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in told.items())]
+        (self.folder / f"hosts.{host}").write_text("\n".join(lines) + "\n")
+
+    def hostfile(self, *hosts: str, slots: int = 1) -> Path:
+        path = self.folder / f"hostfile.{'.'.join(hosts)}"
+        path.write_text("".join(f"{host} slots={slots}\n" for host in hosts))
+        return path
+
+    def start(self, host: str, command: Sequence[str], log: Path, **variables: str) -> subprocess.Popen[bytes]:
+        """Start a command on a host, in the repository; what it prints goes to the end of `log`."""
+        with log.open("ab") as output:
+            return subprocess.Popen(
+                self._entered(host, command), env=self._environment(variables), stdout=output, stderr=output
+            )
+
+    def run(
+        self, host: str, *command: str, check: bool = True, timeout: float = 240.0, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on a host to its end. Raises CalledProcessError, unless `check` is false."""
+        return subprocess.run(
+            self._entered(host, command),
+            env=self._environment(variables),
+            capture_output=True,
+            text=True,
+            check=check,
+            timeout=timeout,
+        )
+
+    def _entered(self, host: str, command: Sequence[str]) -> list[str]:
+        kinds = ("--net", "--uts", "--ipc", "--pid", "--mount")
+        return ["nsenter", "-t", str(self.first[host]), *kinds, f"--wd={REPOSITORY}", *command]
+
+    def _environment(self, variables: Mapping[str, str]) -> dict[str, str]:
+        own = {"DS_ENV_FILE": str(self.folder / "deepspeed_env"), "PYTHONPATH": str(REPOSITORY)}
+        return os.environ | ENVIRONMENT | own | {"SLURM_CONF": str(self.folder / "slurm" / "slurm.conf")} | variables
+
+    def processes(self, host: str) -> dict[str, list[psutil.Process]]:
+        """The processes that a run has on a host, by what they are to it."""
+        found: dict[str, list[psutil.Process]] = {}
+        for process in psutil.process_iter():
+            try:
+                here = os.readlink(f"/proc/{process.pid}/ns/pid") == os.readlink(f"/proc/{self.first[host]}/ns/pid")
+                words = {Path(word).name for word in process.cmdline()[:4]} if here else set()
+            except (OSError, psutil.Error):  # it has just ended, or the host has
+                continue
+            if kind := next((kind for program, kind in KINDS.items() if program in words), None):
+                found.setdefault(kind, []).append(process)
+        return found
+
+    def kill(self, host: str, kind: str, number: signal.Signals = signal.SIGKILL) -> None:
+        for process in self.processes(host)[kind]:
+            process.send_signal(number)
+
+    def cut(self, host: str) -> None:
+        """Nothing reaches the host any more, and nobody is told."""
+        self._ip("link", "set", host, "down")
+
+    def mend(self, host: str) -> None:
+        self._ip("link", "set", host, "up")
+
+    def switch_off(self, host: str) -> None:
+        """End all that the host runs, at once and for good; its connections are reset."""
+        os.kill(self.first.pop(host), signal.SIGKILL)
+
+    def start_slurm(self, *hosts: str) -> None:
+        """Bring up Slurm over hosts, with the partitions `low` and `high`, which takes nodes from the other."""
+        folder = self.folder / "slurm"
+        (folder / "state").mkdir(parents=True)
+        (key := folder / "munge.key").write_bytes(os.urandom(128))
+        key.chmod(0o600)
+        text = SLURM.format(first=hosts[0], folder=folder, hosts=",".join(hosts))
+        (folder / "slurm.conf").write_text(text)
+        (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+        for host in hosts:
+            (folder / f"spool.{host}").mkdir()
+            files = {"log-file": f"munged.{host}.log", "seed-file": f"munge.seed.{host}", "key-file": key.name}
+            options = [f"--{option}={folder / name}" for option, name in files.items()]
+            self.run(host, "munged", "--force", "--pid-file=/run/munge/munged.pid", *options)
+            if host == hosts[0]:
+                self.run(host, "slurmctld")
+            self.run(host, "slurmd")
+        idle = ("sinfo", "-h", "-p", "low", "-t", "idle", "-o", "%D")
+        until(lambda: self.run(hosts[0], *idle, check=False).stdout.strip() == str(len(hosts)), 60)
+
+
+KINDS = {
+    "deepspeed.launcher.launch": "launch.py",
+    "deepspeed": "deepspeed",
+    "torchrun": "agent",
+    "train.py": "rank",
+    "pdsh": "pdsh",
+}
+"""A program's name among the first words of its command line → what it is to a run."""
+
+
+def _network(process: int) -> str:
+    return os.readlink(f"/proc/{process}/ns/net")
+
+
+def _only_child(process: int) -> int:
+    children = Path(f"/proc/{process}/task/{process}/children")
+    return int(until(children.read_text, 20, 0.02))

@@ -1,0 +1,144 @@
+"""Two hosts train as one does, however their ranks have learnt of each other; hosts that differ do not begin."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked_runs import Finished, ForkedRuns
+from rig import REPOSITORY, Rig
+from tiny_run import losses
+from two_hosts import DEEPSPEED, FSDP, arguments, run, told, words
+
+HYBRID = {"infra.sharding_stage": "zero3_hybrid"}
+BY_HAND = ("TORCHELASTIC_RUN_ID", "GROUP_RANK", "GROUP_WORLD_SIZE")
+
+
+@dataclass(frozen=True)
+class Job:
+    """Ranks on node0 and node1, settings of all and of node1, variables of torchrun's that are not set; how it ends.
+
+    `says`: words of every rank's. `like`: the job whose losses it has, to the last digit.
+    """
+
+    ranks: tuple[int, ...] = (1, 1)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    on_node1: Mapping[str, Any] = field(default_factory=dict)
+    unset: Sequence[str] = ()
+    code: int = 0
+    says: tuple[str, ...] = ()
+    like: str = ""
+
+
+JOBS = {
+    "one host": Job((2,), FSDP),
+    "two hosts": Job((1, 1), FSDP, like="one host"),
+    "two by two": Job((2, 2), FSDP, like="one host"),
+    "hybrid": Job((2, 2), FSDP | HYBRID, like="two by two"),
+    "hybrid zero2": Job((2, 2), FSDP | {"infra.sharding_stage": "zero2_hybrid"}, like="two by two"),
+    "hybrid of three": Job((2, 2), FSDP | HYBRID | {"infra.hybrid_shard_size": 3}, code=2, says=("hybrid_shard_size",)),
+    "DeepSpeed, one host": Job((2,), DEEPSPEED),
+    "DeepSpeed, two hosts": Job((1, 1), DEEPSPEED, like="DeepSpeed, one host"),
+    "DeepSpeed, two by two": Job((2, 2), DEEPSPEED),
+    "hpZ": Job((2, 2), DEEPSPEED | HYBRID, like="DeepSpeed, two by two"),
+    "by hand": Job(unset=BY_HAND, like="one host"),
+    "by hand, no local size": Job(unset=(*BY_HAND, "LOCAL_WORLD_SIZE", "LOCAL_RANK"), like="one host"),
+    "named 127.0.1.1": Job(like="one host"),
+    "another learning rate": Job(
+        on_node1={"training.learning_rate": 1e-4},
+        code=2,
+        says=("training.learning_rate: 0.003 for rank 0 (node0), 0.0001 for rank 1 (node1)",),
+    ),
+    "fewer steps": Job(on_node1={"training.num_train_steps": 4}, code=2, says=("training.num_train_steps: 6", "node1")),
+    "other data": Job(
+        settings={"data.dataset_name": "text", "data.data_files": "{folder}/texts/*.txt"},
+        on_node1={"data.data_files": "{folder}/texts/[a-m]*.txt"},
+        code=4,
+        says=("do not read the same data", "rank 0 (node0)", "rank 1 (node1)"),
+    ),
+    "a mistake on one host": Job(on_node1={"training.learning_rate": "many"}, code=2, says=("rank 1 (node1)", "many")),
+    "a folder that is not shared": Job(
+        settings={"infra.output_dir": "{folder}/local/out"}, code=5, says=("is not shared",)
+    ),
+    "one that does not come": Job(
+        (1,), settings={"infra.start_timeout_minutes": 0.1}, code=9, says=("rank 1 has not come",)
+    ),
+}
+
+
+@dataclass
+class Jobs:
+    """What has run so far."""
+
+    rig: Rig
+    forked: ForkedRuns
+    finished: dict[str, Finished] = field(default_factory=dict)
+
+    def folder(self, name: str) -> Path:
+        return self.rig.folder / "runs" / name.replace(" ", "-")
+
+    def ended(self, name: str) -> Finished:
+        if name not in self.finished:
+            job = JOBS[name]
+            own = [word.format(folder=self.rig.folder) for word in words(job.settings)]
+            other = [word.format(folder=self.rig.folder) for word in words(job.on_node1)]
+            self.finished[name] = run(
+                self.rig,
+                self.forked,
+                dict(zip(self.rig.hosts, job.ranks, strict=False)),
+                [*arguments(self.folder(name)), *own],
+                on={"node1": other},
+                variables={"WORLD_SIZE": 2, "GROUP_WORLD_SIZE": 2} if job.ranks == (1,) else None,
+                unset=job.unset,
+            )
+        return self.finished[name]
+
+
+@pytest.fixture(scope="module")
+def jobs(rig: Rig, forked: ForkedRuns) -> Jobs:
+    (texts := rig.folder / "texts").mkdir()
+    for page in (REPOSITORY / "docs").glob("*.md"):
+        shutil.copy(page, texts / f"{page.stem}.txt")
+    return Jobs(rig, forked)
+
+
+@pytest.fixture
+def resolve(rig: Rig) -> Iterator[Callable[..., None]]:
+    yield rig.resolve
+    for host in rig.hosts[:2]:
+        rig.resolve(host)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_hosts_train_as_one_or_say_why_not(name: str, jobs: Jobs, resolve: Callable[..., None]) -> None:
+    job = JOBS[name]
+    if name == "named 127.0.1.1":  # as Debian writes it for a machine's own name
+        resolve("node0", node0="127.0.1.1")
+        resolve("node1", node1="127.0.1.1")
+    ended = jobs.ended(name)
+    assert set(ended.codes) == {job.code}, ended.output
+    assert not ended.left
+    missing = [text for text in job.says if text not in " ".join(ended.output.split())]
+    assert not missing, ended.output
+    if job.code == 0:
+        status = told(jobs.folder(name))
+        assert (status["state"], status["world_size"]) == ("completed", sum(job.ranks))
+        if job.like:
+            jobs.ended(job.like)
+            assert losses(jobs.folder(name)) == losses(jobs.folder(job.like))
+
+
+def test_a_run_goes_on_on_fewer_hosts(jobs: Jobs) -> None:
+    before = jobs.folder("two hosts")
+    jobs.ended("two hosts")
+    shutil.copytree(before, alone := before.with_name("alone"), symlinks=True)
+    for later in ("step-00000006", "final"):
+        shutil.rmtree(alone / "checkpoints" / later, ignore_errors=True)
+    ended = run(jobs.rig, jobs.forked, {"node1": 1}, [*arguments(alone), "--resume", "auto"])
+    assert ended.codes == [0], ended.output
+    assert losses(alone)[-len(losses(before)) :] == losses(before)
+    assert told(alone)["world_size"] == 1
