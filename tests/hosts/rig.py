@@ -39,11 +39,16 @@ PACKAGES = {
 ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",  # hosts that are on the same cores must not spin
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], "/usr/sbin"]),
     "PYTHONDONTWRITEBYTECODE": "1",
 }
+FORWARDED = ("DS_ACCELERATOR", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
+
+KINDS = ("--net", "--uts", "--ipc", "--pid", "--mount")
+NAMESPACES = (*KINDS, "--fork", "--kill-child", "--mount-proc")
 
 HOST = """set -e
 hostname "$NAME"
@@ -109,8 +114,9 @@ def lacking() -> str:
         return "hosts are namespaces, which need root"
     if packages := sorted({name for program, name in PACKAGES.items() if not shutil.which(program, path=_path())}):
         return f"apt-get install {' '.join(packages)}"
-    tried = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, text=True)
-    return f"no namespaces: {tried.stderr.strip()}" if tried.returncode else ""
+    asked = "ip link add b0 type bridge && ip link add v0 type veth peer name v1 && mount -t tmpfs tmpfs /run"
+    tried = subprocess.run(["unshare", *NAMESPACES, "sh", "-c", asked], capture_output=True, text=True, check=False)
+    return f"no namespaces for hosts: {tried.stderr.strip()}" if tried.returncode else ""
 
 
 def _path() -> str:
@@ -174,16 +180,15 @@ class Rig:
         (self.folder / "known_hosts").write_text(f"node*,10.77.0.* {key}")
         (self.folder / "sshd_config").write_text(SSHD.format(folder=self.folder))
         (self.folder / "ssh_config").write_text(SSH.format(folder=self.folder))
-        (self.folder / "deepspeed_env").write_text("DS_ACCELERATOR=cpu\nOMP_NUM_THREADS=1\n")
+        (self.folder / "deepspeed_env").write_text("".join(f"{name}={ENVIRONMENT[name]}\n" for name in FORWARDED))
         self._switch = self._hold("unshare", "--net", "sleep", "infinity")
         until(lambda: _network(self._switch.pid) != _network(os.getpid()), 20, 0.02)
         self._ip("link", "add", "switch", "type", "bridge")
         self._ip("link", "set", "switch", "up")
         for number, name in enumerate(self.hosts):
             self.resolve(name)
-            kinds = ("--net", "--uts", "--ipc", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc")
             words = {"NAME": name, "FOLDER": str(self.folder)}
-            self.first[name] = first = _only_child(self._hold("unshare", *kinds, "bash", "-c", HOST, **words).pid)
+            self.first[name] = first = _only_child(self._hold("unshare", *NAMESPACES, "bash", "-c", HOST, **words).pid)
             self._ip("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", str(first))
             self._ip("link", "set", name, "master", "switch", "up")
             self.run(name, "ip", "addr", "add", f"10.77.0.{number + 1}/24", "dev", "eth0")
@@ -232,8 +237,7 @@ class Rig:
         )
 
     def _entered(self, host: str, command: Sequence[str]) -> list[str]:
-        kinds = ("--net", "--uts", "--ipc", "--pid", "--mount")
-        return ["nsenter", "-t", str(self.first[host]), *kinds, f"--wd={REPOSITORY}", *command]
+        return ["nsenter", "-t", str(self.first[host]), *KINDS, f"--wd={REPOSITORY}", *command]
 
     def _environment(self, variables: Mapping[str, str]) -> dict[str, str]:
         own = {"DS_ENV_FILE": str(self.folder / "deepspeed_env"), "PYTHONPATH": str(REPOSITORY)}
@@ -248,7 +252,7 @@ class Rig:
                 words = {Path(word).name for word in process.cmdline()[:4]} if here else set()
             except (OSError, psutil.Error):  # it has just ended, or the host has
                 continue
-            if kind := next((kind for program, kind in KINDS.items() if program in words), None):
+            if kind := next((kind for program, kind in PROGRAMS.items() if program in words), None):
                 found.setdefault(kind, []).append(process)
         return found
 
@@ -288,7 +292,7 @@ class Rig:
         until(lambda: self.run(hosts[0], *idle, check=False).stdout.strip() == str(len(hosts)), 60)
 
 
-KINDS = {
+PROGRAMS = {
     "deepspeed.launcher.launch": "launch.py",
     "deepspeed": "deepspeed",
     "torchrun": "agent",

@@ -79,10 +79,6 @@ class Death:
     seconds: float
     noticed: str
 
-    @property
-    def is_saved(self) -> bool:
-        return self.code == 75
-
 
 def killed(kind: str, *, number: signal.Signals = signal.SIGKILL, on_first: bool = False, stop: bool = False) -> Deed:
     """A signal to a process of the run, mostly on its second host; `stop`: then somebody asks the run to end."""
@@ -164,14 +160,14 @@ BEGIN, END = "<!-- deaths: written by tests/hosts/tables.py -->\n", "<!-- end of
 def deaths_table() -> str:
     """The deaths as docs/launch.md shows them."""
     rows = [
-        "| what happens | who notices | all has ended within | `run.json` | launcher's code | lost |",
-        "|" + "---|" * 6,
+        "| launcher | what happens | who notices | all has ended within | `run.json` | launcher's code | lost |",
+        "|" + "---|" * 7,
     ]
     for death in DEATHS.values():
         launcher = shlex.split(death.launcher)[0]
         codes = ", ".join(f"killed by {-code}" if code < 0 else str(code) for code in death.codes)
         lost = "nothing" if death.code == 75 else "steps since the last save"
-        cells = (f"{launcher}: {death.deed}", death.noticed, f"{death.seconds:g} s", f"{death.state}, {death.code}")
+        cells = (launcher, death.deed, death.noticed, f"{death.seconds:g} s", f"{death.state}, {death.code}")
         rows.append(f"| {' | '.join(cells)} | {codes} | {lost} |")
     return "\n".join([*rows, ""])
 
