@@ -29,8 +29,10 @@ PYTHON
 }
 say() { echo "supervise: $*" >&2; }
 
+# srun ends its tasks at once on SIGTERM, and passes SIGUSR1 on; the other launchers pass SIGTERM on.
+case "$(basename "$1")" in srun) signal=USR1 ;; *) signal=TERM ;; esac
 child='' signalled='' without_progress=0 wait_seconds=$first_wait
-trap 'signalled=1; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null' TERM INT HUP
+trap 'signalled=1; [ -z "$child" ] || kill -"$signal" "$child" 2>/dev/null' TERM INT HUP
 while :; do
     before=$(told; stat -c %i.%y "$run/run.json" 2>/dev/null) saved=$(ls "$run/checkpoints" 2>/dev/null)
     "$@" &

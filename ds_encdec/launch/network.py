@@ -7,6 +7,8 @@ from contextlib import suppress
 
 import psutil
 
+from ds_encdec.launch.run_folder import masked
+
 LOOPBACK = "lo"
 RETRY_SECONDS = 0.5
 
@@ -73,7 +75,7 @@ def listener(port: int) -> str:
             if found.status == psutil.CONN_LISTEN and found.laddr[1:] == (port,) and found.pid is not None:
                 process = psutil.Process(found.pid)
                 with suppress(psutil.Error):
-                    words = " ".join(process.cmdline())[:100]
+                    words = masked(process.cmdline())[:100]
                     whose = (
                         "this process" if found.pid == os.getpid() else f"process {found.pid} of {process.username()}"
                     )

@@ -292,7 +292,7 @@ def _read(launcher: Launcher, environ: Mapping[str, str]) -> World:
         except ValueError:
             raise ConfigError(f"{variables[name]}={told[name]!r} is not a whole number") from None
     if launcher.task_programs:
-        _check_by_hand(told, variables, environ)
+        _check_by_hand(told, variables, environ, launcher.marker)
     ranks, here = told["world_size"], told.get("local_world_size", told["world_size"])
     nodes = {"num_nodes": -(-ranks // max(here, 1)), "node_rank": told["rank"] // max(here, 1)}
     world = World(**{"local_world_size": here, **nodes, **told}, launcher=launcher.name)
@@ -320,14 +320,16 @@ def _told(launcher: Launcher, variables: Mapping[str, str], environ: Mapping[str
     return told
 
 
-def _check_by_hand(told: Mapping[str, Any], variables: Mapping[str, str], environ: Mapping[str, str]) -> None:
+def _check_by_hand(
+    told: Mapping[str, Any], variables: Mapping[str, str], environ: Mapping[str, str], marker: str
+) -> None:
     """Raise ConfigError where PyTorch's variables are set beside the launcher's, and differ from them."""
     for name in ("rank", "local_rank", "world_size", "local_world_size"):
         by_hand, own = name.upper(), variables[name]
         if (value := environ.get(by_hand)) and value != str(told.get(name, value)):
             raise ConfigError(
                 f"{by_hand}={value} and {own}={environ[own]} disagree: leave {by_hand} unset, for {own} is read here; "
-                f"or, where each task starts ranks of its own, unset {', '.join(variables[key] for key in told)} there."
+                f"or, where each task starts ranks of its own, unset {marker} there."
             )
 
 

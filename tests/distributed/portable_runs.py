@@ -77,7 +77,7 @@ class ListeningLoader:
     def __next__(self) -> list[Batch]:
         batches = next(self._loader)
         self.samples.append([(lane, _digest(batch)) for lane, batch in zip(self._loader.lanes, batches, strict=True)])
-        if len(self.samples) == self._stop_after:
+        if len(self.samples) - 1 == self._stop_after:  # the next step, which is then not taken
             os.kill(os.getpid(), signal.SIGTERM)
         return batches
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -62,6 +63,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_leaves_what_the_readme_promises(finished: Path) -> None:
     status = json.loads((finished / "run.json").read_text())
     assert (status["state"], status["exit_code"], status["world_size"]) == ("completed", 0, 2)
+    assert status["hosts"] == {socket.gethostname(): "0-1"}
     told = (finished / "told.txt").read_text().split(", ")
     saves = [one for one in told if one.startswith("save")]
     assert saves == ["save 3", "save 6"]  # of the first, while training goes on

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from typing import Any
 
 import pytest
 
@@ -31,6 +32,28 @@ def test_errors_keep_their_class_and_foreign_ones_are_named() -> None:
         collectives.on_every_rank(fail_data)
     with pytest.raises(DsEncDecError, match="OSError: disk on fire"):
         collectives.on_rank_zero(fail_os)
+
+
+class Second(HostCollectives):
+    """Rank 1 of two, where `lowest_rank` is the first that has an error: its own, or rank 0's, which has the same."""
+
+    def __init__(self, lowest_rank: int) -> None:
+        super().__init__()
+        self.rank, self.world_size, self.lowest_rank = 1, 2, lowest_rank
+
+    def lowest(self, *values: int) -> list[int]:
+        return [self.lowest_rank]
+
+    def broadcast(self, record: Any, source: int = 0) -> Any:
+        return record
+
+
+def test_an_error_that_rank_zero_does_not_have_is_told_with_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "node1")
+    for lowest_rank, told in ((1, "rank 1 (node1): too few files"), (0, "too few files")):
+        with pytest.raises(DataError) as caught:
+            Second(lowest_rank).raise_first(DataError("too few files"))
+        assert str(caught.value) == told
 
 
 def test_the_limit_of_open_files_is_raised_for_the_ranks_and_what_is_missing_is_said(

@@ -51,8 +51,8 @@ def held(ranks: dict[int, Callable[[World], Any]], *, world_size: int = 2) -> Ou
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "_held", Counter())
     monkeypatch.setattr("socket.gethostname", lambda: "node0")
-    for name in ("COMPANY_SECONDS", "TOLD_SECONDS", "LEAVE_SECONDS"):
-        monkeypatch.setattr(meeting, name, 0.3)
+    for name in ("COMPANY_SECONDS", "TOLD_SECONDS"):
+        monkeypatch.setattr(meeting, name, 60.0)  # which end as soon as all have come, or read
 
 
 def met(world: World, seconds: float = 20) -> Meeting:
@@ -120,6 +120,8 @@ def test_an_address_or_a_place_that_another_has() -> None:
 
 def test_a_connection_that_fails_on_one_rank_ends_another_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 sits in native code, as gloo's accepting side does for five times its timeout."""
+    monkeypatch.setattr(meeting, "COMPANY_SECONDS", 0.3)
+    monkeypatch.setattr(meeting, "LEAVE_SECONDS", 0.3)
     ended_with: list[int] = []
     let_go = threading.Event()
     monkeypatch.setattr(meeting, "end_process", lambda code: (ended_with.append(code), let_go.set()))
