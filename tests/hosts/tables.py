@@ -169,6 +169,8 @@ def deaths_table() -> str:
         lost = "nothing" if death.code == 75 else "steps since the last save"
         cells = (launcher, death.deed, death.noticed, f"{death.seconds:g} s", f"{death.state}, {death.code}")
         rows.append(f"| {' | '.join(cells)} | {codes} | {lost} |")
+    elastic = "torchrun --nnodes 1:2 --max-restarts 3 | a host goes down | the other's agent, which starts ranks again"
+    rows.append(f"| {elastic} | | running, on one host | | steps since the last save |")
     return "\n".join([*rows, ""])
 
 

@@ -26,4 +26,5 @@ def test_losses_are_those_of_one_host(name: str, slurm: Rig, forked: ForkedRuns)
     assert codes == {0}, "\n".join(printed)
     status = told(folder)
     assert (status["state"], status["world_size"], status["launcher"]) == ("completed", 2, row)
+    assert status["hosts"] == {"node0": "0", "node1": "1"}
     assert losses(folder) == losses(alone)

@@ -127,6 +127,7 @@ def test_hosts_train_as_one_or_say_why_not(name: str, jobs: Jobs, resolve: Calla
     if job.code == 0:
         status = told(jobs.folder(name))
         assert (status["state"], status["world_size"]) == ("completed", sum(job.ranks))
+        assert [*status["hosts"]] == jobs.rig.hosts[: len(job.ranks)]
         if job.like:
             jobs.ended(job.like)
             assert losses(jobs.folder(name)) == losses(jobs.folder(job.like))
