@@ -16,7 +16,7 @@ ONE_RANK_EACH = ("--ntasks-per-node=1", "--cpus-per-task=1", "--gpus-per-node=0"
 def test_a_job_goes_on_until_it_is_cancelled(slurm: Rig, forked: ForkedRuns) -> None:
     rig, folder, log = slurm, slurm.folder / "job", slurm.folder / "job.log"
     own = [*arguments(folder, **ENDLESS), "training.logging_steps=1"]
-    limit = ("--time=3", "--signal=USR1@60")
+    limit = ("--time=2", "--signal=USR1@45")
     script = ("scripts/slurm/preemptible.sbatch", *own)
     submitted = rig.run(
         "node0", "sbatch", "--parsable", *ONE_RANK_EACH, *limit, f"--output={log}", *script, VIRTUAL_ENV=sys.prefix
@@ -31,7 +31,7 @@ def test_a_job_goes_on_until_it_is_cancelled(slurm: Rig, forked: ForkedRuns) -> 
     until(lambda: requeues() == 1, 60)
     assert (told(folder)["state"], told(folder)["exit_code"]) == ("preempted", 75)
     saved_at = saved(folder)[-1]
-    for restart in (1, 2):  # the second after the time limit's signal
+    for restart in (1, 2):  # the second after the signal that comes before the time limit
         until(lambda restart=restart: requeues() >= restart, 180)
         time.sleep(5)  # a job that is started in the second in which it was put back fails
         rig.run("node0", "scontrol", "update", f"jobid={job}", "StartTime=now")  # which Slurm puts off by minutes
