@@ -68,5 +68,5 @@ def _near_words(parent: str, key: str) -> dict[str, str]:
 
 
 def _is_near(name: str, key: str) -> bool:
-    """Of many names, these are worth a look."""
+    """Return whether `name`, one of many, is worth a comparison."""
     return name[:1] == key[:1] and (abs(len(name) - len(key)) <= 2 or name.startswith(key))

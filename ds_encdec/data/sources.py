@@ -21,7 +21,7 @@ from ds_encdec.data.randomness import Permutation, keyed_generator, unit_hash
 from ds_encdec.types import DataError, Document
 
 WAY_OUT = "; set data."
-"""Stands in a problem that a setting mends: to pass over such rows would be to pass over all."""
+"""Stands in a problem that a setting mends: to pass over such rows may be to pass over all."""
 
 SMALL_SOURCE_DOCUMENTS = 1024
 """Sources up to this size are checked for a held-out document; larger ones have one for any sensible fraction."""
@@ -197,7 +197,8 @@ def field_document(key: str, record: Mapping[str, Any], column: str | None, wher
 
 def missing_column(column: str, where: str, existing: Sequence[str]) -> str:
     """The message for a column that is not there, listing those that are."""
-    return f"data.text_column={column}: {where} has no such column; it has {(', '.join(existing) or 'none'):.300}"
+    has = f"{', '.join(existing) or 'none':.300}"
+    return f"data.text_column={column}: {where} has no such column; it has {has}{WAY_OUT}text_column=COLUMN"
 
 
 def bad_rows_of(record: Mapping[str, Any]) -> list[int]:
@@ -216,7 +217,8 @@ def check_bad_rows(found: int, limit: int, last: str) -> None:
     if found <= limit:
         return
     if limit == 0:
-        raise DataError(last if WAY_OUT in last else f"{last}. Mend it, or pass over such rows: data.on_bad_row=skip")
+        skip = "; where only a few rows lack it, " if WAY_OUT in last else ". Mend it, or pass over such rows: "
+        raise DataError(f"{last}{skip}data.on_bad_row=skip")
     raise DataError(
         f"more than data.max_bad_rows={limit} rows cannot be read, the last one {last}. Look at the data, or raise "
         "data.max_bad_rows"
