@@ -70,7 +70,7 @@ def switch(on: Meaning, off: Meaning) -> dict[str, Meaning]:
 
 
 def files(field: str) -> Callable[[Any], Meaning | None]:
-    """Local files; for those to train on also their kind, by the ending."""
+    """Read local files; for those to train on also their kind, by the ending."""
 
     def read(value: Any) -> Meaning | None:
         if not isinstance(value, str):
@@ -79,6 +79,7 @@ def files(field: str) -> Callable[[Any], Meaning | None]:
             return {field: value}
         return {"data.dataset_name": kind, field: value} if (kind := kind_of_file(value)) else None
 
+    read.__doc__ = f"`{field}`{', and by its ending `data.dataset_name`' if field == 'data.data_files' else ''}."
     return read
 
 

@@ -138,7 +138,7 @@ def _about(asked: Question) -> str:
         f", of which {job.trainable_parameters:,} are trained" if job.trainable_parameters != job.parameters else ""
     )
     return (
-        f"{job.config.model.model_name_or_path or 'model.architecture'}: {job.parameters:,} parameters{trained}\n"
+        f"{job.config.model.model_name_or_path or 'from scratch'}: {job.parameters:,} parameters{trained}\n"
         f"{job.world_size} x {gpu.name} ({in_gib(gpu.usable_bytes)} GiB usable each) on "
         f"{job.nodes} node(s)\n"
         f"A micro-batch of {job.config.training.micro_batch_size} has {job.encoder_tokens:,} encoder and "

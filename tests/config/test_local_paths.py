@@ -80,6 +80,16 @@ def test_rows_that_would_be_read_as_plain_text_are_told(tmp_path: Path, capsys: 
     assert "warning" not in capsys.readouterr().out
 
 
+def test_files_of_a_pattern_that_the_shell_spread_are_one_problem(tmp_path: Path, capsys: Output) -> None:
+    files = [str(tmp_path / name) for name in ("a.txt", "b.txt", "c.txt")]
+    for name in files:
+        Path(name).touch()
+    assert cli.main(["validate", QUICKSTART, "data.dataset_name=text", f"data.data_files={files[0]}", *files[1:]]) == 2
+    told = capsys.readouterr().err
+    assert "has 1 problem" in told
+    assert f"command line: {files[1]} and 1 more\n      a file, and not a setting: put commas between files" in told
+
+
 def test_a_package_that_a_setting_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
     wanted = ["training.eval_generate_samples=4", "training.metric_for_best_model=rougeL", "model.lora={}"]
     wanted = ["--config", QUICKSTART, *wanted, f"infra.output_dir={tmp_path / 'run'}"]

@@ -36,7 +36,7 @@ def test_a_corpus_shorter_than_one_batch(tmp_path: Path) -> None:
         make_data(config, num_lanes=4)
     assert caught.value.exit_code == 4
     small = make_config(dataset_name="json", data_files=path, max_encoder_length=8, max_decoder_length=8)
-    with pytest.raises(DataError, match=r"2\d documents .* too few for 40 lanes"):
+    with pytest.raises(DataError, match=r"2\d documents .*: too few for 40 lanes"):
         make_data(small, num_lanes=40)
 
 

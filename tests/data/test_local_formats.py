@@ -163,7 +163,7 @@ def test_csv_is_read(tmp_path: Path) -> None:
     source = opened("csv", path)
     assert [source.document(i).text for i in (0, 1, 3)] == ['two\nlines, "é"', "plain", "more"]
     assert source.document(2).problem == (
-        "data.text_column=text: a.csv, row 3 has no such column; it has id; set data.text_column=COLUMN"
+        "data.text_column=text: a.csv, row 3 has no such column; it has id: set data.text_column=COLUMN"
     )
 
 

@@ -133,7 +133,7 @@ def test_bad_rows_stop_the_run_or_are_counted(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"the data set is empty.*\{nothing\}"):
         data_of(sft_config(path, on_bad_row="skip", input_template="{nothing}"))
     with pytest.raises(
-        DataError, match=r"field_mapping\.nothing=COLUMN, or name another field in the template; where only a few"
+        DataError, match=r"field_mapping\.nothing=COLUMN, or name another field in the template. Mend it or"
     ):
         data_of(sft_config(path, input_template="{nothing}"))
 
