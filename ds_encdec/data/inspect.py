@@ -84,8 +84,8 @@ def require_one_step(found: SampleStatistics, num_lanes: int, budgets: Budgets) 
         raise DataError(
             f"{count(found.documents, 'document')} to train on: too few for {num_lanes} lanes. Each lane (a "
             "micro-batch of every optimizer step) reads documents of its own. Set data.num_lanes="
-            f"{max(1, found.documents):.0f}{' or less' if found.documents > 1 else ''}, give more files or lines, or cut "
-            "long ones"
+            f"{max(1, found.documents):.0f}{' or less' if found.documents > 1 else ''}, give more files or "
+            "lines, or cut long ones"
         )
     per_batch = budgets.encoder_tokens + budgets.decoder_tokens
     if found.tokens < num_lanes * per_batch:
