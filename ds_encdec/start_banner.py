@@ -22,8 +22,7 @@ def start_banner(
     planned = config.infra.num_gpus
     asked = f" ({epochs:g} epochs)" if epochs is not None else ""
     parts = {
-        "model": f"{config.model.model_name_or_path or 'model.architecture'}: {job.parameters:,} parameters, "
-        f"{_trained(job)}",
+        "model": f"{config.model.model_name_or_path or 'from scratch'}: {job.parameters:,} parameters, {_trained(job)}",
         "engine": ", ".join([context.engine_spec.title, *_settings(config.infra, config.training)]),
         "ranks": f"{world.world_size} on {world.num_nodes} node(s), {context.device.type}"
         + (f" (the configuration was planned for {planned})" if planned != world.world_size else ""),
