@@ -9,6 +9,7 @@ from typing import Any
 from ds_encdec.config.rules import ROLLBACK_FIELDS
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.shares import global_batch_size, with_assumed_batch_size
+from ds_encdec.gpus import has_gpu
 from ds_encdec.memory.breakdown import in_gib
 from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.job import (
@@ -20,6 +21,7 @@ from ds_encdec.memory.job import (
     saves_at_most,
 )
 from ds_encdec.memory.question import indivisible, planned_job
+from ds_encdec.memory.variants import Variant
 from ds_encdec.phases import PlannedPhase, estimate_steps_for_tokens, estimate_training_time
 from ds_encdec.quantities import count, duration
 from ds_encdec.types import ConfigError
@@ -80,7 +82,7 @@ def plan_run(
         "tokens_per_second": tokens_per_second,
         **_cost(steps * sequences * length, job.world_size, tokens_per_second, price_per_gpu_hour),
         "disk": _disk(job, steps),
-        "host_bytes_per_node": estimate(job).host.total * job.ranks_per_node,
+        "host_bytes_per_node": Variant(job, estimate(job)).node_bytes,
     }
 
 
@@ -136,9 +138,16 @@ def describe_plan(plan: Mapping[str, Any]) -> str:
         + (f", and the models at its end, {_gb(at_end)}" if at_end else "")
         + ".",
         f"An export takes {exports}.",
-        f"Each node's ranks need {in_gib(plan['host_bytes_per_node'])} GiB of host memory.",
+        f"Each node's ranks need {in_gib(plan['host_bytes_per_node'])} GiB of host memory{_of_cpus(plan)}.",
     ]
     return "\n".join(line for line in lines if line)
+
+
+def _of_cpus(plan: Mapping[str, Any]) -> str:
+    """A remark on where the ranks compute, which the memory of their hosts depends on."""
+    if plan["device"] == "cpu":
+        return ", all there is: they compute on CPUs"
+    return "" if has_gpu() else " beside their GPUs (CPUs alone: infra.device=cpu)"
 
 
 def _gb(number: float) -> str:

@@ -36,7 +36,7 @@ def write_page(folder: Path, template: str, **values: Any) -> Path:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    filters = (number, count, when, excerpt, flat, outcomes, events, changes)
+    filters = (number, count, when, cause, excerpt, flat, outcomes, events, changes)
     environment.filters |= {function.__name__: function for function in filters}
     # JSON may hold halves of surrogate pairs, which no encoding has.
     content = environment.get_template(template).render(values).encode("utf-8", "replace")
@@ -59,6 +59,11 @@ def number(value: object, unit: str = "", digits: int = 4) -> str:
 def when(written: object) -> str:
     """A time of run.json or the events as one reads it, with its zone; empty for anything else."""
     return f"{time:%Y-%m-%d %H:%M:%S %z}" if (time := read_time(written)) else ""
+
+
+def cause(message: object) -> str:
+    """Why a run stopped: of its last words those that do not say only that it did, or how to go on."""
+    return re.sub(r"^stopped at step \d+ |; go on with .*$", "", number(message))
 
 
 def excerpt(text: object) -> str:
