@@ -71,7 +71,7 @@ from ds_encdec.resume import (
     with_steps,
 )
 from ds_encdec.start_banner import start_banner
-from ds_encdec.trainer import Trainer, train
+from ds_encdec.trainer import Trainer, is_over, train
 from ds_encdec.types import HangError, LostRankError, Preempted, TrainingState
 
 logger = logging.getLogger(__name__)
@@ -264,7 +264,11 @@ def _wire(
     state = _first_state(run, data)
     job = job_here(run.config, context, run.model.config, run.accumulation, data.ratio)
     expected = estimate_run(job)
-    if context.world.is_main:
+    if is_over(state, run.config.training):
+        is_whole = state.global_step >= run.config.training.num_train_steps
+        limit = "num_train_steps" if is_whole else "early_stopping_patience"
+        logger.info("nothing left to do after step %d: to train on, raise training.%s", state.global_step, limit)
+    elif context.world.is_main:
         for line in start_banner(job, context, expected, start_step=state.global_step, epochs=run.epochs):
             logger.info(line)
     engine = _build_engine(run, job, expected)

@@ -23,7 +23,7 @@ ARGUMENTS: Arguments = {
     "--model": value("a model, instead of the configuration's", metavar="ID_OR_DIR"),
     "--gpus": value("GPUs in total (default infra.num_gpus)", int, metavar="N"),
     "--nodes": value("machines they are in (default 1)", int, default=1, metavar="N"),
-    "--gpu": value(f"e.g. h100-80gb, 80GiB (default {DEFAULT_GPU})", default=DEFAULT_GPU, metavar="NAME|SIZE"),
+    "--gpu": value(f"e.g. h100-80gb, 80GiB (default {DEFAULT_GPU})", metavar="NAME|SIZE"),
     "--host-memory": value("of each machine, e.g. 1TB: judge the host, too", metavar="SIZE"),
     "--lora-rank": value("as if adapters of this rank were trained alone", int, metavar="R"),
     "--all": flag("show every setting of both engines, and each part of the figures"),

@@ -6,6 +6,7 @@ every out-of-memory message); it differs by some hundredths of a GiB between dri
 is part of the estimate.
 """
 
+import os
 import re
 from dataclasses import dataclass
 
@@ -70,6 +71,13 @@ GPUS = {
 """The known ones by name."""
 DEFAULT_GPU = "a100-80gb"
 """The GPU that is assumed where none is given."""
+_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+"""Devices of NVIDIA's driver, AMD's, and WSL's."""
+
+
+def has_gpu() -> bool:
+    """Return whether this machine seems to have a GPU; torch, which knows, is not imported."""
+    return any(map(os.path.exists, _DRIVERS))
 
 
 def named_peak_flops(gpu: Gpu) -> float | None:

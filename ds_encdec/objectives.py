@@ -144,7 +144,8 @@ OBJECTIVES = {
         taught_by="supervised fine-tuning",
         prompt=_shown_template,
         prompt_is="The input is the template of the training data: put a value in the place of each name in braces. "
-        "Conversations went through the tokenizer's chat template instead.",
+        "Where the data had conversations (`data.messages_column`), these went through the tokenizer's chat template "
+        "instead.",
         columns=_columns_of_records,
         read_fields=_RENDERED,
     ),

@@ -9,6 +9,7 @@ from typing import Any
 from ds_encdec.config.rules import ROLLBACK_FIELDS
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.shares import global_batch_size, with_assumed_batch_size
+from ds_encdec.gpus import has_gpu
 from ds_encdec.memory.breakdown import in_gib
 from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.job import (
@@ -20,7 +21,9 @@ from ds_encdec.memory.job import (
     saves_at_most,
 )
 from ds_encdec.memory.question import indivisible, planned_job
+from ds_encdec.memory.variants import Variant
 from ds_encdec.phases import PlannedPhase, estimate_steps_for_tokens, estimate_training_time
+from ds_encdec.quantities import count, duration
 from ds_encdec.types import ConfigError
 
 EXPORT_BYTES = {"float32": 4, "bfloat16": 2}
@@ -31,6 +34,8 @@ HOW_TO_KNOW_THE_TIME = (
     "How long this takes is not known: give --tokens-per-second (non-padding tokens of both sides, over all ranks), or "
     "--measured RUN, the folder of a run on the same machines, such as that of a phase."
 )
+DAYS_FROM = 2
+"""Less is told in hours, minutes and seconds."""
 NOT_COUNTED = "Evaluations, checkpoints and starts come on top."
 
 
@@ -64,6 +69,7 @@ def plan_run(
         steps = estimate_steps_for_tokens(num_tokens, sequences, length, 1, 1)
     return {
         "num_gpus": job.world_size,
+        "device": config.infra.device,
         "nodes": nodes,
         "parameters": job.parameters,
         "trainable": job.trainable_parameters,
@@ -76,7 +82,7 @@ def plan_run(
         "tokens_per_second": tokens_per_second,
         **_cost(steps * sequences * length, job.world_size, tokens_per_second, price_per_gpu_hour),
         "disk": _disk(job, steps),
-        "host_bytes_per_node": estimate(job).host.total * job.ranks_per_node,
+        "host_bytes_per_node": Variant(job, estimate(job)).node_bytes,
     }
 
 
@@ -113,16 +119,16 @@ def describe_plan(plan: Mapping[str, Any]) -> str:
     """The plan in words."""
     disk, time = plan["disk"], plan["time"]
     money = "" if plan["usd"] is None else f" and {plan['usd']:,.2f} USD"
+    hours = f" ({time['hours']:,.1f} hours)" if time and time["days"] >= DAYS_FROM else ""
     put_aside, at_end = disk["abandoned_checkpoints"], disk["averaged"] + disk["exported"]
     exports = " or ".join(f"{_gb(size)} in {dtype}" for dtype, size in disk["export"].items())
     lines = [
         f"{plan['steps']:,} steps of {plan['tokens_per_step']:,} tokens ({plan['sequences_per_step']:,} sequences, "
-        f"padding included) are {plan['tokens']:,} tokens, on {plan['num_gpus']} GPU(s) in {plan['nodes']} node(s).",
+        f"padding included) are {plan['tokens']:,} tokens, on {_ranks(plan)} in {count(plan['nodes'], 'node')}.",
         f"Set training.num_train_steps={plan['steps']} for it (now {plan['num_train_steps']:,})."
         if plan["steps"] != plan["num_train_steps"]
         else "",
-        f"At {plan['tokens_per_second']:,.0f} tokens/s it takes {time['days']:,.2f} days "
-        f"({time['hours']:,.1f} hours){money}. {NOT_COUNTED}"
+        f"At {plan['tokens_per_second']:,.0f} tokens/s it takes {_how_long(time['days'])}{hours}{money}. {NOT_COUNTED}"
         if time
         else HOW_TO_KNOW_THE_TIME,
         f"A checkpoint takes {_gb(disk['checkpoint'])} ({disk['checkpoint_bytes_per_parameter']} bytes for each of "
@@ -132,9 +138,16 @@ def describe_plan(plan: Mapping[str, Any]) -> str:
         + (f", and the models at its end, {_gb(at_end)}" if at_end else "")
         + ".",
         f"An export takes {exports}.",
-        f"Each node's ranks need {in_gib(plan['host_bytes_per_node'])} GiB of host memory.",
+        f"Each node's ranks need {in_gib(plan['host_bytes_per_node'])} GiB of host memory{_of_cpus(plan)}.",
     ]
     return "\n".join(line for line in lines if line)
+
+
+def _of_cpus(plan: Mapping[str, Any]) -> str:
+    """A remark on where the ranks compute, which the memory of their hosts depends on."""
+    if plan["device"] == "cpu":
+        return ", all there is: they compute on CPUs"
+    return "" if has_gpu() else " beside their GPUs (CPUs alone: infra.device=cpu)"
 
 
 def _gb(number: float) -> str:
@@ -176,6 +189,7 @@ def plan_of_phases(
     return {
         "tokens_per_second": tokens_per_second,
         "num_gpus": num_gpus,
+        "device": plans[0].config.infra.device,
         "phases": phases,
         "total": {**sums, "days": whole["time"] and whole["time"]["days"], "usd": whole["usd"]},
     }
@@ -184,21 +198,32 @@ def plan_of_phases(
 def describe_plan_of_phases(plan: Mapping[str, Any]) -> str:
     """The phases as a table, and below it what is not known of them."""
     columns = {
-        "phase": "phase", "steps": "steps", "ends_with": "ends with", "num_train_steps": "its steps",
-        "steps_for_tokens": "its tokens' steps", "tokens": "tokens", "num_tokens": "of", "days": "days", "usd": "USD",
+        "phase": "phase", "steps": "steps run", "ends_with": "ends with", "num_train_steps": "steps set",
+        "steps_for_tokens": "steps for its tokens", "tokens": "tokens run", "num_tokens": "tokens set", "days": "time",
+        "usd": "USD",
     }  # fmt: skip
     rows = [{**phase, "days": phase["time"] and phase["time"]["days"]} for phase in plan["phases"]]
-    total = {**dict.fromkeys(columns, ""), "phase": "total", **plan["total"]}
-    cells = [[_cell(row[name]) for name in columns] for row in (columns, *rows, total)]
+    rows.append({**dict.fromkeys(columns, ""), "phase": "total", **plan["total"]})
+    for row in rows:
+        row["days"] = None if row["days"] is None else _how_long(row["days"])
+    cells = [[_cell(row[name]) for name in columns] for row in (columns, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
     rate = plan["tokens_per_second"]
     lines += [
         f"{plan['phases'][0]['tokens_per_step']:,} tokens a step, padding included, on "
-        f"{plan['num_gpus']} GPU(s) as infra.num_gpus says.",
+        f"{_ranks(plan)} as infra.num_gpus says.",
         HOW_TO_KNOW_THE_TIME if rate is None else f"At {rate:,.0f} tokens/s. {NOT_COUNTED}",
     ]
     return "\n".join(lines)
+
+
+def _ranks(plan: Mapping[str, Any]) -> str:
+    return count(plan["num_gpus"], "GPU" if plan["device"] == "cuda" else "rank")
+
+
+def _how_long(days: float) -> str:
+    return f"{days:,.2f} days" if days >= DAYS_FROM else duration(days * 86400)
 
 
 def _cell(value: str | float | None) -> str:

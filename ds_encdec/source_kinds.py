@@ -4,6 +4,7 @@ It stands on the floor, so that the configuration's rules ask a row what a data 
 is imported for it.
 """
 
+import re
 from dataclasses import dataclass
 
 
@@ -37,6 +38,14 @@ LOCAL_SOURCES: dict[str, SourceKind] = {
     "parquet": SourceKind("ds_encdec.data.tables:ParquetFiles", ("files", "text_column", "num_lanes", "columns")),
 }
 """The rows by the value of `data.dataset_name` that asks for it."""
+
+
+def kind_of_file(name: str) -> str | None:
+    """The kind of local files that the ending of a file's name says, below that of a compression."""
+    ending = re.sub(r"\.(gz|bz2|xz|zst)$", "", name.lower()).rpartition(".")[2]
+    kinds = (kind for kind, row in LOCAL_SOURCES.items() if row.reads_files and ending in (kind, *row.endings))
+    return next(kinds, None)
+
 
 HUB = SourceKind("ds_encdec.data.tables:open_hub_data", ("entry", "num_lanes", "streaming", "columns"))
 """The kind of all other names: a data set of the hub, or of a folder laid out like one."""

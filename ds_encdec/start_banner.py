@@ -10,6 +10,7 @@ from ds_encdec.launch.host_collectives import RunContext
 from ds_encdec.memory.expected import ExpectedMemory
 from ds_encdec.memory.job import Job
 from ds_encdec.model.trained import told
+from ds_encdec.quantities import count
 
 
 def start_banner(
@@ -22,13 +23,12 @@ def start_banner(
     planned = config.infra.num_gpus
     asked = f" ({epochs:g} epochs)" if epochs is not None else ""
     parts = {
-        "model": f"{config.model.model_name_or_path or 'model.architecture'}: {job.parameters:,} parameters, "
-        f"{_trained(job)}",
+        "model": f"{config.model.model_name_or_path or 'from scratch'}: {job.parameters:,} parameters, {_trained(job)}",
         "engine": ", ".join([context.engine_spec.title, *_settings(config.infra, config.training)]),
-        "ranks": f"{world.world_size} on {world.num_nodes} node(s), {context.device.type}"
+        "ranks": f"{world.world_size} on {count(world.num_nodes, 'node')}, {context.device.type}"
         + (f" (the configuration was planned for {planned})" if planned != world.world_size else ""),
         "attention": attention_kernel(config, context.device)[0],
-        "a step": f"{sequences:,} sequences in {lanes} micro-batches, {tokens:,} tokens with padding",
+        "a step": f"{count(sequences, 'sequence')} in {count(lanes, 'micro-batch')}, {tokens:,} tokens with padding",
         "the run": f"steps {start_step:,} to {steps:,}{asked}, {tokens * (steps - start_step):,} tokens, "
         f"into {Path(config.infra.output_dir).absolute()}",
         "memory": str(expected) if expected is not None else "not estimated",

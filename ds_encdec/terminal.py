@@ -129,13 +129,13 @@ def stamped(line: str) -> str:
 def take_over(name: str, harmless: Collection[str] = ()) -> None:
     """Let the logger of a library that prints by itself log like everybody else, without the `harmless` messages.
 
-    Nothing is done where no program has set up the log.
+    Where no program has set up the log, only these messages are left out.
     """
+    library = logging.getLogger(name)
+    library.addFilter(lambda record: record.getMessage() not in harmless)
     if _handler() is not None:
-        library = logging.getLogger(name)
         library.handlers.clear()
         library.propagate = True
-        library.addFilter(lambda record: record.getMessage() not in harmless)
 
 
 def print_marked(text: str, styles: Mapping[str, str]) -> None:

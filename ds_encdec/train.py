@@ -64,7 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return run(options, overrides)
     except Preempted as error:
-        print(error, flush=True)
+        if os.environ.get("RANK", "0") == "0":  # all ranks stop together
+            print(error, flush=True)
         return error.exit_code
     except DsEncDecError as error:
         # Every rank reads the same configuration and finds the same, unless it has been told otherwise.

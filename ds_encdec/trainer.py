@@ -326,7 +326,7 @@ def _end_before_step(run: Trainer, state: TrainingState, error: Exception | None
 
 def _preempted(run: Trainer, state: TrainingState, actions: Actions, *, saved: bool = True) -> Preempted:
     reason = actions.leave["message"] if actions.leave is not None else run.stop.reason or "another rank"
-    what = "state saved" if saved else "no step was taken, so there was nothing to save"
+    what = "state saved; go on with --resume auto" if saved else "no step was taken, so there was nothing to save"
     return Preempted(f"stopped at step {state.global_step} by {reason}; {what}")
 
 

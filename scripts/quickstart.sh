@@ -61,6 +61,7 @@ model="$output/export/final" # which the run has left itself, unless it was told
 [ -e "$model" ] || ds-encdec export "$output/checkpoints/final" "$model"
 
 echo
+echo "evaluating ..."
 if [ "$name" = quickstart_sft ]; then
     [ -z "$resume" ] || rm -rf "$model-test" # of the model that was there before
     ds-encdec evaluate --model "$model" --split test --max-samples 200 --max-new-tokens 24 --metrics exact_match

@@ -1,6 +1,7 @@
 """What all tests have in common."""
 
 import logging
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,16 @@ from ds_encdec.terminal import TerminalHandler
 # A busy machine is no failure: neither an example nor the making of examples is judged by the clock.
 settings.register_profile("without a clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("without a clock")
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left() -> Iterator[None]:
+    """Process groups that a test leaves open would fail another one, somewhere else."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        pytest.fail("this test leaves its process group open")
 
 
 @pytest.fixture(autouse=True)

@@ -39,7 +39,7 @@ LAYERS = (
     ("engines", "types"),
     ("objectives", "terminal"),
     ("marked_errors",),
-    ("denoisers", "source_kinds", "arguments", "secret_names"),
+    ("denoisers", "source_kinds", "arguments", "secret_names", "quantities"),
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 

@@ -20,13 +20,18 @@ from rich.console import Console
 
 from ds_encdec import cli
 from ds_encdec.arguments import add
+from ds_encdec.config.schema import load_config
 from ds_encdec.estimate_memory import ARGUMENTS, main
 from ds_encdec.gpus import GPUS
 from ds_encdec.memory.answer import answer
 from ds_encdec.memory.breakdown import CATEGORIES, GIB
 from ds_encdec.memory.describe import show
-from ds_encdec.memory.question import read_question
-from ds_encdec.memory.variants import HEADROOM, as_overrides
+from ds_encdec.memory.estimate import estimate
+from ds_encdec.memory.expected import ExpectedMemory, gib
+from ds_encdec.memory.job import run_sizes
+from ds_encdec.memory.question import planned_job, read_question
+from ds_encdec.memory.variants import HEADROOM, Variant, as_overrides
+from ds_encdec.plan import plan_run
 
 
 @functools.cache
@@ -54,6 +59,25 @@ def refuse(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return output.err
 
 
+def test_ranks_on_cpus_are_judged_by_their_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+    """The memory of a host is that which the run itself says at its start, and what a plan says."""
+    on_cpus = ("--config", "ds_configs/quickstart.yaml", "infra.device=cpu")
+    config = load_config(Path("ds_configs/quickstart.yaml"), ["infra.device=cpu"])
+    job = planned_job(config, run_sizes(config), nodes=1)
+    needed = Variant(job, estimate(job)).node_bytes
+    assert f"host {gib(needed)} per node" in str(ExpectedMemory(job, estimate(job)))
+    assert plan_run(config)["host_bytes_per_node"] == needed < 2 * GIB
+    told = ask(*on_cpus)
+    assert "2 x CPU rank on 1 node(s)" in told
+    assert f"Each host of 2 rank(s) holds {needed / GIB:.1f} GiB, at their worst moment" in told
+    assert not {"GPU", "a100-80gb", "Recommended"} & set(re.findall(r"[\w-]+", told))
+    for size, fits in (("32GiB", True), ("1GiB", False)):
+        found = ask_json(*on_cpus, "--host-memory", size)
+        assert (found["inputs"]["device"], found["inputs"]["gpu"]) == ("cpu", None)
+        assert found["configured"]["fits"] == fits
+    assert "--gpu h200 and infra.device=cpu contradict" in refuse(capsys, *on_cpus, "--gpu", "h200")
+
+
 def test_it_answers_without_torch() -> None:
     """In a process of its own, as it is used; the answer is the default run's."""
     code = (
@@ -79,7 +103,7 @@ def test_the_answer_comes_first_and_its_table_can_be_read() -> None:
     assert about.startswith("Qwen/Qwen3-0.6B: 1,036,517,376 parameters\n8 x a100-80gb")
     assert configured.startswith("The configured run (DeepSpeed, zero3, offload optimizer, checkpointing full) fits:\n")
     title, header, *rows = table.splitlines()
-    assert title == "DeepSpeed, GiB per GPU at the worst moment of a step"
+    assert title == "DeepSpeed, GiB per GPU at its worst moment"
     assert len(rows) == 16
     assert max(map(len, table.splitlines())) <= 100
     (row,) = (line for line in rows if line.startswith("*"))

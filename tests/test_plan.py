@@ -145,8 +145,15 @@ def test_what_is_no_number_of_tokens(capsys: pytest.CaptureFixture[str], text: s
 
 
 def test_a_small_model_has_megabytes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--config", "ds_configs/quickstart.yaml"]) == 0
-    assert "A checkpoint takes 0.0 GB" not in capsys.readouterr().out
+    assert main(["plan", "--config", "ds_configs/quickstart.yaml", "--tokens-per-second", "4096"]) == 0
+    told = capsys.readouterr().out
+    assert "A checkpoint takes 0.0 GB" not in told
+    assert "tokens, on 2 ranks in 1 node." in told
+    assert "it takes 5 min 0 s. " in told
+    assert main(["plan", "--tokens-per-second", "400000"]) == 0
+    told = capsys.readouterr().out
+    assert "on 8 GPUs in 1 node." in told
+    assert "4.55 days (109.2 hours)." in told
 
 
 def test_a_thousand_gpus_by_hand(capsys: pytest.CaptureFixture[str]) -> None:

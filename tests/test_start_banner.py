@@ -29,13 +29,18 @@ def test_its_lines_are_aligned_and_agree_with_the_plan() -> None:
     assert said["engine"] == (
         "DeepSpeed, zero3, optimizer offloaded to cpu, parameters offloaded to cpu, bf16, recompute full"
     )
-    assert said["ranks"] == "8 on 1 node(s), cpu"
+    assert said["ranks"] == "8 on 1 node, cpu"
     assert said["a step"] == (
         f"{plan['sequences_per_step']:,} sequences in 64 micro-batches, {plan['tokens_per_step']:,} tokens with padding"
     )
     assert said["the run"].startswith(f"steps 1,000 to 100,000, {99_000 * plan['tokens_per_step']:,} tokens, into /")
     assert said["memory"].startswith("estimated peak per ")
     fewer = RunContext(World(world_size=2), torch.device("cpu"), "deepspeed", cast(HostCollectives, None))
-    assert "2 on 1 node(s), cpu (the configuration was planned for 8)" in str(
+    assert "2 on 1 node, cpu (the configuration was planned for 8)" in str(
         start_banner(job, fewer, None, start_step=0, epochs=3.0)
     )
+    small = FullConfig.from_yaml("quickstart", ["data.num_lanes=1"])
+    alone = RunContext(World(), torch.device("cpu"), "deepspeed", cast(HostCollectives, None))
+    lines = start_banner(planned_job(small, run_sizes(small), nodes=1), alone, None, start_step=0, epochs=None)
+    assert "from scratch: 1,312,256 parameters" in lines[0]
+    assert "in 1 micro-batch," in str(lines)

@@ -66,6 +66,9 @@ def test_a_librarys_log_loses_only_what_is_known_to_be_harmless(capsys: pytest.C
     library.propagate = False
     take_over(library.name, ["all is well"])  # of somebody's own program, whose log this is not
     assert len(library.handlers) == 1
+    for message in ("all is well", "all is said"):
+        library.warning(message)
+    assert capsys.readouterr().err == "all is said\n"
     log_to_terminal(argparse.Namespace(), rank=0, ranks=8)
     take_over(library.name, ["all is well"])
     for message in ("all is well", "all is well but this", "all is lost"):

@@ -353,7 +353,7 @@ def test_data_that_ends_costs_no_step_and_is_an_error_unless_a_worker_was_killed
 
     run = make_run(tmp_path / "stopped", ScriptedEngine({}), async_save=False)
     run.loader.ending = {killed_at: be_killed_in_a_stop}  # type: ignore[attr-defined]
-    told = "state saved" if saved else "no step was taken, so there was nothing to save"
+    told = "state saved; go on with --resume auto" if saved else "no step was taken, so there was nothing to save"
     with run.stop, pytest.raises(Preempted, match=rf"stopped at step {killed_at - 1} by SIGTERM; {told}"):
         train(run)
     assert sorted(committed_steps(tmp_path / "stopped")) == saved

@@ -64,10 +64,12 @@ DATA_WORDS: tuple[Word, ...] = (
         "train_file train_files path_train",
         "hf other",
         reads=files("data.data_files"),
-        why="set data.data_files, and data.dataset_name to what they are: json, text, csv or parquet",
+        why="for other endings set data.data_files, and data.dataset_name to what they are: json, text, csv or parquet",
     ),
-    Word("validation_file path_eval", "hf other", reads=files("data.eval_files"), why="set data.eval_files"),
-    Word("test_file", "hf", reads=files("data.test_files"), why="set data.test_files"),
+    Word(
+        "validation_file path_eval", "hf other", reads=files("data.eval_files"), why="for several set data.eval_files"
+    ),
+    Word("test_file", "hf", reads=files("data.test_files"), why="for several set data.test_files"),
     Word("eval_dataset", "llama other", "data.eval_dataset_name"),
     Word(
         "dataset datasets dataset_dir dataset_path test_datasets",
@@ -82,11 +84,12 @@ DATA_WORDS: tuple[Word, ...] = (
     ),
     Word("dataset_text_field text_column_name", "hf", "data.text_column"),
     Word("num_proc dataset_processes dataset_num_proc", "axolotl hf other", "data.preprocessing_num_workers"),
+    left_out("remove_unused_columns", "hf", "only the columns that the templates or data.text_column name are read"),
     left_out(
         "dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor dataloader_persistent_workers "
-        "dataloader_drop_last remove_unused_columns dataloader_multiprocessing_context dataloader_in_order",
+        "dataloader_drop_last dataloader_multiprocessing_context dataloader_in_order",
         "hf axolotl llama",
-        "data.preprocessing_num_workers make the batches, ahead of time",
+        "data.preprocessing_num_workers processes make the batches, ahead of time",
     ),
     Word("dataset_prepared_path tokenized_path", "axolotl llama", why="`ds-encdec prepare` fills data.prepared_dir"),
     Word(

@@ -1,4 +1,4 @@
-"""A look at the first row of local files, as far as that is cheap: it must have the columns that settings ask for."""
+"""A look at local files, as far as that is cheap: they are there, and the first row has the columns asked for."""
 
 import codecs
 import csv
@@ -6,30 +6,25 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from glob import iglob
+from itertools import islice
 
 from ds_encdec.config.model_sections import ModelConfig
 from ds_encdec.config.sections import DataConfig, Source
 from ds_encdec.config.settings import Conflict
 from ds_encdec.objectives import OBJECTIVES, columns_by_field
-from ds_encdec.source_kinds import local_kind
+from ds_encdec.source_kinds import kind_of_file, local_kind
 
 _LOOKED_AT_BYTES = 1 << 20
 
 
 def unusable_rows(data: DataConfig, model: ModelConfig) -> Iterator[Conflict]:
-    """Find what the first rows of local files lack for the templates or a conversation, unless such rows are skipped.
+    """Find what the first rows of local files lack for the text, the templates or a conversation.
 
+    Rows that are skipped lack nothing.
     Files that are compressed, damaged or empty are left to the run. Also finds files that are mistaken for those in the
     repository of a data set.
     """
-    sources: dict[str, Source] = {
-        f"data.mixture.{number}.data_files" if data.mixture else "data.data_files": source
-        for number, source in enumerate(data.mixture or [data])
-    }
-    own = {field: data.own_split(split) for field, split in (("eval_files", "validation"), ("test_files", "test"))}
-    sources |= {f"data.{field}": source for field, source in own.items() if source is not None}
-    is_made_here = data.prepared_dir is None and data.converter is None
-    for field, source in sources.items() if is_made_here else ():
+    for field, source in _sources(data) if data.converter is None else ():
         columns, is_local = _columns(source), local_kind(source.dataset_name) is not None
         if not (is_local or os.path.isdir(source.dataset_name)) and any(map(os.path.isfile, source.data_files or ())):
             message = (
@@ -37,9 +32,14 @@ def unusable_rows(data: DataConfig, model: ModelConfig) -> Iterator[Conflict]:
                 "dataset_name=json (csv, parquet, text)?"
             )
             yield Conflict((field, field.replace("data_files", "dataset_name")), message)
-        if columns is None or data.on_bad_row == "skip" or not OBJECTIVES[data.objective].takes_records:
+        if columns is None or data.on_bad_row == "skip":
             continue
-        if data.messages_column not in columns:
+        if not OBJECTIVES[data.objective].takes_records:
+            if source.text_column not in columns:
+                setting = f"{field.rpartition('.')[0]}.text_column"
+                message = f"the first row has no such column; it has {', '.join(columns):.300}: set {setting}=COLUMN"
+                yield Conflict((field, setting), message)
+        elif data.messages_column not in columns:
             for name, column in columns_by_field(data).items():
                 if column not in columns and column.partition(".")[0] not in columns:
                     message = (
@@ -52,12 +52,44 @@ def unusable_rows(data: DataConfig, model: ModelConfig) -> Iterator[Conflict]:
             yield Conflict((field, "data.messages_column", "model.tokenizer_name_or_path"), message)
 
 
+def misread_files(data: DataConfig) -> Iterator[str]:
+    """Warn of files whose endings are those of rows, and which are read as plain text."""
+    for field, source in _sources(data):
+        paths = _files(source) if source.dataset_name == "text" else ()
+        kinds = ((path, kind) for path in paths if (kind := kind_of_file(path)) not in ("text", None))
+        for path, kind in islice(kinds, 1):
+            name = field.rpartition(".")[0] + ".dataset_name"
+            yield f"warning: {field}: {path} is read as plain text, as {name}=text says; its rows are read by {kind}"
+
+
+def no_file_matches(patterns: Sequence[str]) -> str:
+    """The message for patterns without a file, with what to write for a folder."""
+    folders = ", ".join(pattern for pattern in patterns if os.path.isdir(os.path.expanduser(pattern)))
+    advice = f". {folders}: a folder; add /** for its files" if folders else ""
+    return f"no file matches {', '.join(patterns)} (looked from {os.getcwd()}){advice}"
+
+
+def _sources(data: DataConfig) -> Iterator[tuple[str, Source]]:
+    """Every source of a run that reads them, and the field that names its files."""
+    if data.prepared_dir is not None:
+        return
+    for number, source in enumerate(data.mixture or [data]):
+        yield (f"data.mixture.{number}.data_files" if data.mixture else "data.data_files"), source
+    for field, split in (("data.eval_files", "validation"), ("data.test_files", "test")):
+        if (own := data.own_split(split)) is not None:
+            yield field, own
+
+
+def _files(source: Source) -> Iterator[str]:
+    for pattern in source.data_files or ():
+        yield from filter(os.path.isfile, iglob(os.path.expanduser(pattern), recursive=True))
+
+
 def _columns(source: Source) -> Sequence[str] | None:
     """The columns of the first row of a file; None where there is none that can be read at once."""
-    paths = (path for pattern in source.data_files or () for path in iglob(os.path.expanduser(pattern), recursive=True))
-    path = next(filter(os.path.isfile, paths), None)
     kind = source.dataset_name
-    if path is None or kind not in ("json", "csv", "parquet"):
+    path = next(_files(source), None) if kind in ("json", "csv", "parquet") else None
+    if path is None:
         return None
     try:
         if kind == "parquet":

@@ -71,7 +71,12 @@ MACHINE_WORDS: tuple[Word, ...] = (
         "accelerate hf axolotl",
         LAUNCHER,
     ),
-    left_out("backend ddp_backend ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers", "hf", "chosen"),
+    left_out("backend ddp_backend", "hf", "NCCL between GPUs, gloo between CPUs"),
+    left_out(
+        "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers",
+        "hf",
+        "the engine sums the gradients of all trained parameters in buckets of its own",
+    ),
     Word(
         "ddp_timeout",
         "hf llama",

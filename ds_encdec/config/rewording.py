@@ -9,21 +9,21 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
+from ds_encdec.config.misspelt import THEIR_SECTIONS, homes, meant
 from ds_encdec.config.rules import fields, section_in
 from ds_encdec.config.settings import COMMAND_LINE, Mention, Problem, Settings, above, join, show, within
 from ds_encdec.config.validation import mention, wrong_value
 from ds_encdec.config.word_table import by_name
-from ds_encdec.config.words import SECTIONS, Meaning, Word
+from ds_encdec.config.words import Meaning, Word
 from ds_encdec.config.yaml_text import apply_overrides
 
-_THEIR_SECTIONS = frozenset(SECTIONS.split())
 _EITHER = (
     ("training.num_train_epochs", "training.num_train_steps"),
     ("training.warmup_ratio", "training.warmup_steps"),
 )
+"""Two ways to say one thing: one on the command line takes the place of the other in a file."""
 _FOUND = "training.per_device_train_batch_size"
 """It may be a number and `auto` at a time, in the words of Hugging Face: then it is `auto`."""
-"""Two ways to say one thing: one on the command line takes the place of the other in a file."""
 
 
 @dataclass
@@ -66,12 +66,12 @@ class Reading:
         claimed: dict[str, tuple[Mention, Any]] = {}
         for path, value in list(_strange(settings.values)):
             meaning = _meaning(path, value)
-            if meaning is None and above(path) not in _THEIR_SECTIONS:
+            if meaning is None and above(path) not in THEIR_SECTIONS:
                 continue  # the schema reports it
             said = mention(settings, path)
             _remove(settings, path)
             if meaning is None:
-                problems.append(Problem((said,), "unknown key; docs/coming-from.md lists the words that are known"))
+                problems.append(Problem((said,), meant(path)[0]))
             elif isinstance(meaning, str):
                 problems.append(Problem((said,), meaning if path in fields() else f"not a field here: {meaning}"))
             else:
@@ -141,7 +141,7 @@ def _strange(values: dict[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
         info = fields().get(path)
         if info is not None and isinstance(value, dict) and section_in(info.annotation):
             yield from _strange(value, path)
-        elif not at and info is None and key in _THEIR_SECTIONS and isinstance(value, dict) and value:
+        elif not at and info is None and key in THEIR_SECTIONS and isinstance(value, dict) and value:
             yield from ((join(path, inner), what) for inner, what in value.items())
         elif info is None or path in _rows():
             yield path, value
@@ -163,13 +163,13 @@ def _meaning(path: str, value: Any) -> Meaning | None:
     section, _, name = path.rpartition(".")
     row = _row(path)
     meaning: Meaning | None = None
-    if not section and name in _THEIR_SECTIONS and value in (None, {}):
+    if not section and name in THEIR_SECTIONS and value in (None, {}):
         return {}
     if row is not None:
         meaning = {} if value is None and path not in fields() else row.meaning(value)
-    elif (not section or section in _THEIR_SECTIONS) and len(homes := _homes(name)) == 1:
-        is_empty = value is None and wrong_value(homes[0], None) is not None  # `fp16:` is how others leave it out
-        meaning = {} if is_empty else {homes[0]: value}
+    elif (not section or section in THEIR_SECTIONS) and len(known := homes(name)) == 1:
+        is_empty = value is None and wrong_value(known[0], None) is not None  # `fp16:` is how others leave it out
+        meaning = {} if is_empty else {known[0]: value}
     if meaning is None or isinstance(meaning, str) or meaning == {path: value}:
         return meaning if isinstance(meaning, str) else None
     meant: dict[str, Any] = {}
@@ -187,15 +187,9 @@ def _blocks() -> list[str]:
     return [path for path, info in fields().items() if "." in path and section_in(info.annotation)]
 
 
-@cache
-def _homes(name: str) -> list[str]:
-    """The fields called `name`, but for those of phases and of sources in a mixture, which have a number or a name."""
-    return [path for path in fields() if path.endswith("." + name) and ".0." not in path and path[:7] != "phases."]
-
-
 def _remove(settings: Settings, path: str) -> None:
     section, _, name = path.rpartition(".")
     values = settings.get(section) if section else settings.values
     values.pop(name, None)
-    if section in _THEIR_SECTIONS and not values:
+    if section in THEIR_SECTIONS and not values:
         settings.values.pop(section, None)

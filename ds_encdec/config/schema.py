@@ -21,7 +21,7 @@ from pydantic import ValidationError, ValidationInfo, model_validator
 
 from ds_encdec.config.converters import load_converter
 from ds_encdec.config.deepspeed_json import merge_deepspeed_json, read_deepspeed_json
-from ds_encdec.config.first_rows import unusable_rows
+from ds_encdec.config.first_rows import misread_files, no_file_matches, unusable_rows
 from ds_encdec.config.hostfile import check_hostfile
 from ds_encdec.config.implied import imply
 from ds_encdec.config.model_folder import is_hub_name
@@ -110,7 +110,7 @@ def load_config(
     `infra.deepspeed_config` where that is not set. What the JSON and the other two both set must agree. `hostfile`:
     hosts that a run of it must be able to start on. `looks_here`: what it names must be on this machine. `unread`:
     sections or fields whose contradictions do not matter. `further`: finds what only higher rooms know.
-    `notes`: takes what was written in other tools' words (word_table.py) and how it was read.
+    `notes`: takes what was written in other tools' words (word_table.py) and how it was read, and warnings.
 
     The result stands on its own: `infra.deepspeed_config` is None, because everything the JSON says has gone
     into the fields that stand for it, the rest into `infra.deepspeed_extra`.
@@ -125,8 +125,6 @@ def load_config(
         raise_if_any([file_problem(Path(str(path)), message)])
     reading.read_file(settings, problems)
     apply_overrides(settings, overrides, problems, partial(reading.read_override, settings))
-    if notes is not None:
-        notes += reading.notes
     json_path, named_by = _find_json(settings, path, deepspeed_config, problems)
     if json_path is not None:
         document = read_deepspeed_json(json_path, problems, named_by)
@@ -145,6 +143,8 @@ def load_config(
             problems.extend(mention_all(settings, conflict) for conflict in _find_absent(config))
         problems.extend(mention_all(settings, conflict) for conflict in further(config))
     raise_if_any(problems)
+    if notes is not None:
+        notes += [*reading.notes, *misread_files(config.data)]
     return config
 
 
@@ -200,7 +200,7 @@ def _find_absent(config: FullConfig) -> Iterator[Conflict]:
     for field, patterns in named_files.items():
         for pattern in patterns or ():
             if not any(os.path.isfile(path) for path in iglob(os.path.expanduser(pattern), recursive=True)):
-                yield Conflict((field,), f"no file matches {pattern} (looked from {os.getcwd()})")
+                yield Conflict((field,), no_file_matches([pattern]))
     yield from _absent_packages(config)
     yield from unusable_rows(data, model)
     for field, load in _named_code(config):

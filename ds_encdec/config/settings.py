@@ -217,11 +217,20 @@ def _printable(text: str, length: int = 200) -> str:
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
-def closest(word: str, candidates: Iterable[str]) -> str | None:
-    """The candidate that `word` is most likely a misspelling of, or None."""
-    by_lower_case = {candidate.lower(): candidate for candidate in candidates}
-    found = difflib.get_close_matches(word.lower(), by_lower_case, n=1, cutoff=0.7)
-    return by_lower_case[found[0]] if found else None
+def closest(word: str, candidates: Iterable[str], others: Iterable[str] = ()) -> str | None:
+    """The candidate that `word` is most likely a misspelling of, or None; one of `others` only where it is much nearer.
+
+    Nothing is nearer than a name of which `word` is the beginning.
+    """
+    own = {candidate.lower(): candidate for candidate in candidates}
+    every = {other.lower(): other for other in others} | own
+    word = word.lower()
+
+    def rank(name: str) -> float:
+        return name.startswith(word) + difflib.SequenceMatcher(None, name, word).ratio() + 0.05 * (name in own)
+
+    found = difflib.get_close_matches(word, every, n=len(every) or 1, cutoff=0.7)
+    return every[max(found, key=rank)] if found else None
 
 
 def unknown_key(word: str, allowed: Iterable[str], elsewhere: Sequence[str] = ()) -> str:

@@ -75,7 +75,7 @@ def write_shipped(name: str, out: Path | None) -> Path:
     wanted = Path(name)
     source = next((file for file in shipped_files() if wanted.name in (file.name, _name(file))), None)
     if source is None:
-        raise ConfigError(f"there is no shipped file {name}{similar_shipped(wanted)}: `ds-encdec init` lists them")
+        raise ConfigError(f"there is no shipped file {name}; `ds-encdec init` lists them{similar_shipped(wanted)}")
     out = out or Path(source.name)
     text = _MODELINE.sub("", source.read_text(encoding="utf-8"))
     text = text.replace(f"{source.parent.name}/{source.name}", str(out))

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from ds_encdec.config.misspelt import in_schema, meant
 from ds_encdec.config.rules import Sections, fields, find_conflicts
 from ds_encdec.config.settings import (
     DEFAULT,
@@ -19,10 +20,8 @@ from ds_encdec.config.settings import (
     closest,
     masked,
     show,
-    unknown_key,
     within,
 )
-from ds_encdec.config.word_table import by_name
 
 _EXPECTED = {
     "int_type": "a whole number",
@@ -59,7 +58,7 @@ def validate(settings: Settings, problems: list[Problem], unread: Sequence[str] 
         except ValidationError as error:
             details = error.errors()
         unknown = [_path(detail) for detail in details if detail["type"] == "extra_forbidden"]
-        broken.update(field for path in unknown for field in _meant(path) if field not in settings)
+        broken.update(field for path in unknown for field in meant(path)[1] if field not in settings)
         # A required field that was taken out is missing in the next round: that was our doing.
         problems.extend(_explain(settings, detail) for detail in details if _path(detail) not in broken)
         lacking = {_path(detail) for detail in details if detail["type"] == "missing"}
@@ -121,28 +120,10 @@ def _explain(settings: Settings, detail: ErrorDetails) -> Problem:
     if detail["type"] == "missing":
         return Problem((Mention(settings.place_of(path), path),), "the field is required")
     if detail["type"] == "extra_forbidden":
-        elsewhere = [name for name in _meant(path) if name.rpartition(".")[0] != parent]
-        message = unknown_key(key, _fields_in(parent), elsewhere)
-        return Problem((mention(settings, path),), message if "did you mean" in message else _misspelt(key) or message)
+        return Problem((mention(settings, path),), meant(path)[0])
     # A single string may stand for a list of one, and a mapping for a list, whose items nobody wrote.
     written = parent if key.isdigit() and path not in settings else path
     return Problem((mention(settings, written),), _allowed(detail))
-
-
-def _misspelt(key: str) -> str | None:
-    """Say which word of other tools an unknown key is a misspelling of, if it is."""
-    near = {name: row for name, row in by_name() if name[:1] == key[:1] and abs(len(name) - len(key)) <= 2}
-    if (guess := closest(key, near)) is None:
-        return None
-    here = f" (here `{near[guess].field}`)" if near[guess].field else ""
-    return f"unknown key; did you mean `{guess}`{here}?"
-
-
-def _meant(path: str) -> list[str]:
-    """The fields that an unknown key may stand for: a neighbour of similar name, else those of its name elsewhere."""
-    parent, _, key = path.rpartition(".")
-    guess = closest(key, _fields_in(parent))
-    return [path.removesuffix(key) + guess] if guess else [name for name in fields() if name.endswith("." + key)]
 
 
 def _allowed(detail: ErrorDetails) -> str:
@@ -182,16 +163,5 @@ def stand_in(path: str) -> Any:
     return _STAND_INS[info.annotation if info else None]
 
 
-def _in_schema(path: str) -> str:
-    """The name in `fields` of what is at `path`, which may lead through any item of a list."""
-    return ".".join("0" if key.isdigit() else key for key in path.split("."))
-
-
 def _field_at(path: str) -> FieldInfo | None:
-    return fields().get(_in_schema(path))
-
-
-def _fields_in(path: str) -> list[str]:
-    """The names of the fields of the section at `path`."""
-    parent = _in_schema(path)
-    return [name for above, _, name in (known.rpartition(".") for known in fields()) if above == parent]
+    return fields().get(in_schema(path))

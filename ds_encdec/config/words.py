@@ -1,11 +1,10 @@
 """A row of the words of other tools (`word_table.py` has the rows), and how their values are read."""
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ds_encdec.config.training_sections import FSDP_STRATEGIES
-from ds_encdec.source_kinds import LOCAL_SOURCES
+from ds_encdec.source_kinds import kind_of_file
 
 TOOLS = {
     "hf": "Hugging Face Trainer and its example scripts",
@@ -71,17 +70,16 @@ def switch(on: Meaning, off: Meaning) -> dict[str, Meaning]:
 
 
 def files(field: str) -> Callable[[Any], Meaning | None]:
-    """Local files; for those to train on also their kind, by the ending."""
+    """Read local files; for those to train on also their kind, by the ending."""
 
     def read(value: Any) -> Meaning | None:
         if not isinstance(value, str):
             return None
         if field != "data.data_files":
             return {field: value}
-        ending = re.sub(r"\.(gz|bz2|xz|zst)$", "", value.lower()).rpartition(".")[2]
-        kinds = (name for name, row in LOCAL_SOURCES.items() if row.reads_files and ending in (name, *row.endings))
-        return {"data.dataset_name": kind, field: value} if (kind := next(kinds, None)) else None
+        return {"data.dataset_name": kind, field: value} if (kind := kind_of_file(value)) else None
 
+    read.__doc__ = f"`{field}`{', and by its ending `data.dataset_name`' if field == 'data.data_files' else ''}."
     return read
 
 

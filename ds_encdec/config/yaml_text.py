@@ -5,8 +5,10 @@ reads a string), `no`, `on` and dates are strings, and a key that occurs twice i
 """
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -171,6 +173,11 @@ def apply_overrides(
             equals, text = "=", remaining.pop(0)
         parts = name.split(".")
         message = "not a setting; write `section.field=value`"
+        if not equals and os.path.isfile(argument):  # a shell's list of what a pattern matches
+            files = [field, *takewhile(os.path.isfile, remaining)]
+            del remaining[: len(files) - 1]
+            field = f"{argument} and {len(files) - 1:,} more" if files[1:] else argument
+            message = "a file, and not a setting: put commas between files, or the pattern between quotes"
         if equals and len(parts) <= MAX_DEPTH and all(part.isidentifier() and is_name(part) for part in parts):
             field, message = name, "no such field: what stands above it is set to a single value"
             try:

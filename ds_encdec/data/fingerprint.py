@@ -8,7 +8,7 @@ says what becomes of the lanes' places in each source.
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -68,17 +68,45 @@ def fingerprint(config: FullConfig, pipeline: LanePipeline, own_evaluation: Sequ
 
 
 def require_same(saved: Facts, now: Facts) -> None:
-    """Raise CheckpointError naming both fingerprints, every fact that differs, and what could be kept."""
+    """Raise CheckpointError saying what becomes of each source, every fact that differs, and both fingerprints."""
     saved = _comparable(saved, now)
     if saved == now:
         return
-    names = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
-    differences = "; ".join(f"{name}: {saved.get(name)} there, {now.get(name)} now" for name in names)
+    differing = "; ".join(_differences(saved, now)) or "the order of the sources"
     raise CheckpointError(
-        f"the checkpoint was made on other data (fingerprint {digest(saved)}) than this run reads (fingerprint "
-        f"{digest(now)}), so it cannot continue where it was: {differences}. Restore these settings, start a new "
-        f"run, or insist with --allow-data-change ({told(saved, now)})"
+        "the checkpoint was made on other data than this run reads, so it cannot continue where it was. With "
+        f"--allow-data-change: {told(saved, now)}. What differs: {differing}. Restore this, "
+        f"start a new run, or insist with --allow-data-change (fingerprint {digest(saved)} there, {digest(now)} now)"
     )
+
+
+def _differences(saved: Facts, now: Facts) -> Iterator[str]:
+    """Each fact that differs, in words. What tells files apart is of no use to anybody, and is left out."""
+    for name in (name for name in {**saved, **now} if saved.get(name) != now.get(name)):
+        if name.endswith("sources"):
+            yield from _source_differences(name, saved.get(name, []), now.get(name, []))
+        elif name != "mixture weights" or not _agree(saved[name], now[name]):  # else it is the sources that differ
+            yield f"{name}: {saved.get(name)} there, {now.get(name)} now"
+
+
+def _agree(first: Facts, second: Facts) -> bool:
+    return all(first[name] == second[name] for name in first.keys() & second.keys())
+
+
+def _source_differences(what: str, saved: Sequence[Facts], now: Sequence[Facts]) -> Iterator[str]:
+    """The settings of sources that differ; where two or more are read, each with the numbers of its sources."""
+    pairs = [(earlier, facts) for facts, earlier in _pairs(saved, now) if earlier]
+    known = [facts for pair in pairs for facts in pair]
+    left = ([facts for facts in side if facts not in known] for side in (saved, now))
+    for there, here in (*pairs, *zip(*left, strict=False)):
+        whose = f"{what}, {there['number']}: " if len(saved) > 1 or len(now) > 1 or what != "sources" else ""
+        said = [
+            f"{label}: {of(there)} there, {of(here)} now" for label, of in _SETTINGS.items() if of(there) != of(here)
+        ]
+        if said or _identity(there) != _identity(here):
+            yield whose + ("; ".join(said) or f"the content of {_words(there)}")
+    if len(saved) != len(now):
+        yield f"{what}: {len(saved)} there, {len(now)} now"
 
 
 def told(saved: Facts, now: Facts) -> str:
@@ -226,7 +254,20 @@ def _names(facts: Facts) -> Facts:
 
 
 def _words(facts: Facts) -> str:
+    words = " ".join(filter(None, [facts["kind"], facts.get("name"), _file_words(facts)]))
+    return f"source {facts['number']} ({words})"
+
+
+def _file_words(facts: Facts) -> str | None:
     files = list(facts.get("files", ()))
-    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
-    words = " ".join(filter(None, [facts["kind"], facts.get("name"), *files[:1]]))
-    return f"source {facts['number']} ({words}{more})"
+    return files[0] + (f" and {len(files) - 1} more" if len(files) > 1 else "") if files else None
+
+
+_SETTINGS: dict[str, Callable[[Facts], Any]] = {
+    "data.dataset_name": lambda facts: facts.get("name") or facts["kind"],
+    "data.data_files": _file_words,
+    "data.text_column": lambda facts: facts.get("text_column"),
+    "commit": lambda facts: facts.get("commit"),
+    "documents": lambda facts: facts.get("size"),
+}
+"""The facts of a source that mean something to a reader, by the field that decides them or by their name."""

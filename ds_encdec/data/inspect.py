@@ -17,6 +17,7 @@ from ds_encdec.data.evaluation import split_rows
 from ds_encdec.data.examples import ExampleMaker, usable_documents, with_ids
 from ds_encdec.data.lane import Lane, LanePipeline
 from ds_encdec.data.sources import BadRow, OpenSource, StreamSource, all_rows
+from ds_encdec.quantities import count
 from ds_encdec.types import DataError, Example
 
 if TYPE_CHECKING:
@@ -81,15 +82,17 @@ def require_one_step(found: SampleStatistics, num_lanes: int, budgets: Budgets) 
     """Raise DataError when the training split is smaller than what one optimizer step consumes."""
     if found.documents < num_lanes:
         raise DataError(
-            f"{found.documents:,.0f} documents to train on are too few for {num_lanes} lanes: each lane (a micro-batch "
-            f"of every optimizer step) reads documents of its own. Set data.num_lanes={max(1, found.documents):.0f} or "
-            "less, give more files or lines, or cut long ones"
+            f"{count(found.documents, 'document')} to train on: too few for {num_lanes} lanes. Each lane (a "
+            "micro-batch of every optimizer step) reads documents of its own. Set data.num_lanes="
+            f"{max(1, found.documents):.0f}{' or less' if found.documents > 1 else ''}, give more files or "
+            "lines, or cut long ones"
         )
     per_batch = budgets.encoder_tokens + budgets.decoder_tokens
     if found.tokens < num_lanes * per_batch:
         raise DataError(
-            f"the corpus is shorter than one batch: about {found.tokens:,.0f} tokens in {found.documents:,.0f} "
-            f"documents to train on, but one optimizer step of {num_lanes} micro-batches x {per_batch:,} tokens needs "
+            f"the corpus is shorter than one batch: about {found.tokens:,.0f} tokens in "
+            f"{count(found.documents, 'document')} to train on, but one optimizer step of "
+            f"{count(num_lanes, 'micro-batch')} x {per_batch:,} tokens needs "
             f"{num_lanes * per_batch:,} tokens. Add data, or lower training.per_device_train_batch_size, "
             "training.gradient_accumulation_steps (or data.num_lanes), or the maximum lengths"
         )
@@ -130,15 +133,17 @@ def inspect_data(
             text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
             lines += [f"{side}, {len(ids)} tokens: {text}", *([f"{side} ids: {ids}"] if with_ids else [])]
         lines.append("")
-    lines.append(f"── {statistics['examples']} examples in {statistics['micro_batches']} micro-batches")
+    lines.append(
+        f"── {count(statistics['examples'], 'example')} in {count(statistics['micro_batches'], 'micro-batch')}"
+    )
     lines += (
         f"{side}: {statistics[f'{side}_fill']:.1%} of {statistics[f'{side}_budget_tokens']} tokens filled; lengths "
         "{min} to {max}, median {median:.0f}, mean {mean:.0f}".format(**statistics[f"{side}_tokens"])
         for side in _SIDES
     )
     lines.append("             examples   share   by weight")
-    for (name, count), weight in zip(statistics["denoisers"].items(), weights, strict=True):
-        lines.append(f"{name:<10}{count:11,}{count / statistics['examples']:8.1%}{weight / sum(weights):12.1%}")
+    for (name, drawn), weight in zip(statistics["denoisers"].items(), weights, strict=True):
+        lines.append(f"{name:<10}{drawn:11,}{drawn / statistics['examples']:8.1%}{weight / sum(weights):12.1%}")
     return "\n".join([*lines, *([f"{long} examples that were read were too long"] if long else [])])
 
 

@@ -30,6 +30,7 @@ from typing import IO, Any, ClassVar
 
 import numpy as np
 
+from ds_encdec.config.first_rows import no_file_matches
 from ds_encdec.data.sources import BadRow, Row, field_document
 from ds_encdec.launch.disk import atomic_file, cache_folder
 from ds_encdec.launch.run_folder import lock_file
@@ -68,9 +69,7 @@ def expand_files(patterns: Sequence[str], field: str = "data.data_files") -> tup
     }
     missing = [pattern for pattern, paths in matches.items() if not paths]
     if missing:
-        folders = ", ".join(pattern for pattern in missing if os.path.isdir(os.path.expanduser(pattern)))
-        advice = f". {folders}: a folder; add /** for its files, or name it in data.dataset_name" if folders else ""
-        raise DataError(f"{field}: no file matches {', '.join(missing)} (looked from {os.getcwd()}){advice}")
+        raise DataError(f"{field}: {no_file_matches(missing)}")
     return tuple(sorted({os.path.abspath(path) for paths in matches.values() for path in paths}))
 
 

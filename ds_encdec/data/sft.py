@@ -26,7 +26,7 @@ import numpy as np
 from ds_encdec.config.converters import load_converter
 from ds_encdec.config.schema import DataConfig
 from ds_encdec.data.examples import ALL, Made
-from ds_encdec.data.sources import WAY_OUT, BadRow
+from ds_encdec.data.sources import BadRow
 from ds_encdec.data.text_tokenizer import TextTokenizer
 from ds_encdec.objectives import template_parts
 from ds_encdec.types import ConfigError, DataError, Document, Example
@@ -280,7 +280,7 @@ class PairMaker:
         if value is None:
             meant = f"{{{name}}}" if name == column else f"{{{name}}} (data.field_mapping: {column})"
             is_there = column.partition(".")[0] in record
-            way_out = f"{WAY_OUT}field_mapping.{name}=COLUMN, or name another field in the template"
+            way_out = f"; set data.field_mapping.{name}=COLUMN, or name another field in the template"
             raise _UnusableError(
                 f"there is nothing in its field {meant}, which a template asks for; it has {', '.join(record):.300}"
                 + ("" if is_there else way_out)

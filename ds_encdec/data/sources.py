@@ -18,10 +18,8 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checka
 
 from ds_encdec.config.schema import DataConfig, MixtureSource, Source
 from ds_encdec.data.randomness import Permutation, keyed_generator, unit_hash
+from ds_encdec.quantities import count
 from ds_encdec.types import DataError, Document
-
-WAY_OUT = "; set data."
-"""Stands in a problem that a setting mends: to pass over such rows would be to pass over all."""
 
 SMALL_SOURCE_DOCUMENTS = 1024
 """Sources up to this size are checked for a held-out document; larger ones have one for any sensible fraction."""
@@ -197,7 +195,8 @@ def field_document(key: str, record: Mapping[str, Any], column: str | None, wher
 
 def missing_column(column: str, where: str, existing: Sequence[str]) -> str:
     """The message for a column that is not there, listing those that are."""
-    return f"data.text_column={column}: {where} has no such column; it has {(', '.join(existing) or 'none'):.300}"
+    has = f"{', '.join(existing) or 'none':.300}: set data.text_column=COLUMN"
+    return f"data.text_column={column}: {where} has no such column; it has {has}"
 
 
 def bad_rows_of(record: Mapping[str, Any]) -> list[int]:
@@ -216,7 +215,7 @@ def check_bad_rows(found: int, limit: int, last: str) -> None:
     if found <= limit:
         return
     if limit == 0:
-        raise DataError(last if WAY_OUT in last else f"{last}. Mend it, or pass over such rows: data.on_bad_row=skip")
+        raise DataError(f"{last}. Mend it or, where such rows are few, pass over them: data.on_bad_row=skip")
     raise DataError(
         f"more than data.max_bad_rows={limit} rows cannot be read, the last one {last}. Look at the data, or raise "
         "data.max_bad_rows"
@@ -255,7 +254,7 @@ class MapReader:
         self, source: MapSource, source_number: int, share: LaneShare, position: dict[str, Any] | None
     ) -> None:
         if len(source) <= share.lane:
-            raise share.nothing_to_read(f"{len(source)} documents")
+            raise share.nothing_to_read(count(source, "document"))
         self._source, self._number, self._share = source, source_number, share
         self.position = position or {"epoch": 0, "index": share.lane}
         """Epoch, and index in the epoch's permutation, of the next document. Replaced, never changed."""

@@ -81,7 +81,13 @@ def split_examples(
     if not found:
         fields = ", ".join(f"data.{name}" for name in OBJECTIVES[data.objective].split_fields)
         named = {"validation": ", data.eval_files, data.eval_split", "test": ", data.test_files, data.test_split"}
-        raise DataError(f"the split {split} is empty: see {fields}{named.get(split, '')}, or add documents")
+        for_validation, for_test = OBJECTIVES[data.objective].held_out(data)
+        has_other = split == "test" and for_validation and not for_test
+        instead = "; its texts for evaluation are --split validation (--max-new-tokens 0: their loss alone)"
+        raise DataError(
+            f"the split {split} is empty{instead if has_other else ''}: see {fields}{named.get(split, '')}, or add "
+            "documents"
+        )
     return found
 
 

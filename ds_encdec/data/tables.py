@@ -52,6 +52,11 @@ _POINTLESS = (FileNotFoundError, PermissionError, ValueError)
 """Errors that it does not change either; every fsspec protocol raises classes of its own, so others may be transient.
 ValueError covers pyarrow's ArrowInvalid: a file that arrived, and is not parquet."""
 
+_LOOSE_FILES = (
+    ". In a folder, files with train, dev, valid or test in their names are read as those splits; loose files are read "
+    "by data.dataset_name=text (json, csv, parquet) data.data_files='FOLDER/**'"
+)
+
 _HTTP_CLIENTS = ("httpx", "httpcore", "requests", "aiohttp")
 
 logger = logging.getLogger(__name__)
@@ -329,7 +334,7 @@ def _readable_errors(entry: MixtureSource, name: str) -> Iterator[None]:
     except ValueError as error:  # an unknown configuration or split; the message lists the known ones
         raise DataError(
             f"data set {name}: {error}. Check dataset_config and dataset_split, or the fields of `data` for evaluation "
-            "and test (eval_split, test_split)"
+            f"and test (eval_split, test_split){_LOOSE_FILES if os.path.isdir(entry.dataset_name) else ''}"
         ) from error
     except FileNotFoundError as error:
         raise DataError(

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from ds_encdec.arguments import COUNT, JSON, Arguments, flag, value
@@ -19,12 +19,15 @@ from ds_encdec.text_metrics import TEXT_METRICS, not_installed, text_metrics
 from ds_encdec.types import ConfigError
 
 
-def _settings(defaults: GenerationSettings) -> Arguments:
-    """An option for each of the settings of generation."""
+def _settings(defaults: GenerationSettings, **others: str) -> Arguments:
+    """An option for each of the settings of generation; `others`: in words, defaults that are found later (None)."""
     found = {field: getattr(defaults, field.name) for field in fields(defaults)}
     return {
         f"--{field.name.replace('_', '-')}": value(
-            f"{field.metadata['meaning']} (default {default})", type(default), default=default, metavar="X"
+            f"{field.metadata['meaning']} (default {others.get(field.name, default)})",
+            type(default),
+            default=None if field.name in others else default,
+            metavar="X",
         )
         for field, default in found.items()
     }
@@ -51,7 +54,7 @@ EVALUATE: Arguments = {
     "--bertscore-model": value("folder of the model that BERTScore compares with", Path, metavar="DIR"),
     "--bertscore-layer": value("its layer (default: the one known to be best, else the last)", COUNT, metavar="N"),
     "--out": value("folder to write into (default MODEL-SPLIT, beside the model)", Path, metavar="DIR"),
-    **_settings(GenerationSettings()),
+    **_settings(GenerationSettings(), max_new_tokens="data.max_decoder_length"),
     "--device": value("(default auto)", choices=("auto", "cuda", "cpu"), default="auto"),
     "--dtype": value("(default: as stored on a GPU, float32 on a CPU)", choices=("float32", "bfloat16", "float16")),
     **JSON,
@@ -92,6 +95,8 @@ def run_evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     is_ours(options.model)
     config = load_config(options.config or run_config(options.model), overrides, unread=["training"])
     check_metrics(names, bertscore)
+    if options.max_new_tokens is None:
+        settings = replace(settings, max_new_tokens=config.data.max_decoder_length)
     from ds_encdec.evaluate.run import evaluate  # torch: once arguments and configuration are sound
 
     with contextlib.redirect_stdout(sys.stderr):  # libraries print, too
@@ -116,11 +121,11 @@ def run_evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     for name, figure in found["figures"].items():
         print(f"{name:20} {figure:10.4f}")
     if cut := found["cut_at_max_new_tokens"]:
-        print(f"{cut:,} predictions were cut off at --max-new-tokens ({options.max_new_tokens})")
+        print(f"{cut:,} predictions were cut off at --max-new-tokens ({settings.max_new_tokens})")
 
 
 def _chosen(options: argparse.Namespace) -> GenerationSettings:
     given = vars(options)
     return GenerationSettings(
-        **{field.name: given[field.name] for field in fields(GenerationSettings) if field.name in given}
+        **{field.name: given[field.name] for field in fields(GenerationSettings) if given.get(field.name) is not None}
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from pathlib import Path
 
 from ds_encdec.config.plain_files import read_json
@@ -39,6 +41,15 @@ def require_ours(folder: Path) -> None:
     """Raise CheckpointError where `folder` holds no model of our own kind."""
     if not is_ours(folder):
         raise CheckpointError(f"--model: {folder} is not a model of ours; ds-encdec init-model makes one of a Qwen3")
+
+
+def input_template(folder: Path) -> str | None:
+    """The template of the inputs that a fine-tuned model was trained on, as its card says; None for any other model."""
+    try:
+        row = re.search(r"^\| input_template \| `(.+)` \|$", (folder / "README.md").read_text("utf-8"), re.MULTILINE)
+        return row and str(ast.literal_eval(row[1].replace("\\|", "|")))
+    except (OSError, ValueError, SyntaxError):  # somebody has written another card
+        return None
 
 
 def default_out(model: Path, split: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -12,11 +13,12 @@ from torch import Tensor
 from transformers import TextStreamer
 
 from ds_encdec.config.generation import GenerationSettings
-from ds_encdec.evaluate.folders import require_ours
+from ds_encdec.evaluate.folders import input_template, require_ours
 from ds_encdec.evaluate.generation import generate_batch, text_of
 from ds_encdec.evaluate.models import open_model, open_tokenizer
 from ds_encdec.launch.process_group import choose_device
 from ds_encdec.launch.world import discover
+from ds_encdec.objectives import template_parts
 from ds_encdec.types import DENOISERS
 
 if TYPE_CHECKING:
@@ -33,10 +35,15 @@ def generate_text(
     `folder`: an exported one or one of `ds-encdec init-model`. A sentinel that the model does not answer stays in the
     text. What is filled in has blanks for its runs of white space, and a continuation has no sentinels and one empty
     line at most where there are several; standard error says where this changed anything. `raw`: what the model writes,
-    and nothing else. `stream`: print that while it is made; None where there is nothing more to show. Raises
+    and nothing else, as is always shown of a fine-tuned one; standard error says where its input is not of the form
+    that it was trained on. `stream`: print that while it is made; None where there is nothing more to show. Raises
     CheckpointError for a folder that is not such a model.
     """
     require_ours(folder)
+    if (template := input_template(folder)) is not None:
+        raw = True
+        if not _is_of(text, template):
+            print(f"The model was fine-tuned on inputs of another form: {json.dumps(template)}", file=sys.stderr)
     tokenizer = open_tokenizer(folder)
     model = open_model(folder, choose_device("auto", discover(os.environ)))
     continues = not raw and not _SENTINEL.search(text)
@@ -57,6 +64,12 @@ def generate_text(
     if unanswered := [sentinel for sentinel in _SENTINEL.findall(text) if sentinel not in _SENTINEL.findall(target)]:
         print(f"nothing was written for {', '.join(unanswered)}", file=sys.stderr)
     return fill_sentinels(text, shown)
+
+
+def _is_of(text: str, template: str) -> bool:
+    """Return whether the parts of a template that are no fields are in `text`, or it is a chat template's."""
+    words = (part.strip() for part, _ in template_parts(template))
+    return "<|im_start|>" in text or re.search(".*".join(map(re.escape, words)), text, re.DOTALL) is not None
 
 
 def readable(target: str, continues: bool) -> str:

@@ -5,10 +5,6 @@ import socket
 import time
 from contextlib import suppress
 
-import psutil
-
-from ds_encdec.launch.run_folder import masked
-
 LOOPBACK = "lo"
 RETRY_SECONDS = 0.5
 
@@ -25,6 +21,8 @@ def own_address_towards(host: str) -> str | None:
 
 def interface_of(address: str) -> str | None:
     """The name of the interface that has `address`; None where none does."""
+    import psutil  # not for --help, which knows this module
+
     for name, addresses in psutil.net_if_addrs().items():
         if any(found.address.partition("%")[0] == address for found in addresses):
             return name
@@ -70,6 +68,10 @@ def await_listener(host: str, port: int, deadline: float) -> str | None:
 
 def listener(port: int) -> str:
     """Who listens on `port` of this host, in words, as far as this user may see it."""
+    import psutil
+
+    from ds_encdec.launch.run_folder import masked
+
     with suppress(psutil.Error, OSError):
         for found in psutil.net_connections("tcp"):
             if found.status == psutil.CONN_LISTEN and found.laddr[1:] == (port,) and found.pid is not None:

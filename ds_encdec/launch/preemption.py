@@ -192,7 +192,8 @@ class StopRequest:
                 end_process(Preempted.exit_code)
             if gone:
                 self.reason = self.reason or gone
-                logger.error("%s: saving and stopping.", gone.capitalize())
+                asked = first_at < math.inf  # whoever asks a job to stop mostly ends its launcher, too
+                logger.log(logging.INFO if asked else logging.ERROR, "%s: saving and stopping.", gone.capitalize())
                 if not self._left.wait(self.grace_seconds):
                     self._end(f"Still running {self.grace_seconds:.0f} s after the launcher went")
                 return

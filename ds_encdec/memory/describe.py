@@ -101,6 +101,8 @@ def show(
 ) -> None:
     """Print the answer. `everything`: both engines' tables, with each part of the figures and what does not exist."""
     kinds = ["all"] if everything else ["wide", "narrow"]
+    if on_cpus := asked.job.device == "cpu":  # the settings of the tables save a GPU's memory
+        tables = []
     shown = tables if everything else [table for table in tables[:1] if any(not row.reason for row in table.rows)]
     drawn = {kind: [_table(asked, table, kind, boxed=console.is_terminal) for table in shown] for kind in kinds}
     needed = {kind: max((_width(console, table) for table, _ in drawn[kind]), default=0) for kind in kinds}
@@ -117,7 +119,7 @@ def show(
     for part in filter(None, parts):  # what is to be pasted is not broken into lines
         console.print(part, soft_wrap=not isinstance(part, Table), markup=False, highlight=False)
         console.print()
-    for line in _how_to_read(asked, kind):
+    for line in () if on_cpus else _how_to_read(asked, kind):
         console.print(line, width=LONGEST_LINE, markup=False, highlight=False)
 
 
@@ -134,13 +136,13 @@ def _verdict(text: str, is_good: bool) -> Text:
 
 def _about(asked: Question) -> str:
     job, gpu = asked.job, asked.gpu
+    place = f"{gpu.name} ({in_gib(gpu.usable_bytes)} GiB usable each)" if job.device == "cuda" else "CPU rank"
     trained = (
         f", of which {job.trainable_parameters:,} are trained" if job.trainable_parameters != job.parameters else ""
     )
     return (
-        f"{job.config.model.model_name_or_path or 'model.architecture'}: {job.parameters:,} parameters{trained}\n"
-        f"{job.world_size} x {gpu.name} ({in_gib(gpu.usable_bytes)} GiB usable each) on "
-        f"{job.nodes} node(s)\n"
+        f"{job.config.model.model_name_or_path or 'from scratch'}: {job.parameters:,} parameters{trained}\n"
+        f"{job.world_size} x {place} on {job.nodes} node(s)\n"
         f"A micro-batch of {job.config.training.micro_batch_size} has {job.encoder_tokens:,} encoder and "
         f"{job.decoder_tokens:,} decoder tokens; {job.gradient_accumulation_steps} of them make a step of a rank."
     )
@@ -150,7 +152,7 @@ def _table(asked: Question, table: EngineTable, kind: str, *, boxed: bool) -> tu
     """The settings of an engine, and notes on what is not shown as it is named."""
     columns = _COLUMNS[kind]
     shown = Table(
-        title=f"{ENGINES[table.job.engine].title}, GiB per GPU at the worst moment of a step",
+        title=f"{ENGINES[table.job.engine].title}, GiB per GPU at its worst moment",
         title_justify="left",
         title_style="bold" if boxed else "",
         box=SIMPLE_HEAD if boxed else None,
@@ -192,6 +194,7 @@ def _how_to_read(asked: Question, kind: str) -> Iterator[str]:
     host = "Host memory is not checked: pass --host-memory."
     if asked.host_bytes is not None:
         host = f"A host has {in_gib(asked.host_bytes)} GiB, of which {HOST_HEADROOM:.0%} must stay free."
+    yield "Each row is at its own worst moment of a step, which may be the optimizer's or an evaluation's."
     yield "offload both: the optimizer's states and the parameters."
     named = (*_COLUMNS[kind], "host")
     yield "; ".join(f"{name}: {_MEANINGS[name]}" for name in named if name in _MEANINGS) + "."
@@ -213,6 +216,14 @@ def _configured(asked: Question) -> str:
     verdict = f"does not fit (short of: {short_of})" if short_of else "fits"
     if not asked.runs(job):
         verdict = f"does not run on a {asked.gpu.name}, which has no bfloat16"
+    if job.device == "cpu":
+        known = asked.host_bytes and f", of {in_gib(asked.host_bytes)} GiB that it has"
+        return (
+            f"The configured run ({ENGINES[job.engine].title}, {job.config.infra.sharding_stage}, checkpointing "
+            f"{job.config.training.activation_checkpointing}) {verdict if known else 'on CPUs'}:\n"
+            f"  Each host of {job.ranks_per_node} rank(s) holds {in_gib(row.node_bytes)} GiB{known or ''}, at their "
+            f"worst moment, the {held.moment}.{'' if known else ' Whether it fits: --host-memory.'}"
+        )
     on_host = held.host.scaled(job.ranks_per_node)
     parts = (f"{name} {in_gib(part)}" for name, part in zip(_HOST_WORDS, astuple(on_host), strict=True) if part)
     return (

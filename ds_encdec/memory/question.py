@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from ds_encdec.config.rewording import given_fields
 from ds_encdec.config.rules import engine_candidates
@@ -23,7 +23,7 @@ from ds_encdec.config.shares import (
     with_assumed_batch_size,
     with_micro_batch_size,
 )
-from ds_encdec.gpus import Gpu, parse_bytes, parse_gpu
+from ds_encdec.gpus import DEFAULT_GPU, Gpu, has_gpu, parse_bytes, parse_gpu
 from ds_encdec.memory.breakdown import GIB, Estimate
 from ds_encdec.memory.estimate import engine_memory, estimate
 from ds_encdec.memory.job import Job, Sizes, make_job, run_sizes
@@ -42,7 +42,10 @@ _STANDS_FOR = {
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The run, on which GPUs and hosts; `remarks` on how it was understood. `host_bytes`: of a node, if given."""
+    """The run, on which GPUs and hosts; `remarks` on how it was understood. `host_bytes`: of a node, if given.
+
+    A job on CPUs is judged by its hosts alone, whatever `gpu` is.
+    """
 
     job: Job
     gpu: Gpu
@@ -55,7 +58,7 @@ class Question:
 
     def short_of(self, row: Variant) -> str | None:
         """Name what a row lacks; None where `HEADROOM` of the GPU stays free, and `HOST_HEADROOM` of a known host."""
-        if row.estimate.peak.total > self.gpu.usable_bytes * (1 - HEADROOM):
+        if row.job.device == "cuda" and row.estimate.peak.total > self.gpu.usable_bytes * (1 - HEADROOM):
             return "GPU"
         return "host" if row.node_bytes > (self.host_bytes or inf) * (1 - HOST_HEADROOM) else None
 
@@ -67,7 +70,7 @@ class Question:
 def read_question(options: argparse.Namespace, overrides: Sequence[str]) -> Question:
     """Read the question in the options. Raises ConfigError that lists every problem in them."""
     problems: list[str] = []
-    gpu = _attempt(problems, parse_gpu, options.gpu)
+    gpu = _attempt(problems, parse_gpu, DEFAULT_GPU if options.gpu is None else options.gpu)
     host_bytes = parse_bytes(options.host_memory or "")
     if options.host_memory is not None and (host_bytes or 0) < GIB:
         problems.append(f"--host-memory {options.host_memory}: not a size of a machine; write 512GiB, 1TB or bytes")
@@ -84,6 +87,8 @@ def read_question(options: argparse.Namespace, overrides: Sequence[str]) -> Ques
         lambda: load_config(options.config, [*model, *gpus, *lora, *overrides], options.deepspeed_config),
     )
     if config is not None:
+        if options.gpu and config.infra.device == "cpu":
+            problems.append(f"--gpu {options.gpu} and infra.device=cpu contradict each other: give only one")
         sizes = _attempt(problems, run_sizes, config)
         problems += [] if wrong else indivisible(config, options.nodes)
     if problems or config is None or gpu is None or sizes is None:
@@ -129,6 +134,10 @@ def _remarks(options: argparse.Namespace, model: list[str], config: FullConfig, 
             training.torch_compile,
             "torch_compile: estimated like layers that are not compiled, whose activations may differ.",
         ),
+        (
+            config.infra.device == "auto" and not options.gpu and not has_gpu(),
+            "This is for GPUs; a run on the CPUs of a machine without them is estimated with infra.device=cpu.",
+        ),
         (model, f"To train what is recommended, add what this command's options stand for: {shlex.join(model)}"),
         (
             options.deepspeed_config,
@@ -167,6 +176,7 @@ def indivisible(config: FullConfig, nodes: int) -> list[str]:
 def estimate_run(config: FullConfig, *, nodes: int = 1) -> Estimate:
     """Estimate what the run of `config` holds at its worst moment, on each of `infra.num_gpus` GPUs in so many `nodes`.
 
+    With `infra.device: cpu` these are ranks on CPUs, and it is what the process of each holds.
     `training.per_device_train_batch_size: auto` is taken to be its first try. Raises ConfigError.
     """
     config = with_assumed_batch_size(config, config.infra.num_gpus)
@@ -179,6 +189,7 @@ def planned_job(config: FullConfig, sizes: Sizes, nodes: int) -> Job:
     Raises ConfigError for what a run would refuse before it starts.
     """
     gpus, engine = config.infra.num_gpus, engine_candidates(config)[0].name
-    job = make_job(config, sizes, engine, world_size=gpus, ranks_per_node=gpus // nodes)
+    device: Literal["cuda", "cpu"] = "cpu" if config.infra.device == "cpu" else "cuda"
+    job = make_job(config, sizes, engine, world_size=gpus, ranks_per_node=gpus // nodes, device=device)
     engine_memory(job)
     return job

@@ -37,6 +37,18 @@ def shown(metrics: Mapping[str, float]) -> list[str]:
     ]
 
 
+def in_lines(parts: Sequence[str], width: int) -> Iterator[str]:
+    """The parts on as few lines as there is room for: no figure is cut by the end of one."""
+    line = ""
+    for part in parts:
+        longer = line + _SEPARATOR * bool(line) + part
+        if line and len(longer) > width:
+            yield line
+            longer = part
+        line = longer
+    yield line
+
+
 def time_left(seconds: float) -> str:
     """A duration as `[days d ]hours:minutes:seconds`."""
     minutes, rest = divmod(max(0, round(seconds)), 60) if math.isfinite(seconds) else (0, 0)

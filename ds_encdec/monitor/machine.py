@@ -23,10 +23,8 @@ from torch import Tensor
 
 from ds_encdec.config.schema import MonitorConfig
 from ds_encdec.monitor.metrics import MetricWindow
-from ds_encdec.monitor.metrics_file import make_alert
+from ds_encdec.monitor.metrics_file import PERSISTENT_INTERVALS, make_alert
 
-PERSISTENT_INTERVALS = 3
-"""Logging intervals in a row in which anything but memory must be seen to be an alert: one is noise."""
 MIN_THROUGHPUT_VALUES = 5  # intervals that must be in the throughput window before a drop can be seen
 MEMORY_BASELINE_INTERVALS = range(2, 5)
 """Intervals of this process, and then after its first save, whose largest memory is the baseline: what is allocated

@@ -43,6 +43,8 @@ TRAINING_ALERTS = ("non_finite", "loss_spike", "grad_explosion", "loss_plateau",
 """Alerts about the training itself: raised by `TrainingMonitor`, saved with its windows."""
 MACHINE_ALERTS = ("throughput_drop", "straggler", "memory_growth", "data_wait")
 """Alerts about the machines that it runs on: raised by `MachineWatch`."""
+PERSISTENT_INTERVALS = 3
+"""Logging intervals in a row in which anything but memory must be seen to be an alert: one is noise."""
 
 Kind = Literal["start", "alert", "rollback", "no_rollback", "early_stop", "stop"]
 

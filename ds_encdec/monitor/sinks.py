@@ -26,7 +26,7 @@ from ds_encdec import terminal
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.settings import leaves
 from ds_encdec.launch.run_folder import RunFolder
-from ds_encdec.monitor.console import ProgressLine, shown, time_left
+from ds_encdec.monitor.console import ProgressLine, in_lines, shown, time_left
 from ds_encdec.monitor.metrics_file import append_line, cut_after
 from ds_encdec.plugins import load_plugin
 
@@ -225,10 +225,11 @@ class ConsoleSink(Sink):
             self._line.step, self._line.metrics, self._line.eta = step, parts, eta or self._line.eta
             self._live.refresh()
         elif parts or eta:
-            line = " | ".join([f"step {step}/{self._total_steps}", *parts, *filter(None, [eta])])
-            if self._live is None:
-                line = terminal.stamped(line)
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            parts = [f"step {step}/{self._total_steps}", *parts, *filter(None, [eta])]
+            text = terminal.stamped(" | ".join(parts))
+            if self._live is not None:
+                text = "\n".join(in_lines(parts, self._console.width))
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def go_back(self, step: int, rollback: int) -> None:
         """Move the bar back."""

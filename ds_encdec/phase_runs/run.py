@@ -235,7 +235,7 @@ def _train(planned: PlannedPhase, folder: PhaseFolder, subprocess_run: Subproces
         return
     status = folder.read_status() if _stamp(folder) != status_before else {}
     if status.get("state") == "preempted" or (subprocess_run.signal_name is not None and not status.get("exit_code")):
-        reason = status.get("reason") or f"stopped by {subprocess_run.signal_name}"
+        reason = (status.get("reason") or f"stopped by {subprocess_run.signal_name}").partition("; go on with")[0]
         raise Preempted(f"phase {planned.phase}: {reason}. The same command goes on with it.")
     # Launchers make 1 of the codes of their ranks, so run.json is asked first.
     what = "was ended from outside" if status else "did not start"

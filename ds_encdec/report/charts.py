@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 
-from ds_encdec.monitor.metrics_file import is_number
+from ds_encdec.monitor.metrics_file import PERSISTENT_INTERVALS, is_number
 from ds_encdec.report.page import number
 from ds_encdec.report.read_run import NO_CURVE, SMOOTHED_FROM, Curve, Run, back_to
 from ds_encdec.types import TASKS
@@ -98,7 +98,7 @@ class ChartPlan:
 
     `smoothed`: where there are many points, the raw curve is drawn faint below a smoothed one. `scale`: factor of the
     values. `from_zero`: the axis begins at 0. `log`: the axis may be logarithmic.
-    `limits`: label → dotted name of the configuration's field that is drawn across, or noted if it is far away.
+    `limits`: label, with {} for the value → dotted name of the field that is drawn across, or noted if it is far away.
     """
 
     key: str
@@ -133,7 +133,8 @@ PLANS = {
                    "eval/bleu": "BLEU"}, from_zero=True),
         ChartPlan("grad_norm", "Gradient norm", "before clipping", {"train/grad_norm": "norm"},
                   ("grad_explosion", "non_finite"), measured_alert="grad_explosion", smoothed=True, log=True,
-                  limits={"clipped above": "training.max_grad_norm", "alert above": "monitor.grad_norm_threshold"}),
+                  limits={"clipped above {}": "training.max_grad_norm",
+                          "alert above {}": "monitor.grad_norm_threshold"}),
         ChartPlan("learning_rate", "Learning rate", "", {"train/learning_rate": "rate"}, ("learning_rate_off",),
                   from_zero=True),
         ChartPlan("tokens_per_sec", "Throughput", "tokens/s", {"perf/tokens_per_sec": "throughput"},
@@ -147,9 +148,10 @@ PLANS = {
         ChartPlan("data_wait", "Waiting for data", "% of the time", {"perf/data_wait_frac": "share"}, ("data_wait",),
                   smoothed=True, scale=100, from_zero=True),
         ChartPlan("checkpoint", "Time of a checkpoint", "s",
-                  {"ckpt/blocked_s": "training paused", "ckpt/total_s": "copy to commit"}, from_zero=True),
+                  {"ckpt/blocked_s": "training paused", "ckpt/total_s": "until it was complete"}, from_zero=True),
         ChartPlan("slowest_rank", "Slowest rank over the median rank", "", {"health/slowest_rank_ratio": "time ratio"},
-                  ("straggler",), limits={"alert above": "monitor.straggler_threshold"}),
+                  ("straggler",),
+                  limits={f"alert above {{}}, {PERSISTENT_INTERVALS} times in a row": "monitor.straggler_threshold"}),
     )
 }  # fmt: skip
 """The charts of a run by their keys."""
@@ -172,11 +174,13 @@ def charts_of(run: Run, pictures: Path | None = None) -> tuple[list[Chart], list
 def _chart(run: Run, plan: ChartPlan, pictures: Path | None) -> Chart:
     logged = {label: run.curve(metric).scaled(plan.scale) for metric, label in plan.metrics.items()}
     curves = {label: curve for label, curve in logged.items() if len(curve.known)}
+    if "peak" in curves and "device" not in curves:  # without a GPU it is the same memory as the host's
+        curves = {"host, highest so far" if label == "peak" else label: curve for label, curve in curves.items()}
     first, *others = plan.metrics
     taken_back = [] if others else [branch.get(first, NO_CURVE).scaled(plan.scale) for branch in run.abandoned.values()]
     marks = alert_marks(run, plan)
     known = np.concatenate([[mark.value for mark in marks], *(curve.known for curve in curves.values())])
-    limits = {f"{label} {number(v)}": v for label, path in plan.limits.items() if (v := run.number(path)) is not None}
+    limits = {form.format(number(v)): v for form, path in plan.limits.items() if (v := run.number(path)) is not None}
     reach = LIMIT_WITHIN * np.ptp(known)
     far = [label for label, limit in limits.items() if not known.min() - reach <= limit <= known.max() + reach]
     rollbacks = [(back_to(entry), entry["step"]) for entry in run.entries("rollback")]

@@ -4,7 +4,7 @@ The values come from files that nobody has checked: everything is escaped, and o
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -17,6 +17,7 @@ from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.settings import leaves, show
 from ds_encdec.launch.disk import write_atomically
 from ds_encdec.monitor.metrics_file import is_number
+from ds_encdec.quantities import count, duration
 from ds_encdec.report.read_run import Entry, Run, read_time
 
 NOTHING = "–"
@@ -35,7 +36,7 @@ def write_page(folder: Path, template: str, **values: Any) -> Path:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    filters = (number, count, when, excerpt, flat, outcomes, events, changes)
+    filters = (number, count, when, cause, excerpt, flat, outcomes, events, changes)
     environment.filters |= {function.__name__: function for function in filters}
     # JSON may hold halves of surrogate pairs, which no encoding has.
     content = environment.get_template(template).render(values).encode("utf-8", "replace")
@@ -55,27 +56,14 @@ def number(value: object, unit: str = "", digits: int = 4) -> str:
     return f"{text}{'' if unit in ('', '%') else ' '}{unit}"
 
 
-def count(things: Sized | int, noun: str) -> str:
-    """`1 step`, `2 steps`."""
-    how_many = things if isinstance(things, int) else len(things)
-    return f"{how_many:,} {noun}" + ("" if how_many == 1 else "s")
-
-
-def duration(seconds: float | None) -> str:
-    """A duration in its two largest units."""
-    if seconds is None:
-        return NOTHING
-    minutes, hours = int(seconds // 60), int(seconds // 3600)
-    if hours >= 48:
-        return f"{hours // 24} d {hours % 24} h"
-    if hours:
-        return f"{hours} h {minutes % 60} min"
-    return f"{minutes} min {seconds % 60:.0f} s" if minutes else f"{seconds:.0f} s"
-
-
 def when(written: object) -> str:
     """A time of run.json or the events as one reads it, with its zone; empty for anything else."""
     return f"{time:%Y-%m-%d %H:%M:%S %z}" if (time := read_time(written)) else ""
+
+
+def cause(message: object) -> str:
+    """Why a run stopped: of its last words those that do not say only that it did, or how to go on."""
+    return re.sub(r"^stopped at step \d+ |; go on with .*$", "", number(message))
 
 
 def excerpt(text: object) -> str:
@@ -124,12 +112,9 @@ def outcomes(run: Run) -> list[tuple[str, str]]:
         ("throughput, median", figure(np.median, "perf/tokens_per_sec", "tokens/s")),
         ("MFU, median", figure(np.median, "perf/mfu", "%", scale=100)),
         # Time spent on the steps of the history, without evaluations, saves, restarts and abandoned branches.
-        (
-            "time in training steps",
-            duration(stepping or None),
-        ),
+        ("time in training steps", duration(stepping) if stepping else NOTHING),
         # Pauses between restarts included; None for a run without an end.
-        ("from first start to end", duration((end - begin).total_seconds() if begin and end else None)),
+        ("from first start to end", duration((end - begin).total_seconds()) if begin and end else NOTHING),
     ]
 
 

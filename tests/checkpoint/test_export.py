@@ -326,6 +326,7 @@ def test_the_card_of_a_fine_tuned_model_shows_its_template() -> None:
     assert "| input_template | `'Say \"{it}\" {{\\|}}:\\n'` |\n" in card
     assert "supervised fine-tuning" in card
     assert "denois" not in card
+    assert "Where the data had conversations" in card
 
 
 def test_the_untrained_card_says_so() -> None:
@@ -350,6 +351,23 @@ def test_generate_text_answers_every_sentinel_in_place(tmp_path: Path, capsys: p
     sampled = {generate(tmp_path / "out", "hello", max_new_tokens=8, temperature=2.0, seed=s) for s in range(3)}
     assert len(sampled) > 1
     assert all(text is not None and text.startswith("hello") for text in sampled)
+
+
+def test_a_fine_tuned_model_answers_alone_and_says_where_its_template_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export(tmp_path / "out", config())
+    written = {text: generate(tmp_path / "out", text, raw=True, max_new_tokens=4) for text in ("hello", "Say: hello!")}
+    template = 'Say: {it}|"\\'
+    trained = FullConfig.model_validate({"data": {"objective": "sft", "input_template": template}})
+    (tmp_path / "out" / "README.md").write_text(model_card(trained, TrainingState(global_step=1), "x"))
+    for text in written:
+        assert generate(tmp_path / "out", text, max_new_tokens=4) == written[text]
+        assert capsys.readouterr().err == (
+            f"The model was fine-tuned on inputs of another form: {json.dumps(template)}\n"
+        )
+    assert generate(tmp_path / "out", 'Say: hello|"\\', max_new_tokens=4) is not None
+    assert capsys.readouterr().err == ""
 
 
 def test_a_stream_shows_what_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

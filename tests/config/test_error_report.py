@@ -195,6 +195,15 @@ def test_missing_unreadable_and_binary_files(tmp_path: Path) -> None:
         ("training.learning_rate=5", "training.learning_rate = 5\n      must be <= 1.0"),
         ("training.learning_rate=.nan", "command line: training.learning_rate = NaN\n"),
         ("training.learning_rate=", "command line: training.learning_rate = null\n      must be a number"),
+        ("save_step=200", "unknown key; did you mean `save_steps` (here `training.save_steps`)?"),
+        ("infra.save_step=200", "unknown key here; did you mean `training.save_steps`?"),
+        ("learning_rat=1", "unknown key; did you mean `learning_rate` (here `training.learning_rate`)?"),
+        ("saves_steps=1", "unknown key; did you mean `save_steps` (here"),
+        ("per_device_train_batchsize=2", "did you mean `per_device_train_batch_size` (here"),
+        ("warmup_step=2", "did you mean `warmup_steps` (here"),
+        ("gradient_checkpoint=true", "did you mean `gradient_checkpointing`?"),
+        ("training.gradient_checkpoint=true", "did you mean `gradient_checkpointing`?"),
+        ("fsdp_config.fsdp_offload_param=true", "did you mean `fsdp_offload_params` (here `infra.fsdp_cpu_offload`)?"),
         ("training.max_step=4", "unknown key; did you mean `max_steps` (here `training.num_train_steps`)?"),
         (
             "training.colour=red",
@@ -279,6 +288,7 @@ def test_contradictions_beside_a_mistake_in_the_same_section(
     [
         (SCRATCH.replace("num_key_value_heads: 2", "num_key_value_head: 3"), ["model.architecture.num_key_value_head"]),
         ("training: {warmup_step: 5, num_train_steps: 10}", ["training.warmup_step"]),
+        ("warmup_step: 5\ntraining: {num_train_steps: 20, lr_scheduler_type: WarmupLR}", ["warmup_step"]),
         ("trainning: {warmup_steps: 5}\nmodel: {model_name_or_path: null}", ["trainning", "model.model_name_or_path"]),
         # What is set under its right name is not excused by a typo beside it.
         (

@@ -24,7 +24,11 @@ QUICKSTART = str(Path(__file__).resolve().parents[2] / "ds_configs" / "quickstar
             "data.data_files",
             "no file matches absent/**/*.txt",
         ),
-        (["data.dataset_name=json", "data.data_files=folder"], "data.data_files", "no file matches folder"),
+        (
+            ["data.dataset_name=json", "data.data_files=folder"],
+            "data.data_files",
+            "folder: a folder; add /** for its files",
+        ),
         (["data.dataset_name=parquet", "data.data_files=~nobody-here/x"], "data.data_files", "no file matches"),
         (
             ["data.mixture=[{weight: 1, dataset_name: builtin}, {weight: 1, dataset_name: text, data_files: x}]"],
@@ -62,6 +66,28 @@ def test_what_is_not_there(
     assert message in shown
     assert cli.main(["validate", "--elsewhere", *overrides]) == 0
     load_config(None, overrides)
+
+
+def test_rows_that_would_be_read_as_plain_text_are_told(tmp_path: Path, capsys: Output) -> None:
+    for name in ("a.txt", "b.JSONL.gz"):
+        (tmp_path / name).touch()
+    files = ["data.dataset_name=text", f"data.data_files={tmp_path}/*", f"infra.output_dir={tmp_path}/run"]
+    for verb in (["validate"], ["train", "--print-config"]):
+        assert cli.main([*verb, "--config", QUICKSTART, *files]) == 0
+        told = f"warning: data.data_files: {tmp_path}/b.JSONL.gz is read as plain text, as data.dataset_name=text says"
+        assert told in capsys.readouterr().out
+    assert cli.main(["validate", "--config", QUICKSTART, files[0], f"{files[1]}.txt", files[2]]) == 0
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_files_of_a_pattern_that_the_shell_spread_are_one_problem(tmp_path: Path, capsys: Output) -> None:
+    files = [str(tmp_path / name) for name in ("a.txt", "b.txt", "c.txt")]
+    for name in files:
+        Path(name).touch()
+    assert cli.main(["validate", QUICKSTART, "data.dataset_name=text", f"data.data_files={files[0]}", *files[1:]]) == 2
+    told = capsys.readouterr().err
+    assert "has 1 problem" in told
+    assert f"command line: {files[1]} and 1 more\n      a file, and not a setting: put commas between files" in told
 
 
 def test_a_package_that_a_setting_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:

@@ -207,7 +207,7 @@ def test_values_are_translated(argument: str, field: str, value: Any) -> None:
         ("fsdp=full_shrd", "`full_shrd` is no word of it"),
         ("fsdp_config.x.y=3", 'fsdp_config.x = {"y": 3}\n      unknown key; docs/coming-from.md'),
         ("deepspeed.stage=3", "write it into a JSON file"),
-        ("train_file=a.arrow", "set data.data_files, and data.dataset_name to what they are"),
+        ("train_file=a.arrow", "for other endings set data.data_files, and data.dataset_name to what they are"),
         ("train_file=a.random", "set data.data_files, and data.dataset_name to what they are"),
         ("val_check_interval=100", "it counts micro-batches"),
         ("do_train=false", "`ds-encdec evaluate`"),
@@ -271,10 +271,11 @@ def test_a_value_behind_its_name_is_no_file(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_what_was_read_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = written(tmp_path, "lr: 1e-4\ntf32: true\n")
+    path = written(tmp_path, "lr: 1e-4\ntf32: true\nremove_unused_columns: false\n")
     assert train.main(["--config", str(path), "--print-config"]) == 0
-    first, second, rest = capsys.readouterr().out.split("\n", 2)
+    first, second, third, rest = capsys.readouterr().out.split("\n", 3)
     assert first == f"# {path}:1: lr = 0.0001 is read as training.learning_rate = 0.0001"
     assert second.startswith(f"# {path}:2: tf32 = true is left out: ")
+    assert third.endswith("left out: only the columns that the templates or data.text_column name are read")
     again = load_config(written(tmp_path, rest))
     assert again == load_config(None, ["lr=1e-4"])

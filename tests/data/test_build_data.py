@@ -36,7 +36,7 @@ def test_a_corpus_shorter_than_one_batch(tmp_path: Path) -> None:
         make_data(config, num_lanes=4)
     assert caught.value.exit_code == 4
     small = make_config(dataset_name="json", data_files=path, max_encoder_length=8, max_decoder_length=8)
-    with pytest.raises(DataError, match=r"2\d documents .* too few for 40 lanes"):
+    with pytest.raises(DataError, match=r"2\d documents .*: too few for 40 lanes"):
         make_data(small, num_lanes=40)
 
 
@@ -61,14 +61,20 @@ def test_only_other_data_is_refused(path: str, tmp_path: Path) -> None:
     other = make_config(dataset_name="json", data_files=path, max_encoder_length=80, training={"seed": 7})
     with pytest.raises(
         CheckpointError,
-        match=r"fingerprint \w+\) than this run reads \(fingerprint \w+\).*"
-        r"data.max_encoder_length: 96 there, 80 now; training.seed: 42 there, 7 now\.",
+        match=r"With --allow-data-change: source 0 \(json a\.jsonl\): starts over .*"
+        r"data.max_encoder_length: 96 there, 80 now; training.seed: 42 there, 7 now\..*fingerprint \w+ there, \w+ now",
     ):
         make_data(other, saved=saved)
+    with pytest.raises(
+        CheckpointError, match=r"What differs: data\.dataset_name: json there, builtin now; "
+    ) as refused:
+        make_data(make_config(dataset_name="builtin"), saved=saved)
+    assert "source 1 (builtin): new; source 0 (json a.jsonl): dropped. " in str(refused.value)
+    assert len(str(refused.value)) < 600  # no digests of files
     assert make_data(other, saved=saved, accept_other_data=True).ratio == saved["encoder_decoder_ratio"]
 
     write_json_lines(Path(path), texts(301))
-    with pytest.raises(CheckpointError, match="sources: "):
+    with pytest.raises(CheckpointError, match="What differs: documents: 300 there, 301 now"):
         make_data(config, saved=saved)
 
 
@@ -186,7 +192,7 @@ def test_a_file_that_changes_without_growing_is_other_data(path: str) -> None:
     config = make_config(dataset_name="json", data_files=path)
     saved = make_data(config).saved()
     Path(path).write_text(Path(path).read_text().replace("the", "teh"))
-    with pytest.raises(CheckpointError, match="sources: "):
+    with pytest.raises(CheckpointError, match=r"What differs: the content of source 0 \(json a.jsonl\)\."):
         make_data(config, saved=saved)
 
 

@@ -162,7 +162,9 @@ def test_csv_is_read(tmp_path: Path) -> None:
     path.write_bytes('\ufeffid,text\r\n1,"two\nlines, ""é"""\r\n2,plain\r\n3\r\n4,more,than,that\r\n'.encode())
     source = opened("csv", path)
     assert [source.document(i).text for i in (0, 1, 3)] == ['two\nlines, "é"', "plain", "more"]
-    assert source.document(2).problem == "data.text_column=text: a.csv, row 3 has no such column; it has id"
+    assert source.document(2).problem == (
+        "data.text_column=text: a.csv, row 3 has no such column; it has id: set data.text_column=COLUMN"
+    )
 
 
 @pytest.mark.parametrize("streaming", [True, False])
@@ -226,7 +228,7 @@ def test_a_binary_text_file_is_refused_when_it_is_opened(tmp_path: Path, content
         ("json", "a.csv", b"text\nx", "a.csv: a CSV file: set data.dataset_name=csv"),
         ("text", "a.parquet", b"PAR1 and more", "a.parquet: a parquet file: set data.dataset_name=parquet"),
         ("csv", "a.zip", b"PK\x03\x04 and more", "a.zip: a zip archive: unpack it"),
-        ("json", "folder/file", b"{}", "folder: a folder; add /.. for its files, or name it in data.dataset_name"),
+        ("json", "folder/file", b"{}", "folder: a folder; add /.. for its files$"),
     ],
 )
 def test_other_files_are_named_as_what_they_are(

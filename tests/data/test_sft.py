@@ -132,7 +132,9 @@ def test_bad_rows_stop_the_run_or_are_counted(tmp_path: Path) -> None:
     assert data.loader.bad_rows[0] == 12
     with pytest.raises(DataError, match=r"the data set is empty.*\{nothing\}"):
         data_of(sft_config(path, on_bad_row="skip", input_template="{nothing}"))
-    with pytest.raises(DataError, match=r"field_mapping\.nothing=COLUMN, or name another field in the template$"):
+    with pytest.raises(
+        DataError, match=r"field_mapping\.nothing=COLUMN, or name another field in the template. Mend it or"
+    ):
         data_of(sft_config(path, input_template="{nothing}"))
 
 
@@ -459,6 +461,12 @@ def test_settings_that_contradict_each_other(fields: dict[str, Any], message: st
         ),
         ({"input_template": '"{q}"', "field_mapping": "{q: output.x}"}, []),
         ({"data_files": "chat.jsonl"}, ["conversations, and the builtin tokenizer has no chat template"]),
+        (
+            {"objective": "ul2", "text_column": "body"},
+            ["data.text_column = ", "no such column; it has instruction, input, output: set data.text_column=COLUMN"],
+        ),
+        ({"objective": "ul2", "text_column": "body", "on_bad_row": "skip"}, []),
+        ({"objective": "ul2", "text_column": "body", "dataset_name": "text"}, []),
         ({"dataset_name": "some/set"}, ["there is such a file here", "did you mean dataset_name=json"]),
     ],
 )

@@ -219,7 +219,7 @@ def test_another_format_is_streamed_by_shard(tmp_path: Path) -> None:
     ("fields", "message"),
     [
         ({"text_column": "body"}, r"data.text_column=body: .* has no such column; it has text, id"),
-        ({"dataset_split": "validation"}, r"data set .*validation: .*split"),
+        ({"dataset_split": "validation"}, r"data set .*validation: .*split.* data.data_files='FOLDER/\*\*'"),
         ({"dataset_config": "wiki"}, r"data set .*: BuilderConfig 'wiki' not found. Available: \['default'\]"),
     ],
 )

@@ -15,7 +15,7 @@ BUDGETS = Budgets(encoder_tokens=400, decoder_tokens=600, max_examples=8)
 
 
 def test_fewer_documents_than_lanes_names_the_lanes() -> None:
-    with pytest.raises(DataError, match=r"1 documents .* too few for 4 lanes.*data\.num_lanes=1"):
+    with pytest.raises(DataError, match=r"^1 document to train on: too few for 4 lanes.*data\.num_lanes=1, give"):
         require_one_step(SampleStatistics(ratio=1.0, documents=1, tokens=21_270), 4, BUDGETS)
 
 

@@ -108,6 +108,16 @@ def test_the_figures_of_a_split_and_its_predictions(
     assert judge(model, tmp_path / "likelihood", *data, "--max-new-tokens", "0", "--metrics", "chrf") == 2
 
 
+def test_no_text_is_longer_than_the_runs_outputs(
+    model: Path, data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    how = ["--model", str(model), "--out", str(tmp_path / "out"), "--device", "cpu", "--max-samples", "2"]
+    assert main(["evaluate", *how, *data, "data.max_decoder_length=8", "data.max_encoder_length=16"]) == 0
+    written = [json.loads(line) for line in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()]
+    assert max(line["generated_tokens"] for line in written) <= 8
+    assert json.loads((tmp_path / "out" / "evaluation.json").read_text())["max_new_tokens"] == 8
+
+
 def test_one_that_was_killed_goes_on_and_leaves_the_same_files(
     model: Path, data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -202,6 +212,11 @@ def test_another_encoder_decoder_that_transformers_knows(model: Path, data: list
         (["--top-p", "0.9"], 2, "give a temperature above 0"),
         (["--model", "nowhere"], 5, "--model: nowhere does not exist"),
         (["data.test_files=null", "data.train_split_ratio=1.0"], 4, "the split test is empty: see data.train_split_"),
+        (
+            ["--config=ds_configs/quickstart.yaml", "data.test_files=null"],
+            4,
+            "is empty; its texts for evaluation are --split validation (--max-new-tokens 0: ",
+        ),
         (["--model", "RUN"], 5, "run has no config.json: it is no model folder; did you mean RUN/export/final?"),
         (["--metrics", "rogue", "data.seed=1"], 2, "unknown key"),
         (["--metrics", "rogue,rouge"], 2, "unknown metric rogue; there are exact_match"),

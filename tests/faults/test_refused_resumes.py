@@ -72,6 +72,8 @@ def test_a_finished_run_may_be_resumed_again(runs: ForkedRuns, run_folder: Path)
     before = losses(run_folder)
     result = runs.run(arguments(run_folder, "--resume", "auto"))
     assert result.codes == [0], result.output
+    assert f"nothing left to do after step {STEPS}: to train on, raise training.num_train_steps" in result.output
+    assert "tokens, into" not in result.output
     assert (run_folder / "checkpoints" / "final").resolve().name == f"step-{STEPS:08d}"
     assert json.loads((run_folder / "run.json").read_text())["state"] == "completed"
     assert losses(run_folder) == before

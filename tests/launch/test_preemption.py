@@ -185,11 +185,19 @@ def test_rank_saves_itself_when_its_launcher_is_killed(tmp_path: Path) -> None:
     wait_until_gone(rank)
 
 
-def test_hanging_rank_ends_after_the_grace_period(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asked", [False, True])
+def test_hanging_rank_ends_after_the_grace_period(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], asked: bool
+) -> None:
+    """The end of the launcher is an error only where nobody had asked the run to stop."""
     launcher, rank = launch(tmp_path, grace_seconds=0.2)
+    if asked:
+        os.kill(rank, signal.SIGINT)
+        wait_for(tmp_path / "reason")
     launcher.kill()
     launcher.wait()
     wait_until_gone(rank, seconds=20)  # without the watch it would sleep for a minute
+    assert ("saving and stopping" in capfd.readouterr().err) != asked
     assert not (tmp_path / "saved").exists()
 
 

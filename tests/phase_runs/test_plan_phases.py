@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -96,6 +97,11 @@ def test_plan_has_the_same_information(capsys: pytest.CaptureFixture[str]) -> No
             assert main([*verb, *rate, *form]) == 0
             printed.append(capsys.readouterr().out)
     assert printed[:2] == printed[2:]
+    table = printed[0].splitlines()
+    headings = "phase; steps run; ends with; steps set; steps for its tokens; tokens run; tokens set; time; USD"
+    assert "; ".join(re.split("  +", table[0].strip())) == headings
+    assert "1 s" in table[1]
+    assert "a step, padding included, on 2 ranks as" in printed[0]
     assert main(["plan", "--phases", "--tokens", "5B"]) == 2
     assert "--tokens and --nodes are about a single run" in capsys.readouterr().err
 

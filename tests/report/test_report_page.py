@@ -420,6 +420,31 @@ def test_a_limit_far_from_the_data_is_a_note_and_does_not_flatten_the_curve(
     assert chart.caption.endswith(f"; {words}") != drawn
 
 
+def test_charts_say_what_their_lines_are(tmp_path: Path) -> None:
+    """When a line crossed is an alert, and that a run without a GPU has all its memory on the host."""
+    names = ("health/slowest_rank_ratio", "mem/peak_bytes", "mem/host_bytes")
+    run = write_run(tmp_path / "run", only=names)
+    write_config(run, monitor__straggler_threshold=1.1)
+    memory, slowest = charts_of(read_run(run))[0]
+    assert ">alert above 1.1, 3 times in a row</text>" in slowest.svg
+    assert memory.caption.startswith("last host, highest so far 61.2, host ")
+    with_gpu = write_run(tmp_path / "gpu", only=(*names, "mem/device_bytes"))
+    assert "last peak 61.2, host " in charts_of(read_run(with_gpu))[0][0].caption
+
+
+def test_a_stop_is_told_once(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", only=("train/loss",))
+    message = "stopped at step 83 by SIGINT; state saved; go on with --resume auto"
+    lines = [{"kind": "stop", "step": 83, "data_step": 83, "exit_code": 75, "message": message}]
+    write_lines(run / "ledger.jsonl", lines)
+    assert "! Stopped at step 83: by SIGINT; state saved" in (text := Page(write_report(run)[0]).text)
+    assert text.count("--resume auto") == 1  # in the table of events
+    status = json.loads((run / "run.json").read_text()) | {"state": "preempted", "reason": message, "exit_code": 75}
+    (run / "run.json").write_text(json.dumps(status))
+    assert "can be resumed: by SIGINT; state saved" in (text := Page(write_report(run)[0]).text)
+    assert "83: stopped" not in text
+
+
 def test_a_pointer_over_a_chart_is_told_steps_and_values(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=2000, only=("train/loss_R1",))
     lines = {line["step"]: line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())}

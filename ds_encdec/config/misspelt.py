@@ -1,0 +1,72 @@
+"""The likely meaning of a key that nobody knows: a field beside it, one elsewhere, or a word of other tools."""
+
+from functools import cache
+
+from ds_encdec.config.rules import fields
+from ds_encdec.config.settings import closest, join, unknown_key
+from ds_encdec.config.word_table import by_name
+from ds_encdec.config.words import SECTIONS
+
+THEIR_SECTIONS = frozenset(SECTIONS.split())
+
+
+@cache
+def homes(name: str) -> list[str]:
+    """The fields called `name`, but for those of phases and of sources in a mixture, which have a number or a name."""
+    return [path for path in fields() if path.endswith("." + name) and ".0." not in path and path[:7] != "phases."]
+
+
+def fields_in(path: str) -> list[str]:
+    """The names of the fields of the section at `path`."""
+    parent = in_schema(path)
+    return [name for above, _, name in (known.rpartition(".") for known in fields()) if above == parent]
+
+
+def in_schema(path: str) -> str:
+    """The name in `fields` of what is at `path`, which may lead through any item of a list."""
+    return ".".join("0" if key.isdigit() else key for key in path.split("."))
+
+
+def meant(path: str) -> tuple[str, list[str]]:
+    """The message about the unknown key at `path`, and the fields that it may stand for.
+
+    Other tools' words, and names that need no section, count where they would be read; beside a field of its own
+    section or name they must be much nearer.
+    """
+    parent, _, key = path.rpartition(".")
+    beside = fields_in(parent)
+    flat, words = _near_names(key) if "." not in parent else {}, _near_words(parent, key)
+    ours = [*beside, *flat] if not parent or parent in THEIR_SECTIONS else beside
+    guess = closest(key, ours, {**flat, **words})
+    elsewhere = [name for name in fields() if name.endswith("." + key)]
+    if guess in beside:
+        return unknown_key(key, [guess]), [join(parent, guess)]
+    if elsewhere or (guess in flat and guess not in ours):
+        elsewhere = elsewhere or [flat[guess or ""]]
+        return unknown_key(key, (), elsewhere), elsewhere
+    if guess is None:
+        known = "unknown key; docs/coming-from.md lists the words that are known"
+        return known if parent in THEIR_SECTIONS else unknown_key(key, beside), []
+    field = flat.get(guess) or words[guess]
+    return f"unknown key; did you mean `{guess}`" + (f" (here `{field}`)?" if field else "?"), [field] if field else []
+
+
+def _near_names(key: str) -> dict[str, str]:
+    """Names of fields that need no section, with the fields' paths."""
+    names = {path.rpartition(".")[2] for path in fields() if "." in path}
+    return {name: homes(name)[0] for name in sorted(names) if _is_near(name, key) and len(homes(name)) == 1}
+
+
+def _near_words(parent: str, key: str) -> dict[str, str]:
+    """The words of other tools that are read in the section `parent`, and the field of each; empty for none."""
+    words = dict.fromkeys(THEIR_SECTIONS, "") if not parent else {}
+    for word, row in by_name():
+        name = word.removeprefix(f"{parent}.")
+        if "." not in name and (name != word or "." not in parent):
+            words[name] = row.field
+    return {name: words[name] for name in sorted(words) if _is_near(name, key)}
+
+
+def _is_near(name: str, key: str) -> bool:
+    """Return whether `name`, one of many, is worth a comparison."""
+    return name[:1] == key[:1] and (abs(len(name) - len(key)) <= 2 or name.startswith(key))
