@@ -95,7 +95,12 @@ def run_training(
     require_packages(config)
     world = discover(os.environ)  # now: a port that is free, where none is given
     with StopRequest(world) if stop is None else nullcontext(stop) as watch:
-        return _train_on_ranks(config, world, watch, resume, allow_data_change, callbacks)
+        try:
+            return _train_on_ranks(config, world, watch, resume, allow_data_change, callbacks)
+        except BaseException:
+            if world.world_size == 1:  # which waits for nobody, and whose process may train again
+                shutdown()
+            raise
 
 
 def _train_on_ranks(
