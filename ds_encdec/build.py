@@ -98,7 +98,12 @@ def run_training(
     with absence_told(world):
         require_packages(config)
     with StopRequest(world) if stop is None else nullcontext(stop) as watch:
-        return _train_on_ranks(config, world, watch, resume, allow_data_change, callbacks)
+        try:
+            return _train_on_ranks(config, world, watch, resume, allow_data_change, callbacks)
+        except BaseException:
+            if world.world_size == 1:  # which waits for nobody, and whose process may train again
+                shutdown()
+            raise
 
 
 def _train_on_ranks(

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from ds_encdec.checkpoint.export import export_checkpoint
-from ds_encdec.checkpoint.folder import clear_leftovers
+from ds_encdec.checkpoint.folder import clear_leftovers, committed_steps
 from ds_encdec.checkpoint.manifest import MANIFEST, read_manifest
 from ds_encdec.config.schema import TrainingConfig
 from ds_encdec.launch.run_folder import RunFolder
@@ -44,6 +44,8 @@ def export_at_end(run: RunFolder, training: TrainingConfig, *, anew: bool) -> No
         logger.warning("load_best_model_at_end: no checkpoint of this run was evaluated, so the last one is exported.")
         name = "final"
     out, checkpoint = run.exports / name, run.checkpoints / name
+    if not checkpoint.exists() and (saved := committed_steps(run.checkpoints)):
+        checkpoint = saved[max(saved)]  # stopped where it now ends: no step has been the last
     if not training.export_at_end or (not anew and _is_newer(out, checkpoint)):
         return
     try:

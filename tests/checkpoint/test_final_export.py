@@ -26,3 +26,11 @@ def test_an_export_of_an_earlier_end_is_made_again(tmp_path: Path, name: str) ->
     written = card.stat().st_ctime_ns
     export_at_end(run, training, anew=False)
     assert card.stat().st_ctime_ns == written
+
+
+def test_a_run_that_was_stopped_where_it_now_ends_has_no_final_checkpoint(tmp_path: Path) -> None:
+    run = RunFolder(str(tmp_path))
+    for step in (100, 200):
+        save_checkpoint(run.checkpoints, step, random_state(config(), seed=step), config())
+    export_at_end(run, TrainingConfig(), anew=False)
+    assert "checkpoint `step-00000200`" in (run.exports / "final" / "README.md").read_text()

@@ -66,7 +66,7 @@ def test_a_run_goes_on_behind_the_rows_it_has_read_with_any_workers(module: Path
     resumed.loader.close()
     # Another text of the module is other data.
     module.write_text(module.read_text() + "# changed\n")
-    with pytest.raises(CheckpointError, match="'python', 'name': 'own_lines:lines'"):
+    with pytest.raises(CheckpointError, match=r"source 0 \(python own_lines:lines\): changed"):
         make_data(make_config(**own()), saved=saved)
 
 

@@ -389,7 +389,7 @@ def test_splits_are_apart_and_own_files_take_their_place(tmp_path: Path) -> None
     assert set(other.fingerprint) - set(data.fingerprint) == {"evaluation sources"}
     tested = data_of(sft_config(path, test_files=own, train_split_ratio=0.7))
     assert tested.fingerprint == {**data.fingerprint, "share held out for the test": 0.0}
-    with pytest.raises(DataError, match=r"the split test is empty: .*val_test_split_ratio, data\.test_files"):
+    with pytest.raises(DataError, match=r"the split test is empty; .*val_test_split_ratio, data\.test_files"):
         split_examples(sft_config(path, val_test_split_ratio=1.0), TOKENIZER, VOCABULARY, "test")
 
 
