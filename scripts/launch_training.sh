@@ -52,7 +52,7 @@ port="${MASTER_PORT:-$((20000 + RANDOM % 10000))}"
 
 if [ -n "$hostfile" ]; then
     [ -f "$hostfile" ] || hostfile="$ROOT/hostfiles/$(basename "$hostfile")" # the name of a shipped one
-    hosts=$(awk '!/^[ \t]*#/ && / slots=/ { print $1 }' "$hostfile")
+    hosts=$(awk '!/^[ \t]*#/ && /[ \t]slots=/ { print $1 }' "$hostfile")
     launcher=(deepspeed --hostfile "$hostfile" --master_port "$port")
     case "$hosts" in
         *$'\n'*) # DeepSpeed itself forwards PYTHON*, NCCL*, UCX* and MLFLOW*

@@ -53,7 +53,7 @@ def test_one_host_that_is_this_one_needs_no_ssh(scripts: Path) -> None:
 
 
 def test_other_hosts_get_variables_but_no_secrets(scripts: Path) -> None:
-    (scripts / "hosts").write_text("localhost slots=1\n127.0.0.1 slots=1\n")
+    (scripts / "hosts").write_text("localhost slots=1\n127.0.0.1\tslots=1\n")
     (scripts / ".deepspeed_env").write_text("MINE=1\n")
     result = launch(scripts, "--hostfile=hosts", "--output_dir", "run", "--resume", "auto")
     assert result.returncode == 0, result.stderr
