@@ -155,6 +155,7 @@ class StopRequest:
             if not (number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN)
         }
         threading.Thread(target=self._watch, name="stop-watch", daemon=True).start()
+        threading.Thread(target=self._look_for_file, name="stop-file", daemon=True).start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -197,13 +198,18 @@ class StopRequest:
                 if not self._left.wait(self.grace_seconds):
                     self._end(f"Still running {self.grace_seconds:.0f} s after the launcher went")
                 return
-            if self.stop_file is not None and self.stop_file.exists():
-                self.reason = self.reason or BY_FILE
             terminated = terminated or signal.SIGTERM in arrived
             silent_seconds = self.heartbeat.silent_seconds
             if terminated and not self._seen and silent_seconds > self.patience_seconds:
                 self._end(f"Asked to stop, and no step for {silent_seconds:.0f} s: another rank is probably gone")
             select.select([self._arrivals], [], [], self.poll_seconds)
+
+    def _look_for_file(self) -> None:
+        """Look for the stop file, in a thread of its own: a file system that hangs must not end the watch."""
+        while not self._left.wait(self.poll_seconds):
+            with suppress(OSError):
+                if self.stop_file is not None and self.stop_file.exists():
+                    self.reason = self.reason or BY_FILE
 
     def _gone_launcher(self) -> str | None:
         """Which of the launchers above this process is no more, in words.

@@ -209,7 +209,11 @@ from pathlib import Path
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.world import discover
 folder, kind = Path(sys.argv[1]), sys.argv[2]
+class Hanging(type(folder)):
+    def exists(self, **_):
+        time.sleep(100)
 with StopRequest(discover({}), poll_seconds=0.05, stuck_seconds=2) as stop:
+    stop.stop_file = Hanging("stop") if kind == "stuck" else None  # a network's file system, whose server is gone, too
     for step in range(3):
         assert not stop.requested
         time.sleep(2.0 if kind == "slow" else 0.01)
