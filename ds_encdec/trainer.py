@@ -451,7 +451,8 @@ def _collect_save(run: Trainer, state: TrainingState, *, must_succeed: bool = Fa
 
     A failed one changes nothing but the log, unless it `must_succeed`: then CheckpointError is raised.
     """
-    outcome = run.checkpoints.collect()
+    with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
+        outcome = run.checkpoints.collect()
     if outcome is None:
         return state
     step = outcome.state.global_step

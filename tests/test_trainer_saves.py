@@ -248,9 +248,9 @@ def be_slow_and_asked_to_stop() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "async_save", "error"),
-    [(8, True, None), (4, False, Preempted), (2, True, Preempted)],
-    ids=["the last save", "a save at once", "waiting for the save before"],
+    ("step", "async_save", "error", "steps"),
+    [(8, True, None, 8), (4, False, Preempted, 8), (2, True, Preempted, 8), (20, True, Preempted, 80)],
+    ids=["the last save", "a save at once", "waiting for the save before", "asked between two saves"],
 )
 def test_sigterm_lets_a_slow_save_end(
     tmp_path: Path,
@@ -259,11 +259,21 @@ def test_sigterm_lets_a_slow_save_end(
     step: int,
     async_save: bool,
     error: type[Preempted] | None,
+    steps: int,
 ) -> None:
-    run = make_run(tmp_path / "checkpoints", ScriptedEngine({step: be_slow_and_asked_to_stop}), async_save=async_save)
+    silent_seconds: list[float] = []
+
+    def save() -> None:
+        be_slow_and_asked_to_stop()
+        silent_seconds.append(run.stop.heartbeat.silent_seconds)
+
+    engine = ScriptedEngine({step: save})
+    folder, often = tmp_path / "checkpoints", steps // 4
+    run = make_run(folder, engine, async_save=async_save, num_train_steps=steps, save_steps=often)
     with run.stop, pytest.raises(error) if error else nullcontext():
         train(run)
     assert not ended
+    assert silent_seconds == [0.0]  # or the other ranks would take it for stuck
     assert step in committed_steps(run.checkpoints.folder)
 
 

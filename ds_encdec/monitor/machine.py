@@ -57,15 +57,17 @@ class IntervalClock:
     def spent_on(self, what: Literal["data", "pause"]) -> Iterator[None]:
         """Time that the loop waits for its next batch.
 
-        A `pause` is no training time: evaluation, checkpoints.
+        A `pause` is no training time: evaluation, checkpoints. One inside another counts once.
         """
         if what == "data" and not self._has_begun:
             self.lap()
-        began = time.monotonic()
+        began, before = time.monotonic(), self._seconds[what]
         try:
             yield
         finally:
-            self._seconds[what] += time.monotonic() - max(began, self._lap_began)  # a lap may have ended in between
+            if self._lap_began > began:  # a lap has ended in between
+                began, before = self._lap_began, 0.0
+            self._seconds[what] = before + time.monotonic() - began
 
     def add_exchange(self, seconds: float) -> None:
         """Time by which this rank came to the exchange before a step earlier than the last one."""
