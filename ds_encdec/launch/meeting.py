@@ -57,7 +57,9 @@ class Meeting:
         title = f"{name} {_held[name, world.rank]}"
         self.store = dist.PrefixStore(title, _open_store(world, self._seconds, title))
         self.store.set_timeout(limit)
-        if self.store.add(f"place {world.rank}", 1) > 1:
+        with _store_of_rank_zero(world):
+            place = self.store.add(f"place {world.rank}", 1)
+        if place > 1:
             raise _alone(
                 ConfigError(
                     f"Two processes say that they are rank {world.rank}, one of them {os.getpid()} on "
@@ -139,7 +141,7 @@ class Meeting:
                 store.set(f"{name} answer", json.dumps(answer))
                 return answer
         except LostRankError as error:
-            return {"error": _preserved(_alone(error))}
+            return {"error": _preserved(error)}
 
     def _gather(self, store: dist.Store, name: str, late: str) -> dict[int, Any]:
         """On rank 0: what all have given in this round. Raises their error, and LostRankError."""
@@ -233,15 +235,15 @@ def _store_of_this_start(world: World, agents: dist.Store, seconds: float, title
     key, deadline = f"port of {title}", time.monotonic() + seconds
     if world.is_main:
         store = _tcp_store(world, 0, seconds, keeps=True)
-        agents.set(key, str(store.port))
+        with _store_of_rank_zero(world):
+            agents.set(key, str(store.port))
         return store
     problem: str | None = f"rank 0 has not come within {seconds / 60:g} minutes (infra.start_timeout_minutes)"
     while time.monotonic() < deadline:
-        if agents.check([key]):
-            port = int(agents.get(key))
-            if (problem := await_listener(world.master_addr, port, 0.0)) is None:
-                with _store_of_rank_zero(world):
-                    return _tcp_store(world, port, seconds, keeps=False)
+        with _store_of_rank_zero(world):  # or of the agent beside it
+            port = int(agents.get(key)) if agents.check([key]) else None
+            if port is not None and (problem := await_listener(world.master_addr, port, 0.0)) is None:
+                return _tcp_store(world, port, seconds, keeps=False)
         time.sleep(RETRY_SECONDS)
     raise _alone(LostRankError(f"rank {world.rank} ({socket.gethostname()}) cannot begin alone: {problem}"))
 
@@ -291,9 +293,11 @@ def _store_of_rank_zero(world: World) -> Iterator[None]:
     try:
         yield
     except (dist.DistNetworkError, dist.DistStoreError) as error:
-        raise LostRankError(
-            f"rank 0, at {world.master_addr}:{world.master_port}, is gone or does not answer; rank {world.rank} "
-            f"({socket.gethostname()}) cannot begin alone. Look at what rank 0 says. ({str(error).splitlines()[0]})"
+        raise _alone(
+            LostRankError(
+                f"rank 0, at {world.master_addr}:{world.master_port}, is gone or does not answer; rank {world.rank} "
+                f"({socket.gethostname()}) cannot begin alone. Look at what rank 0 says. ({str(error).splitlines()[0]})"
+            )
         ) from error
 
 

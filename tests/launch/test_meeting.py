@@ -118,6 +118,17 @@ def test_an_address_or_a_place_that_another_has() -> None:
         met(nowhere, 0.1)
 
 
+def test_torchruns_agent_that_goes_while_ranks_come_is_a_lost_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    world = World(rank=1, local_rank=1, world_size=2, local_world_size=2, master_port=free_port())
+    agents = [meeting._tcp_store(world, world.master_port, 20.0, keeps=True)]
+    gone = threading.Timer(1.0, agents.clear)
+    gone.start()
+    with pytest.raises(LostRankError, match="is gone or does not answer") as raised:
+        met(world)
+    assert raised.value.common is False
+
+
 def test_a_connection_that_fails_on_one_rank_ends_another_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 sits in native code, as gloo's accepting side does for five times its timeout."""
     monkeypatch.setattr(meeting, "COMPANY_SECONDS", 0.3)
