@@ -143,9 +143,9 @@ def _master(host: Host) -> Answer:
         found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(address, None)})
     except OSError as error:
         return f"MASTER_ADDR={address}: {error.strerror or error}", "give an address that all hosts can resolve"
-    if any(one.startswith("127.") or one == "::1" for one in found):
+    if host.world.node_rank > 0 and any(one.startswith("127.") or one == "::1" for one in found):
         return (
-            f"MASTER_ADDR={address} is {found[0]} here, which no other host reaches",
+            f"MASTER_ADDR={address} is {found[0]} here, which is this host itself, and rank 0 is on another",
             "give the address of a network card (hostname -I), or mend /etc/hosts",
         )
     return f"{address} is {', '.join(found)}"

@@ -37,7 +37,4 @@ def test_inside_srun(slurm: Rig) -> None:
     slurm.resolve("node0", node0="127.0.1.1")  # as Debian writes it for a machine's own name
     done = slurm.run("node0", "srun", "-N2", *DOCTOR, f"infra.output_dir={slurm.folder}", check=False)
     slurm.resolve("node0")
-    found = wrong(done.stdout)
-    assert found.keys() == {"master address"}, done.stderr
-    assert [finding["host"] for finding in found["master address"]] == ["node0"]
-    assert "127.0.1.1" in found["master address"][0]["message"]
+    assert (done.returncode, wrong(done.stdout)) == (0, {}), done.stderr
