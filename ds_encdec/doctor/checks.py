@@ -27,6 +27,7 @@ from ds_encdec.config.schema import FullConfig, load_config
 from ds_encdec.engine.select import resolve_engine
 from ds_encdec.engines import ENGINES
 from ds_encdec.launch.disk import build_folder, free_bytes, installed_versions
+from ds_encdec.launch.host_collectives import GLOO_GROUPS, OWN_OPEN_FILES
 from ds_encdec.launch.process_group import choose_device
 from ds_encdec.launch.run_folder import RunFolder, lock_file
 from ds_encdec.launch.world import World
@@ -38,8 +39,6 @@ logger = logging.getLogger(__name__)
 
 BUSY_BYTES = 2**30  # of a GPU's memory, held before the run: more than contexts of other ranks' probes
 SHARED_MEMORY_BYTES = 2**28  # NCCL's buffers between the GPUs of a host; containers have 64 MiB unless told otherwise
-SOCKETS_PER_RANK = 4  # gloo groups, each of which connects every rank with every other
-OTHER_DESCRIPTORS = 256  # files, pipes and libraries of one process
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +188,7 @@ def _output_folder(host: Host) -> Answer:
 
 def _descriptors(host: Host) -> Answer:
     """Each group of the host's network holds a connection to every other rank."""
-    needed = SOCKETS_PER_RANK * host.ranks + OTHER_DESCRIPTORS
+    needed = GLOO_GROUPS * host.ranks + OWN_OPEN_FILES
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most != resource.RLIM_INFINITY and most < needed:
         return (
