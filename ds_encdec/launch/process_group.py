@@ -135,7 +135,7 @@ def _meet(
 
 
 def _own_place(world: World, device: torch.device, engine: EngineName, shared: Mapping[str, str]) -> dict[str, Any]:
-    """What `settled` compares, of this rank; its device, which may be broken or in use, is taken here."""
+    """Return this rank's entry of what `settled` compares; its device, which may be broken or in use, is taken here."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return {
