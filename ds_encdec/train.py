@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_encdec.arguments import Arguments, add, flag, value
-from ds_encdec.config.sagemaker import container_settings, is_container
+from ds_encdec.config.sagemaker import container_arguments, is_container
 from ds_encdec.launch.absence import RANK_ZERO_SPEAKS_SECONDS, absence_told
 from ds_encdec.launch.world import discover
 from ds_encdec.terminal import VERBOSITY, log_to_terminal, outlive_readers, print_error
@@ -60,9 +60,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add(parser, ARGUMENTS)
     add(parser, VERBOSITY)
-    options, overrides = parser.parse_known_args(arguments)
+    given, in_sagemaker = list(sys.argv[1:] if arguments is None else arguments), is_container(os.environ)
     try:
-        return run(options, overrides)
+        if in_sagemaker:
+            given = container_arguments(os.environ, given, {name for names in ARGUMENTS for name in names.split()})
+        options, overrides = parser.parse_known_args(given)
+        return run(options, overrides, in_sagemaker=in_sagemaker)
     except Preempted as error:
         if os.environ.get("RANK", "0") == "0":  # all ranks stop together
             print(error, flush=True)
@@ -87,14 +90,9 @@ def _speaks() -> bool:
         return True
 
 
-def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+def run(options: argparse.Namespace, overrides: Sequence[str], *, in_sagemaker: bool = False) -> int:
     """Load the configuration, then print it or train with it. Raises DsEncDecError."""
     outlive_readers()
-    if in_sagemaker := is_container(os.environ):
-        settings, given = container_settings(os.environ)
-        overrides = [*settings, *overrides]
-        for name, setting in {"resume": "auto", **given}.items():  # a spot job is started again as it was
-            vars(options)[name] = getattr(options, name) or setting
     if options.print_config:
         notes: list[str] = []
         config = _load(options, overrides, notes)

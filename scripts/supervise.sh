@@ -6,7 +6,8 @@
 #
 # RUN is infra.output_dir. Its run.json decides, since launchers make 1, or even 0, of what their ranks say. Again after 75
 # (preempted), 8 (hung), 9 (a rank was lost) and an end without a word; not after mistakes (2, 4, 5, 7, 10 ...), `ds-encdec
-# stop`, or a signal to this script, which hands it on. Ranks that outlive their launcher are waited for.
+# stop`, or a signal to this script, which hands it on; nor after two starts in a row that ended with 0 or 1 before there
+# was a run. Ranks that outlive their launcher are waited for.
 #
 # SUPERVISE_RESTARTS (10): most starts in a row without a new checkpoint. SUPERVISE_SECONDS (10): the wait before the
 # second of them, doubled each time up to ten minutes.
@@ -31,7 +32,7 @@ say() { echo "supervise: $*" >&2; }
 
 # srun ends its tasks at once on SIGTERM, and passes SIGUSR1 on; the other launchers pass SIGTERM on.
 case "$(basename "$1")" in srun) signal=USR1 ;; *) signal=TERM ;; esac
-child='' signalled='' without_progress=0 wait_seconds=$first_wait
+child='' signalled='' silent=0 without_progress=0 wait_seconds=$first_wait
 trap 'signalled=1; [ -z "$child" ] || kill -"$signal" "$child" 2>/dev/null' TERM INT HUP
 while :; do
     before=$(told; stat -c %i.%y "$run/run.json" 2>/dev/null) saved=$(ls "$run/checkpoints" 2>/dev/null)
@@ -41,12 +42,24 @@ while :; do
     child=''
     if [ -e "$run/.lock" ] && ! flock --nonblock "$run/.lock" true; then
         say "the launcher has ended (code $code), and the run goes on: waiting for it. ds-encdec stop $run ends it."
-        flock "$run/.lock" true
+        until flock --nonblock "$run/.lock" true; do
+            [ -z "$signalled" ] || touch "$run/stop" # nobody is left to hand a signal to
+            sleep 2 &
+            wait $! # which a signal ends
+        done
     fi
     read -r state ending why < <(told)
     if [ "$before" = "$(told; stat -c %i.%y "$run/run.json" 2>/dev/null)" ] && [ "$state" != running ]; then
-        # This start said nothing: its code counts, but for one that tells nothing of a run that could go on.
-        case "$code:${ending:-}" in 1:75 | 1:8 | 1:9 | 255:75 | 255:8 | 255:9) ;; *) ending=$code state=unknown why='' ;; esac
+        # This start said nothing: its code counts, but for those that tell nothing. ssh ends with 255; a launcher with 0
+        # where it was killed, with 1 after a lost host, but after a mistake as well, which the second start makes again.
+        [ "$code" -gt 1 ] || silent=$((silent + 1))
+        case "$code:${ending:-}" in
+            [01]:75 | [01]:8 | [01]:9 | 255:75 | 255:8 | 255:9) ;;
+            0:*) [ "$state" = completed ] || ending=9 ;;
+            *) ending=$code state=unknown why='' ;;
+        esac
+    else
+        silent=0
     fi
     [ "$state" != running ] || ending=9 # killed before it could say so
     if [ "$state" = completed ]; then say "completed"; exit 0; fi
@@ -55,6 +68,10 @@ while :; do
         75 | 8 | 9) ;;
         *) say "ended with code $ending, which a second start would not mend"; exit "$ending" ;;
     esac
+    if [ "$silent" -gt 1 ]; then
+        say "two starts in a row ended before there was a run, the last with code $code: giving up"
+        exit $((code ? code : 9))
+    fi
     if [ "$saved" != "$(ls "$run/checkpoints" 2>/dev/null)" ]; then without_progress=0 wait_seconds=$first_wait; fi
     if [ $((without_progress += 1)) -gt "$restarts" ]; then
         say "$restarts starts in a row without a new checkpoint, the last with code $ending: giving up"

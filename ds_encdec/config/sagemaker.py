@@ -4,7 +4,7 @@ The names are those of its training toolkit (github.com/aws/sagemaker-training-t
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ds_encdec.source_kinds import LOCAL_SOURCES
@@ -14,7 +14,7 @@ CHECKPOINTS = "/opt/ml/checkpoints"
 """SageMaker copies what is written here to the job's `checkpoint_s3_uri`, and back before it starts the job again."""
 
 _HYPERPARAMETERS = "SM_HPS"
-_OPTIONS = ("config", "deepspeed_config", "resume")
+_FOLDERS = ("infra.output_dir", "output_dir", "output-dir")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _KIND_OF = {
     ending: name for name, kind in LOCAL_SOURCES.items() if kind.reads_files for ending in (name, *kind.endings)
@@ -26,17 +26,20 @@ def is_container(environ: Mapping[str, str]) -> bool:
     return "SM_TRAINING_ENV" in environ or _HYPERPARAMETERS in environ
 
 
-def container_settings(environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """The settings that the container of `environ` amounts to, before those of the command line, and its options.
+def container_arguments(environ: Mapping[str, str], given: Sequence[str], options: Container[str]) -> list[str]:
+    """The arguments that the container of `environ` amounts to, and behind them, so that they win, those `given`.
 
-    Hyperparameters that are no option of `train` (`config`, `deepspeed_config`, `resume`) are settings, in whatever
-    words; a channel of files is the data to train or evaluate on, unless a hyperparameter names that. Raises
-    ConfigError for hyperparameters that are no JSON object, and channels whose files are of no kind, or of several.
+    Hyperparameters that are one of the `options` of `train` are that; others are settings, in whatever words; a channel
+    of files is the data to train or evaluate on, unless a hyperparameter names that. A spot job is started again as it
+    was: it resumes. Raises ConfigError for hyperparameters that are no JSON object, and channels whose files are of no
+    kind, or of several.
     """
-    given = _hyperparameters(environ.get(_HYPERPARAMETERS, "{}"))
-    options = {name: given.pop(name) for name in _OPTIONS if name in given}
-    settings = [f"infra.output_dir={CHECKPOINTS}", *_channels(environ)]
-    return [*settings, *(f"{name}={value}" for name, value in given.items())], options
+    named = _hyperparameters(environ.get(_HYPERPARAMETERS, "{}"))
+    words = [f"--{name}={value}" if f"--{name}" in options else f"{name}={value}" for name, value in named.items()]
+    everyones = {*words, *given}
+    has_folder = any(word.lstrip("-").partition("=")[0] in _FOLDERS for word in everyones)
+    folder = [] if has_folder else [f"infra.output_dir={CHECKPOINTS}"]
+    return ["--resume=auto", *folder, *_channels(environ), *words, *given]
 
 
 def _hyperparameters(text: str) -> dict[str, str]:

@@ -97,16 +97,37 @@ def join_ranks(config: FullConfig, world: World, *, met: Callable[[], None] = la
         settings=config.model_dump(mode="json"),
         first=open_collectives,
     )
-    counted = with_counted_nodes(world, opened[0].gather(machine()))
+    machines, told = zip(*opened[0].gather((machine(), world.local_world_size)), strict=True)
+    check_nodes(config, machines, told)
+    counted = with_counted_nodes(world, machines)
     if counted != world:
         check_engine(engine, config, counted, device)  # which is the same on all ranks
     return RunContext(counted, device, engine, opened[0])
 
 
+def check_nodes(config: FullConfig, machines: Sequence[str], told: Sequence[int]) -> None:
+    """Raise ConfigError for a hybrid of no given size on nodes with different numbers of ranks.
+
+    Each rank would take another size for that of a node. `machines` and `told`, the number of ranks there by the
+    launcher's word, are those of every rank.
+    """
+    infra = config.infra
+    if not infra.sharding_stage.endswith("_hybrid") or infra.hybrid_shard_size:
+        return
+    is_one_node = set(told) == {len(told)}  # by the word of a launcher that does not tell of nodes
+    sizes = [machines.count(name) for name in machines] if is_one_node else told
+    if len(set(sizes)) > 1:
+        raise ConfigError(
+            f"infra.sharding_stage={infra.sharding_stage} shards over the ranks of a node, but some nodes have "
+            f"{' and others '.join(map(str, sorted(set(sizes))))}: set infra.hybrid_shard_size to a divisor of "
+            f"{len(told)}, or start as many ranks on each node."
+        )
+
+
 def with_counted_nodes(world: World, machines: Sequence[str]) -> World:
     """The place of this rank where its launcher has not told of nodes: they are counted by the `machines` of ranks.
 
-    Hybrids shard over the ranks of a node; where these are not as many on each, the launcher's word stands.
+    Where these are not as many on each, the launcher's word stands.
     """
     nodes = list(dict.fromkeys(machines))
     sizes = {machines.count(node) for node in nodes}

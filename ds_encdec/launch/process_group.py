@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ds_encdec.engines import ENGINES, EngineName, load
 from ds_encdec.launch.agreement import differences, not_alike, own_facts, settled, shared_settings
 from ds_encdec.launch.disk import build_folder, clear_stale_locks
-from ds_encdec.launch.host_collectives import allow_connections
+from ds_encdec.launch.host_collectives import allow_connections, attempt
 from ds_encdec.launch.meeting import Meeting
 from ds_encdec.launch.network import gloo_interface, own_address_towards
 from ds_encdec.launch.peers import machine
@@ -79,8 +79,6 @@ def init_process_group(
     """
     _prepare_environment(world, device)
     allow_connections(world)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     met = Meeting(world, start_timeout or timeout, meeting)
     _meet(met, world, device, engine, settings)
     if package := ENGINES[engine].package:
@@ -113,14 +111,10 @@ def _meet(
     met: Meeting, world: World, device: torch.device, engine: EngineName, settings: Mapping[str, Any] | None
 ) -> None:
     """Compare what must be alike, and divide this host among the ranks that are on it. Raises ConfigError on all."""
-    towards_master = own_address_towards(world.master_addr)
-    # Containers and taskset allow fewer cores than there are.
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     shared = shared_settings(settings or {})
-    facts = own_facts(world, device, engine, shared)
-    uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-    mine = {"machine": machine(), "address": towards_master, "cores": cores, "uuid": uuid, "facts": facts}
-    answer = met.hold("meet", mine, lambda places: settled(places, met.hosts))
+    mine, error = attempt(lambda: _own_place(world, device, engine, shared))
+    mine = mine or {}
+    answer = met.hold("meet", mine, lambda places: settled(places, met.hosts), error=error)
     if kinds := answer["kinds"]:  # of settings: one rank of each shows its own
 
         def refuse(everyones: dict[int, Any]) -> None:
@@ -131,13 +125,27 @@ def _meet(
     for line in answer["warnings"] if world.is_main else ():
         logger.warning("the ranks differ: %s", line)
     # The ranks of this machine are counted, since not every launcher says how many there are.
-    if (threads := openmp_threads(os.environ, len(cores), answer["sharing"][world.rank])) is not None:
+    if (threads := openmp_threads(os.environ, len(mine["cores"]), answer["sharing"][world.rank])) is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
         torch.set_num_threads(threads)  # OpenMP may have read its variable already
     elsewhere = next((address for place, address in answer["reached"] if place != mine["machine"]), None)
     alone = len(answer["reached"]) == 1
-    if world.world_size > 1 and (name := gloo_interface(towards_master, elsewhere, alone=alone)):
+    if world.world_size > 1 and (name := gloo_interface(mine["address"], elsewhere, alone=alone)):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def _own_place(world: World, device: torch.device, engine: EngineName, shared: Mapping[str, str]) -> dict[str, Any]:
+    """Return this rank's entry of what `settled` compares; its device, which may be broken or in use, is taken here."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return {
+        "machine": machine(),
+        "address": own_address_towards(world.master_addr),
+        # Containers and taskset allow fewer cores than there are.
+        "cores": sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)],
+        "uuid": str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None,
+        "facts": own_facts(world, device, engine, shared),
+    }
 
 
 def _import(package: str, world: World) -> str | None:

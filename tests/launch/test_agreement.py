@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from tiny_run import QUICKSTART
 
-from ds_encdec.config.schema import load_config
-from ds_encdec.engine.select import with_counted_nodes
+from ds_encdec.config.schema import FullConfig, load_config
+from ds_encdec.engine.select import check_nodes, with_counted_nodes
 from ds_encdec.launch.agreement import (
     OWN_TO_A_HOST,
     compared,
@@ -146,6 +146,25 @@ def test_nodes_are_counted_where_no_launcher_tells() -> None:
     assert with_counted_nodes(by_hand, ["a"] * 4) == by_hand
     told = dataclasses.replace(by_hand, num_nodes=2, local_world_size=2)
     assert with_counted_nodes(told, ["a"] * 4) == told
+
+
+def test_a_hybrid_knows_the_size_of_a_node() -> None:
+    """Ranks that take different numbers for it would wait for each other in groups that the others never make."""
+
+    def hybrid(size: str = "null") -> FullConfig:
+        return load_config(
+            QUICKSTART,
+            ["infra.distributed_type=fsdp", "infra.sharding_stage=zero3_hybrid", f"infra.hybrid_shard_size={size}"],
+        )
+
+    uneven, told = ["a", "a", "b", "c"], [2, 2, 1, 1]
+    check_nodes(hybrid(), ["a", "a", "b", "b"], [2] * 4)
+    check_nodes(hybrid(), ["a", "a", "b", "b"], [4] * 4)  # no launcher tells; they are counted
+    check_nodes(hybrid("2"), uneven, told)
+    check_nodes(load_config(QUICKSTART), uneven, told)
+    for launchers_word in (told, [4] * 4):
+        with pytest.raises(ConfigError, match="some nodes have 1 and others 2: set infra"):
+            check_nodes(hybrid(), uneven, launchers_word)
 
 
 def test_gloo_takes_the_way_to_the_other_hosts() -> None:

@@ -85,3 +85,20 @@ def test_mistakes_are_named_before_anything_starts(scripts: Path, words: list[st
     assert message in result.stderr.replace("absent\n      ", "absent: ")
     assert "deepspeed " not in result.stdout
     assert not (scripts / "runs").exists()
+
+
+def test_ranks_under_slurm_get_the_cores_of_their_job(tmp_path: Path) -> None:
+    """From 22.05 on srun does not take them from the job by itself."""
+    for name in ("srun", "scontrol"):
+        (tmp_path / name).write_text("#!/bin/sh\necho $SRUN_CPUS_PER_TASK cores\n")
+        (tmp_path / name).chmod(0o755)
+    job = {
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+        "SLURM_JOB_ID": "1",
+        "SLURM_JOB_NODELIST": "a",
+        "SLURM_CPUS_PER_TASK": "7",
+    }
+    environment = {**os.environ, **job, "PATH": f"{tmp_path}:{os.environ['PATH']}", "VIRTUAL_ENV": sys.prefix}
+    for script in sorted((REPOSITORY / "scripts/slurm").glob("*.sbatch")):
+        done = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, timeout=100)
+        assert "7 cores" in done.stdout, (script.name, done.stderr)

@@ -18,8 +18,9 @@ import pytest
 import torch
 from tiny_run import QUICKSTART, TRAIN, environment, free_port, overrides
 
-from ds_encdec.launch import meeting
+from ds_encdec.launch import meeting, process_group
 from ds_encdec.launch.absence import absence_told
+from ds_encdec.launch.agreement import own_facts
 from ds_encdec.launch.meeting import Meeting
 from ds_encdec.launch.process_group import _meet
 from ds_encdec.launch.world import World
@@ -156,6 +157,20 @@ def test_a_connection_that_fails_on_one_rank_ends_another_that_waits(monkeypatch
         assert isinstance(error, LostRankError)
         assert str(error).startswith("rank 1 (node0) cannot connect to rank 0 (node0): gone, or not to be reached")
         assert "Connection refused" in str(error)
+
+
+def test_a_broken_device_of_one_rank_is_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def come(world: World) -> None:
+        _meet(met(world), world, torch.device("cpu"), "fsdp", {})
+
+    def facts(world: World, *rest: Any) -> dict[str, Any]:
+        if world.rank == 1:
+            raise RuntimeError("uncorrectable ECC error")
+        return own_facts(world, *rest)
+
+    monkeypatch.setattr(process_group, "own_facts", facts)
+    ended = held({0: come, 1: come})
+    assert {str(error) for error in ended.values()} == {"rank 1 (node0): RuntimeError: uncorrectable ECC error"}
 
 
 def test_settings_that_differ_end_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

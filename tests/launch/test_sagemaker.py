@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 from tiny_run import QUICKSTART, environment, free_port, overrides
 
-from ds_encdec.config.sagemaker import container_settings
-from ds_encdec.config.schema import load_config
+from ds_encdec import train
+from ds_encdec.config.sagemaker import container_arguments
+from ds_encdec.config.schema import FullConfig, load_config
 from ds_encdec.types import ConfigError
 
 
@@ -33,9 +35,11 @@ def test_hyperparameters_are_settings_in_any_words(tmp_path: Path) -> None:
     training = channel(tmp_path / "training", "a.jsonl", "b.json.gz")
     validation = channel(tmp_path / "validation", "c.jsonl")
     environ = {"SM_HPS": json.dumps(given), "SM_CHANNEL_TRAINING": training, "SM_CHANNEL_VALIDATION": validation}
-    settings, options = container_settings(environ)
-    assert options == {"config": "quickstart"}
-    config = load_config(options["config"], settings)
+    words = container_arguments(environ, ["training.seed=3"], ["--config"])
+    options = [word for word in words if word.startswith("--")]
+    settings = [word for word in words if word not in options]
+    assert options == ["--resume=auto", "--config=quickstart"]
+    config = load_config("quickstart", settings)
     assert config.training.per_device_train_batch_size == 8
     assert config.training.num_train_steps == 100
     assert config.training.learning_rate == 2e-4
@@ -45,6 +49,25 @@ def test_hyperparameters_are_settings_in_any_words(tmp_path: Path) -> None:
     assert config.data.data_files == (f"{training}/**/*.json.gz", f"{training}/**/*.jsonl")
     assert config.data.eval_files == (f"{validation}/**/*.jsonl",)
     assert load_config("quickstart", [*settings, "infra.output_dir=there"]).infra.output_dir == "there"
+
+
+def test_hyperparameters_are_read_as_the_command_line_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A Hugging Face estimator's: `resume` by a boolean, and a folder, which is then the only one."""
+    seen: list[str | None] = []
+
+    def load(options: argparse.Namespace, *_: object) -> FullConfig:
+        seen.append(options.resume)
+        return FullConfig()
+
+    monkeypatch.setattr(train, "_load", load)
+    for name, value in {"resume": "true", "resume_from_checkpoint": "there"}.items():
+        monkeypatch.setenv("SM_HPS", json.dumps({name: value, "config": "quickstart"}))
+        assert train.main(["--print-config"]) == 0
+    assert seen == ["auto", "there"]
+    words = container_arguments({"SM_HPS": '{"output_dir": "/opt/ml/model"}'}, [], [])
+    assert load_config("quickstart", words[1:]).infra.output_dir == "/opt/ml/model"
 
 
 @pytest.mark.parametrize(
@@ -59,7 +82,7 @@ def test_hyperparameters_are_settings_in_any_words(tmp_path: Path) -> None:
 def test_what_the_container_cannot_mean_is_named(tmp_path: Path, variables: dict[str, str], said: str) -> None:
     folders = {"EMPTY": channel(tmp_path / "empty"), "MIXED": channel(tmp_path / "mixed", "a.txt", "b.json")}
     with pytest.raises(ConfigError, match=said.replace("{", r"\{")):
-        container_settings({name: folders.get(value, value) for name, value in variables.items()})
+        container_arguments({name: folders.get(value, value) for name, value in variables.items()}, [], [])
 
 
 @pytest.mark.distributed

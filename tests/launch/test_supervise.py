@@ -55,6 +55,10 @@ def ended(state: str, code: int | None, **more: Any) -> dict[str, Any]:
         (0, [ended("preempted", 75, reason="stopped at step 3 by ds-encdec stop; saved")], 1, 75),
         (2, [None], 1, 2),  # no run was made
         (1, [ended("failed", 9), None, ended("completed", 0)], 3, 0),  # a host that was not back yet
+        (1, [ended("preempted", 75), None, None], 3, 1),  # a mistake more likely, found before there is a run
+        (0, [None, None], 2, 9),  # pdsh was killed before there was a run
+        (0, [ended("preempted", 75), None, ended("completed", 0)], 3, 0),
+        (0, [ended("completed", 0), None], 1, 0),
     ],
 )
 def test_only_what_passes_is_started_again(
@@ -64,6 +68,33 @@ def test_only_what_passes_is_started_again(
     done = supervise(tmp_path, *words)
     assert done.returncode == code, done.stderr
     assert len((tmp_path / "starts").read_text()) == starts, done.stderr
+
+
+ORPHAN = """
+import fcntl, json, os, pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+lock = open(folder / ".lock", "w")
+fcntl.flock(lock, fcntl.LOCK_EX)
+if os.fork():
+    sys.exit(1)
+os.setsid()
+for _ in range(600):
+    if (folder / "stop").exists():
+        break
+    time.sleep(0.1)
+(folder / "run.json").write_text(json.dumps({"state": "preempted", "exit_code": 75, "reason": "by ds-encdec stop"}))
+"""
+"""A launcher that ends, and a rank that does not until it is asked by the file."""
+
+
+def test_a_signal_stops_ranks_that_have_lost_their_launcher(tmp_path: Path) -> None:
+    words = ["bash", str(SUPERVISE), str(tmp_path), sys.executable, "-c", ORPHAN, str(tmp_path), "--resume", "auto"]
+    script = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment())
+    assert script.stderr is not None
+    assert "waiting for it" in script.stderr.readline()
+    script.terminate()
+    _, said = script.communicate(timeout=30)
+    assert (script.returncode, "stopped as asked" in said) == (75, True), said
 
 
 def test_a_command_that_could_not_go_on_is_refused(tmp_path: Path) -> None:
