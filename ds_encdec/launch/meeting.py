@@ -101,7 +101,7 @@ class Meeting:
             heard.append(answer)
             if "error" in answer and not out.wait(LEAVE_SECONDS):
                 error = _revived(answer["error"])
-                if self._world.is_main:
+                if self._world.is_main or not error.common:  # what only this rank knows, only it can say
                     print_error(error)
                 self._read_by_all(apart, name, error)
                 end_process(error.exit_code)
