@@ -22,7 +22,7 @@ from ds_encdec.doctor.checks import Finding, Host, look
 from ds_encdec.doctor.meeting import together
 from ds_encdec.launch.world import discover
 
-MEETING_SECONDS = 60.0
+MEETING_SECONDS = 180.0  # one rank of each host looks first, where without a network the hub is asked again and again
 START_SECONDS = 300.0  # in which a rank started by ssh has to answer
 PORT = 29500  # the default of DeepSpeed's launcher
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")

@@ -1,9 +1,10 @@
 """A rank that cannot come to the meeting of the ranks says so there: the others would wait for it.
 
-This imports torch only where somebody waits: a configuration that is wrong on every rank is told in a moment.
+Torch, which the meeting needs, is imported only where somebody waits: rank 0 tells a wrong configuration in a moment.
 """
 
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,19 +39,29 @@ def _tell(world: World, error: DsEncDecError) -> None:
     """Raise the error that all ranks have of this one; return where nobody could be told."""
     if world.is_main and world.num_nodes == 1 and world.launcher in LAUNCHER_PROGRAMS:
         return  # it speaks now, and the launcher ends the others
-    deadline = time.monotonic() + 60 * START_MINUTES
-    if not world.is_main and await_listener(
-        world.master_addr, world.master_port, time.monotonic() + RANK_ZERO_SPEAKS_SECONDS
-    ):
-        print_error(type(error)(f"rank {world.rank} ({socket.gethostname()}): {error}"))
-        error.common = True
-        if await_listener(world.master_addr, world.master_port, deadline):
-            return
-    from ds_encdec.launch.meeting import Meeting  # torch
-
+    seen, alone = threading.Event(), threading.Timer(RANK_ZERO_SPEAKS_SECONDS, _say, [world, error])
+    if not world.is_main:
+        alone.start()
+        # From now on: rank 0 may have come and gone before torch is imported here.
+        threading.Thread(target=_look_for_rank_zero, args=[world, seen], daemon=True).start()
     try:
-        Meeting(world, timedelta(minutes=START_MINUTES)).hold("meet", None, error=error)
+        from ds_encdec.launch.meeting import Meeting  # torch
+
+        Meeting(world, timedelta(minutes=START_MINUTES), seen=seen.is_set()).hold("meet", None, error=error)
     except DsEncDecError as told:
         if told.common:
             raise told from error
+    finally:
+        alone.cancel()
     error.common = bool(error.common)  # which it is where it has been printed
+
+
+def _say(world: World, error: DsEncDecError) -> None:
+    print_error(type(error)(f"rank {world.rank} ({socket.gethostname()}): {error}"))
+    error.common = True
+
+
+def _look_for_rank_zero(world: World, seen: threading.Event) -> None:
+    deadline = time.monotonic() + 60 * START_MINUTES
+    if await_listener(world.master_addr, world.master_port, deadline) is None:
+        seen.set()

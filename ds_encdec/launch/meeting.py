@@ -36,8 +36,8 @@ from ds_encdec.types import ConfigError, DsEncDecError, LostRankError
 
 COMPANY_SECONDS = 1.0
 """How long after a rank's error those of others, mostly the same one, may still come."""
-TOLD_SECONDS = 5.0
-"""How long rank 0 keeps the store for the others to read why the meeting has ended."""
+TOLD_SECONDS = 20.0
+"""How long rank 0 keeps the store for others, who may yet have to import torch, to read why the meeting has ended."""
 LEAVE_SECONDS = 5.0
 """How long the main thread may take to come out of a connection that is known to have failed."""
 
@@ -46,16 +46,19 @@ _held: Counter[tuple[str, int]] = Counter()
 
 
 class Meeting:
-    """The ranks of `world`, each of which makes one. `limit`: for each round, from when rank 0 is there."""
+    """The ranks of `world`, each of which makes one. `limit`: for each round, from when rank 0 is there.
 
-    def __init__(self, world: World, limit: timedelta, name: str = "run") -> None:
+    `seen`: somebody has listened at MASTER_ADDR and MASTER_PORT, so that a rank 0 that is not there any more has gone.
+    """
+
+    def __init__(self, world: World, limit: timedelta, name: str = "run", *, seen: bool = False) -> None:
         """Wait for rank 0. Raises LostRankError, and ConfigError for an address or a place that another has."""
         self._world = world
         self._seconds = limit.total_seconds()
         self.hosts: dict[int, str] = {}
         _held[name, world.rank] += 1
         title = f"{name} {_held[name, world.rank]}"
-        self.store = dist.PrefixStore(title, _open_store(world, self._seconds, title))
+        self.store = dist.PrefixStore(title, _open_store(world, self._seconds, title, seen))
         self.store.set_timeout(limit)
         with _store_of_rank_zero(world):
             place = self.store.add(f"place {world.rank}", 1)
@@ -100,7 +103,7 @@ class Meeting:
             heard.append(answer)
             if "error" in answer and not out.wait(LEAVE_SECONDS):
                 error = _revived(answer["error"])
-                if self._world.is_main:
+                if self._world.is_main or not error.common:  # what only this rank knows, only it can say
                     print_error(error)
                 self._read_by_all(apart, name, error)
                 end_process(error.exit_code)
@@ -217,16 +220,16 @@ def attempt_to_connect(action: Callable[[], None]) -> tuple[None, Exception | No
     return None, None
 
 
-def _open_store(world: World, seconds: float, title: str) -> dist.Store:
+def _open_store(world: World, seconds: float, title: str, seen: bool) -> dist.Store:
     """The store where the ranks meet for the meeting of this `title`, which rank 0 keeps from now on."""
     if world.world_size == 1:
         return dist.HashStore()  # meets nobody, and needs no port that another program may have taken by now
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
-        return _store_at(world, seconds, keeps=world.is_main)
-    return _store_of_this_start(world, _store_at(world, seconds, keeps=False), seconds, title)
+        return _store_at(world, seconds, seen, keeps=world.is_main)
+    return _store_of_this_start(world, _store_at(world, seconds, seen, keeps=False), seconds, title, seen)
 
 
-def _store_of_this_start(world: World, agents: dist.Store, seconds: float, title: str) -> dist.Store:
+def _store_of_this_start(world: World, agents: dist.Store, seconds: float, title: str, seen: bool) -> dist.Store:
     """A store that rank 0 keeps, found by that of torchrun's agent, or of the run that these are probes of.
 
     The agent's outlives its ranks, and when it starts them again still holds what the earlier ones have said. A port
@@ -244,14 +247,17 @@ def _store_of_this_start(world: World, agents: dist.Store, seconds: float, title
             port = int(agents.get(key)) if agents.check([key]) else None
             if port is not None and (problem := await_listener(world.master_addr, port, 0.0)) is None:
                 return _tcp_store(world, port, seconds, keeps=False)
+        if port is not None and seen:
+            break  # it has come, and gone
         time.sleep(RETRY_SECONDS)
     raise _alone(LostRankError(f"rank {world.rank} ({socket.gethostname()}) cannot begin alone: {problem}"))
 
 
-def _store_at(world: World, seconds: float, *, keeps: bool) -> dist.Store:
+def _store_at(world: World, seconds: float, seen: bool, *, keeps: bool) -> dist.Store:
     """The store at MASTER_ADDR and MASTER_PORT, which rank 0 or torchrun's agent keeps."""
     here = f"{ranks_in_words([world.rank], {world.rank: socket.gethostname()})}"
-    if not keeps and (problem := await_listener(world.master_addr, world.master_port, time.monotonic() + seconds)):
+    deadline = time.monotonic() + (0.0 if seen else seconds)
+    if not keeps and (problem := await_listener(world.master_addr, world.master_port, deadline)):
         kind = ConfigError if "resolved" in problem else LostRankError
         raise _alone(
             kind(

@@ -103,11 +103,12 @@ def _slurm_address(environ: Mapping[str, str]) -> str:
     """The host of rank 0, unless MASTER_ADDR names another.
 
     `MASTER_ADDR=$(hostname -i) srun` names the host where that was typed, which may be a login node; some hosts give
-    several addresses for that, or one that is each host's own.
+    several addresses for that, which nobody wishes, or one that is each host's own.
     """
-    useless = environ.get("SLURM_LAUNCH_NODE_IPADDR")
-    given = environ.get("MASTER_ADDR", "").split()
-    told = next((one for one in given if one not in (useless, "localhost", "::1") and not one.startswith("127.")), "")
+    told = environ.get("MASTER_ADDR", "").strip()
+    typed_there = told in (environ.get("SLURM_LAUNCH_NODE_IPADDR"), "localhost", "::1") or told.startswith("127.")
+    if typed_there or len(told.split()) > 1:
+        told = ""
     nodes = environ.get("SLURM_STEP_NODELIST", "")
     return told or ("127.0.0.1" if environ.get("SLURM_STEP_NUM_NODES") == "1" else first_host(nodes))
 
@@ -244,7 +245,10 @@ def discover(environ: Mapping[str, str], choose_port: Callable[[], int] = free_p
     numbers, or contradict each other, and where this is one of several tasks that no launcher explains.
     """
     if launcher := next((row for row in LAUNCHERS if row.has_started(environ)), None):
-        return _read(launcher, environ)
+        world = _read(launcher, environ)
+        if launcher.programs and world.num_nodes == 1:
+            _refuse_runs_side_by_side(launcher, environ)
+        return world
     if stray := [name for name in ("WORLD_SIZE", "LOCAL_RANK") if name in environ]:
         raise ConfigError(
             f"{' and '.join(stray)} set without RANK: this looks like part of a launcher's environment. "
@@ -261,18 +265,44 @@ def discover(environ: Mapping[str, str], choose_port: Callable[[], int] = free_p
 
 def _refuse_unexplained_tasks(environ: Mapping[str, str]) -> None:
     """Raise ConfigError where this is one task of several: each would train alone, on the whole data."""
-    for variable, (starter, count) in TASK_STARTERS.items():
+    if told := _several_tasks(TASK_STARTERS, environ):
+        variable, who = told
+        raise ConfigError(
+            f"{who}, but RANK, by which each would know its place, is not set: every task would train alone. Start "
+            f"one task per machine, and there {_TORCHRUN}, or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and "
+            f"MASTER_PORT for each. To train with this process alone: unset {variable}."
+        )
+
+
+def _refuse_runs_side_by_side(launcher: Launcher, environ: Mapping[str, str]) -> None:
+    """Raise ConfigError where this is one task of several, in each of which `launcher` has started a run of its own."""
+    # The first one is the innermost: its daemons may have been started by another.
+    row = next((row for row in LAUNCHERS if row.task_programs and row.marker in environ), None)
+    starters = {row.own["world_size"]: (row.task_programs[0], int)} if row else TASK_STARTERS
+    if told := _several_tasks(starters, environ):
+        variable, who = told
+        raise ConfigError(
+            f"{who}, and {launcher.name} in this one says that its ranks are all there are "
+            f"({launcher.own['num_nodes']}=1): every task would be a run of its own. Start one task per machine, and "
+            f"there {_TORCHRUN}; or start one task per rank, of python alone. Where each task is to train for itself: "
+            f"unset {variable}."
+        )
+
+
+_TORCHRUN = "torchrun --nnodes N --nproc-per-node M --rdzv-backend c10d --rdzv-endpoint HOST:PORT ds_encdec/train.py …"
+
+
+def _several_tasks(
+    starters: Mapping[str, tuple[str, Callable[[str], int]]], environ: Mapping[str, str]
+) -> tuple[str, str] | None:
+    """The variable of `starters` (as TASK_STARTERS) that tells of more than one task, and who has started how many."""
+    for variable, (starter, count) in starters.items():
         tasks, value = 1, environ.get(variable, "")
         with suppress(ValueError, TypeError):  # absent, or not what that starter writes
             tasks = count(value)
         if tasks > 1:
-            raise ConfigError(
-                f"{variable}={value} says that {starter} has started {tasks} tasks, but RANK, by which "
-                "each would know its place, is not set: every task would train alone. Start one task per machine, and "
-                "there torchrun --nnodes N --nproc-per-node M --rdzv-backend c10d --rdzv-endpoint HOST:PORT "
-                "ds_encdec/train.py …, or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each. "
-                f"To train with this process alone: unset {variable}."
-            )
+            return variable, f"{variable}={value} says that {starter} has started {tasks} tasks"
+    return None
 
 
 def _read(launcher: Launcher, environ: Mapping[str, str]) -> World:

@@ -209,3 +209,40 @@ def test_a_rank_without_its_configuration_ends_one_that_waits(tmp_path: Path) ->
     assert "error: rank 1 (" in said[0]
     assert "nowhere.yaml\n      no such file" in said[0]
     assert not (tmp_path / "run").exists()
+
+
+# The rank 0 of a run keeps its store for a moment; the import of torch on the other one takes much longer.
+SLOW_IMPORT = """
+import encodings.idna, os, sys, time  # a finder is asked under the lock of all imports
+from ds_encdec.train import main
+if os.environ["RANK"] == "0":
+    from ds_encdec.launch import meeting
+    meeting.TOLD_SECONDS = 2.0
+class Slow:
+    def find_spec(name, path=None, target=None):
+        if name == "ds_encdec.launch.meeting":
+            time.sleep(8)
+sys.meta_path.insert(0, Slow)
+os._exit(main(["--config", "nowhere.yaml"]))
+"""
+
+
+def test_a_rank_that_is_too_late_to_tell_its_mistake_leaves_all_the_same() -> None:
+    """Rank 0, with the same mistake, has come and gone while this one was importing torch."""
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", SLOW_IMPORT],
+            env=environment() | place | {"RANK": str(rank), "LOCAL_RANK": "0"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=120)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [2, 2], said
+    assert "nowhere.yaml" in said[0]

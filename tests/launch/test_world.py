@@ -105,7 +105,8 @@ def test_launchers_of_two_nodes(environ: dict[str, str], launcher: str) -> None:
     [
         (SRUN, "slurm", "node0", None),
         ({**SRUN, "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "3442"}, "slurm", "node0", 3442),  # $(hostname -i)
-        ({**SRUN, "MASTER_ADDR": "127.0.1.1 192.168.0.7"}, "slurm", "192.168.0.7", None),
+        ({**SRUN, "MASTER_ADDR": "192.168.1.1 10.77.0.1"}, "slurm", "node0", None),  # of a login node with two cards
+        ({**SRUN, "MASTER_ADDR": "192.168.0.7"}, "slurm", "192.168.0.7", None),
         ({**SRUN, "MASTER_ADDR": "127.0.1.1", "RANK": "3", "WORLD_SIZE": "4"}, "slurm", "node0", None),
         (OPENMPI, "openmpi", "10.77.0.1", None),
         (OPENMPI_5, "openmpi", "node0", None),
@@ -229,6 +230,31 @@ def test_tasks_that_no_launcher_explains_are_refused(environ: dict[str, str], na
     assert caught.value.exit_code == 2
     for launched in (TORCHRUN, DEEPSPEED, BY_HAND):
         assert discover({**environ, **launched}, never).world_size > 1
+
+
+@pytest.mark.parametrize(
+    ("tasks", "named"),
+    [
+        (SRUN, "SLURM_STEP_NUM_TASKS=4 says that srun has started 4 tasks"),
+        (OPENMPI, "OMPI_COMM_WORLD_SIZE=4 says that mpirun has started 4 tasks"),
+        (UNKNOWN_MPI, "PMI_SIZE=4 says that an MPI"),
+        ({"SM_HOSTS": '["algo-1", "algo-2"]'}, "SageMaker has started 2 tasks"),
+    ],
+)
+def test_a_launcher_of_one_node_in_each_of_several_tasks_is_refused(tasks: dict[str, str], named: str) -> None:
+    """`srun -N2 torchrun --nproc-per-node 8`, its --nnodes forgotten, is two runs. Where it is one task, it is one."""
+    place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    torchrun = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    deepspeed = {"LOCAL_SIZE": "2", "CROSS_RANK": "0", "CROSS_SIZE": "1"}
+    for launcher in (torchrun, deepspeed):
+        with pytest.raises(ConfigError, match=named) as caught:
+            discover({**tasks, **place, **launcher}, never)
+        assert "torchrun --nnodes" in str(caught.value)
+        assert discover({**place, **launcher, **DAEMON}, never).world_size == 2
+        daemons = {**DAEMONS, "PMI_SIZE": "1", "PMI_RANK": "0", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
+        assert discover({**place, **launcher, **daemons}, never).world_size == 2
+    for launched in (TORCHRUN, DEEPSPEED):
+        assert discover({**tasks, **launched}, never).world_size == 16
 
 
 def test_the_program_refuses_them_before_it_imports_torch() -> None:
