@@ -1,6 +1,7 @@
 """What all tests have in common."""
 
 import logging
+import os
 import sys
 from collections.abc import Iterator
 
@@ -14,10 +15,18 @@ settings.register_profile("without a clock", deadline=None, suppress_health_chec
 settings.load_profile("without a clock")
 
 
+PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
 @pytest.fixture(autouse=True)
-def no_group_is_left() -> Iterator[None]:
-    """Process groups that a test leaves open would fail another one, somewhere else."""
+def no_run_is_left() -> Iterator[None]:
+    """The process group and the variables of a run in this process would fail another test, somewhere else."""
+    before = {name: os.environ.get(name) for name in PLACE}
     yield
+    for name, value in before.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
     torch = sys.modules.get("torch")
     if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
