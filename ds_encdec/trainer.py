@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -45,6 +45,20 @@ from ds_encdec.types import (
 logger = logging.getLogger(__name__)
 
 
+class Brought(NamedTuple):
+    """What all ranks bring to a step, summed. The first three: ranks without a batch, for the data, for a worker."""
+
+    failed: int
+    of_data: int
+    killed: int
+    target_tokens: int
+    encoder_tokens: int
+    stop: int
+    save_due: int
+    saves_over: int
+    bad_rows: int
+
+
 @dataclass(frozen=True, slots=True)
 class Ahead:
     """This rank's micro-batches of the next step, or why it has none, and what all ranks bring to it, on its way.
@@ -58,6 +72,10 @@ class Ahead:
     last_save: float
     sums: Reduction
     epoch: Reduction
+
+    def brought(self) -> Brought:
+        """The same on every rank. Waits for them."""
+        return Brought(*self.sums.result().tolist())
 
 
 RunFiles = Callable[[TrainingState, dict[str, Any], list[dict[str, Any]]], Callable[[Path], None]]
@@ -172,25 +190,25 @@ def _next_step(run: Trainer, state: TrainingState, last_save: float) -> tuple[li
     order.
     """
     ahead = run.ahead = run.ahead or _begin(run, state.data_step, last_save)
-    failed, of_data, killed, target_tokens, encoder_tokens, stop, save_due, saves_over, bad_rows = (
-        ahead.sums.result().tolist()
-    )
+    brought = ahead.brought()
     run.recorder.clock.add_exchange(ahead.sums.waited_seconds)
-    if failed != of_data:
+    if brought.failed != brought.of_data:
         run.collectives.raise_first(ahead.error)
-    if stop:
+    if brought.stop:
         run.stop.acknowledge()
-    if failed or (stop and state.data_step > run.state.data_step):  # the first step is taken in any case
+    stops = brought.stop and state.data_step > run.state.data_step  # the first step is taken in any case
+    if brought.failed or stops:
         errors = run.collectives.gather(ahead.error)
-        _end_before_step(run, state, None if stop and failed == killed else next(filter(None, errors)))
-    bad, long = _count_rows(run, state) if bad_rows else (state.bad_rows, state.long_rows)
+        excused = brought.stop and brought.failed == brought.killed
+        _end_before_step(run, state, None if excused else next(filter(None, errors)))
+    bad, long = _count_rows(run, state) if brought.bad_rows else (state.bad_rows, state.long_rows)
     no_save_since = ahead.last_save == last_save
     totals = StepTotals(
-        target_tokens=target_tokens,
-        encoder_tokens=encoder_tokens,
+        target_tokens=brought.target_tokens,
+        encoder_tokens=brought.encoder_tokens,
         epoch=int(ahead.epoch.result()),
-        save_due=save_due > 0 and no_save_since,
-        save_over=saves_over == run.collectives.world_size and no_save_since,
+        save_due=brought.save_due > 0 and no_save_since,
+        save_over=brought.saves_over == run.collectives.world_size and no_save_since,
         bad_rows=bad,
         long_rows=long,
     )
@@ -282,7 +300,7 @@ def _react(run: Trainer, state: TrainingState, due: Due, actions: Actions) -> tu
 
 def _evaluate(run: Trainer, state: TrainingState, due: Due) -> tuple[TrainingState, float | None]:
     """Evaluate if it is due; returns its `metric_for_best_model` too, None where no held-out example has a target."""
-    if not due.evaluate:
+    if not due.evaluate or (run.ahead is not None and run.ahead.brought().stop):  # no evaluation in a hurry
         return state, None
     with run.recorder.clock.spent_on("pause"):
         metrics = evaluate(run)

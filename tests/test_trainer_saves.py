@@ -322,16 +322,18 @@ def test_a_last_save_that_fails_ends_the_run_with_an_error(
         verify_checkpoint(path)
 
 
-def test_a_save_on_being_stopped_is_written_before_the_run_ends(
+def test_a_save_on_being_stopped_is_written_before_the_run_ends_which_no_evaluation_delays(
     tmp_path: Path, eval_losses: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for writing, saved, error in (({}, [2, 3], Preempted), ({3: fail}, [2], CheckpointError)):
         engine = ScriptedEngine(writing)
-        run = make_run(tmp_path / error.__name__, engine)
+        eval_losses[:] = [3.0, 2.0, 1.0]
+        run = make_run(tmp_path / error.__name__, engine, eval_steps=3)
         monkeypatch.setattr(StopRequest, "requested", property(lambda _, engine=engine: engine.step_number == 2))
         with pytest.raises(error):
             train(run)
         assert sorted(committed_steps(run.checkpoints.folder)) == saved
+        assert eval_losses == [2.0, 1.0]  # that of step 2 was made
 
 
 def test_what_goes_wrong_in_the_background_ends_the_run_at_a_later_step(

@@ -29,7 +29,7 @@ LAUNCHES = {
     ),
     "Open MPI": (
         "openmpi",
-        "mpirun -n 16 --host node0:8,node1:8 --bind-to none -x PYTHONPATH python -u train.py",
+        "mpirun -n 16 --host node0:8,node1:8 --bind-to none -x PATH -x PYTHONPATH python -u train.py",
     ),
     "MPICH": ("mpich", "mpirun -n 16 -ppn 8 -hosts node0,node1 -genv MASTER_ADDR node0 python -u train.py"),
 }
