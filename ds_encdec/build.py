@@ -59,6 +59,7 @@ from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.recorder import Recorder
 from ds_encdec.monitor.sinks import open_sinks
 from ds_encdec.objectives import OBJECTIVES
+from ds_encdec.progress import is_over
 from ds_encdec.resume import (
     RunModel,
     load_engine,
@@ -71,7 +72,7 @@ from ds_encdec.resume import (
     with_steps,
 )
 from ds_encdec.start_banner import start_banner
-from ds_encdec.trainer import Trainer, is_over, train
+from ds_encdec.trainer import Trainer, train
 from ds_encdec.types import HangError, LostRankError, Preempted, TrainingState
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from ds_encdec.config.schema import TrainingConfig
-from ds_encdec.trainer import Due, StepTotals, advance, after_evaluation, is_best, is_over, train
+from ds_encdec.progress import Due, StepTotals, advance, after_evaluation, is_best, is_over
+from ds_encdec.trainer import train
 from ds_encdec.types import StepResult, TrainingState
 
 TOTALS = StepTotals(target_tokens=70, encoder_tokens=50, epoch=2, save_due=False, save_over=False)

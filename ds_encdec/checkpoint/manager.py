@@ -34,7 +34,7 @@ from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.launch.agreement import ranks_in_words
 from ds_encdec.launch.disk import DiskRefusedError, Writing
 from ds_encdec.launch.host_collectives import HostCollectives
-from ds_encdec.launch.peers import machine
+from ds_encdec.launch.network import machine
 from ds_encdec.types import CheckpointError, TrainingState
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from ds_encdec.engine.protocol import Engine
 from ds_encdec.engines import ENGINES, EngineName, EngineSpec, load
 from ds_encdec.launch.absence import absence_told
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
-from ds_encdec.launch.peers import machine
+from ds_encdec.launch.network import machine
 from ds_encdec.launch.process_group import choose_device, init_process_group
 from ds_encdec.launch.world import World
 from ds_encdec.types import ConfigError, WeightSource

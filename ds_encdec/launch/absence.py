@@ -25,14 +25,20 @@ START_MINUTES = 5.0
 def absence_told(world: World) -> Iterator[None]:
     """Inside, which is before the meeting, an error ends the other ranks as well, with this one's host and its words.
 
-    It is raised as the error that all have. One that the others could not be told is printed.
+    It is raised as the error that all have. One that nobody foresaw (a package that is missing on one host, a GPU that
+    is broken) is printed here as well, with where it comes from; so is one that the others could not be told.
     """
     try:
         yield
-    except DsEncDecError as error:
-        if world.world_size > 1 and error.common is None and not isinstance(error, Preempted):
-            _tell(world, error)
-        raise
+    except Exception as error:
+        if world.world_size == 1:
+            raise
+        ours = error if isinstance(error, DsEncDecError) else DsEncDecError(f"{type(error).__name__}: {error}")
+        if ours.common is None and not isinstance(ours, Preempted):
+            _tell(world, ours)
+        if ours is error:
+            raise
+        raise ours from error
 
 
 def _tell(world: World, error: DsEncDecError) -> None:
@@ -48,8 +54,10 @@ def _tell(world: World, error: DsEncDecError) -> None:
         from ds_encdec.launch.meeting import Meeting  # torch
 
         Meeting(world, timedelta(minutes=START_MINUTES), seen=seen.is_set()).hold("meet", None, error=error)
+    except ImportError:  # torch itself is missing here
+        pass
     except DsEncDecError as told:
-        if told.common:
+        if told.common and type(error) is not DsEncDecError:
             raise told from error
     finally:
         alone.cancel()

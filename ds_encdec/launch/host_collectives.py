@@ -169,7 +169,8 @@ class HostCollectives:
         """
         first = self.lowest(self.world_size if error is None else self.rank)[0]
         if first < self.world_size:
-            if error is not None and first == self.rank > 0 and not str(error).startswith(f"rank {first}"):
+            named = str(error).startswith((f"rank {first}:", f"rank {first} "))
+            if error is not None and first == self.rank > 0 and not named:
                 error.args = (f"rank {first} ({socket.gethostname()}): {error}",)
             raise self.broadcast(error, first)
 

@@ -1,12 +1,25 @@
-"""This host on the network, as the ranks' meeting needs it: which address reaches whom, and who listens on a port."""
+"""This host among others, as the ranks' meeting needs it: its name, which address reaches whom, who listens where."""
 
 import os
 import socket
 import time
 from contextlib import suppress
+from pathlib import Path
 
 LOOPBACK = "lo"
 RETRY_SECONDS = 0.5
+
+
+def machine() -> str:
+    """A name that ranks have in common that see each other's processes: the system's start, and the container."""
+    facts = [socket.gethostname()]
+    for read in (
+        lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        lambda: os.readlink("/proc/self/ns/pid"),
+    ):
+        with suppress(OSError):
+            facts.append(read())
+    return " ".join(facts)
 
 
 def own_address_towards(host: str) -> str | None:

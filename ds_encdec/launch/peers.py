@@ -43,6 +43,7 @@ from ds_encdec.launch.agreement import spans
 from ds_encdec.launch.disk import atomic_file, unused_path
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.memory_errors import is_out_of_memory, out_of_memory
+from ds_encdec.launch.network import machine
 from ds_encdec.launch.preemption import StopRequest, awaited, end_process, is_alive
 from ds_encdec.launch.run_folder import RunFolder, RunFolderGoneError, start_facts
 from ds_encdec.launch.world import World
@@ -298,18 +299,6 @@ def is_broken_connection(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def machine() -> str:
-    """A name that ranks have in common that see each other's processes: the system's start, and the container."""
-    facts = [socket.gethostname()]
-    for read in (
-        lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
-        lambda: os.readlink("/proc/self/ns/pid"),
-    ):
-        with suppress(OSError):
-            facts.append(read())
-    return " ".join(facts)
 
 
 def _words(lost: Sequence[Peer], error: BaseException | None = None) -> str:

@@ -22,8 +22,7 @@ from ds_encdec.launch.agreement import differences, not_alike, own_facts, settle
 from ds_encdec.launch.disk import build_folder, clear_stale_locks
 from ds_encdec.launch.host_collectives import allow_connections, attempt
 from ds_encdec.launch.meeting import Meeting
-from ds_encdec.launch.network import gloo_interface, own_address_towards
-from ds_encdec.launch.peers import machine
+from ds_encdec.launch.network import gloo_interface, machine, own_address_towards
 from ds_encdec.launch.world import World
 from ds_encdec.terminal import take_over
 from ds_encdec.types import ConfigError
@@ -77,7 +76,6 @@ def init_process_group(
 
     Raises on all ranks the error of any; ConfigError for ranks that differ; LostRankError for those that do not come.
     """
-    _prepare_environment(world, device)
     allow_connections(world)
     met = Meeting(world, start_timeout or timeout, meeting)
     _meet(met, world, device, engine, settings)
@@ -136,6 +134,7 @@ def _meet(
 
 def _own_place(world: World, device: torch.device, engine: EngineName, shared: Mapping[str, str]) -> dict[str, Any]:
     """Return this rank's entry of what `settled` compares; its device, which may be broken or in use, is taken here."""
+    _prepare_environment(world, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return {

@@ -102,6 +102,23 @@ def test_the_error_of_one_is_everybodys() -> None:
     assert {(type(error), error.common) for error in ended.values()} == {(ConfigError, True)}
 
 
+def test_what_nobody_foresaw_is_told_too_and_said_where_it_happened() -> None:
+    def come(world: World) -> Any:
+        return met(world).hold("meet", None)
+
+    def broken(world: World) -> None:
+        with absence_told(world):
+            raise ImportError("No module named 'transformers'")
+
+    ended = held({0: come, 1: broken})
+    words = "ImportError: No module named 'transformers'"
+    assert [(str(ended[rank]), ended[rank].common) for rank in (0, 1)] == [
+        (f"rank 1 (node0): {words}", True),
+        (words, False),
+    ]
+    assert isinstance(ended[1].__cause__, ImportError)
+
+
 def test_an_address_or_a_place_that_another_has() -> None:
     def come(world: World) -> Any:
         return met(world, 0.6).hold("meet", None)
