@@ -52,14 +52,13 @@ port="${MASTER_PORT:-$((20000 + RANDOM % 10000))}"
 
 if [ -n "$hostfile" ]; then
     [ -f "$hostfile" ] || hostfile="$ROOT/hostfiles/$(basename "$hostfile")" # the name of a shipped one
-    hosts=$(awk '!/^[ \t]*#/ && /[ \t]slots=/ { print $1 }' "$hostfile")
+    hosts=$(python -m ds_encdec.config.hostfile "$hostfile" | cut -d ' ' -f 1)
     launcher=(deepspeed --hostfile "$hostfile" --master_port "$port")
     case "$hosts" in
         *$'\n'*) # DeepSpeed itself forwards PYTHON*, NCCL*, UCX* and MLFLOW*
             mkdir -p "$output"
-            given="${DS_ENV_FILE:-.deepspeed_env}"
             {
-                for file in "$HOME/$given" "$given"; do [ ! -f "$file" ] || cat "$file"; done
+                python -m ds_encdec.config.hostfile # what .deepspeed_env says
                 while IFS= read -r name; do
                     case "$name=${!name}" in *TOKEN=* | *KEY=* | *SECRET=* | *PASSWORD=* | *$'\n'*) ;; *) echo "$name=${!name}" ;; esac
                 done < <(compgen -e | grep -E "$FORWARDED")

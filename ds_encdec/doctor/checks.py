@@ -7,7 +7,6 @@ the speed between them) is in meeting.py.
 import importlib
 import logging
 import os
-import platform
 import resource
 import shutil
 import socket
@@ -26,7 +25,8 @@ from ds_encdec.config.model_folder import is_hub_name, model_folder
 from ds_encdec.config.schema import FullConfig, load_config
 from ds_encdec.engine.select import resolve_engine
 from ds_encdec.engines import ENGINES
-from ds_encdec.launch.disk import build_folder, free_bytes, installed_versions
+from ds_encdec.launch.agreement import versions
+from ds_encdec.launch.disk import build_folder, free_bytes
 from ds_encdec.launch.host_collectives import GLOO_GROUPS, OWN_OPEN_FILES
 from ds_encdec.launch.process_group import choose_device
 from ds_encdec.launch.run_folder import RunFolder, lock_file
@@ -87,15 +87,6 @@ def _configuration(host: Host) -> Answer:
     return "all that it names is on this host"
 
 
-def versions() -> dict[str, str]:
-    """The versions that ranks should share, by name."""
-    found = {"python": platform.python_version()}
-    found |= installed_versions("ds_encdec", "torch", "transformers", "deepspeed")
-    if torch.cuda.is_available():
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
-
-
 def _packages(host: Host) -> Answer:
     """The engine's package can be imported, which takes a compiler's folder or a driver that is not always there."""
     package = ENGINES[resolve_engine(host.config)].package
@@ -109,7 +100,7 @@ def _packages(host: Host) -> Answer:
                 f"{package} cannot be imported: {type(error).__name__}: {error}",
                 "set CUDA_HOME, or install it for this torch; infra.distributed_type=fsdp needs torch alone",
             )
-    return ", ".join(f"{name} {version}" for name, version in versions().items())
+    return ", ".join(f"{name} {version}" for name, version in versions(ENGINES, nccl=host.uses_gpus).items())
 
 
 def _devices(host: Host) -> Answer:

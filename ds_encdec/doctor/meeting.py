@@ -4,16 +4,16 @@ import socket
 import statistics
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ds_encdec.doctor.checks import Finding, Host, versions
+from ds_encdec.doctor.checks import Finding, Host
+from ds_encdec.engines import ENGINES
+from ds_encdec.launch.agreement import differences, versions
+from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.preemption import awaited
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
 
@@ -29,47 +29,33 @@ def together(host: Host, own: list[Finding], timeout: timedelta) -> list[Finding
         init_process_group(
             host.world, device, timeout, "fsdp", meeting="doctor", settings=host.config.model_dump(mode="json")
         )
-        findings = [finding for found in _everyones(own) for finding in found]
-        hosts = _everyones(socket.gethostname())
-        findings += [_same_versions(hosts, _everyones(versions())), _one_folder(host, hosts), _speed(device)]
+        everyone = HostCollectives(timeout)
+        findings = [finding for found in everyone.gather(own) for finding in found]
+        hosts = dict(enumerate(everyone.gather(socket.gethostname())))
+        findings += [_same_versions(host, hosts, everyone), _one_folder(host, hosts, everyone), _speed(device)]
     except Exception as error:
         return [*own, Finding("meeting", socket.gethostname(), False, f"{type(error).__name__}: {error}")]
     shutdown()
     return findings
 
 
-def _everyones(mine: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found
-
-
-def _same_versions(hosts: Sequence[str], found: Sequence[Mapping[str, str]]) -> Finding:
-    differing = []
-    for name in {name: None for one in found for name in one}:
-        where = defaultdict(set)
-        for host, one in zip(hosts, found, strict=True):
-            where[one.get(name, "missing")].add(host)
-        if len(where) > 1:
-            differing.append(f"{name} is " + ", ".join(f"{v} on {', '.join(sorted(on))}" for v, on in where.items()))
-    if differing:
-        return Finding("equal versions", "", False, "; ".join(differing), "install the same on all hosts")
+def _same_versions(host: Host, hosts: dict[int, str], everyone: HostCollectives) -> Finding:
+    """All that ranks compare, to the last part: a run stops where others differ, and only warns of that one."""
+    found = everyone.gather(versions(ENGINES, nccl=host.uses_gpus))
+    if lines := differences(dict(enumerate(found)), hosts):
+        return Finding("equal versions", "", False, "; ".join(lines), "install the same on all hosts")
     return Finding("equal versions", "", True, f"{len(found)} ranks agree")
 
 
-def _one_folder(host: Host, hosts: Sequence[str]) -> Finding:
+def _one_folder(host: Host, hosts: dict[int, str], everyone: HostCollectives) -> Finding:
     """Every rank sees what rank 0 writes to the output folder, or where it will be made."""
-    named: list[Any] = [None]
-    is_main = host.world.is_main
-    with tempfile.NamedTemporaryFile(dir=host.output if is_main else None, prefix=".ds-encdec-doctor-") as file:
-        if is_main:
-            named = [file.name]
-        dist.broadcast_object_list(named)
-        path = Path(named[0])
-        seen = _everyones(awaited(SEEN_WITHIN_SECONDS, lambda: path.parent.is_dir() and path.name in _names(path)))
-    if all(seen):
+    folder = host.output if host.world.is_main else None
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".ds-encdec-doctor-") as file:
+        path = Path(everyone.broadcast(file.name))
+        sees = awaited(SEEN_WITHIN_SECONDS, lambda: path.parent.is_dir() and path.name in _names(path))
+        blind = sorted({hosts[rank] for rank, can in enumerate(everyone.gather(sees)) if not can})
+    if not blind:
         return Finding("shared folder", "", True, f"every rank sees what rank 0 writes to {path.parent}")
-    blind = sorted({name for name, sees in zip(hosts, seen, strict=True) if not sees})
     return Finding(
         "shared folder",
         "",

@@ -10,13 +10,14 @@ import shlex
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from ds_encdec.config.hostfile import read_hosts, read_variables
 from ds_encdec.config.schema import load_config
 from ds_encdec.doctor.checks import Finding, Host, look
 from ds_encdec.doctor.meeting import together
@@ -50,8 +51,7 @@ def look_here(files: Sequence[Any]) -> tuple[list[Finding], bool]:
 def look_at_hosts(hostfile: Path, files: Sequence[Any]) -> list[Finding]:
     """The findings about all hosts of `hostfile`, by a rank on each. Raises ConfigError for either's mistakes."""
     load_config(*files, hostfile=hostfile)
-    lines = (line.partition("#")[0].split() for line in hostfile.read_text().splitlines())
-    hosts = [words[0] for words in lines if words]
+    hosts = list(read_hosts(hostfile, []))
     with ThreadPoolExecutor(len(hosts)) as pool:
         answers = dict(zip(hosts, pool.map(lambda host: _by_ssh(host, "hostname -I", 30), hosts), strict=True))
         findings = [
@@ -86,20 +86,10 @@ def _command(rank: int, ranks: int, address: str, files: Sequence[Any]) -> str:
     place: dict[str, Any] = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": 1}
     place |= {"MASTER_ADDR": address, "MASTER_PORT": os.environ.get("MASTER_PORT", PORT)}
     handed_on = {name: value for name, value in os.environ.items() if name.startswith("PYTHON")}
-    variables = (f"{name}={value}" for name, value in {**handed_on, **dict(_deepspeed_env()), **place}.items())
+    variables = (f"{name}={value}" for name, value in {**handed_on, **read_variables([]), **place}.items())
     words = [sys.executable, "-m", "ds_encdec.cli", "doctor", "--json", *(["--config", str(path)] if path else [])]
     words += ["--deepspeed_config", str(deepspeed_config)] if deepspeed_config else []
     return f"cd {shlex.quote(os.getcwd())} && env {shlex.join([*variables, *words, *overrides])}"
-
-
-def _deepspeed_env() -> Iterator[tuple[str, str]]:
-    """The variables of `.deepspeed_env`, at home and here (deepspeed/launcher/runner.py)."""
-    for folder in (Path("~").expanduser(), Path()):
-        if (file := folder / ".deepspeed_env").is_file():
-            for line in file.read_text().splitlines():
-                name, equals, value = line.partition("=")
-                if equals:
-                    yield name.strip(), value.strip()
 
 
 def _read(host: str, report: "subprocess.CompletedProcess[str]") -> list[Finding]:

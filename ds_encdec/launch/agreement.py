@@ -66,6 +66,14 @@ def digest(facts: Any) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:15]
 
 
+def versions(engines: Iterable[str], *, nccl: bool) -> dict[str, str]:
+    """The versions on this host that ranks compare, by name: of what all need, and what `engines` do."""
+    found = {"python": platform.python_version()}
+    found |= installed_versions("torch", "transformers", "tokenizers", "numpy")
+    found |= installed_versions(*filter(None, (ENGINES[engine].package for engine in engines)))
+    return found | ({"NCCL": ".".join(map(str, torch.cuda.nccl.version()))} if nccl else {})
+
+
 def own_facts(world: World, device: torch.device, engine: EngineName, settings: Mapping[str, str]) -> dict[str, Any]:
     """This rank's part of the comparison: what must be `equal`, `versions`, and what a person should know of.
 
@@ -74,17 +82,15 @@ def own_facts(world: World, device: torch.device, engine: EngineName, settings: 
     package = Path(__file__).parents[1]
     files = sorted(package.rglob("*.py"))
     code = digest([[file.relative_to(package).as_posix(), file.read_text(errors="replace")] for file in files])
-    needed = filter(None, ("torch", "transformers", "tokenizers", "numpy", ENGINES[engine].package))
     facts: dict[str, Any] = {
         "settings": digest(settings),
         "equal": {"WORLD_SIZE": world.world_size, "engine": engine, "device": device.type, "code of ds_encdec": code},
-        "versions": {"python": platform.python_version(), **installed_versions(*needed)},
+        "versions": versions([engine], nccl=device.type == "cuda"),
         "noted": {},
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        facts["versions"]["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-        facts["noted"] |= {"GPU": properties.name, "GPU memory": f"{round(properties.total_memory / 2**30)} GiB"}
+        facts["noted"] = {"GPU": properties.name, "GPU memory": f"{round(properties.total_memory / 2**30)} GiB"}
     return facts
 
 

@@ -15,10 +15,9 @@ hostfile="$1" mpirun="${MPIRUN:-mpirun}"
 shift
 
 source "$(dirname "${BASH_SOURCE[0]}")/../venv.sh"
-[ -f "$hostfile" ] || { echo "error: there is no host file $hostfile" >&2; exit 2; }
-hosts=$(sed -n 's/^[ \t]*\([^# \t]\{1,\}\)[ \t]\{1,\}slots=\([0-9]\{1,\}\).*/\1:\2/p' "$hostfile" | paste -sd, -)
-ranks=$(($(sed 's/[^,]*:\([0-9]*\)/\1/g; s/,/+/g' <<<"$hosts")))
-[ "$ranks" -gt 0 ] || { echo "error: $hostfile: no host has a slot; write \`HOST slots=N\` lines" >&2; exit 2; }
+found=$(python -m ds_encdec.config.hostfile "$hostfile") # names every mistake
+hosts=$(tr ' ' : <<<"$found" | paste -sd, -)
+ranks=$(awk '{ ranks += $2 } END { print ranks }' <<<"$found")
 export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
 export MASTER_ADDR="${MASTER_ADDR:-${hosts%%:*}}" MASTER_PORT="${MASTER_PORT:-$((20000 + RANDOM % 10000))}"
 

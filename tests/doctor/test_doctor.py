@@ -7,13 +7,16 @@ import os
 import resource
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.doctor.checks import CHECKS, Finding, Host
-from ds_encdec.doctor.run import describe
-from ds_encdec.launch.world import World
+from ds_encdec.doctor.run import _command, describe
+from ds_encdec.launch.world import World, free_port
 
 DOCTOR = ("-m", "ds_encdec.cli", "doctor", "--config", "quickstart", "--json")
 
@@ -69,9 +72,24 @@ def test_each_planted_fault_is_found(tmp_path: Path) -> None:
 
 
 def test_ranks_meet_and_one_tells(tmp_path: Path) -> None:
-    words = ("-m", "torch.distributed.run", "--nproc-per-node", "2", *DOCTOR, f"infra.output_dir={tmp_path}")
-    found = findings(*words, code=0)
-    assert {"packages", "output folder", "equal versions", "shared folder", "all_reduce"} <= found.keys()
+    """The second's transformers differs in the last part alone, of which a run would only warn."""
+    here = version("transformers")
+    there = f"{here.rpartition('.')[0]}.99"
+    (metadata := tmp_path / f"transformers-{there}.dist-info" / "METADATA").parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: transformers\nVersion: {there}\n")
+    words = (*DOCTOR, f"infra.output_dir={tmp_path}")
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    second = os.environ | place | {"RANK": "1", "LOCAL_RANK": "1"}
+    second["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with subprocess.Popen([sys.executable, *words], env=second, stdout=subprocess.PIPE) as other:
+        found = findings(*words, code=10, env=os.environ | place | {"RANK": "0", "LOCAL_RANK": "0"})
+        assert other.communicate(timeout=100)[0] == b""
+    assert [check for check, one in found.items() if not one[0]["passed"]] == ["equal versions"]
+    differing = found["equal versions"][0]
+    assert differing["message"].startswith(f"transformers: {here} for rank 0 (")
+    assert f", {there} for rank 1 (" in differing["message"]
+    assert differing["fix"] == "install the same on all hosts"
+    assert {"output folder", "shared folder"} <= found.keys()
     assert len(found["packages"]) == 1  # of the one host
     assert "over 2 ranks (gloo)" in found["all_reduce"][0]["message"]
 
@@ -102,3 +120,15 @@ def test_a_host_without_ssh_is_named(tmp_path: Path) -> None:
     assert found["ssh"][0]["host"] == "nowhere.invalid"
     assert "--no_ssh_check" in found["ssh"][0]["fix"]
     assert found["packages"][0]["passed"]  # this host is looked at all the same
+
+
+def test_hosts_get_the_variables_that_deepspeed_would_hand_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "home").mkdir()
+    for name, value in {"HOME": str(tmp_path / "home"), "DS_ENV_FILE": "mine"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "home" / "mine").write_text("WHERE=home\nMORE = a=b\n")
+    (tmp_path / "mine").write_text("WHERE=here")
+    words = _command(0, 2, "node0", (None, (), None)).split()
+    assert {"WHERE=here", "MORE=a=b", "MASTER_ADDR=node0"} <= set(words)
+    assert "WHERE=home" not in words

@@ -17,10 +17,13 @@ LAUNCHER = '#!/bin/bash\necho "$(basename "$0") $*"\necho "$PYTORCH_ALLOC_CONF $
 @pytest.fixture
 def scripts(tmp_path: Path) -> Path:
     """A folder with the script, in an environment whose launchers say with what they were started."""
-    (tmp_path / "launch_training.sh").write_text((REPOSITORY / "scripts" / "launch_training.sh").read_text())
+    (tmp_path / "mpi").mkdir()
+    for name in ("launch_training.sh", "mpi/run.sh"):
+        (tmp_path / name).write_text((REPOSITORY / "scripts" / name).read_text())
     (tmp_path / "venv.sh").write_text(f"ROOT={REPOSITORY}; PATH={tmp_path}:$PATH\n")
-    program = f'#!/bin/sh\nexec {sys.executable} -m ds_encdec.cli "$@"\n'
-    for name, text in {"deepspeed": LAUNCHER, "torchrun": LAUNCHER, "ds-encdec": program}.items():
+    python = f'#!/bin/sh\nexec {sys.executable} "$@"\n'
+    programs = {"python": python, "ds-encdec": python.replace('"$@"', '-m ds_encdec.cli "$@"')}
+    for name, text in {**programs, **dict.fromkeys(("deepspeed", "torchrun", "mpirun"), LAUNCHER)}.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     return tmp_path
@@ -54,7 +57,7 @@ def test_one_host_that_is_this_one_needs_no_ssh(scripts: Path) -> None:
 
 def test_other_hosts_get_variables_but_no_secrets(scripts: Path) -> None:
     (scripts / "hosts").write_text("localhost slots=1\n127.0.0.1\tslots=1\n")
-    (scripts / ".deepspeed_env").write_text("MINE=1\n")
+    (scripts / ".deepspeed_env").write_text("MINE=1")
     result = launch(scripts, "--hostfile=hosts", "--output_dir", "run", "--resume", "auto")
     assert result.returncode == 0, result.stderr
     assert re.search(r"deepspeed --hostfile hosts --master_port \d+ \S+train.py .*=run --resume=auto\n", result.stdout)
@@ -67,6 +70,22 @@ def test_other_hosts_get_variables_but_no_secrets(scripts: Path) -> None:
 def test_without_a_host_file_the_engine_has_its_launcher(scripts: Path) -> None:
     result = launch(scripts, "infra.distributed_type=fsdp")
     assert re.search(r"^torchrun --nproc-per-node 2 --master-port \d+ ", result.stdout, re.MULTILINE), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("hosts", "code", "told"),
+    [
+        ("# two\n a\tslots=2\nb slots=1 # and more\n", 0, "mpirun -n 3 -hosts a:2,b:1 "),
+        ("a slots=2\nb\n", 2, "hosts:2: b\n      not `HOST slots=N`"),
+    ],
+)
+def test_mpirun_starts_what_the_file_says(scripts: Path, hosts: str, code: int, told: str) -> None:
+    (scripts / "hosts").write_text(hosts)
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    command = ["bash", "mpi/run.sh", "hosts", "--config", "quickstart"]
+    done = subprocess.run(command, cwd=scripts, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == code
+    assert told in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
