@@ -1,5 +1,6 @@
 """Checks of hosts together: that they meet, share versions and the output folder, and how fast they exchange."""
 
+import os
 import socket
 import statistics
 import tempfile
@@ -16,6 +17,7 @@ from ds_encdec.launch.agreement import differences, versions
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.preemption import awaited
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
+from ds_encdec.types import DsEncDecError
 
 CALLS = 5  # of the all_reduce; their median counts
 NUM_BYTES = {"cuda": 2**26, "cpu": 2**24}
@@ -49,11 +51,20 @@ def _same_versions(host: Host, hosts: dict[int, str], everyone: HostCollectives)
 
 def _one_folder(host: Host, hosts: dict[int, str], everyone: HostCollectives) -> Finding:
     """Every rank sees what rank 0 writes to the output folder, or where it will be made."""
-    folder = host.output if host.world.is_main else None
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".ds-encdec-doctor-") as file:
-        path = Path(everyone.broadcast(file.name))
-        sees = awaited(SEEN_WITHIN_SECONDS, lambda: path.parent.is_dir() and path.name in _names(path))
-        blind = sorted({hosts[rank] for rank, can in enumerate(everyone.gather(sees)) if not can})
+
+    def make() -> Path:
+        descriptor, name = tempfile.mkstemp(dir=host.output, prefix=".ds-encdec-doctor-")
+        os.close(descriptor)
+        return Path(name)
+
+    try:
+        path = everyone.on_rank_zero(make)
+    except DsEncDecError as error:
+        return Finding("shared folder", "", False, f"{hosts[0]} cannot write there: {error}", "see `output folder`")
+    sees = awaited(SEEN_WITHIN_SECONDS, lambda: path.parent.is_dir() and path.name in _names(path))
+    blind = sorted({hosts[rank] for rank, can in enumerate(everyone.gather(sees)) if not can})
+    if host.world.is_main:
+        path.unlink()
     if not blind:
         return Finding("shared folder", "", True, f"every rank sees what rank 0 writes to {path.parent}")
     return Finding(
