@@ -144,7 +144,7 @@ def train(run: Trainer) -> TrainingState:
             state = _save(run, state, due, value)
             last_save = time.monotonic()
         if due.leave and not is_over(state, training):
-            raise _preempted(run, state, actions)
+            raise _preempted(state, actions)
     return state
 
 
@@ -198,9 +198,10 @@ def _next_step(run: Trainer, state: TrainingState, last_save: float) -> tuple[li
         run.stop.acknowledge()
     stops = brought.stop and state.data_step > run.state.data_step  # the first step is taken in any case
     if brought.failed or stops:
-        errors = run.collectives.gather(ahead.error)
+        errors, reasons = zip(*run.collectives.gather((ahead.error, run.stop.reason)), strict=True)
         excused = brought.stop and brought.failed == brought.killed
-        _end_before_step(run, state, None if excused else next(filter(None, errors)))
+        error = None if excused else next(filter(None, errors))
+        _end_before_step(run, state, error, asked_by=next(filter(None, reasons), ""))
     bad, long = _count_rows(run, state) if brought.bad_rows else (state.bad_rows, state.long_rows)
     no_save_since = ahead.last_save == last_save
     totals = StepTotals(
@@ -228,7 +229,7 @@ def _count_rows(run: Trainer, state: TrainingState) -> tuple[int, int]:
     return bad, long
 
 
-def _end_before_step(run: Trainer, state: TrainingState, error: Exception | None) -> NoReturn:
+def _end_before_step(run: Trainer, state: TrainingState, error: Exception | None, asked_by: str = "") -> NoReturn:
     """Save the steps that were taken, if there is no checkpoint of them, and end.
 
     Raises `error`, for which some rank has no data for the next step, the same on every rank; or Preempted where it is
@@ -248,11 +249,11 @@ def _end_before_step(run: Trainer, state: TrainingState, error: Exception | None
             raise
         if run.collectives.rank == 0:
             logger.error("%s", problem)
-    raise error or _preempted(run, state, actions, saved=state.data_step > run.state.data_step)
+    raise error or _preempted(state, actions, asked_by, saved=state.data_step > run.state.data_step)
 
 
-def _preempted(run: Trainer, state: TrainingState, actions: Actions, *, saved: bool = True) -> Preempted:
-    reason = actions.leave["message"] if actions.leave is not None else run.stop.reason or "another rank"
+def _preempted(state: TrainingState, actions: Actions, asked_by: str = "", *, saved: bool = True) -> Preempted:
+    reason = asked_by if actions.leave is None else actions.leave["message"]
     what = "state saved; go on with --resume auto" if saved else "no step was taken, so there was nothing to save"
     return Preempted(f"stopped at step {state.global_step} by {reason}; {what}")
 

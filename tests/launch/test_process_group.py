@@ -116,7 +116,7 @@ def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         other.listen()
         port = other.getsockname()[1]
         first = dataclasses.replace(SINGLE, world_size=2, local_world_size=2, master_port=port)
-        with pytest.raises(ConfigError, match=rf"MASTER_PORT={port}: this process \(.*pytest.* --master_port"):
+        with pytest.raises(ConfigError, match=rf"MASTER_PORT={port}: this process \(.*python.* --master_port"):
             init_process_group(first, torch.device("cpu"), timedelta(seconds=5), "fsdp")
 
 
