@@ -19,7 +19,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ds_encdec.arguments import Arguments, flag
 
@@ -39,15 +39,23 @@ def console(*, stderr: bool = False) -> Console:
 
     NO_COLOR is rich's to honour.
     """
-    return _console(stderr and not sys.stdout.isatty())
+    return _console(stderr and not is_terminal(sys.stdout))
 
 
 @functools.cache
 def _console(stderr: bool) -> Console:
     from rich.console import Console  # not for --help
 
-    seen = (sys.stderr if stderr else sys.stdout).isatty()
-    return Console(stderr=stderr, force_interactive=None if seen else False)  # FORCE_COLOR would draw bars into files
+    stream = sys.stderr if stderr else sys.stdout
+    if is_terminal(stream):
+        return Console(stderr=stderr)
+    # FORCE_COLOR would draw bars into files.
+    return Console(stderr=stderr, force_terminal=False if stream.isatty() else None, force_interactive=False)
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Return whether somebody reads `stream` on a terminal. Open MPI gives ranks one that may end in a file."""
+    return stream.isatty() and "OMPI_COMM_WORLD_SIZE" not in os.environ
 
 
 def log_to_terminal(
@@ -118,7 +126,7 @@ def is_quiet() -> bool:
 
 def _is_watched() -> bool:
     """Return whether all that this program says is on a terminal."""
-    return sys.stdout.isatty() and sys.stderr.isatty()
+    return is_terminal(sys.stdout) and is_terminal(sys.stderr)
 
 
 def stamped(line: str) -> str:
@@ -140,7 +148,7 @@ def take_over(name: str, harmless: Collection[str] = ()) -> None:
 
 def print_marked(text: str, styles: Mapping[str, str]) -> None:
     """Print `text`, on a terminal with what the regular expressions in `styles` match in that style."""
-    if not sys.stdout.isatty():
+    if not is_terminal(sys.stdout):
         print(text)
         return
     from rich.text import Text
@@ -153,7 +161,7 @@ def print_marked(text: str, styles: Mapping[str, str]) -> None:
 
 def print_error(error: Exception) -> None:
     """Say why the program ends, on standard error; on a terminal in colour, and with the lines that are wrong."""
-    if not sys.stderr.isatty():
+    if not is_terminal(sys.stderr):
         print(f"error: {error}", file=sys.stderr, flush=True)
         return
     from rich.console import Console

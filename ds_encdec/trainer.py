@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 class Brought(NamedTuple):
-    """What all ranks bring to a step, summed. The first three: ranks without a batch, for the data, for a worker."""
+    """The sums of all ranks' parts of a step. The first three: ranks without a batch, for the data, for a worker."""
 
     failed: int
     of_data: int

@@ -57,12 +57,13 @@ if [ -n "$hostfile" ]; then
     case "$hosts" in
         *$'\n'*) # DeepSpeed itself forwards PYTHON*, NCCL*, UCX* and MLFLOW*
             mkdir -p "$output"
-            {
-                python -m ds_encdec.config.hostfile # what .deepspeed_env says
+            (
+                umask 077
                 while IFS= read -r name; do
                     case "$name=${!name}" in *TOKEN=* | *KEY=* | *SECRET=* | *PASSWORD=* | *$'\n'*) ;; *) echo "$name=${!name}" ;; esac
                 done < <(compgen -e | grep -E "$FORWARDED")
-            } >"$output/deepspeed_env"
+                python -m ds_encdec.config.hostfile # what .deepspeed_env says: the later wins
+            ) >"$output/deepspeed_env"
             DS_ENV_FILE=$(realpath "$output/deepspeed_env")
             export DS_ENV_FILE ;;
         localhost | 127.* | "$(hostname)" | "$(hostname -s)") # where no ssh is needed

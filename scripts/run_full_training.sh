@@ -20,7 +20,7 @@ case "${1-}" in
     "" | -* | *=*) ;;
     *)
         [ -f "$1" ] || { echo "error: there is no host file $1" >&2; exit 2; }
-        case "$(awk '!/^[ \t]*#/ && / slots=/ { print $1 }' "$1")" in
+        case "$(awk '!/^[ \t]*#/ && /[ \t]slots=/ { print $1 }' "$1")" in
             *$'\n'*) ;;
             localhost | 127.* | "$(hostname)" | "$(hostname -s)") alone="--no_ssh_check --master_addr 127.0.0.1" ;;
         esac # one host, this one: no ssh is needed

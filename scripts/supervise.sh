@@ -49,19 +49,19 @@ while :; do
         done
     fi
     read -r state ending why < <(told)
-    if [ "$before" = "$(told; stat -c %i.%y "$run/run.json" 2>/dev/null)" ] && [ "$state" != running ]; then
+    [ "$state" != running ] || { state=failed ending=9; } # killed before it could say so, at this start or an earlier one
+    if [ "$before" = "$(told; stat -c %i.%y "$run/run.json" 2>/dev/null)" ]; then
         # This start said nothing: its code counts, but for those that tell nothing. ssh ends with 255; a launcher with 0
         # where it was killed, with 1 after a lost host, but after a mistake as well, which the second start makes again.
         [ "$code" -gt 1 ] || silent=$((silent + 1))
         case "$code:${ending:-}" in
-            [01]:75 | [01]:8 | [01]:9 | 255:75 | 255:8 | 255:9) ;;
+            [01]:75 | [01]:8 | [01]:9 | 255:75 | 255:8 | 255:9 | 137:9 | 143:9) ;;
             0:*) [ "$state" = completed ] || ending=9 ;;
             *) ending=$code state=unknown why='' ;;
         esac
     else
         silent=0
     fi
-    [ "$state" != running ] || ending=9 # killed before it could say so
     if [ "$state" = completed ]; then say "completed"; exit 0; fi
     if [ -n "$signalled" ] || [ "${why:-}" = stopped ]; then say "stopped as asked, code $ending"; exit "$ending"; fi
     case "$ending" in

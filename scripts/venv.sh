@@ -1,7 +1,7 @@
 # Sourced by the other scripts: puts a Python environment with ds_encdec first on PATH, and sets ROOT.
 #
-# An active environment (venv or conda) is used as it is; otherwise .venv in the repository, made when it is not
-# there. Installs only when pyproject.toml or constraints.txt have changed since the last time: what runs need, and
+# The environment is the active one (venv or conda), or else .venv in the repository, made when it is not there.
+# Installs there, with ds_encdec from this very clone, only when another clone is installed, or when pyproject.toml or constraints.txt have changed since the last time: what runs need, and
 # with EXTRAS=dev before `source` what developers need, too.
 #
 # Packages come from where pip (PIP_*, pip.conf) or uv (UV_*, uv.toml) is told to look. Where neither is told anything

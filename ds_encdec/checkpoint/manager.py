@@ -322,4 +322,4 @@ def _verified(path: Path, collectives: HostCollectives, accept: Callable[[Checkp
         verify_files(path, share)
 
     collectives.on_every_rank(verify_share)
-    return checkpoint
+    return dataclasses.replace(checkpoint, path=path)  # of the same folder this rank may have another

@@ -120,10 +120,11 @@ def per_rank(count: int, ranks: int, what: str, *, multiple: bool = False) -> in
 
 def unevenness(config: Sections, ranks: int) -> str | None:
     """Say why so many ranks cannot share the micro-batches of a step; None where they can, or `auto` decides."""
-    if is_auto(config):
-        return None
     try:
-        per_rank(micro_batches_per_step(config, ranks), ranks, "data.num_lanes")
+        if config.infra.hybrid_shard_size:
+            mesh_shape(config.infra, ranks, ranks)
+        if not is_auto(config):
+            per_rank(micro_batches_per_step(config, ranks), ranks, "data.num_lanes")
     except ConfigError as error:
         return str(error)
     return None

@@ -5,6 +5,7 @@ import socket
 import statistics
 import tempfile
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from ds_encdec.doctor.checks import Finding, Host
 from ds_encdec.engines import ENGINES
 from ds_encdec.launch.agreement import differences, versions
-from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.launch.host_collectives import HostCollectives, attempt
 from ds_encdec.launch.preemption import awaited
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
 from ds_encdec.types import DsEncDecError
@@ -27,7 +28,9 @@ SEEN_WITHIN_SECONDS = 10.0  # network file systems show other hosts' files a lit
 def together(host: Host, own: list[Finding], timeout: timedelta) -> list[Finding]:
     """The findings of all hosts and of their meeting, on every rank. Where they do not meet: `own`, and why."""
     try:
-        device = choose_device(host.config.infra.device, host.world)
+        # A host without the GPU that is asked for comes as what it is, and is compared.
+        device, _ = attempt(lambda: choose_device(host.config.infra.device, host.world))
+        device = device or torch.device("cpu")
         init_process_group(
             host.world, device, timeout, "fsdp", meeting="doctor", settings=host.config.model_dump(mode="json")
         )
@@ -61,10 +64,10 @@ def _one_folder(host: Host, hosts: dict[int, str], everyone: HostCollectives) ->
         path = everyone.on_rank_zero(make)
     except DsEncDecError as error:
         return Finding("shared folder", "", False, f"{hosts[0]} cannot write there: {error}", "see `output folder`")
-    sees = awaited(SEEN_WITHIN_SECONDS, lambda: path.parent.is_dir() and path.name in _names(path))
+    sees = awaited(SEEN_WITHIN_SECONDS, lambda: path.name in _names(path))
     blind = sorted({hosts[rank] for rank, can in enumerate(everyone.gather(sees)) if not can})
     if host.world.is_main:
-        path.unlink()
+        path.unlink(missing_ok=True)
     if not blind:
         return Finding("shared folder", "", True, f"every rank sees what rank 0 writes to {path.parent}")
     return Finding(
@@ -77,8 +80,10 @@ def _one_folder(host: Host, hosts: dict[int, str], everyone: HostCollectives) ->
 
 
 def _names(path: Path) -> set[str]:
-    """Names in the folder: listing makes a network file system look again."""
-    return {other.name for other in path.parent.iterdir()}
+    """Names in the folder, if it can be listed, which makes a network file system look again."""
+    with suppress(OSError):
+        return {other.name for other in path.parent.iterdir()}
+    return set()
 
 
 def _speed(device: torch.device) -> Finding:

@@ -63,7 +63,7 @@ def look_at_hosts(hostfile: Path, files: Sequence[Any]) -> list[Finding]:
         there = [host for host, answer in answers.items() if answer.returncode == 0]
         if not there:
             return findings + look_here(files)[0]
-        address = answers[there[0]].stdout.split()[0]
+        address = next(iter(answers[there[0]].stdout.split()), there[0])
         commands = [_command(rank, len(there), address, files) for rank in range(len(there))]
         reports = list(pool.map(_by_ssh, there, commands, [START_SECONDS] * len(there)))
     for host, report in zip(there, reports, strict=True):

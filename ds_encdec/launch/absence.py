@@ -3,14 +3,15 @@
 Torch, which the meeting needs, is imported only where somebody waits: rank 0 tells a wrong configuration in a moment.
 """
 
+import os
 import socket
 import threading
-import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-from ds_encdec.launch.network import await_listener
+from ds_encdec.launch.network import look_for
 from ds_encdec.launch.world import LAUNCHER_PROGRAMS, World
 from ds_encdec.terminal import print_error
 from ds_encdec.types import DsEncDecError, Preempted
@@ -28,33 +29,34 @@ def absence_told(world: World) -> Iterator[None]:
     It is raised as the error that all have. One that nobody foresaw (a package that is missing on one host, a GPU that
     is broken) is printed here as well, with where it comes from; so is one that the others could not be told.
     """
+    if world.world_size > 1 and not world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        # Rank 0 may have come and gone, for an error of its own, before torch is imported here; torchrun's agent stays.
+        look_for(world.master_addr, world.master_port, 60 * START_MINUTES)
     try:
         yield
     except Exception as error:
         if world.world_size == 1:
             raise
         ours = error if isinstance(error, DsEncDecError) else DsEncDecError(f"{type(error).__name__}: {error}")
+        if ours is not error:
+            ours.__cause__ = error
         if ours.common is None and not isinstance(ours, Preempted):
             _tell(world, ours)
-        if ours is error:
-            raise
-        raise ours from error
+        raise ours from ours.__cause__
 
 
 def _tell(world: World, error: DsEncDecError) -> None:
     """Raise the error that all ranks have of this one; return where nobody could be told."""
     if world.is_main and world.num_nodes == 1 and world.launcher in LAUNCHER_PROGRAMS:
         return  # it speaks now, and the launcher ends the others
-    seen, alone = threading.Event(), threading.Timer(RANK_ZERO_SPEAKS_SECONDS, _say, [world, error])
+    alone = threading.Timer(RANK_ZERO_SPEAKS_SECONDS, _say, [world, error])
     if not world.is_main:
         alone.start()
-        # From now on: rank 0 may have come and gone before torch is imported here.
-        threading.Thread(target=_look_for_rank_zero, args=[world, seen], daemon=True).start()
     try:
         from ds_encdec.launch.meeting import Meeting  # torch
 
-        Meeting(world, timedelta(minutes=START_MINUTES), seen=seen.is_set()).hold("meet", None, error=error)
-    except ImportError:  # torch itself is missing here
+        Meeting(world, timedelta(minutes=START_MINUTES)).hold("meet", None, error=error)
+    except (ImportError, OSError):  # torch itself is missing or broken here
         pass
     except DsEncDecError as told:
         if told.common and type(error) is not DsEncDecError:
@@ -65,11 +67,7 @@ def _tell(world: World, error: DsEncDecError) -> None:
 
 
 def _say(world: World, error: DsEncDecError) -> None:
+    if type(error) is DsEncDecError:  # none of the foreseen ones: show where it comes from
+        traceback.print_exception(error)
     print_error(type(error)(f"rank {world.rank} ({socket.gethostname()}): {error}"))
     error.common = True
-
-
-def _look_for_rank_zero(world: World, seen: threading.Event) -> None:
-    deadline = time.monotonic() + 60 * START_MINUTES
-    if await_listener(world.master_addr, world.master_port, deadline) is None:
-        seen.set()

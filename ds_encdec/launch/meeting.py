@@ -27,7 +27,7 @@ import torch.distributed as dist
 from ds_encdec import types
 from ds_encdec.launch.agreement import ranks_in_words
 from ds_encdec.launch.host_collectives import attempt
-from ds_encdec.launch.network import RETRY_SECONDS, await_listener, listener
+from ds_encdec.launch.network import RETRY_SECONDS, await_listener, listener, unresolvable, was_seen
 from ds_encdec.launch.peers import is_broken_connection
 from ds_encdec.launch.preemption import awaited, end_process
 from ds_encdec.launch.world import World
@@ -38,6 +38,8 @@ COMPANY_SECONDS = 1.0
 """How long after a rank's error those of others, mostly the same one, may still come."""
 TOLD_SECONDS = 20.0
 """How long rank 0 keeps the store for others, who may yet have to import torch, to read why the meeting has ended."""
+SEEN_SECONDS = 10.0
+"""How long a rank looks for a rank 0 that was there a while ago, and may only be slow to answer."""
 LEAVE_SECONDS = 5.0
 """How long the main thread may take to come out of a connection that is known to have failed."""
 
@@ -46,19 +48,16 @@ _held: Counter[tuple[str, int]] = Counter()
 
 
 class Meeting:
-    """The ranks of `world`, each of which makes one. `limit`: for each round, from when rank 0 is there.
+    """The ranks of `world`, each of which makes one. `limit`: for each round, from when rank 0 is there."""
 
-    `seen`: somebody has listened at MASTER_ADDR and MASTER_PORT, so that a rank 0 that is not there any more has gone.
-    """
-
-    def __init__(self, world: World, limit: timedelta, name: str = "run", *, seen: bool = False) -> None:
+    def __init__(self, world: World, limit: timedelta, name: str = "run") -> None:
         """Wait for rank 0. Raises LostRankError, and ConfigError for an address or a place that another has."""
         self._world = world
         self._seconds = limit.total_seconds()
         self.hosts: dict[int, str] = {}
         _held[name, world.rank] += 1
         title = f"{name} {_held[name, world.rank]}"
-        self.store = dist.PrefixStore(title, _open_store(world, self._seconds, title, seen))
+        self.store = dist.PrefixStore(title, _open_store(world, self._seconds, title))
         self.store.set_timeout(limit)
         with _store_of_rank_zero(world):
             place = self.store.add(f"place {world.rank}", 1)
@@ -160,7 +159,10 @@ class Meeting:
         missing = [rank for rank in everyone if rank not in given]
         # A connection breaks for those who are there because of one who is not.
         if missing and all(error["kind"] == LostRankError.__name__ for error in errors.values()):
-            raise LostRankError(self._words(missing, late, errors))
+            words = self._words(missing, late, errors)
+            if unresolved := unresolvable(self._world.master_addr):
+                raise ConfigError(f"{unresolved}. {words}")
+            raise LostRankError(words)
         if errors:
             raise self._first(errors)
         return {rank: one["value"] for rank, one in given.items()}
@@ -181,10 +183,9 @@ class Meeting:
             )
         there = [rank for rank in self.hosts if rank not in missing]
         return (
-            f"{who} {'has' if len(missing) == 1 else 'have'} not {late} within "
-            f"{self._seconds / 60:g} minutes (infra.start_timeout_minutes), and {ranks_in_words(there, self.hosts)} "
-            f"cannot begin alone. Look at what is said there, and whether that host reaches "
-            f"{self._world.master_addr}:{self._world.master_port}."
+            f"{who} {'has' if len(missing) == 1 else 'have'} not {late} {_within(self._seconds)}, and "
+            f"{ranks_in_words(there, self.hosts)} cannot begin alone. Look at what is said there, and whether that "
+            f"host reaches {self._world.master_addr}:{self._world.master_port}."
         )
 
     def _read(self, store: dist.Store, name: str, answer: Mapping[str, Any]) -> Any:
@@ -220,16 +221,16 @@ def attempt_to_connect(action: Callable[[], None]) -> tuple[None, Exception | No
     return None, None
 
 
-def _open_store(world: World, seconds: float, title: str, seen: bool) -> dist.Store:
+def _open_store(world: World, seconds: float, title: str) -> dist.Store:
     """The store where the ranks meet for the meeting of this `title`, which rank 0 keeps from now on."""
     if world.world_size == 1:
         return dist.HashStore()  # meets nobody, and needs no port that another program may have taken by now
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
-        return _store_at(world, seconds, seen, keeps=world.is_main)
-    return _store_of_this_start(world, _store_at(world, seconds, seen, keeps=False), seconds, title, seen)
+        return _store_at(world, seconds, keeps=world.is_main)
+    return _store_of_this_start(world, _store_at(world, seconds, keeps=False), seconds, title)
 
 
-def _store_of_this_start(world: World, agents: dist.Store, seconds: float, title: str, seen: bool) -> dist.Store:
+def _store_of_this_start(world: World, agents: dist.Store, seconds: float, title: str) -> dist.Store:
     """A store that rank 0 keeps, found by that of torchrun's agent, or of the run that these are probes of.
 
     The agent's outlives its ranks, and when it starts them again still holds what the earlier ones have said. A port
@@ -241,29 +242,28 @@ def _store_of_this_start(world: World, agents: dist.Store, seconds: float, title
         with _store_of_rank_zero(world):
             agents.set(key, str(store.port))
         return store
-    problem: str | None = f"rank 0 has not come within {seconds / 60:g} minutes (infra.start_timeout_minutes)"
+    problem: str | None = f"rank 0 has not come {_within(seconds)}"
     while time.monotonic() < deadline:
         with _store_of_rank_zero(world):  # or of the agent beside it
             port = int(agents.get(key)) if agents.check([key]) else None
             if port is not None and (problem := await_listener(world.master_addr, port, 0.0)) is None:
                 return _tcp_store(world, port, seconds, keeps=False)
-        if port is not None and seen:
-            break  # it has come, and gone
         time.sleep(RETRY_SECONDS)
     raise _alone(LostRankError(f"rank {world.rank} ({socket.gethostname()}) cannot begin alone: {problem}"))
 
 
-def _store_at(world: World, seconds: float, seen: bool, *, keeps: bool) -> dist.Store:
+def _store_at(world: World, seconds: float, *, keeps: bool) -> dist.Store:
     """The store at MASTER_ADDR and MASTER_PORT, which rank 0 or torchrun's agent keeps."""
-    here = f"{ranks_in_words([world.rank], {world.rank: socket.gethostname()})}"
-    deadline = time.monotonic() + (0.0 if seen else seconds)
+    here, limit = ranks_in_words([world.rank], {world.rank: socket.gethostname()}), _within(seconds)
+    seen = not keeps and was_seen(world.master_addr, world.master_port)
+    deadline = time.monotonic() + (SEEN_SECONDS if seen else seconds)
     if not keeps and (problem := await_listener(world.master_addr, world.master_port, deadline)):
-        kind = ConfigError if "resolved" in problem else LostRankError
+        kind = ConfigError if unresolvable(world.master_addr) else LostRankError
         raise _alone(
             kind(
-                f"Rank 0 has not come within {seconds / 60:g} minutes (infra.start_timeout_minutes), and {here} cannot "
-                f"begin alone: {problem}. Look at what rank 0 says, and whether MASTER_ADDR and MASTER_PORT are its "
-                "host's, which no firewall may keep from this one."
+                f"Rank 0 has {'come and gone' if seen else f'not come {limit}'}, and {here} cannot begin alone: "
+                f"{problem}. Look at what rank 0 says, and whether MASTER_ADDR and MASTER_PORT are its host's, which "
+                "no firewall may keep from this one."
             )
         )
     try:
@@ -279,6 +279,10 @@ def _store_at(world: World, seconds: float, seen: bool, *, keeps: bool) -> dist.
                 "--master-port N (torchrun), or MASTER_PORT where you set it yourself."
             )
         ) from error
+
+
+def _within(seconds: float) -> str:
+    return f"within {seconds / 60:g} minutes (infra.start_timeout_minutes)"
 
 
 def _tcp_store(world: World, port: int, seconds: float, *, keeps: bool) -> dist.TCPStore:

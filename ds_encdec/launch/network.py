@@ -2,12 +2,14 @@
 
 import os
 import socket
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
 LOOPBACK = "lo"
 RETRY_SECONDS = 0.5
+_looked_for: dict[tuple[str, int], threading.Event] = {}
 
 
 def machine() -> str:
@@ -70,13 +72,38 @@ def await_listener(host: str, port: int, deadline: float) -> str | None:
         try:
             socket.create_connection((host, port), timeout=max(0.1, min(5.0, deadline - time.monotonic()))).close()
             return None
-        except socket.gaierror as error:
-            problem = f"MASTER_ADDR={host} cannot be resolved on {socket.gethostname()}: {error.strerror}"
         except OSError as error:
-            problem = f"nobody listens at {host}:{port} ({error.strerror or error})"
+            problem = unresolvable(host) or f"nobody listens at {host}:{port} ({error.strerror or error})"
         if time.monotonic() >= deadline:
             return problem
         time.sleep(RETRY_SECONDS)
+
+
+def look_for(host: str, port: int, seconds: float) -> None:
+    """Begin to look for so long whether somebody listens at `host` and `port`, unless that has begun."""
+
+    def look(seen: threading.Event) -> None:
+        if await_listener(host, port, time.monotonic() + seconds) is None:
+            seen.set()
+
+    if (host, port) not in _looked_for:
+        seen = _looked_for[host, port] = threading.Event()
+        threading.Thread(target=look, args=[seen], daemon=True).start()
+
+
+def was_seen(host: str, port: int) -> bool:
+    """Return whether somebody has listened there since `look_for` began, which ends with this."""
+    seen = _looked_for.pop((host, port), None)
+    return seen is not None and seen.is_set()
+
+
+def unresolvable(host: str) -> str | None:
+    """Return why no address is known by the name in MASTER_ADDR, in words; None where one is."""
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        return f"MASTER_ADDR={host} cannot be resolved on {socket.gethostname()}: {error.strerror}"
+    return None
 
 
 def listener(port: int) -> str:

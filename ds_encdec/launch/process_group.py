@@ -149,11 +149,11 @@ def _own_place(world: World, device: torch.device, engine: EngineName, shared: M
 
 def _import(package: str, world: World) -> str | None:
     """Import an engine's package; returns why that failed, or None. Raises nothing: all ranks must hear of it."""
-    if world.local_rank == 0:
-        clear_stale_locks(build_folder(os.environ))
     # DeepSpeed 0.19.8 still calls collectives by names that torch 2.13 renames; nothing a user could mend.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     try:
+        if world.local_rank == 0:
+            clear_stale_locks(build_folder(os.environ))
         # Not earlier: what _prepare_environment sets is read at import.
         importlib.import_module(package)
     except Exception as error:  # no CUDA_HOME, another torch's binary interface, a library that is not there

@@ -246,7 +246,9 @@ def discover(environ: Mapping[str, str], choose_port: Callable[[], int] = free_p
     """
     if launcher := next((row for row in LAUNCHERS if row.has_started(environ)), None):
         world = _read(launcher, environ)
-        if launcher.programs and world.num_nodes == 1:
+        # An elastic torchrun that has lost its other hosts goes on with this one.
+        elastic = environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+        if launcher.programs and world.num_nodes == 1 and not elastic:
             _refuse_runs_side_by_side(launcher, environ)
         return world
     if stray := [name for name in ("WORLD_SIZE", "LOCAL_RANK") if name in environ]:
@@ -257,7 +259,8 @@ def discover(environ: Mapping[str, str], choose_port: Callable[[], int] = free_p
     if "ACCELERATE_MIXED_PRECISION" in environ and "MASTER_ADDR" in environ:
         raise ConfigError(
             "`accelerate launch` was asked for several processes (it has set MASTER_ADDR), but on CPUs it starts one, "
-            "which would train alone. Start them with torchrun --nproc-per-node N ds_encdec/train.py …"
+            "which would train alone. Add --multi_gpu (without GPUs, too), or start them with torchrun "
+            "--nproc-per-node N ds_encdec/train.py …"
         )
     _refuse_unexplained_tasks(environ)
     return World(master_port=choose_port())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -119,6 +121,29 @@ def test_what_nobody_foresaw_is_told_too_and_said_where_it_happened() -> None:
     assert isinstance(ended[1].__cause__, ImportError)
 
 
+def test_a_rank_zero_that_came_and_went_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("COMPANY_SECONDS", "TOLD_SECONDS", "SEEN_SECONDS"):
+        monkeypatch.setattr(meeting, name, 1.0)
+    gone = threading.Event()
+
+    def rank_zero(world: World) -> None:
+        with suppress(ConfigError):
+            failing(world)
+        gc.collect()  # its store
+        gone.set()
+
+    def slow(world: World) -> Any:
+        with absence_told(world):
+            gone.wait()  # importing torch, say
+        return met(world, 60)
+
+    began = time.monotonic()
+    ended = held({0: rank_zero, 1: slow})
+    assert isinstance(ended[1], LostRankError)
+    assert str(ended[1]).startswith("Rank 0 has come and gone, and rank 1 (node0) cannot begin alone")
+    assert time.monotonic() - began < 50
+
+
 def test_an_address_or_a_place_that_another_has() -> None:
     def come(world: World) -> Any:
         return met(world, 0.6).hold("meet", None)
@@ -134,6 +159,8 @@ def test_an_address_or_a_place_that_another_has() -> None:
     nowhere = dataclasses.replace(World(rank=1, local_rank=1, world_size=2, master_port=9), master_addr="no.invalid")
     with pytest.raises(ConfigError, match=r"MASTER_ADDR=no\.invalid cannot be resolved on node0"):
         met(nowhere, 0.1)
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR=no\.invalid cannot be resolved on node0: .*rank 1 has not"):
+        met(dataclasses.replace(nowhere, rank=0, local_rank=0, master_port=free_port()), 0.1).hold("meet", None)
 
 
 def test_torchruns_agent_that_goes_while_ranks_come_is_a_lost_rank(monkeypatch: pytest.MonkeyPatch) -> None:

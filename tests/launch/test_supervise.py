@@ -59,6 +59,7 @@ def ended(state: str, code: int | None, **more: Any) -> dict[str, Any]:
         (0, [None, None], 2, 9),  # pdsh was killed before there was a run
         (0, [ended("preempted", 75), None, ended("completed", 0)], 3, 0),
         (0, [ended("completed", 0), None], 1, 0),
+        (2, [ended("running", None), None], 2, 2),  # all were killed; then somebody made a mistake
     ],
 )
 def test_only_what_passes_is_started_again(

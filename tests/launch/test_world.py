@@ -251,6 +251,8 @@ def test_a_launcher_of_one_node_in_each_of_several_tasks_is_refused(tasks: dict[
             discover({**tasks, **place, **launcher}, never)
         assert "torchrun --nnodes" in str(caught.value)
         assert discover({**place, **launcher, **DAEMON}, never).world_size == 2
+        elastic = {"TORCHELASTIC_MAX_RESTARTS": "3"}  # whose other hosts may be lost
+        assert discover({**tasks, **place, **launcher, **elastic}, never).world_size == 2
         daemons = {**DAEMONS, "PMI_SIZE": "1", "PMI_RANK": "0", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
         assert discover({**place, **launcher, **daemons}, never).world_size == 2
     for launched in (TORCHRUN, DEEPSPEED):
