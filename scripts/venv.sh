@@ -1,8 +1,9 @@
 # Sourced by the other scripts: puts a Python environment with ds_encdec first on PATH, and sets ROOT.
 #
 # The environment is the active one (venv or conda), or else .venv in the repository, made when it is not there.
-# Installs there, with ds_encdec from this very clone, only when another clone is installed, or when pyproject.toml or constraints.txt have changed since the last time: what runs need, and
-# with EXTRAS=dev before `source` what developers need, too.
+# Installs there, with ds_encdec from this very clone, only when another clone is installed, or when pyproject.toml or
+# constraints.txt have changed since the last time: what runs need, and with EXTRAS=dev before `source` what
+# developers need, too.
 #
 # Packages come from where pip (PIP_*, pip.conf) or uv (UV_*, uv.toml) is told to look. Where neither is told anything
 # and there is no GPU, torch comes from PyTorch's own index: the CPU build, a tenth of what PyPI's needs with CUDA.
