@@ -148,7 +148,7 @@ def make_run(folder: Path, engine: ScriptedEngine, **training: Any) -> Trainer:
         collectives=collectives,
         recorder=recorder,
         checkpoints=checkpoints,
-        stop=StopRequest(discover({}), poll_seconds=0.02, stuck_seconds=0.3),
+        stop=StopRequest(discover({}), poll_seconds=0.02),
         run_files=run_files,
         state=TrainingState(),
     )
@@ -270,6 +270,7 @@ def test_sigterm_lets_a_slow_save_end(
     engine = ScriptedEngine({step: save})
     folder, often = tmp_path / "checkpoints", steps // 4
     run = make_run(folder, engine, async_save=async_save, num_train_steps=steps, save_steps=often)
+    run.stop.stuck_seconds = 0.3
     with run.stop, pytest.raises(error) if error else nullcontext():
         train(run)
     assert not ended
@@ -287,6 +288,7 @@ def test_sigterm_lets_the_save_end_that_closing_waits_for(
             return super().step()
 
     run = make_run(tmp_path / "checkpoints", BrokenEngine({2: be_slow_and_asked_to_stop}))
+    run.stop.stuck_seconds = 0.3
     with run.stop, pytest.raises(RuntimeError, match="out of memory"):
         _train_and_close(run)
     assert not ended
