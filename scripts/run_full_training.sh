@@ -15,16 +15,12 @@ set -euo pipefail
 
 case "${1-}" in -h | --help) sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 
-launcher=()
+hostfile=""
 case "${1-}" in
     "" | -* | *=*) ;;
     *)
         [ -f "$1" ] || { echo "error: there is no host file $1" >&2; exit 2; }
-        case "$(awk '!/^[ \t]*#/ && /[ \t]slots=/ { print $1 }' "$1")" in
-            *$'\n'*) ;;
-            localhost | 127.* | "$(hostname)" | "$(hostname -s)") alone="--no_ssh_check --master_addr 127.0.0.1" ;;
-        esac # one host, this one: no ssh is needed
-        launcher=(--launcher "deepspeed --hostfile $(printf %q "$1") ${alone:-}")
+        hostfile=$1
         shift ;;
 esac
 
@@ -42,5 +38,14 @@ unless_given data.dataset_name "${DATASET:-}"
 unless_given infra.output_dir "${OUTPUT_DIR:-}"
 
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
+launcher=()
+if [ -n "$hostfile" ]; then
+    hosts=$(python -m ds_encdec.config.hostfile "$hostfile" | cut -d ' ' -f 1)
+    case "$hosts" in
+        *$'\n'*) ;;
+        localhost | 127.* | "$(hostname)" | "$(hostname -s)") alone="--no_ssh_check --master_addr 127.0.0.1" ;;
+    esac # one host, this one: no ssh is needed
+    launcher=(--launcher "deepspeed --hostfile $(printf %q "$hostfile") ${alone:-}")
+fi
 exec ds-encdec phases --config "$ROOT/ds_configs/qwen3_0.6b_ul2.yaml" \
     ${launcher[@]+"${launcher[@]}"} ${settings[@]+"${settings[@]}"} "$@"

@@ -171,6 +171,10 @@ def test_variables_before_the_script_are_its_arguments(tmp_path: Path) -> None:
         (tmp_path / "hosts").write_text(hosts)
         said = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=60).stdout
         assert said.endswith(f"deepspeed --hostfile {tmp_path}/hosts{flags}\nx=1\n")
+    (tmp_path / "hosts").write_text("localhost slots=two\n")
+    refused = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=60)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "not `HOST slots=N`" in refused.stderr
 
 
 @pytest.mark.parametrize(
