@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ds_encdec.auto_batch.resolve import job_here, resolve_batch_size
+from ds_encdec.auto_batch.resolve import job_here, resolve_batch_size, resolve_checkpointing
 from ds_encdec.callbacks import Callback, open_callbacks
 from ds_encdec.checkpoint.adapters import BASE_RECORD, one_base
 from ds_encdec.checkpoint.export import average_last_checkpoints
@@ -318,6 +318,7 @@ def _plan(config: FullConfig, context: RunContext, folder: RunFolder, stop: Stop
     # One rank asks the hub, so that all read the same commit of a data set.
     saved_commits = saved["data"]["dataset_commits"] if saved else None
     commits = collectives.on_rank_zero(lambda: resolve_commits(config.data, saved_commits))
+    config = resolve_checkpointing(config, context, model.config, found)
     config = resolve_batch_size(config, context, stop, model.config, found)
     lanes = plan_lanes(config, context.world.world_size, saved["num_lanes"] if saved else None)
     return _Run(config, context, folder, found, model, commits, *lanes, config.training.num_train_epochs)

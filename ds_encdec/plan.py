@@ -9,8 +9,9 @@ from typing import Any
 from ds_encdec.config.rules import ROLLBACK_FIELDS
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.shares import global_batch_size, with_assumed_batch_size
-from ds_encdec.gpus import has_gpu
+from ds_encdec.gpus import DEFAULT_GPU, GPUS, has_gpu
 from ds_encdec.memory.breakdown import in_gib
+from ds_encdec.memory.checkpointing import is_open, with_mode
 from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.job import (
     Job,
@@ -20,7 +21,7 @@ from ds_encdec.memory.job import (
     run_sizes,
     saves_at_most,
 )
-from ds_encdec.memory.question import indivisible, planned_job
+from ds_encdec.memory.question import indivisible, planned_checkpointing, planned_job
 from ds_encdec.memory.variants import Variant
 from ds_encdec.phases import PlannedPhase, estimate_steps_for_tokens, estimate_training_time
 from ds_encdec.quantities import count, duration
@@ -59,8 +60,12 @@ def plan_run(
             "training.num_train_epochs is counted in steps when a run starts and looks at its data: for a plan give "
             "training.num_train_steps, or --tokens"
         )
+    sizes, remarks = run_sizes(config), list[str]()
+    if is_open(config):
+        choice = planned_checkpointing(config, sizes, nodes, GPUS[DEFAULT_GPU])
+        config, remarks = with_mode(config, choice.mode), [f"{choice}, on an {DEFAULT_GPU}."]
     config = with_assumed_batch_size(config, config.infra.num_gpus)
-    job = planned_job(config, run_sizes(config), nodes)
+    job = planned_job(config, sizes, nodes)
     sequences = global_batch_size(config, job.world_size)
     length = config.data.max_encoder_length + config.data.max_decoder_length
     steps = config.training.num_train_steps
@@ -83,6 +88,7 @@ def plan_run(
         **_cost(steps * sequences * length, job.world_size, tokens_per_second, price_per_gpu_hour),
         "disk": _disk(job, steps),
         "host_bytes_per_node": Variant(job, estimate(job)).node_bytes,
+        "remarks": remarks,
     }
 
 
@@ -139,6 +145,7 @@ def describe_plan(plan: Mapping[str, Any]) -> str:
         + ".",
         f"An export takes {exports}.",
         f"Each node's ranks need {in_gib(plan['host_bytes_per_node'])} GiB of host memory{_of_cpus(plan)}.",
+        *plan["remarks"],
     ]
     return "\n".join(line for line in lines if line)
 

@@ -108,7 +108,7 @@ def _rows(config: FullConfig, machines: Machines, gpus: int, per_node: int, stag
         yield Row(gpus, nodes, "any", problem=problems[0])
         return
     config = with_assumed_batch_size(config, gpus)
-    job = planned_job(config, run_sizes(config), nodes)
+    job = planned_job(config, run_sizes(config), nodes, machines.gpu)
     for stage in stages:
         found = variant(job, {"infra.sharding_stage": stage})
         if found.reason:

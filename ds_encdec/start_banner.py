@@ -7,8 +7,10 @@ from pathlib import Path
 from ds_encdec.config.schema import InfraConfig, TrainingConfig
 from ds_encdec.engine.select import attention_kernel
 from ds_encdec.launch.host_collectives import RunContext
-from ds_encdec.memory.expected import ExpectedMemory
+from ds_encdec.memory.device_stats import device_capacity
+from ds_encdec.memory.expected import ExpectedMemory, gib
 from ds_encdec.memory.job import Job
+from ds_encdec.memory.variants import HEADROOM, as_overrides, faster
 from ds_encdec.model.trained import told
 from ds_encdec.quantities import count
 
@@ -33,8 +35,20 @@ def start_banner(
         f"into {Path(config.infra.output_dir).absolute()}",
         "memory": str(expected) if expected is not None else "not estimated",
     }
+    if context.device.type == "cuda" and (found := _faster(job, device_capacity(context.device).total_bytes)):
+        parts["faster"] = found
     width = max(map(len, parts))
     return [f"{label:{width}}  {text}" for label, text in parts.items()]
+
+
+def _faster(job: Job, device_bytes: float) -> str | None:
+    """A setting that fits and is faster, and what it saves where that is known; None where there is none."""
+    row = faster(job, lambda row: row.estimate.peak.total <= device_bytes * (1 - HEADROOM))
+    if row is None:
+        return None
+    gathers = job.config.infra.sharding_stage.startswith("zero3") and "infra.sharding_stage" in row.overrides
+    hooks = ", and no hooks around each module, which cost zero3 host time" if gathers else ""
+    return f"{as_overrides(row.overrides)} fits by the estimate, in {gib(row.estimate.peak.total)} per GPU{hooks}"
 
 
 def _trained(job: Job) -> str:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import cast
 
+import pytest
 import torch
 
+from ds_encdec import start_banner as start_banner_module
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import World
+from ds_encdec.memory.breakdown import GIB
+from ds_encdec.memory.device_stats import Capacity
 from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.expected import ExpectedMemory
 from ds_encdec.memory.job import run_sizes
@@ -44,3 +48,22 @@ def test_its_lines_are_aligned_and_agree_with_the_plan() -> None:
     lines = start_banner(planned_job(small, run_sizes(small), nodes=1), alone, None, start_step=0, epochs=None)
     assert "from scratch: 1,312,256 parameters" in lines[0]
     assert "in 1 micro-batch," in str(lines)
+
+
+def test_on_gpus_it_names_a_faster_setting_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = FullConfig()
+    job = planned_job(config, run_sizes(config), nodes=1)
+    context = RunContext(World(world_size=8), torch.device("cuda"), "deepspeed", cast(HostCollectives, None))
+    monkeypatch.setattr(start_banner_module, "attention_kernel", lambda config, device: ("flash", None))
+
+    def said(device_bytes: int) -> list[str]:
+        monkeypatch.setattr(start_banner_module, "device_capacity", lambda device: Capacity(device_bytes, device_bytes))
+        lines = start_banner(job, context, None, start_step=0, epochs=None)
+        return [line.split(None, 1)[1] for line in lines if line.startswith("faster")]
+
+    (faster,) = said(80 * GIB)
+    assert faster.startswith(
+        "infra.sharding_stage=zero2 infra.offload_optimizer=none training.activation_checkpointing=none fits by"
+    )
+    assert "hooks around each module" in faster
+    assert said(6 * GIB) == []

@@ -1,5 +1,7 @@
 """The micro-batch size of a run: the configured number, the one it began with, or, for `auto`, the largest that fits.
 
+And what its layers recompute, which is estimated, not tried.
+
 1. Candidates are the sizes that divide a rank's share of the global batch, so that the accumulation can keep it.
 2. The estimate names the largest that should fit into the memory that is free now.
 3. Real steps are tried at that size, in processes of their own (probe.py). Where memory runs out on any rank,
@@ -18,10 +20,11 @@ import torch
 from ds_encdec.auto_batch.probe import Outcome, ProbeProcess, ProbeTask
 from ds_encdec.checkpoint.folder import Checkpoint
 from ds_encdec.config.schema import FullConfig, load_saved
-from ds_encdec.config.shares import is_auto, micro_batch_candidates, with_micro_batch_size
+from ds_encdec.config.shares import is_auto, micro_batch_candidates, with_first_batch_size, with_micro_batch_size
 from ds_encdec.engines import load
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.preemption import StopRequest
+from ds_encdec.memory.checkpointing import choose, is_open, with_mode
 from ds_encdec.memory.device_stats import device_capacity
 from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.expected import ExpectedMemory, explanation, gib
@@ -59,6 +62,32 @@ def resolve_batch_size(
     if config.training.global_batch_size is not None:
         return with_micro_batch_size(config, config.training.micro_batch_size, world_size)
     return config
+
+
+def resolve_checkpointing(
+    config: FullConfig, context: RunContext, model: Qwen3Seq2SeqConfig, resumed_from: Checkpoint | None
+) -> FullConfig:
+    """`config` with a mode in place of `training.activation_checkpointing: auto`. Collective.
+
+    A run goes on as it began, wherever that still fits. Comes before `resolve_batch_size`, whose search needs a mode:
+    where that is to find the size, this chooses for the one that it would assume.
+    """
+    if not is_open(config):
+        return config
+    collectives, world_size = context.collectives, context.world.world_size
+    free_bytes = collectives.lowest(device_capacity(context.device).free_bytes)[0]
+
+    def chosen() -> str:
+        if resumed_from is None:
+            before, first = with_first_batch_size(config, world_size), None
+        else:
+            before = _as_saved(config, resumed_from, world_size)
+            first = load_saved(resumed_from.path / "config.yaml").training.activation_checkpointing
+        choice = choose(job_here(before, context, model), free_bytes, first=first)
+        logger.info("%s", choice)
+        return choice.mode
+
+    return with_mode(config, collectives.on_rank_zero(chosen))
 
 
 def _as_saved(config: FullConfig, saved: Checkpoint, world_size: int) -> FullConfig:

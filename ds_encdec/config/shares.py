@@ -86,19 +86,30 @@ def with_micro_batch_size(config: Run, micro_batch_size: int, world_size: int) -
 def with_assumed_batch_size(config: Run, world_size: int) -> Run:
     """`config` with a number as its micro-batch size, for what cannot try any; says so where that was `auto`.
 
-    The number is the default where it divides the global batch of each of `world_size` ranks, else the next smaller one
-    that does. Raises ConfigError as `micro_batch_candidates`.
+    Raises ConfigError as `micro_batch_candidates`.
+    """
+    if not is_auto(config):
+        return config
+    assumed = with_first_batch_size(config, world_size)
+    logger.warning(
+        "training.per_device_train_batch_size=auto is found when a run starts, on its machine. Here it is taken to be "
+        "%d, of a global batch of %d.",
+        assumed.training.micro_batch_size,
+        global_batch_size(config, world_size),
+    )
+    return assumed
+
+
+def with_first_batch_size(config: Run, world_size: int) -> Run:
+    """`config` with a number as its micro-batch size: of `auto`, before any was tried.
+
+    It is the default where that divides the global batch of each of `world_size` ranks, else the next smaller one that
+    does. Raises ConfigError as `micro_batch_candidates`.
     """
     if not is_auto(config):
         return config
     candidates = micro_batch_candidates(config, world_size)
     size = next(size for size in candidates if size <= DEFAULT_MICRO_BATCH_SIZE)
-    logger.warning(
-        "training.per_device_train_batch_size=auto is found when a run starts, on its machine. Here it is taken to be "
-        "%d, of a global batch of %d.",
-        size,
-        global_batch_size(config, world_size),
-    )
     return with_micro_batch_size(config, size, world_size)
 
 

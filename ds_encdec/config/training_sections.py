@@ -131,8 +131,11 @@ class TrainingConfig(Section):
     """bfloat16 compute with float32 master weights. With `fp16: true` the default is false."""
     fp16: bool = False
     """float16 compute with dynamic loss scaling; excludes bf16. Neither: float32."""
-    activation_checkpointing: Annotated[Literal["none", "full", "every_n", "selective"], Mark.UNTRAINED] = "full"
-    """Which layers recompute their activations in the backward pass (`selective`: FSDP2 only)."""
+    activation_checkpointing: Annotated[Literal["none", "full", "every_n", "selective", "auto"], Mark.UNTRAINED] = (
+        "full"
+    )
+    """Which layers recompute their activations in the backward pass (`selective`: FSDP2 only). `auto`: chosen when a
+    run starts, the fastest of none, selective and full that the estimate says fits; on CPUs none."""
     activation_checkpointing_every_n: Annotated[int, Mark.UNTRAINED] = Field(default=2, ge=1)
     """Every n-th layer recomputes (`every_n` only)."""
     activation_offload: Annotated[bool, Mark.UNTRAINED] = False
@@ -234,6 +237,16 @@ class TrainingConfig(Section):
                 "give a number where nothing can be tried"
             )
         return self.per_device_train_batch_size
+
+    @property
+    def recomputation(self) -> Literal["none", "full", "every_n", "selective"]:
+        """`activation_checkpointing` once it is chosen. Raises ConfigError while it is `auto`."""
+        if self.activation_checkpointing == "auto":
+            raise ConfigError(
+                "training.activation_checkpointing=auto is chosen when a run starts, for its device: give none, full, "
+                "every_n or selective where there is none"
+            )
+        return self.activation_checkpointing
 
     @model_validator(mode="before")
     @classmethod

@@ -34,7 +34,7 @@ def prepare_for_training(model: Qwen3ForSeq2SeqLM, config: FullConfig) -> None:
     training = config.training
     apply_activation_checkpointing(
         model,
-        training.activation_checkpointing,
+        training.recomputation,
         every_n=training.activation_checkpointing_every_n,
         offload=training.activation_offload,
         compiled=training.torch_compile,

@@ -158,7 +158,7 @@ class MicroBatch:
             "K": sizes.num_key_value_heads * sizes.head_dim,
         }
         training = job.config.training
-        mode = training.activation_checkpointing
+        mode = training.recomputation
         self._mode = "full" if mode == "every_n" else mode
         self._interval = {"none": 0, "every_n": training.activation_checkpointing_every_n}.get(mode, 1)
         numbers = "bf16" if training.bf16 else "fp16" if training.fp16 else "fp32"

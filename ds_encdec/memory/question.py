@@ -21,10 +21,12 @@ from ds_encdec.config.shares import (
     micro_batches_per_step,
     per_rank,
     with_assumed_batch_size,
+    with_first_batch_size,
     with_micro_batch_size,
 )
-from ds_encdec.gpus import DEFAULT_GPU, Gpu, has_gpu, parse_bytes, parse_gpu
+from ds_encdec.gpus import DEFAULT_GPU, GPUS, Gpu, has_gpu, parse_bytes, parse_gpu
 from ds_encdec.memory.breakdown import GIB, Estimate
+from ds_encdec.memory.checkpointing import Choice, choose, closed, is_open, with_mode
 from ds_encdec.memory.estimate import engine_memory, estimate
 from ds_encdec.memory.job import Job, Sizes, make_job, run_sizes
 from ds_encdec.memory.variants import HEADROOM, HOST_HEADROOM, Variant, variant
@@ -96,13 +98,17 @@ def read_question(options: argparse.Namespace, overrides: Sequence[str]) -> Ques
     if not gpu.has_bf16:
         # Flash kernels need as much as bfloat16 does: attention then runs without (model/attention.py).
         config = config.model_copy(update={"model": config.model.model_copy(update={"use_flash_attention": False})})
-    num_gpus = config.infra.num_gpus
+    num_gpus, recomputes = config.infra.num_gpus, None
     sizes_to_try = micro_batch_candidates(config, num_gpus) if is_auto(config) else []  # the largest that fits, or 1
+    if is_open(config):
+        recomputes = planned_checkpointing(config, sizes, options.nodes, gpu)
+        config = with_mode(config, recomputes.mode)
     for tried in [with_micro_batch_size(config, size, num_gpus) for size in sizes_to_try] or [config]:
-        asked = Question(planned_job(tried, sizes, options.nodes), gpu, host_bytes)
+        asked = Question(planned_job(tried, sizes, options.nodes, gpu), gpu, host_bytes)
         if asked.fits(variant(asked.job, {})):
             break
-    return replace(asked, remarks=tuple(_remarks(options, [*model, *lora], config, asked)))
+    chosen = [] if recomputes is None else [f"{recomputes}."]
+    return replace(asked, remarks=(*chosen, *_remarks(options, [*model, *lora], config, asked)))
 
 
 def _attempt(problems: list[str], read: Callable[..., Found], *arguments: Any) -> Found | None:
@@ -183,13 +189,23 @@ def estimate_run(config: FullConfig, *, nodes: int = 1) -> Estimate:
     return estimate(planned_job(config, run_sizes(config), nodes))
 
 
-def planned_job(config: FullConfig, sizes: Sizes, nodes: int) -> Job:
-    """The run of `config`, whose micro-batch size is a number.
+def planned_checkpointing(config: FullConfig, sizes: Sizes, nodes: int, gpu: Gpu) -> Choice:
+    """The choice of `training.activation_checkpointing: auto`, which a micro-batch size of `auto` follows."""
+    first = with_first_batch_size(config, config.infra.num_gpus)
+    return choose(_planned(first, sizes, nodes), gpu.usable_bytes)
+
+
+def planned_job(config: FullConfig, sizes: Sizes, nodes: int, gpu: Gpu = GPUS[DEFAULT_GPU]) -> Job:
+    """The run of `config`, whose micro-batch size is a number, on such GPUs.
 
     Raises ConfigError for what a run would refuse before it starts.
     """
+    job = _planned(config, sizes, nodes)
+    engine_memory(job)
+    return closed(job, gpu.usable_bytes)
+
+
+def _planned(config: FullConfig, sizes: Sizes, nodes: int) -> Job:
     gpus, engine = config.infra.num_gpus, engine_candidates(config)[0].name
     device: Literal["cuda", "cpu"] = "cpu" if config.infra.device == "cpu" else "cuda"
-    job = make_job(config, sizes, engine, world_size=gpus, ranks_per_node=gpus // nodes, device=device)
-    engine_memory(job)
-    return job
+    return make_job(config, sizes, engine, world_size=gpus, ranks_per_node=gpus // nodes, device=device)

@@ -164,7 +164,7 @@ def watched_pass(job: Job, *, backward: bool = True) -> StorageLog[Category]:
             torch.set_default_dtype(before)
         apply_activation_checkpointing(
             model,
-            training.activation_checkpointing,
+            training.recomputation,
             every_n=training.activation_checkpointing_every_n,
             random=draws_masks(job.config),
         )

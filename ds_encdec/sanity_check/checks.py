@@ -150,7 +150,7 @@ def _model_loads(subject: Subject) -> Found:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights(canonical_name(name)))
-    mode = training.activation_checkpointing
+    mode = training.recomputation
     apply_activation_checkpointing(
         model,
         "full" if mode == "selective" else mode,  # that is FSDP2's

@@ -41,7 +41,7 @@ def test_the_json_schema_knows_choices_bounds_and_texts() -> None:
     schema = json.loads(SCHEMA.read_text())
     assert (schema["$schema"], schema["$id"]) == ("https://json-schema.org/draft/2020-12/schema", SCHEMA_ID)
     training = schema["$defs"]["TrainingConfig"]["properties"]
-    assert training["activation_checkpointing"]["enum"] == ["none", "full", "every_n", "selective"]
+    assert training["activation_checkpointing"]["enum"] == ["none", "full", "every_n", "selective", "auto"]
     assert training["adam_beta1"]["exclusiveMaximum"] == 1
     assert training["num_train_steps"]["description"] == "Optimizer steps of the run; null with `num_train_epochs`."
     assert "title" not in training["num_train_steps"]

@@ -10,9 +10,15 @@ import pytest
 from ds_encdec import cli
 from ds_encdec.config.schema import FullConfig, load_config
 from ds_encdec.config.shipped import find_shipped, shipped_files
+from ds_encdec.gpus import GPUS
+from ds_encdec.memory.job import run_sizes
+from ds_encdec.memory.question import Question, planned_job
+from ds_encdec.memory.variants import BATCH_FIELDS, faster, recommend, variant
 
 SHIPPED = Path(__file__).resolve().parents[2] / "ds_configs"
 FILES = sorted(SHIPPED.iterdir())
+FOR_GPUS = [path for path in FILES if path.match("qwen3_*.yaml") and path.stem != "qwen3_0.6b_ul2"]
+"""All but the full run, which is the schema's, and needs the least of a GPU."""
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
@@ -67,14 +73,31 @@ def test_the_full_run_is_the_schema_and_rolls_back_an_hour_at_most() -> None:
     assert shipped.training == schema.training.model_copy(update={"save_interval_hours": 1})
 
 
-def test_one_gpu_makes_the_same_steps_as_eight() -> None:
-    one, eight = load_config(SHIPPED / "qwen3_0.6b_ul2_1gpu.yaml"), FullConfig()
-    for config in (one, eight):
+@pytest.mark.parametrize("name", ["1gpu", "8gpu"])
+def test_the_fast_settings_make_the_same_steps(name: str) -> None:
+    fast, eight = load_config(SHIPPED / f"qwen3_0.6b_ul2_{name}.yaml"), FullConfig()
+    for config in (fast, eight):
         assert config.infra.num_gpus * config.training.gradient_accumulation_steps == 64
     changed = {"infra", "training"}
-    assert one.model_dump(exclude=changed) == eight.model_dump(exclude=changed)
-    training = {"gradient_accumulation_steps", "save_interval_hours"}
-    assert one.training.model_dump(exclude=training) == eight.training.model_dump(exclude=training)
+    assert fast.model_dump(exclude=changed) == eight.model_dump(exclude=changed)
+    training = {"gradient_accumulation_steps", "save_interval_hours", "activation_checkpointing"}
+    assert fast.training.model_dump(exclude=training) == eight.training.model_dump(exclude=training)
+
+
+@pytest.mark.parametrize("gpu", ["a100-80gb", "h100-80gb"])
+@pytest.mark.parametrize("path", FOR_GPUS, ids=lambda path: path.name)
+def test_settings_for_gpus_are_the_fastest_that_fit(path: Path, gpu: str) -> None:
+    """By the estimate, at their batch."""
+    config = load_config(path)
+    job = planned_job(config, run_sizes(config), 1, GPUS[gpu])
+    fits = Question(job, GPUS[gpu], None).fits
+    assert fits(variant(job, {}))
+    assert faster(job, fits) is None
+    best = recommend(job, fits)
+    assert best is not None
+    assert best.overrides.keys() <= BATCH_FIELDS
+    assert config.training.activation_checkpointing == "auto"
+    assert job.config.training.activation_checkpointing == "none"
 
 
 def test_the_quickstart_goes_through_the_machinery_of_the_large_run() -> None:

@@ -1,0 +1,153 @@
+"""The mode that `training.activation_checkpointing: auto` comes to: in an estimate, a plan, a run and its resume."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_encdec import cli
+from ds_encdec.auto_batch import resolve
+from ds_encdec.checkpoint.folder import Checkpoint
+from ds_encdec.checkpoint.manifest import Manifest
+from ds_encdec.config.schema import load_config
+from ds_encdec.launch.host_collectives import HostCollectives, RunContext
+from ds_encdec.launch.world import World
+from ds_encdec.memory.breakdown import GIB
+from ds_encdec.memory.checkpointing import MODES, choose
+from ds_encdec.memory.device_stats import Capacity
+from ds_encdec.memory.estimate import estimate
+from ds_encdec.memory.job import Job, run_sizes
+from ds_encdec.memory.question import planned_job
+from ds_encdec.memory.variants import HEADROOM, changed, faster, variant
+from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.types import ConfigError
+
+AUTO = "training.activation_checkpointing=auto"
+ON_GPUS = ("infra.sharding_stage=zero2", "infra.offload_optimizer=none")
+
+
+def job(*overrides: str) -> Job:
+    config = load_config(None, [*ON_GPUS, *overrides])
+    return planned_job(config, run_sizes(config), 1)
+
+
+def needed(asked: Job, mode: str) -> float:
+    return estimate(changed(asked, {"training.activation_checkpointing": mode})).peak.total
+
+
+@pytest.mark.parametrize(
+    ("engine", "compiles", "modes"),
+    [("deepspeed", "false", ("none", "full")), ("fsdp", "false", MODES), ("fsdp", "true", ("none", "full"))],
+)
+def test_it_is_the_first_that_fits_of_those_that_there_are(engine: str, compiles: str, modes: tuple[str, ...]) -> None:
+    asked = job(f"infra.distributed_type={engine}", f"training.torch_compile={compiles}")
+    sizes = [needed(asked, mode) for mode in modes]
+    assert sizes == sorted(sizes, reverse=True)  # the cheaper in time, the larger
+    for mode, size in zip(modes, sizes, strict=True):
+        found = choose(asked, size / (1 - HEADROOM) + 1)
+        assert found.mode == mode
+        assert [row.job.config.training.activation_checkpointing for row in found.tried] == [
+            *modes[: modes.index(mode) + 1]
+        ]
+    too_small = choose(asked, sizes[-1])
+    assert too_small.mode == "full"
+    assert "does not fit either" in str(too_small)
+
+
+def test_a_run_goes_on_as_it_began_where_that_fits() -> None:
+    asked, device = job(), 80 * GIB
+    assert choose(asked, device).mode == "none"
+    assert choose(asked, device, first="full").mode == "full"
+    assert choose(asked, device, first="every_n").mode == "none"  # not one that it would have chosen
+    assert choose(asked, 20 * GIB, first="none").mode == "full"
+    assert choose(asked, device, first="selective").mode == "none"  # DeepSpeed has none
+
+
+def test_cpus_recompute_nothing() -> None:
+    found = choose(job("infra.device=cpu"), 1)
+    assert (found.mode, list(found.tried)) == ("none", [])
+
+
+def test_nothing_estimates_an_open_mode() -> None:
+    config = load_config(None, [*ON_GPUS, AUTO])
+    assert planned_job(config, run_sizes(config), 1).config.training.activation_checkpointing == "none"
+    with pytest.raises(ConfigError, match="activation_checkpointing=auto is chosen when a run starts"):
+        _ = config.training.recomputation
+
+
+def test_estimate_and_plan_tell_it(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["estimate-memory", *ON_GPUS, AUTO, "--json"]
+    for gpu, mode in (("h100-80gb", "none"), ("24GB", "full")):
+        assert cli.main([*command, "--gpu", gpu]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["configured"]["activation_checkpointing"] == mode
+        assert found["configured"]["fits"]
+        assert found["remarks"][0].startswith(f"{AUTO} is {mode} (estimated: none 45.3 GiB")
+    # The largest micro-batch is looked for in the mode of the assumed one, as by a run.
+    assert cli.main([*command, "training.per_device_train_batch_size=auto", "--gpu", "h100-80gb"]) == 0
+    found = json.loads(capsys.readouterr().out)["configured"]
+    assert (found["activation_checkpointing"], found["per_device_train_batch_size"]) == ("none", 4)
+
+    assert cli.main(["plan", *ON_GPUS, AUTO]) == 0
+    assert f"{AUTO} is none (estimated: none 45.3 GiB; 75.2 GiB are to be had), on an a100-80gb." in (
+        capsys.readouterr().out
+    )
+    assert cli.main(["plan", *ON_GPUS, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["remarks"] == []
+
+
+@pytest.mark.parametrize("began_with", [None, "none", "full"])
+def test_a_run_chooses_once(
+    began_with: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the least that is free on any rank; what it writes into its checkpoints is what a resume takes."""
+
+    class TwoRanks(HostCollectives):
+        def lowest(self, *values: int) -> tuple[int, ...]:
+            return tuple(min(value, 70 * GIB) for value in values)
+
+    monkeypatch.setattr(resolve, "device_capacity", lambda device: Capacity(80 * GIB, 78 * GIB))
+    monkeypatch.setattr(resolve, "product_dtype", lambda tensor: tensor.dtype)
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: torch.zeros(0, dtype=options["dtype"]))
+    context = RunContext(World(world_size=8, local_world_size=8), torch.device("cuda"), "deepspeed", TwoRanks())
+    config = load_config(None, [*ON_GPUS, AUTO])
+    model = Qwen3Seq2SeqConfig(
+        **{
+            name: getattr(run_sizes(config), name)
+            for name in Qwen3Seq2SeqConfig().to_dict()
+            if hasattr(run_sizes(config), name)
+        }
+    )
+    found = None
+    if began_with is not None:
+        (tmp_path / "config.yaml").write_text(
+            load_config(None, [*ON_GPUS, f"training.activation_checkpointing={began_with}"]).dump_yaml()
+        )
+        found = Checkpoint(tmp_path, Manifest(1, 2, "deepspeed", ()))
+    with caplog.at_level(logging.INFO):
+        chosen = resolve.resolve_checkpointing(config, context, model, found)
+    assert chosen.training.activation_checkpointing == (began_with or "none")
+    assert f"{(1 - HEADROOM) * 70:.1f} GiB are to be had" in caplog.text
+    assert resolve.resolve_checkpointing(chosen, context, model, None) is chosen
+
+
+@pytest.mark.parametrize(
+    ("overrides", "change"),
+    [
+        (("infra.sharding_stage=zero3",), {"infra.sharding_stage", "training.activation_checkpointing"}),
+        (("training.activation_checkpointing=none",), None),
+        (("infra.offload_optimizer=cpu",), {"infra.offload_optimizer", "training.activation_checkpointing"}),
+    ],
+)
+def test_a_faster_setting_is_told(overrides: tuple[str, ...], change: set[str] | None) -> None:
+    asked = job(*overrides)
+    found = faster(asked, lambda row: row.estimate.peak.total < 75 * GIB)
+    assert (found and found.overrides.keys()) == change
+    assert faster(asked, lambda row: False) is None
+    if found is not None:
+        assert found == variant(asked, found.overrides)
+        assert faster(found.job, lambda row: row.estimate.peak.total < 75 * GIB) is None
