@@ -29,7 +29,7 @@ def start_banner(
         "engine": ", ".join([context.engine_spec.title, *_settings(config.infra, config.training)]),
         "ranks": f"{world.world_size} on {count(world.num_nodes, 'node')}, {context.device.type}"
         + (f" (the configuration was planned for {planned})" if planned != world.world_size else ""),
-        "attention": attention_kernel(config, context.device)[0],
+        "attention": attention_kernel(config, context.device, job.sizes.head_dim)[0],
         "a step": f"{count(sequences, 'sequence')} in {count(lanes, 'micro-batch')}, {tokens:,} tokens with padding",
         "the run": f"steps {start_step:,} to {steps:,}{asked}, {tokens * (steps - start_step):,} tokens, "
         f"into {Path(config.infra.output_dir).absolute()}",

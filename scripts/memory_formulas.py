@@ -91,8 +91,7 @@ def formulas(kind: str, mode: str) -> dict[str, Any]:
     ends: dict[str, Formula] = {}
     with ExitStack() as substitutions:
         if job.device == "cuda":  # float32 too: attention without a kernel is in memory/estimate.py
-            kernel = lambda *_: trace._varlen_attention  # noqa: E731
-            substitutions.enter_context(patch.object(trace, "varlen_kernel", kernel))
+            substitutions.enter_context(patch.object(trace, "_choose_as_on_gpu", lambda _: trace._VARLEN))
         for part, held in _walk(job, backward=True):
             parts.setdefault(part, []).append(held)
             ends[part] = held

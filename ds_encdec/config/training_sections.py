@@ -280,11 +280,6 @@ class TrainingConfig(Section):
         best = self.metric_for_best_model
         yield (known := _plugin_rule("metric_for_best_model", "metrics", [best], figures, dotted=False))
         yield Rule("bf16 fp16", "at most one may be true; both false is float32", self.bf16 and self.fp16)
-        yield Rule(
-            "torch_compile activation_checkpointing",
-            "inside compiled layers nothing can be selected: set full, every_n or none, or torch_compile=false",
-            self.torch_compile and self.activation_checkpointing == "selective",
-        )
         message = f"the warm-up must end before the run does: set warmup_steps={max(1, steps // 10)}, a tenth of it"
         yield Rule(ends, f"{message}; only WarmupLR and constant have no end", is_late)
         yield Rule(

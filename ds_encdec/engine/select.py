@@ -25,6 +25,7 @@ from ds_encdec.launch.world import World
 from ds_encdec.types import ConfigError, WeightSource
 
 if TYPE_CHECKING:
+    from ds_encdec.model.attention_kernels import Choice
     from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 
 logger = logging.getLogger(__name__)
@@ -151,7 +152,7 @@ def create_engine(
     ranks that does not fit the sharding, and CheckpointError, on every rank, for weights that cannot be read.
     """
     if context.world.is_main:
-        kernel, is_slow = attention_kernel(config, context.device)
+        kernel, is_slow = attention_kernel(config, context.device, model_config.head_dim)
         if is_slow:
             logger.warning("attention: %s", kernel)
         _warn_of_another_engine(config, context.engine_spec)
@@ -176,33 +177,34 @@ def _is_installed(engine: EngineSpec) -> bool:
     return engine.package is None or importlib.util.find_spec(engine.package) is not None
 
 
-def attention_kernel(config: FullConfig, device: torch.device) -> tuple[str, bool]:
-    """Return in words what attention runs in, and whether that is many times slower than it was asked to be."""
-    from ds_encdec.engine.sharded_engine import compute_dtype  # both need transformers
-    from ds_encdec.model.attention import choose_kernel
+def attention_kernel(config: FullConfig, device: torch.device, head_dim: int) -> tuple[str, bool]:
+    """Return in words what attention runs in, and whether that is many times slower than it was asked to be.
 
+    The words say why the kernels that would have been preferred are passed over.
+    """
     if not config.model.use_flash_attention:
         return "one call per document (model.use_flash_attention=false)", False
-    kernel, name = choose_kernel(device, compute_dtype(config.training), config.training.attention_dropout)
-    if kernel is not None:
-        return name, False
-    return f"one call per document ({name})", device.type != "cpu"
+    choice = _attention_choice(config, device, config.training.attention_dropout, head_dim)
+    return str(choice), device.type != "cpu" and not choice.kernel.is_flash
+
+
+def _attention_choice(config: FullConfig, device: torch.device, dropout: float, head_dim: int = 128) -> Choice:
+    from ds_encdec.engine.sharded_engine import compute_dtype  # both need transformers
+    from ds_encdec.model.attention_kernels import Wanted, choose_kernel
+
+    return choose_kernel(Wanted(device, compute_dtype(config.training), head_dim, dropout))
 
 
 def check_attention_dropout(config: FullConfig, device: torch.device) -> None:
     """Raise ConfigError where attention would run in a kernel that cannot drop anything out."""
     rate = config.training.attention_dropout
     if rate and config.model.use_flash_attention:
-        from ds_encdec.engine.sharded_engine import compute_dtype
-        from ds_encdec.model.attention import choose_kernel
-
-        dtype = compute_dtype(config.training)
-        kernel, name = choose_kernel(device, dtype)
-        if kernel is not None and choose_kernel(device, dtype, rate)[0] is None:
+        kernel = _attention_choice(config, device, 0.0).kernel
+        if kernel.is_flash and not _attention_choice(config, device, rate).kernel.is_flash:
             raise ConfigError(
-                f"training.attention_dropout={rate:g}: attention on this device runs in {name}, which has no dropout. "
-                "Set it to 0, install flash_attn, or set model.use_flash_attention=false (one call per document, many "
-                "times slower)"
+                f"training.attention_dropout={rate:g}: attention on this device runs in {kernel.name}, which has no "
+                "dropout. Set it to 0, install flash_attn, or set model.use_flash_attention=false (one call per "
+                "document, many times slower)"
             )
 
 

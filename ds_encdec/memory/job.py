@@ -105,7 +105,7 @@ class Job:
 
     @property
     def uses_flash(self) -> bool:
-        """Return whether attention runs in a variable-length flash kernel (model/attention.py, `flash_kernel`)."""
+        """Return whether attention runs in a variable-length flash kernel (model/attention_kernels.py)."""
         return self.device == "cuda" and self.compute_bytes == 2 and self.config.model.use_flash_attention
 
     @property

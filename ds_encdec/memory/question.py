@@ -96,7 +96,7 @@ def read_question(options: argparse.Namespace, overrides: Sequence[str]) -> Ques
     if problems or config is None or gpu is None or sizes is None:
         raise ConfigError("\n".join(problems))
     if not gpu.has_bf16:
-        # Flash kernels need as much as bfloat16 does: attention then runs without (model/attention.py).
+        # Flash kernels need as much as bfloat16 does: attention then runs without (model/attention_kernels.py).
         config = config.model_copy(update={"model": config.model.model_copy(update={"use_flash_attention": False})})
     num_gpus, recomputes = config.infra.num_gpus, None
     sizes_to_try = micro_batch_candidates(config, num_gpus) if is_auto(config) else []  # the largest that fits, or 1

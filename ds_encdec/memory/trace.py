@@ -43,7 +43,7 @@ from ds_encdec.launch.world import World
 from ds_encdec.memory.breakdown import Breakdown
 from ds_encdec.memory.job import Job
 from ds_encdec.memory.storage_log import StorageLog, storages_of
-from ds_encdec.model import attention, loss, precision
+from ds_encdec.model import attention_kernels, loss, modeling, precision
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.lora import choose_trained
@@ -103,7 +103,7 @@ def _is_quantized(job: Job) -> bool:
 def _remarks(job: Job) -> str:
     engine, training = ENGINES[job.engine], job.config.training
     offloads, on_host = job.config.infra.offload_optimizer == "cpu", training.activation_offload
-    without_kernel = job.device == "cuda" and varlen_kernel(torch.empty(0, dtype=compute_dtype(training))) is None
+    without_kernel = job.device == "cuda" and not _choose_as_on_gpu(compute_dtype(training)).is_flash
     remarks = {
         f"{engine.title}'s engine cannot be traced: these are activations and logits alone.": engine.trace is None,
         "What is copied between host and device for the offload is left out.": engine.trace is not None and offloads,
@@ -297,7 +297,7 @@ def as_on_device(job: Job) -> Iterator[None]:
     emulated = frozenset({compute_dtype(job.config.training)}) if job.emulates_bf16 else frozenset()
     substitutes: list[tuple[Any, str, object]] = [(precision, "_EMULATED_ON_CPU", emulated)]
     if job.device == "cuda":
-        substitutes += [(attention, "flash_kernel", varlen_kernel), (nn.functional, "rms_norm", _rms_norm)]
+        substitutes += [(modeling, "choose_kernel", choose_kernel), (nn.functional, "rms_norm", _rms_norm)]
         substitutes += [(loss, "_gives_float32", lambda x: True), (nn.functional, "dropout", _dropout)]
     if job.config.model.lora is not None:
         # peft moves its adapters to where they are already, which fake tensors do not let be done.
@@ -308,18 +308,28 @@ def as_on_device(job: Job) -> Iterator[None]:
         yield
 
 
-def varlen_kernel(q: Tensor, _dropout: float = 0.0) -> attention.Kernel | None:
-    """Stand in for `attention.flash_kernel`, as for a tensor on a GPU."""
-    return _varlen_attention if q.dtype in (torch.bfloat16, torch.float16) else None
+def _choose_as_on_gpu(dtype: torch.dtype) -> attention_kernels.AttentionKernel:
+    return _VARLEN if dtype in (torch.bfloat16, torch.float16) else attention_kernels.BY_DOCUMENT
 
 
-def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, segments: attention.Segments, causal: bool) -> Tensor:
+def choose_kernel(wanted: attention_kernels.Wanted, *, flash: bool = True) -> attention_kernels.Choice:
+    """Stand in for `attention_kernels.choose_kernel`, as for tensors on a GPU."""
+    kernel = _choose_as_on_gpu(wanted.dtype) if flash else attention_kernels.BY_DOCUMENT
+    return attention_kernels.Choice(kernel, ())
+
+
+def _varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, segments: attention_kernels.Segments, causal: bool, _dropout: float
+) -> Tensor:
     """Torch's operator, which knows its shapes without a GPU, and what its backward pass works on inside."""
-    out = attention._torch_varlen(q, k, v, segments, causal)
+    out = attention_kernels.attend_in_torch(q, k, v, segments, causal)
     if out.requires_grad:
         shapes = (q.shape, k.shape, len(segments.query_cu_seqlens) - 1)
         out.register_hook(lambda grad: _allocate_backward_workspace(grad, *shapes))
     return out
+
+
+_VARLEN = attention_kernels.AttentionKernel("as on a GPU", lambda _: "", _varlen_attention)
 
 
 def _allocate_backward_workspace(grad: Tensor, query: torch.Size, key: torch.Size, segments: int) -> None:

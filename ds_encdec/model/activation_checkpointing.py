@@ -6,7 +6,7 @@ gradients are bit-identical in every mode.
 
 `selective` decides per operation: the outputs of attention and of every second matrix product are kept, the rest (the
 other products, norms, rotations, activations) is computed again. It needs a parameter that stays where it is while a
-layer runs, as under FSDP2; inside compiled code it would see none of these operations.
+layer runs, as under FSDP2.
 """
 
 from collections.abc import Callable
@@ -21,14 +21,13 @@ from torch.utils.checkpoint import (
     SelectiveCheckpointContext,
     checkpoint,
     create_selective_checkpoint_contexts,
-    noop_context_fn,
 )
 
+from ds_encdec.model.compiled_layers import Forward, compiled
 from ds_encdec.model.encoder import Qwen3Layer
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 
 Mode = Literal["none", "full", "every_n", "selective"]
-Forward = Callable[..., Tensor]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """Around the forward pass of a layer, and around its recomputation."""
 
@@ -42,41 +41,41 @@ def apply_activation_checkpointing(
     *,
     every_n: int = 2,
     offload: bool = False,
-    compiled: bool = False,
+    compile_layers: bool = False,
     random: bool = False,
 ) -> None:
     """Make layers recompute their activations in the backward pass, or keep them in host memory, or both.
 
     `full`: every layer recomputes; `every_n`: of either stack the layers 0, n, 2n, …; `selective`: every layer, the
     cheaper half of its operations; `none`: no layer. `offload`: what layers save for the backward pass (with
-    recomputation only their input) lives in host memory until then. `compiled`: each layer runs through torch.compile,
-    which recomputation and offload then stand around. Apply once, before the model is wrapped by an engine.
+    recomputation only their input) lives in host memory until then. `compile_layers`: each layer, with its
+    recomputation, runs through torch.compile. `random`: layers drop out. Apply once, before the model is wrapped by an
+    engine.
     """
-    assert not (compiled and mode == "selective")  # the schema refuses it
     interval = {"none": 0, "full": 1, "every_n": every_n, "selective": 1}[mode]
-    contexts = _selective_contexts if mode == "selective" else noop_context_fn
+    contexts = _selective_contexts if mode == "selective" else None
     for stack in (model.encoder.layers, model.decoder.layers):
         for index, layer in enumerate(stack):
             assert isinstance(layer, Qwen3Layer)
             forward: Forward = layer.forward
-            if compiled:
-                # Inductor's own random numbers would be others than those of layers that are not compiled.
-                forward = torch.compile(forward, options={"fallback_random": True} if random else None)
             if interval and index % interval == 0:
                 forward = _recomputing(forward, contexts, random)
+            if compile_layers:
+                forward = compiled(forward, random=random)
             if offload:
                 forward = _offloading(forward, layer)
             layer.forward = forward  # type: ignore[method-assign]
 
 
-def _recomputing(forward: Forward, contexts: Callable[[], Contexts], random: bool) -> Forward:
+def _recomputing(forward: Forward, contexts: Callable[[], Contexts] | None, random: bool) -> Forward:
     """The layer, remembering only `hidden_states`; what else it reads (encoder output, rotary tables) lives anyway."""
+    chosen: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
 
     def recomputing_forward(hidden_states: Tensor, *shared: Any, **options: Any) -> Tensor:
         def run(hidden_states: Tensor) -> Tensor:
             return forward(hidden_states, *shared, **options)
 
-        return checkpoint(run, hidden_states, use_reentrant=False, preserve_rng_state=random, context_fn=contexts)
+        return checkpoint(run, hidden_states, use_reentrant=False, preserve_rng_state=random, **chosen)
 
     return recomputing_forward
 

@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput, ModelOutput, Seq2SeqLMOutput
 
 from .attention import Layout, PackedLayout, PaddedLayout
+from .attention_kernels import Wanted, choose_kernel
 from .configuration import Qwen3Seq2SeqConfig
 from .encoder import (
     EmbeddedEncoder,
@@ -249,12 +250,12 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
     ) -> PackedLossOutput:
         if input_ids is None or decoder_input_ids is None or labels is None:
             raise ValueError("The packed form needs input_ids, decoder_input_ids and labels")
-        if not self.config.use_flash_attention:
-            packing = replace(packing, flash=False)
-        if self.attention_dropout and self.training:
-            packing = replace(packing, dropout=self.attention_dropout)
+        dropout = self.attention_dropout if self.training else 0.0
         # One look-up for both sides: the embedding's gradient, as large as the embedding, exists once.
         embeds = self.shared(torch.cat([input_ids, decoder_input_ids]))
+        wanted = Wanted(embeds.device, embeds.dtype, self.config.head_dim, dropout)
+        kernel = choose_kernel(wanted, flash=self.config.use_flash_attention).kernel
+        packing = replace(packing, kernel=kernel, dropout=dropout)
         encoder_embeds, decoder_embeds = embeds.split([len(input_ids), len(decoder_input_ids)])
         encoder_states = self.encoder(encoder_embeds, layout=packing)
         hidden_states = self.decoder(decoder_embeds, encoder_states, layout=packing)

@@ -114,11 +114,6 @@ def load(settings: dict[str, Any]) -> FullConfig:
         ({"training.activation_checkpointing": "selective"}, '= "selective"', "FSDP2"),
         ({"training.torch_compile": "true"}, "training.torch_compile = true", "FSDP2's"),
         ({"infra.fsdp_reduce_every_micro_batch": "true"}, "fsdp_reduce_every_micro_batch = true", "FSDP2's"),
-        (
-            FSDP | {"training.torch_compile": "true", "training.activation_checkpointing": "selective"},
-            '= "selective"',
-            "nothing can be selected",
-        ),
         (FSDP | {"training.fp16": "true", "training.bf16": "false"}, "training.fp16 = true", "no loss scaling"),
         (
             FSDP | {"infra.offload_optimizer": "nvme", "infra.nvme_path": "/local"},

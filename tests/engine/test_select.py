@@ -228,7 +228,7 @@ def test_what_attention_runs_in_is_known_and_warned_of_once(
         for rank in (0, 1):
             world = discover({**place, "RANK": str(rank)})
             create_engine(config, context("fsdp", world, device), MODEL, None, 1)
-    found = attention_kernel(config, torch.device(device))
+    found = attention_kernel(config, torch.device(device), MODEL.head_dim)
     assert (found[0].startswith(said), found[1]) == (True, is_slow)
     warned = [(record.levelno, record.message) for record in caplog.records]
     assert warned == [(logging.WARNING, f"attention: {found[0]}")] * is_slow

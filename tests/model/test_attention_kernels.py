@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +18,9 @@ from ds_encdec.data.budgets import token_budgets
 from ds_encdec.data.chunks import Chunker, documents_ratio
 from ds_encdec.data.packing import Packer, Waiting
 from ds_encdec.engine.select import check_attention_dropout
-from ds_encdec.model import attention
-from ds_encdec.model.attention import PackedLayout, Segments, attend_by_document
+from ds_encdec.model import attention_kernels
+from ds_encdec.model.attention import PackedLayout
+from ds_encdec.model.attention_kernels import AttentionKernel, Choice, Segments, Wanted, attend_by_document
 from ds_encdec.tokenizer.sentinels import Vocabulary
 from ds_encdec.types import ConfigError
 
@@ -61,21 +63,21 @@ def web_like_layouts(data: DataConfig) -> list[PackedLayout]:
     return layouts
 
 
-def test_kernels_are_handed_the_segments_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_handed_the_segments_there_are() -> None:
     """A stand-in records what a kernel would get: its grid is ceil(longest query / 128) x segments x heads blocks."""
     handed: list[tuple[Segments, int]] = []
 
-    def kernel(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool, dropout: float) -> Tensor:
         assert len(segments.query_cu_seqlens) == len(segments.key_cu_seqlens)
         assert (int(segments.query_cu_seqlens[-1]), int(segments.key_cu_seqlens[-1])) == (len(q), len(k))
         handed.append((segments, len(segments.query_cu_seqlens) - 1))
         return q
 
-    monkeypatch.setattr(attention, "flash_kernel", lambda q, dropout: kernel)
     data = DataConfig()
     blocks = blocks_of_all = 0
-    for layout in web_like_layouts(data):
-        encoder, decoder = (torch.zeros(len(valid), 1, 1) for valid in (layout.encoder_valid, layout.decoder_valid))
+    for made in web_like_layouts(data):
+        layout = replace(made, kernel=AttentionKernel("records", lambda _: "", attend))
+        encoder, decoder = (torch.zeros(len(at), 1, 1) for at in (layout.encoder_positions, layout.decoder_positions))
         layout.attend_encoder(encoder, encoder, encoder)
         layout.attend_merged(decoder, decoder, decoder, encoder, encoder)
     for segments, count in handed:
@@ -91,7 +93,7 @@ def test_kernels_are_handed_the_segments_there_are(monkeypatch: pytest.MonkeyPat
 def by_document(cu_q: Tensor, cu_k: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """The result of variable-length attention with these boundaries."""
     lengths = [tuple(cu.diff().tolist()) for cu in (cu_q, cu_k)]
-    return attend_by_document(q, k, v, Segments(cu_q, cu_k, *lengths, 0, 0), causal)
+    return attend_by_document(q, k, v, Segments.of(cu_q, cu_k, *lengths), causal)
 
 
 def varlen_2_11(
@@ -121,24 +123,28 @@ def varlen_2_13(*tensors: Any, window_size: tuple[int, int] = (-1, -1), enable_g
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, varlen: Any, capability: tuple[int, int] = (9, 0)) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    monkeypatch.setattr(attention, "torch_varlen", None if varlen is None else SimpleNamespace(varlen_attn=varlen))
-    monkeypatch.setattr(attention, "flash_attn", None)
+    kernel = None if varlen is None else SimpleNamespace(varlen_attn=varlen)
+    monkeypatch.setattr(attention_kernels, "torch_varlen", kernel)
+    monkeypatch.setattr(attention_kernels, "flash_attn", None)
+
+
+def chosen(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, dropout: float = 0.0) -> Choice:
+    return attention_kernels.choose_kernel(Wanted(torch.device(device), dtype, 128, dropout))
 
 
 @pytest.mark.parametrize("varlen", [varlen_2_11, varlen_2_13])
 def test_grouped_queries_run_in_the_kernel_of_every_torch(monkeypatch: pytest.MonkeyPatch, varlen: Any) -> None:
     on_a_gpu(monkeypatch, varlen)
-    kernel, name = attention.choose_kernel(torch.device("cuda", 0), torch.bfloat16)
-    assert name == "torch.nn.attention.varlen"
-    assert kernel is not None
+    kernel = chosen().kernel
+    assert kernel.name == "torch.nn.attention.varlen"
     layout = pack((5, 0, 7), (4, 6, 3), 16, 17).inputs["packing"]
     torch.manual_seed(0)
     results = []
-    for attend in (kernel, attend_by_document):
+    for attend in (kernel.attend, attend_by_document):
         torch.manual_seed(0)
         q = torch.randn(17, 4, 8, requires_grad=True)
         k, v = (torch.randn(33, 2, 8, requires_grad=True) for _ in range(2))
-        out = attend(q, k, v, layout.merged, True)[:13]
+        out = attend(q, k, v, layout.merged, True, 0.0)[:13]
         out.square().sum().backward()
         results.append((out, q.grad, k.grad, v.grad))
     for found, expected in zip(*results, strict=True):
@@ -156,11 +162,10 @@ def test_attention_dropout_is_refused_where_the_kernel_has_none(monkeypatch: pyt
     check_attention_dropout(config.model_copy(update={"model": by_document}), gpu)
     given: dict[str, Any] = {}
     kernel = SimpleNamespace(flash_attn_varlen_func=lambda *_, **options: given.update(options))
-    monkeypatch.setattr(attention, "flash_attn", kernel)
+    monkeypatch.setattr(attention_kernels, "flash_attn", kernel)
     check_attention_dropout(config, gpu)
-    attend, _ = attention.choose_kernel(gpu, torch.bfloat16, 0.1)
-    assert attend is not None
-    attend(torch.empty(0), torch.empty(0), torch.empty(0), pack((5,), (4,), 16, 17).inputs["packing"].merged, True)
+    segments = pack((5,), (4,), 16, 17).inputs["packing"].merged
+    chosen(dropout=0.1).kernel.attend(torch.empty(0), torch.empty(0), torch.empty(0), segments, True, 0.1)
     assert given == {"dropout_p": 0.1, "causal": True}
 
 
@@ -171,7 +176,13 @@ def test_attention_dropout_is_refused_where_the_kernel_has_none(monkeypatch: pyt
         ("cuda", torch.float32, (9, 0), varlen_2_13, "bfloat16 and float16, not in float32"),
         ("cuda", torch.float16, (7, 0), varlen_2_13, r"compute capability 8\.0 .* this GPU has 7\.0"),
         ("cuda", torch.float16, (7, 5), varlen_2_13, r"this GPU has 7\.5"),
-        ("cuda", torch.bfloat16, (8, 0), None, "no fitting torch.nn.attention.varlen, and flash_attn is not installed"),
+        (
+            "cuda",
+            torch.bfloat16,
+            (8, 0),
+            None,
+            r"varlen: torch \S+ has none that fits; flash_attn: it is not",
+        ),
         ("cuda", torch.float16, (8, 0), varlen_2_13, None),
     ],
 )
@@ -185,7 +196,42 @@ def test_what_no_flash_kernel_runs_is_told_why(
 ) -> None:
     """The GPU's capability is a stand-in."""
     on_a_gpu(monkeypatch, varlen, capability)
-    kernel, why = attention.choose_kernel(torch.device(device), dtype)
-    assert (kernel is None) == (reason is not None)
+    choice = chosen(device, dtype)
+    assert choice.kernel.is_flash == (reason is None)
     if reason is not None:
-        assert re.search(reason, why)
+        assert re.search(reason, str(choice))
+
+
+def test_heads_of_odd_widths_are_not_handed_to_flash_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_gpu(monkeypatch, varlen_2_13)
+    wanted = Wanted(torch.device("cuda", 0), torch.bfloat16, head_dim=36)
+    assert "multiple of 8 up to 256, not of 36" in str(attention_kernels.choose_kernel(wanted))
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_flash_attention_3_is_active_where_it_is_right(monkeypatch: pytest.MonkeyPatch, works: bool) -> None:
+    """Its registry and its numbers are stand-ins, and the tensors are those of a CPU."""
+    on_a_gpu(monkeypatch, varlen_2_13)
+    active: list[str | None] = ["FA4"]
+    registry = SimpleNamespace(
+        current_flash_attention_impl=lambda: active[-1],
+        activate_flash_attention_impl=active.append,
+        restore_flash_attention_impl=lambda: active.append(None),
+    )
+    monkeypatch.setattr(attention_kernels.nn, "attention", registry)
+    monkeypatch.setattr(attention_kernels, "find_spec", lambda name: name)
+    tokens = attention_kernels._sixteen_tokens
+
+    def on_a_cpu(wanted: Wanted, attend: Any) -> list[Tensor]:
+        found = tokens(replace(wanted, device=torch.device("cpu")), attend)
+        return found if works or attend is attend_by_document else [tensor + 1 for tensor in found]
+
+    monkeypatch.setattr(attention_kernels, "_sixteen_tokens", on_a_cpu)
+    attention_kernels._fa3_fails.cache_clear()
+    for _ in range(2):  # it is tried once
+        choice = chosen()
+        assert choice.kernel.name == ("FlashAttention 3" if works else "torch.nn.attention.varlen")
+    assert active == (["FA4", "FA3"] if works else ["FA4", "FA3", None, "FA4"])
+    if not works:
+        assert str(choice).startswith("torch.nn.attention.varlen (it fails on 16 tokens: Tensor-likes are not close")
+    attention_kernels._fa3_fails.cache_clear()

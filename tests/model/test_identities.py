@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from ds_encdec.config.schema import ModelConfig
-from ds_encdec.model.attention import PackedLayout, PaddedLayout, attend_by_document
+from ds_encdec.model.attention import PackedLayout, PaddedLayout
+from ds_encdec.model.attention_kernels import attend_by_document
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.source import resolve_model
 from ds_encdec.tokenizer.sentinels import Vocabulary

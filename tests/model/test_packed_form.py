@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from tiny_models import Packed, pack, tiny_model
 from torch import Tensor
 from torch.nn import functional as F
 
-from ds_encdec.model.attention import PackedLayout, PaddedLayout, attend_by_document, flash_kernel
+from ds_encdec.model.attention import PackedLayout, PaddedLayout
+from ds_encdec.model.attention_kernels import KERNELS, AttentionKernel, Wanted, attend_by_document
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 
 LENGTHS = ((5, 0, 7), (4, 6, 3), 16, 17)  # encoder and decoder documents, sizes of the two buffers
@@ -115,13 +117,18 @@ def test_layout_refuses_documents_that_do_not_fit() -> None:
         PackedLayout.build(boundaries, boundaries, (5, 4), (5, 4), positions, positions)
 
 
-def test_padding_comes_out_of_attention_as_zeros() -> None:
-    layout = pack(*LENGTHS).inputs["packing"]
-    q, k, v = torch.randn(17, 4, 8), torch.randn(17, 2, 8), torch.randn(17, 2, 8)
-    encoder_k, encoder_v = torch.randn(2, 16, 2, 8)
-    out = layout.attend_merged(q, k, v, encoder_k, encoder_v)
-    assert (out[13:] == 0).all()
-    assert (out[:13] != 0).all()
+@pytest.mark.parametrize("lengths", [LENGTHS, ((), (), 16, 17)], ids=["documents", "padding alone"])
+def test_padding_has_no_part_in_any_gradient(lengths: tuple[Any, ...]) -> None:
+    """What stands there decides its own states, and nothing else."""
+    model, found = tiny_model(), []
+    for token in (3, 5):
+        batch = pack(*lengths)
+        batch.inputs["input_ids"][sum(lengths[0]) :] = token
+        batch.inputs["decoder_input_ids"][sum(lengths[1]) :] = token
+        model(**batch.inputs).loss.backward()
+        found.append(gradients(model))
+    for name, gradient in found[0].items():
+        assert torch.equal(gradient, found[1][name]), name
 
 
 def test_merged_attention_as_bottom_right_causal_equals_the_masked_form() -> None:
@@ -146,24 +153,23 @@ def test_bfloat16_follows_float32() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="flash kernels need CUDA")
 @pytest.mark.parametrize("side", ["encoder", "merged"])
-def test_flash_kernel_equals_attention_by_document(side: str) -> None:
-    layout = pack((70, 0, 133), (40, 61, 7), 256, 128).inputs["packing"]
-    segments = type(layout.encoder)(
-        **{
-            name: value.cuda() if torch.is_tensor(value) else value
-            for name, value in vars(getattr(layout, side)).items()
-        }
-    )
+@pytest.mark.parametrize("kernel", reversed(KERNELS), ids=lambda kernel: kernel.name)  # FlashAttention 3 stays active
+def test_kernels_of_gpus_equal_attention_by_document(kernel: AttentionKernel, side: str) -> None:
+    if refusal := kernel.refusal(Wanted(torch.device("cuda", 0), torch.bfloat16, 64)):
+        pytest.skip(f"{kernel.name}: {refusal}")
+    segments = getattr(pack((70, 0, 133), (40, 61, 7), 256, 128).inputs["packing"], side)
+    on_device = {"query_cu_seqlens": segments.query_cu_seqlens.cuda(), "key_cu_seqlens": segments.key_cu_seqlens.cuda()}
+    segments = replace(segments, **on_device)
     queries, keys = (256, 256) if side == "encoder" else (128, 384)
     causal = side == "merged"
     results = []
-    for attend in (flash_kernel(torch.empty(0, device="cuda", dtype=torch.bfloat16), 0.0), attend_by_document):
+    for attend in (kernel.attend, attend_by_document):
         torch.manual_seed(0)
         q = torch.randn(queries, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         k = torch.randn(keys, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         v = torch.randn(keys, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         documents = sum(segments.query_lengths)
-        out = attend(q, k, v, segments, causal)[:documents]
+        out = attend(q, k, v, segments, causal, 0.0)[:documents]
         out.float().square().sum().backward()
         results.append((out, q.grad, k.grad, v.grad))
     for flash, plain in zip(*results, strict=True):

@@ -1,0 +1,358 @@
+"""Attention over packed documents: a table of kernels, of which the first that fits a device and dtype is taken.
+
+All rows compute the same: queries of a document see its keys and no others, a causal mask aligned to the bottom right
+where one is asked for. Each can stand inside a graph of torch.compile that serves batches of any documents: what goes
+by their lengths is an operator of its own, and the lengths reach it as tensors or as sizes of tensors, never as
+constants.
+
+Part of the exported remote code: it imports nothing of ds_encdec outside its own folder.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .precision import product_dtype
+
+try:
+    from torch.nn.attention import varlen as torch_varlen
+except ImportError:
+    torch_varlen = None  # type: ignore[assignment]
+try:
+    import flash_attn  # type: ignore[import-not-found]
+except ImportError:
+    flash_attn = None
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The places of each document's queries and keys in their flat buffers.
+
+    `query_cu_seqlens`, `key_cu_seqlens`: int32 [S + 1] on the device; they cover the whole buffers. Behind the
+    documents stand a few empty segments, and as the last one the padding tail: kernels start their blocks for each.
+    `query_lengths`, `key_lengths`: the documents' tokens, on the host; `query_tail`, `key_tail`: tokens of padding
+    behind the last document. `longest_query`, `longest_key`: empty tensors [n, 0] for longest segments of n tokens,
+    padding included: to compiled code a size may be a variable, where a number would be a constant.
+    """
+
+    query_cu_seqlens: Tensor
+    key_cu_seqlens: Tensor
+    query_lengths: tuple[int, ...]
+    key_lengths: tuple[int, ...]
+    query_tail: int
+    key_tail: int
+    longest_query: Tensor
+    longest_key: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        query_cu_seqlens: Tensor,
+        key_cu_seqlens: Tensor,
+        query_lengths: tuple[int, ...],
+        key_lengths: tuple[int, ...],
+        query_tail: int = 0,
+        key_tail: int = 0,
+    ) -> Segments:
+        """Make the segments of these documents; see the fields."""
+        lengths = query_lengths, key_lengths, query_tail, key_tail
+        longest = max((*query_lengths, query_tail)), max((*key_lengths, key_tail))
+        # At least 2: compiled code takes sizes of 0 and 1 for constants. A bound may be larger than what is there.
+        empty = (torch.empty(max(tokens, 2), 0) for tokens in longest)
+        return cls(query_cu_seqlens, key_cu_seqlens, *lengths, *empty)
+
+    def varying(self) -> tuple[Tensor, ...]:
+        """The tensors whose first dimension differs from batch to batch."""
+        return self.query_cu_seqlens, self.key_cu_seqlens, self.longest_query, self.longest_key
+
+    def kernel_lengths(self) -> tuple[Tensor, Tensor, int, int]:
+        """Both boundaries, and at least the tokens of the longest query and key segment, padding included."""
+        longest = self.longest_query.shape[0], self.longest_key.shape[0]
+        return self.query_cu_seqlens, self.key_cu_seqlens, *longest
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The tensors that attention is to run on: their device and dtype, the width of a head, and the dropout."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    dropout: float = 0.0
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, Segments, bool, float], Tensor]
+"""q [Tq, heads, D], k and v [Tk, key_value_heads, D], their segments, causal, dropout → like q."""
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """One row: what texts call it, why it cannot run on what is wanted ("" where it can), and the kernel."""
+
+    name: str
+    refusal: Callable[[Wanted], str]
+    attend: Attend
+    is_flash: bool = True
+    """All documents in one call, whose memory grows with their lengths and not with the squares of these."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernel that is taken, and why each of those that would have been preferred is not."""
+
+    kernel: AttentionKernel
+    passed_over: tuple[tuple[AttentionKernel, str], ...]
+
+    def __str__(self) -> str:
+        names: dict[str, list[str]] = {}
+        for kernel, reason in self.passed_over:
+            names.setdefault(reason, []).append(kernel.name)
+        told = [reason if len(names) == 1 else f"{', '.join(of)}: {reason}" for reason, of in names.items()]
+        return f"{self.kernel.name} ({'; '.join(told)})" if told else self.kernel.name
+
+
+def choose_kernel(wanted: Wanted, *, flash: bool = True) -> Choice:
+    """Take the first row that can run on what is `wanted`; with `flash=False`, the one that goes by document."""
+    if not flash:
+        return Choice(BY_DOCUMENT, ())
+    passed_over: list[tuple[AttentionKernel, str]] = []
+    for kernel in KERNELS:
+        if not (reason := kernel.refusal(wanted)):
+            return Choice(kernel, tuple(passed_over))
+        passed_over.append((kernel, reason))
+    raise AssertionError("the last row takes everything")
+
+
+def attend_by_document(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool, dropout: float = 0.0
+) -> Tensor:
+    """One `scaled_dot_product_attention` per document: the fastest form on CPUs, and the one every device has.
+
+    A bottom-right aligned causal mask if `causal`. Of the padding tail only one row is computed, and zeroed: enough
+    to keep q, k and v in the autograd graph, at no cost.
+    """
+    if torch.compiler.is_compiling():
+        return _compiled_by_document(q, k, v, segments, causal, dropout)
+    queries = q.split((*segments.query_lengths, segments.query_tail))
+    keys, values = (x.split((*segments.key_lengths, segments.key_tail)) for x in (k, v))
+    *documents, tail = zip(queries, keys, values, strict=True)
+    out = [_attend_one(*document, causal, dropout) for document in documents if len(document[0])]
+    if segments.query_tail:
+        query, key, value = (x[:1] for x in tail)
+        row = _attend_one(query, key, value, causal=False)
+        out.append((row * 0.0).expand(segments.query_tail, -1, -1))
+    return torch.cat(out) if out else q
+
+
+def _compiled_by_document(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool, dropout: float) -> Tensor:
+    """Call the operator below. With dropout the graph ends here, and begins again behind it."""
+    if dropout:
+        torch._dynamo.graph_break()
+        return attend_by_document(q, k, v, segments, causal, dropout)
+    return _documents(q, k, v, segments.query_cu_seqlens, segments.key_cu_seqlens, causal)
+
+
+def _attend_one(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float = 0.0) -> Tensor:
+    """q: [Lq, heads, D] against k, v: [Lk, key_value_heads, D] of one document."""
+    mask = None
+    if causal and len(q) != len(k):
+        mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(len(k) - len(q))
+    dtype, multiply_in = q.dtype, product_dtype(q)
+    q, k, v = (x[None].to(multiply_in) for x in (q, k, v))
+    return masked_attention(q, k, v, mask, is_causal=causal and mask is None, dropout_p=dropout)[0].to(dtype)
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+    """Torch's attention of q [B, Lq, heads, D] over k, v [B, Lk, key_value_heads, D], seen where `mask` is True."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=grouped, **options).transpose(1, 2)
+
+
+# A process may hold the package and several exported folders: operators of one name would replace each other.
+_NAMESPACE = re.sub(r"\W", "_", __name__)
+
+
+def _segments_of(query_cu_seqlens: Tensor, key_cu_seqlens: Tensor) -> Segments:
+    """The segments between these boundaries. Waits for their device: compiled code has no lengths on the host."""
+    (*queries, query_tail), (*keys, key_tail) = (x.diff().tolist() for x in (query_cu_seqlens, key_cu_seqlens))
+    return Segments.of(query_cu_seqlens, key_cu_seqlens, tuple(queries), tuple(keys), query_tail, key_tail)
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::documents", mutates_args=())
+def _documents(q: Tensor, k: Tensor, v: Tensor, query_cu: Tensor, key_cu: Tensor, causal: bool) -> Tensor:
+    """`attend_by_document` in one node of a graph."""
+    return attend_by_document(q, k, v, _segments_of(query_cu, key_cu), causal).contiguous()
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::documents_backward", mutates_args=())
+def _documents_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, query_cu: Tensor, key_cu: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, from the softmax computed again: autograd is off inside operators."""
+    gradients = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
+    queries, keys = query_cu.tolist(), key_cu.tolist()
+    # The last segment is the padding tail, whose gradients are zeros.
+    for (start, stop), (first, last) in zip(pairwise(queries[:-1]), pairwise(keys[:-1]), strict=True):
+        if start < stop:
+            spans = slice(start, stop), slice(first, last), slice(first, last)
+            one = _gradients_of_one(grad[spans[0]], q[spans[0]], k[spans[1]], v[spans[2]], causal)
+            for gradient, span, value in zip(gradients, spans, one, strict=True):
+                gradient[span] = value
+    dq, dk, dv = gradients
+    return dq, dk, dv
+
+
+def _gradients_of_one(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, ...]:
+    """The gradients of `_attend_one`, computed in at least float32. Heads that share their keys are one matrix."""
+    (length, heads, width), key_heads = q.shape, k.shape[1]
+    dtype, scale = torch.promote_types(q.dtype, torch.float32), width**-0.5
+    grad, q = (x.to(dtype).unflatten(1, (key_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2) for x in (grad, q))
+    k, v = (x.to(dtype).transpose(0, 1) for x in (k, v))
+    scores = q @ k.mT * scale
+    if causal:
+        hidden = torch.ones(length, k.shape[1], dtype=torch.bool, device=q.device).triu(k.shape[1] - length + 1)
+        scores.masked_fill_(hidden.repeat(heads // key_heads, 1), -torch.inf)
+    weights = scores.softmax(-1)
+    by_weight = grad @ v.mT
+    by_score = weights * (by_weight - (by_weight * weights).sum(-1, keepdim=True)) * scale
+    dq = (by_score @ k).unflatten(1, (-1, length)).permute(2, 0, 1, 3).flatten(1, 2)
+    return dq, (by_score.mT @ q).transpose(0, 1), (weights.mT @ grad).transpose(0, 1)
+
+
+@_documents.register_fake
+def _(q: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+@_documents_backward.register_fake
+def _(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return dq, dk, dv
+
+
+def _save_documents(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.causal = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _documents_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return (*_documents_backward(grad, *ctx.saved_tensors, ctx.causal), None, None, None)
+
+
+_documents.register_autograd(_documents_gradients, setup_context=_save_documents)
+
+
+@torch.compiler.assume_constant_result
+def _takes_groups() -> bool:
+    """Return whether torch's kernel lets several heads share their keys: since torch 2.13."""
+    return "enable_gqa" in inspect.signature(torch_varlen.varlen_attn).parameters
+
+
+def attend_in_torch(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool, _dropout: float = 0.0) -> Tensor:
+    """Torch's variable-length attention: FlashAttention 2, or whichever is activated."""
+    attend = torch_varlen.varlen_attn
+    options: dict[str, Any] = {"window_size": (-1, 0) if causal else (-1, -1)}
+    if q.shape[-2] != k.shape[-2]:
+        if _takes_groups():
+            options["enable_gqa"] = True
+        else:
+            k, v = (x.repeat_interleave(q.shape[-2] // x.shape[-2], dim=-2) for x in (k, v))
+    return attend(q, k, v, *segments.kernel_lengths(), **options)  # type: ignore[return-value]
+
+
+def _attend_in_flash_attn(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool, dropout: float = 0.0
+) -> Tensor:
+    # Causal is aligned to the bottom right since flash-attn 2.1.
+    return flash_attn.flash_attn_varlen_func(q, k, v, *segments.kernel_lengths(), dropout_p=dropout, causal=causal)
+
+
+def _flash_refusal(wanted: Wanted) -> str:
+    """Say why no flash kernel runs on what is wanted."""
+    if wanted.device.type != "cuda":
+        return f"there is no flash kernel for {wanted.device.type} devices"
+    if wanted.dtype not in (torch.bfloat16, torch.float16):
+        dtype = str(wanted.dtype).removeprefix("torch.")
+        return f"flash kernels compute in bfloat16 and float16, not in {dtype}"
+    if (capability := torch.cuda.get_device_capability(wanted.device)) < (8, 0):
+        had = ".".join(map(str, capability))
+        return f"flash kernels need compute capability 8.0 (Ampere) or later, and this GPU has {had}"
+    if wanted.head_dim > 256 or wanted.head_dim % 8:
+        return f"flash kernels take heads of a multiple of 8 up to 256, not of {wanted.head_dim}"
+    return ""
+
+
+def _torch_refusal(wanted: Wanted) -> str:
+    if refusal := _flash_refusal(wanted):
+        return refusal
+    if torch_varlen is None or "window_size" not in inspect.signature(torch_varlen.varlen_attn).parameters:
+        return f"torch {torch.__version__} has none that fits"
+    return "it has no dropout" if wanted.dropout else ""
+
+
+def _flash_attn_refusal(wanted: Wanted) -> str:
+    return _flash_refusal(wanted) or ("it is not installed" if flash_attn is None else "")
+
+
+def _fa3_refusal(wanted: Wanted) -> str:
+    if refusal := _torch_refusal(wanted):
+        return refusal
+    if torch.cuda.get_device_capability(wanted.device)[0] != 9:
+        return "it is for Hopper GPUs"
+    if find_spec("flash_attn_interface") is None:
+        return "flash_attn_interface is not installed"
+    return _fa3_fails(wanted)
+
+
+@cache
+def _fa3_fails(wanted: Wanted) -> str:
+    """Have torch's operators run FlashAttention 3, if it is right on 16 tokens; else say why not, and take it back."""
+    registry = nn.attention
+    before = registry.current_flash_attention_impl()
+    try:
+        registry.activate_flash_attention_impl("FA3")
+        found, expected = (_sixteen_tokens(wanted, attend) for attend in (attend_in_torch, attend_by_document))
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=5e-2, atol=5e-2)
+    except Exception as error:
+        registry.restore_flash_attention_impl()
+        if before is not None:
+            registry.activate_flash_attention_impl(before)
+        return f"it fails on 16 tokens: {' '.join(str(error).split())[:200]}"
+    return ""
+
+
+def _sixteen_tokens(wanted: Wanted, attend: Attend) -> list[Tensor]:
+    """Attention over two documents, causal, two heads to a key, and its gradients."""
+    generator = torch.Generator(wanted.device).manual_seed(0)
+    q, k, v = (
+        torch.randn(*shape, wanted.head_dim, generator=generator, device=wanted.device, dtype=wanted.dtype)
+        for shape in ((16, 4), (24, 2), (24, 2))
+    )
+    queries, keys = (torch.tensor(at, dtype=torch.int32, device=wanted.device) for at in ([0, 7, 16], [0, 11, 24]))
+    with torch.enable_grad():
+        inputs = [x.requires_grad_() for x in (q, k, v)]
+        out = attend(q, k, v, Segments.of(queries, keys, (7, 9), (11, 13)), True, 0.0)
+        return [out.detach(), *torch.autograd.grad(out.float().square().sum(), inputs)]
+
+
+BY_DOCUMENT = AttentionKernel("one call per document", lambda _: "", attend_by_document, is_flash=False)
+KERNELS = (
+    AttentionKernel("FlashAttention 3", _fa3_refusal, attend_in_torch),
+    AttentionKernel("torch.nn.attention.varlen", _torch_refusal, attend_in_torch),
+    AttentionKernel("flash_attn", _flash_attn_refusal, _attend_in_flash_attn),
+    BY_DOCUMENT,
+)
+"""Every kernel, the fastest first. The last one runs everywhere."""

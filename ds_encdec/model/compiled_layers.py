@@ -1,0 +1,42 @@
+"""Layers through torch.compile: one graph for all encoder layers and one for all decoder layers, for all batches.
+
+Attention is one node of a graph (attention_kernels.py). What differs from batch to batch are the documents: their
+boundaries and the longest of them reach a graph as sizes that it takes for variables from the start.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_encdec.model.attention import PackedLayout
+
+Forward = Callable[..., Tensor]
+
+_GRAPHS = 32
+"""Graphs of layers before torch leaves the others as they are: 4 for each pair of sizes of the flat buffers, for two
+kinds of layers, in training and in evaluation."""
+
+
+def compiled(forward: Forward, *, random: bool) -> Forward:
+    """Return a layer's `forward` compiled. `random`: it draws numbers, which must be those of torch's own operators."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS)
+    run = torch.compile(forward, options={"fallback_random": True} if random else None)
+
+    def compiled_forward(hidden_states: Tensor, *shared: Any, **options: Any) -> Tensor:
+        if isinstance(layout := options["layout"], PackedLayout):
+            _mark_varying(layout)
+        # A part of a larger buffer, as the first layer of a stack gets, would be compiled for by itself.
+        whole = hidden_states.clone() if hidden_states.storage_offset() else hidden_states
+        return run(whole, *shared, **options)
+
+    return compiled_forward
+
+
+def _mark_varying(layout: PackedLayout) -> None:
+    """Have compiled code take the number of segments and their largest lengths for variables."""
+    if not hasattr(layout.merged.longest_key, "_dynamo_dynamic_indices"):  # once for all layers
+        for segments in (layout.encoder, layout.merged):
+            for tensor in segments.varying():
+                torch._dynamo.mark_dynamic(tensor, 0)

@@ -1,0 +1,155 @@
+"""Compiled layers: one graph for each kind of layer, whatever the documents, and the numbers of layers as they are."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import Packed, pack, tiny_model
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from ds_encdec.model import attention_kernels, modeling
+from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
+from ds_encdec.model.attention_kernels import AttentionKernel, Choice, attend_in_torch
+from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
+
+TOKENS = (16, 17)
+DOCUMENTS: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
+    ((5, 0, 7), (4, 6, 3)),
+    ((9,), (8,)),
+    ((3, 3, 3, 3), (4, 4, 4, 1)),
+    ((), ()),
+    ((1,) * 12, (1,) * 12),  # more than a multiple of segments
+    ((16,), (17,)),
+]
+GRAPHS = 2
+"""Of encoder and decoder layers."""
+
+
+def batches(tokens: tuple[int, int] = TOKENS) -> list[Packed]:
+    return [pack(*lengths, *tokens, max_documents=20) for lengths in DOCUMENTS]
+
+
+def step(model: Qwen3ForSeq2SeqLM, batch: Packed) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    torch.manual_seed(0)
+    loss = model(**batch.inputs).loss
+    loss.backward()
+    return loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def three_layers(dropout: float = 0.0) -> Qwen3ForSeq2SeqLM:
+    model = tiny_model(num_hidden_layers=3).train()
+    for layer in (*model.encoder.layers, *model.decoder.layers):
+        layer.residual_dropout = dropout
+    return model
+
+
+@pytest.fixture
+def _from_the_start() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def _not_generated(monkeypatch: pytest.MonkeyPatch, _from_the_start: None) -> None:
+    """Graphs are run as they are captured, forward and backward: inductor takes many times longer."""
+    capture = functools.partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", lambda forward, options=None: capture(forward))
+
+
+def assert_same_steps(mode: str, dropout: float = 0.0) -> None:
+    """Losses and gradients of compiled layers, beside those of the same model as it is."""
+    model, compiled = three_layers(dropout), three_layers(dropout)
+    apply_activation_checkpointing(compiled, mode, compile_layers=True, random=bool(dropout))  # type: ignore[arg-type]
+    for batch in batches():
+        expected_loss, expected = step(model, batch)
+        loss, gradients = step(compiled, batch)
+        torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-5)
+        largest = max(gradient.abs().max() for gradient in expected.values())
+        for name, gradient in gradients.items():
+            assert (gradient - expected[name]).abs().max() <= 1e-5 * largest, name
+    assert counters["stats"]["unique_graphs"] == GRAPHS
+    with torch.no_grad():
+        for batch in batches():
+            compiled(**batch.inputs)
+    assert counters["stats"]["unique_graphs"] == 2 * GRAPHS  # without a backward pass they are others
+    assert not counters["graph_break"]
+
+
+@pytest.mark.usefixtures("_not_generated")
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_one_graph_of_each_kind_serves_all_documents(mode: str) -> None:
+    assert_same_steps(mode)
+
+
+@pytest.mark.usefixtures("_not_generated")
+def test_layers_that_recompute_have_graphs_of_their_own() -> None:
+    """Of three layers the first and the last do."""
+    model = three_layers()
+    apply_activation_checkpointing(model, "every_n", compile_layers=True)
+    for batch in batches():
+        step(model, batch)
+    assert counters["stats"]["unique_graphs"] == 2 * GRAPHS
+
+
+@pytest.mark.usefixtures("_from_the_start")
+@pytest.mark.parametrize(("mode", "dropout"), [("selective", 0.0), ("full", 0.2)])
+def test_what_inductor_makes_of_layers_gives_the_same_numbers(mode: str, dropout: float) -> None:
+    assert_same_steps(mode, dropout)
+
+
+@pytest.mark.usefixtures("_not_generated")
+def test_other_sizes_of_buffers_are_compiled_for_once() -> None:
+    """An evaluation may have other budgets than training. The second size makes sizes variables of the graph."""
+    model = three_layers()
+    apply_activation_checkpointing(model, "none", compile_layers=True)
+    counts = []
+    for tokens in (TOKENS, (24, 20), TOKENS, (32, 25), (24, 20)):
+        for batch in batches(tokens):
+            step(model, batch)
+        counts.append(counters["stats"]["unique_graphs"])
+    assert counts[0] == GRAPHS
+    assert counts[-1] == counts[1] <= 2 * GRAPHS + 1
+
+
+@pytest.fixture
+def flash_attention_on_cpus() -> Iterator[list[tuple[int, int]]]:
+    """Torch's flash attention as if there were one for CPUs: it goes by document. Yields the largest lengths given."""
+    longest = []
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, *rest: Any, **_: Any) -> tuple[Any, ...]:
+        max_q, max_k, _dropout, causal, _debug = rest
+        assert (int(cu_q.diff().max()), int(cu_k.diff().max())) <= (max_q, max_k)
+        longest.append((max_q, max_k))
+        statistics = q.new_empty(q.shape[1], len(q), dtype=torch.float32)
+        out = attention_kernels._documents(q, k, v, cu_q, cu_k, causal)
+        return out, statistics, *(torch.empty(0) for _ in range(3))
+
+    def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **_: Any) -> tuple[Tensor, ...]:
+        _out, _statistics, cu_q, cu_k, _max_q, _max_k, _dropout, causal, *_ = rest
+        return attention_kernels._documents_backward(grad, q, k, v, cu_q, cu_k, causal)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", forward, "CPU")
+    library.impl("_flash_attention_backward", backward, "CPU")
+    yield longest
+    library._destroy()
+
+
+@pytest.mark.usefixtures("_not_generated")
+@pytest.mark.parametrize("mode", ["none", "selective"])
+def test_torchs_kernel_stands_inside_the_graphs(
+    mode: str, monkeypatch: pytest.MonkeyPatch, flash_attention_on_cpus: list[tuple[int, int]]
+) -> None:
+    """The operator that runs on GPUs, whose lengths are numbers."""
+    in_torch = Choice(AttentionKernel("torch's", lambda _: "", attend_in_torch), ())
+    monkeypatch.setattr(modeling, "choose_kernel", lambda wanted, flash: in_torch)
+    assert_same_steps(mode)
+    assert len(set(flash_attention_on_cpus)) > 4
