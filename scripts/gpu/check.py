@@ -1,0 +1,316 @@
+"""Runs the parts of the GPU kit, each in a process of its own, and writes what they found to gpu.json and gpu.txt.
+
+A part that fails, hangs or ends its process is reported, and the others go on. Parts that measure time run alone; the
+others side by side. The files are written anew after each part, so a run that is cut short leaves what it had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from settings import SPEED_SETTINGS
+
+HERE = Path(__file__).parent
+LOG_LINES = 25  # of a failed part's output are shown
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of work. `run`: `module:function`, called with a Kit and `arguments`; `seconds` it may take at most.
+
+    `alone`: it measures time. `needs`: parts whose files it reads. `left_out_dry`: why a dry run leaves it out.
+    """
+
+    name: str
+    run: str
+    seconds: float
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    alone: bool = False
+    needs: tuple[str, ...] = ()
+    left_out_dry: str = ""
+
+
+def _speed(setting: str) -> Part:
+    row = SPEED_SETTINGS[setting]
+    why = "" if row.in_dry_run else "another row runs the same code there"
+    return Part(f"speed {setting}", "speed_parts:speed", 110, {"setting": setting}, alone=True, left_out_dry=why)
+
+
+def _engine(name: str, resumes: str, *, in_dry_run: bool = False) -> Part:
+    why = "" if in_dry_run else "tests/distributed has it on a CPU"
+    arguments, needs = {"name": name, "resumes": resumes}, ("reference", resumes)
+    return Part(f"engine {name}", "engine_parts:engine", 150, arguments, needs=needs, left_out_dry=why)
+
+
+_SPEED = [_speed(name) for name in SPEED_SETTINGS]
+PARTS: tuple[Part, ...] = (
+    Part("machine", "speed_parts:machine", 60, alone=True),
+    Part("reference", "engine_parts:reference", 200),
+    Part("loss", "fused_parts:loss", 120),
+    *_SPEED[:4],
+    _engine("zero1", "reference", in_dry_run=True),
+    _engine("zero2", "reference"),
+    _engine("zero3", "reference"),
+    _engine("zero3 offload", "engine zero1", in_dry_run=True),
+    _engine("fsdp zero2", "engine zero2"),
+    _engine("fsdp zero3", "engine zero3 offload", in_dry_run=True),
+    _engine("zero1 again", "engine fsdp zero2"),
+    Part("compile", "engine_parts:compiled", 150, needs=("reference",)),
+    Part("memory", "speed_parts:memory", 120),
+    Part("segments", "speed_parts:segments", 40, alone=True),
+    *_SPEED[4:],
+)
+"""In the order in which they begin: what tells most comes first."""
+
+
+@dataclass
+class Running:
+    """A part's process. `folder`: of its rows and its output."""
+
+    part: Part
+    process: int
+    folder: Path
+    began: float
+    seconds: float
+
+
+class Check:
+    """One run over `parts`. `seconds`: for all together."""
+
+    def __init__(self, parts: Sequence[Part], out: Path, seconds: float, *, dry_run: bool, forks: bool = True) -> None:
+        self._waiting, self._out, self._dry_run, self._forks = list(parts), out, dry_run, forks
+        self._began = time.monotonic()
+        self._ends = self._began + seconds
+        self._slots = 2 if dry_run else 4  # parts side by side
+        self._work = Path(tempfile.mkdtemp(prefix="gpu-check-"))
+        self._shared = self._work / "shared"
+        self._shared.mkdir()
+        self._running: list[Running] = []
+        self.found: list[dict[str, Any]] = []
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "gpu.txt").unlink(missing_ok=True)
+
+    def run(self) -> bool:
+        """Run all; True if all have passed."""
+        try:
+            while self._waiting or self._running:
+                self._start()
+                self._look()
+                time.sleep(0.05)
+        finally:
+            for running in self._running:
+                _kill(running.process)
+            self._write()
+            shutil.rmtree(self._work, ignore_errors=True)
+        return all(part["ok"] for part in self.found)
+
+    def _start(self) -> None:
+        """Begin what may begin now, in order: what measures time waits until nothing runs, and nothing runs beside."""
+        done = {part["name"] for part in self.found}
+        while self._waiting and len(self._running) < self._slots:
+            part = self._waiting[0]
+            busy = [running.part for running in self._running]
+            if busy and (part.alone or any(one.alone for one in busy)):
+                return
+            if any(name not in done for name in part.needs):
+                return
+            self._waiting.pop(0)
+            left = self._ends - time.monotonic()
+            if self._dry_run and part.left_out_dry:
+                self._keep(part, 0.0, [{"name": part.name, "ok": True, "omitted": part.left_out_dry}], "")
+            elif left < min(15.0, part.seconds):
+                self._keep(part, 0.0, [], f"not run: {max(left, 0):.0f} s are left")
+            else:
+                folder = self._work / f"{len(self.found)}-{part.name.replace(' ', '-')}"
+                folder.mkdir()
+                self.say(f"begins {part.name}")
+                process = self._forked(part, folder) if self._forks else self._spawned(part, folder)
+                seconds = left if self._dry_run else min(part.seconds, left)
+                self._running.append(Running(part, process, folder, time.monotonic(), seconds))
+
+    def _forked(self, part: Part, folder: Path) -> int:
+        """Begin a part in a copy of this process, whose imports it need not make again."""
+        sys.stdout.flush()
+        if process := os.fork():
+            return process
+        code = 1
+        with suppress(BaseException):
+            code = work(part, folder, self._shared, dry_run=self._dry_run)
+        os._exit(code)
+
+    def _spawned(self, part: Part, folder: Path) -> int:
+        command = [
+            sys.executable,
+            __file__,
+            "--part",
+            part.name,
+            "--folder",
+            str(folder),
+            "--shared",
+            str(self._shared),
+        ]
+        return os.posix_spawn(sys.executable, [*command, *["--dry-run"] * self._dry_run], os.environ)
+
+    def _look(self) -> None:
+        """Take in what has ended, and end what has run for too long."""
+        for running in list(self._running):
+            seconds = time.monotonic() - running.began
+            process, status = os.waitpid(running.process, os.WNOHANG)
+            code = os.waitstatus_to_exitcode(status) if process else 0
+            problem = f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}" if code else ""
+            if not process:
+                if seconds < running.seconds:
+                    continue
+                problem = f"ended after {seconds:.0f} s: too slow, or stuck"
+                _kill(running.process)
+            self._running.remove(running)
+            rows, log = _rows(running.folder), (running.folder / "log.txt").read_text(errors="replace")
+            if running.part.name == "machine" and self._forks and problem and not self._dry_run:
+                self.say(f"machine: {problem}; from here on each part imports all by itself")
+                self._forks = False
+                self._waiting.insert(0, running.part)
+                continue
+            with (self._out / "gpu.txt").open("a") as file:
+                file.write(f"===== {running.part.name}\n{log}\n")
+            self._keep(running.part, seconds, rows, problem, log)
+
+    def _keep(self, part: Part, seconds: float, rows: list[dict[str, Any]], problem: str, log: str = "") -> None:
+        passed = not problem and all(row["ok"] for row in rows)
+        self.found.append(
+            {"name": part.name, "ok": passed, "seconds": round(seconds, 1), "problem": problem, "rows": rows}
+        )
+        for line in map(told, rows):
+            self.say(line)
+        if problem and log:
+            print("\n".join(f"        | {line}" for line in log.splitlines()[-LOG_LINES:]))
+        if seconds or problem:
+            self.say(f"{'passed' if passed else 'FAILED'} {part.name} in {seconds:.1f} s {problem}")
+        self._write()
+
+    def _write(self) -> None:
+        facts = {"dry_run": self._dry_run, "seconds": round(time.monotonic() - self._began, 1), "parts": self.found}
+        new = self._out / "gpu.json.new"
+        new.write_text(json.dumps(facts, indent=1) + "\n")
+        new.replace(self._out / "gpu.json")
+
+    def say(self, text: str) -> None:
+        """Print a line with the time since the beginning."""
+        print(f"{time.monotonic() - self._began:6.1f} s  {text}", flush=True)
+
+
+def work(part: Part, folder: Path, shared: Path, *, dry_run: bool) -> int:
+    """Do a part in this process; returns its exit code. What it prints goes to a file."""
+    os.setsid()  # so that it can be ended with all that it has started
+    log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    try:
+        from kit import Kit
+
+        module, function = part.run.split(":")
+        getattr(importlib.import_module(module), function)(Kit(dry_run, folder, shared), **part.arguments)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+def told(row: Mapping[str, Any]) -> str:
+    """A row of figures as a line."""
+    if "omitted" in row:
+        return f"    left out: {row['name']}: {row['omitted']}"
+    shown = [
+        f"{name} {_short(value)}" for name, value in row.items() if name not in ("name", "ok") and _is_short(value)
+    ]
+    return f"  {' ' if row['ok'] else '*'} {row['name']}: {', '.join(shown)}"
+
+
+def _is_short(value: object) -> bool:
+    return not isinstance(value, (list, dict)) and len(str(value)) < 200
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _rows(folder: Path) -> list[dict[str, Any]]:
+    file = folder / "rows.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    rows = []
+    for line in lines:
+        with suppress(ValueError):  # a process that was killed may have written half of its last one
+            rows.append(json.loads(line))
+    return rows
+
+
+def _kill(process: int) -> None:
+    for end in (os.killpg, os.kill):  # before it has a group of its own, itself
+        with suppress(ProcessLookupError, PermissionError):
+            end(process, signal.SIGKILL)
+    with suppress(ChildProcessError):
+        os.waitpid(process, 0)
+
+
+def chosen(parts: Sequence[Part], words: Sequence[str]) -> Iterator[Part]:
+    """The first part, those whose names begin with one of `words`, and those they need; all without any."""
+    wanted = {part.name for part in parts if not words or any(part.name.startswith(word) for word in words)}
+    wanted.add(parts[0].name)  # which names the machine
+    for part in reversed(parts):
+        wanted |= set(part.needs) if part.name in wanted else set()
+    return (part for part in parts if part.name in wanted)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("gpu_check"), help="folder of the results")
+    parser.add_argument("--seconds", type=float, default=570, help="time for all parts together")
+    parser.add_argument("--only", action="append", default=[], metavar="WORD", help="parts whose names begin so")
+    parser.add_argument("--dry-run", action="store_true", help="try all on a CPU, with tiny models")
+    parser.add_argument("--spawn", action="store_true", help="start an interpreter for each part, where forks fail")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--shared", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.part:
+        part = next(part for part in PARTS if part.name == options.part)
+        return work(part, options.folder, options.shared, dry_run=options.dry_run)
+    check = Check(
+        [*chosen(PARTS, options.only)], options.out, options.seconds, dry_run=options.dry_run, forks=not options.spawn
+    )
+    if not options.spawn:
+        # A GPU must not be touched before a fork, as DeepSpeed may when it is imported.
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+        modules = ["kit", "ds_encdec.build"]
+        if options.dry_run:
+            os.environ["DS_ACCELERATOR"] = "cpu"
+            modules.append("deepspeed")
+        for module in modules:
+            importlib.import_module(module)
+        check.say("imported")
+    passed = check.run()
+    failed = [part["name"] for part in check.found if not part["ok"]]
+    check.say(f"{len(check.found) - len(failed)} of {len(check.found)} parts passed; {options.out / 'gpu.json'}")
+    for name in failed:
+        print(f"  failed: {name}")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,327 @@
+"""Parts that measure: the machine, a step's speed and where its time goes, memory, and what empty segments cost."""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from importlib import metadata
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from kit import Kit, job_of, make_engine, run_config, web_like_batches
+from settings import SPEED_SETTINGS
+from torch import Tensor
+from torch.nn.attention import varlen
+
+from ds_encdec.engine.protocol import Engine
+from ds_encdec.gpus import peak_flops
+from ds_encdec.launch.process_group import init_process_group, shutdown
+from ds_encdec.launch.world import discover
+from ds_encdec.memory.estimate import estimate
+from ds_encdec.model.parameter_count import count_parameters, training_flops
+from ds_encdec.types import Batch
+
+PACKAGES = ("torch", "triton", "deepspeed", "transformers", "flash_attn", "flash_attn_interface", "liger-kernel")
+ACCUMULATION = 4  # micro-batches of a measured step
+DRY_ACCUMULATION = 2
+SHIPPED_ACCUMULATION = 64  # those of ds_configs/qwen3_0.6b_ul2_1gpu.yaml, whose speed is computed
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense")
+GIB = 2**30
+
+
+def machine(kit: Kit) -> None:
+    """Name the device and the packages, and measure what the estimate assumes, and the device's own speed."""
+    versions = {name: _version(name) for name in PACKAGES}
+    kit.row("versions", python=platform.python_version(), cores=os.cpu_count(), **versions)
+    if kit.device.type != "cuda":
+        kit.omit("device", "there is no GPU: its context, NCCL's buffers and its peak speed are not measured")
+        return
+    torch.cuda.init()
+    torch.ones(1, device=kit.device)
+    properties = torch.cuda.get_device_properties(kit.device)
+    capability = ".".join(map(str, torch.cuda.get_device_capability(kit.device)))
+    kit.row("device", device=properties.name, capability=capability, memory_gib=properties.total_memory / GIB)
+    kit.row("rates", bf16_tflops=_product_rate(kit) / 1e12, copy_tb_per_s=_copy_rate(kit) / 1e12)
+    context = _beside_allocator()
+    kit.row("context", context_gib=context / GIB, holds="driver, kernels and cuBLAS workspaces")
+    init_process_group(discover(os.environ), kit.device, timedelta(minutes=1), "fsdp")
+    buffer = torch.ones(50_000_000, device=kit.device)
+    dist.all_reduce(buffer)
+    nccl = _beside_allocator() - context
+    kit.row("nccl", nccl_gib=nccl / GIB, ranks=1, note="with one rank a lower bound: channels to others have buffers")
+    shutdown()
+
+
+def _product_rate(kit: Kit) -> float:
+    """Operations per second of a large product in bf16, on random data: zeros would be faster."""
+    left = torch.randn(8192, 8192, device=kit.device, dtype=torch.bfloat16)
+    right = torch.randn_like(left)
+    return 2 * 8192**3 / _seconds(kit, lambda: torch.mm(left, right))
+
+
+def _copy_rate(kit: Kit) -> float:
+    """Bytes read and written per second by a copy of 4 GiB."""
+    source = torch.randn(2**30, device=kit.device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _seconds(kit, lambda: target.copy_(source))
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _beside_allocator() -> int:
+    """Bytes of the device that are taken, but not by torch's allocator; nobody else may be using it."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
+def _seconds(kit: Kit, action: Callable[[], Any], times: int = 10) -> float:
+    """The median of what one call takes on the device, after three that warm it up."""
+    taken = []
+    for number in range(times + 3):
+        kit.wait()
+        begin = time.perf_counter()
+        action()
+        kit.wait()
+        if number >= 3:
+            taken.append(time.perf_counter() - begin)
+    return statistics.median(taken)
+
+
+def speed(kit: Kit, setting: str) -> None:
+    """Tokens per second, MFU and memory of steps of the 1.04 B model, and a profile of one."""
+    row, accumulation = SPEED_SETTINGS[setting], DRY_ACCUMULATION if kit.dry_run else ACCUMULATION
+    training = {
+        "per_device_train_batch_size": 1 if kit.dry_run else row.micro_batch,
+        "gradient_accumulation_steps": accumulation,
+        "activation_checkpointing": row.checkpointing,
+        "torch_compile": row.compiled,
+    }
+    data = {"max_seq_length": 512, "max_encoder_length": 256, "max_decoder_length": 128} if kit.dry_run else {}
+    config = run_config(kit, kit.sizes, training=training, infra=row.infra, data=data)
+    batches, ratio = web_like_batches(config, kit.sizes["vocab_size"], 2 * accumulation)
+    begin = time.perf_counter()
+    engine, model = make_engine(kit, config, accumulation)
+    kit.wait()
+    built = time.perf_counter() - begin
+    _forget_peak(kit)
+    on_device = [batch.to(kit.device) for batch in batches]
+    steps = cycle([on_device[:accumulation], on_device[accumulation:]])
+    first = _run(kit, engine, [next(steps)])
+    count = 1 if kit.dry_run else min(10, max(3, round(6 / _run(kit, engine, [next(steps)]))))
+    measured = [next(steps) for _ in range(count)]
+    seconds = _run(kit, engine, measured) / count
+    tokens = sum(_tokens(batch) for step in measured for batch in step) / count
+    flops = sum(training_flops(model, one.encoder_lengths, one.decoder_lengths) for step in measured for one in step)
+    parts = _timed_step(kit, engine, next(steps))
+    expected = estimate(job_of(kit, config, model, accumulation, ratio))
+    kit.row(
+        setting,
+        tokens_per_second=tokens / seconds,
+        mfu=_mfu(kit, flops / count / seconds),
+        step_ms=1e3 * seconds,
+        steps=count,
+        **parts,
+        tokens_per_second_at_64=_at_shipped(tokens / accumulation, parts),
+        first_step_s=first,
+        built_s=built,
+        parameters=count_parameters(model),
+        documents=statistics.mean(len(batch.documents) for batch in batches),
+        tokens_a_micro_batch=tokens / accumulation,
+        **_memory(kit, expected.peak.total - expected.peak.framework),
+    )
+    _profile(kit, engine, next(steps)[:1], setting)
+
+
+def _run(kit: Kit, engine: Engine, steps: Sequence[Sequence[Batch]]) -> float:
+    """Seconds that `steps` take; the host may run ahead from step to step."""
+    kit.wait()
+    begin = time.perf_counter()
+    for batches in steps:
+        _step(engine, batches)
+    kit.wait()
+    return time.perf_counter() - begin
+
+
+def _tokens(batch: Batch) -> int:
+    return batch.encoder_tokens + batch.target_tokens
+
+
+def _step(engine: Engine, batches: Sequence[Batch]) -> None:
+    target_tokens = sum(batch.target_tokens for batch in batches)
+    for number, batch in enumerate(batches, start=1):
+        loss = engine.forward(batch)
+        engine.backward(loss, target_tokens=target_tokens, last=number == len(batches))
+    engine.step()
+
+
+def _timed_step(kit: Kit, engine: Engine, batches: Sequence[Batch]) -> dict[str, float]:
+    """Milliseconds of a micro-batch but the first and of the optimizer's step, waiting for the device after each."""
+    target_tokens, times = sum(batch.target_tokens for batch in batches), []
+    for number, batch in enumerate(batches, start=1):
+        kit.wait()
+        begin = time.perf_counter()
+        engine.backward(engine.forward(batch), target_tokens=target_tokens, last=number == len(batches))
+        kit.wait()
+        times.append(time.perf_counter() - begin)
+    begin = time.perf_counter()
+    engine.step()
+    kit.wait()
+    # The last one also reduces gradients: that is the step's, as its beginning is.
+    micro_batch = statistics.median(times[:-1])
+    return {
+        "micro_batch_ms": 1e3 * micro_batch,
+        "update_ms": 1e3 * (time.perf_counter() - begin + max(0.0, times[-1] - micro_batch)),
+    }
+
+
+def _at_shipped(tokens: float, parts: dict[str, float]) -> float:
+    """Tokens per second of steps of as many micro-batches as the shipped configuration has, computed from the parts.
+
+    `tokens`: of a micro-batch.
+    """
+    seconds = (SHIPPED_ACCUMULATION * parts["micro_batch_ms"] + parts["update_ms"]) / 1e3
+    return tokens * SHIPPED_ACCUMULATION / seconds
+
+
+def _mfu(kit: Kit, flops_per_second: float) -> float | None:
+    peak = peak_flops(torch.cuda.get_device_name()) if kit.device.type == "cuda" else None
+    return None if peak is None else flops_per_second / peak
+
+
+def _forget_peak(kit: Kit) -> None:
+    if kit.device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _memory(kit: Kit, estimated: float) -> dict[str, float | None]:
+    """The peak of the steps so far beside the estimate of it, without what is beside tensors; nothing on a CPU."""
+    if kit.device.type != "cuda":
+        return {"estimated_gib": estimated / GIB}
+    allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    free, total = torch.cuda.mem_get_info()
+    return {
+        "estimated_gib": estimated / GIB,
+        "allocated_gib": allocated / GIB,
+        "reserved_gib": reserved / GIB,
+        "estimated_over_allocated": estimated / allocated,
+        "fragmentation": reserved / allocated - 1,
+        "beside_allocator_gib": (total - free - torch.cuda.memory_reserved()) / GIB,
+    }
+
+
+def _profile(kit: Kit, engine: Engine, batches: Sequence[Batch], setting: str) -> None:
+    """The kernels of a step of one micro-batch, how busy they keep the device, and where the host waits for it."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    on_gpu = kit.device.type == "cuda"
+    if on_gpu:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    kit.wait()
+    with torch.profiler.profile(activities=activities) as profile:
+        begin = time.perf_counter()
+        _step(engine, batches)
+        host = time.perf_counter() - begin
+        kit.wait()
+        seconds = time.perf_counter() - begin
+    averages = profile.key_averages()
+    device = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
+    mine = [event for event in averages if event.device_type == device]
+    taken = {event.key: (event.self_device_time_total if on_gpu else event.self_cpu_time_total) for event in mine}
+    counts = {event.key: event.count for event in averages}
+    kit.row(
+        f"profile of {setting}",
+        step_ms=1e3 * seconds,
+        host_ms=1e3 * host,
+        kernels=sum(event.count for event in mine),
+        busy=sum(taken.values()) / 1e6 / seconds,
+        waits=sum(counts.get(name, 0) for name in WAITS),
+        host_waits={name: counts[name] for name in WAITS if name in counts},
+        top=[
+            {"kernel": name, "ms": taken[name] / 1e3, "count": counts[name]}
+            for name in sorted(taken, key=lambda name: -taken[name])[:25]
+        ],
+    )
+
+
+# Engine, stage, offload of the optimizer, offload of parameters.
+_MEMORY_SHARDINGS = (
+    ("deepspeed", "zero1", "none", "none"),
+    ("deepspeed", "zero2", "none", "none"),
+    ("deepspeed", "zero3", "none", "none"),
+    ("deepspeed", "zero3", "cpu", "none"),
+    ("fsdp", "zero2", "none", "none"),
+    ("fsdp", "zero3", "none", "none"),
+)
+_WIDE = {"vocab_size": 151_936, "hidden_size": 1024, "num_hidden_layers": 4, "intermediate_size": 3072}
+
+
+def memory(kit: Kit) -> None:
+    """The estimate against the allocator for twelve settings: engines, recomputation, and two sizes of model."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+    import memory as bench  # the benchmark of the estimate; measures by the allocator on a GPU
+
+    bench.MODELS["wide"] = _WIDE
+    world = discover(os.environ)
+    init_process_group(world, kit.device, timedelta(minutes=2), "deepspeed")
+    models, shardings = ("large", "wide"), _MEMORY_SHARDINGS
+    if kit.dry_run:
+        kit.omit("other settings", "scripts/bench/memory.py has them on a CPU")
+        models, shardings = ("small",), _MEMORY_SHARDINGS[-2:-1]
+    for number, sharding in enumerate(shardings):
+        for checkpointing, model in zip(("none", "full"), models[:: 1 - 2 * (number % 2)], strict=not kit.dry_run):
+            row = bench.Row(*sharding, "bf16", checkpointing, model, 1 if kit.dry_run else 8, 2)
+            found = bench.measure(row, world, kit.device)
+            kit.row(
+                found["row"],
+                ok=found["within"],
+                estimated_mib=found["estimated"] / 2**20,
+                measured_mib=found["measured"] / 2**20,
+                ratio=found["ratio"],
+                moment=found["moment"],
+                phases=found["phases"],
+                peak=found["peak"],
+            )
+    shutdown()
+
+
+def segments(kit: Kit) -> None:
+    """Time of torch's varlen attention, forward and backward, with as many empty segments as there may be, and few."""
+    if kit.device.type != "cuda":
+        kit.omit("empty segments", "there is no flash kernel on a CPU")
+        return
+    config = run_config(kit, kit.sizes)
+    (batch,), _ = web_like_batches(config, kit.sizes["vocab_size"], 1)
+    tokens, documents = len(batch.encoder_ids), len(batch.documents)
+    q, k, v = (torch.randn(tokens, 16, 128, device=kit.device, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    boundaries = [0, *torch.tensor(batch.encoder_lengths).cumsum(0).tolist()]
+    longest = max(*batch.encoder_lengths, tokens - boundaries[-1])
+    for count in (documents + 1, 32 * -(-(documents + 1) // 32), 513):
+        cu = torch.tensor([*boundaries, *[tokens] * (count - documents)], dtype=torch.int32, device=kit.device)
+
+        def both(cu: Tensor = cu) -> None:
+            out: Any = varlen.varlen_attn(q, k, v, cu, cu, longest, longest)
+            out.backward(out.detach())
+
+        def forward(cu: Tensor = cu) -> None:
+            with torch.no_grad():
+                varlen.varlen_attn(q, k, v, cu, cu, longest, longest)
+
+        milliseconds = {"forward_ms": 1e3 * _seconds(kit, forward, 20), "both_ms": 1e3 * _seconds(kit, both, 20)}
+        kit.row(f"{count} segments", documents=documents, boundaries=count + 1, longest=longest, **milliseconds)

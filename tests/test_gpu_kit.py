@@ -1,0 +1,165 @@
+"""The GPU kit: what happens to parts that fail, and what follows from its figures. CI makes its dry run besides."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CHANGED = ("BENCHMARKS.md", "docs/memory.md", "ds_encdec/memory/estimate.py")
+
+PARTS = """
+import os, signal, time
+def fine(kit): kit.row("a figure", value=2.5)
+def wrong(kit): kit.row("a figure", ok=False, value=3.5)
+def raises(kit):
+    kit.row("before", value=1)
+    raise RuntimeError("no such kernel")
+def killed(kit): os.kill(os.getpid(), signal.SIGSEGV)
+def hangs(kit):
+    if os.fork() == 0: time.sleep(3600)
+    time.sleep(3600)
+def reads(kit): kit.row("read", value=(kit.shared / "left").read_text())
+def leaves(kit): (kit.shared / "left").write_text("there")
+"""
+RUN = """
+import sys
+from pathlib import Path
+import kit
+from check import Check, Part
+names = ["leaves", "fine", "wrong", "raises", "killed", "hangs"]
+parts = [Part(name, f"some_parts:{name}", 3 if name == "hangs" else 300, alone=name == "fine") for name in names]
+parts.append(Part("reads", "some_parts:reads", 300, needs=("leaves", "hangs")))
+check = Check(parts, Path("out"), 900, dry_run=False, forks=True)
+print("passed:", check.run())
+Check([Part("late", "some_parts:fine", 60)], Path("late"), 5, dry_run=False).run()
+"""
+
+
+def python(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "scripts" / "gpu", folder)))
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+def test_a_part_that_fails_leaves_the_others_alone(tmp_path: Path) -> None:
+    (tmp_path / "some_parts.py").write_text(PARTS)
+    result = python("-c", RUN, folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "passed: False" in result.stdout
+    assert "RuntimeError: no such kernel" in result.stdout
+    found = {part["name"]: part for part in json.loads((tmp_path / "out" / "gpu.json").read_text())["parts"]}
+    assert {name for name, part in found.items() if part["ok"]} == {"leaves", "fine", "reads"}
+    assert found["fine"]["rows"] == [{"name": "a figure", "ok": True, "value": 2.5}]
+    assert found["raises"]["rows"] == [{"name": "before", "ok": True, "value": 1}]
+    assert found["killed"]["problem"] == "killed by SIGSEGV"
+    assert "too slow, or stuck" in found["hangs"]["problem"]
+    assert "no such kernel" in (tmp_path / "out" / "gpu.txt").read_text()
+    (late,) = json.loads((tmp_path / "late" / "gpu.json").read_text())["parts"]
+    assert (late["ok"], late["problem"]) == (False, "not run: 5 s are left")
+
+
+def facts(**changes: Any) -> dict[str, Any]:
+    """The file of a check that measured two settings."""
+    versions = {"python": "3.12.3", "cores": 16, "torch": "2.11.0", "triton": "3.6.0", "deepspeed": "0.19.8"}
+    machine = [
+        {"name": "versions", "ok": True, **versions},
+        {"name": "device", "ok": True, "device": "NVIDIA H200", "capability": "9.0", "memory_gib": 139.7},
+        {"name": "rates", "ok": True, "bf16_tflops": 788.4, "copy_tb_per_s": 4.3},
+        {"name": "context", "ok": True, "context_gib": 0.44},
+        {"name": "nccl", "ok": True, "nccl_gib": 0.1, "ranks": 1},
+    ]
+    speeds = {"zero2": (81_234.5, 0.015, 0.512), "fsdp2 compiled": (101_234.5, 0.0212, 0.731)}
+    parts = [{"name": "machine", "ok": True, "seconds": 9.0, "problem": "", "rows": machine}]
+    for name, (speed, fragmentation, beside) in speeds.items():
+        row = {
+            "name": name,
+            "ok": True,
+            "tokens_per_second": speed,
+            "mfu": 0.41,
+            "micro_batch_ms": 240.2,
+            "update_ms": 20.1,
+            "tokens_per_second_at_64": speed + 1000,
+            "allocated_gib": 55.5,
+            "estimated_over_allocated": 1.021,
+            "fragmentation": fragmentation,
+            "beside_allocator_gib": beside,
+            "parameters": 1_036_517_376,
+            "documents": 24.5,
+            "tokens_a_micro_batch": 24_100.0,
+        }
+        profile = {
+            "kernels": 4000,
+            "busy": 0.97,
+            "host_ms": 60.0,
+            "waits": 1,
+            "top": [{"kernel": "gemm|a", "ms": 3.0, "count": 7}],
+        }
+        rows = [row, {"name": f"profile of {name}", "ok": True, **profile}]
+        parts.append({"name": f"speed {name}", "ok": True, "seconds": 20.0, "problem": "", "rows": rows})
+    loss = {"name": "bfloat16", "ok": False, "bound": 0.02, "total": 0.5}
+    engine = {"name": "zero1, fp32", "ok": True, "largest_difference": 2e-5, "bound": 1e-3}
+    parts.append({"name": "loss", "ok": False, "seconds": 3.0, "problem": "", "rows": [loss]})
+    parts.append({"name": "engine zero1", "ok": True, "seconds": 3.0, "problem": "", "rows": [engine]})
+    return {"dry_run": False, "seconds": 480.0, "parts": parts, **changes}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A copy of the files that figures change."""
+    for name in CHANGED:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    return tmp_path
+
+
+def reported(root: Path, found: dict[str, Any], *arguments: str) -> subprocess.CompletedProcess[str]:
+    (root / "gpu.json").write_text(json.dumps(found))
+    return python(str(ROOT / "scripts/gpu/report.py"), "gpu.json", "--root", str(root), *arguments, folder=root)
+
+
+def test_the_report_shows_the_figures_and_what_they_change(root: Path) -> None:
+    before = {name: (root / name).read_text() for name in CHANGED}
+    result = reported(root, facts())
+    assert result.returncode == 0, result.stderr
+    assert "| fsdp2 compiled | 101,234 | 41.0% | 240 | 20 | 102,234 | 55.5 | 1.021 |" in result.stdout
+    assert "| `gemm/a` | 3.00 | 7 |" in result.stdout
+    assert "Not passed: loss (bfloat16)." in result.stdout
+    assert "+CUDA_CONTEXT_BYTES = 0.75 * GIB" in result.stdout
+    assert {name: (root / name).read_text() for name in CHANGED} == before
+
+
+def test_the_report_writes_constants_and_pages_once(root: Path) -> None:
+    assert reported(root, facts(), "--write").returncode == 0
+    source = (root / "ds_encdec/memory/estimate.py").read_text()
+    compile(source, "estimate.py", "exec")
+    assert "\nCUDA_CONTEXT_BYTES = 0.75 * GIB\n" in source
+    assert "\nFRAGMENTATION = 0.025\n" in source
+    assert "Measured: 0.73 GiB (NVIDIA H200, torch 2.11.0)." in source
+    assert "\nNCCL_BYTES = 0.6 * GIB\n" in source
+    memory = (root / "docs/memory.md").read_text()
+    assert "| fragmentation of the caching allocator | 2.5% of what is allocated | measured: 2.1%" in memory
+    written = {name: (root / name).read_text() for name in CHANGED}
+    assert written["BENCHMARKS.md"].count("## On a GPU") == 1
+    assert reported(root, facts(), "--write").returncode == 0
+    assert {name: (root / name).read_text() for name in CHANGED} == written
+
+
+def test_nothing_follows_from_a_dry_run(root: Path) -> None:
+    before = {name: (root / name).read_text() for name in CHANGED}
+    result = reported(root, facts(dry_run=True), "--write")
+    assert result.returncode == 2
+    assert "A dry run: nothing follows from it." in result.stdout
+    assert {name: (root / name).read_text() for name in CHANGED} == before
