@@ -59,6 +59,7 @@ from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.recorder import Recorder
 from ds_encdec.monitor.sinks import open_sinks
 from ds_encdec.objectives import OBJECTIVES
+from ds_encdec.profiling import StepProfiler
 from ds_encdec.progress import is_over
 from ds_encdec.resume import (
     RunModel,
@@ -85,12 +86,14 @@ def run_training(
     resume: str | None = None,
     allow_data_change: bool = False,
     callbacks: Sequence[Callback] = (),
+    profile: int = 0,
 ) -> TrainingState:
     """Train as configured, on whatever ranks the environment says this process is one of.
 
     `stop` has been entered; None: signals are answered during the run alone, which needs the main thread. `resume`:
     None, `auto`, or the path of a checkpoint, of whatever engine and number of ranks. `allow_data_change`: go on from
     it although this run reads other data. `callbacks`: besides those of `training.callbacks`, the same on every rank.
+    `profile`: the number of steps to look into (profiling.py).
 
     Raises DsEncDecError subclasses, whose exit codes are also in the run's `run.json`. How the log looks, and whether
     it is seen, is the caller's business: it goes to the loggers of `ds_encdec`.
@@ -100,7 +103,7 @@ def run_training(
         require_packages(config)
     with StopRequest(world) if stop is None else nullcontext(stop) as watch:
         try:
-            return _train_on_ranks(config, world, watch, resume, allow_data_change, callbacks)
+            return _train_on_ranks(config, world, watch, resume, allow_data_change, callbacks, profile)
         except BaseException:
             if world.world_size == 1:  # which waits for nobody, and whose process may train again
                 shutdown()
@@ -114,6 +117,7 @@ def _train_on_ranks(
     resume: str | None,
     allow_data_change: bool,
     callbacks: Sequence[Callback],
+    profile: int,
 ) -> TrainingState:
     if resume is None:  # a batch that the ranks cannot share out is refused before they meet
         with absence_told(world):
@@ -138,11 +142,14 @@ def _train_on_ranks(
         Watchdog(stop, hang_minutes or None, folder, context.collectives),
     ):
         context.collectives.on_rank_zero(lambda: uploads.claim(resume))
-        told = [*callbacks, uploads]
+        profilers = [StepProfiler(profile, folder.profile, world.rank)] if profile else []
+        told = [*callbacks, uploads, *profilers]
         trainer, expected, facts = _wire(config, context, folder, stop, resume, allow_data_change, told)
         begin(**facts)
         state = _train_and_close(trainer, peers, expected)
         trained = state is not trainer.state
+        for profiler in profilers:
+            profiler.finish()
     del trainer
     with stop.heartbeat.busy():  # no step follows, and nobody is stuck
         shutdown()

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_encdec.arguments import Arguments, add, flag, value
+from ds_encdec.arguments import COUNT, Arguments, add, flag, value
 from ds_encdec.config.sagemaker import container_arguments, is_container
 from ds_encdec.launch.absence import RANK_ZERO_SPEAKS_SECONDS, absence_told
 from ds_encdec.launch.world import discover
@@ -43,6 +43,7 @@ ARGUMENTS: Arguments = {
         metavar="auto|PATH",
     ),
     "--allow-data-change": flag("resume although the data is not the checkpoint's"),
+    "--profile": value("profile N steps into RUN/profile", COUNT, metavar="N", default=0),
     "--print-config": flag("print the resolved YAML and stop"),
     "--print-deepspeed-config": flag("print DeepSpeed's JSON and stop"),
     # Launchers add this one; the rank is read from the environment (launch/world.py).
@@ -118,7 +119,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str], *, in_sagemaker: 
                 config = _load(options, overrides)
                 from ds_encdec.build import run_training  # only once the configuration is sound
 
-            run_training(config, stop, resume=options.resume, allow_data_change=options.allow_data_change)
+            go_on = {"resume": options.resume, "allow_data_change": options.allow_data_change}
+            run_training(config, stop, **go_on, profile=options.profile)
         if in_sagemaker and world.is_main:
             from ds_encdec.checkpoint.final_export import hand_over
             from ds_encdec.launch.run_folder import RunFolder

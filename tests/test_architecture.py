@@ -27,7 +27,7 @@ LAYERS = (
     ("phases",),
     ("build",),
     ("trainer",),
-    ("resume", "progress", "auto_batch", "start_banner", "report"),
+    ("resume", "progress", "auto_batch", "start_banner", "report", "profiling"),
     ("checkpoint", "evaluate"),
     ("memory",),
     ("data", "engine", "monitor"),

@@ -10,6 +10,7 @@ OUTPUT_DIR/
   metrics.abandoned.jsonl      the lines that rollbacks took back
   samples.jsonl                texts that the model generated in evaluations, where it was asked to
   ledger.jsonl                 what happened to the run, and what it did about it (monitor/metrics_file.py)
+  profile/                     what `--profile` saw (profiling.py)
   stacks/                      what every rank was doing when the run hung (launch/peers.py)
   run.json                     running | completed | preempted | failed, with reason and exit code
   .run.json.spare              room on the disk for the ending, which is to be told on a full one, too
@@ -66,6 +67,7 @@ class RunFolder:
         self.abandoned_metrics = self.root / "metrics.abandoned.jsonl"
         self.samples = self.root / "samples.jsonl"
         self.events = self.root / "ledger.jsonl"
+        self.profile = self.root / "profile"
         self.stacks = self.root / "stacks"
         self.config_yaml = self.root / "config.yaml"
         self.run_json = self.root / "run.json"

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import psutil
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from ds_encdec.config.schema import MonitorConfig
 from ds_encdec.monitor.metrics import MetricWindow
@@ -63,7 +64,8 @@ class IntervalClock:
             self.lap()
         began, before = time.monotonic(), self._seconds[what]
         try:
-            yield
+            with record_function(f"waits for {what}"):  # so that a profile shows it
+                yield
         finally:
             if self._lap_began > began:  # a lap has ended in between
                 began, before = self._lap_began, 0.0

@@ -55,7 +55,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cwd = tmp_path_factory.mktemp("elsewhere")
     (cwd / "counts.py").write_text(CALLBACK)
     settings = in_float32(cwd / "run", training__callbacks="[counts:Counts]")
-    result = run([*launcher("deepspeed"), "--config", QUICKSTART, *settings], cwd)
+    result = run([*launcher("deepspeed"), "--config", QUICKSTART, "--profile", "2", *settings], cwd)
     assert result.returncode == 0, result.stdout
     return cwd / "run"
 
@@ -84,6 +84,19 @@ def test_a_run_leaves_what_the_readme_promises(finished: Path) -> None:
     events = EventAccumulator(str(next((finished / "logs" / "tensorboard").glob("events*")).parent))
     events.Reload()
     assert [event.step for event in events.Scalars("train/loss")] == [2, 4, 6]
+
+
+def test_a_profile_is_of_every_rank(finished: Path) -> None:
+    for rank in (0, 1):
+        found = json.loads((finished / "profile" / f"rank-{rank}.json").read_text())
+        assert (found["rank"], found["first_step"], found["last_step"]) == (rank, 4, 5)
+        assert 0 < found["communication_share"] < 1
+        assert 0 < found["data_wait_share"] < 1
+        assert "aten::mm" in {row["name"] for row in found["operators"]}
+        trace = json.loads((finished / "profile" / f"trace-rank-{rank}.json").read_text())
+        names = {event.get("name", "") for event in trace["traceEvents"]}
+        assert {"waits for data", "c10d::allreduce_"} <= names
+        assert "aten::mm" in (finished / "profile" / f"rank-{rank}.txt").read_text()
 
 
 def test_zero_to_fp32_equals_the_export(finished: Path, tmp_path: Path) -> None:

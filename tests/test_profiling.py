@@ -1,0 +1,50 @@
+"""`--profile`: which steps it looks into, and what it makes of what it sees. Whole runs: tests/launch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import record_function
+
+from ds_encdec.profiling import WARM_UP_STEPS, StepProfiler, _covered_us
+from ds_encdec.types import StepResult, TrainingState
+
+
+def run(steps: int, profiler: StepProfiler) -> None:
+    """A run of so many steps: in each a wait, three products, and a number that is read."""
+    matrix = torch.ones(8, 8)
+    for step in range(1, steps + 1):
+        with record_function("waits for data"):
+            pass
+        (matrix @ matrix @ matrix @ matrix).sum().item()
+        state, result = TrainingState(global_step=100 + step), StepResult(True, torch.ones(()), 1.0)
+        profiler.after_step(state, result)
+    profiler.finish()
+
+
+@pytest.mark.parametrize(("steps_of_the_run", "last"), [(WARM_UP_STEPS + 6, 2), (WARM_UP_STEPS + 1, 1)])
+def test_as_many_steps_as_asked_for_or_as_there_are(tmp_path: Path, steps_of_the_run: int, last: int) -> None:
+    run(steps_of_the_run, StepProfiler(2, tmp_path / "profile", rank=3))
+    found = json.loads((tmp_path / "profile" / "rank-3.json").read_text())
+    assert (found["first_step"], found["last_step"]) == (101 + WARM_UP_STEPS, 100 + WARM_UP_STEPS + last)
+    calls = {row["name"]: row["calls"] for row in found["operators"]}
+    assert calls["aten::mm"] == 3
+    assert found["host_waits"] == {"aten::_local_scalar_dense": 1}
+    assert 0 < found["data_wait_share"] < 1
+    assert found["communication_share"] == 0
+    assert "aten::mm" in (tmp_path / "profile" / "rank-3.txt").read_text()
+    assert json.loads((tmp_path / "profile" / "trace-rank-3.json").read_text())["traceEvents"]
+
+
+def test_a_run_without_steps_behind_the_warm_up_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run(WARM_UP_STEPS, StepProfiler(2, tmp_path / "profile", rank=0))
+    assert "there is none" in caplog.text
+    assert not (tmp_path / "profile").exists()
+
+
+def test_time_counts_once() -> None:
+    assert _covered_us([(5, 6), (0, 4), (1, 2), (3, 4.5)]) == 5.5
+    assert _covered_us([]) == 0
