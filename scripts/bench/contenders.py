@@ -1,0 +1,380 @@
+"""The contenders of train_step.py, a function each: the same model trained on the same examples by other loops.
+
+    python scripts/bench/contenders.py hf_deepspeed_zero3 '{"documents": "equal"}'     (then a number of steps a line)
+
+All start from the same weights, use AdamW in float32 on master weights with bf16 layers, the same rates, and gradients
+clipped at 1. Ours is the product itself, `run_training`, only that its loader hands out the given examples; those of
+the others are handed out ready as well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from turns import ROOT, Turns
+
+from ds_encdec.config.schema import FullConfig, load_config
+from ds_encdec.data.budgets import Budgets
+from ds_encdec.data.chunks import Chunker
+from ds_encdec.data.loader import collate
+from ds_encdec.data.packing import Packer, Waiting
+from ds_encdec.engine.ds_json import render_deepspeed_json
+from ds_encdec.engine.sharded_engine import packed_forward
+from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
+from ds_encdec.model.weights import random_weights
+from ds_encdec.optim import lr_lambda, parameter_groups
+from ds_encdec.tokenizer.sentinels import Vocabulary
+from ds_encdec.types import IGNORE_INDEX, Batch, Example
+
+SENTINELS = 32
+MICRO_BATCHES = 4096
+"""As many as any contender takes; the stream of the web-like documents ends there."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One comparison. `documents`: `equal`, each example as long as it may be, or `web`, of log-normal lengths.
+
+    A micro-batch is `batch` examples of the greatest lengths, or as many tokens; one micro-batch of each rank a step.
+    """
+
+    documents: str = "equal"
+    ranks: int = 1
+    hidden: int = 256
+    layers: int = 4
+    vocab: int = 8192
+    encoder_length: int = 512
+    decoder_length: int = 256
+    batch: int = 2
+    median_tokens: int = 80
+
+    def config(self, *changes: str) -> FullConfig:
+        """The configuration of our run, of which the others take the sizes, the rates and DeepSpeed's JSON."""
+        heads = max(2, self.hidden // 64)
+        return load_config(
+            ROOT / "ds_configs" / "quickstart.yaml",
+            [
+                f"model.architecture.vocab_size={self.vocab}",
+                f"model.architecture.hidden_size={self.hidden}",
+                f"model.architecture.intermediate_size={3 * self.hidden}",
+                f"model.architecture.num_hidden_layers={self.layers}",
+                f"model.architecture.num_attention_heads={heads}",
+                f"model.architecture.num_key_value_heads={heads // 2}",
+                f"model.architecture.head_dim={self.hidden // heads}",
+                f"data.max_seq_length={self.encoder_length}",
+                f"data.max_encoder_length={self.encoder_length}",
+                f"data.max_decoder_length={self.decoder_length}",
+                f"data.num_lanes={self.ranks}",
+                "data.preprocessing_num_workers=0",
+                "data.eval_fraction=0",
+                f"training.per_device_train_batch_size={self.batch}",
+                "training.learning_rate=3e-4",
+                "training.lr_scheduler_type=WarmupLR",
+                "training.warmup_steps=2",
+                "training.weight_decay=0",
+                "training.num_train_steps=1000000",
+                "training.save_steps=1000000",
+                "training.eval_samples=0",
+                "training.activation_checkpointing=none",
+                "training.report_to=[]",
+                "infra.device=cpu",
+                f"infra.num_gpus={self.ranks}",
+                *changes,
+            ],
+        )
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """Sentinels at the end of the vocabulary, the end and padding before them."""
+        first = self.vocab - SENTINELS
+        return Vocabulary(tuple(range(first, self.vocab)), first - 1, first - 2, (), self.vocab)
+
+    @property
+    def budgets(self) -> Budgets:
+        """Of one micro-batch."""
+        return Budgets(self.batch * self.encoder_length, self.batch * self.decoder_length, 512)
+
+    def examples(self) -> Iterator[Example]:
+        """The stream of examples, of random ids; the same in every process."""
+        draw = np.random.default_rng(0)
+        ids = partial(draw.integers, 2, self.vocab - SENTINELS - 2, dtype=np.int32)
+        if self.documents == "equal":
+            while True:
+                yield Example(ids(size=self.encoder_length), ids(size=self.decoder_length), "R1", "")
+        chunker = Chunker.from_config(self.config().data, 0, self.vocabulary)
+        while True:
+            length = max(8, int(self.median_tokens * np.exp(draw.normal())))
+            tokens = ids(size=length)
+            for chunk in chunker.chunks(length, str(draw.integers(2**60)), 0):
+                yield chunker.example(chunk, tokens, "")
+
+    def micro_batches(self) -> Iterator[list[Example]]:
+        """The stream packed into micro-batches."""
+        packer: Packer[Example] = Packer(self.budgets, pool_examples=64, max_wait_batches=32)
+        arrivals = (Waiting(one, len(one.encoder_ids), len(one.decoder_ids)) for one in self.examples())
+        while True:
+            yield packer.pack(arrivals)
+
+    @cached_property
+    def examples_per_batch(self) -> int:
+        """Examples in our micro-batch, on average: the others get as many, and so as many tokens."""
+        first = list(islice(self.micro_batches(), 50))
+        return round(sum(map(len, first)) / len(first))
+
+    def model_config(self) -> Qwen3Seq2SeqConfig:
+        """The sizes, as our run has them."""
+        architecture = self.config().model.architecture
+        assert architecture is not None
+        sizes = architecture.model_dump(exclude_none=True) | {"vocab_size": self.vocab}
+        known = {name: value for name, value in sizes.items() if name in Qwen3Seq2SeqConfig().to_dict()}
+        special = {"pad_token_id": self.vocabulary.pad_id, "eos_token_id": self.vocabulary.eos_id}
+        return Qwen3Seq2SeqConfig(**known, **special, decoder_start_token_id=self.vocabulary.pad_id)
+
+    def model(self, dtype: torch.dtype = torch.float32) -> Qwen3ForSeq2SeqLM:
+        """The model with the weights that every contender begins with."""
+        model = Qwen3ForSeq2SeqLM(self.model_config())
+        weights = random_weights(model.config, self.config().training.seed)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(weights(name))
+        return model.to(dtype).train()
+
+
+def tokens_of(examples: Sequence[Example]) -> int:
+    return sum(len(one.encoder_ids) + len(one.decoder_ids) for one in examples)
+
+
+# Ours.
+
+
+def ours(job: Job, turns: Turns, *changes: str) -> None:
+    """`run_training` with another loader."""
+    import dataclasses
+
+    from ds_encdec import build
+    from ds_encdec.callbacks import Callback
+    from ds_encdec.data.loader import LaneLoader
+    from ds_encdec.engine.sharded_engine import ShardedEngine
+
+    rank = int(os.environ["RANK"])
+    losses: list[tuple[Tensor, int]] = []
+    real_forward, real_data = ShardedEngine.forward, build.build_data
+
+    class Given(LaneLoader):
+        """Hands out the job's micro-batches of this rank instead of its pipeline's."""
+
+        batches = islice(job.micro_batches(), rank, None, job.ranks)
+
+        def __next__(self) -> list[Batch]:
+            return [collate(next(self.batches), job.budgets, job.vocabulary.pad_id)]
+
+    def forward(engine: ShardedEngine, batch: Batch) -> Any:
+        loss = real_forward(engine, batch)
+        tokens = batch.target_tokens
+        losses.append((loss.total.detach() / tokens, batch.encoder_tokens + tokens))
+        return loss
+
+    def build_data(*arguments: Any, **options: Any) -> Any:
+        data = real_data(*arguments, **options)
+        return dataclasses.replace(data, loader=Given(data.pipeline, rank=rank, world_size=job.ranks, num_workers=0))
+
+    class Told(Callback):
+        def after_step(self, *_: Any) -> None:
+            turns.after_step(*losses.pop())
+
+    ShardedEngine.forward, build.build_data = forward, build_data  # type: ignore[method-assign]
+    turns.wait()
+    build.run_training(job.config(f"infra.output_dir={_shared_folder()}", *changes), callbacks=[Told()])
+
+
+def _shared_folder() -> Path:
+    """A folder that all ranks of a contender find, which have a port in common. The bench removes what it lies in."""
+    return Path(tempfile.gettempdir()) / f"run-{os.environ['MASTER_PORT']}"
+
+
+def bare(job: Job, turns: Turns) -> None:
+    """The model's packed form in the shortest loop: fused AdamW on float32 copies of the bf16 weights."""
+    model, training = job.model(torch.bfloat16), job.config().training
+    groups = parameter_groups(model, training.weight_decay)
+    pairs = []
+    for group in groups:
+        masters = [parameter.detach().float() for parameter in group["params"]]
+        pairs += zip(group["params"], masters, strict=True)
+        group["params"] = masters
+    optimizer = torch.optim.AdamW(groups, lr=1.0, fused=True)
+    turns.wait()
+    for number, examples in enumerate(job.micro_batches()):
+        batch = collate(examples, job.budgets, job.vocabulary.pad_id)
+        loss = packed_forward(model, batch).total / batch.target_tokens
+        loss.backward()
+        for parameter, master in pairs:
+            assert parameter.grad is not None
+            master.grad, parameter.grad = parameter.grad.float(), None
+        torch.nn.utils.clip_grad_norm_([master for _, master in pairs], training.max_grad_norm, foreach=True)
+        for group in optimizer.param_groups:
+            group["lr"] = training.learning_rate * lr_lambda(number, training)
+        optimizer.step()
+        with torch.no_grad():
+            for parameter, master in pairs:
+                parameter.copy_(master)
+        turns.after_step(loss.detach(), tokens_of(examples))
+
+
+# Peers. They pad.
+
+
+class Examples(Dataset):
+    """The stream's examples, as a list, in Hugging Face's words."""
+
+    def __init__(self, job: Job, count: int) -> None:
+        self._examples = list(islice(job.examples(), count))
+
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        one = self._examples[index]
+        return {"input_ids": one.encoder_ids, "labels": one.decoder_ids}
+
+
+def padded(rows: Sequence[dict[str, Any]], pad_id: int) -> dict[str, Tensor]:
+    """Rows padded to the longest of each side; a mask only where something is padded."""
+    ids, labels = (
+        torch.nn.utils.rnn.pad_sequence(
+            [torch.from_numpy(row[name]).long() for row in rows], batch_first=True, padding_value=fill
+        )
+        for name, fill in (("input_ids", pad_id), ("labels", IGNORE_INDEX))
+    )
+    lengths = torch.tensor([len(row["input_ids"]) for row in rows])
+    valid = torch.arange(ids.shape[1]) < lengths[:, None]
+    mask = {} if bool(valid.all()) else {"attention_mask": valid.long()}
+    return {"input_ids": ids, "labels": labels, **mask}
+
+
+def real_tokens(batch: dict[str, Tensor]) -> int:
+    """Tokens that are no padding."""
+    encoder = batch["attention_mask"].sum() if "attention_mask" in batch else batch["input_ids"].numel()
+    return int(encoder + (batch["labels"] != IGNORE_INDEX).sum())
+
+
+def hugging_face(job: Job, turns: Turns, *changes: str, sampling: str = "sequential") -> None:
+    """Hugging Face's Trainer with DeepSpeed, by the JSON of our run with these `changes`."""
+    import deepspeed
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled for minutes, and unused on one host
+    config = job.config(*changes)
+    rendered = render_deepspeed_json(config, world_size=job.ranks, gradient_accumulation_steps=1, device="cpu")
+    size = job.examples_per_batch
+    rendered |= {"train_micro_batch_size_per_gpu": size, "train_batch_size": size * job.ranks}
+    seen: list[tuple[Tensor, int]] = []
+
+    class Told(Trainer):
+        def training_step(self, model: Any, inputs: Any, *arguments: Any, **options: Any) -> Tensor:
+            tokens = real_tokens(inputs)
+            loss = super().training_step(model, inputs, *arguments, **options)
+            seen.append((loss.detach(), tokens))
+            return loss
+
+    class Wait(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            turns.wait()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            turns.after_step(*seen.pop())
+
+    training = config.training
+    arguments = TrainingArguments(
+        output_dir=str(_shared_folder()),
+        per_device_train_batch_size=size,
+        max_steps=1_000_000,
+        learning_rate=training.learning_rate,
+        weight_decay=training.weight_decay,
+        max_grad_norm=training.max_grad_norm,
+        warmup_steps=training.warmup_steps,
+        adam_beta1=training.adam_beta1,
+        adam_beta2=training.adam_beta2,
+        adam_epsilon=training.adam_epsilon,
+        bf16=True,
+        use_cpu=True,
+        deepspeed=rendered,
+        train_sampling_strategy=sampling,
+        logging_steps=10,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    rows = Examples(job, MICRO_BATCHES)
+    collator = partial(padded, pad_id=job.vocabulary.pad_id)
+    Told(job.model(), arguments, collator, rows, callbacks=[Wait()]).train()
+
+
+def accelerate_fsdp2(job: Job, turns: Turns) -> None:
+    """Accelerate's loop with FSDP2, as its documentation has it."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.utils.data import DataLoader
+
+    training, size = job.config().training, job.examples_per_batch
+    os.environ["ACCELERATE_USE_FSDP"] = "true"
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    layers = ["Qwen3EncoderLayer", "Qwen3DecoderLayer"]
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        reshard_after_forward=True,
+        mixed_precision_policy=mixed,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=layers,
+    )
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", fsdp_plugin=plugin)
+    model = job.model()
+    optimizer: Any = torch.optim.AdamW(parameter_groups(model, training.weight_decay), lr=1.0, fused=True)
+    collator = partial(padded, pad_id=job.vocabulary.pad_id)
+    loader: Any = DataLoader(Examples(job, MICRO_BATCHES), size, collate_fn=collator)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    turns.wait()
+    for number, batch in enumerate(row for _ in iter(int, 1) for row in loader):
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), training.max_grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = training.learning_rate * lr_lambda(number, training)
+        optimizer.step()
+        optimizer.zero_grad()
+        turns.after_step(loss.detach(), real_tokens(batch))
+
+
+ZERO1 = ("infra.sharding_stage=zero1", "infra.offload_optimizer=none")
+ZERO3 = ("infra.sharding_stage=zero3", "infra.offload_optimizer=cpu")
+FSDP2 = ("infra.distributed_type=fsdp", "infra.sharding_stage=zero3", "infra.offload_optimizer=none")
+
+CONTENDERS: dict[str, Callable[[Job, Turns], None]] = {
+    "ours_zero3_offload": lambda job, turns: ours(job, turns, *ZERO3),
+    "ours_zero1": lambda job, turns: ours(job, turns, *ZERO1),
+    "ours_fsdp2": lambda job, turns: ours(job, turns, *FSDP2),
+    "hf_zero3_offload": lambda job, turns: hugging_face(job, turns, *ZERO3),
+    "hf_zero3_offload_grouped": lambda job, turns: hugging_face(job, turns, *ZERO3, sampling="group_by_length"),
+    "hf_zero1": lambda job, turns: hugging_face(job, turns, *ZERO1),
+    "accelerate_fsdp2": accelerate_fsdp2,
+    "bare_loop": bare,
+}
+
+
+if __name__ == "__main__":
+    CONTENDERS[sys.argv[1]](Job(**json.loads(sys.argv[2])), Turns())

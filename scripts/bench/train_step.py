@@ -1,0 +1,127 @@
+"""A training step of ours beside those of others: tokens a second of CPU, and the first losses.
+
+    python scripts/bench/train_step.py                         equal work: every example 512 + 256 tokens, no padding
+    python scripts/bench/train_step.py --documents web         log-normal documents, median 80 tokens, at most 512 + 256
+    python scripts/bench/train_step.py --ranks 2 --only ours_zero1 hf_zero1 --json rows.json
+
+Each contender (contenders.py) is built and warmed up, then they take turns of a few steps each. Given are medians over
+the rounds: useful tokens, without padding, a second of process CPU (the mean of the ranks), the same by the clock, and
+the speed over that of `--reference`, from pairs of the same round. The work is equal only where documents are, and
+there the first losses are compared, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import tempfile
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from turns import Contender, in_turns, median, report
+
+NAMES = (
+    "ours_zero3_offload",
+    "hf_zero3_offload",
+    "hf_zero3_offload_grouped",
+    "ours_zero1",
+    "hf_zero1",
+    "ours_fsdp2",
+    "accelerate_fsdp2",
+    "bare_loop",
+)
+ALONE = {"bare_loop"}
+"""They know no ranks."""
+UNPACKED_ONLY = {"hf_zero3_offload_grouped"}
+"""Without padding there is nothing to group."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--documents", choices=("equal", "web"), default="equal")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=5, help="of a turn")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--warm-up", type=int, default=20, help="steps before; their losses are compared")
+    parser.add_argument("--only", nargs="+", choices=NAMES)
+    parser.add_argument("--reference", choices=NAMES, help="default: Hugging Face's best at these documents")
+    parser.add_argument("--size", type=json.loads, default={}, help="JSON of other fields of contenders.Job")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    left_out = (ALONE if options.ranks > 1 else set()) | (UNPACKED_ONLY if options.documents == "equal" else set())
+    names = [name for name in options.only or NAMES if name not in left_out]
+    job = {"documents": options.documents, "ranks": options.ranks, **options.size}
+    with tempfile.TemporaryDirectory(prefix="train-step-") as folder:
+        rows = measure(names, job, options, Path(folder))
+    report(f"{options.documents} documents, {options.ranks} rank(s)", rows, options.json, job=job)
+
+
+def measure(names: list[str], job: dict[str, Any], options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Build, warm up, take turns; one row for each of `names`."""
+    os.environ["TMPDIR"] = str(folder)
+    running, first = {}, {}
+    with ExitStack() as stack:
+        for name in names:
+            command = [sys.executable, str(Path(__file__).with_name("contenders.py")), name, json.dumps(job)]
+            running[name] = Contender(command, folder / f"{name}.log", ranks=options.ranks)
+            stack.callback(running[name].close)
+            first[name] = running[name].take(options.warm_up)
+            print(f"{name}: built", file=sys.stderr, flush=True)
+        turns = in_turns({name: partial(one.take, options.steps) for name, one in running.items()}, options.rounds)
+    found = {name: [_Turn.of(ranks) for ranks in taken] for name, taken in turns.items()}
+    reference = options.reference or max(
+        (name for name in names if name.startswith("hf")),
+        key=lambda name: median(turn.tokens_per_cpu_s for turn in found[name]),
+        default=names[0],
+    )
+    compared = first[reference][0]["losses"]
+    return [
+        {
+            "contender": name,
+            "CPU ms a step": median(1e3 * turn.cpu_s / options.steps for turn in found[name]),
+            "tokens a step": median(turn.tokens / options.steps for turn in found[name]),
+            "tokens / CPU s": median(turn.tokens_per_cpu_s for turn in found[name]),
+            "tokens / s by the clock": median(turn.tokens / turn.wall_s for turn in found[name]),
+            f"over {reference}": median(
+                mine.tokens_per_cpu_s / theirs.tokens_per_cpu_s
+                for mine, theirs in zip(found[name], found[reference], strict=True)
+            ),
+            "peak MB": max(turn.peak_mb for turn in found[name]),
+            "first losses differ by": max(
+                abs(mine - theirs) for mine, theirs in zip(first[name][0]["losses"], compared, strict=True)
+            )
+            if job["documents"] == "equal"
+            else None,
+        }
+        for name in names
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Turn:
+    """One turn, over all ranks: tokens of all of them, seconds of the mean."""
+
+    cpu_s: float
+    wall_s: float
+    tokens: float
+    peak_mb: float
+
+    @classmethod
+    def of(cls, ranks: list[dict[str, Any]]) -> _Turn:
+        means = (statistics.mean(rank[name] for rank in ranks) for name in ("cpu_s", "wall_s"))
+        return cls(*means, sum(rank["tokens"] for rank in ranks), max(rank["peak_mb"] for rank in ranks))
+
+    @property
+    def tokens_per_cpu_s(self) -> float:
+        """Useful tokens of a rank a second of its CPU time, times the ranks."""
+        return self.tokens / self.cpu_s
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""The scripts of scripts/bench, each in a form so small that it shows only that it still runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "scripts" / "bench"
+TINY = {"hidden": 32, "layers": 1, "vocab": 1024, "encoder_length": 32, "decoder_length": 16, "median_tokens": 12}
+
+
+def rows(script: str, tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
+    """Run a script; returns the rows of its JSON."""
+    path = tmp_path / "rows.json"
+    command = [sys.executable, str(SCRIPTS / script), *arguments, "--json", str(path)]
+    done = subprocess.run(command, text=True, capture_output=True, timeout=1200, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(path.read_text())
+    assert found["machine"]["torch"]
+    assert found["title"] in done.stdout
+    return found["rows"]
+
+
+def test_contenders_do_equal_work(tmp_path: Path) -> None:
+    """The same examples and arithmetic: the first losses agree but for bf16's roundings."""
+    pytest.importorskip("accelerate")
+    names = ["ours_zero1", "hf_zero1"]
+    sizes = ("--size", json.dumps(TINY), "--steps", "1", "--rounds", "2", "--warm-up", "6")
+    found = rows("train_step.py", tmp_path, "--only", *names, *sizes)
+    assert [row["contender"] for row in found] == names
+    for row in found:
+        assert row["tokens a step"] == 2 * (32 + 16)
+        assert row["first losses differ by"] < 0.01
+
+
+def test_web_documents_are_packed(tmp_path: Path) -> None:
+    sizes = ("--size", json.dumps(TINY), "--steps", "2", "--rounds", "1", "--warm-up", "1", "--documents", "web")
+    (row,) = rows("train_step.py", tmp_path, "--only", "bare_loop", *sizes)
+    assert 0.8 < row["tokens a step"] / (2 * (32 + 16)) <= 1
