@@ -42,3 +42,19 @@ def test_web_documents_are_packed(tmp_path: Path) -> None:
     sizes = ("--size", json.dumps(TINY), "--steps", "2", "--rounds", "1", "--warm-up", "1", "--documents", "web")
     (row,) = rows("train_step.py", tmp_path, "--only", "bare_loop", *sizes)
     assert 0.8 < row["tokens a step"] / (2 * (32 + 16)) <= 1
+
+
+def test_data_pipelines_take_turns(tmp_path: Path) -> None:
+    found = rows("data.py", tmp_path, "--micro-batches", "2", "--rounds", "2", "--max-length", "256")
+    assert [row["pipeline"] for row in found] == ["ours", "a collator of single examples"]
+    ours, other = (row["fill"] for row in found)
+    assert other < ours <= 1
+
+
+def test_curves_have_a_row_for_each_point(tmp_path: Path) -> None:
+    few = ("--points", "2", "--steps", "1", "--rounds", "1")
+    found = rows(
+        "scaling.py", tmp_path, "--curves", "depth", "--contender", "bare_loop", "--size", json.dumps(TINY), *few
+    )
+    assert [row["point"] for row in found] == ["layers 1", "layers 2"]
+    assert found[0]["tokens a step"] == found[1]["tokens a step"]

@@ -1,0 +1,174 @@
+"""Tokens a second on one core, from text in parquet to micro-batches: our loader beside a collator of single examples.
+
+    python scripts/bench/data.py [--tokenizer FOLDER] [--micro-batches 40] [--rounds 7] [--json rows.json] [FILE ...]
+
+FILEs are parquet with a column `text`; without any, the built-in corpus is written into some. Both read the same rows,
+tokenize, denoise and make tensors in one process, in turns. The other one is what training scripts bring along: a row
+at a time through Hugging Face's tokenizer, cut into examples, spans drawn for each, a batch padded to its longest.
+Tokens are those of both sides, without padding, a second of CPU; `fill` is their share of the tensors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+from turns import ROOT, cpu_seconds, in_turns, median, report
+
+from ds_encdec.config.schema import FullConfig, load_config
+from ds_encdec.data.build import build_data
+from ds_encdec.data.builtin_corpus import builtin_documents
+from ds_encdec.resume import run_tokenizer
+from ds_encdec.types import Batch
+
+MEAN_SPAN, NOISE = 3.0, 0.15
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", type=Path)
+    parser.add_argument("--tokenizer", default="builtin", help="folder with a tokenizer.json")
+    parser.add_argument("--micro-batches", type=int, default=40, help="of a turn")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--max-length", type=int, default=1024, help="of the encoder's side; the decoder's: half")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        files = options.files or [builtin_file(Path(folder))]
+        config = configuration(files, options.tokenizer, options.max_length)
+        streams = {"ours": ours(config), "a collator of single examples": per_example(config, files)}
+        takes = {name: partial(measure, stream, options.micro_batches) for name, stream in streams.items()}
+        for take in takes.values():
+            take()  # opens files and builds tables
+        turns = in_turns(takes, options.rounds)
+    rows = [
+        {
+            "pipeline": name,
+            "M tokens / CPU s": median(tokens / seconds for tokens, _, seconds in found) / 1e6,
+            "fill": median(tokens / slots for tokens, slots, _ in found),
+            "over the other": median(
+                (mine[0] / mine[2]) / (theirs[0] / theirs[2]) for mine, theirs in zip(found, turns[other], strict=True)
+            ),
+        }
+        for (name, found), other in zip(turns.items(), reversed(turns), strict=True)
+    ]
+    report(f"from parquet to micro-batches, {options.tokenizer} tokenizer", rows, options.json)
+
+
+Taken = tuple[int, int]
+"""Tokens of a micro-batch, and the places for them."""
+
+
+def measure(stream: Iterator[Taken], count: int) -> tuple[int, int, float]:
+    """Take `count` micro-batches; returns tokens, places and seconds of CPU."""
+    taken: list[Taken] = []
+    seconds = cpu_seconds(lambda: taken.extend(islice(stream, count)))
+    tokens, places = map(sum, zip(*taken, strict=True))
+    return tokens, places, seconds
+
+
+def builtin_file(folder: Path) -> Path:
+    path = folder / "text.parquet"
+    pq.write_table(pa.table({"text": [document.text for document in builtin_documents()]}), path)
+    return path
+
+
+def configuration(files: Sequence[Path], tokenizer: str, max_length: int) -> FullConfig:
+    listed = ", ".join(str(path.absolute()) for path in files)
+    return load_config(
+        ROOT / "ds_configs" / "quickstart.yaml",
+        [
+            f"model.tokenizer_name_or_path={tokenizer}",
+            "model.architecture.vocab_size=16000",
+            "data.dataset_name=parquet",
+            f"data.data_files=[{listed}]",
+            f"data.max_seq_length={max_length}",
+            f"data.max_encoder_length={max_length}",
+            f"data.max_decoder_length={max_length // 2}",
+            "data.num_lanes=1",
+            "data.preprocessing_num_workers=0",
+            "data.eval_fraction=0",
+            "training.per_device_train_batch_size=4",
+            "training.eval_samples=0",
+        ],
+    )
+
+
+def ours(config: FullConfig) -> Iterator[Taken]:
+    """Our loader, without worker processes."""
+    tokenizer, vocabulary = run_tokenizer(config)
+    data = build_data(config, tokenizer, vocabulary, rank=0, world_size=1, num_lanes=1)
+    while True:
+        for batch in next(data.loader):
+            yield batch.encoder_tokens + batch.target_tokens, places_of(batch)
+
+
+def places_of(batch: Batch) -> int:
+    return batch.encoder_ids.numel() + batch.labels.numel()
+
+
+def per_example(config: FullConfig, files: Sequence[Path]) -> Iterator[Taken]:
+    """T5's objective as a collator draws it, and padding."""
+    tokenizer, vocabulary = run_tokenizer(config)
+    draw = np.random.default_rng(0)
+    longest = int(config.data.max_encoder_length / (1 - NOISE))
+    collect = partial(collated, sentinels=vocabulary.sentinel_ids, eos_id=vocabulary.eos_id, draw=draw)
+    size, waiting = config.training.micro_batch_size, list[np.ndarray]()
+    while True:
+        for text in texts(files):
+            ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"])
+            pieces = [ids[start : start + longest] for start in range(0, len(ids), longest)]
+            waiting += [piece for piece in pieces if len(piece) > 1]
+            while len(waiting) >= size:
+                sides = collect([waiting.pop(0) for _ in range(size)])
+                yield sum(int((side >= 0).sum()) for side in sides), sum(side.numel() for side in sides)
+
+
+def texts(files: Sequence[Path]) -> Iterator[str]:
+    for path in files:
+        for rows in pq.ParquetFile(path).iter_batches(columns=["text"]):
+            yield from (row["text"] for row in rows.to_pylist())
+
+
+def collated(
+    examples: Sequence[np.ndarray], sentinels: Sequence[int], eos_id: int, draw: np.random.Generator
+) -> tuple[Tensor, Tensor]:
+    """Both sides of some examples, padded with -1."""
+    pairs = [corrupted(ids, sentinels, eos_id, draw) for ids in examples]
+    pad: Callable[[list[Tensor]], Tensor] = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_value=-1)
+    encoder, decoder = (pad([torch.tensor(side) for side in sides]) for sides in zip(*pairs, strict=True))
+    return encoder, decoder
+
+
+def corrupted(
+    ids: np.ndarray, sentinels: Sequence[int], eos_id: int, draw: np.random.Generator
+) -> tuple[list[int], list[int]]:
+    """Input and target of one example: random spans replaced by sentinels, token by token."""
+    noise = max(1, min(round(len(ids) * NOISE), len(ids) - 1))
+    spans = max(1, min(round(noise / MEAN_SPAN), len(ids) - noise, len(sentinels)))
+    lengths = [np.diff([0, *np.sort(draw.permutation(n - 1)[: spans - 1]) + 1, n]) for n in (len(ids) - noise, noise)]
+    encoder: list[Any] = []
+    decoder: list[Any] = []
+    place = 0
+    for sentinel, kept, hidden in zip(sentinels, *lengths, strict=False):
+        encoder += [*ids[place : place + kept], sentinel]
+        decoder += [sentinel, *ids[place + kept : place + kept + hidden]]
+        place += kept + hidden
+    return encoder, [*decoder, eos_id]
+
+
+if __name__ == "__main__":
+    main()
