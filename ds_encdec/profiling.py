@@ -28,7 +28,7 @@ from ds_encdec.types import StepResult, TrainingState
 logger = logging.getLogger(__name__)
 
 WARM_UP_STEPS = 3
-"""Of this process, before the first that is profiled: compilation, first allocations, the optimizer's states."""
+"""Steps of this process before the first that is profiled: compilation, first allocations, the optimizer's states."""
 _OPERATORS = 25
 _COMMUNICATION = ("nccl", "gloo:", "c10d::", "ncclDevKernel")
 _HOST_WAITS = (
