@@ -43,7 +43,7 @@ from ds_encdec.launch.world import World
 from ds_encdec.memory.breakdown import Breakdown
 from ds_encdec.memory.job import Job
 from ds_encdec.memory.storage_log import StorageLog, storages_of
-from ds_encdec.model import attention_kernels, loss, modeling, precision
+from ds_encdec.model import attention_kernels, loss, loss_kernel, modeling, precision
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.lora import choose_trained
@@ -299,6 +299,7 @@ def as_on_device(job: Job) -> Iterator[None]:
     if job.device == "cuda":
         substitutes += [(modeling, "choose_kernel", choose_kernel), (nn.functional, "rms_norm", _rms_norm)]
         substitutes += [(loss, "_gives_float32", lambda x: True), (nn.functional, "dropout", _dropout)]
+        substitutes += [(loss_kernel, "runs_on", lambda *_: True), (loss_kernel, "_launch", lambda *_: None)]
     if job.config.model.lora is not None:
         # peft moves its adapters to where they are already, which fake tensors do not let be done.
         substitutes.append((nn.Module, "to", lambda module, *_, **__: module))

@@ -15,17 +15,14 @@ times the square of the logarithm of the softmax's normaliser, which keeps it ne
 Part of the exported remote code: it imports nothing of ds_encdec outside its own folder.
 """
 
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .loss_kernel import Extras, losses_and_gradients
 from .precision import product_dtype
-
-IGNORE_INDEX = -100
-"""Label of a position without loss (`ds_encdec.types` holds the same; exported code cannot import it)."""
 
 
 def linear_cross_entropy(
@@ -44,30 +41,11 @@ def linear_cross_entropy(
     z-loss the sum of the token losses), and float32 [T], detached, in nats, 0 at ignored positions. Under `no_grad` no
     gradient is computed.
     """
-    extras = _Extras(label_smoothing, z_loss)
+    extras = Extras(label_smoothing, z_loss)
     with torch.autocast(hidden.device.type, enabled=False):  # which would round logits to 16 bits
         return _LinearCrossEntropy.apply(
             hidden.to(weight.dtype), weight, labels, chunk_tokens, extras, torch.is_grad_enabled()
         )
-
-
-class _Extras(NamedTuple):
-    """Parts of what is optimised beside the cross-entropy; false where there are none."""
-
-    label_smoothing: float
-    z_loss: float
-
-    def __bool__(self) -> bool:
-        return any(self)
-
-    @property
-    def float16_scale(self) -> float:
-        """Gradients of logits are multiplied by this before they are rounded to float16.
-
-        Most are smaller than what float16 tells from 0 (6e-8), and none becomes larger than what it holds (65,504):
-        without z-loss they are between -1 and 1, with it up to its derivative, of normalisers up to e**1000.
-        """
-        return 2.0 ** (15 - int(math.log2(1 + 2 * self.z_loss * 1000)))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -78,7 +56,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         labels: Tensor,
         chunk_tokens: int,
-        extras: _Extras,
+        extras: Extras,
         grad_enabled: bool,
     ) -> tuple[Tensor, Tensor]:
         wants_hidden, wants_weight = (grad_enabled and wanted for wanted in ctx.needs_input_grad[:2])
@@ -88,24 +66,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden_grad = torch.empty_like(hidden, dtype=torch.float32 if in_float16 else None) if wants_hidden else None
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         token_losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
-        extra_losses = torch.zeros_like(token_losses) if extras else None
+        extra_losses = torch.empty_like(token_losses) if extras else None
         matmul_weight = _matmul_operand(weight)
+        gradients_in = matmul_weight.dtype if wants_hidden or wants_weight else None
         for start in range(0, len(labels), chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             states = _matmul_operand(hidden[chunk])
-            token_losses[chunk], extra, logit_grads = _loss_and_logit_grads(
-                states, matmul_weight, labels[chunk], scale, extras
+            logit_grads = losses_and_gradients(
+                _matmul(states, matmul_weight.T).float(),
+                labels[chunk],
+                token_losses[chunk],
+                None if extra_losses is None else extra_losses[chunk],
+                gradients_in,
+                scale,
+                extras,
             )
-            if extra_losses is not None and extra is not None:
-                extra_losses[chunk] = extra
-            if hidden_grad is not None:
-                hidden_grad[chunk] = _matmul(logit_grads, matmul_weight)
-            if weight_grad is not None:
-                # In float32. Operands of lower precision need a product of their own: addmm_ wants one dtype.
-                if states.dtype == torch.float32:
-                    weight_grad.addmm_(logit_grads.T, states)
-                else:
-                    weight_grad += _matmul(logit_grads.T, states)
+            if hidden_grad is not None and logit_grads is not None:
+                _multiply_into(hidden_grad[chunk], logit_grads, matmul_weight)
+            if weight_grad is not None and logit_grads is not None:
+                _add_product(weight_grad, logit_grads.T, states)
             del logit_grads  # before the next chunk's logits are made: otherwise two chunks' would be there
         ctx.save_for_backward(hidden_grad, weight_grad)
         ctx.hidden_dtype, ctx.weight_dtype, ctx.scale = hidden.dtype, weight.dtype, scale
@@ -123,36 +102,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return *(held if held is None else held.mul_(grad).to(dtype) for held, dtype in gradients), *[None] * 4
 
 
-def _loss_and_logit_grads(
-    states: Tensor, weight: Tensor, labels: Tensor, scale: float, extras: _Extras
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Token losses, what is optimised beside them, both float32 [C], and the gradients of the logits of the sum.
-
-    The latter are `scale` times the gradients, [C, V] in the weight's dtype. The float32 logits are overwritten by
-    them, and gone on return.
-    """
-    logits = _matmul(states, weight.T).float()
-    ignored = labels == IGNORE_INDEX
-    targets = labels.masked_fill(ignored, 0)[:, None]
-    target_logits = logits.gather(1, targets)
-    smoothing, extra = extras.label_smoothing, None
-    above_mean = target_logits - logits.mean(dim=-1, keepdim=True) if smoothing else 0.0
-    maximum = logits.amax(dim=-1, keepdim=True)
-    exponentials = logits.sub_(maximum).exp_()
-    normalizer = exponentials.sum(dim=-1, keepdim=True)
-    log_normalizer = normalizer.log() + maximum
-    losses = (log_normalizer - target_logits).squeeze(1).masked_fill(ignored, 0.0)
-    if extras:
-        extra = smoothing * above_mean + extras.z_loss * log_normalizer.square()
-        extra = extra.squeeze(1).masked_fill_(ignored, 0.0)
-        normalizer = normalizer / (1 + 2 * extras.z_loss * log_normalizer)
-    gradients = exponentials.div_(normalizer / scale)
-    gradients.scatter_add_(1, targets, gradients.new_full((1, 1), -scale * (1 - smoothing)).expand_as(targets))
-    if smoothing:
-        gradients.sub_(scale * smoothing / gradients.shape[1])
-    return losses, extra, gradients.masked_fill_(ignored[:, None], 0.0).to(weight.dtype)
-
-
 def _matmul_operand(x: Tensor) -> Tensor:
     """`x` as it is multiplied: a CPU without instructions for its dtype is faster in float32."""
     return x.to(product_dtype(x))
@@ -163,6 +112,24 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
     if a.dtype != torch.float32 and _gives_float32(a):
         return torch.mm(a, b, out_dtype=torch.float32)
     return torch.mm(a, b)
+
+
+def _multiply_into(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """Write `a @ b` into `out`."""
+    if out.dtype == a.dtype:
+        torch.mm(a, b, out=out)
+    else:
+        out.copy_(_matmul(a, b))
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add `a @ b` to `total`, which is float32: on a GPU within the product, whatever its operands are."""
+    if a.dtype == torch.float32:
+        total.addmm_(a, b)
+    elif _gives_float32(a):
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += _matmul(a, b)
 
 
 def _gives_float32(x: Tensor) -> bool:

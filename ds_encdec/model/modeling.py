@@ -34,7 +34,8 @@ from .encoder import (
     States,
     embedded,
 )
-from .loss import IGNORE_INDEX, linear_cross_entropy
+from .loss import linear_cross_entropy
+from .loss_kernel import IGNORE_INDEX
 from .precision import Linear
 
 Cache: TypeAlias = EncoderDecoderCache | None  # keys and values of a generation so far; None in training

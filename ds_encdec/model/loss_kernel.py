@@ -1,0 +1,257 @@
+"""Losses of rows of logits and the gradients of those, as one kernel where it runs and as torch operators elsewhere.
+
+The operators read and write the logits about twelve times. The kernel, in Triton, reads each row twice: once for its
+maximum and the sum of its exponentials, which it corrects as larger logits come, and once to write the gradients. It
+computes in float32 like the operators, and needs no memory but its results.
+
+A device gets the kernel after a trial: it must compile there, and agree with the operators on a few rows.
+
+Part of the exported remote code: it imports nothing of ds_encdec outside its own folder.
+"""
+
+import logging
+import math
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # builds of torch without CUDA bring none
+    triton = None
+
+logger = logging.getLogger(__name__)
+
+IGNORE_INDEX = -100
+"""Label of a position without loss (`ds_encdec.types` holds the same; exported code cannot import it)."""
+
+_BLOCK = 4096
+_WARPS = 8
+"""Columns that a program works on at one time, 16 for each thread, and its warps: two rows of programs fill an SM."""
+
+
+class Extras(NamedTuple):
+    """Parts of what is optimised beside the cross-entropy; false where there are none."""
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    def __bool__(self) -> bool:
+        return any(self)
+
+    @property
+    def float16_scale(self) -> float:
+        """Gradients of logits are multiplied by this before they are rounded to float16.
+
+        Most are smaller than what float16 tells from 0 (6e-8), and none becomes larger than what it holds (65,504):
+        without z-loss they are between -1 and 1, with it up to its derivative, of normalisers up to e**1000.
+        """
+        return 2.0 ** (15 - int(math.log2(1 + 2 * self.z_loss * 1000)))
+
+
+def losses_and_gradients(
+    logits: Tensor,
+    labels: Tensor,
+    losses: Tensor,
+    extra_losses: Tensor | None,
+    gradients_in: torch.dtype | None,
+    scale: float,
+    extras: Extras,
+) -> Tensor | None:
+    """Fill `losses` and `extra_losses` (what is optimised beside them, None without extras), both float32 [C].
+
+    logits: float32 [C, V], contiguous, and overwritten; labels: int64 [C], `IGNORE_INDEX` where there is no loss.
+    Returns `scale` times the gradients of the sum of both with respect to the logits, [C, V] in the dtype
+    `gradients_in`, in place of the logits where that is float32; None without a dtype.
+    """
+    fill = _fused if runs_on(logits, gradients_in) else _plain
+    return fill(logits, labels, losses, extra_losses, gradients_in, scale, extras)
+
+
+def runs_on(logits: Tensor, gradients_in: torch.dtype | None) -> bool:
+    """Tell if the kernel is there, and right, for the device of `logits` and that dtype of gradients."""
+    return logits.is_cuda and triton is not None and _passes_trial(logits.device, gradients_in)
+
+
+def _plain(
+    logits: Tensor,
+    labels: Tensor,
+    losses: Tensor,
+    extra_losses: Tensor | None,
+    gradients_in: torch.dtype | None,
+    scale: float,
+    extras: Extras,
+) -> Tensor | None:
+    ignored = labels == IGNORE_INDEX
+    targets = labels.masked_fill(ignored, 0)[:, None]
+    target_logits = logits.gather(1, targets)
+    smoothing = extras.label_smoothing
+    above_mean = target_logits - logits.mean(dim=-1, keepdim=True) if smoothing else 0.0
+    maximum = logits.amax(dim=-1, keepdim=True)
+    exponentials = logits.sub_(maximum).exp_()
+    normalizer = exponentials.sum(dim=-1, keepdim=True)
+    log_normalizer = normalizer.log() + maximum
+    losses.copy_((log_normalizer - target_logits).squeeze(1).masked_fill(ignored, 0.0))
+    if extra_losses is not None:
+        extra = smoothing * above_mean + extras.z_loss * log_normalizer.square()
+        extra_losses.copy_(extra.squeeze(1).masked_fill_(ignored, 0.0))
+        normalizer = normalizer / (1 + 2 * extras.z_loss * log_normalizer)
+    if gradients_in is None:
+        return None
+    gradients = exponentials.div_(normalizer / scale)
+    gradients.scatter_add_(1, targets, gradients.new_full((1, 1), -scale * (1 - smoothing)).expand_as(targets))
+    if smoothing:
+        gradients.sub_(scale * smoothing / gradients.shape[1])
+    return gradients.masked_fill_(ignored[:, None], 0.0).to(gradients_in)
+
+
+def _fused(
+    logits: Tensor,
+    labels: Tensor,
+    losses: Tensor,
+    extra_losses: Tensor | None,
+    gradients_in: torch.dtype | None,
+    scale: float,
+    extras: Extras,
+) -> Tensor | None:
+    gradients = None
+    if gradients_in is not None:
+        gradients = logits if gradients_in == logits.dtype else torch.empty_like(logits, dtype=gradients_in)
+    _launch(logits, labels, losses, extra_losses, gradients, scale, extras)
+    return gradients
+
+
+def _launch(
+    logits: Tensor,
+    labels: Tensor,
+    losses: Tensor,
+    extra_losses: Tensor | None,
+    gradients: Tensor | None,
+    scale: float,
+    extras: Extras,
+) -> None:
+    """Start the kernel, a program for each row."""
+    with torch.cuda.device_of(logits):
+        softmax_rows[(len(logits),)](
+            logits,
+            labels,
+            losses,
+            losses if extra_losses is None else extra_losses,
+            logits if gradients is None else gradients,
+            logits.shape[1],
+            scale,
+            *extras,
+            HAS_EXTRAS=extra_losses is not None,
+            WRITES_GRADIENTS=gradients is not None,
+            IGNORED=IGNORE_INDEX,
+            BLOCK=_BLOCK,
+            num_warps=_WARPS,
+        )
+
+
+if triton is not None:
+
+    @triton.jit
+    def softmax_rows(
+        logits: tl.tensor,
+        labels: tl.tensor,
+        losses: tl.tensor,
+        extra_losses: tl.tensor,
+        gradients: tl.tensor,
+        words: tl.tensor,
+        scale: tl.tensor,
+        label_smoothing: tl.tensor,
+        z_loss: tl.tensor,
+        HAS_EXTRAS: tl.constexpr,
+        WRITES_GRADIENTS: tl.constexpr,
+        IGNORED: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ) -> None:
+        """Fill one row's loss, its extra loss and its gradients, by pointers to the first row of each.
+
+        A label that is no word of the vocabulary makes the loss a NaN, and reads nothing.
+        """
+        row = tl.program_id(0).to(tl.int64)  # rows times words may be more than 32 bits hold
+        logits += row * words
+        gradients += row * words
+        label = tl.load(labels + row)
+        columns = tl.arange(0, BLOCK)
+        if label == IGNORED:
+            tl.store(losses + row, 0.0)
+            if HAS_EXTRAS:
+                tl.store(extra_losses + row, 0.0)
+            if WRITES_GRADIENTS:
+                nothing = tl.zeros([BLOCK], dtype=tl.float32).to(gradients.dtype.element_ty)
+                for start in range(0, words, BLOCK):
+                    tl.store(gradients + start + columns, nothing, mask=start + columns < words)
+        else:
+            is_word = (label >= 0) & (label < words)
+            target_logit = tl.load(logits + label, mask=is_word, other=float("nan"))
+            maximum = tl.full([], float("-inf"), dtype=tl.float32)
+            exponentials = tl.zeros([BLOCK], dtype=tl.float32)
+            logit_sums = tl.zeros([BLOCK], dtype=tl.float32)
+            for start in range(0, words, BLOCK):
+                exists = start + columns < words
+                block = tl.load(logits + start + columns, mask=exists, other=float("-inf"))
+                new_maximum = tl.maximum(maximum, tl.max(block, axis=0))
+                exponentials = exponentials * tl.exp(maximum - new_maximum) + tl.exp(block - new_maximum)
+                maximum = new_maximum
+                if HAS_EXTRAS:
+                    logit_sums += tl.where(exists, block, 0.0)
+            normalizer = tl.sum(exponentials, axis=0)
+            log_normalizer = tl.log(normalizer) + maximum
+            tl.store(losses + row, log_normalizer - target_logit)
+            factor = scale / normalizer
+            if HAS_EXTRAS:
+                above_mean = target_logit - tl.sum(logit_sums, axis=0) / words
+                extra = label_smoothing * above_mean + z_loss * log_normalizer * log_normalizer
+                tl.store(extra_losses + row, extra)
+                factor *= 1.0 + 2.0 * z_loss * log_normalizer
+            if WRITES_GRADIENTS:
+                of_target = scale * (1.0 - label_smoothing)
+                of_each = scale * label_smoothing / words
+                for start in range(0, words, BLOCK):
+                    exists = start + columns < words
+                    block = tl.load(logits + start + columns, mask=exists, other=float("-inf"))
+                    gradient = tl.exp(block - maximum) * factor - of_each
+                    gradient -= tl.where(start + columns == label, of_target, 0.0)
+                    tl.store(gradients + start + columns, gradient.to(gradients.dtype.element_ty), mask=exists)
+
+
+@cache
+def _passes_trial(device: torch.device, gradients_in: torch.dtype | None) -> bool:
+    """Compile the kernel for `device` and compare it with the operators, on rows of one block and a part of another."""
+    try:
+        error = trial_error(device, gradients_in)
+        reason = "" if error <= 1.0 else f"its results differ by {error:.3g} times what rounding explains"
+    except Exception as raised:  # whatever the driver, the compiler or this kind of GPU does not like
+        reason = f"{type(raised).__name__}: {raised}"
+    if reason:
+        logger.warning("The loss runs on %s without its kernel, which is slower: %s", device, reason)
+    return not reason
+
+
+def trial_error(device: torch.device, gradients_in: torch.dtype | None) -> float:
+    """Largest difference between the kernel's results and the operators', over what rounding may explain.
+
+    NaN where the kernel's results are none. With and without label smoothing and z-loss.
+    """
+    generator = torch.Generator().manual_seed(0)
+    words, scale = _BLOCK + 321, 8.0
+    logits = (4 * torch.randn(3, words, generator=generator)).to(device)
+    labels = torch.tensor([words - 1, IGNORE_INDEX, 5], device=device)
+    ratios = []
+    for extras in (Extras(), Extras(0.1, 1e-3)):
+        results: list[list[Tensor]] = []
+        for fill in (_fused, _plain):
+            losses = torch.empty(3, device=device)
+            extra_losses = torch.empty_like(losses) if extras else None
+            gradients = fill(logits.clone(), labels, losses, extra_losses, gradients_in, scale, extras)
+            results.append([one for one in (losses, extra_losses, gradients) if one is not None])
+        for found, expected in zip(*results, strict=True):
+            rounding = 1e-5 + 2 * torch.finfo(expected.dtype).eps * expected.float().abs()
+            ratios.append(((found.float() - expected.float()).abs() / rounding).max())
+    return float(torch.stack(ratios).max())

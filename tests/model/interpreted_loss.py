@@ -1,0 +1,77 @@
+"""A process of its own in which the loss's kernel runs on the CPU, in Triton's interpreter: losses and gradients.
+
+Triton decides when it is imported if it interprets, so this cannot be done in the tests' process.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from ds_encdec.model import loss_kernel
+from ds_encdec.model.loss import linear_cross_entropy
+
+VOCAB = loss_kernel._BLOCK + 321
+"""One block of words, and a part of a second."""
+TOKENS, HIDDEN, CHUNK_TOKENS, GRADIENT = 21, 24, 8, 0.37
+Case = tuple[torch.dtype, float, float]
+"""Dtype of states and weight, label smoothing, z-loss."""
+CASES: list[Case] = [
+    (dtype, smoothing, z_loss)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    for smoothing, z_loss in ((0.0, 0.0), (0.1, 0.0), (0.0, 1e-2), (0.1, 1e-4))
+]
+
+
+def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(VOCAB, HIDDEN, generator=generator).to(dtype).requires_grad_()
+    labels = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
+    labels[::5] = loss_kernel.IGNORE_INDEX
+    labels[1:3] = torch.tensor([0, VOCAB - 1])
+    return hidden, weight, labels
+
+
+def results(case: Case) -> list[Tensor]:
+    """Loss, token losses, the gradients of both inputs, and the token losses computed without gradients."""
+    dtype, smoothing, z_loss = case
+    hidden, weight, labels = inputs(dtype)
+    extras = {"label_smoothing": smoothing, "z_loss": z_loss}
+    loss, token_losses = linear_cross_entropy(hidden, weight, labels, CHUNK_TOKENS, **extras)
+    (loss * GRADIENT).backward()
+    with torch.no_grad():
+        evaluated = linear_cross_entropy(hidden, weight, labels, CHUNK_TOKENS)[1]
+    return [loss.detach(), token_losses, hidden.grad, weight.grad, evaluated]
+
+
+def of_strange_label() -> Tensor:
+    """The losses of two rows of which the second's label is no word."""
+    losses = torch.zeros(2)
+    labels = torch.tensor([3, VOCAB])
+    loss_kernel.losses_and_gradients(
+        torch.zeros(2, VOCAB), labels, losses, None, torch.float32, 1.0, loss_kernel.Extras()
+    )
+    return losses
+
+
+def in_interpreter(path: Path) -> dict[str, object]:
+    """The results of all cases by the kernel, and the losses of a strange label."""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, __file__, str(path)], env=environment, check=True)
+    return torch.load(path)
+
+
+if __name__ == "__main__":
+    with patch.object(loss_kernel, "runs_on", lambda *_: True):
+        found = {"cases": [results(case) for case in CASES], "strange": of_strange_label()}
+        trials = [
+            loss_kernel.trial_error(torch.device("cpu"), dtype) for dtype in (torch.float32, torch.bfloat16, None)
+        ]
+    torch.save(found | {"trials": trials}, sys.argv[1])

@@ -1,0 +1,157 @@
+"""The loss's kernel: interpreted against the operators, compiled for absent GPUs, and left out where it fails."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from interpreted_loss import CASES, Case, in_interpreter, inputs, results
+from torch import Tensor
+
+from ds_encdec.model import loss_kernel
+from ds_encdec.model.loss import linear_cross_entropy
+
+needs_triton = pytest.mark.skipif(loss_kernel.triton is None, reason="triton is not installed")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return in_interpreter(tmp_path_factory.mktemp("interpreted") / "results.pt")
+
+
+def relative_error(value: Tensor, exact: Tensor) -> float:
+    return float((value.double() - exact.double()).norm() / exact.double().norm())
+
+
+@needs_triton
+@pytest.mark.parametrize("number", range(len(CASES)), ids=str)
+def test_the_kernel_gives_what_the_operators_give(number: int, interpreted: dict[str, Any]) -> None:
+    """In float32 within 1e-5; in 16 bits within a rounding of the gradients, which sums of many make smaller."""
+    case: Case = CASES[number]
+    tolerance = 1e-5 if case[0] == torch.float32 else torch.finfo(case[0]).eps
+    for index, (found, expected) in enumerate(zip(interpreted["cases"][number], results(case), strict=True)):
+        assert found.dtype == expected.dtype
+        # Losses are float32 whatever the weights are.
+        assert relative_error(found, expected) < (tolerance if index in (2, 3) else 1e-5)
+    assert not interpreted["cases"][number][1][::5].any()  # no loss, no gradient
+    assert not interpreted["cases"][number][2][::5].any()
+
+
+@needs_triton
+def test_bfloat16_of_the_kernel_is_as_near_to_the_exact_gradients(interpreted: dict[str, Any]) -> None:
+    number = CASES.index((torch.bfloat16, 0.0, 0.0))
+    hidden, weight, labels = (one.detach() for one in inputs(torch.bfloat16))
+    hidden, weight = (one.double().requires_grad_() for one in (hidden, weight))
+    loss = torch.nn.functional.cross_entropy(hidden @ weight.T, labels, ignore_index=-100, reduction="sum")
+    (loss * 0.37).backward()
+    by_operators = results(CASES[number])
+    for index, exact in ((2, hidden.grad), (3, weight.grad)):
+        found = relative_error(interpreted["cases"][number][index], exact)
+        assert found <= 1.05 * relative_error(by_operators[index], exact)
+
+
+@needs_triton
+def test_a_label_that_is_no_word_makes_a_nan(interpreted: dict[str, Any]) -> None:
+    regular, strange = interpreted["strange"].tolist()
+    assert regular > 0
+    assert strange != strange
+
+
+@needs_triton
+def test_the_interpreted_kernel_passes_its_trial(interpreted: dict[str, Any]) -> None:
+    assert all(error < 0.6 for error in interpreted["trials"])
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_kernel_compiles_for_gpus(capability: int) -> None:
+    from triton import compile as compile_kernel
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    pointers = {"logits": "*fp32", "labels": "*i64", "losses": "*fp32", "extra_losses": "*fp32"}
+    numbers = {"words": "i32", "scale": "fp32", "label_smoothing": "fp32", "z_loss": "fp32"}
+    aligned = {(index,): [["tt.divisibility", 16]] for index in range(6)}  # pointers, and words
+    for dtype, has_extras, writes in itertools.product(("fp32", "bf16", "fp16"), (True, False), (True, False)):
+        constants = {"HAS_EXTRAS": has_extras, "WRITES_GRADIENTS": writes, "IGNORED": -100, "BLOCK": loss_kernel._BLOCK}
+        signature = pointers | {"gradients": f"*{dtype}"} | numbers | dict.fromkeys(constants, "constexpr")
+        source = ASTSource(loss_kernel.softmax_rows, signature, constants, aligned)
+        options = {"num_warps": loss_kernel._WARPS}
+        compiled = compile_kernel(source, target=GPUTarget("cuda", capability, 32), options=options)
+        assert f"sm_{capability}" in compiled.asm["ptx"]
+        assert "ld.global.v4" in compiled.asm["ptx"]  # 16 bytes for each thread at a time
+
+
+def launched_right(
+    logits: Tensor, labels: Tensor, losses: Tensor, extra: Tensor | None, gradients: Tensor | None, *others: Any
+) -> None:
+    made = loss_kernel._plain(logits, labels, losses, extra, None if gradients is None else gradients.dtype, *others)
+    if gradients is not None and made is not None:
+        gradients.copy_(made)
+
+
+def launched_wrong(*arguments: Any) -> None:
+    launched_right(*arguments)
+    arguments[2].mul_(1.001)
+
+
+def launched_to_nan(*arguments: Any) -> None:
+    launched_right(*arguments)
+    arguments[4].fill_(float("nan"))
+
+
+def not_launched(*_: Any) -> None:
+    raise RuntimeError("no compiler")
+
+
+@pytest.mark.parametrize(
+    ("launch", "reason"),
+    [(launched_right, None), (launched_wrong, "differ"), (launched_to_nan, "differ"), (not_launched, "no compiler")],
+)
+def test_a_kernel_that_fails_its_trial_is_not_used_and_one_line_says_so(
+    launch: Callable[..., None],
+    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(loss_kernel, "_launch", launch)
+    loss_kernel._passes_trial.cache_clear()
+    with caplog.at_level(logging.WARNING, loss_kernel.__name__):
+        assert [loss_kernel._passes_trial(CPU, torch.bfloat16) for _ in range(2)] == [reason is None] * 2
+    loss_kernel._passes_trial.cache_clear()
+    assert len(caplog.messages) == (reason is not None)
+    assert all(reason in message for message in caplog.messages if reason)
+
+
+def test_a_cpu_takes_the_operators() -> None:
+    assert not loss_kernel.runs_on(torch.zeros(2, 3), torch.float32)
+
+
+def test_the_kernel_is_asked_for_what_the_operators_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of a GPU around the kernel, which stands in here: chunks of unequal size, extras, a frozen weight."""
+    calls: list[tuple[int, bool]] = []
+
+    def launch(logits: Tensor, *arguments: Any) -> None:
+        calls.append((len(logits), arguments[3] is None))
+        launched_right(logits, *arguments)
+
+    hidden, weight, labels = inputs(torch.float32)
+    expected = linear_cross_entropy(hidden, weight, labels, 8, label_smoothing=0.1)
+    expected[0].backward()
+    gradient = hidden.grad.clone()
+    hidden.grad = None
+    weight.requires_grad_(False)
+    monkeypatch.setattr(loss_kernel, "runs_on", lambda *_: True)
+    monkeypatch.setattr(loss_kernel, "_launch", launch)
+    found = linear_cross_entropy(hidden, weight, labels, 8, label_smoothing=0.1)
+    found[0].backward()
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(hidden.grad, gradient)
+    with torch.no_grad():
+        assert torch.equal(linear_cross_entropy(hidden, weight, labels, 8)[1], expected[1])
+    assert calls == [(8, False), (8, False), (5, False), (8, True), (8, True), (5, True)]
