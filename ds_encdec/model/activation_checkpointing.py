@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -102,7 +103,7 @@ def _offloading(forward: Forward, layer: nn.Module) -> Forward:
     """
 
     def offloading_forward(hidden_states: Tensor, *shared: Any, **options: Any) -> Tensor:
-        kept = [value for value in (*shared, *options.get("rotary", ())) if isinstance(value, Tensor)]
+        kept = [value for value in (*shared, *tree_leaves(options)) if isinstance(value, Tensor)]
 
         def pack(tensor: Tensor) -> tuple[torch.device | None, Tensor]:
             address = tensor.untyped_storage().data_ptr()

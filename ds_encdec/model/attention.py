@@ -1,11 +1,12 @@
 """Attention of the encoder-decoder, for flat packed buffers and for ordinary padded batches.
 
-A *layout* says which positions may see which. Both layouts answer the same two questions, so layers know neither:
+A *layout* says which positions may see which. Both layouts answer the same questions, so layers know neither:
 
 - `attend_encoder(q, k, v)`: bidirectional self-attention of the encoder.
-- `attend_merged(q, k, v, encoder_k, encoder_v)`: the decoder's merged attention (T5Gemma 2, arXiv 2512.14856): one
-  softmax over the encoder's output and the decoder's own past. With keys laid out as [encoder ; decoder] the mask is
-  a causal one aligned to the bottom right corner, so variable-length flash kernels run it in one call.
+- `merged_rows(encoder, decoder)`: the rows of both sides, those of each document as [encoder ; decoder].
+- `attend_merged(q, k, v)`: the decoder's merged attention over such rows (T5Gemma 2, arXiv 2512.14856): one softmax
+  over the encoder's output and the decoder's own past. The mask is a causal one aligned to the bottom right corner, so
+  variable-length flash kernels run it in one call.
 
 Queries are [..., tokens, heads, head_dim], keys and values [..., tokens, key_value_heads, head_dim] (grouped-query
 attention: each key/value head serves heads / key_value_heads query heads).
@@ -16,6 +17,7 @@ Part of the exported remote code: it imports nothing of ds_encdec outside its ow
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,14 +42,18 @@ class PackedLayout:
     |---|---|---|
     | encoder, merged | Segments | encoder self-attention; decoder queries over [encoder ; decoder] keys |
     | encoder_positions, decoder_positions | int64 [Te], [Td] | position within the document |
+    | merged_positions | int64 [Te + Td] | 0, which rotates nothing, on rows of the encoder |
     | merge_index | int64 [Te + Td] | gathers [all encoder ; all decoder] rows into [encoder ; decoder] per document |
+    | split_index | int64 [Te + Td] | gathers them back |
     """
 
     encoder: Segments
     merged: Segments
     encoder_positions: Tensor
     decoder_positions: Tensor
+    merged_positions: Tensor
     merge_index: Tensor
+    split_index: Tensor
     kernel: AttentionKernel = BY_DOCUMENT
     dropout: float = 0.0
     """Share of the attention weights that is set to zero; the others are scaled up for it."""
@@ -81,23 +87,43 @@ class PackedLayout:
         decoder_cu = F.pad(decoder_cu_seqlens[:segments], (0, 1), value=decoder_tokens)
         merged_lengths = tuple(e + d for e, d in zip(encoder_lengths, decoder_lengths, strict=True))
         merged = decoder_cu, encoder_cu + decoder_cu, decoder_lengths, merged_lengths
+        merge_index = _merge_index(encoder_cu, decoder_cu, encoder_tokens, decoder_tokens)
+        rows = torch.arange(encoder_tokens + decoder_tokens, device=encoder_cu.device)
         return cls(
             encoder=Segments.of(encoder_cu, encoder_cu, encoder_lengths, encoder_lengths, encoder_tail, encoder_tail),
             merged=Segments.of(*merged, decoder_tail, encoder_tail + decoder_tail),
             encoder_positions=encoder_positions,
             decoder_positions=decoder_positions,
-            merge_index=_merge_index(encoder_cu, decoder_cu, encoder_tokens, decoder_tokens),
+            merged_positions=F.pad(decoder_positions, (encoder_tokens, 0))[merge_index],
+            merge_index=merge_index,
+            split_index=torch.empty_like(rows).scatter_(0, merge_index, rows),
         )
 
     def attend_encoder(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Self-attention within each document. q: [Te, heads, D]; returns the same shape."""
         return self.kernel.attend(q, k, v, self.encoder, False, self.dropout)
 
-    def attend_merged(self, q: Tensor, k: Tensor, v: Tensor, encoder_k: Tensor, encoder_v: Tensor) -> Tensor:
+    def merged_rows(self, encoder: Tensor, decoder: Tensor) -> Tensor:
+        """[Te, ...] and [Td, ...] → [Te + Td, ...], each document's rows together."""
+        return _Permuted.apply(torch.cat([encoder, decoder]), self.merge_index, self.split_index)
+
+    def attend_merged(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Merged attention within each document. q: [Td, heads, D]; returns the same shape."""
-        merged_k = torch.cat([encoder_k, k]).index_select(0, self.merge_index)
-        merged_v = torch.cat([encoder_v, v]).index_select(0, self.merge_index)
-        return self.kernel.attend(q, merged_k, merged_v, self.merged, True, self.dropout)
+        return self.kernel.attend(q, k, v, self.merged, True, self.dropout)
+
+
+class _Permuted(torch.autograd.Function):
+    """The rows `index` of a tensor, a permutation: the backward pass gathers, where autograd's own would add up."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return rows.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return grad.index_select(0, inverse), None, None
 
 
 @dataclass(frozen=True)
@@ -105,11 +131,13 @@ class PaddedLayout:
     """An ordinary batch: [batch, length] and masks.
 
     `encoder_mask`: bool [B, 1, Le, Le] or None (nothing masked); `merged_mask`: bool [B, 1, Lq, Le + Lk], True where
-    a query may look; Lk counts cached and new decoder tokens, Lq the new ones. Positions: int64 [1, Le], [1 or B, Lq].
+    a query may look; Lk counts cached and new decoder tokens, Lq the new ones. Positions: int64 [1, Le], [1 or B, Lq],
+    and of merged rows that come from no cache [1 or B, Le + Lq].
     """
 
     encoder_positions: Tensor
     decoder_positions: Tensor
+    merged_positions: Tensor
     encoder_mask: Tensor | None
     merged_mask: Tensor
 
@@ -148,6 +176,7 @@ class PaddedLayout:
         return cls(
             encoder_positions=encoder_positions[None],
             decoder_positions=decoder_positions,
+            merged_positions=F.pad(decoder_positions, (encoder_length, 0)),
             encoder_mask=encoder_mask,
             merged_mask=torch.cat([encoder_columns, causal.expand(batch, -1, -1, -1)], dim=-1),
         )
@@ -156,18 +185,18 @@ class PaddedLayout:
         """Self-attention of each row. q: [B, Le, heads, D]; returns the same shape."""
         return masked_attention(q, k, v, self.encoder_mask)
 
-    def attend_merged(self, q: Tensor, k: Tensor, v: Tensor, encoder_k: Tensor, encoder_v: Tensor) -> Tensor:
-        """Merged attention of each row. q: [B, Lq, heads, D]; returns the same shape.
+    def merged_rows(self, encoder: Tensor, decoder: Tensor) -> Tensor:
+        """[B, Le, ...] and [B, Lk, ...] → [B, Le + Lk, ...].
 
         Keys and values of a static cache stand in buffers longer than what has been written, which is cut off.
         """
         encoder_length = self.encoder_positions.shape[1]
         decoder_length = self.merged_mask.shape[-1] - encoder_length
-        keys, values = (
-            torch.cat([encoder[:, :encoder_length], decoder[:, :decoder_length]], dim=1)
-            for encoder, decoder in ((encoder_k, k), (encoder_v, v))
-        )
-        return masked_attention(q, keys, values, self.merged_mask)
+        return torch.cat([encoder[:, :encoder_length], decoder[:, :decoder_length]], dim=1)
+
+    def attend_merged(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Merged attention of each row. q: [B, Lq, heads, D]; returns the same shape."""
+        return masked_attention(q, k, v, self.merged_mask)
 
 
 Layout = PackedLayout | PaddedLayout

@@ -19,7 +19,7 @@ from .attention import Layout, PaddedLayout
 from .configuration import Qwen3EncoderConfig, Qwen3Seq2SeqConfig
 from .precision import Linear
 
-Rotary = tuple[Tensor, Tensor]  # cosines and sines, [..., tokens, 1, head_dim], in the dtype of the states
+Rotary = tuple[Tensor, Tensor]  # cosines and sines, [..., tokens, 1, head_dim / 2], in the dtype of the states
 States: TypeAlias = list[Tensor] | None  # collects the states between layers; None where nobody asked for them
 
 
@@ -31,7 +31,6 @@ def rotary_tables(positions: Tensor, config: Qwen3Seq2SeqConfig, dtype: torch.dt
     """
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=positions.device) / config.head_dim
     angles = positions[..., None, None].float() * config.rope_parameters["rope_theta"] ** -exponents
-    angles = torch.cat((angles, angles), dim=-1)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
@@ -39,7 +38,7 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     """Apply the rotary embedding to x: [..., tokens, heads, head_dim]."""
     cos, sin = rotary
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 class Qwen3Attention(nn.Module):
@@ -64,8 +63,12 @@ class Qwen3Attention(nn.Module):
 
     def keys_values(self, hidden_states: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
         """Keys (rotated if `rotary` is given) and values, [..., tokens, key_value_heads, head_dim]."""
-        keys = self.k_norm(self._heads(self.k_proj(hidden_states)))
-        return keys if rotary is None else rotate(keys, rotary), self._heads(self.v_proj(hidden_states))
+        return self.made_of(self.k_proj(hidden_states), self.v_proj(hidden_states), rotary)
+
+    def made_of(self, keys: Tensor, values: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
+        """Do as `keys_values` does with what the projections give, [..., tokens, key_value_heads * head_dim]."""
+        keys = self.k_norm(self._heads(keys))
+        return keys if rotary is None else rotate(keys, rotary), self._heads(values)
 
     def output(self, attended: Tensor) -> Tensor:
         """Project [..., tokens, heads, head_dim] back to [..., tokens, hidden]."""

@@ -33,6 +33,7 @@ from .encoder import (
     Rotary,
     States,
     embedded,
+    rotary_tables,
 )
 from .loss import linear_cross_entropy
 from .loss_kernel import IGNORE_INDEX
@@ -50,22 +51,27 @@ class Qwen3MergedAttention(Qwen3Attention):
         encoder_states: Tensor,
         *,
         rotary: Rotary,
+        key_rotary: Rotary | None,
         layout: Layout,
         past_key_values: Cache = None,
     ) -> Tensor:
-        """[..., Td, hidden] and [..., Te, hidden] → [..., Td, hidden]."""
+        """[..., Td, hidden] and [..., Te, hidden] → [..., Td, hidden]. `key_rotary`: of merged rows, if no cache."""
         queries = self.queries(hidden_states, rotary)
-        keys, values = self.keys_values(hidden_states, rotary)
         if past_key_values is None:
-            encoder_keys, encoder_values = self.keys_values(encoder_states, None)
+            keys, values = (
+                layout.merged_rows(project(encoder_states), project(hidden_states))
+                for project in (self.k_proj, self.v_proj)
+            )
+            keys, values = self.made_of(keys, values, key_rotary)
         else:
             own, cross = past_key_values.self_attention_cache, past_key_values.cross_attention_cache
-            keys, values = self._cached(own, (keys, values))
+            decoder = self._cached(own, self.keys_values(hidden_states, rotary))
             # The encoder's are computed at the first step of a generation, and cached for the others.
             new = not past_key_values.is_updated.get(self.layer_idx, False)
-            encoder_keys, encoder_values = self._cached(cross, self.keys_values(encoder_states, None) if new else None)
+            encoder = self._cached(cross, self.keys_values(encoder_states, None) if new else None)
             past_key_values.is_updated[self.layer_idx] = True
-        return self.output(layout.attend_merged(queries, keys, values, encoder_keys, encoder_values))
+            keys, values = map(layout.merged_rows, encoder, decoder)
+        return self.output(layout.attend_merged(queries, keys, values))
 
     def _cached(self, cache: DynamicCache, new: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
         """This layer's keys and values in `cache`, to which the `new` ones are added first, if any."""
@@ -100,7 +106,10 @@ class Qwen3Decoder(Qwen3Stack):
         kept: States = None,
     ) -> Tensor:
         """[..., Td, hidden] embeddings and [..., Te, hidden] encoder states → [..., Td, hidden] states."""
-        shared = {"layout": layout, "past_key_values": past_key_values}
+        with_cache = past_key_values is not None
+        positions, dtype = layout.merged_positions, inputs_embeds.dtype
+        key_rotary = None if with_cache else rotary_tables(positions, self.config, dtype)
+        shared = {"layout": layout, "past_key_values": past_key_values, "key_rotary": key_rotary}
         return self._run(inputs_embeds, encoder_states, positions=layout.decoder_positions, kept=kept, **shared)
 
 

@@ -79,7 +79,8 @@ def test_kernels_are_handed_the_segments_there_are() -> None:
         layout = replace(made, kernel=AttentionKernel("records", lambda _: "", attend))
         encoder, decoder = (torch.zeros(len(at), 1, 1) for at in (layout.encoder_positions, layout.decoder_positions))
         layout.attend_encoder(encoder, encoder, encoder)
-        layout.attend_merged(decoder, decoder, decoder, encoder, encoder)
+        merged = layout.merged_rows(encoder, decoder)
+        layout.attend_merged(decoder, merged, merged)
     for segments, count in handed:
         existing = len(segments.query_lengths) + bool(segments.key_tail)
         assert existing <= count <= existing + 32

@@ -108,6 +108,10 @@ def test_merge_index_is_a_permutation_in_document_order(lengths: tuple[Any, ...]
         decoder_start += decoder_length
     expected += [*range(encoder_start, encoder_tokens), *range(decoder_start, encoder_tokens + decoder_tokens)]
     assert layout.merge_index.tolist() == expected
+    assert layout.split_index.tolist() == [expected.index(row) for row in range(len(expected))]
+    assert layout.merged_positions.tolist() == [
+        0 if row < encoder_tokens else int(layout.decoder_positions[row - encoder_tokens]) for row in expected
+    ]
     assert layout.merged.key_cu_seqlens[-1] == encoder_tokens + decoder_tokens
 
 
@@ -136,9 +140,11 @@ def test_merged_attention_as_bottom_right_causal_equals_the_masked_form() -> Non
     batch = pack((6,), (5,), 6, 5)
     q, k, v = torch.randn(5, 4, 8), torch.randn(5, 2, 8), torch.randn(5, 2, 8)
     encoder_k, encoder_v = torch.randn(2, 6, 2, 8)
-    packed = batch.inputs["packing"].attend_merged(q, k, v, encoder_k, encoder_v)
+    layout = batch.inputs["packing"]
+    packed = layout.attend_merged(q, layout.merged_rows(encoder_k, k), layout.merged_rows(encoder_v, v))
     padded = PaddedLayout.build(encoder_length=6, decoder_length=5, device=q.device)
-    masked = padded.attend_merged(q[None], k[None], v[None], encoder_k[None], encoder_v[None])[0]
+    merged_k, merged_v = padded.merged_rows(encoder_k[None], k[None]), padded.merged_rows(encoder_v[None], v[None])
+    masked = padded.attend_merged(q[None], merged_k, merged_v)[0]
     torch.testing.assert_close(packed, masked, rtol=1e-5, atol=1e-6)
 
 
