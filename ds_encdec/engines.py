@@ -85,7 +85,7 @@ ENGINES: dict[str, EngineSpec] = {
             saves_compute_weights=True,
             instead={
                 "infra.fsdp_reduce_every_micro_batch": (True, False),
-                "training.torch_compile": (True, False),
+                "training.torch_compile": (True, "auto"),
                 "training.activation_checkpointing": ("selective", "full"),
             },
         ),

@@ -138,7 +138,7 @@ def _training(config: Sections) -> Iterable[Rule]:
     yield Rule(
         "training.torch_compile model.lora.quantize",
         "bitsandbytes' products are not compiled: set torch_compile=false, or quantize=none",
-        training.torch_compile and _quantizes(config),
+        training.torch_compile is True and _quantizes(config),
     )
     limit = monitor.grad_norm_threshold
     is_set = limit != MonitorConfig.model_fields["grad_norm_threshold"].default
@@ -229,9 +229,10 @@ def deepspeed_lacks(config: Sections) -> Iterable[Rule]:
         training.activation_checkpointing == "selective",
     )
     yield Rule(
-        f"training.torch_compile {engine}",
-        "compiled layers are FSDP2's: set distributed_type=fsdp, or torch_compile=false",
-        training.torch_compile,
+        f"training.torch_compile infra.sharding_stage {engine}",
+        "ZeRO-3 gathers parameters inside layers, which cannot be compiled so: set torch_compile=auto, "
+        "sharding_stage=zero2 or lower, or distributed_type=fsdp",
+        training.torch_compile is True and infra.sharding_stage.startswith("zero3"),
     )
     yield Rule(
         f"infra.fsdp_reduce_every_micro_batch {engine}",

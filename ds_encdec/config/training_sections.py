@@ -140,8 +140,9 @@ class TrainingConfig(Section):
     """Every n-th layer recomputes (`every_n` only)."""
     activation_offload: Annotated[bool, Mark.UNTRAINED] = False
     """Keep saved activations in host memory until the backward pass."""
-    torch_compile: Annotated[bool, Mark.UNTRAINED] = False
-    """Compile each layer with torch.compile (FSDP2 and DDP)."""
+    torch_compile: Annotated[bool | Literal["auto"], Mark.UNTRAINED] = "auto"
+    """Compile each layer with torch.compile. `auto`: on GPUs, but not under DeepSpeed's ZeRO-3, and not where compiling
+    tiny layers fails, which a warning tells."""
     save_steps: Annotated[int, Mark.UNTRAINED] = Field(default=1000, ge=1)
     """Optimizer steps between checkpoints."""
     save_interval_hours: Annotated[float | None, Mark.UNTRAINED] = Field(default=None, gt=0)

@@ -169,6 +169,9 @@ def create_engine(
             require_bitsandbytes()
         if weights is not None:
             weights = with_new_adapters(weights, lora, model_config, config.training.seed)
+    from ds_encdec.engine.compilation import with_compilation_decided
+
+    config = with_compilation_decided(config, context, model_config)
     build: Callable[..., Engine] = load(context.engine_spec.build)
     return build(config, context, model_config, weights, gradient_accumulation_steps)
 

@@ -137,7 +137,7 @@ def _remarks(options: argparse.Namespace, model: list[str], config: FullConfig, 
         ),
         (keys, f"infra.deepspeed_extra: {keys}: estimated as DeepSpeed and this program have them by default."),
         (
-            training.torch_compile,
+            training.torch_compile is True,
             "torch_compile: estimated like layers that are not compiled, whose activations may differ.",
         ),
         (

@@ -108,7 +108,7 @@ def _remarks(job: Job) -> str:
         f"{engine.title}'s engine cannot be traced: these are activations and logits alone.": engine.trace is None,
         "What is copied between host and device for the offload is left out.": engine.trace is not None and offloads,
         "Activations are traced as if they stayed on the device (training.activation_offload=false).": on_host,
-        "Layers are traced as they are without torch.compile.": training.torch_compile,
+        "Layers are traced as they are without torch.compile.": training.torch_compile is True,
         "Matrices in 4 bits are traced in the compute dtype.": _is_quantized(job),
         "Attention is traced document by document: this torch has no variable-length kernel for it.": without_kernel,
     }

@@ -112,7 +112,7 @@ def load(settings: dict[str, Any]) -> FullConfig:
         ),
         ({"infra.distributed_type": "ddp", "infra.sharding_stage": "zero3"}, '= "zero3"', "ddp shards nothing"),
         ({"training.activation_checkpointing": "selective"}, '= "selective"', "FSDP2"),
-        ({"training.torch_compile": "true"}, "training.torch_compile = true", "FSDP2's"),
+        ({"training.torch_compile": "true"}, "training.torch_compile = true", "ZeRO-3 gathers parameters"),
         ({"infra.fsdp_reduce_every_micro_batch": "true"}, "fsdp_reduce_every_micro_batch = true", "FSDP2's"),
         (FSDP | {"training.fp16": "true", "training.bf16": "false"}, "training.fp16 = true", "no loss scaling"),
         (
@@ -236,6 +236,9 @@ def test_contradictions(settings: dict[str, Any], fields: str, message: str) -> 
         {"infra.sharding_stage": "zero2_hybrid", "infra.distributed_type": "fsdp"},
         {"training.activation_checkpointing": "selective", "infra.distributed_type": "fsdp"},
         FSDP | {"training.torch_compile": "true"},
+        FSDP | {"training.torch_compile": "true", "training.activation_checkpointing": "selective"},
+        {"training.torch_compile": "true", "infra.sharding_stage": "zero2"},
+        {"training.torch_compile": "auto"},
         FSDP | {"infra.sharding_stage": "zero2_hybrid", "infra.hybrid_shard_size": 4},
         FSDP | {"training.warmup_steps": 0},
         AUTO | {"infra.sharding_stage": "zero2_hybrid"},

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.engine import fsdp2, select
+from ds_encdec.engine import compilation, fsdp2, select
 from ds_encdec.engine.select import (
     attention_kernel,
     check_engine,
@@ -222,7 +222,7 @@ def test_what_attention_runs_in_is_known_and_warned_of_once(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(fsdp2, "FSDP2Engine", lambda *_: None)
     given = {"infra": {"distributed_type": "fsdp"}, "model": {"use_flash_attention": flash}}
-    config = FullConfig.model_validate(given)
+    config = FullConfig.model_validate({**given, "training": {"torch_compile": False}})
     place = {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     with caplog.at_level(logging.INFO):
         for rank in (0, 1):
@@ -275,6 +275,7 @@ def test_what_is_not_as_asked_is_said_once(
     if missing:
         request.getfixturevalue("without_deepspeed")
     monkeypatch.setattr(fsdp2, "FSDP2Engine", lambda *_: None)
+    monkeypatch.setattr(compilation, "_run_tiny_layers", lambda *_: None)
     with caplog.at_level(logging.WARNING):
         create_engine(config, context(resolve_engine(config)), MODEL, None, 1)
     assert len(caplog.messages) == len(warnings)

@@ -1,0 +1,98 @@
+"""Layers are compiled where that has been tried: what `training.torch_compile` comes to, by device and engine."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.backends.common import aot_autograd
+
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.engine import compilation
+from ds_encdec.engine.compilation import with_compilation_decided
+from ds_encdec.engines import EngineName
+from ds_encdec.launch.host_collectives import HostCollectives, RunContext
+from ds_encdec.launch.world import discover
+from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.types import ConfigError
+
+MODEL = Qwen3Seq2SeqConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+RUN_TINY_LAYERS = compilation._run_tiny_layers
+
+
+@pytest.fixture(autouse=True)
+def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The devices on which layers were tried; nothing is compiled."""
+    devices: list[str] = []
+    monkeypatch.setattr(compilation, "_failures", {})
+    monkeypatch.setattr(compilation, "_run_tiny_layers", lambda config, device, tiny: devices.append(device.type))
+    return devices
+
+
+def decided(device: str, engine: EngineName = "fsdp", stage: str = "zero3", lora: Any = None, **training: Any) -> Any:
+    infra = {"distributed_type": engine, "sharding_stage": stage}
+    config = FullConfig.model_validate({"training": training, "infra": infra, "model": {"lora": lora}})
+    context = RunContext(discover({}), torch.device(device), engine, HostCollectives())
+    return with_compilation_decided(config, context, MODEL).training.torch_compile
+
+
+@pytest.mark.parametrize(
+    ("compiles", "where"),
+    [
+        (True, {"device": "cuda"}),
+        (True, {"device": "cuda", "stage": "zero0"}),
+        (True, {"device": "cuda", "activation_checkpointing": "selective"}),
+        (True, {"device": "cuda", "engine": "deepspeed", "stage": "zero2"}),
+        (False, {"device": "cuda", "engine": "deepspeed", "stage": "zero3"}),
+        (False, {"device": "cuda", "stage": "zero0", "lora": {"quantize": "nf4"}}),
+        (False, {"device": "cuda", "torch_compile": False}),
+        (False, {"device": "cpu"}),
+        (True, {"device": "cpu", "torch_compile": True}),
+        (True, {"device": "cpu", "engine": "deepspeed", "stage": "zero1", "torch_compile": True}),
+    ],
+)
+def test_what_is_compiled_has_been_tried(compiles: bool, where: dict[str, Any], tried: list[str]) -> None:
+    for _ in range(2):
+        assert decided(**where) is compiles
+    assert tried == [where["device"]] * compiles  # once
+
+
+def test_where_compiling_fails_layers_run_as_they_are_and_that_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no C++\ncompiler")
+
+    monkeypatch.setattr(compilation, "_run_tiny_layers", fail)
+    with caplog.at_level(logging.WARNING):
+        assert decided("cuda") is False
+    assert "compiling them fails on rank 0: RuntimeError: no C++ compiler" in caplog.text
+    with pytest.raises(ConfigError, match=r"training.torch_compile=true: layers cannot be compiled on rank 0: Runtime"):
+        decided("cuda", torch_compile=True)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_tiny_layers_run_forward_and_backward(monkeypatch: pytest.MonkeyPatch, broken: bool) -> None:
+    """A stand-in for inductor runs graphs as they are, and may fail in the backward pass alone."""
+    runs = []
+
+    def run_forward(graph: Any, _inputs: Any) -> Any:
+        runs.append("forward")
+        return graph.forward
+
+    def run_backward(graph: Any, _inputs: Any) -> Any:
+        if broken:
+            raise RuntimeError("no kernel for this")
+        runs.append("backward")
+        return graph.forward
+
+    backend, capture = aot_autograd(fw_compiler=run_forward, bw_compiler=run_backward), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda forward, options=None: capture(forward, backend=backend))
+    monkeypatch.setattr(compilation, "_run_tiny_layers", RUN_TINY_LAYERS)
+    training = {"activation_checkpointing": "full", "torch_compile": True}
+    config = FullConfig.model_validate({"training": training, "infra": {"distributed_type": "fsdp"}})
+    failure = compilation._failure(config, torch.device("cpu"), MODEL)
+    assert ("no kernel for this" in failure) == broken
+    assert sorted(set(runs)) == (["forward"] if broken else ["backward", "forward"])
