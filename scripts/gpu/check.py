@@ -60,6 +60,7 @@ _SPEED = [_speed(name) for name in SPEED_SETTINGS]
 PARTS: tuple[Part, ...] = (
     Part("machine", "speed_parts:machine", 60, alone=True),
     Part("reference", "engine_parts:reference", 200),
+    Part("attention", "fused_parts:attention", 120),
     Part("loss", "fused_parts:loss", 120),
     *_SPEED[:4],
     _engine("zero1", "reference", in_dry_run=True),
@@ -214,6 +215,7 @@ class Check:
 
 def work(part: Part, folder: Path, shared: Path, *, dry_run: bool) -> int:
     """Do a part in this process; returns its exit code. What it prints goes to a file."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.setsid()  # so that it can be ended with all that it has started
     log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
@@ -277,6 +279,17 @@ def chosen(parts: Sequence[Part], words: Sequence[str]) -> Iterator[Part]:
     return (part for part in parts if part.name in wanted)
 
 
+def _import(*, dry_run: bool) -> None:
+    """Import what all parts need, once. It must not touch a GPU, which no fork could use then: DeepSpeed may."""
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    modules = ["kit", "ds_encdec.build", "ds_encdec.engine.fsdp2", "torch._inductor.compile_fx"]
+    if dry_run:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        modules.append("deepspeed")
+    for module in modules:
+        importlib.import_module(module)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("gpu_check"), help="folder of the results")
@@ -294,15 +307,9 @@ def main() -> int:
     check = Check(
         [*chosen(PARTS, options.only)], options.out, options.seconds, dry_run=options.dry_run, forks=not options.spawn
     )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and so ends what it has started
     if not options.spawn:
-        # A GPU must not be touched before a fork, as DeepSpeed may when it is imported.
-        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-        modules = ["kit", "ds_encdec.build"]
-        if options.dry_run:
-            os.environ["DS_ACCELERATOR"] = "cpu"
-            modules.append("deepspeed")
-        for module in modules:
-            importlib.import_module(module)
+        _import(dry_run=options.dry_run)
         check.say("imported")
     passed = check.run()
     failed = [part["name"] for part in check.found if not part["ok"]]
