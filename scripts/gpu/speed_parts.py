@@ -20,6 +20,7 @@ import torch.distributed as dist
 from kit import Kit, job_of, make_engine, run_config, web_like_batches
 from settings import SPEED_SETTINGS
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.nn.attention import varlen
 
 from ds_encdec.engine.protocol import Engine
@@ -41,7 +42,7 @@ GIB = 2**30
 def machine(kit: Kit) -> None:
     """Name the device and the packages, and measure what the estimate assumes, and the device's own speed."""
     versions = {name: _version(name) for name in PACKAGES}
-    kit.row("versions", python=platform.python_version(), cores=os.cpu_count(), **versions)
+    kit.row("versions", python=platform.python_version(), cores=os.cpu_count(), cuda=torch.version.cuda, **versions)
     if kit.device.type != "cuda":
         kit.omit("device", "there is no GPU: its context, NCCL's buffers and its peak speed are not measured")
         return
@@ -140,6 +141,8 @@ def speed(kit: Kit, setting: str) -> None:
         **parts,
         tokens_per_second_at_64=_at_shipped(tokens / accumulation, parts),
         first_step_s=first,
+        graphs=counters["stats"]["unique_graphs"],
+        breaks=sum(counters["graph_break"].values()),
         built_s=built,
         parameters=count_parameters(model),
         documents=statistics.mean(len(batch.documents) for batch in batches),
@@ -254,7 +257,7 @@ def _profile(kit: Kit, engine: Engine, batches: Sequence[Batch], setting: str) -
         waits=sum(counts.get(name, 0) for name in WAITS),
         host_waits={name: counts[name] for name in WAITS if name in counts},
         top=[
-            {"kernel": name, "ms": taken[name] / 1e3, "count": counts[name]}
+            {"kernel": name[:160], "ms": taken[name] / 1e3, "count": counts[name]}
             for name in sorted(taken, key=lambda name: -taken[name])[:25]
         ],
     )
