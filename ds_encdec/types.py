@@ -268,6 +268,12 @@ StateKind = Literal["weight", "exp_avg", "exp_avg_sq"]
 """The parts of each trained parameter's state: its float32 weight, and AdamW's first and second moments."""
 
 MOMENTS: tuple[StateKind, StateKind] = ("exp_avg", "exp_avg_sq")
+"""Of a hidden matrix under Muon the first alone."""
+
+
+def is_hidden_matrix(name: str) -> bool:
+    """Tell if the parameter of this canonical name is a matrix of a layer, as which Muon steps it."""
+    return ".layers." in name and name.endswith("_proj.weight")
 
 
 class SavedState(Protocol):

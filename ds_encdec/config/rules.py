@@ -131,6 +131,11 @@ def _training(config: Sections) -> Iterable[Rule]:
         alias is not None and meant != training.activation_checkpointing,
     )
     yield Rule(
+        "training.optimizer model.lora",
+        "Muon steps matrices of the model itself, not adapters beside them: set training.optimizer=adamw",
+        training.optimizer == "muon" and config.model.lora is not None,
+    )
+    yield Rule(
         "training.freeze model.lora",
         "with adapters everything else is frozen already: remove one of the two",
         training.freeze and config.model.lora is not None,
@@ -233,6 +238,12 @@ def deepspeed_lacks(config: Sections) -> Iterable[Rule]:
         "ZeRO-3 gathers parameters inside layers, which cannot be compiled so: set torch_compile=auto, "
         "sharding_stage=zero2 or lower, or distributed_type=fsdp",
         training.torch_compile is True and infra.sharding_stage.startswith("zero3"),
+    )
+    yield Rule(
+        f"training.optimizer {engine}",
+        "DeepSpeed orthogonalizes gradients before their norm is known, so that neither clipping nor a skipped step is "
+        "right: set distributed_type=fsdp or ddp, or optimizer=adamw",
+        training.optimizer == "muon",
     )
     yield Rule(
         f"infra.fsdp_reduce_every_micro_batch {engine}",

@@ -85,6 +85,11 @@ class TrainingConfig(Section):
     """Peak learning rate."""
     weight_decay: Annotated[float, Mark.TUNABLE] = Field(default=0.01, ge=0, le=10_000)
     """Decoupled weight decay of matrices; norms and biases have none."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """`muon` (FSDP2 and DDP): the matrices of the layers step by their orthogonalized momentum, at AdamW's learning
+    rates; embedding, output layer and norms by AdamW."""
+    muon_momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Muon's decay of a matrix's momentum."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     """Adam's first-moment decay."""
     adam_beta2: float = Field(default=0.999, ge=0, lt=1)

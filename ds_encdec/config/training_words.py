@@ -60,8 +60,11 @@ TRAINING_WORDS: tuple[Word, ...] = (
     Word(
         "optim optimizer optimizer.name optimizer_type",
         "hf axolotl titan other",
-        values=dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), NOTHING),
-        why="AdamW is the only optimizer: remove it",
+        values={
+            name: {"training.optimizer": name.partition("_")[0]}
+            for name in ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "muon")
+        },
+        why="AdamW and Muon are the optimizers: set training.optimizer",
     ),
     Word("beta1", "titan other", "training.adam_beta1"),
     Word("beta2", "titan other", "training.adam_beta2"),
@@ -224,7 +227,7 @@ TRAINING_WORDS: tuple[Word, ...] = (
     left_out("debug strict", "axolotl accelerate", "nothing of it is needed"),
     Word("data_seed", "hf", why="everything random follows from training.seed"),
     Word("eval_on_start", "hf", values={"false": {}}, why=CADENCE + "training.eval_steps"),
-    Word("optim_args optim_target_modules", "hf", why="AdamW is the only optimizer: remove it"),
+    Word("optim_args optim_target_modules", "hf", why="optimizers have fields of `training`: remove it"),
     Word("trackio_space_id trackio_bucket_id trackio_static_space_id", "hf", why="set training.report_to"),
     Word("generation_config", "hf", why="set training.generation_max_new_tokens and training.generation_num_beams"),
     left_out(

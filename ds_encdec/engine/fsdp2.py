@@ -23,8 +23,8 @@ Saving. The state is written out into torch.distributed.checkpoint's files:
 
 CHECKPOINT/
   engine.json                      what wrote it (protocol.py)
-  dcp/.metadata, __RANK_0.distcp   float32 tensors weight.NAME, exp_avg.NAME, exp_avg_sq.NAME; of what is frozen
-                                   weight.NAME alone, in the compute dtype
+  dcp/.metadata, __RANK_0.distcp   float32 tensors weight.NAME, exp_avg.NAME, exp_avg_sq.NAME (not of matrices that
+                                   Muon steps); of what is frozen weight.NAME alone, in the compute dtype
 
 Names are canonical ones, a tied one's first. Where parameters are replicated, each tensor is
 written by one replica alone, so all replicas share the work, and the host memory of the copies.
@@ -54,6 +54,7 @@ from transformers.initialization import no_init_weights
 
 from ds_encdec.config.schema import FullConfig, InfraConfig, TrainingConfig
 from ds_encdec.config.shares import mesh_shape
+from ds_encdec.engine.muon import Muon
 from ds_encdec.engine.protocol import DCP_FOLDER, EngineRecord, Piece, StagedSave, Veto, write_record
 from ds_encdec.engine.regularization import prepare_for_training
 from ds_encdec.engine.sharded_engine import Shard, ShardedEngine, compute_dtype
@@ -106,7 +107,7 @@ class FSDP2Engine(ShardedEngine):
             self._collectives.on_every_rank(lambda: _fill_local(self._parameters, weights))
             dtype = compute_dtype(config.training)
             self._collectives.on_every_rank(lambda: put_in(model, weights, dtype, self.device))
-        self.optimizer = _adamw(self._parameter_groups(model), config.training)
+        self.optimizer = _optimizer(self._parameter_groups(model), config.training, context.device)
         self._host_copies: dict[str, DTensor] = {}
         self._applied_steps = 0
         model.train()
@@ -180,9 +181,9 @@ class FSDP2Engine(ShardedEngine):
     def _states(self) -> Iterator[tuple[Shard, dict[str, Any]]]:
         for name, parameter in self._parameters.items():
             if parameter.requires_grad:
-                state = self.optimizer.state[parameter]
-                moments: dict[str, Any] = {kind: state[kind].to_local() for kind in MOMENTS}
-                yield _shard(name, parameter), {"step": state["step"], **moments}
+                state = self.optimizer.state[parameter].items()
+                local = {key: held.to_local() if isinstance(held, DTensor) else held for key, held in state}
+                yield _shard(name, parameter), local
 
     def _frozen(self) -> Iterator[Shard]:
         return (_shard(name, parameter) for name, parameter in self._parameters.items() if not parameter.requires_grad)
@@ -204,21 +205,28 @@ class FSDP2Engine(ShardedEngine):
         }
 
 
-def _adamw(groups: list[dict[str, Any]], training: TrainingConfig) -> torch.optim.AdamW:
-    """AdamW with its moments in place, zero: the first step allocates nothing, and every state can be saved."""
-    optimizer = torch.optim.AdamW(
-        groups,
-        lr=training.learning_rate,
-        betas=(training.adam_beta1, training.adam_beta2),
-        eps=training.adam_epsilon,
-        fused=True,
+def _optimizer(groups: list[dict[str, Any]], training: TrainingConfig, device: torch.device) -> torch.optim.AdamW:
+    """The optimizer with its moments in place, zero: the first step allocates nothing, and every state can be saved."""
+    of_adamw: dict[str, Any] = {
+        "lr": training.learning_rate,
+        "betas": (training.adam_beta1, training.adam_beta2),
+        "eps": training.adam_epsilon,
+        "fused": True,
+    }
+    has_matrices = any(group.get("is_muon") for group in groups)
+    optimizer = (
+        Muon(groups, compute_dtype(training), device, training.muon_momentum, **of_adamw)
+        if has_matrices
+        else torch.optim.AdamW(groups, **of_adamw)
     )
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                **{kind: torch.zeros_like(parameter, requires_grad=False) for kind in MOMENTS},
-            }
+            kinds = MOMENTS[:1] if group.get("is_muon") else MOMENTS
+            step = (
+                {} if group.get("is_muon") else {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
+            )
+            moments = {kind: torch.zeros_like(parameter, requires_grad=False) for kind in kinds}
+            optimizer.state[parameter] = step | moments
     return optimizer
 
 
@@ -305,7 +313,7 @@ def state_tensors(parameters: Mapping[str, DTensor], optimizer: torch.optim.Opti
     """`KIND.NAME` → the sharded tensor itself, for every weight, and every moment of what is trained."""
     weights = {f"weight.{name}": parameter.detach() for name, parameter in parameters.items()}
     states = {name: optimizer.state[parameter] for name, parameter in parameters.items() if parameter.requires_grad}
-    moments = {f"{kind}.{name}": state[kind] for kind in MOMENTS for name, state in states.items()}
+    moments = {f"{kind}.{name}": state[kind] for kind in MOMENTS for name, state in states.items() if kind in state}
     return cast(dict[str, DTensor], weights | moments)  # what DTensor's operations return is typed as Tensor
 
 

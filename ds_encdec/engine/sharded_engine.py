@@ -135,7 +135,7 @@ class ShardedEngine(ABC):
 
     @abstractmethod
     def _states(self) -> Iterator[tuple[Shard, dict[str, Any]]]:
-        """Every shard of this rank with its Adam state: `step`, and the moments, shaped as the shard's weights."""
+        """Every shard of this rank with its optimizer's state: `step`, and moments, shaped as the shard's weights."""
 
     @abstractmethod
     def _frozen(self) -> Iterator[Shard]:
@@ -155,7 +155,7 @@ class ShardedEngine(ABC):
         Keeps their names, by which checkpoints know them, and the full shapes of all that checkpoints hold.
         """
         assert_ties(model)
-        groups = parameter_groups(model, self._training.weight_decay)
+        groups = parameter_groups(model, self._training.weight_decay, self._training.optimizer)
         names = {parameter: canonical_name(name) for name, parameter in model.named_parameters()}
         self._names = tuple(tuple(names[parameter] for parameter in group["params"]) for group in groups)
         self._shapes = {names[p]: tuple(full_shape(p)) for p in names if p.requires_grad or self._saves_frozen}
@@ -179,7 +179,8 @@ class ShardedEngine(ABC):
         for shard, state in self._states():
             shard.fill(shard.weights, partial(saved.read, "weight"))
             for kind in MOMENTS:
-                shard.fill(state[kind], partial(saved.read, kind))
+                if kind in state:
+                    shard.fill(state[kind], partial(saved.read, kind))
             set_adam_step(state, saved.applied_steps)
 
 
@@ -244,9 +245,13 @@ def compute_dtype(training: TrainingConfig) -> torch.dtype:
 
 
 def set_adam_step(state: dict[str, Any], applied_steps: int) -> None:
-    """Put a shard's own counter to `applied_steps`; it is a tensor in torch's AdamW and an integer in DeepSpeed's."""
-    step = state["step"]
-    state["step"] = step.fill_(applied_steps) if isinstance(step, Tensor) else applied_steps
+    """Put a shard's own counter to `applied_steps`; it is a tensor in torch's AdamW and an integer in DeepSpeed's.
+
+    Muon's matrices have none.
+    """
+    if "step" in state:
+        step = state["step"]
+        state["step"] = step.fill_(applied_steps) if isinstance(step, Tensor) else applied_steps
 
 
 def full_shape(parameter: nn.Parameter) -> torch.Size:

@@ -32,11 +32,12 @@ def fsdp_memory(job: Job) -> EngineMemory:
     """
     s = _Sharding(job)
     states, frozen = (0, 0) if s.offloads else (_FLOAT32 * s.trained_shard, s.compute * s.frozen_shard)
+    moments = (not s.offloads) * _FLOAT32 * (2 * s.trained_shard - s.matrices.shard)
     # FSDPCommContext.all_gather_state: the last layer's buffer, until the root's forward pass is over. Layers that have
     # stayed gathered since an earlier micro-batch need none.
     gathers = s.shards > 1 and (s.frees_layers or not s.accumulates)
     return EngineMemory(
-        resting=Breakdown(weights=frozen + s.quantized, master_weights=states, optimizer=2 * states),
+        resting=Breakdown(weights=frozen + s.quantized, master_weights=states, optimizer=moments),
         # In the head of the last micro-batch: the root is gathered, and so are layers that stay it.
         forward=Breakdown(
             weights=s.kept_weights(0), gradients=s.held_gradients(0), communication=gathers * s.gathered_layer
@@ -65,7 +66,7 @@ class _Sharding:
 
     `layers`: groups beside the root's. `layer`, `root`: what is gathered of them; `trained_layer` (the mean of all
     layers), `trained_root`: what gets gradients. `trained_shard`, `frozen_shard`: parameters that the rank holds.
-    `gathered_layer`: bytes of a gathered layer. `quantized`: bytes of matrices in 4 bits, which every rank has whole.
+    `matrices`: all that Muon steps, which have one moment. `gathered_layer`: bytes of a gathered layer. `quantized`: of matrices in 4 bits, which every rank has whole.
     `frees_layers`: layers let go of gathered parameters between the forward and the backward pass. `accumulates`:
     earlier micro-batches of the step have left gradients; `accumulates_whole`: whole ones, because nothing is reduced
     before the last micro-batch. `offloads`: shards, moments and reduced gradients are on the host; `keeps_gradients`:
@@ -89,6 +90,7 @@ class _Sharding:
         )
         self.trained_shard = self.layers * self.trained_layer.shard + self.trained_root.shard
         self.frozen_shard = self.layers * self.layer.shard + self.root.shard - self.trained_shard
+        self.matrices = self._group(shape for _, shape in job.stepped_by_muon)
         self.gathered_layer = self.compute * self.layer.gathered
         self.frees_layers = infra.sharding_stage.startswith("zero3")
         self.accumulates = job.gradient_accumulation_steps > 1
@@ -167,7 +169,10 @@ class _Sharding:
         return _FLOAT32 * held
 
     def step(self) -> Breakdown:
-        """foreach_reduce of the root, before and after its gradients are copied; AdamW needs nothing beside them."""
+        """foreach_reduce of the root, before and after its gradients are copied; and Muon's work.
+
+        AdamW needs nothing beside gradients.
+        """
         held, root = self.held_gradients(self.layers), self.trained_root
         buffer = _FLOAT32 * root.gathered
         before = 0.0 if self.accumulates_whole else self.compute * root.parameters
@@ -175,23 +180,42 @@ class _Sharding:
         return max(
             Breakdown(gradients=held + before, communication=buffer),
             Breakdown(gradients=held + after, communication=buffer * (1 + self.clones)),
+            Breakdown(
+                gradients=held + _FLOAT32 * root.shard * self.keeps_gradients, optimizer=self._orthogonalization()
+            ),
             key=lambda held: held.total,
         )
+
+    def _orthogonalization(self) -> float:
+        """Bytes of the largest round of engine/muon.py: this rank's rows of all its matrices, and one whole.
+
+        Of that, where it was gathered, the input, and then two iterates and two products of the shorter side; or where
+        replicas tell each other, their rows of all results.
+        """
+        most = 0.0
+        for (height, width), times in Counter(shape for _, shape in self.job.stepped_by_muon).items():
+            rows, whole = -(-height // self.shards) * width, height * width
+            working = (2 + (self.shards > 1)) * whole + 2 * min(height, width) ** 2
+            telling = ((self.replicas + 1) * self.shards * rows + whole) * (self.replicas > 1)
+            most = max(most, min(times, self.replicas * self.shards) * rows + max(working, telling))
+        return most * (_FLOAT32 if self.job.emulates_bf16 else self.compute)
 
     def host(self) -> HostBreakdown:
         """Offloaded shards, gradients and moments; and the copies of a background save."""
         pins = self.job.config.infra.pin_memory and self.job.device == "cuda"
         # .pin_memory() of the shards, and .to("cpu", non_blocking=True) of the gradients: each a buffer of its own.
         model, size = self.job.model, power_of_two if pins else float
-        shapes = Counter((shape, name in model.trained) for name, shape in model.shapes.items())  # layers are alike
-        plain = held = frozen = 0.0
-        for (shape, is_trained), times in shapes.items():
+        by_muon = {name for name, _ in self.job.stepped_by_muon}
+        shapes = Counter((shape, name in model.trained, name in by_muon) for name, shape in model.shapes.items())
+        plain = held = frozen = copied = 0.0
+        for (shape, is_trained, has_one_moment), times in shapes.items():  # layers are alike
             elements = self._group([shape]).shard
-            plain += _FLOAT32 * elements * times * is_trained
+            plain += _FLOAT32 * elements * times * is_trained * (2 - has_one_moment)
             held += size(_FLOAT32 * elements) * times * is_trained
+            copied += size(_FLOAT32 * elements) * times * is_trained * (3 - has_one_moment)
             frozen += size(self.compute * elements) * times * (not is_trained)
-        states = held + held * (not self.keeps_gradients) + 2 * plain + frozen
-        # engine/fsdp2.py: weights and both moments, each copied by one of the replicas (the mean of them), also
+        states = held + held * (not self.keeps_gradients) + plain + frozen
+        # engine/fsdp2.py: weights and moments, each copied by one of the replicas (the mean of them), also
         # where the run waits for the save (training.async_save=false).
-        saved = 3 * held + frozen * (self.job.config.model.lora is None)
+        saved = copied + frozen * (self.job.config.model.lora is None)
         return HostBreakdown(states=states * self.offloads, save=saved / self.replicas)

@@ -24,7 +24,7 @@ from ds_encdec.model.parameter_count import EMBEDDING_ROWS_MULTIPLE, ModelSizes,
 from ds_encdec.model.trained import model_shapes, trained_shapes
 from ds_encdec.objectives import OBJECTIVES
 from ds_encdec.tokenizer.sentinels import MODE_TOKENS
-from ds_encdec.types import ConfigError
+from ds_encdec.types import ConfigError, is_hidden_matrix
 
 QWEN3_IDS = 151_669
 """Ids that Qwen3's tokenizer has before sentinels are added (tokenizer/sentinels.py)."""
@@ -102,6 +102,13 @@ class Job:
     emulates_bf16: bool = False
     ratio: float = 1.0
     """Encoder tokens per decoder token of the data."""
+
+    @property
+    def stepped_by_muon(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of the parameters that Muon steps, which have one moment instead of two."""
+        if self.config.training.optimizer != "muon":
+            return []
+        return [(name, shape) for name, shape in self.model.trained.items() if is_hidden_matrix(name)]
 
     @property
     def uses_flash(self) -> bool:
@@ -188,7 +195,7 @@ def with_micro_batch(job: Job, micro_batch_size: int) -> Job:
 
 
 def checkpoint_bytes_per_parameter(job: Job) -> int:
-    """Bytes of a checkpoint's tensors for each trained parameter: float32 weights, both moments of AdamW, and more.
+    """Bytes of a checkpoint's tensors for each parameter that AdamW trains: float32 weights, both moments, and more.
 
     An engine that `saves_compute_weights` also writes those that layers compute with, under ZeRO-0 to 2 (in float32
     under ZeRO-0 these are the same).
@@ -205,7 +212,9 @@ def checkpoint_bytes(job: Job) -> int:
     What is frozen is in it as layers compute with it, unless adapters are trained beside it.
     """
     frozen = 0 if job.config.model.lora is not None else job.parameters - job.trainable_parameters
-    return job.trainable_parameters * checkpoint_bytes_per_parameter(job) + frozen * job.compute_bytes
+    one_moment = sum(prod(shape) for _, shape in job.stepped_by_muon)
+    states = job.trainable_parameters * checkpoint_bytes_per_parameter(job) - 4 * one_moment
+    return states + frozen * job.compute_bytes
 
 
 def saves_at_most(training: TrainingConfig, steps: int) -> int:

@@ -64,8 +64,9 @@ def full_state(engine: FSDP2Engine) -> dict[str, torch.Tensor]:
     found = {f"weight.{name}": module.unpacked() for name, module in quantized_matrices(engine.model).items()}
     for name, parameter in engine._parameters.items():
         found[f"weight.{name}"] = parameter.detach().full_tensor().clone()
-        for kind in ("exp_avg", "exp_avg_sq") if parameter.requires_grad else ():
-            found[f"{kind}.{name}"] = engine.optimizer.state[parameter][kind].full_tensor().clone()
+        state = engine.optimizer.state.get(parameter, {})
+        for kind in (kind for kind in ("exp_avg", "exp_avg_sq") if kind in state):
+            found[f"{kind}.{name}"] = state[kind].full_tensor().clone()
     return found
 
 

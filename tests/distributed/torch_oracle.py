@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from fnmatch import fnmatch
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import nn
@@ -67,6 +68,16 @@ class TorchOracle:
                 if any(fnmatch(name, pattern) for pattern in config.training.freeze):
                     parameter.requires_grad_(False)
         trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.muon: torch.optim.Muon | None = None
+        if self.training.optimizer == "muon":
+            hidden = [p for name, p in self.named.items() if p.requires_grad and p.dim() > 1 and ".layers." in name]
+            self.muon = torch.optim.Muon(
+                hidden,
+                weight_decay=self.training.weight_decay,
+                momentum=self.training.muon_momentum,
+                adjust_lr_fn="match_rms_adamw",
+            )
+            trained = [p for p in trained if not any(p is one for one in hidden)]
         matrices = [p for p in trained if p.dim() > 1]
         vectors = [p for p in trained if p.dim() <= 1]
         regularize(self.model, self.training)
@@ -125,11 +136,15 @@ class TorchOracle:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         applied = bool(torch.isfinite(norm)) and not (veto is not None and veto(norm))
         if applied:
-            for group in self.optimizer.param_groups:
+            for group in (*self.optimizer.param_groups, *(self.muon.param_groups if self.muon else ())):
                 group["lr"] = rate
             self.optimizer.step()
+            if self.muon:
+                # torch's orthogonalizes in bfloat16 whatever the run's numbers are.
+                with mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone):
+                    self.muon.step()
             self.applied_steps += 1
-        self.optimizer.zero_grad()
+        self.model.zero_grad()
         return StepResult(applied, norm, rate)
 
     @torch.no_grad()
