@@ -137,8 +137,8 @@ def describe_plan(plan: Mapping[str, Any]) -> str:
         f"At {plan['tokens_per_second']:,.0f} tokens/s it takes {_how_long(time['days'])}{hours}{money}. {NOT_COUNTED}"
         if time
         else HOW_TO_KNOW_THE_TIME,
-        f"A checkpoint takes {_gb(disk['checkpoint'])} ({disk['checkpoint_bytes_per_parameter']} bytes for each of "
-        f"{plan['trainable']:,} trained parameters{', 4 less for each that Muon steps' * plan['uses_muon']}). The run's folder grows to {_gb(disk['total'])}: "
+        f"A checkpoint takes {_gb(disk['checkpoint'])} ({disk['checkpoint_bytes_per_parameter']:.3g} bytes for each of "
+        f"{plan['trainable']:,} trained parameters). The run's folder grows to {_gb(disk['total'])}: "
         f"{disk['checkpoints']} checkpoints (those kept, the best, the one being written)"
         + (f", {put_aside} put aside by rollbacks" if put_aside else "")
         + (f", and the models at its end, {_gb(at_end)}" if at_end else "")

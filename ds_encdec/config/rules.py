@@ -241,8 +241,8 @@ def deepspeed_lacks(config: Sections) -> Iterable[Rule]:
     )
     yield Rule(
         f"training.optimizer {engine}",
-        "DeepSpeed orthogonalizes gradients before their norm is known, so that neither clipping nor a skipped step is "
-        "right: set distributed_type=fsdp or ddp, or optimizer=adamw",
+        "DeepSpeed's Muon orthogonalizes gradients before their norm is taken, so that clipping and monitors would act "
+        "on other numbers: set distributed_type=fsdp or ddp, or optimizer=adamw",
         training.optimizer == "muon",
     )
     yield Rule(

@@ -66,12 +66,13 @@ class _Sharding:
 
     `layers`: groups beside the root's. `layer`, `root`: what is gathered of them; `trained_layer` (the mean of all
     layers), `trained_root`: what gets gradients. `trained_shard`, `frozen_shard`: parameters that the rank holds.
-    `matrices`: all that Muon steps, which have one moment. `gathered_layer`: bytes of a gathered layer. `quantized`: of matrices in 4 bits, which every rank has whole.
-    `frees_layers`: layers let go of gathered parameters between the forward and the backward pass. `accumulates`:
-    earlier micro-batches of the step have left gradients; `accumulates_whole`: whole ones, because nothing is reduced
-    before the last micro-batch. `offloads`: shards, moments and reduced gradients are on the host; `keeps_gradients`:
-    not in another memory (on a CPU they stay, and count at each moment). `clones`: gloo clones what it scatters
-    (ProcessGroupGloo::_reduce_scatter_tensor_coalesced); NCCL does not.
+    `matrices`: all that Muon steps, which have one moment. `gathered_layer`: bytes of a gathered layer. `quantized`:
+    bytes of matrices in 4 bits, which every rank has whole. `frees_layers`: layers let go of gathered parameters
+    between the forward and the backward pass. `accumulates`: earlier micro-batches of the step have left gradients;
+    `accumulates_whole`: whole ones, because nothing is reduced before the last micro-batch. `offloads`: shards, moments
+    and reduced gradients are on the host; `keeps_gradients`: not in another memory (on a CPU they stay, and count at
+    each moment). `clones`: gloo clones what it scatters (ProcessGroupGloo::_reduce_scatter_tensor_coalesced); NCCL does
+    not.
     """
 
     def __init__(self, job: Job) -> None:

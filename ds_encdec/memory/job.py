@@ -194,8 +194,10 @@ def with_micro_batch(job: Job, micro_batch_size: int) -> Job:
     return replace(job, encoder_tokens=budgets.encoder_tokens, decoder_tokens=budgets.decoder_tokens)
 
 
-def checkpoint_bytes_per_parameter(job: Job) -> int:
-    """Bytes of a checkpoint's tensors for each parameter that AdamW trains: float32 weights, both moments, and more.
+def checkpoint_bytes_per_parameter(job: Job) -> float:
+    """Bytes of a checkpoint's tensors for each trained parameter: float32 weights, both moments of AdamW, and more.
+
+    Under Muon the mean of matrices with one moment and the rest.
 
     An engine that `saves_compute_weights` also writes those that layers compute with, under ZeRO-0 to 2 (in float32
     under ZeRO-0 these are the same).
@@ -203,7 +205,8 @@ def checkpoint_bytes_per_parameter(job: Job) -> int:
     stage = job.config.infra.sharding_stage
     only_states = stage.startswith("zero3") or (stage == "zero0" and job.compute_bytes == 4)
     weights = 0 if only_states or not ENGINES[job.engine].saves_compute_weights else job.compute_bytes
-    return 3 * 4 + weights
+    matrices = sum(prod(shape) for _, shape in job.stepped_by_muon)
+    return 3 * 4 + weights - (4 * matrices / job.trainable_parameters if matrices else 0)
 
 
 def checkpoint_bytes(job: Job) -> int:
@@ -212,9 +215,7 @@ def checkpoint_bytes(job: Job) -> int:
     What is frozen is in it as layers compute with it, unless adapters are trained beside it.
     """
     frozen = 0 if job.config.model.lora is not None else job.parameters - job.trainable_parameters
-    one_moment = sum(prod(shape) for _, shape in job.stepped_by_muon)
-    states = job.trainable_parameters * checkpoint_bytes_per_parameter(job) - 4 * one_moment
-    return states + frozen * job.compute_bytes
+    return round(job.trainable_parameters * checkpoint_bytes_per_parameter(job)) + frozen * job.compute_bytes
 
 
 def saves_at_most(training: TrainingConfig, steps: int) -> int:

@@ -18,6 +18,9 @@ CASES: dict[str, dict[str, Any]] = {
     "zero3 reduced": {"fsdp_reduce_every_micro_batch": True},
     "zero3 untied": {},
     "zero3_hybrid": {"hybrid_shard_size": 2},
+    "zero0 muon": {"optimizer": "muon"},
+    "zero2 muon": {"optimizer": "muon"},
+    "zero3 muon": {"optimizer": "muon"},
 }
 """Fields of `training` and `infra` beside the sharding stage, which is a name's first word."""
 

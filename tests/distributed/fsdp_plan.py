@@ -21,6 +21,7 @@ PARITY: dict[int, dict[str, dict[str, Any]]] = {
         "zero3-regularized": {"steps": SHORT_STEPS, **REGULARIZED},
         "zero3_hybrid": {"sharding_stage": "zero3_hybrid", "steps": SHORT_STEPS},
         "zero0-lora-nf4": {"steps": SHORT_STEPS, **NF4},
+        "zero2-muon": {"sharding_stage": "zero2", "optimizer": "muon", "steps": SHORT_STEPS},
     },
     2: {
         **{stage: {"sharding_stage": stage, "steps": STEPS} for stage in ("zero0", "zero2")},
@@ -61,6 +62,14 @@ PARITY: dict[int, dict[str, dict[str, Any]]] = {
         },
         "zero3-lora": {"steps": SHORT_STEPS, **LORA},
         "zero3-freeze": {"steps": SHORT_STEPS, **FREEZE},
+        "zero0-muon": {"sharding_stage": "zero0", "optimizer": "muon", "steps": SHORT_STEPS},
+        "zero2-muon": {"sharding_stage": "zero2", "optimizer": "muon", "steps": SHORT_STEPS},
+        "zero3-muon-offload-freeze": {
+            "offload_optimizer": "cpu",
+            "optimizer": "muon",
+            "steps": SHORT_STEPS,
+            **FREEZE,
+        },
     },
     4: {
         **{stage: {"sharding_stage": stage, "steps": SHORT_STEPS} for stage in ("zero0", "zero3")},
@@ -69,6 +78,13 @@ PARITY: dict[int, dict[str, dict[str, Any]]] = {
             "sharding_stage": "zero2_hybrid",
             "hybrid_shard_size": 2,
             "fsdp_reduce_every_micro_batch": True,
+            "steps": SHORT_STEPS,
+        },
+        "zero3-muon": {"optimizer": "muon", "steps": SHORT_STEPS},
+        "zero3_hybrid-muon": {
+            "sharding_stage": "zero3_hybrid",
+            "hybrid_shard_size": 2,
+            "optimizer": "muon",
             "steps": SHORT_STEPS,
         },
     },
@@ -97,18 +113,27 @@ SAVES: dict[str, dict[str, Any]] = {
     "zero3-lora-bf16": {"bf16": True, "copy": True, **LORA},
     "zero0-lora-nf4-bf16": {"bf16": True, "copy": True, **NF4},
     "zero0-freeze-bf16": {"sharding_stage": "zero0", "bf16": True, "copy": True, **FREEZE},
+    "zero2-muon-bf16": {"sharding_stage": "zero2", "optimizer": "muon", "bf16": True, "copy": True},
+    "zero3-muon": {"optimizer": "muon", "lr_scheduler_type": "WarmupDecayLR", "copy": False},
 }
 """Runs of two ranks that are saved and loaded, by name."""
 
-SKIPS = ("zero0", "zero2-bf16", "zero3", "zero3-offload-bf16", "zero3_hybrid")
+SKIPS = ("zero0", "zero2-bf16", "zero3", "zero3-offload-bf16", "zero3_hybrid", "zero2-muon-bf16")
 """Those of them that are also made with skipped steps."""
 
 RELOADS: dict[str, dict[str, Any]] = {
     "zero0": {"sharding_stage": "zero0"},
     "zero3": {},
     "zero3_hybrid": {"sharding_stage": "zero3_hybrid", "hybrid_shard_size": 2},
+    "zero3_hybrid-muon": {"sharding_stage": "zero3_hybrid", "hybrid_shard_size": 2, "optimizer": "muon"},
 }
-"""Runs of four ranks that load what two have saved as zero3-warmup-decay, by name."""
+"""Runs of four ranks that load what two have saved, by name."""
+
+
+def reloaded(case: str) -> str:
+    """The name of the save that a run of four ranks loads."""
+    return "zero3-muon" if "optimizer" in RELOADS[case] else "zero3-warmup-decay"
+
 
 COMMUNICATION: dict[str, dict[str, Any]] = {
     "zero0": {"sharding_stage": "zero0"},
@@ -189,12 +214,12 @@ def _two_ranks() -> list[Case]:
 
 
 def _four_ranks() -> list[Case]:
-    result(2, "save zero3-warmup-decay")  # must be there
-    saved = str(checkpoints() / "zero3-warmup-decay")
-    plan: list[Case] = [
-        (f"reload {name}", "reloading", {"directory": saved, "lr_scheduler_type": "WarmupDecayLR", **given})
-        for name, given in RELOADS.items()
-    ]
+    plan: list[Case] = []
+    for name, given in RELOADS.items():
+        result(2, f"save {reloaded(name)}")  # must be there
+        saved = str(checkpoints() / reloaded(name))
+        given = {"directory": saved, "lr_scheduler_type": "WarmupDecayLR", **given}
+        plan.append((f"reload {name}", "reloading", given))
     plan += [(f"communication {name}", "communication", given) for name, given in COMMUNICATION.items()]
     plan += [(f"held {name}", "held", given) for name, given in HELD.items()]
     return plan

@@ -23,7 +23,7 @@ from compared import (
     assert_weights_of,
     oracle_trajectory,
 )
-from fsdp_plan import BF16, COMMUNICATION, HELD, PARITY, RELOADS, SAVES, SKIPS, checkpoints, result
+from fsdp_plan import BF16, COMMUNICATION, HELD, PARITY, RELOADS, SAVES, SKIPS, checkpoints, reloaded, result
 from small_run import MODEL, generating_weights, lane_batches, run_config, weights
 
 from ds_encdec.checkpoint.saved_state import DcpState
@@ -36,6 +36,7 @@ from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.model.trained import trained_shapes
 from ds_encdec.optim import learning_rate
+from ds_encdec.types import is_hidden_matrix
 
 pytestmark = pytest.mark.distributed
 
@@ -220,14 +221,14 @@ def saved_shapes(case: str) -> dict[str, tuple[int, ...]]:
 def test_a_copy_to_generate_with_has_the_weights(case: str) -> None:
     for rank in result(2, f"save {case}"):
         saved = {key.removeprefix("weight."): weight for key, weight in rank["saved"].items() if "exp_avg" not in key}
-        other = {"copy", "fsdp_reduce_every_micro_batch"}
+        other = {"copy", "fsdp_reduce_every_micro_batch", "optimizer"}
         overrides = {name: value for name, value in SAVES[case].items() if name not in other}
         assert_identical(rank["copied"], generating_weights(saved, **overrides))
 
 
 @pytest.mark.parametrize("case", RELOADS)
 def test_four_ranks_load_what_two_have_saved(case: str) -> None:
-    saved = result(2, "save zero3-warmup-decay")[0]["saved"]
+    saved = result(2, f"save {reloaded(case)}")[0]["saved"]
     training = run_config(lr_scheduler_type="WarmupDecayLR").training
     for rank in result(4, f"reload {case}"):
         assert_identical(rank["state"], saved)
@@ -243,7 +244,8 @@ def test_every_file_is_returned_by_one_rank(case: str) -> None:
     assert {"engine.json", "dcp/.metadata"} <= set(ranks[0]["files"])
     trained = trained_shapes(case_config(case), MODEL)  # frozen ones are bf16, without moments
     sizes = {name: torch.Size(shape).numel() for name, shape in saved_shapes(case).items()}
-    total = sum((12 if name in trained else 2) * numel for name, numel in sizes.items())
+    by_muon = {name for name in sizes if is_hidden_matrix(name)} if "optimizer" in SAVES[case] else set()
+    total = sum((8 if name in by_muon else 12 if name in trained else 2) * numel for name, numel in sizes.items())
     assert sum(rank["num_bytes"] for rank in ranks) == total
     assert max(rank["num_bytes"] for rank in ranks) < 0.6 * total  # replicas share the work
     assert len([name for name in returned if name.endswith(".distcp")]) == 2
@@ -262,10 +264,12 @@ def test_the_record_describes_the_files(case: str) -> None:
     given = SAVES[case]
     assert (record.format, record.world_size, record.applied_steps, record.loss_scaler) == ("dcp", 2, 2, None)
     assert record.sharding_stage == given.get("sharding_stage", "zero3")
-    decaying, others = record.groups if len(record.groups) == 2 else (*record.groups, ())
-    assert sorted([*decaying, *others]) == sorted(trained_shapes(case_config(case), MODEL))
-    assert all(name.endswith("norm.weight") for name in others)
-    assert not any(name.endswith("norm.weight") for name in decaying)
+    assert sorted(name for group in record.groups for name in group) == sorted(trained_shapes(case_config(case), MODEL))
+    for index, group in enumerate(record.groups):
+        assert {name.endswith("norm.weight") for name in group} == {index == 1}
+    if "optimizer" in given:
+        assert {is_hidden_matrix(name) for name in record.groups[2]} == {True}
+        assert len(record.groups[2]) == 7 * 4
 
 
 def test_a_state_that_has_not_trained_can_be_saved() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from math import prod
 from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
 
 from ds_encdec.config.schema import load_config
+from ds_encdec.memory.fsdp import fsdp_memory
 from ds_encdec.memory.job import PUBLISHED, QWEN3_IDS, Sizes, checkpoint_bytes, make_job, run_sizes
 from ds_encdec.model.parameter_count import count_parameters
 from ds_encdec.types import ConfigError
@@ -155,3 +157,16 @@ def test_adapters_by_hand() -> None:
     assert job.parameters == 1_036_517_376 + 10_092_544
     # Of adapters alone: a checkpoint names their base.
     assert checkpoint_bytes(job) == 12 * 10_092_544
+
+
+def test_matrices_that_muon_steps_have_one_moment() -> None:
+    """28 + 28 layers of the default model: all but the embedding of 151,936 rows and the norms."""
+    given = ["infra.distributed_type=fsdp", "infra.offload_optimizer=none", "training.optimizer=muon"]
+    adamw, muon = (
+        make_job(config, run_sizes(config), "fsdp", world_size=8, ranks_per_node=8)
+        for config in (load_config(None, given[:2]), load_config(None, given))
+    )
+    matrices = 56 * (2 * 1024 * 2048 + 2 * 1024 * 1024 + 3 * 1024 * 3072)
+    assert sum(prod(shape) for _, shape in muon.stepped_by_muon) == matrices
+    assert checkpoint_bytes(adamw) - checkpoint_bytes(muon) == 4 * matrices
+    assert fsdp_memory(adamw).resting.optimizer - fsdp_memory(muon).resting.optimizer == 4 * matrices / 8

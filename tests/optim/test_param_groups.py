@@ -48,6 +48,26 @@ def test_shapes_do_not_matter() -> None:
     assert [names(model, group["params"]) for group in parameter_groups(model, 0.1)] == expected
 
 
+class Layers(nn.Module):
+    """Two kinds of matrices outside of layers, and a layer with one that Muon steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.ModuleDict({"q_proj": nn.Linear(4, 4, bias=False), "norm": TinyRMSNorm()})])
+        self.shared = nn.Embedding(7, 4)
+        self.in_proj = nn.Linear(4, 4, bias=False)
+
+
+def test_muon_has_the_matrices_of_layers() -> None:
+    model = nn.ModuleDict({"encoder": Layers()})
+    decay, no_decay, hidden = parameter_groups(model, 0.1, "muon")
+    assert names(model, hidden["params"]) == {"encoder.layers.0.q_proj.weight"}
+    assert (hidden["weight_decay"], hidden["is_muon"]) == (0.1, True)
+    assert names(model, decay["params"]) == {"encoder.shared.weight", "encoder.in_proj.weight"}
+    assert names(model, no_decay["params"]) == {"encoder.layers.0.norm.weight"}
+    assert not any("is_muon" in group for group in parameter_groups(model, 0.1))
+
+
 def test_empty_groups_are_left_out() -> None:
     (only,) = parameter_groups(nn.Linear(2, 2, bias=False), 0.1)
     assert only["weight_decay"] == 0.1
