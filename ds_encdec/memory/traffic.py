@@ -6,8 +6,9 @@ scattered (3Ψ, arXiv 1910.02054), below that gradients are reduced and new weig
 the engines is how often, and in which dtype. The names of the sources are those of torch 2.13 and DeepSpeed 0.19.8.
 """
 
+from collections import Counter
 from collections.abc import Iterator
-from math import ceil
+from math import ceil, prod
 from typing import Literal, NamedTuple
 
 from ds_encdec.config.shares import mesh_shape
@@ -43,6 +44,14 @@ def fsdp_traffic(job: Job) -> Iterator[Traffic]:
         yield Traffic("gradients", "shards", 4 * reductions * job.trainable_parameters, reductions * units)
     if replicas > 1:  # once a step in any case (set_requires_all_reduce)
         yield Traffic("gradients", "replicas", 2 * 4 * job.trainable_parameters / shards, units)
+    # engine/muon.py: each rank's rows go to one that has the whole matrix and come back, and then to other replicas.
+    shapes = Counter(shape for _, shape in job.stepped_by_muon)
+    rounds = sum(ceil(times / job.world_size) for times in shapes.values())
+    matrices = job.compute_bytes * sum(prod(shape) * times for shape, times in shapes.items())
+    if rounds and shards > 1:
+        yield Traffic("weights", "shards", 2 * matrices / job.world_size, 2 * rounds)
+    if rounds and replicas > 1:
+        yield Traffic("weights", "replicas", matrices / shards, rounds)
 
 
 def deepspeed_traffic(job: Job) -> Iterator[Traffic]:
