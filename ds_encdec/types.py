@@ -268,7 +268,7 @@ StateKind = Literal["weight", "exp_avg", "exp_avg_sq"]
 """The parts of each trained parameter's state: its float32 weight, and AdamW's first and second moments."""
 
 MOMENTS: tuple[StateKind, StateKind] = ("exp_avg", "exp_avg_sq")
-"""Of a hidden matrix under Muon the first alone."""
+"""Both of what AdamW steps; the first alone of a hidden matrix under Muon."""
 
 
 def is_hidden_matrix(name: str) -> bool:

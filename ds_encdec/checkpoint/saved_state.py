@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.utils import _ReaderView
 from ds_encdec.checkpoint.manifest import verify_checkpoint
 from ds_encdec.engine.protocol import DCP_FOLDER, EngineRecord, read_record
 from ds_encdec.engines import STATE_FORMATS, load
-from ds_encdec.types import CheckpointError, SavedState, StateKind, WeightSource
+from ds_encdec.types import MOMENTS, CheckpointError, SavedState, StateKind, WeightSource
 
 
 class _Chunk(NamedTuple):
@@ -80,6 +80,10 @@ class FragmentedState:
     def read(self, kind: StateKind, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """See types.SavedState."""
         fragments = self._fragments.get(f"{kind}.{name}")
+        if fragments is None and f"{MOMENTS[0]}.{name}" in self._fragments:
+            raise CheckpointError(
+                f"{self._folder} has no {kind} of {name}, which Muon has stepped: go on with training.optimizer=muon."
+            )
         if fragments is None:
             raise CheckpointError(
                 f"{self._folder} has no {kind} of a parameter {name!r}; it was made by another architecture."

@@ -17,6 +17,10 @@ PRECISION = {
     "auto": {},
     "fp8": "there is no FP8: bf16 is what trains here",
 }
+OPTIMIZERS: dict[str, Meaning] = {
+    name: {"training.optimizer": name.partition("_")[0]}
+    for name in ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "muon")
+}
 SIDES = "an example has two sides: set data.max_encoder_length and data.max_decoder_length, each in tokens"
 CADENCE = "cadences are in optimizer steps: set "
 PACKED = "examples are packed into full micro-batches and never padded"
@@ -58,14 +62,12 @@ TRAINING_WORDS: tuple[Word, ...] = (
     ),
     Word("decay_ratio", "titan", why="set training.lr_scheduler_type=wsd and training.wsd_decay_fraction"),
     Word(
-        "optim optimizer optimizer.name optimizer_type",
+        "optim optimizer.name optimizer_type",
         "hf axolotl titan other",
-        values={
-            name: {"training.optimizer": name.partition("_")[0]}
-            for name in ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "muon")
-        },
+        values=OPTIMIZERS,
         why="AdamW and Muon are the optimizers: set training.optimizer",
     ),
+    Word("training.optimizer", "hf", values=OPTIMIZERS, why="AdamW and Muon are the optimizers: adamw or muon"),
     Word("beta1", "titan other", "training.adam_beta1"),
     Word("beta2", "titan other", "training.adam_beta2"),
     Word("eps epsilon adam_eps", "titan other", "training.adam_epsilon"),

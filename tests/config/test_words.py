@@ -168,12 +168,12 @@ def test_the_command_line_speaks_other_words_too(tmp_path: Path) -> None:
     config = load_config(path, ["--max_steps", "10", "lr=2e-4", "--output_dir=here", "seed=3", "fsdp_config={}"])
     assert (config.training.num_train_steps, config.training.learning_rate, config.training.seed) == (10, 2e-4, 3)
     assert (config.infra.output_dir, config.training.warmup_steps) == ("here", 1)
+    muon = load_config(None, ["optim=muon", "infra.distributed_type=fsdp"])
+    assert (config.training.optimizer, muon.training.optimizer) == ("adamw", "muon")
     assert "both are training.learning_rate" in problems(path, "lr=2e-4", "training.learning_rate=1e-3")
     lora = load_config(written(tmp_path, "lora_r: 8"), ["use_lora=true", "lora_alpha=16", "full_ft=false"]).model.lora
     assert lora is not None
     assert (lora.r, lora.lora_alpha) == (8, 16)
-    assert config.training.optimizer == "adamw"
-    assert load_config(path, ["optim=muon", "infra.distributed_type=fsdp"]).training.optimizer == "muon"
     assert "not a field here: AdamW and Muon" in problems(path, "training.optim=adafactor")
 
 
