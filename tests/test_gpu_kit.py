@@ -42,6 +42,23 @@ Check([Part("late", "some_parts:fine", 60)], Path("late"), 5, dry_run=False).run
 """
 
 
+CONFIGURATIONS = """
+from pathlib import Path
+from engine_parts import DTYPES, INFRA, training_config
+from kit import Kit
+from settings import SPEED_SETTINGS
+from speed_parts import speed_config
+kit = Kit(False, Path("folder"), Path("shared"))
+for setting in SPEED_SETTINGS:
+    assert speed_config(kit, setting).infra.device == "cuda"
+for name in INFRA:
+    for dtype in DTYPES if INFRA[name]["distributed_type"] == "deepspeed" else ("fp32", "bf16"):
+        compiles = name in ("fsdp zero2", "zero1")
+        config = training_config(kit, name, dtype, Path("run"), torch_compile=compiles)
+        print(config.infra.device, name, dtype)
+"""
+
+
 def python(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join(map(str, (ROOT, ROOT / "scripts" / "gpu", folder)))
     return subprocess.run(
@@ -69,6 +86,13 @@ def test_a_part_that_fails_leaves_the_others_alone(tmp_path: Path) -> None:
     assert "no such kernel" in (tmp_path / "out" / "gpu.txt").read_text()
     (late,) = json.loads((tmp_path / "late" / "gpu.json").read_text())["parts"]
     assert (late["ok"], late["problem"]) == (False, "not run: 5 s are left")
+
+
+def test_what_only_a_gpu_runs_is_configured_soundly(tmp_path: Path) -> None:
+    result = python("-c", CONFIGURATIONS, folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "cuda zero3 fp16" in result.stdout
+    assert "cpu reference fp32" in result.stdout
 
 
 def facts(**changes: Any) -> dict[str, Any]:

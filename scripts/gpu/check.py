@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -302,7 +303,7 @@ def _import(*, dry_run: bool) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("gpu_check"), help="folder of the results")
-    parser.add_argument("--seconds", type=float, default=560, help="time for all parts together")
+    parser.add_argument("--seconds", type=float, help="time for all parts together (default: 560, in a dry run no end)")
     parser.add_argument("--only", action="append", default=[], metavar="WORD", help="parts whose names begin so")
     parser.add_argument("--dry-run", action="store_true", help="try all on a CPU, with tiny models")
     parser.add_argument("--spawn", action="store_true", help="start an interpreter for each part, where forks fail")
@@ -313,8 +314,9 @@ def main() -> int:
     if options.part:
         part = next(part for part in PARTS if part.name == options.part)
         return work(part, options.folder, options.shared, dry_run=options.dry_run)
+    seconds = options.seconds or (math.inf if options.dry_run else 560)
     check = Check(
-        [*chosen(PARTS, options.only)], options.out, options.seconds, dry_run=options.dry_run, forks=not options.spawn
+        [*chosen(PARTS, options.only)], options.out, seconds, dry_run=options.dry_run, forks=not options.spawn
     )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and so ends what it has started
     if not options.spawn:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.nn.attention import varlen
 
+from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.gpus import peak_flops
 from ds_encdec.launch.process_group import init_process_group, shutdown
@@ -105,23 +106,30 @@ def _seconds(kit: Kit, action: Callable[[], Any], times: int = 10) -> float:
     return statistics.median(taken)
 
 
-def speed(kit: Kit, setting: str) -> None:
-    """Tokens per second, MFU and memory of steps of the 1.04 B model, and a profile of one."""
-    row, accumulation = SPEED_SETTINGS[setting], DRY_ACCUMULATION if kit.dry_run else ACCUMULATION
+def speed_config(kit: Kit, setting: str) -> FullConfig:
+    """The configuration of a row of `SPEED_SETTINGS`."""
+    row = SPEED_SETTINGS[setting]
     training = {
         "per_device_train_batch_size": 1 if kit.dry_run else row.micro_batch,
-        "gradient_accumulation_steps": accumulation,
+        "gradient_accumulation_steps": DRY_ACCUMULATION if kit.dry_run else ACCUMULATION,
         "activation_checkpointing": row.checkpointing,
         "torch_compile": row.compiled,
     }
     data = {"max_seq_length": 512, "max_encoder_length": 256, "max_decoder_length": 128} if kit.dry_run else {}
-    config = run_config(kit, kit.sizes, training=training, infra=row.infra, data=data)
+    return run_config(kit, kit.sizes, training=training, infra=row.infra, data=data)
+
+
+def speed(kit: Kit, setting: str) -> None:
+    """Tokens per second, MFU and memory of steps of the 1.04 B model, and a profile of one."""
+    config = speed_config(kit, setting)
+    accumulation = config.training.gradient_accumulation_steps
     batches, ratio = web_like_batches(config, kit.sizes["vocab_size"], 2 * accumulation)
     begin = time.perf_counter()
     engine, model = make_engine(kit, config, accumulation)
     kit.wait()
     built = time.perf_counter() - begin
     _forget_peak(kit)
+    counters.clear()  # of what was compiled to try whether that works
     on_device = [batch.to(kit.device) for batch in batches]
     steps = cycle([on_device[:accumulation], on_device[accumulation:]])
     first = _run(kit, engine, [next(steps)])
