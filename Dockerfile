@@ -9,7 +9,7 @@ FROM nvidia/cuda:13.0.2-devel-ubuntu24.04
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cu130
 
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends g++ git ninja-build openssh-client pdsh python3-dev python3-venv \
+    && apt-get install -y --no-install-recommends g++ git libaio-dev ninja-build openssh-client pdsh python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
 RUN python3 -m venv /opt/venv
 ENV VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:$PATH CUDA_HOME=/usr/local/cuda

@@ -8,6 +8,7 @@ import functools
 import io
 import json
 import re
+import shlex
 import subprocess
 import sys
 from collections import defaultdict
@@ -360,7 +361,7 @@ def test_the_verb_is_the_module(capsys: pytest.CaptureFixture[str]) -> None:
         (["--host-memory", "64"], ["--host-memory 64: not a size of a machine"]),
         (["--gpus", "8", "infra.num_gpus=4"], ["--gpus 8 and infra.num_gpus=… set the same field"]),
         (["--model", "Qwen/Qwen3-4B", "model.model_name_or_path=Qwen/Qwen3-8B"], ["give only one"]),
-        (["infra.offload_optimizer=nvme", "infra.nvme_path=/tmp"], ['infra.offload_optimizer = "nvme"', "use cpu"]),
+        (["infra.offload_optimizer=nvme"], ['infra.offload_optimizer = "nvme"', "set nvme_path"]),
         (
             ["training.per_device_train_batch_size=auto", "training.global_batch_size=100"],
             ["a multiple of 8, such as 104"],
@@ -402,6 +403,24 @@ def test_bad_input_is_named(capsys: pytest.CaptureFixture[str], arguments: list[
 def test_a_damaged_model_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     assert "cannot be read" in refuse(capsys, "--model", str(tmp_path))
+
+
+def test_seven_billion_parameters_on_one_gpu_of_24_gb() -> None:
+    """The command on the page prints what the page says."""
+    page = (Path(__file__).parents[1] / "docs" / "estimate-memory.md").read_text(encoding="utf-8")
+    section = page.partition("## 7 B parameters on one GPU of 24 GB")[2].partition("\n## ")[0]
+    command, printed = section.split("```")[1::2]
+    arguments = shlex.split(command)[3:]
+    lines = printed.strip().splitlines()
+    assert set(lines) <= set(ask(*arguments).splitlines())
+    found = ask_json(*arguments)
+    assert found["parameters"]["trainable"] > 7e9
+    assert found["configured"]["fits"]
+    assert found["inputs"]["gpu_usable_bytes"] < 24e9 * 1.1
+    in_memory = ask_json(*arguments, "infra.offload_optimizer=cpu", "training.async_save=false")
+    params = ask_json(*arguments, "infra.offload_params=cpu")
+    assert f"{in_memory['configured']['host_bytes_per_node']['total'] / GIB:.1f} GiB instead" in section
+    assert f"the GPU holds {params['configured']['bytes']['peak'] / GIB:.1f} GiB, and the host 16 more" in section
 
 
 def test_the_picture_in_the_readme_shows_these_figures() -> None:

@@ -105,6 +105,10 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
         "DeepSpeed's checkpoints lack the Adam moments of what stays on the device; "
         "infra.offload_optimizer=none leaves all there",
     ),
+    "zero_optimization.offload_optimizer.super_offload": (
+        (False,),
+        "its Adam moments are in a process of their own, and DeepSpeed's checkpoints lack them",
+    ),
     "zero_optimization.elastic_checkpoint": ((False,), "DeepSpeed no longer has it"),
 }
 """Keys that may only have certain values, with the reason."""

@@ -40,6 +40,8 @@ def _decided(settings: Settings) -> Iterator[tuple[str, str, Any]]:
             yield "infra.fsdp_cpu_offload", "infra.offload_params", place
     if stage == "zero0":
         yield "infra.sharding_stage", "infra.offload_optimizer", "none"
+    if settings.get("infra.offload_optimizer") == "nvme":  # a copy would be what the host has no memory for
+        yield "infra.offload_optimizer", "training.async_save", False
     if settings.get("training.fp16") is True:
         yield "training.fp16", "training.bf16", False
     yield from _warmup(settings)

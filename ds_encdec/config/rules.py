@@ -264,6 +264,18 @@ def deepspeed_lacks(config: Sections) -> Iterable[Rule]:
         "quantize=none",
         _quantizes(config),
     )
+    swaps, extra = infra.offload_optimizer == "nvme", Settings(infra.deepspeed_extra)
+    for key in (
+        "zero_optimization.offload_optimizer.pipeline_read",
+        "zero_optimization.offload_optimizer.pipeline_write",
+        "optimizer.params.fp32_optimizer_states",
+        "bf16.bf16_optimizer_states",
+    ):
+        yield Rule(
+            f"infra.offload_optimizer infra.deepspeed_extra.{key}",
+            "states on a disk are float32, and read and written one sub-group after the other: remove it",
+            swaps and extra.get(key) is not None,
+        )
     quantized = "zero_optimization.zero_quantized_nontrainable_weights"
     yield Rule(
         f"infra.deepspeed_extra.{quantized}",
@@ -289,6 +301,11 @@ def fsdp_lacks(config: Sections) -> Iterable[Rule]:
         "model.lora.quantize infra.sharding_stage",
         "4-bit weights cannot be cut into shards: set sharding_stage=zero0, on one rank or several (DDP)",
         _quantizes(config) and infra.sharding_stage != "zero0",
+    )
+    yield Rule(
+        "infra.offload_optimizer infra.distributed_type",
+        "FSDP2 keeps nothing on a disk: set offload_optimizer=cpu, or distributed_type=deepspeed",
+        infra.offload_optimizer == "nvme",
     )
     # Its sharded parameters are the float32 master weights that the optimizer steps, where they are.
     yield Rule(

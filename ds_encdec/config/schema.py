@@ -218,6 +218,7 @@ def _find_absent(config: FullConfig) -> Iterator[Conflict]:
         ),
         ("infra.output_dir", _uncreatable(infra.output_dir)),
         ("infra.logging_dir", _uncreatable(infra.logging_dir) if is_logged else None),
+        ("infra.nvme_path", _no_folder(infra.nvme_path) if infra.offload_optimizer == "nvme" else None),
     ):
         if wrong is not None:
             yield Conflict((field,), wrong)
@@ -297,6 +298,12 @@ def _lacking(name: str | None, needed: str) -> str | None:
     if name is None or (folder is not None and is_hub_name(name)):
         return None
     return "there is no such folder, and a name on the hub is `OWNER/NAME`"
+
+
+def _no_folder(name: str | None) -> str | None:
+    """Say why a folder that a run does not make itself cannot be written into."""
+    folder = None if name is None else _expanded(name)
+    return _uncreatable(name) if name and folder and folder.is_dir() else "there is no such folder"
 
 
 def _uncreatable(name: str) -> str | None:

@@ -158,7 +158,8 @@ class TrainingConfig(Section):
     """Copy what a checkpoint holds to host memory and write it while training goes on. Needs host memory for the copy,
     kept from save to save: over all ranks about 14 bytes per parameter (bf16; FSDP2: 12), on GPUs up to twice that, as
     torch rounds pinned buffers up to powers of two (infra.pin_memory=false avoids it). False: training waits until the
-    files are written; FSDP2 on GPUs then still passes each rank's whole part through host memory."""
+    files are written; FSDP2 on GPUs then still passes each rank's whole part through host memory. With
+    `offload_optimizer: nvme` the default is false."""
     average_checkpoints: Annotated[int, Mark.UNTRAINED] = Field(default=5, ge=0)
     """Newest checkpoints whose weights are averaged into `export/averaged` at the end of a run that has at least 3;
     0: none."""
@@ -348,11 +349,12 @@ class InfraConfig(Section):
     node."""
     offload_optimizer: Literal["none", "cpu", "nvme"] = "cpu"
     """Place of optimizer states and master weights. With zero0, where there is nothing to offload, the default is none.
-    `nvme` does not work yet and is refused."""
-    offload_params: Literal["none", "cpu", "nvme"] = "none"
-    """Place of parameters between uses. zero3 only. `nvme` does not work yet and is refused."""
+    `nvme`: a local disk, under DeepSpeed's zero3 (docs/engine.md)."""
+    offload_params: Literal["none", "cpu"] = "none"
+    """Place of parameters between uses. zero3 only."""
     nvme_path: str | None = None
-    """Folder on a fast local disk, for `nvme` offload, which does not work yet."""
+    """Folder on a fast local disk of every node, for `offload_optimizer: nvme`: 16 bytes per parameter that the node's
+    ranks train."""
     pin_memory: bool = True
     """Pin host buffers of offloaded states and of saves (ignored without an accelerator)."""
     deepspeed_config: str | None = None
@@ -399,6 +401,17 @@ class InfraConfig(Section):
             "parameters can be offloaded only where they are sharded: set zero3, or offload_params=none",
             self.offload_params != "none" and stage not in ("zero3", "zero3_hybrid"),
         )
+        swaps = self.offload_optimizer == "nvme"
+        yield Rule(
+            "offload_optimizer nvme_path",
+            "nvme needs a folder on a disk of every node: set nvme_path",
+            swaps and self.nvme_path is None,
+        )
+        yield Rule(
+            "offload_optimizer sharding_stage",
+            "only the states of sharded parameters can be on a disk: set zero3, or offload_optimizer=cpu",
+            swaps and not stage.startswith("zero3"),
+        )
         yield Rule("distributed_type sharding_stage", "ddp shards nothing: set zero0", is_ddp and stage != "zero0")
         yield Rule(
             "hybrid_shard_size sharding_stage",
@@ -410,8 +423,6 @@ class InfraConfig(Section):
             place = getattr(self, field)
             is_meant = field == "offload_optimizer" or not offloads or stage.startswith("zero3")
             differs = offloads is not None and is_meant and (place == "cpu") is not offloads
-            no_nvme = "nvme does not work yet: checkpoints would lack what is there; use cpu"
-            yield Rule(field, no_nvme, place == "nvme")
             yield Rule(f"fsdp_cpu_offload {field}", f"the alias must agree: this is {field}={cpu}", differs)
         meant = FSDP_STRATEGIES.get(alias or "", stage)
         message = f"the alias must agree: {alias} is sharding_stage={meant}"

@@ -26,6 +26,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,12 @@ from ds_encdec.engine.ds_json import accumulates_in_bf16, run_json
 from ds_encdec.engine.protocol import TAG, EngineRecord, StagedSave, Veto, write_record
 from ds_encdec.engine.regularization import prepare_for_training
 from ds_encdec.engine.sharded_engine import Shard, ShardedEngine, assert_ties, compute_dtype, empty_model, full_shape
+from ds_encdec.engine.swapped_states import prepare_folder, remove_states, states_mapped
 from ds_encdec.launch.host_collectives import RunContext, attempt
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.lora import choose_trained
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
-from ds_encdec.model.trained import canonical_name
+from ds_encdec.model.trained import canonical_name, trained_shapes
 from ds_encdec.optim import lr_lambda
 from ds_encdec.types import CheckpointError, LossSum, SavedState, StepResult, WeightSource
 
@@ -105,6 +107,11 @@ class DeepSpeedEngine(ShardedEngine):
                 config.infra.sharding_stage,
                 gradient_accumulation_steps,
             )
+        offload = ds_json["zero_optimization"].get("offload_optimizer", {})
+        if offload.get("device") == "nvme":
+            trained = sum(map(prod, trained_shapes(config, model_config).values()))
+            share = trained * context.world.local_world_size // context.world.world_size
+            self._collectives.on_every_rank(lambda: prepare_folder(Path(offload["nvme_path"]), share))
         self._area = StagingArea(pin_memory=config.infra.pin_memory and device.type == "cuda")
         with _device_as_local_rank(device):
             model = _build_model(config, model_config, ds_json, dtype=compute_dtype(training), device=device)
@@ -125,7 +132,8 @@ class DeepSpeedEngine(ShardedEngine):
         undo_first_step(self._engine)
         self.model = self._engine.module
         if weights:
-            self._take_weights(weights)
+            with states_mapped(self._engine):
+                self._take_weights(weights)
         self._gate = step_gate(self._engine)
         self._engine.train()
 
@@ -141,23 +149,26 @@ class DeepSpeedEngine(ShardedEngine):
 
     def stage(self, directory: Path, *, copy: bool) -> StagedSave:
         """See protocol.Engine."""
-        engine, files = self._engine, self._collect(directory)
+        engine = self._engine
         record = self._record(engine.global_steps - engine.skipped_steps, loss_scaler_state(engine))
-        # Host memory may run out on one rank alone.
-        num_bytes, staged = self._collectives.on_every_rank(lambda: self._area.take_all(files, copy=copy))
+        with states_mapped(engine):
+            files = self._collect(directory)
+            # Host memory may run out on one rank alone.
+            num_bytes, staged = self._collectives.on_every_rank(lambda: self._area.take_all(files, copy=copy))
         return StagedSave(num_bytes, partial(self._write, staged, record, directory))
 
     def _collect(self, directory: Path) -> dict[Path, Any]:
         """Collect what DeepSpeed would write from this rank, by file; the tensors are the live ones. Collective."""
         engine, collector = self._engine, _Collector()
         native, engine.checkpoint_engine = engine.checkpoint_engine, collector
-        engine._copy_recovery_script = lambda folder: None  # hides the method, which writes
+        engine._copy_recovery_script = lambda folder: None  # hides the method, which writes, as this one makes it do:
+        engine.zero_nvme_offload_optimizer = lambda: False
         try:
             excluded = not self._saves_frozen
             engine.save_checkpoint(str(directory), tag=TAG, save_latest=False, exclude_frozen_parameters=excluded)
         finally:
             engine.checkpoint_engine = native
-            del engine._copy_recovery_script
+            del engine._copy_recovery_script, engine.zero_nvme_offload_optimizer
         for state in collector.files.values():
             if "module" in state and any(True for _ in self._frozen()):
                 complete_frozen(engine, state, self._shapes.keys())
@@ -183,9 +194,15 @@ class DeepSpeedEngine(ShardedEngine):
             with deepspeed.zero.GatheredParameters([parameter]):  # does nothing to what ZeRO-3 has not taken apart
                 yield name, parameter.detach()
 
+    def load(self, saved: SavedState) -> None:
+        """See protocol.Engine."""
+        with states_mapped(self._engine, with_moments=True):
+            super().load(saved)
+
     def close(self) -> None:
         """See protocol.Engine. Afterwards drop the last reference to the engine."""
         self._engine.destroy()
+        remove_states(self._engine)
 
     def _take_weights(self, weights: WeightSource) -> None:
         """Give the optimizer's float32 weights the exact values of `weights`, then the layers' parameters theirs.

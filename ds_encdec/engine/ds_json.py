@@ -6,6 +6,8 @@ that matters here, no "auto" remains, and every key is checked against `config.d
 
 from __future__ import annotations
 
+import hashlib
+import os
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,11 @@ _PERSISTENCE_THRESHOLD_ELEMENTS = 100_000
 # in bf16. All of a 1 B model then waits for its backward pass and is gathered once a step, which is faster and needs
 # those 2 GB; where they are missing, infra.deepspeed_extra lowers both.
 _LIVE_PARAMETERS = 1_000_000_000
+# Elements that are read, stepped and written back at a time of an optimizer whose states are on a disk: of 100 MB in
+# float32 reads are as fast as a disk is, and four buffers of them are what a rank holds in host memory.
+_SWAPPED_ELEMENTS = 25_000_000
+SWAP_BUFFERS = 4
+"""Buffers of the largest sub-group's size: weights, gradients and both moments."""
 
 
 def render_deepspeed_json(
@@ -183,6 +190,12 @@ def _zero(infra: InfraConfig, device: str, ranks_per_node: int) -> dict[str, Any
     for name, place in (("offload_optimizer", infra.offload_optimizer), ("offload_param", infra.offload_params)):
         if place != "none":
             zero[name] = {"device": place, "pin_memory": infra.pin_memory and device != "cpu"}
+    if infra.offload_optimizer == "nvme":
+        # Two runs may swap to one disk; DeepSpeed names files by rank alone.
+        of_run = hashlib.sha256(os.path.abspath(infra.output_dir).encode()).hexdigest()[:16]
+        folder = os.path.join(os.path.expanduser(infra.nvme_path or ""), f"ds_encdec-{of_run}")
+        zero["offload_optimizer"] |= {"nvme_path": folder, "buffer_count": SWAP_BUFFERS}
+        zero["sub_group_size"] = _SWAPPED_ELEMENTS
     return zero
 
 

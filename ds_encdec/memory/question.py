@@ -25,12 +25,12 @@ from ds_encdec.config.shares import (
     with_micro_batch_size,
 )
 from ds_encdec.gpus import DEFAULT_GPU, GPUS, Gpu, has_gpu, parse_bytes, parse_gpu
-from ds_encdec.memory.breakdown import GIB, Estimate
+from ds_encdec.memory.breakdown import GIB, Estimate, in_gib
 from ds_encdec.memory.checkpointing import Choice, choose, closed, is_open, with_mode
 from ds_encdec.memory.estimate import engine_memory, estimate
 from ds_encdec.memory.job import Job, Sizes, make_job, run_sizes
 from ds_encdec.memory.variants import HEADROOM, HOST_HEADROOM, Variant, variant
-from ds_encdec.memory.zero import not_estimated
+from ds_encdec.memory.zero import not_estimated, swapped_bytes
 from ds_encdec.types import ConfigError
 
 Found = TypeVar("Found")
@@ -143,6 +143,11 @@ def _remarks(options: argparse.Namespace, model: list[str], config: FullConfig, 
         (
             config.infra.device == "auto" and not options.gpu and not has_gpu(),
             "This is for GPUs; a run on the CPUs of a machine without them is estimated with infra.device=cpu.",
+        ),
+        (
+            swapped := swapped_bytes(asked.job) if config.infra.offload_optimizer == "nvme" else 0.0,
+            f"The disk of infra.nvme_path holds {in_gib(swapped)} GiB on each host: the optimizer's states and "
+            "gradients.",
         ),
         (model, f"To train what is recommended, add what this command's options stand for: {shlex.join(model)}"),
         (

@@ -44,6 +44,8 @@ HYBRID_STAGES = ("zero2_hybrid", "zero3_hybrid")
 _SHARDING_ALIASES = ["infra.fsdp_sharding_strategy", "infra.fsdp_activation_checkpointing", "infra.fsdp_cpu_offload"]
 OFFLOADS = {"none": ("none", "none"), "optimizer": ("cpu", "none"), "optimizer+params": ("cpu", "cpu")}
 """The words of the table for what is kept in host memory, with `infra.offload_optimizer` and `infra.offload_params`."""
+_DISK_OFFLOADS = {"nvme": ("nvme", "none"), "nvme+params": ("nvme", "cpu")}
+"""Those that are in the table of a run with `infra.nvme_path`."""
 _NOWHERE = Estimate(Breakdown(framework=math.inf), "", HostBreakdown())
 """The needs of what does not exist: more than there is anywhere."""
 
@@ -129,13 +131,17 @@ def smallest_variants(job: Job) -> list[Variant]:
     smallest, reduces = batches(job)[1], ENGINES[job.engine].reduction_field
     if reduces is not None and not attrgetter(reduces)(job.config):
         smallest[reduces] = True
-    return [variant(job, setting(job, "zero3", offload, "full") | smallest) for offload in OFFLOADS]
+    return [variant(job, setting(job, "zero3", offload, "full") | smallest) for offload in _offloads(job)]
+
+
+def _offloads(job: Job) -> Mapping[str, tuple[str, str]]:
+    return OFFLOADS | (_DISK_OFFLOADS if job.config.infra.nvme_path is not None else {})
 
 
 def settings(job: Job) -> Iterator[Change]:
     """The changes of `job` that make the rows of the table."""
     stages = (*STAGES, *HYBRID_STAGES) if job.world_size > job.ranks_per_node else STAGES
-    return (setting(job, *row) for row in itertools.product(stages, OFFLOADS, ("none", "full")))
+    return (setting(job, *row) for row in itertools.product(stages, _offloads(job), ("none", "full")))
 
 
 def setting(job: Job, stage: str, offload: str, checkpointing: str) -> Change:
@@ -143,7 +149,7 @@ def setting(job: Job, stage: str, offload: str, checkpointing: str) -> Change:
 
     It frees the fields that would contradict it: aliases of what it sets, a hybrid's size without one, and the engine.
     """
-    optimizer, params = OFFLOADS[offload]
+    optimizer, params = _offloads(job)[offload]
     wanted: Change = {
         "infra.sharding_stage": stage,
         "infra.offload_optimizer": optimizer,
@@ -176,7 +182,7 @@ def has_other_name(job: Job) -> bool:
 def offload_of(job: Job) -> str | None:
     """Name what `job` offloads, or None where the table has no word for it (parameters alone)."""
     placed = (job.config.infra.offload_optimizer, job.config.infra.offload_params)
-    return next((name for name, places in OFFLOADS.items() if places == placed), None)
+    return next((name for name, places in (OFFLOADS | _DISK_OFFLOADS).items() if places == placed), None)
 
 
 def batches(job: Job) -> dict[int, Change]:
@@ -281,7 +287,7 @@ def _cost(job: Job, change: Change) -> tuple[int, bool, float, int]:
         + 0.03 * ("model.loss_chunk_tokens" in change)  # a quarter of the tokens in every chunk of logits
         + 0.005 * ("training.per_device_eval_batch_size" in change)  # single sequences in an evaluation
     )
-    offloaded = list(OFFLOADS).index(offload_of(other) or "none") + training.activation_offload
+    offloaded = [*OFFLOADS, *_DISK_OFFLOADS].index(offload_of(other) or "none") + training.activation_offload
     return offloaded, engine.sums_in_16_bits, slowdown, len(change)
 
 

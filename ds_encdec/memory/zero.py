@@ -65,6 +65,13 @@ def zero_memory(job: Job) -> EngineMemory:
     )
 
 
+def swapped_bytes(job: Job) -> float:
+    """Bytes on the disk of each node that the optimizer's states take (`infra.offload_optimizer: nvme`); 0 without."""
+    s = _Settings(job)
+    # weights, moments, and the gradients of a step: swap_params_info
+    return (s.master + 2 * s.moment + s.master) * s.partition * job.ranks_per_node * s.swaps
+
+
 def not_estimated(job: Job) -> list[str]:
     """Settings of the JSON that change memory in a way that the estimate does not follow."""
     rendered = _rendered(job)
@@ -104,6 +111,8 @@ class _Settings:
         self.stage: int = zero["stage"]
         self.offloads_optimizer: bool = offload.get("device", "none") != "none"
         self.offloads_parameters: bool = zero.get("offload_param", {}).get("device", "none") != "none"
+        self.swaps = offload.get("device") == "nvme"
+        self.swap_buffers = int(offload.get("buffer_count", 0))
         self.pins_optimizer = bool(offload.get("pin_memory", False)) and job.device != "cpu"
         self.accumulates = job.gradient_accumulation_steps > 1
 
@@ -137,6 +146,7 @@ class _Settings:
         whole = 0 if self.offloads_optimizer else self.weight * self.owned
         self.kept = self.accumulation * self.partition if self.is_compact else whole
 
+        self.sub_group = min(self.partition, self.number["sub_group_size"] + ceil(self.largest / ranks))
         self.overlaps = bool(zero.get("overlap_comm", self.stage == 3))
         self.bucket = self.number["reduce_bucket_size"]
 
@@ -352,7 +362,7 @@ def _sharded(s: _Settings) -> EngineMemory:
     last = max(scattered, _scattering(s, s.largest, alone=True) if s.largest > s.bucket else 0)
     # _prepare_fp32_grad_for_sub_group: the gradients of one sub-group, which the parameter that fills it closes, flat,
     # in the master weights' dtype.
-    sub_group = min(s.partition, number["sub_group_size"] + ceil(s.largest / ranks))
+    sub_group = s.sub_group
     prepared = s.accumulation + (0 if s.master == s.accumulation else s.master)
     return EngineMemory(
         resting=Breakdown(
@@ -399,10 +409,15 @@ def _host(s: _Settings) -> HostBreakdown:
         # single_partition_of_fp32_groups and their .grad, param_buffer_of_bit16_for_cpu_offload_groups, and
         # temp_grad_buffer_for_cpu_offload.
         buffers = [s.master * s.partition, s.accumulation * s.partition]
-        if s.stage < 3:
+        if s.swaps:
+            # grad_partitions_flat_buffer; PartitionedOptimizerSwapper's, which it locks by itself; and the moments of
+            # a sub-group that was never stepped, until they have been written
+            buffers, locked = [s.accumulation * s.partition], s.swap_buffers * s.master * s.sub_group
+            states = locked + 2 * s.moment * s.sub_group
+        elif s.stage < 3:
             buffers = [*2 * [s.master * s.partition], s.weight * s.partition, s.weight * s.largest]
-        states = sum(map(power_of_two if s.pins_optimizer else int, buffers))
-        states += (2 * s.moment + s.master * (s.stage == 3)) * s.partition
+        states += sum(map(power_of_two if s.pins_optimizer else int, buffers))
+        states += 0 if s.swaps else (2 * s.moment + s.master * (s.stage == 3)) * s.partition
         if s.stage == 2 and s.accumulates and not s.is_compact and s.master == 4:
             # accumulated_grads_in_cpu: one buffer for each parameter that the partition touches
             states += s.weight * s.owned

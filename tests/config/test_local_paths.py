@@ -52,6 +52,8 @@ QUICKSTART = str(Path(__file__).resolve().parents[2] / "ds_configs" / "quickstar
         (["infra.output_dir=" + "x" * 300], "infra.output_dir", "the name is too long"),
         (["infra.output_dir=/proc/run"], "infra.output_dir", "/proc cannot be written to"),
         (["infra.logging_dir=/proc/self/status/logs"], "infra.logging_dir", "is no folder"),
+        (["infra.offload_optimizer=nvme", "infra.nvme_path=missing"], "infra.nvme_path", "there is no such folder"),
+        (["infra.offload_optimizer=nvme", "infra.nvme_path=/proc"], "infra.nvme_path", "/proc cannot be written to"),
     ],
 )
 def test_what_is_not_there(

@@ -120,7 +120,7 @@ def load(settings: dict[str, Any]) -> FullConfig:
         (
             FSDP | {"infra.offload_optimizer": "nvme", "infra.nvme_path": "/local"},
             'infra.offload_optimizer = "nvme"',
-            "nvme does not work yet",
+            "FSDP2 keeps nothing on a disk",
         ),
         (
             FSDP | {"infra.offload_params": "cpu", "infra.offload_optimizer": "none"},
@@ -129,8 +129,28 @@ def load(settings: dict[str, Any]) -> FullConfig:
         ),
         ({"infra.hybrid_shard_size": 4}, "infra.hybrid_shard_size = 4", "only zero2_hybrid and zero3_hybrid"),
         ({"model.tokenizer_name_or_path": "builtin"}, '= "Qwen/Qwen3-0.6B"', "builtin goes with an architecture"),
-        ({"infra.offload_optimizer": "nvme"}, 'infra.offload_optimizer = "nvme"', "nvme does not work yet"),
-        ({"infra.offload_params": "nvme"}, 'infra.offload_params = "nvme"', "nvme does not work yet"),
+        ({"infra.offload_optimizer": "nvme"}, 'infra.offload_optimizer = "nvme"', "nvme needs a folder"),
+        (
+            {"infra.offload_optimizer": "nvme", "infra.nvme_path": "/local", "infra.sharding_stage": "zero2"},
+            'infra.sharding_stage = "zero2"',
+            "only the states of sharded parameters can be on a disk",
+        ),
+        ({"infra.offload_params": "nvme"}, 'infra.offload_params = "nvme"', "allowed: 'none' or 'cpu'"),
+        *[
+            (
+                {
+                    "infra.offload_optimizer": "nvme",
+                    "infra.nvme_path": "/local",
+                    "infra.deepspeed_extra": extra,
+                },
+                'infra.offload_optimizer = "nvme"',
+                "states on a disk are float32",
+            )
+            for extra in (
+                "{zero_optimization: {offload_optimizer: {pipeline_read: true}}}",
+                "{bf16: {bf16_optimizer_states: true}}",
+            )
+        ],
         (
             {"infra.fsdp_sharding_strategy": "SHARD_GRAD_OP", "infra.sharding_stage": "zero3"},
             'infra.sharding_stage = "zero3"',

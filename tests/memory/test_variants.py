@@ -107,7 +107,7 @@ def test_hybrids_come_with_several_nodes() -> None:
 
 def test_what_a_run_refuses_is_no_row() -> None:
     with pytest.raises(ConfigError, match="nvme"):
-        job("infra.offload_optimizer=nvme", "infra.nvme_path=/tmp")
+        job("infra.offload_optimizer=nvme", "infra.nvme_path=/tmp", "infra.sharding_stage=zero2")
 
 
 def test_a_change_can_be_typed_into_a_shell() -> None:

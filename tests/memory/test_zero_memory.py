@@ -13,7 +13,7 @@ import pytest
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.memory.breakdown import Breakdown, Count, power_of_two
 from ds_encdec.memory.job import Job, Sizes, make_job
-from ds_encdec.memory.zero import zero_memory
+from ds_encdec.memory.zero import swapped_bytes, zero_memory
 from ds_encdec.types import ConfigError
 
 QWEN3_0_6B = Sizes(
@@ -307,3 +307,16 @@ def test_stages_that_flatten_hold_the_weights_twice_while_they_are_built() -> No
 def test_values_that_deepspeed_could_not_use_are_named(extra: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         zero_memory(job_of("zero2", deepspeed_extra=extra))
+
+
+def test_states_on_a_disk_take_four_buffers_of_a_sub_group() -> None:
+    """Beside the gradients that are accumulated; and until they are written the moments of one that never stepped."""
+    swapped = zero_memory(job_of("zero3", offload_optimizer="nvme", nvme_path="/local", pin_memory=False))
+    sub_group = 25_000_000 + EMBEDDING / 8
+    assert swapped.host.states == pytest.approx(4 * PARAMETERS / 8 + (4 + 2) * 4 * sub_group, rel=1e-3)
+    on_host = zero_memory(job_of("zero3", offload_optimizer="cpu", pin_memory=False))
+    assert swapped.resting == on_host.resting
+    assert swapped_bytes(job_of("zero3", offload_optimizer="nvme", nvme_path="/local")) == pytest.approx(
+        16 * PARAMETERS, rel=1e-4
+    )
+    assert swapped_bytes(job_of("zero3", offload_optimizer="cpu")) == 0

@@ -1,0 +1,108 @@
+"""Optimizer states on a local disk (`infra.offload_optimizer: nvme`), where DeepSpeed 0.19.8 keeps them between steps.
+
+It writes each flat tensor of its ZeRO-3 optimizer, the float32 weights and both moments of a sub-group, into a file and
+leaves an empty tensor behind, and reads a sub-group back when it steps it. Its own checkpoints copy these files beside
+the others, where neither its zero_to_fp32.py nor another engine looks. Here `states_mapped` makes the tensors maps of
+their files for as long as somebody reads or writes them, so that saves, resumes and conversions know nothing of it.
+Small sub-groups, below 1 MiB, are never swapped.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.ops.op_builder import AsyncIOBuilder
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from ds_encdec.engine.deepspeed_private import adam_state
+from ds_encdec.launch.disk import free_bytes
+from ds_encdec.types import ConfigError
+
+SWAPPED_BYTES = 16
+"""Bytes on the disk for each trained parameter: float32 weights, two moments, and the gradients of a step."""
+
+
+def prepare_folder(folder: Path, num_parameters: int) -> None:
+    """Make sure that the states of so many parameters can be swapped into `folder`, on this rank's machine.
+
+    Compiles DeepSpeed's asynchronous reading and writing where that has not been done: minutes, once. Raises
+    ConfigError for a folder that cannot be written or has too little room, and for a machine without libaio.
+    """
+    field = "infra.nvme_path"
+    if not folder.parent.is_dir():
+        raise ConfigError(f"{field}: {folder.parent} is no folder on this machine")
+    try:
+        folder.mkdir(exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{field}: {folder} cannot be written: {error.strerror}") from error
+    needed, free = SWAPPED_BYTES * num_parameters, free_bytes(folder)
+    held = sum(file.stat().st_size for file in folder.rglob("*.swp"))  # a killed start's, which are written over
+    if free is not None and free + held < needed:
+        raise ConfigError(
+            f"{field}: {folder} has {free + held:,} bytes free, but the optimizer's states on this machine take "
+            f"{needed:,}, {SWAPPED_BYTES} a trained parameter"
+        )
+    try:
+        AsyncIOBuilder().load()
+    except Exception as error:
+        raise ConfigError(
+            "infra.offload_optimizer=nvme: DeepSpeed's async_io could not be compiled. It needs a C++ compiler, ninja, "
+            f"and libaio with its headers (Debian, Ubuntu: apt-get install libaio-dev): {error}"
+        ) from error
+
+
+@contextmanager
+def states_mapped(engine: DeepSpeedEngine, *, with_moments: bool = False) -> Iterator[None]:
+    """Inside, swapped tensors have their numbers again, as maps of their files: what is written there is on the disk.
+
+    `with_moments`: of an optimizer that has not stepped, too; they are made, as zeros. Nothing for states that are not
+    swapped. Not between a backward pass and its step.
+    """
+    swapper: Any = getattr(engine.optimizer, "optimizer_swapper", None)
+    infos = list(swapper.swap_params_info.values()) if swapper is not None else []
+    try:
+        for info in infos:
+            _map(info)
+            if with_moments and not info.has_state_tensors:
+                weights = info.tensors[0].compute_tensor
+                adam_state(engine.basic_optimizer, weights)
+                swapper._get_param_swap_info(weights)  # looks whether there are moments by now
+                aligned = swapper._io_aligned_numel(info.numel()) * weights.element_size()
+                for one in info.tensors[1:]:
+                    with open(one.swap_path, "wb") as file:
+                        file.truncate(aligned)
+                _map(info)
+        yield
+    finally:
+        for info in infos:
+            info.release_memory()
+            for one in info.tensors:
+                _flush(one.swap_path)
+
+
+def _map(info: Any) -> None:
+    for one in info.tensors:
+        one.compute_tensor.data = torch.from_file(one.swap_path, shared=True, size=info.numel(), dtype=info.dtype())
+
+
+def _flush(path: str) -> None:
+    """Bring what was written through a map to the disk: DeepSpeed reads past the kernel's cache."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_states(engine: DeepSpeedEngine) -> None:
+    """Delete the files of this rank, which no other run can use."""
+    swapper: Any = getattr(engine.optimizer, "optimizer_swapper", None)
+    if swapper is not None:
+        shutil.rmtree(swapper.swap_folder, ignore_errors=True)
