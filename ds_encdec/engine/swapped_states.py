@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,10 @@ def _flush(path: str) -> None:
 
 
 def remove_states(engine: DeepSpeedEngine) -> None:
-    """Delete the files of this rank, which no other run can use."""
+    """Delete the files of this rank, which no other run can use, and the run's folders where it leaves them empty."""
     swapper: Any = getattr(engine.optimizer, "optimizer_swapper", None)
     if swapper is not None:
         shutil.rmtree(swapper.swap_folder, ignore_errors=True)
+        with suppress(OSError):
+            for folder in Path(swapper.swap_folder).parents[:3]:  # optimizer, zero_stage_3, and the run's own
+                folder.rmdir()
