@@ -45,7 +45,7 @@ _SHARDING_ALIASES = ["infra.fsdp_sharding_strategy", "infra.fsdp_activation_chec
 OFFLOADS = {"none": ("none", "none"), "optimizer": ("cpu", "none"), "optimizer+params": ("cpu", "cpu")}
 """The words of the table for what is kept in host memory, with `infra.offload_optimizer` and `infra.offload_params`."""
 _DISK_OFFLOADS = {"nvme": ("nvme", "none"), "nvme+params": ("nvme", "cpu")}
-"""Those that are in the table of a run with `infra.nvme_path`."""
+"""More of them, in the table of a run with `infra.nvme_path`."""
 _NOWHERE = Estimate(Breakdown(framework=math.inf), "", HostBreakdown())
 """The needs of what does not exist: more than there is anywhere."""
 
