@@ -54,7 +54,7 @@ def test_on_gpus_it_names_a_faster_setting_that_fits(monkeypatch: pytest.MonkeyP
     config = FullConfig()
     job = planned_job(config, run_sizes(config), nodes=1)
     context = RunContext(World(world_size=8), torch.device("cuda"), "deepspeed", cast(HostCollectives, None))
-    monkeypatch.setattr(start_banner_module, "attention_kernel", lambda config, device: ("flash", None))
+    monkeypatch.setattr(start_banner_module, "attention_kernel", lambda *what: ("flash", None))
 
     def said(device_bytes: int) -> list[str]:
         monkeypatch.setattr(start_banner_module, "device_capacity", lambda device: Capacity(device_bytes, device_bytes))
