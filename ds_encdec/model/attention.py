@@ -42,7 +42,6 @@ class PackedLayout:
     |---|---|---|
     | encoder, merged | Segments | encoder self-attention; decoder queries over [encoder ; decoder] keys |
     | encoder_positions, decoder_positions | int64 [Te], [Td] | position within the document |
-    | merged_positions | int64 [Te + Td] | 0, which rotates nothing, on rows of the encoder |
     | merge_index | int64 [Te + Td] | gathers [all encoder ; all decoder] rows into [encoder ; decoder] per document |
     | split_index | int64 [Te + Td] | gathers them back |
     """
@@ -51,7 +50,6 @@ class PackedLayout:
     merged: Segments
     encoder_positions: Tensor
     decoder_positions: Tensor
-    merged_positions: Tensor
     merge_index: Tensor
     split_index: Tensor
     kernel: AttentionKernel = BY_DOCUMENT
@@ -94,7 +92,6 @@ class PackedLayout:
             merged=Segments.of(*merged, decoder_tail, encoder_tail + decoder_tail),
             encoder_positions=encoder_positions,
             decoder_positions=decoder_positions,
-            merged_positions=F.pad(decoder_positions, (encoder_tokens, 0))[merge_index],
             merge_index=merge_index,
             split_index=torch.empty_like(rows).scatter_(0, merge_index, rows),
         )
@@ -131,13 +128,11 @@ class PaddedLayout:
     """An ordinary batch: [batch, length] and masks.
 
     `encoder_mask`: bool [B, 1, Le, Le] or None (nothing masked); `merged_mask`: bool [B, 1, Lq, Le + Lk], True where
-    a query may look; Lk counts cached and new decoder tokens, Lq the new ones. Positions: int64 [1, Le], [1 or B, Lq],
-    and of merged rows that come from no cache [1 or B, Le + Lq].
+    a query may look; Lk counts cached and new decoder tokens, Lq the new ones. Positions: int64 [1, Le], [1 or B, Lq].
     """
 
     encoder_positions: Tensor
     decoder_positions: Tensor
-    merged_positions: Tensor
     encoder_mask: Tensor | None
     merged_mask: Tensor
 
@@ -176,7 +171,6 @@ class PaddedLayout:
         return cls(
             encoder_positions=encoder_positions[None],
             decoder_positions=decoder_positions,
-            merged_positions=F.pad(decoder_positions, (encoder_length, 0)),
             encoder_mask=encoder_mask,
             merged_mask=torch.cat([encoder_columns, causal.expand(batch, -1, -1, -1)], dim=-1),
         )

@@ -63,12 +63,8 @@ class Qwen3Attention(nn.Module):
 
     def keys_values(self, hidden_states: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
         """Keys (rotated if `rotary` is given) and values, [..., tokens, key_value_heads, head_dim]."""
-        return self.made_of(self.k_proj(hidden_states), self.v_proj(hidden_states), rotary)
-
-    def made_of(self, keys: Tensor, values: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
-        """Do as `keys_values` does with what the projections give, [..., tokens, key_value_heads * head_dim]."""
-        keys = self.k_norm(self._heads(keys))
-        return keys if rotary is None else rotate(keys, rotary), self._heads(values)
+        keys = self.k_norm(self._heads(self.k_proj(hidden_states)))
+        return keys if rotary is None else rotate(keys, rotary), self._heads(self.v_proj(hidden_states))
 
     def output(self, attended: Tensor) -> Tensor:
         """Project [..., tokens, heads, head_dim] back to [..., tokens, hidden]."""

@@ -33,7 +33,6 @@ from .encoder import (
     Rotary,
     States,
     embedded,
-    rotary_tables,
 )
 from .loss import linear_cross_entropy
 from .loss_kernel import IGNORE_INDEX
@@ -51,29 +50,25 @@ class Qwen3MergedAttention(Qwen3Attention):
         encoder_states: Tensor,
         *,
         rotary: Rotary,
-        key_rotary: Rotary | None,
         layout: Layout,
         past_key_values: Cache = None,
     ) -> Tensor:
-        """[..., Td, hidden] and [..., Te, hidden] → [..., Td, hidden]. `key_rotary`: of merged rows, if no cache."""
+        """[..., Td, hidden] and [..., Te, hidden] → [..., Td, hidden]."""
         queries = self.queries(hidden_states, rotary)
+        decoder = self.keys_values(hidden_states, rotary)
         if past_key_values is None:
-            keys, values = (
-                layout.merged_rows(project(encoder_states), project(hidden_states))
-                for project in (self.k_proj, self.v_proj)
-            )
-            keys, values = self.made_of(keys, values, key_rotary)
+            encoder = self.keys_values(encoder_states, None)
         else:
             own, cross = past_key_values.self_attention_cache, past_key_values.cross_attention_cache
-            decoder = self._cached(own, self.keys_values(hidden_states, rotary))
+            decoder = self._cached(own, decoder)
             # The encoder's are computed at the first step of a generation, and cached for the others.
             new = not past_key_values.is_updated.get(self.layer_idx, False)
             encoder = self._cached(cross, self.keys_values(encoder_states, None) if new else None)
             past_key_values.is_updated[self.layer_idx] = True
-            keys, values = map(layout.merged_rows, encoder, decoder)
+        keys, values = map(layout.merged_rows, encoder, decoder)
         return self.output(layout.attend_merged(queries, keys, values))
 
-    def _cached(self, cache: DynamicCache, new: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
+    def _cached(self, cache: DynamicCache, new: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
         """This layer's keys and values in `cache`, to which the `new` ones are added first, if any."""
         if new is None:
             held = cache.layers[self.layer_idx].keys, cache.layers[self.layer_idx].values
@@ -81,7 +76,8 @@ class Qwen3MergedAttention(Qwen3Attention):
             # transformers 4 asks where a static cache shall write; 5 counts by itself.
             positions = torch.arange(new[0].shape[1], device=new[0].device) + cache.get_seq_length(self.layer_idx)
             held = cache.update(*(x.transpose(1, 2) for x in new), self.layer_idx, {"cache_position": positions})
-        return tuple(x.transpose(1, 2) for x in held)
+        keys, values = (x.transpose(1, 2) for x in held)
+        return keys, values
 
 
 class Qwen3DecoderLayer(Qwen3Layer):
@@ -106,10 +102,7 @@ class Qwen3Decoder(Qwen3Stack):
         kept: States = None,
     ) -> Tensor:
         """[..., Td, hidden] embeddings and [..., Te, hidden] encoder states → [..., Td, hidden] states."""
-        with_cache = past_key_values is not None
-        positions, dtype = layout.merged_positions, inputs_embeds.dtype
-        key_rotary = None if with_cache else rotary_tables(positions, self.config, dtype)
-        shared = {"layout": layout, "past_key_values": past_key_values, "key_rotary": key_rotary}
+        shared = {"layout": layout, "past_key_values": past_key_values}
         return self._run(inputs_embeds, encoder_states, positions=layout.decoder_positions, kept=kept, **shared)
 
 

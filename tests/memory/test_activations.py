@@ -91,8 +91,8 @@ def bytes_saved(side: Literal["encoder", "decoder"], job: Job, mode: str) -> int
     packed = dataclasses.replace(layout(), dropout=model.attention_dropout)
     states = [torch.randn(DOCUMENTS * n, config.hidden_size, dtype=dtype, requires_grad=True) for n in LENGTHS]
     positions = packed.encoder_positions if side == "encoder" else packed.decoder_positions
-    rotary, key_rotary = (rotary_tables(at, config, dtype) for at in (positions, packed.merged_positions))
-    shared = [*rotary, *key_rotary, packed.split_index, *model.parameters()]
+    rotary = rotary_tables(positions, config, dtype)
+    shared = [*rotary, packed.split_index, *model.parameters()]
     if side == "decoder":
         shared.append(states[0])
     known = {tensor.untyped_storage().data_ptr() for tensor in shared}
@@ -108,7 +108,7 @@ def bytes_saved(side: Literal["encoder", "decoder"], job: Job, mode: str) -> int
         if side == "encoder":
             output = model.encoder.layers[1](states[0], rotary=rotary, layout=packed)
         else:
-            output = model.decoder.layers[1](states[1], states[0], rotary=rotary, key_rotary=key_rotary, layout=packed)
+            output = model.decoder.layers[1](states[1], states[0], rotary=rotary, layout=packed)
     del output
     return sum(storage.nbytes() for storage in saved.values())
 
