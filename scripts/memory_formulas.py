@@ -112,8 +112,7 @@ def formulas(kind: str, mode: str) -> dict[str, Any]:
         found[side] = worst(middle, below)
     # Beside adapters the embedding is frozen, and has no backward pass.
     found["embedding"] = worst("backward pass, shared", Counter()) if "backward pass, shared" in parts else []
-    # Without a backward pass nothing keeps masks: there is one document's at a time.
-    found["evaluation"] = [formula.replace("D*m", "n*m") for formula in _worst(evaluation)]
+    found["evaluation"] = _worst(evaluation)
     return found
 
 
@@ -222,7 +221,7 @@ def _samples() -> Iterator[dict[str, float]]:
             widths = {"H": 1024 * hidden, "I": 1024 * inner, "V": 150_000 * min(hidden, 1), "h": heads, "k": key_heads}
             widths |= {"d": head_dim, "Q": heads * head_dim, "K": key_heads * head_dim, "r": 32}
             counts = {"E": tokens - decoder, "D": decoder, "C": min(chunk, decoder), "s": rows * tokens / 128}
-            yield widths | counts | {"m": min(6144, tokens), "n": min(2048, decoder)}
+            yield widths | counts | {"m": min(6144, tokens)}
 
 
 _SHAPES = (

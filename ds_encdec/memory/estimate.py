@@ -11,10 +11,9 @@ in activations.json, which scripts/memory_formulas.py writes from traces of a sm
 numbers and each mode of activation checkpointing: exact in every storage, for models of any size. A test compares them
 with new traces. docs/memory.md explains the terms.
 
-Symbols: `E`, `D` encoder and decoder tokens of a micro-batch; `C` tokens of a chunk of the loss; `n` decoder tokens of
-the longest document, `m` its keys under merged attention; `s` segments of a flash kernel. `H`, `I`, `V` hidden and
-intermediate size and rows of the vocabulary; `h`, `k` query and key/value heads, `d` their width; `Q` = h·d, `K` = k·d;
-`r` rank of adapters.
+Symbols: `E`, `D` encoder and decoder tokens of a micro-batch; `C` tokens of a chunk of the loss; `m` keys of the
+longest document under merged attention; `s` segments of a flash kernel. `H`, `I`, `V` hidden and intermediate size and
+rows of the vocabulary; `h`, `k` query and key/value heads, `d` their width; `Q` = h·d, `K` = k·d; `r` rank of adapters.
 
 Formulas remain for what no trace without a GPU shows: attention there without a flash kernel.
 """
@@ -145,7 +144,6 @@ class MicroBatch:
             "D": job.decoder_tokens,
             "C": min(job.config.model.loss_chunk_tokens, job.decoder_tokens),
             "m": encoder_length + decoder_length,
-            "n": min(decoder_length, job.decoder_tokens),
             "s": _segments(job) if job.uses_flash else 0,
             "H": sizes.hidden_size,
             "I": sizes.intermediate_size,
@@ -257,11 +255,10 @@ class MicroBatch:
         queries, keys = (queries, queries) if side == "encoder" else (keys, queries + keys)
         heads, tokens, dtype = job.sizes.num_attention_heads, symbols[side[0].upper()], job.compute_bytes
         all_keys = symbols["E"] + (symbols["D"] if side == "decoder" else 0)
-        if job.device == "cpu":  # in place of what its kernel keeps: queries, keys, values and output, and a mask
-            of_kernel = _FLOAT32 if job.emulates_bf16 else dtype
-            instead = 2 * (tokens * symbols["Q"] + all_keys * symbols["K"]) + tokens * keys * (side == "decoder")
+        if job.device == "cpu":  # in place of what its kernel keeps: queries, keys, values and output
+            instead = 2 * (tokens * symbols["Q"] + all_keys * symbols["K"])
             kept = 3.0 * heads * tokens * keys * _FLOAT32 + _FLOAT32 * (tokens + 2 * all_keys) * symbols["Q"]
-            kept -= of_kernel * instead
+            kept -= _FLOAT32 * instead
         else:
             of_score = dtype + (1 + dtype) * (job.config.training.attention_dropout > 0)
             kept = tokens / queries * keys * heads * (queries * of_score + 2 * job.sizes.head_dim * dtype)

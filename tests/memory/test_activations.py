@@ -92,7 +92,9 @@ def bytes_saved(side: Literal["encoder", "decoder"], job: Job, mode: str) -> int
     states = [torch.randn(DOCUMENTS * n, config.hidden_size, dtype=dtype, requires_grad=True) for n in LENGTHS]
     positions = packed.encoder_positions if side == "encoder" else packed.decoder_positions
     rotary = rotary_tables(positions, config, dtype)
-    shared = [*rotary, packed.split_index, *model.parameters()]
+    calls = packed.merged.calls(True, torch.float32, torch.device("cpu"), joins=not packed.dropout)
+    masks = [call.mask for call in calls]  # of all layers
+    shared = [*rotary, packed.split_index, *masks, *model.parameters()]
     if side == "decoder":
         shared.append(states[0])
     known = {tensor.untyped_storage().data_ptr() for tensor in shared}

@@ -236,3 +236,56 @@ def test_flash_attention_3_is_active_where_it_is_right(monkeypatch: pytest.Monke
     if not works:
         assert str(choice).startswith("torch.nn.attention.varlen (it fails on 16 tokens: Tensor-likes are not close")
     attention_kernels._fa3_fails.cache_clear()
+
+
+LENGTHS = ((5, 5), (0, 3), (7, 20), (1, 1), (40, 90), (30, 30), (2, 2), (0, 0), (9, 64))
+"""Queries and keys of documents; some have no queries, and some nothing at all."""
+
+
+def alone(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """Attention of each of `LENGTHS` by its formula; what is behind them is padding."""
+    out, row, column = torch.zeros_like(q), 0, 0
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    for queries, keys in LENGTHS:
+        spans = slice(row, row + queries), slice(column, column + keys)
+        scores = torch.einsum("qhd,khd->hqk", q[spans[0]], k[spans[1]]) * q.shape[-1] ** -0.5
+        if causal:
+            scores = scores + torch.full((queries, keys), -torch.inf).triu(keys - queries + 1).to(scores)
+        out[spans[0]] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[spans[1]])
+        row, column = row + queries, column + keys
+    return out
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("tail", [0, 3])
+def test_neighbours_that_share_a_call_do_not_see_each_other(
+    causal: bool, tail: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    draw = torch.Generator().manual_seed(0)
+    query_lengths, key_lengths = (tuple(side) for side in zip(*LENGTHS, strict=True))
+    q, k, v = (
+        torch.randn(sum(lengths) + tail, heads, 16, generator=draw).to(dtype).requires_grad_()
+        for lengths, heads in ((query_lengths, 4), (key_lengths, 2), (key_lengths, 2))
+    )
+    weights = torch.randn(q.shape, generator=draw)
+    edges = torch.zeros(1, dtype=torch.int32)
+    segments = Segments.of(edges, edges, query_lengths, key_lengths, tail, tail)
+    found = attend_by_document(q, k, v, segments, causal)
+    assert found.dtype == dtype
+    gradients = torch.autograd.grad((found.float() * weights).sum(), (q, k, v))
+    expected = alone(*(x.double() for x in (q, k, v)), causal)
+    theirs = torch.autograd.grad((expected * weights.double()).sum(), (q, k, v))
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance)
+    for mine, reference in zip(gradients, theirs, strict=True):
+        torch.testing.assert_close(mine.float(), reference.float(), rtol=tolerance, atol=tolerance)
+
+
+def test_short_neighbours_share_a_call_and_layers_their_masks() -> None:
+    edges = torch.zeros(1, dtype=torch.int32)
+    segments = Segments.of(edges, edges, (8,) * 40, (8,) * 40)
+    numbers = (torch.float32, torch.device("cpu"))
+    calls = segments.calls(True, *numbers, joins=True)
+    assert [(call.queries, call.keys) for call in calls] == [(64, 64)] * 5
+    assert segments.calls(True, *numbers, joins=True) is calls
+    assert len(segments.calls(True, *numbers, joins=False)) == 40
