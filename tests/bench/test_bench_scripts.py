@@ -58,3 +58,10 @@ def test_curves_have_a_row_for_each_point(tmp_path: Path) -> None:
     )
     assert [row["point"] for row in found] == ["layers 1", "layers 2"]
     assert found[0]["tokens a step"] == found[1]["tokens a step"]
+
+
+def test_what_is_counted_for_a_gpu(tmp_path: Path) -> None:
+    kernel, operators, layers, recomputed = rows("kernel_counts.py", tmp_path, "--batches", "3")
+    assert kernel["GB"] < operators["GB"] / 2
+    for row in (layers, recomputed):
+        assert (row["graphs"], row["breaks"]) == (2, 0)
