@@ -114,8 +114,8 @@ class Segments:
         lengths = query_lengths, key_lengths, query_tail, key_tail
         longest = max((*query_lengths, query_tail)), max((*key_lengths, key_tail))
         # At least 2: compiled code takes sizes of 0 and 1 for constants. A bound may be larger than what is there.
-        empty = (torch.empty(max(tokens, 2), 0) for tokens in longest)
-        return cls(query_cu_seqlens, key_cu_seqlens, *lengths, *empty)
+        longest_query, longest_key = (torch.empty(max(tokens, 2), 0) for tokens in longest)
+        return cls(query_cu_seqlens, key_cu_seqlens, *lengths, longest_query, longest_key)
 
     def calls(self, causal: bool, dtype: torch.dtype, device: torch.device, *, joins: bool) -> tuple[Call, ...]:
         """Return in what calls the documents are attended one after the other; `joins`: short neighbours share one."""
