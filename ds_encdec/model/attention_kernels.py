@@ -98,7 +98,7 @@ class Segments:
     longest_query: Tensor
     longest_key: Tensor
     made: dict[Any, tuple[Call, ...]] = field(default_factory=dict, repr=False, compare=False)
-    """What `calls` has returned: the layers of a model, and their recomputations, share their masks."""
+    """Results of `calls`: the layers of a model, and their recomputations, share their masks."""
 
     @classmethod
     def of(
