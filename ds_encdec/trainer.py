@@ -20,10 +20,12 @@ import torch
 from ds_encdec.callbacks import Callback, call
 from ds_encdec.checkpoint.manager import CheckpointManager
 from ds_encdec.config.schema import FullConfig, TrainingConfig
+from ds_encdec.data.device_copies import copied_ahead
 from ds_encdec.data.lane import WorkerKilledError
 from ds_encdec.data.loader import LaneLoader
 from ds_encdec.data.sources import check_bad_rows, sum_by_pass
 from ds_encdec.engine.protocol import Engine
+from ds_encdec.garbage import by_hand
 from ds_encdec.launch.host_collectives import HostCollectives, Reduction, attempt
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.monitor.metrics import by_denoiser, eval_metrics
@@ -117,13 +119,19 @@ def train(run: Trainer) -> TrainingState:
     skipped, an alert asks for it, or the rollbacks are used up; CheckpointError when the last save of all fails. A
     save may still be under way then.
     """
+    with by_hand() as collect:
+        return _train(run, collect)
+
+
+def _train(run: Trainer, collect_garbage: Callable[[], None]) -> TrainingState:
+    """The loop itself."""
     training, state = run.config.training, run.state
     skipped_in_a_row, last_save = 0, time.monotonic()
     while not is_over(state, training):
         micro_batches, totals = _next_step(run, state, last_save)
         if totals.save_over:
             state = _collect_save(run, state)
-        for number, batch in enumerate(micro_batches, start=1):
+        for number, batch in enumerate(copied_ahead(micro_batches, run.engine.device), start=1):
             loss = run.engine.forward(batch)
             run.engine.backward(loss, target_tokens=totals.target_tokens, last=number == len(micro_batches))
             run.recorder.add(loss, batch)
@@ -132,6 +140,7 @@ def train(run: Trainer) -> TrainingState:
         result = run.engine.step(run.recorder.veto)
         state = advance(state, result, totals)
         run.recorder.end_step(state, result)
+        collect_garbage()
         _tell(run, "after_step", state, result)
         skipped_in_a_row = _count_skipped(state, result, skipped_in_a_row, training)
 
@@ -325,7 +334,7 @@ def evaluate(run: Trainer) -> dict[str, float]:
     target token.
     """
     sums = torch.zeros(2, len(TASKS), dtype=torch.float64, device=run.engine.device)
-    for batch in run.eval_batches():
+    for batch in copied_ahead(run.eval_batches(), run.engine.device):
         run.stop.heartbeat.beat()
         loss = run.engine.evaluate(batch)
         sums += torch.stack((loss.by_denoiser, loss.tokens_by_denoiser)).double()

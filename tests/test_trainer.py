@@ -13,7 +13,7 @@ import torch
 
 from ds_encdec.config.schema import TrainingConfig
 from ds_encdec.progress import Due, StepTotals, advance, after_evaluation, is_best, is_over
-from ds_encdec.trainer import train
+from ds_encdec.trainer import _train
 from ds_encdec.types import StepResult, TrainingState
 
 TOTALS = StepTotals(target_tokens=70, encoder_tokens=50, epoch=2, save_due=False, save_over=False)
@@ -63,12 +63,12 @@ def test_what_is_due_after_a_step(step: int, changes: dict[str, Any], expected: 
 
 def test_the_loop_reads_from_top_to_bottom() -> None:
     """One level of decisions, on one screen: what is due is the plan's to decide, not the loop's."""
-    (loop,) = ast.parse(inspect.getsource(train)).body
+    (loop,) = ast.parse(inspect.getsource(_train)).body
     branches = (ast.If, ast.IfExp, ast.For, ast.While, ast.Try, ast.comprehension)
     decisions = sum(isinstance(node, branches) for node in ast.walk(loop))
     decisions += sum(len(node.values) - 1 for node in ast.walk(loop) if isinstance(node, ast.BoolOp))
     assert 1 + decisions <= 11
-    assert len(inspect.getsource(train).splitlines()) <= 50
+    assert len(inspect.getsource(_train).splitlines()) <= 50
 
 
 def test_what_older_checkpoints_and_another_metric_know_of_the_best() -> None:

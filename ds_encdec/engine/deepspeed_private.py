@@ -1,21 +1,14 @@
-"""Places inside DeepSpeed 0.19.8 that the engine reaches for: the tensors that a rank holds, and a step's norm.
+"""Places inside DeepSpeed 0.19.8 that the engine reaches for: the tensors that a rank holds.
 
-Shards. DeepSpeed gives its optimizer a few flat tensors instead of the model's parameters. Which elements of which
+DeepSpeed gives its optimizer a few flat tensors instead of the model's parameters. Which elements of which
 parameter stand where in them depends on the ZeRO stage; here all stages look alike: shards, each with the pieces it is
 made of.
-
-Gates. DeepSpeed computes the global gradient norm in the middle of its step and goes straight on to clip and update. It
-also has a path that drops a step, for overflow: gradients cleared, parameters, moments and schedule untouched,
-`skipped_steps` counted. A gate stands where the norm appears, shows it to the caller's veto and, on refusal or when it
-is not finite, sends DeepSpeed down that path: a skipped step leaves every later step bit-identical to a run in which it
-never happened. The norm is computed once.
 
 All of these are private places. The parity tests and those of resumed runs hold them down, and one counts what they
 hold.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import chain
 from typing import Any
 
@@ -26,12 +19,11 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.utils import combine_grad_norm_groups, get_global_norm_of_tensors
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from ds_encdec.engine.protocol import Piece, Veto, end_to_end, own_parts
+from ds_encdec.engine.protocol import Piece, end_to_end, own_parts
 from ds_encdec.engine.sharded_engine import Shard
 from ds_encdec.model.trained import canonical_name
 from ds_encdec.types import MOMENTS
@@ -200,112 +192,3 @@ def set_loss_scaler_state(engine: DeepSpeedEngine, state: Mapping[str, float | i
         cur_iter=int(state.get("steps_since_overflow", 0)),
         cur_hysteresis=int(state.get("hysteresis", scaler.delayed_shift)),
     )
-
-
-class StepGate:
-    """One guarded step at a time. Subclasses place `_refuses` where their optimizer has its norm."""
-
-    def __init__(self, engine: DeepSpeedEngine) -> None:
-        self._engine = engine
-        self._veto: Veto | None = None
-        self._norm: Tensor | None = None
-
-    def step(self, veto: Veto | None) -> tuple[bool, Tensor]:
-        """Step; returns whether it was applied, and the norm before clipping (float32 scalar; inf if not finite)."""
-        self._veto, self._norm = veto, None
-        applied = self._run()
-        return applied, torch.tensor(torch.inf, device=self._engine.device) if self._norm is None else self._norm
-
-    def _run(self) -> bool:
-        self._engine.step()
-        return self._engine.was_step_applied()
-
-    def _refuses(self, norm: Tensor | float) -> bool:
-        """Record the norm (already free of any loss scale) and decide; the same on every rank."""
-        norm = torch.as_tensor(norm, dtype=torch.float32, device=self._engine.device).detach()
-        if not torch.isfinite(norm):  # a device synchronisation, as DeepSpeed's own check is
-            return True
-        self._norm = norm
-        return self._veto is not None and self._veto(norm)
-
-
-class ZeroGate(StepGate):
-    """ZeRO 1, 2 and 3: the optimizer asks one of its own methods for the norm, then looks at `overflow`."""
-
-    def __init__(self, engine: DeepSpeedEngine, method: str, combine: Callable[[Any], Tensor]) -> None:
-        super().__init__(engine)
-        self._native = getattr(engine.optimizer, method)
-        self._combine = combine
-        setattr(engine.optimizer, method, self._observe)
-
-    def _observe(self) -> Any:
-        found = self._native()
-        optimizer = self._engine.optimizer
-        if self._refuses(self._combine(found) / optimizer.loss_scale):
-            optimizer.overflow = True
-            if self._norm is not None:
-                # A veto is no overflow: a dynamic loss scale must not fall for it. Hides the method once.
-                optimizer._update_scale = lambda overflow: None
-        return found
-
-    def _run(self) -> bool:
-        optimizer = self._engine.optimizer
-        try:
-            applied = super()._run()
-        finally:
-            vars(optimizer).pop("_update_scale", None)
-        if not applied and isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.cpu_offload:
-            # DeepSpeed drops the sums of an offloaded optimizer only with a step that is applied: the next step would
-            # be made of the refused one's gradients, too. In place: every parameter knows this very dict.
-            for group in optimizer.averaged_gradients:
-                optimizer.averaged_gradients[group] = None
-        return applied
-
-
-class Bf16Gate(StepGate):
-    """ZeRO 1 in bf16 with float32 accumulation, which DeepSpeed gives an optimizer of its own.
-
-    It takes the norm of whatever `get_grads_for_norm` returns, and drops the step when that is not
-    finite. So it is given the finished norm in place of the gradients, or infinity.
-    """
-
-    def __init__(self, engine: DeepSpeedEngine) -> None:
-        super().__init__(engine)
-        self._native = engine.optimizer.get_grads_for_norm
-        engine.optimizer.get_grads_for_norm = self._observe
-
-    def _observe(self, for_clipping: bool = False) -> Any:
-        found = self._native(for_clipping=for_clipping)
-        if for_clipping:
-            return found
-        norm = get_global_norm_of_tensors(found[0])
-        norm = torch.where(norm < 0, torch.inf, norm)  # DeepSpeed's mark of a norm that is not finite
-        return [norm.new_tensor([torch.inf]) if self._refuses(norm) else norm.reshape(1)], {}
-
-
-class ReplicatedGate(StepGate):
-    """ZeRO 0: every rank holds all gradients, averaged; DeepSpeed reports no norm in float32 and skips nothing."""
-
-    def _run(self) -> bool:
-        engine = self._engine
-        gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-        if not self._refuses(torch.linalg.vector_norm(torch.stack(norms))):
-            return super()._run()
-        engine.zero_grad()
-        engine.micro_steps += 1
-        engine.global_steps += 1
-        engine.skipped_steps += 1
-        return False
-
-
-_GATES: tuple[tuple[type, Callable[[DeepSpeedEngine], StepGate]], ...] = (
-    (DeepSpeedZeroOptimizer_Stage3, partial(ZeroGate, method="_get_norm_groups", combine=combine_grad_norm_groups)),
-    (DeepSpeedZeroOptimizer, partial(ZeroGate, method="scaled_global_norm", combine=torch.as_tensor)),
-    (BF16_Optimizer, Bf16Gate),
-)
-
-
-def step_gate(engine: DeepSpeedEngine) -> StepGate:
-    """The gate that fits the optimizer DeepSpeed has built."""
-    return next((gate for kind, gate in _GATES if isinstance(engine.optimizer, kind)), ReplicatedGate)(engine)

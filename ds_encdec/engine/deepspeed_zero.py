@@ -40,6 +40,7 @@ from transformers.initialization import no_init_weights
 
 from ds_encdec.config.rules import NATIVE_SCHEDULES
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.engine.deepspeed_gates import step_gate, wait_on_the_device
 from ds_encdec.engine.deepspeed_private import (
     adam_state,
     complete_frozen,
@@ -50,7 +51,6 @@ from ds_encdec.engine.deepspeed_private import (
     refresh_parameters,
     set_loss_scaler_state,
     shards,
-    step_gate,
     undo_first_step,
 )
 from ds_encdec.engine.ds_json import accumulates_in_bf16, run_json
@@ -135,6 +135,7 @@ class DeepSpeedEngine(ShardedEngine):
             with states_mapped(self._engine):
                 self._take_weights(weights)
         self._gate = step_gate(self._engine)
+        wait_on_the_device(self._engine)
         self._engine.train()
 
     def backward(self, loss_sum: LossSum, *, target_tokens: int, last: bool) -> None:

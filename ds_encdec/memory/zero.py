@@ -295,7 +295,7 @@ def _partitioned(s: _Settings) -> EngineMemory:
             return reducing(gradients, max(largest, head), adds=s.stage == 2)
         return Breakdown(gradients=gradients, communication=buckets)
 
-    # The largest gradient of a partition in float64, to take its norm: get_norm_dtype. With offload when it is reduced.
+    # With offload, when it is reduced: the largest gradient of a partition in float64, for its norm (get_norm_dtype).
     norm = 8.0 * min(s.largest, s.partition)
     # At the end of the backward pass: the bucket that the embedding fills, it alone, or all if one holds it.
     held = partitions(True) + (s.each * s.largest if s.trainable > s.bucket else 0)
@@ -318,7 +318,7 @@ def _partitioned(s: _Settings) -> EngineMemory:
             communication=buckets * accumulates_whole,
         ),
         backward=backward,
-        step=Breakdown(gradients=s.kept + (0 if s.offloads_optimizer else max(norm, copied))),
+        step=Breakdown(gradients=s.kept + (0 if s.offloads_optimizer else copied)),
         last_reduction=last,
         # The weights are put together into bit16_groups_flat where there is room, else on the host.
         build=Breakdown(weights=s.weight * (s.parameters + s.trainable)),

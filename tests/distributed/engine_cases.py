@@ -8,18 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from threading import Thread
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+from device_waits import device_waits, streams
 from engine_plan import LANES, LAST_STEP, SAVED_STEP
 from engine_steps import Case, Collectives, copied_weights, run_all, skipping_steps, train_step
 from packed_batches import random_batch
 from small_run import MODEL, SHORT_ACCUMULATION, SHORT_MODEL, lane_batches, run_config, weights
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_encdec.checkpoint.zero_state import ZeroState
 from ds_encdec.config.schema import FullConfig
@@ -383,29 +381,37 @@ def summed_gradient(**overrides: Any) -> dict[str, torch.Tensor]:
     return result
 
 
-class ScalarReads(TorchDispatchMode):
-    """Counts what a host reads of tensors: on a GPU it waits for each."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.overloadpacket is torch.ops.aten._local_scalar_dense
-        return func(*args, **kwargs or {})
-
-
 def waits(accumulation: int, **overrides: Any) -> dict[str, int]:
     """How often a step waits for its device: the fourth one, with an evaluation behind it."""
     engine = make_engine(run_config(gradient_accumulation_steps=accumulation, **overrides), model=SHORT_MODEL)
     for step in range(3):  # DeepSpeed's timer starts with the third, ZeRO-3's prefetcher knows its order
         train_step(engine, step, accumulation)
-    lanes = lane_batches(4, dist.get_world_size(), accumulation)[dist.get_rank() :: dist.get_world_size()]
-    with patch.object(get_accelerator(), "synchronize") as synchronize, ScalarReads() as reads:
-        for index, batch in enumerate(lanes):
-            engine.backward(engine.forward(batch), target_tokens=100, last=index == len(lanes) - 1)
+    with device_waits() as counted:
+        accumulate(engine, accumulation)
         engine.step()
-        engine.evaluate(lanes[0])
+        engine.evaluate(lane_batches(4, dist.get_world_size(), accumulation)[dist.get_rank()])
     engine.close()
-    return {"synchronize": synchronize.call_count, "scalars": reads.count}
+    return dict(counted)
+
+
+def accumulate(engine: Engine, accumulation: int) -> None:
+    """The micro-batches of a step, without reading anything."""
+    lanes = lane_batches(4, dist.get_world_size(), accumulation)[dist.get_rank() :: dist.get_world_size()]
+    for index, batch in enumerate(lanes):
+        engine.backward(engine.forward(batch), target_tokens=100, last=index == len(lanes) - 1)
+
+
+def waits_of_streams(**overrides: Any) -> dict[str, Any]:
+    """What waits for what in the fourth step on a device with streams, and the losses of the three before."""
+    with streams() as log:
+        engine = short_engine(**overrides)
+        losses = [short_step(engine, step)["loss"] for step in range(3)]
+        log.clear()
+        accumulate(engine, SHORT_ACCUMULATION)
+        engine.step()
+        waits = list(log)
+        engine.close()
+    return {"losses": losses, "waits": waits}
 
 
 def shard_sizes() -> dict[str, Any]:

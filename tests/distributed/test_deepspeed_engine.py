@@ -7,6 +7,7 @@ active in every step (without it Adam would hide a gradient that is wrong by a f
 from __future__ import annotations
 
 import functools
+import math
 import subprocess
 import sys
 from collections import Counter
@@ -34,6 +35,7 @@ from engine_plan import (
     RESUMES,
     SKIPS,
     STAGING,
+    STREAMS,
     SUMMED,
     TWO_RANK_PARITY,
     UNREADABLE,
@@ -299,11 +301,21 @@ def test_a_sum_over_ranks_is_as_exact_as_one_over_micro_batches(engine_results: 
 
 
 @pytest.mark.parametrize("case", WAITING)
-def test_a_step_does_not_wait_for_its_device(engine_results: Results, case: str) -> None:
-    """Nothing in DeepSpeed's timers, and no number read that more micro-batches would make more."""
-    for once, thrice in zip(*(engine_results(2, f"waits {case} {steps}") for steps in (1, 3)), strict=True):
-        assert once["synchronize"] == thrice["synchronize"] == 0
-        assert once["scalars"] == thrice["scalars"] <= 5
+def test_a_step_waits_for_its_device_once(engine_results: Results, case: str) -> None:
+    """It reads the norm, and nothing else, whatever the number of micro-batches; no evaluation reads anything."""
+    for accumulation in (1, 3):
+        for counted in engine_results(2, f"waits {case} {accumulation}"):
+            assert counted == {"_local_scalar_dense": 1}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("case", STREAMS)
+def test_streams_wait_for_each_other_and_the_host_for_none(engine_results: Results, world_size: int, case: str) -> None:
+    """Where DeepSpeed has the host wait, the device's own stream does: the order is kept, and so are the results."""
+    for found in engine_results(world_size, f"streams {case}"):
+        assert not [one for one in found["waits"] if one.startswith("host")]
+        assert "default waits for side" in found["waits"]
+        assert all(math.isfinite(loss) for loss in found["losses"])
 
 
 @pytest.mark.parametrize("stage", ["zero0", "zero3"])

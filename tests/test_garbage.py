@@ -1,0 +1,76 @@
+"""The garbage collector by hand: when it runs, through what, and how it is left."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from ds_encdec.garbage import EVERY_STEPS, by_hand
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture(autouse=True)
+def thawed() -> Iterator[None]:
+    gc.unfreeze()
+    yield
+    gc.enable()
+
+
+def cycle() -> weakref.ref[Cycle]:
+    return weakref.ref(Cycle())
+
+
+def fail_inside() -> None:
+    with by_hand():
+        assert not gc.isenabled()
+        raise KeyError
+
+
+def test_a_collection_comes_after_so_many_steps_and_no_earlier() -> None:
+    with by_hand() as end_of_step:
+        left = cycle()
+        many: list[list[int]] = [[] for _ in range(100_000)]  # would have it run many times
+        for _ in range(EVERY_STEPS - 1):
+            end_of_step()
+        assert left() is not None
+        end_of_step()
+        assert left() is None
+        del many
+
+
+def test_what_was_there_is_collected_first_and_then_passed_over() -> None:
+    gone, kept = cycle(), Cycle()
+    seen = weakref.ref(kept)
+    with by_hand() as end_of_step:
+        assert gone() is None
+        assert gc.get_freeze_count() > 0
+        del kept
+        for _ in range(EVERY_STEPS):
+            end_of_step()
+        assert seen() is not None
+    gc.collect()
+    assert seen() is None
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_is_left_as_it_was(enabled: bool) -> None:
+    if not enabled:
+        gc.disable()
+    with pytest.raises(KeyError):
+        fail_inside()
+    assert gc.isenabled() is enabled
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_somebody_else_has_frozen_stays_so() -> None:
+    gc.freeze()
+    with by_hand():
+        pass
+    assert gc.get_freeze_count() > 0
