@@ -381,22 +381,22 @@ def summed_gradient(**overrides: Any) -> dict[str, torch.Tensor]:
     return result
 
 
-def waits(accumulation: int, **overrides: Any) -> dict[str, int]:
-    """How often a step waits for its device: the fourth one, with an evaluation behind it."""
-    engine = make_engine(run_config(gradient_accumulation_steps=accumulation, **overrides), model=SHORT_MODEL)
+def waits(**overrides: Any) -> dict[str, int]:
+    """How often a step of several micro-batches waits for its device: the fourth, with an evaluation behind it."""
+    engine = short_engine(**overrides)
     for step in range(3):  # DeepSpeed's timer starts with the third, ZeRO-3's prefetcher knows its order
-        train_step(engine, step, accumulation)
+        short_step(engine, step)
     with device_waits() as counted:
-        accumulate(engine, accumulation)
+        accumulate(engine)
         engine.step()
-        engine.evaluate(lane_batches(4, dist.get_world_size(), accumulation)[dist.get_rank()])
+        engine.evaluate(lane_batches(4, dist.get_world_size(), SHORT_ACCUMULATION)[dist.get_rank()])
     engine.close()
     return dict(counted)
 
 
-def accumulate(engine: Engine, accumulation: int) -> None:
+def accumulate(engine: Engine) -> None:
     """The micro-batches of a step, without reading anything."""
-    lanes = lane_batches(4, dist.get_world_size(), accumulation)[dist.get_rank() :: dist.get_world_size()]
+    lanes = lane_batches(4, dist.get_world_size(), SHORT_ACCUMULATION)[dist.get_rank() :: dist.get_world_size()]
     for index, batch in enumerate(lanes):
         engine.backward(engine.forward(batch), target_tokens=100, last=index == len(lanes) - 1)
 
@@ -407,7 +407,7 @@ def waits_of_streams(**overrides: Any) -> dict[str, Any]:
         engine = short_engine(**overrides)
         losses = [short_step(engine, step)["loss"] for step in range(3)]
         log.clear()
-        accumulate(engine, SHORT_ACCUMULATION)
+        accumulate(engine)
         engine.step()
         waits = list(log)
         engine.close()

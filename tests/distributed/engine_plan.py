@@ -240,11 +240,7 @@ def cases(world_size: int, folder: Path) -> list[Case]:
     plan += [(f"streams {name}", "waits_of_streams", given) for name, given in STREAMS.items()]
     if world_size == 1:
         return plan
-    plan += [
-        (f"waits {name} {steps}", "waits", {"accumulation": steps, **given})
-        for name, given in WAITING.items()
-        for steps in (1, 3)
-    ]
+    plan += [(f"waits {name}", "waits", given) for name, given in WAITING.items()]
     plan += [
         (f"communication {stage}", "communication", {"sharding_stage": stage, "bf16": True}) for stage in COMMUNICATION
     ]

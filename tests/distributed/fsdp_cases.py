@@ -15,9 +15,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from device_waits import device_waits
 from engine_steps import Case, Collectives, copied_weights, run_all, skipping_steps, train_step
 from packed_batches import random_batch
-from small_run import MODEL, SHORT_ACCUMULATION, run_config, weights
+from small_run import MODEL, SHORT_ACCUMULATION, lane_batches, run_config, weights
 from torch._dynamo.utils import counters
 
 from ds_encdec.checkpoint.saved_state import DcpState
@@ -222,6 +223,19 @@ def refused_loads() -> dict[str, str]:
     messages["handed on"] = str(engine.stage(Path(), copy=False).write.args[2].loss_scaler)
     engine.close()
     return messages
+
+
+def waits(**overrides: Any) -> dict[str, int]:
+    """How often a step of several micro-batches waits for its device."""
+    engine = short_engine(**overrides)
+    short_step(engine, 0)
+    lanes = lane_batches(1, dist.get_world_size(), SHORT_ACCUMULATION)[dist.get_rank() :: dist.get_world_size()]
+    with device_waits() as counted:
+        for index, batch in enumerate(lanes):
+            engine.backward(engine.forward(batch), target_tokens=100, last=index == len(lanes) - 1)
+        engine.step()
+    engine.close()
+    return dict(counted)
 
 
 def host_copies(directory: str) -> dict[str, str]:

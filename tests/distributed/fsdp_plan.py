@@ -166,6 +166,13 @@ def checkpoints() -> Path:
     return Path(folder.name)
 
 
+WAITING: dict[str, dict[str, Any]] = {
+    "zero2-bf16": {"sharding_stage": "zero2", "bf16": True},
+    "zero3-offload": {"sharding_stage": "zero3", "offload_optimizer": "cpu"},
+}
+"""Runs whose waits for the device are counted, by name."""
+
+
 def result(world_size: int, case: str) -> list[Any]:
     """The case's result on every rank."""
     ranks = _run(world_size)
@@ -205,6 +212,7 @@ def _two_ranks() -> list[Case]:
     plan += [(f"save {name}", "saving", {"directory": str(checkpoints() / name), **g}) for name, g in SAVES.items()]
     plan += [(f"unreadable {problem}", "unreadable_weights", {"problem": problem}) for problem in ("shape", "error")]
     plan += [(f"decay {stage}", "only_decay", {"sharding_stage": stage}) for stage in ("zero0", "zero3")]
+    plan += [(f"waits {name}", "waits", given) for name, given in WAITING.items()]
     plan.append(("untrained", "untrained_state", {}))
     plan.append(("refused", "refused_loads", {}))
     plan.append(("indivisible", "indivisible_ranks", {}))

@@ -23,7 +23,19 @@ from compared import (
     assert_weights_of,
     oracle_trajectory,
 )
-from fsdp_plan import BF16, COMMUNICATION, HELD, PARITY, RELOADS, SAVES, SKIPS, checkpoints, reloaded, result
+from fsdp_plan import (
+    BF16,
+    COMMUNICATION,
+    HELD,
+    PARITY,
+    RELOADS,
+    SAVES,
+    SKIPS,
+    WAITING,
+    checkpoints,
+    reloaded,
+    result,
+)
 from small_run import MODEL, generating_weights, lane_batches, run_config, weights
 
 from ds_encdec.checkpoint.saved_state import DcpState
@@ -287,6 +299,13 @@ def test_states_of_other_models_are_refused_on_every_rank() -> None:
         assert "lora.weight has shape [3] there and no counterpart in this run's model" in messages["more"]
         assert re.fullmatch(r"rank 1 \(.+\): weight of shared\.weight is damaged", messages["unreadable"])
         assert messages["whole"] == "loaded"
+
+
+@pytest.mark.parametrize("case", WAITING)
+def test_a_step_waits_for_its_device_once(case: str) -> None:
+    """It reads whether the norm is finite, and nothing else."""
+    for counted in result(2, f"waits {case}"):
+        assert counted == {"_local_scalar_dense": 1}
 
 
 def test_copies_in_host_memory() -> None:
