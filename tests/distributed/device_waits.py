@@ -57,9 +57,9 @@ def device_waits() -> Iterator[Counter[str]]:
         counted["synchronize"] += 1
 
     used = "deepspeed" in sys.modules
-    with _Copies(counted), _Reads(counted):
-        with patch.object(_accelerator(), "synchronize", synchronize) if used else nullcontext():
-            yield counted
+    watched = patch.object(_accelerator(), "synchronize", synchronize) if used else nullcontext()
+    with _Copies(counted), _Reads(counted), watched:
+        yield counted
     for name in [name for name, count in counted.items() if not count]:
         del counted[name]
 
