@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
-from device_waits import device_waits, streams
 from engine_plan import LANES, LAST_STEP, SAVED_STEP
 from engine_steps import Case, Collectives, copied_weights, run_all, skipping_steps, train_step
 from packed_batches import random_batch
@@ -379,39 +378,6 @@ def summed_gradient(**overrides: Any) -> dict[str, torch.Tensor]:
     result = {name: safe_get_full_grad(parameter).float().clone() for name, parameter in parameters}
     engine.close()
     return result
-
-
-def waits(**overrides: Any) -> dict[str, int]:
-    """How often a step of several micro-batches waits for its device: the fourth, with an evaluation behind it."""
-    engine = short_engine(**overrides)
-    for step in range(3):  # DeepSpeed's timer starts with the third, ZeRO-3's prefetcher knows its order
-        short_step(engine, step)
-    with device_waits() as counted:
-        accumulate(engine)
-        engine.step()
-        engine.evaluate(lane_batches(4, dist.get_world_size(), SHORT_ACCUMULATION)[dist.get_rank()])
-    engine.close()
-    return dict(counted)
-
-
-def accumulate(engine: Engine) -> None:
-    """The micro-batches of a step, without reading anything."""
-    lanes = lane_batches(4, dist.get_world_size(), SHORT_ACCUMULATION)[dist.get_rank() :: dist.get_world_size()]
-    for index, batch in enumerate(lanes):
-        engine.backward(engine.forward(batch), target_tokens=100, last=index == len(lanes) - 1)
-
-
-def waits_of_streams(**overrides: Any) -> dict[str, Any]:
-    """What waits for what in the fourth step on a device with streams, and the losses of the three before."""
-    with streams() as log:
-        engine = short_engine(**overrides)
-        losses = [short_step(engine, step)["loss"] for step in range(3)]
-        log.clear()
-        accumulate(engine)
-        engine.step()
-        waits = list(log)
-        engine.close()
-    return {"losses": losses, "waits": waits}
 
 
 def shard_sizes() -> dict[str, Any]:

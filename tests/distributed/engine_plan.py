@@ -200,34 +200,6 @@ SUMMED: dict[str, dict[str, Any]] = {
 }
 """Runs whose gradients are summed over one and two ranks, by name."""
 
-WAITING: dict[str, dict[str, Any]] = {
-    "zero0": {"sharding_stage": "zero0"},
-    **{f"{stage}-bf16": {"sharding_stage": stage, "bf16": True} for stage in ("zero0", "zero1", "zero2")},
-    "zero1-bf16-float32-accumulation": {"sharding_stage": "zero1", "bf16": True, **FLOAT32_ACCUMULATION},
-    "zero2-offload-bf16": {"sharding_stage": "zero2", "offload_optimizer": "cpu", "bf16": True},
-    "zero3-bf16": {"bf16": True},
-    "zero3-offload": {"offload_optimizer": "cpu"},
-    "zero3-offload-all-bf16": {"offload_optimizer": "cpu", "offload_params": "cpu", "bf16": True},
-}
-"""Runs whose waits for the device are counted, by name."""
-
-OVERLAPPED = {"zero_optimization": {"overlap_comm": True}}
-GATHERED = {"zero_optimization": {"overlap_comm": True, "stage3_param_persistence_threshold": 0}}
-STREAMS: dict[str, dict[str, Any]] = {
-    "zero1-bf16": {"sharding_stage": "zero1", "bf16": True, "deepspeed_extra": OVERLAPPED},
-    "zero2-bf16": {"sharding_stage": "zero2", "bf16": True, "deepspeed_extra": OVERLAPPED},
-    "zero2-offload-bf16": {
-        "sharding_stage": "zero2",
-        "offload_optimizer": "cpu",
-        "bf16": True,
-        "deepspeed_extra": OVERLAPPED,
-    },
-    "zero3-bf16": {"bf16": True, "deepspeed_extra": GATHERED},
-    "zero3-offload-bf16": {"offload_optimizer": "cpu", "bf16": True, "deepspeed_extra": GATHERED},
-}
-"""Runs on a device that has streams, by name."""
-
-
 COMMUNICATION = ("zero0", "zero1", "zero2", "zero3")
 """Stages of runs in bf16 whose bytes are counted."""
 
@@ -237,10 +209,8 @@ def cases(world_size: int, folder: Path) -> list[Case]:
     parity = PARITY if world_size == 1 else TWO_RANK_PARITY
     plan: list[Case] = [(f"parity {name}", "trajectory", given) for name, given in parity.items()]
     plan += [(f"summed {name}", "summed_gradient", given) for name, given in SUMMED.items()]
-    plan += [(f"streams {name}", "waits_of_streams", given) for name, given in STREAMS.items()]
     if world_size == 1:
         return plan
-    plan += [(f"waits {name}", "waits", given) for name, given in WAITING.items()]
     plan += [
         (f"communication {stage}", "communication", {"sharding_stage": stage, "bf16": True}) for stage in COMMUNICATION
     ]

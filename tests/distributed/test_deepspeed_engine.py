@@ -7,7 +7,6 @@ active in every step (without it Adam would hide a gradient that is wrong by a f
 from __future__ import annotations
 
 import functools
-import math
 import subprocess
 import sys
 from collections import Counter
@@ -35,12 +34,10 @@ from engine_plan import (
     RESUMES,
     SKIPS,
     STAGING,
-    STREAMS,
     SUMMED,
     TWO_RANK_PARITY,
     UNREADABLE,
     UNTRAINED,
-    WAITING,
     cases,
 )
 from gloo_ranks import RankFailure, run_ranks
@@ -298,23 +295,6 @@ def test_a_sum_over_ranks_is_as_exact_as_one_over_micro_batches(engine_results: 
     alone, of_two = engine_results(1, f"summed {case}")[0], engine_results(2, f"summed {case}")[0]
     for name, expected in alone.items():
         assert (of_two[name] - expected).norm() <= 1e-6 * expected.norm(), name
-
-
-@pytest.mark.parametrize("case", WAITING)
-def test_a_step_waits_for_its_device_once(engine_results: Results, case: str) -> None:
-    """It reads the norm, and nothing else, whatever the number of micro-batches; no evaluation reads anything."""
-    for counted in engine_results(2, f"waits {case}"):
-        assert counted == {"_local_scalar_dense": 1}
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("case", STREAMS)
-def test_streams_wait_for_each_other_and_the_host_for_none(engine_results: Results, world_size: int, case: str) -> None:
-    """Where DeepSpeed has the host wait, the device's own stream does: the order is kept, and so are the results."""
-    for found in engine_results(world_size, f"streams {case}"):
-        assert not [one for one in found["waits"] if one.startswith("host")]
-        assert "default waits for side" in found["waits"]
-        assert all(math.isfinite(loss) for loss in found["losses"])
 
 
 @pytest.mark.parametrize("stage", ["zero0", "zero3"])
