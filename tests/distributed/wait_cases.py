@@ -12,6 +12,7 @@ from engine_steps import Case, run_all
 from small_run import SHORT_ACCUMULATION, lane_batches
 
 from ds_encdec.engine.protocol import Engine
+from ds_encdec.types import Batch
 
 
 def run_cases(cases: Sequence[Case]) -> dict[str, Any]:
@@ -23,19 +24,24 @@ def waits(**overrides: Any) -> dict[str, int]:
     engine = short_engine(**overrides)
     for step in range(3):  # DeepSpeed's timer starts with the third, ZeRO-3's prefetcher knows its order
         short_step(engine, step)
+    batches = own_batches()
     with device_waits() as counted:
-        accumulate(engine)
+        accumulate(engine, batches)
         engine.step()
-        engine.evaluate(lane_batches(4, dist.get_world_size(), SHORT_ACCUMULATION)[dist.get_rank()])
+        engine.evaluate(batches[0])
     engine.close()
     return dict(counted)
 
 
-def accumulate(engine: Engine) -> None:
-    """The micro-batches of a step, without reading anything."""
-    lanes = lane_batches(4, dist.get_world_size(), SHORT_ACCUMULATION)[dist.get_rank() :: dist.get_world_size()]
-    for index, batch in enumerate(lanes):
-        engine.backward(engine.forward(batch), target_tokens=100, last=index == len(lanes) - 1)
+def own_batches() -> list[Batch]:
+    """This rank's micro-batches of a later step."""
+    return lane_batches(4, dist.get_world_size(), SHORT_ACCUMULATION)[dist.get_rank() :: dist.get_world_size()]
+
+
+def accumulate(engine: Engine, batches: list[Batch]) -> None:
+    """The forward and backward passes of a step, without reading anything."""
+    for index, batch in enumerate(batches):
+        engine.backward(engine.forward(batch), target_tokens=100, last=index == len(batches) - 1)
 
 
 def waits_of_streams(**overrides: Any) -> dict[str, Any]:
@@ -44,7 +50,7 @@ def waits_of_streams(**overrides: Any) -> dict[str, Any]:
         engine = short_engine(**overrides)
         losses = [short_step(engine, step)["loss"] for step in range(3)]
         log.clear()
-        accumulate(engine)
+        accumulate(engine, own_batches())
         engine.step()
         waits = list(log)
         engine.close()
