@@ -208,7 +208,7 @@ def test_the_other_engine_is_not_refused_for_what_it_lacks() -> None:
 
 def test_where_nothing_fits_it_says_what_would_help() -> None:
     arguments = ("--model", "Qwen/Qwen3-8B", "--gpus", "1", "--gpu", "24GB", "--host-memory", "1TB")
-    tight = (*arguments, "model.loss_chunk_tokens=16384", "training.per_device_eval_batch_size=32")
+    tight = (*arguments, "model.loss_chunk_tokens=32768", "training.per_device_eval_batch_size=32")
     answer = ask_json(*tight)
     assert answer["engines"]["deepspeed"]["recommendation"] is None
     near = answer["engines"]["deepspeed"]["nearest"][0]
