@@ -77,6 +77,7 @@ def going_on(directory: str, **overrides: Any) -> dict[str, Any]:
     first.load(ZeroState(folder / "later"))
     repeated, repeated_weights = [step(first, number) for number in (2, 3)], full_weights(first)
     first.close()
+    dist.barrier()  # each rank deletes its own
     left = sum(1 for _ in Path(overrides.get("nvme_path", directory)).rglob("*.swp"))
     dist.barrier()
     second = engine_of(None, **overrides)
