@@ -65,5 +65,7 @@ def test_on_gpus_it_names_a_faster_setting_that_fits(monkeypatch: pytest.MonkeyP
     assert faster.startswith(
         "infra.sharding_stage=zero2 infra.offload_optimizer=none training.activation_checkpointing=none fits by"
     )
-    assert "hooks around each module" in faster
+    assert faster.endswith(
+        ", and no hooks around each module, which take the host about 252 ms a micro-batch under zero3 here"
+    )
     assert said(6 * GIB) == []

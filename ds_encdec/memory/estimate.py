@@ -86,9 +86,10 @@ def step_parts(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]
     resting, embedding = engine.resting, job.model.of("shared.")
     batch = MicroBatch(job, keeps_inputs=engine.keeps_frozen_inputs)
     layers = batch.layers()
-    if job.config.training.activation_offload:  # one layer's are on their way back
-        layers = [replace(layer, kept=0.0) for layer in layers]
     kept = sum(layer.kept for layer in layers)
+    if job.config.training.activation_offload:  # one layer's are in use, on GPUs another one's on their way
+        kept = max(layer.kept for layer in layers) * (job.device != "cpu")
+        layers = [replace(layer, kept=0.0) for layer in layers]
     at_loss = resting + engine.forward + Breakdown(activations=kept)
     yield "loss", at_loss + batch.at_worst("loss")
     yield "backward of the head", at_loss + batch.at_worst("head")
@@ -118,10 +119,9 @@ def step_parts(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]
 class Layer:
     """A layer's pass over a micro-batch. `kept`: bytes from its forward to its backward pass.
 
-    `offloaded`: the bytes of them in host memory under `training.activation_offload`. Each tensor is copied as often as
-    it is saved: the input of three products three times. Pinned copies are rounded up to powers of two, which is taken
-    to cost half of what they hold. `working`: what there is at the worst moment of its backward pass beyond what the
-    layers before it keep.
+    `offloaded`: the bytes of them in host memory under `training.activation_offload`. Pinned copies are rounded up to
+    powers of two, which is taken to cost half of what they hold. `working`: what there is at the worst moment of its
+    backward pass beyond what the layers before it keep.
     """
 
     name: str
@@ -216,9 +216,7 @@ class MicroBatch:
             kept += 0 if recomputes else scores
             swiglu = self._value(at_work[0]) - self._value(at_work[0].replace("*I", "*0"))  # done by then
             working += Breakdown(activations=scores + max(gradients - swiglu, 0.0))
-        inputs = 3 * tokens * job.sizes.hidden_size * job.compute_bytes
-        copied = kept + (0 if recomputes or job.emulates_bf16 else inputs)
-        return Layer("", kept, copied * (1.5 if job.device == "cuda" else 1.0), working)
+        return Layer("", kept, kept * (1.5 if job.device == "cuda" else 1.0), working)
 
     def _unread(self) -> float:
         """Bytes that the last norm of the encoder keeps otherwise, where that is frozen with the embedding.

@@ -14,9 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
+from torch import Tensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -24,6 +22,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from ds_encdec.model.activation_offload import ActivationOffload
 from ds_encdec.model.compiled_layers import Forward, compiled
 from ds_encdec.model.encoder import Qwen3Layer
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
@@ -55,6 +54,7 @@ def apply_activation_checkpointing(
     """
     interval = {"none": 0, "full": 1, "every_n": every_n, "selective": 1}[mode]
     contexts = _selective_contexts if mode == "selective" else None
+    offloading = ActivationOffload()
     for stack in (model.encoder.layers, model.decoder.layers):
         for index, layer in enumerate(stack):
             assert isinstance(layer, Qwen3Layer)
@@ -64,7 +64,7 @@ def apply_activation_checkpointing(
             if compile_layers:
                 forward = compiled(forward, random=random)
             if offload:
-                forward = _offloading(forward, layer)
+                forward = offloading.around(forward, layer)
             layer.forward = forward  # type: ignore[method-assign]
 
 
@@ -93,31 +93,3 @@ def _selective_contexts() -> Contexts:
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
-
-
-def _offloading(forward: Forward, layer: nn.Module) -> Forward:
-    """The layer, with what autograd saves inside it copied to host memory and back when the backward pass needs it.
-
-    Parameters stay where they are, and so does what all layers share (the encoder's output, rotary tables): copying
-    those would cost memory instead of sparing it.
-    """
-
-    def offloading_forward(hidden_states: Tensor, *shared: Any, **options: Any) -> Tensor:
-        kept = [value for value in (*shared, *tree_leaves(options)) if isinstance(value, Tensor)]
-
-        def pack(tensor: Tensor) -> tuple[torch.device | None, Tensor]:
-            address = tensor.untyped_storage().data_ptr()
-            staying = (other.untyped_storage().data_ptr() for other in (*kept, *layer.parameters()))
-            if tensor.numel() == 0 or address in staying:
-                return None, tensor
-            host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-            return tensor.device, host.copy_(tensor, non_blocking=tensor.is_cuda)
-
-        def unpack(packed: tuple[torch.device | None, Tensor]) -> Tensor:
-            device, tensor = packed
-            return tensor if device is None else tensor.to(device, non_blocking=True)
-
-        with saved_tensors_hooks(pack, unpack):
-            return forward(hidden_states, *shared, **options)
-
-    return offloading_forward

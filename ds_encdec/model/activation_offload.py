@@ -1,0 +1,215 @@
+"""Activations that wait for the backward pass in host memory.
+
+What autograd saves inside a layer is copied to the host behind the layer, and back before its backward pass. On a GPU
+both happen on a stream of their own, beside the work on other layers: a layer's copies leave while the next one
+computes, and come back while the one behind it (in the order of the forward pass) is gone through backwards. At most
+two layers' activations are on the device.
+
+No memory is handed from one stream to another by `record_stream`: the host runs ahead, and would allocate anew what the
+device has not yet let go of. Instead the computing stream waits for a layer's copies before its tensors are let go, and
+the copying stream waits for what has been computed before it takes memory again.
+"""
+
+import dataclasses
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ds_encdec.model.compiled_layers import Forward
+
+
+class Streams(Protocol):
+    """Where copies run."""
+
+    layers_on_their_way: int
+    """Layers whose tensors stay on the device after their forward pass, so that nobody waits for the copies."""
+
+    def run(self, copy: Callable[[], None]) -> Any:
+        """Copy behind what has been computed so far; returns what to wait for."""
+        ...
+
+    def wait(self, copied: Any) -> None:
+        """Have what is computed from now on wait."""
+        ...
+
+
+class HostStreams:
+    """Without a GPU: copies are there when they return."""
+
+    layers_on_their_way = 0
+
+    def run(self, copy: Callable[[], None]) -> None:
+        """See Streams."""
+        copy()
+
+    def wait(self, copied: None) -> None:
+        """See Streams."""
+
+
+class GpuStreams:
+    """A stream of a GPU beside the computing one."""
+
+    layers_on_their_way = 1
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._side = device, torch.cuda.Stream(device)
+
+    def run(self, copy: Callable[[], None]) -> torch.cuda.Event:
+        """See Streams."""
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side):
+            copy()
+            return self._side.record_event()
+
+    def wait(self, copied: torch.cuda.Event) -> None:
+        """See Streams."""
+        torch.cuda.current_stream(self._device).wait_event(copied)
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Saved:
+    """A tensor that autograd has saved `uses` times. `tensor`: on its device, None while it is on the host alone."""
+
+    tensor: Tensor | None
+    device: torch.device
+    host: Tensor
+    uses: int = 0
+
+
+@dataclasses.dataclass(eq=False)
+class _Record:
+    """What one forward pass of one layer has saved, by place and form. It goes with its graph; nothing names it."""
+
+    before: Callable[[], "_Record | None"]
+    saved: dict[Any, _Saved] = dataclasses.field(default_factory=dict)
+    left: Any = None  # what to wait for
+    arrived: Any = None
+    in_use: bool = False
+
+
+class ActivationOffload:
+    """Wraps layers of one model. Their forward passes come in one order, their backward passes in the opposite one."""
+
+    def __init__(self, streams: Callable[[torch.device], Streams] | None = None) -> None:
+        """`streams`: of a device; by default a side stream of a GPU."""
+        self._new_streams = streams or _streams_of
+        self._streams: Streams = HostStreams()
+        self._device: torch.device | None = None
+        self._leaving: deque[_Record] = deque()
+        self._last: Callable[[], _Record | None] = lambda: None
+
+    def around(self, forward: Forward, layer: nn.Module) -> Forward:
+        """The forward pass of `layer`, with what autograd saves inside it kept on the host.
+
+        Parameters stay where they are, and so does what all layers share, in tuples and layouts (the encoder's output,
+        rotary tables, boundaries): copying those would cost memory instead of sparing it.
+        """
+
+        def offloading_forward(hidden_states: Tensor, *shared: Any, **options: Any) -> Tensor:
+            self._let_go(self._streams_for(hidden_states.device).layers_on_their_way)
+            record = _Record(before=self._last)
+            staying = {tensor.untyped_storage().data_ptr() for tensor in _tensors((shared, options))}
+            with saved_tensors_hooks(partial(_pack, record, staying, layer), self._unpack):
+                output = forward(hidden_states, *shared, **options)
+            if record.saved:
+                self._send(record)
+            return output
+
+        return offloading_forward
+
+    def _streams_for(self, device: torch.device) -> Streams:
+        if device != self._device:
+            self._device, self._streams = device, self._new_streams(device)
+        return self._streams
+
+    def _send(self, record: _Record) -> None:
+        """Begin to copy what the layer has saved to the host."""
+        saved = list(record.saved.values())
+
+        def copy() -> None:
+            for one in saved:
+                assert one.tensor is not None
+                one.host.copy_(one.tensor, non_blocking=True)
+
+        record.left = self._streams.run(copy)
+        self._last = weakref.ref(record)
+        self._leaving.append(record)
+        if not self._streams.layers_on_their_way:
+            self._let_go(0)
+
+    def _let_go(self, layers: int) -> None:
+        """Drop the device's tensors of all but the last `layers` layers, once they are on the host."""
+        while len(self._leaving) > layers:
+            record = self._leaving.popleft()
+            self._streams.wait(record.left)
+            for one in record.saved.values():
+                one.tensor = None
+
+    def _unpack(self, packed: Tensor | tuple[_Record, _Saved]) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        record, saved = packed
+        if not record.in_use:
+            record.in_use = True
+            self._leaving.clear()  # the backward pass takes them from here on
+            self._fetch(record)
+            self._streams.wait(record.left if record.arrived is None else record.arrived)
+            before = record.before()
+            if before is not None:
+                self._fetch(before)
+        saved.uses -= 1
+        # A graph that is gone through again finds its tensors on the host.
+        tensor = saved.host.to(saved.device, non_blocking=True) if saved.tensor is None else saved.tensor
+        if saved.uses <= 0:
+            saved.tensor = None
+        return tensor
+
+    def _fetch(self, record: _Record) -> None:
+        """Begin to copy back what is on the host alone."""
+        missing = [one for one in record.saved.values() if one.tensor is None]
+        if missing and record.arrived is None:
+
+            def copy() -> None:
+                for one in missing:
+                    one.tensor = one.host.to(one.device, non_blocking=True)
+
+            record.arrived = self._streams.run(copy)
+
+
+def _pack(record: _Record, staying: set[int], layer: nn.Module, tensor: Tensor) -> Tensor | tuple[_Record, _Saved]:
+    """Note `tensor`, once however often it is saved; those that stay are their own record."""
+    address = tensor.untyped_storage().data_ptr()
+    # Parameters may have been gathered since the layer began.
+    of_layer = (parameter.untyped_storage().data_ptr() for parameter in layer.parameters())
+    if tensor.numel() == 0 or address in staying or address in of_layer:
+        return tensor
+    key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+    if key not in record.saved:
+        host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        record.saved[key] = _Saved(tensor, tensor.device, host)
+    record.saved[key].uses += 1
+    return record, record.saved[key]
+
+
+def _tensors(item: Any) -> Iterator[Tensor]:
+    """The tensors in nested tuples, dictionaries and dataclasses."""
+    if isinstance(item, Tensor):
+        yield item
+    elif isinstance(item, tuple | list):
+        for one in item:
+            yield from _tensors(one)
+    elif isinstance(item, dict):
+        yield from _tensors(tuple(item.values()))
+    elif dataclasses.is_dataclass(item):
+        for field in dataclasses.fields(item):
+            yield from _tensors(getattr(item, field.name))
+
+
+def _streams_of(device: torch.device) -> Streams:
+    return GpuStreams(device) if device.type == "cuda" else HostStreams()
