@@ -25,7 +25,7 @@ from ds_encdec.model.compiled_layers import Forward
 
 
 class Streams(Protocol):
-    """Where copies run."""
+    """The place where copies run."""
 
     layers_on_their_way: int
     """Layers whose tensors stay on the device after their forward pass, so that nobody waits for the copies."""
@@ -84,7 +84,7 @@ class _Saved:
 
 @dataclasses.dataclass(eq=False)
 class _Record:
-    """What one forward pass of one layer has saved, by place and form. It goes with its graph; nothing names it."""
+    """All that one forward pass of one layer has saved, by place and form. It goes with its graph; nothing names it."""
 
     before: Callable[[], "_Record | None"]
     saved: dict[Any, _Saved] = dataclasses.field(default_factory=dict)
