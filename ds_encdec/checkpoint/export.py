@@ -47,7 +47,7 @@ from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.launch.world import discover
-from ds_encdec.model import attention, configuration, encoder, loss, modeling, precision
+from ds_encdec.model import attention, attention_kernels, configuration, encoder, loss, loss_kernel, modeling, precision
 from ds_encdec.model.configuration import Qwen3EncoderConfig, Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.model.source import architecture
@@ -60,8 +60,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ENCODER_REMOTE_CODE = (configuration, precision, attention, encoder)
-REMOTE_CODE = (*ENCODER_REMOTE_CODE, loss, modeling)
+ENCODER_REMOTE_CODE = (configuration, precision, attention_kernels, attention, encoder)
+REMOTE_CODE = (*ENCODER_REMOTE_CODE, loss_kernel, loss, modeling)
 """The modules copied into the folder. They import each other relatively, and nothing else of ds_encdec."""
 
 AUTO_MAP = {"AutoConfig": "configuration.Qwen3Seq2SeqConfig", "AutoModelForSeq2SeqLM": "modeling.Qwen3ForSeq2SeqLM"}

@@ -67,6 +67,9 @@ def _failure(config: FullConfig, device: torch.device, model_config: Qwen3Seq2Se
         num_key_value_heads=1,
         head_dim=model_config.head_dim,
         use_flash_attention=model_config.use_flash_attention,
+        pad_token_id=0,
+        eos_token_id=0,
+        decoder_start_token_id=0,
     )
     settings = config.training.model_dump_json(), config.model.model_dump_json()
     key = (str(device), tiny.to_json_string(), *settings)

@@ -69,7 +69,8 @@ def test_activations_at_their_worst(
     job = job_of(device, numbers, mode, ratio)
     held, _ = watched_pass(job).peak(("activations", "logits"))
     found = sum(held.values())
-    expected = max(held.activations + held.logits for _, held in step_parts(job, engine_memory(job)))
+    moments = step_parts(job, engine_memory(job))
+    expected = max(held.activations + held.logits for name, held in moments if name != "evaluation")
     assert 0.995 * found < expected < 1.015 * found
 
 
