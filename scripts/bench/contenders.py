@@ -107,7 +107,7 @@ class Job:
 
     @property
     def budgets(self) -> Budgets:
-        """Of one micro-batch."""
+        """The counts of one micro-batch."""
         return Budgets(self.batch * self.encoder_length, self.batch * self.decoder_length, 512)
 
     def examples(self) -> Iterator[Example]:

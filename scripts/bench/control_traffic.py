@@ -1,4 +1,4 @@
-"""What the ranks' control traffic costs by their number: forked ranks on this machine, gloo over loopback.
+"""Measures the control traffic of ranks by their number: forked ranks on this machine, gloo over loopback.
 
     python scripts/bench/control_traffic.py 2 8 32 128
 
@@ -32,7 +32,7 @@ CALLS = 10
 
 
 def kinds(collectives: HostCollectives) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
-    """What is done, as an all-gather and as the program does it."""
+    """The exchange, as an all-gather and as the program does it."""
     rank, size, sums = collectives.rank, collectives.world_size, torch.zeros(11, dtype=torch.float64)
 
     def gathered(record: Any) -> Callable[[], object]:
@@ -80,7 +80,7 @@ def be_rank(rank: int, size: int, port: int, output: int) -> NoReturn:
 
 
 def measure(size: int) -> list[dict[str, Any]]:
-    """What each of `size` ranks has found, in their order."""
+    """The findings of each of `size` ranks, in their order."""
     port, (readable, output) = free_port(), os.pipe()
     ranks = []
     for rank in range(size):

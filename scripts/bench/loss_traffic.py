@@ -31,7 +31,7 @@ from ds_encdec.model.loss_kernel import Extras
 
 TOKENS, HIDDEN, VOCAB, CHUNK_TOKENS = 13_107, 1024, 151_936, 1024
 BYTES_PER_SECOND = 3.0e12
-"""Of an H100's memory, about."""
+"""The rate of an H100's memory, about."""
 _PRODUCTS = {"mm", "addmm", "addmm_"}
 _FREE = {"empty", "empty_like", "new_empty", "empty_strided", "detach", "detach_"}
 _WRITES_ONLY = {"zeros", "zeros_like", "new_full", "full", "full_like", "ones_like", "zero_", "fill_", "scalar_tensor"}
@@ -39,7 +39,7 @@ _WRITES_ONLY = {"zeros", "zeros_like", "new_full", "full", "full_like", "ones_li
 
 @dataclasses.dataclass
 class Traffic:
-    """What was counted: bytes beside products, kernels of all kinds, and of the products bytes and number."""
+    """The counts: bytes beside products, kernels of all kinds, and of the products bytes and number."""
 
     num_bytes: int = 0
     kernels: int = 0

@@ -1,4 +1,4 @@
-"""What the benches share: contenders that take turns, so that a busy machine slows them alike, and tables of medians.
+"""Shared by the benches: contenders that take turns, so that a busy machine slows them alike, and tables of medians.
 
 A contender is a command, started once for each rank, that measures itself: `Turns.after_step` behind each of its
 steps. It waits in there until it is told to take some more. So all contenders are built and warm before the first

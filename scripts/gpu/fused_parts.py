@@ -52,7 +52,7 @@ def loss(kit: Kit) -> None:
 def _whole_loss(
     hidden: Tensor, weight: Tensor, labels: Tensor, label_smoothing: float, z_loss: float
 ) -> tuple[Tensor, ...]:
-    """What is optimised, token losses, and both gradients in float64, chunk by chunk of tokens for want of memory."""
+    """The optimised sum, token losses, and both gradients in float64, chunk by chunk of tokens for want of memory."""
     whole = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     total, losses = torch.zeros((), dtype=torch.float64, device=hidden.device), []
     for states, targets in zip(whole[0].split(500), labels.split(500), strict=True):
