@@ -5,4 +5,5 @@
 set -euo pipefail
 EXTRAS=dev source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 cd "$ROOT"
-exec python -m pytest --color=no tests/hosts -m hosts "$@"
+# Two at a time, each on hosts of its own: most of every test is waiting.
+exec python -m pytest --color=no tests/hosts -m hosts -n 2 --dist loadfile "$@"

@@ -105,9 +105,6 @@ DEATHS = {
         60,
         "the ranks of that host",
     ),
-    "pdsh": Death(
-        DEEPSPEED, "`kill -9` of pdsh", killed("pdsh", on_first=True, stop=True), (0,), "preempted", 75, 60, GOES_ON
-    ),
     "deepspeed": Death(
         DEEPSPEED,
         "`kill -9` of `deepspeed`",

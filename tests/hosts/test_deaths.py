@@ -20,7 +20,7 @@ from rig import Rig, until
 from tables import DEATHS, ELASTIC, small
 from two_hosts import ENDLESS, arguments, run, saved, start, told
 
-AT_A_TIME = 3
+AT_A_TIME = 2
 Pairs = SimpleQueue[tuple[str, str]]
 
 

@@ -1,13 +1,21 @@
-"""Every launcher's ranks find each other on two hosts, as typed, and train what one host does, to the last digit."""
+"""Every launcher's ranks find each other on two hosts, as typed, and train what one host does, to the last digit.
+
+And scripts/slurm/preemptible.sbatch: after preemption and time limit a job goes on; cancelled, not.
+"""
 
 from __future__ import annotations
 
+import sys
+import time
+
 import pytest
 from forked_runs import ForkedRuns
-from rig import Rig
+from rig import Rig, until
 from tables import LAUNCHES, small
 from tiny_run import losses
-from two_hosts import DEEPSPEED, FSDP, arguments, run, start, told
+from two_hosts import DEEPSPEED, ENDLESS, FSDP, arguments, run, saved, start, told
+
+ONE_RANK_EACH = ("--ntasks-per-node=1", "--cpus-per-task=1", "--gpus-per-node=0")
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
@@ -28,3 +36,43 @@ def test_losses_are_those_of_one_host(name: str, slurm: Rig, forked: ForkedRuns)
     assert (status["state"], status["world_size"], status["launcher"]) == ("completed", 2, row)
     assert status["hosts"] == {"node0": "0", "node1": "1"}
     assert losses(folder) == losses(alone)
+
+
+def test_a_job_goes_on_until_it_is_cancelled(slurm: Rig, forked: ForkedRuns) -> None:
+    rig, folder, log = slurm, slurm.folder / "job", slurm.folder / "job.log"
+    own = [*arguments(folder, **ENDLESS), "training.logging_steps=1"]
+    limit = ("--time=2", "--signal=USR1@45")
+    script = ("scripts/slurm/preemptible.sbatch", *own)
+    submitted = rig.run(
+        "node0", "sbatch", "--parsable", *ONE_RANK_EACH, *limit, f"--output={log}", *script, VIRTUAL_ENV=sys.prefix
+    )
+    job = submitted.stdout.strip()
+
+    def requeues() -> int:
+        return log.read_text().count("goes back into the queue")
+
+    until(lambda: saved(folder), 150)
+    rig.run("node0", "srun", "-p", "high", "-N2", "--ntasks-per-node=1", "--exclusive", "hostname")
+    until(lambda: requeues() == 1, 60)
+    assert (told(folder)["state"], told(folder)["exit_code"]) == ("preempted", 75)
+    saved_at = saved(folder)[-1]
+    for restart in (1, 2):  # the second after the signal that comes before the time limit
+        until(lambda restart=restart: requeues() >= restart, 180)
+        time.sleep(5)  # a job that is started in the second in which it was put back fails
+        rig.run("node0", "scontrol", "update", f"jobid={job}", "StartTime=now")  # which Slurm puts off by minutes
+        until(lambda restart=restart: f"start {restart} of job {job}" in log.read_text(), 60)
+        reached = saved(folder)[-1]
+        until(lambda reached=reached: saved(folder)[-1] > reached + 20, 150)
+    before = requeues()
+    rig.run("node0", "scancel", job)
+    until(lambda: told(folder)["state"] != "running", 60)
+    assert (told(folder)["state"], told(folder)["exit_code"]) == ("preempted", 75)
+    until(lambda: "JobState=CANCELLED" in rig.run("node0", "scontrol", "show", "job", job).stdout, 60)
+    assert requeues() == before
+
+    undisturbed = rig.folder / "undisturbed"
+    own = [*arguments(undisturbed, **ENDLESS), "training.logging_steps=1", f"training.num_train_steps={saved_at + 20}"]
+    assert run(rig, forked, {"node0": 1, "node1": 1}, own).codes == [0, 0]
+    expected = losses(undisturbed)
+    assert losses(folder)[: len(expected)] == expected
+    assert expected[-1][0] > saved_at

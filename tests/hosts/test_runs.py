@@ -40,20 +40,20 @@ JOBS = {
     "two by two": Job((2, 2), FSDP, like="one host"),
     "hybrid": Job((2, 2), FSDP | HYBRID, like="two by two"),
     "hybrid zero2": Job((2, 2), FSDP | {"infra.sharding_stage": "zero2_hybrid"}, like="two by two"),
-    "hybrid of three": Job((2, 2), FSDP | HYBRID | {"infra.hybrid_shard_size": 3}, code=2, says=("hybrid_shard_size",)),
     "DeepSpeed, one host": Job((2,), DEEPSPEED),
     "DeepSpeed, two hosts": Job((1, 1), DEEPSPEED, like="DeepSpeed, one host"),
     "DeepSpeed, two by two": Job((2, 2), DEEPSPEED),
     "hpZ": Job((2, 2), DEEPSPEED | HYBRID, like="DeepSpeed, two by two"),
-    "by hand": Job(unset=BY_HAND, like="one host"),
     "by hand, no local size": Job(unset=(*BY_HAND, "LOCAL_WORLD_SIZE", "LOCAL_RANK"), like="one host"),
     "named 127.0.1.1": Job(like="one host"),
-    "another learning rate": Job(
-        on_node1={"training.learning_rate": 1e-4},
+    "other settings": Job(
+        on_node1={"training.learning_rate": 1e-4, "training.num_train_steps": 4},
         code=2,
-        says=("training.learning_rate: 0.003 for rank 0 (node0), 0.0001 for rank 1 (node1)",),
+        says=(
+            "training.learning_rate: 0.003 for rank 0 (node0), 0.0001 for rank 1 (node1)",
+            "training.num_train_steps: 6 for rank 0 (node0), 4 for rank 1 (node1)",
+        ),
     ),
-    "fewer steps": Job(on_node1={"training.num_train_steps": 4}, code=2, says=("training.num_train_steps: 6", "node1")),
     "other data": Job(
         settings={"data.dataset_name": "text", "data.data_files": "{folder}/texts/*.txt"},
         on_node1={"data.data_files": "{folder}/texts/[a-m]*.txt"},
