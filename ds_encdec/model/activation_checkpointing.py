@@ -34,6 +34,8 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 _ATTENTION_NAMES = ("attention", "attn")
 """Parts of the names of attention kernels: aten's, torch's varlen_attn, flash-attn's."""
 
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
 
 def apply_activation_checkpointing(
     model: Qwen3ForSeq2SeqLM,
@@ -86,7 +88,7 @@ def _selective_contexts() -> Contexts:
     products = {False: 0, True: 0}
 
     def policy(context: SelectiveCheckpointContext, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-        is_product = operation == torch.ops.aten.mm.default
+        is_product = operation in _PRODUCTS
         products[context.is_recompute] += is_product
         is_odd = products[context.is_recompute] % 2 == 1
         kept = is_odd if is_product else any(part in str(operation) for part in _ATTENTION_NAMES)

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutput, ModelOutput
 
 from .attention import Layout, PaddedLayout
 from .configuration import Qwen3EncoderConfig, Qwen3Seq2SeqConfig
-from .precision import Linear
+from .precision import Linear, projected
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines, [..., tokens, 1, head_dim / 2], in the dtype of the states
 States: TypeAlias = list[Tensor] | None  # collects the states between layers; None where nobody asked for them
@@ -66,9 +66,9 @@ class Qwen3Attention(nn.Module):
         keys = self.k_norm(self._heads(self.k_proj(hidden_states)))
         return keys if rotary is None else rotate(keys, rotary), self._heads(self.v_proj(hidden_states))
 
-    def output(self, attended: Tensor) -> Tensor:
-        """Project [..., tokens, heads, head_dim] back to [..., tokens, hidden]."""
-        return self.o_proj(attended.flatten(-2))
+    def output(self, attended: Tensor, added_to: Tensor | None) -> Tensor:
+        """Project [..., tokens, heads, head_dim] back to [..., tokens, hidden], and add it to what is given."""
+        return projected(self.o_proj, attended.flatten(-2), added_to)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))
@@ -77,10 +77,12 @@ class Qwen3Attention(nn.Module):
 class Qwen3EncoderAttention(Qwen3Attention):
     """Bidirectional self-attention."""
 
-    def forward(self, hidden_states: Tensor, *, rotary: Rotary, layout: Layout) -> Tensor:
-        """[..., Te, hidden] → the same shape."""
+    def forward(
+        self, hidden_states: Tensor, *, rotary: Rotary, layout: Layout, added_to: Tensor | None = None
+    ) -> Tensor:
+        """[..., Te, hidden] → the same shape, plus `added_to`."""
         keys, values = self.keys_values(hidden_states, rotary)
-        return self.output(layout.attend_encoder(self.queries(hidden_states, rotary), keys, values))
+        return self.output(layout.attend_encoder(self.queries(hidden_states, rotary), keys, values), added_to)
 
 
 class Qwen3MLP(nn.Module):
@@ -93,9 +95,10 @@ class Qwen3MLP(nn.Module):
         self.down_proj = Linear(config.intermediate_size, config.hidden_size)
         self.activation = ACT2FN[config.hidden_act]
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """[..., hidden] → [..., hidden]."""
-        return self.down_proj(self.activation(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+    def forward(self, hidden_states: Tensor, added_to: Tensor | None = None) -> Tensor:
+        """[..., hidden] → [..., hidden], plus `added_to`."""
+        gated = self.activation(self.gate_proj(hidden_states)) * self.up_proj(hidden_states)
+        return projected(self.down_proj, gated, added_to)
 
 
 class Qwen3Layer(GradientCheckpointingLayer):
@@ -117,13 +120,15 @@ class Qwen3Layer(GradientCheckpointingLayer):
 
     def forward(self, hidden_states: Tensor, *encoder_states: Tensor, **shared: Any) -> Tensor:
         """[..., tokens, hidden], and a decoder's layer [..., Te, hidden] beside it → the shape of the first."""
-        attended = self.self_attn(self.input_layernorm(hidden_states), *encoder_states, **shared)
-        hidden_states = hidden_states + self._drop_out(attended)
-        return hidden_states + self._drop_out(self.mlp(self.post_attention_layernorm(hidden_states)))
+        normed = self.input_layernorm(hidden_states)
+        hidden_states = self._added(hidden_states, self.self_attn, normed, *encoder_states, **shared)
+        return self._added(hidden_states, self.mlp, self.post_attention_layernorm(hidden_states))
 
-    def _drop_out(self, added: Tensor) -> Tensor:
-        active = self.residual_dropout and self.training
-        return nn.functional.dropout(added, self.residual_dropout) if active else added
+    def _added(self, stream: Tensor, part: nn.Module, *inputs: Tensor, **shared: Any) -> Tensor:
+        """`stream` with what `part` makes of its inputs; the product of matrices that ends it adds the two."""
+        if self.residual_dropout and self.training:
+            return stream + nn.functional.dropout(part(*inputs, **shared), self.residual_dropout)
+        return part(*inputs, **shared, added_to=stream)
 
 
 class Qwen3EncoderLayer(Qwen3Layer):

@@ -52,8 +52,9 @@ class Qwen3MergedAttention(Qwen3Attention):
         rotary: Rotary,
         layout: Layout,
         past_key_values: Cache = None,
+        added_to: Tensor | None = None,
     ) -> Tensor:
-        """[..., Td, hidden] and [..., Te, hidden] → [..., Td, hidden]."""
+        """[..., Td, hidden] and [..., Te, hidden] → [..., Td, hidden], plus `added_to`."""
         queries = self.queries(hidden_states, rotary)
         decoder = self.keys_values(hidden_states, rotary)
         if past_key_values is None:
@@ -66,7 +67,7 @@ class Qwen3MergedAttention(Qwen3Attention):
             encoder = self._cached(cross, self.keys_values(encoder_states, None) if new else None)
             past_key_values.is_updated[self.layer_idx] = True
         keys, values = map(layout.merged_rows, encoder, decoder)
-        return self.output(layout.attend_merged(queries, keys, values))
+        return self.output(layout.attend_merged(queries, keys, values), added_to)
 
     def _cached(self, cache: DynamicCache, new: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
         """This layer's keys and values in `cache`, to which the `new` ones are added first, if any."""

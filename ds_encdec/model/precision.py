@@ -37,9 +37,25 @@ class Linear(nn.Linear):
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in_features] → [..., out_features]."""
+    def forward(self, x: Tensor, added_to: Tensor | None = None) -> Tensor:
+        """[..., in_features] → [..., out_features]; with `added_to`, [tokens, out_features], as `projected` has it."""
+        if added_to is not None:
+            return torch.addmm(added_to, x, self.weight.T)
         dtype = product_dtype(x)
         if dtype == x.dtype:
             return super().forward(x)
         return F.linear(x.to(dtype), self.weight.to(dtype)).to(x.dtype)
+
+
+def projected(linear: nn.Module, x: Tensor, added_to: Tensor | None) -> Tensor:
+    """`added_to`, if there is one, plus what `linear` makes of x: in compiled code the product of matrices adds it.
+
+    Its sum is then rounded once, and a GPU neither writes the product alone nor reads it again. Adapters and matrices
+    in 4 bits, which are modules of other kinds, add behind the product.
+    """
+    if added_to is None:
+        return linear(x)
+    fused = torch.compiler.is_compiling() and isinstance(linear, Linear) and x.dim() == 2
+    if fused and product_dtype(x) == x.dtype == added_to.dtype:
+        return linear(x, added_to)
+    return added_to + linear(x)

@@ -3,8 +3,10 @@
     python scripts/bench/kernel_counts.py [--batches 6] [--json rows.json]
 
 The loss by loss_traffic.py: one default micro-batch at 151,936 words, forward and backward, beside matrix products,
-with its own kernel and as torch's operators. The layers are captured as torch.compile would for a GPU, over
-micro-batches of other documents each, forward and backward: how many graphs they take, and how often one ends early.
+with its own kernel and as torch's operators. The layers by layer_traffic.py: what the kernels move that inductor plans
+for a default micro-batch, on a GPU and on this machine's CPU. Smaller layers are captured as torch.compile would for a
+GPU, over micro-batches of other documents each, forward and backward: how many graphs they take, and how often one
+ends early.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import layer_traffic
 import loss_traffic
 import torch
 from contenders import Job
@@ -39,6 +42,8 @@ def main() -> None:
     rows = [
         traffic("loss, its kernel", has_kernel=True),
         traffic("loss, torch's operators", has_kernel=False),
+        layer_bytes("layers, planned for a GPU", "cuda"),
+        layer_bytes("layers, planned for a CPU", "cpu"),
         graphs("layers", options.batches, "none"),
         graphs("layers, recomputed", options.batches, "full"),
     ]
@@ -55,6 +60,17 @@ def traffic(name: str, *, has_kernel: bool) -> dict[str, Any]:
         "of them products": found.products,
         "graphs": None,
         "breaks": None,
+    }
+
+
+def layer_bytes(name: str, plan: layer_traffic.Plan) -> dict[str, Any]:
+    kernels = layer_traffic.planned(plan)
+    num_bytes = sum(kernel.num_bytes for kernel in kernels)
+    return {
+        "what": name,
+        "GB": num_bytes / 1e9,
+        "ms at 3 TB/s": 1e3 * num_bytes / loss_traffic.BYTES_PER_SECOND,
+        "kernels": len(kernels) * layer_traffic.LAYERS,
     }
 
 
