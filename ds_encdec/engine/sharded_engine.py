@@ -216,16 +216,21 @@ def packed_forward(model: nn.Module, batch: Batch) -> LossSum:
         input_ids=batch.encoder_ids,
         decoder_input_ids=batch.decoder_input_ids,
         labels=batch.labels,
-        packing=PackedLayout.build(
-            batch.encoder_cu_seqlens,
-            batch.decoder_cu_seqlens,
-            batch.encoder_lengths,
-            batch.decoder_lengths,
-            batch.encoder_positions,
-            batch.decoder_positions,
-        ),
+        packing=layout_of(batch),
     )
     return split_by_denoiser(output.loss, output.token_losses, batch)
+
+
+def layout_of(batch: Batch) -> PackedLayout:
+    """The places of the documents of `batch`, for the model."""
+    return PackedLayout.build(
+        batch.encoder_cu_seqlens,
+        batch.decoder_cu_seqlens,
+        batch.encoder_lengths,
+        batch.decoder_lengths,
+        batch.encoder_positions,
+        batch.decoder_positions,
+    )
 
 
 def split_by_denoiser(total: Tensor, token_losses: Tensor, batch: Batch) -> LossSum:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .loss_kernel import Extras, losses_and_gradients
+from .loss_kernel import Extras, Rows, losses_and_gradients
 from .precision import product_dtype
 
 
@@ -72,11 +72,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(labels), chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             states = _matmul_operand(hidden[chunk])
+            extra = None if extra_losses is None else extra_losses[chunk]
+            # No name holds the logits: they are gone before the products below need memory.
             logit_grads = losses_and_gradients(
-                _matmul(states, matmul_weight.T).float(),
-                labels[chunk],
-                token_losses[chunk],
-                None if extra_losses is None else extra_losses[chunk],
+                Rows(_matmul(states, matmul_weight.T).float(), labels[chunk], token_losses[chunk], extra),
                 gradients_in,
                 scale,
                 extras,

@@ -52,23 +52,27 @@ class Extras(NamedTuple):
         return 2.0 ** (15 - int(math.log2(1 + 2 * self.z_loss * 1000)))
 
 
-def losses_and_gradients(
-    logits: Tensor,
-    labels: Tensor,
-    losses: Tensor,
-    extra_losses: Tensor | None,
-    gradients_in: torch.dtype | None,
-    scale: float,
-    extras: Extras,
-) -> Tensor | None:
-    """Fill `losses` and `extra_losses` (what is optimised beside them, None without extras), both float32 [C].
+class Rows(NamedTuple):
+    """Logits, and where their losses go.
 
-    logits: float32 [C, V], contiguous, and overwritten; labels: int64 [C], `IGNORE_INDEX` where there is no loss.
+    logits: float32 [C, V], contiguous, and overwritten; labels: int64 [C], `IGNORE_INDEX` where there is no loss;
+    `losses` and `extra_losses` (what is optimised beside them, None without extras): float32 [C].
+    """
+
+    logits: Tensor
+    labels: Tensor
+    losses: Tensor
+    extra_losses: Tensor | None
+
+
+def losses_and_gradients(rows: Rows, gradients_in: torch.dtype | None, scale: float, extras: Extras) -> Tensor | None:
+    """Fill the losses of `rows`.
+
     Returns `scale` times the gradients of the sum of both with respect to the logits, [C, V] in the dtype
     `gradients_in`, in place of the logits where that is float32; None without a dtype.
     """
-    fill = _fused if runs_on(logits, gradients_in) else _plain
-    return fill(logits, labels, losses, extra_losses, gradients_in, scale, extras)
+    fill = _fused if runs_on(rows.logits, gradients_in) else _plain
+    return fill(rows, gradients_in, scale, extras)
 
 
 def runs_on(logits: Tensor, gradients_in: torch.dtype | None) -> bool:
@@ -76,15 +80,8 @@ def runs_on(logits: Tensor, gradients_in: torch.dtype | None) -> bool:
     return logits.is_cuda and triton is not None and _passes_trial(logits.device, gradients_in)
 
 
-def _plain(
-    logits: Tensor,
-    labels: Tensor,
-    losses: Tensor,
-    extra_losses: Tensor | None,
-    gradients_in: torch.dtype | None,
-    scale: float,
-    extras: Extras,
-) -> Tensor | None:
+def _plain(rows: Rows, gradients_in: torch.dtype | None, scale: float, extras: Extras) -> Tensor | None:
+    logits, labels, losses, extra_losses = rows
     ignored = labels == IGNORE_INDEX
     targets = labels.masked_fill(ignored, 0)[:, None]
     target_logits = logits.gather(1, targets)
@@ -108,32 +105,18 @@ def _plain(
     return gradients.masked_fill_(ignored[:, None], 0.0).to(gradients_in)
 
 
-def _fused(
-    logits: Tensor,
-    labels: Tensor,
-    losses: Tensor,
-    extra_losses: Tensor | None,
-    gradients_in: torch.dtype | None,
-    scale: float,
-    extras: Extras,
-) -> Tensor | None:
+def _fused(rows: Rows, gradients_in: torch.dtype | None, scale: float, extras: Extras) -> Tensor | None:
+    logits = rows.logits
     gradients = None
     if gradients_in is not None:
         gradients = logits if gradients_in == logits.dtype else torch.empty_like(logits, dtype=gradients_in)
-    _launch(logits, labels, losses, extra_losses, gradients, scale, extras)
+    _launch(rows, gradients, scale, extras)
     return gradients
 
 
-def _launch(
-    logits: Tensor,
-    labels: Tensor,
-    losses: Tensor,
-    extra_losses: Tensor | None,
-    gradients: Tensor | None,
-    scale: float,
-    extras: Extras,
-) -> None:
+def _launch(rows: Rows, gradients: Tensor | None, scale: float, extras: Extras) -> None:
     """Start the kernel, a program for each row."""
+    logits, labels, losses, extra_losses = rows
     with torch.cuda.device_of(logits):
         softmax_rows[(len(logits),)](
             logits,
@@ -249,7 +232,7 @@ def trial_error(device: torch.device, gradients_in: torch.dtype | None) -> float
         for fill in (_fused, _plain):
             losses = torch.empty(3, device=device)
             extra_losses = torch.empty_like(losses) if extras else None
-            gradients = fill(logits.clone(), labels, losses, extra_losses, gradients_in, scale, extras)
+            gradients = fill(Rows(logits.clone(), labels, losses, extra_losses), gradients_in, scale, extras)
             results.append([one for one in (losses, extra_losses, gradients) if one is not None])
         for found, expected in zip(*results, strict=True):
             rounding = 1e-5 + 2 * torch.finfo(expected.dtype).eps * expected.float().abs()

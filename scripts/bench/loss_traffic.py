@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_encdec.model import loss as loss_module
 from ds_encdec.model import loss_kernel
-from ds_encdec.model.loss_kernel import Extras
+from ds_encdec.model.loss_kernel import Extras, Rows
 
 TOKENS, HIDDEN, VOCAB, CHUNK_TOKENS = 13_107, 1024, 151_936, 1024
 BYTES_PER_SECOND = 3.0e12
@@ -73,11 +73,10 @@ class TrafficCounter(TorchDispatchMode):
         else:
             self.traffic.num_bytes += num_bytes
 
-    def add_own(self, logits: Tensor, labels: Tensor, *filled: Any) -> None:
+    def add_own(self, rows: Rows, gradients: Tensor | None, *_: Any) -> None:
         """Count the loss's kernel in place of starting it."""
-        *outputs, gradients, _, _ = filled
-        of_gradients = 0 if gradients is None else gradients.nbytes + logits.nbytes
-        self.add(logits.nbytes + of_gradients + _bytes([labels, *outputs]))
+        of_gradients = 0 if gradients is None else gradients.nbytes + rows.logits.nbytes
+        self.add(_bytes(rows) + of_gradients)
 
 
 def _bytes(leaves: Iterable[object]) -> int:

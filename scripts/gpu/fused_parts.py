@@ -10,7 +10,7 @@ from kit import Kit, relative_error, run_config, web_like_batches
 from torch import Tensor
 from torch.nn import functional as F
 
-from ds_encdec.model.attention import PackedLayout
+from ds_encdec.engine.sharded_engine import layout_of
 from ds_encdec.model.loss import linear_cross_entropy
 
 ATTENTION_BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
@@ -89,14 +89,7 @@ def attention(kit: Kit) -> None:
     config = run_config(kit, kit.sizes, data=_short() if kit.dry_run else {})
     (batch,), _ = web_like_batches(config, kit.sizes["vocab_size"], 1)
     batch = batch.to(kit.device)
-    layout = PackedLayout.build(
-        batch.encoder_cu_seqlens,
-        batch.decoder_cu_seqlens,
-        batch.encoder_lengths,
-        batch.decoder_lengths,
-        batch.encoder_positions,
-        batch.decoder_positions,
-    )
+    layout = layout_of(batch)
     heads, groups, width = (kit.sizes[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     # Last first: asking whether FlashAttention 3 runs puts it in the place of torch's own.
     for kernel in reversed(table.KERNELS):

@@ -17,7 +17,7 @@ from torch import nn
 from ds_encdec.config.schema import FullConfig, TrainingConfig
 from ds_encdec.engine.protocol import Veto
 from ds_encdec.engine.regularization import masks_of, regularize
-from ds_encdec.model.attention import PackedLayout
+from ds_encdec.engine.sharded_engine import layout_of
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.lora import with_new_adapters
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
@@ -106,19 +106,11 @@ class TorchOracle:
             return self._loss(batch)
 
     def _loss(self, batch: Batch) -> LossSum:
-        packing = PackedLayout.build(
-            batch.encoder_cu_seqlens,
-            batch.decoder_cu_seqlens,
-            batch.encoder_lengths,
-            batch.decoder_lengths,
-            batch.encoder_positions,
-            batch.decoder_positions,
-        )
         output = self.model(
             input_ids=batch.encoder_ids,
             decoder_input_ids=batch.decoder_input_ids,
             labels=batch.labels,
-            packing=packing,
+            packing=layout_of(batch),
         )
         by_denoiser, tokens = torch.zeros(len(TASKS)), torch.zeros(len(TASKS))
         for index, label in enumerate(batch.labels.tolist()):

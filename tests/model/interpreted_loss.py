@@ -55,9 +55,8 @@ def of_strange_label() -> Tensor:
     """The losses of two rows of which the second's label is no word."""
     losses = torch.zeros(2)
     labels = torch.tensor([3, VOCAB])
-    loss_kernel.losses_and_gradients(
-        torch.zeros(2, VOCAB), labels, losses, None, torch.float32, 1.0, loss_kernel.Extras()
-    )
+    rows = loss_kernel.Rows(torch.zeros(2, VOCAB), labels, losses, None)
+    loss_kernel.losses_and_gradients(rows, torch.float32, 1.0, loss_kernel.Extras())
     return losses
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ds_encdec.model import loss_kernel
 from ds_encdec.model.loss import linear_cross_entropy
+from ds_encdec.model.loss_kernel import Rows
 
 needs_triton = pytest.mark.skipif(loss_kernel.triton is None, reason="triton is not installed")
 CPU = torch.device("cpu")
@@ -87,22 +88,20 @@ def test_the_kernel_compiles_for_gpus(capability: int) -> None:
         assert "ld.global.v4" in compiled.asm["ptx"]  # 16 bytes for each thread at a time
 
 
-def launched_right(
-    logits: Tensor, labels: Tensor, losses: Tensor, extra: Tensor | None, gradients: Tensor | None, *others: Any
-) -> None:
-    made = loss_kernel._plain(logits, labels, losses, extra, None if gradients is None else gradients.dtype, *others)
+def launched_right(rows: Rows, gradients: Tensor | None, *others: Any) -> None:
+    made = loss_kernel._plain(rows, None if gradients is None else gradients.dtype, *others)
     if gradients is not None and made is not None:
         gradients.copy_(made)
 
 
-def launched_wrong(*arguments: Any) -> None:
-    launched_right(*arguments)
-    arguments[2].mul_(1.001)
+def launched_wrong(rows: Rows, *others: Any) -> None:
+    launched_right(rows, *others)
+    rows.losses.mul_(1.001)
 
 
-def launched_to_nan(*arguments: Any) -> None:
-    launched_right(*arguments)
-    arguments[4].fill_(float("nan"))
+def launched_to_nan(rows: Rows, gradients: Tensor, *others: Any) -> None:
+    launched_right(rows, gradients, *others)
+    gradients.fill_(float("nan"))
 
 
 def not_launched(*_: Any) -> None:
@@ -136,9 +135,9 @@ def test_the_kernel_is_asked_for_what_the_operators_give(monkeypatch: pytest.Mon
     """The path of a GPU around the kernel, which stands in here: chunks of unequal size, extras, a frozen weight."""
     calls: list[tuple[int, bool]] = []
 
-    def launch(logits: Tensor, *arguments: Any) -> None:
-        calls.append((len(logits), arguments[3] is None))
-        launched_right(logits, *arguments)
+    def launch(rows: Rows, gradients: Tensor | None, *others: Any) -> None:
+        calls.append((len(rows.logits), gradients is None))
+        launched_right(rows, gradients, *others)
 
     hidden, weight, labels = inputs(torch.float32)
     expected = linear_cross_entropy(hidden, weight, labels, 8, label_smoothing=0.1)
