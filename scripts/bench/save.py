@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from turns import median, report
 
 from ds_encdec.checkpoint.manager import CheckpointManager, SaveOutcome
 from ds_encdec.config.schema import FullConfig
@@ -53,6 +54,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=32768)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where to write (default: the system's temporary folder)")
+    parser.add_argument("--json", type=Path, help="write the table to this file too")
     options = parser.parse_args()
 
     world = discover(os.environ)
@@ -199,17 +201,21 @@ def _configuration(options: argparse.Namespace) -> tuple[FullConfig, Qwen3Seq2Se
 def _report(
     options: argparse.Namespace, model_config: Qwen3Seq2SeqConfig, world_size: int, measured: list[dict[str, float]]
 ) -> None:
-    median = {name: statistics.median(repetition[name] for repetition in measured) for name in measured[0]}
-    print(
+    medians = {name: median(repetition[name] for repetition in measured) for name in measured[0]}
+    ratios = {
+        way: median(repetition["library"] / repetition[way] for repetition in measured)
+        for way in ("background", "at once")
+    }
+    rows = [
+        {"way": name, "seconds": seconds, "library / this": ratios.get(name)}
+        for name, seconds in medians.items()
+        if name != "bytes"
+    ]
+    title = (
         f"{options.engine}, {count_parameters(model_config) / 1e6:.0f} M parameters, {world_size} ranks, "
-        f"{median['bytes'] / 1e9:.2f} GB, medians of {len(measured)}"
+        f"{medians['bytes'] / 1e9:.2f} GB, medians of {len(measured)}"
     )
-    for name, seconds in median.items():
-        if name != "bytes":
-            print(f"{name:>28}: {seconds:7.2f} s")
-    for way in ("background", "at once"):
-        ratio = statistics.median(repetition["library"] / repetition[way] for repetition in measured)
-        print(f"{'library / ' + way:>28}: {ratio:7.1f} x")
+    report(title, rows, options.json)
 
 
 if __name__ == "__main__":

@@ -10,15 +10,15 @@ from __future__ import annotations
 import argparse
 import io
 import os
-import statistics
 import subprocess
 import sys
 import tarfile
 import tempfile
-from collections import defaultdict
+from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from turns import ROOT, in_turns, median, report
+
 PROGRAM = "import sys; from ds_encdec.cli import main; sys.exit(main())"
 COMMANDS = {
     "python -c pass": ["-c", "pass"],
@@ -43,6 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commit", nargs="?", help="what to compare with, e.g. main")
     parser.add_argument("--starts", type=int, default=21, help="of each command (default 21)")
+    parser.add_argument("--json", type=Path, help="write the table to this file too")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         roots = {"this": ROOT}
@@ -51,18 +52,22 @@ def main() -> None:
             with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
                 files.extractall(folder, filter="data")
             roots[options.commit] = Path(folder)
-        found = defaultdict[tuple[str, str], list[float]](list)
-        for start in range(options.starts + 1):
-            for name, arguments in COMMANDS.items():
-                for side, root in roots.items():
-                    seconds = cpu_seconds(arguments, root)
-                    if start:
-                        found[name, side].append(seconds)
-    print(f"{'CPU seconds, median (least)':28}" + "".join(f"{side:>18}" for side in roots))
-    for name in COMMANDS:
-        figures = (found[name, side] for side in roots)
-        cells = (f"{statistics.median(seconds):.3f} ({min(seconds):.3f})" for seconds in figures)
-        print(f"{name:28}" + "".join(f"{cell:>18}" for cell in cells))
+        starts = {
+            (name, side): partial(cpu_seconds, arguments, root)
+            for name, arguments in COMMANDS.items()
+            for side, root in roots.items()
+        }
+        found = in_turns(starts, options.starts + 1)
+    rows = [
+        {"command": name}
+        | {
+            f"{side}, {of}": of_starts(found[name, side][1:])
+            for side in roots
+            for of, of_starts in (("median", median), ("least", min))
+        }
+        for name in COMMANDS
+    ]
+    report("CPU seconds until a command has ended", rows, options.json)
 
 
 if __name__ == "__main__":
