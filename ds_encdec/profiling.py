@@ -136,9 +136,13 @@ class StepProfiler(Callback):
 def summarize(done: profile, rank: int, numbers: tuple[int, int], steps: int, seconds: float) -> Summary:
     """The figures of a finished profile of `steps` steps, which are the run's `numbers`, first and last."""
     events: Any = done.events()
-    on_device = [event for event in events if event.device_type != DeviceType.CPU]
-    operators: Any = sorted(
-        done.key_averages(), key=lambda row: (row.self_device_time_total, row.self_cpu_time_total), reverse=True
+    # Annotations, as FSDP2's of its phases, come back as work of the device, too, which they are not.
+    on_device = [event for event in events if event.device_type != DeviceType.CPU and not event.is_user_annotation]
+    averages: Any = done.key_averages()
+    operators = sorted(
+        (row for row in averages if row.device_type == DeviceType.CPU or not row.is_user_annotation),
+        key=lambda row: (row.self_device_time_total, row.self_cpu_time_total),
+        reverse=True,
     )
     collectives = _spans(on_device or events, _COMMUNICATION)
     return Summary(

@@ -1,6 +1,7 @@
 """Micro-batches copied to a GPU while it works on the ones before them."""
 
 from collections.abc import Iterable, Iterator
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ def copied_ahead(batches: Iterable[Batch], device: torch.device) -> Iterator[Bat
     if device.type != "cuda":
         yield from batches
         return
-    side = torch.cuda.Stream(device)
+    side = _side_stream(device)
     ahead: list[tuple[Batch, torch.cuda.Event]] = []
     for batch in batches:
         # Not behind the work that is queued: the memory of these copies is the side stream's own.
@@ -27,6 +28,12 @@ def copied_ahead(batches: Iterable[Batch], device: torch.device) -> Iterator[Bat
             yield _taken(*ahead.pop(0), device)
     if ahead:
         yield _taken(*ahead.pop(), device)
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all steps: memory that a stream has used serves no other."""
+    return torch.cuda.Stream(device)
 
 
 def _taken(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> Batch:

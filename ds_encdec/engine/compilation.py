@@ -42,6 +42,8 @@ def with_compilation_decided(config: FullConfig, context: RunContext, model_conf
         raise ConfigError(f"{_FIELD}=true: layers cannot be compiled on rank {rank}: {failure}. Set it to false")
     if failure and context.world.is_main:
         logger.warning("%s=auto: layers run as they are, compiling them fails on rank %d: %s", _FIELD, rank, failure)
+    if asked == "auto":  # what only the real layers bring to light: these run as they are then, with torch's warning
+        torch._dynamo.config.suppress_errors = True
     return _with(config, not failure)
 
 
@@ -75,7 +77,8 @@ def _failure(config: FullConfig, device: torch.device, model_config: Qwen3Seq2Se
     key = (str(device), tiny.to_json_string(), *settings)
     if key not in _failures:
         try:
-            _run_tiny_layers(config, device, tiny)
+            with torch._dynamo.config.patch(suppress_errors=False):
+                _run_tiny_layers(config, device, tiny)
             _failures[key] = ""
         except Exception as error:
             logger.debug("compiling layers:", exc_info=True)

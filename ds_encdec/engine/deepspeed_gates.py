@@ -197,7 +197,7 @@ class ZeroGate(StepGate):
         scale = optimizer.loss_scale
         if optimizer.clip_grad > 0.0:
             scale *= max(1.0, (scaled_norm / optimizer.loss_scale + 1e-6) / optimizer.clip_grad)
-        for gradient in gradients:
+        for gradient in gradients if scale != 1.0 else ():
             gradient.mul_(1.0 / scale)
 
     def _run(self) -> bool:

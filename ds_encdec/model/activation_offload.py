@@ -187,7 +187,7 @@ def _pack(record: _Record, staying: set[int], layer: nn.Module, tensor: Tensor) 
     address = tensor.untyped_storage().data_ptr()
     # Parameters may have been gathered since the layer began.
     of_layer = (parameter.untyped_storage().data_ptr() for parameter in layer.parameters())
-    if tensor.numel() == 0 or address in staying or address in of_layer:
+    if tensor.numel() == 0 or address in staying or address in of_layer or not _keeps_strides(tensor):
         return tensor
     key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
     if key not in record.saved:
@@ -195,6 +195,11 @@ def _pack(record: _Record, staying: set[int], layer: nn.Module, tensor: Tensor) 
         record.saved[key] = _Saved(tensor, tensor.device, host)
     record.saved[key].uses += 1
     return record, record.saved[key]
+
+
+def _keeps_strides(tensor: Tensor) -> bool:
+    """Return whether a copy lies in memory as `tensor` does: not where that has gaps, or repeats elements."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def _tensors(item: Any) -> Iterator[Tensor]:

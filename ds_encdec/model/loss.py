@@ -15,6 +15,7 @@ times the square of the logarithm of the softmax's normaliser, which keeps it ne
 Part of the exported remote code: it imports nothing of ds_encdec outside its own folder.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -132,4 +133,10 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _gives_float32(x: Tensor) -> bool:
-    return x.is_cuda
+    """Return whether products of operands like `x` come out in float32: cuBLAS's do, of bfloat16 from sm_80 on."""
+    return x.is_cuda and torch.version.hip is None and (x.dtype != torch.bfloat16 or _capability(x.device) >= (8, 0))
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)

@@ -130,6 +130,8 @@ def training_config(
         "export_at_end": False,
         "torch_compile": False,
     }
+    # No step is to be skipped: losses are compared step by step.
+    scaling = {"deepspeed_extra": {"fp16": {"initial_scale_power": 10}}} if dtype == "fp16" else {}
     return run_config(
         kit,
         TINY,
@@ -141,6 +143,6 @@ def training_config(
             "max_decoder_length": 64,
             "preprocessing_num_workers": 0,
         },
-        infra={**INFRA[name], "output_dir": str(folder), "device": INFRA[name].get("device", kit.device.type)},
+        infra={"device": kit.device.type, **INFRA[name], **scaling, "output_dir": str(folder)},
         model={"num_sentinel_tokens": 32},
     )

@@ -30,10 +30,10 @@ SPEED_SETTINGS = {
     "zero3_offload full": SpeedSetting(_OFFLOAD, checkpointing="full", in_dry_run=True),
     "zero1 compiled": SpeedSetting(_ZERO1, compiled=True),
     "zero3": SpeedSetting(_ZERO3),
+    "fsdp2 compiled, micro-batch 8": SpeedSetting(_FSDP2, compiled=True, micro_batch=8),
     "zero2 compiled": SpeedSetting(_ZERO2, compiled=True),
     "zero1": SpeedSetting(_ZERO1, in_dry_run=True),
     "fsdp2 selective": SpeedSetting(_FSDP2, checkpointing="selective", in_dry_run=True),
     "fsdp2 full compiled": SpeedSetting(_FSDP2, compiled=True, checkpointing="full"),
-    "fsdp2 compiled, micro-batch 8": SpeedSetting(_FSDP2, compiled=True, micro_batch=8),
     "zero3_offload": SpeedSetting(_OFFLOAD),
 }

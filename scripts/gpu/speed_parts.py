@@ -253,7 +253,7 @@ def _profile(kit: Kit, engine: Engine, batches: Sequence[Batch], setting: str) -
         seconds = time.perf_counter() - begin
     averages = profile.key_averages()
     device = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
-    mine = [event for event in averages if event.device_type == device]
+    mine = [event for event in averages if event.device_type == device and not (on_gpu and event.is_user_annotation)]
     taken = {event.key: (event.self_device_time_total if on_gpu else event.self_cpu_time_total) for event in mine}
     counts = {event.key: event.count for event in averages}
     kit.row(

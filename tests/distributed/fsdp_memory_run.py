@@ -14,12 +14,10 @@ CASES: dict[str, dict[str, Any]] = {
     "zero2": {},
     "zero2 one-micro-batch": {"gradient_accumulation_steps": 1},
     "zero3": {},
-    "zero3 float32": {"bf16": False},
     "zero3 reduced": {"fsdp_reduce_every_micro_batch": True},
     "zero3 untied": {},
     "zero3_hybrid": {"hybrid_shard_size": 2},
     "zero0 muon": {"optimizer": "muon"},
-    "zero2 muon": {"optimizer": "muon"},
     "zero3 muon": {"optimizer": "muon"},
 }
 """Fields of `training` and `infra` beside the sharding stage, which is a name's first word."""

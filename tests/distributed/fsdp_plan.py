@@ -194,7 +194,6 @@ def _run(world_size: int) -> list[dict[str, Any]] | RankFailure:
             world_size,
             {"cases": plan},
             engine="fsdp",
-            timeout_seconds=600,
         )
     except RankFailure as failure:
         return failure  # cached like a result: every test would wait for it again

@@ -34,7 +34,7 @@ def run_ranks(
     world_size: int,
     arguments: dict[str, Any] | None = None,
     engine: EngineName = "deepspeed",
-    timeout_seconds: float = 600.0,
+    timeout_seconds: float = 1800.0,
 ) -> list[Any]:
     """Call `target` ("file.py:function") with `arguments` in `world_size` processes; their results by rank.
 

@@ -34,7 +34,7 @@ def results(folder: Path) -> dict[str, list[Any]]:
     """Every case's result on every rank; 60 to 120 seconds on two idle cores."""
     found: dict[str, list[Any]] = {}
     for world_size, cases in portable_cases(folder):
-        ranks = run_ranks("engine_cases.py:run_cases", world_size, {"cases": cases}, timeout_seconds=300)
+        ranks = run_ranks("engine_cases.py:run_cases", world_size, {"cases": cases})
         found |= {name: [rank[name] for rank in ranks] for name, _, _ in cases}
         for name, _, _ in cases:
             for result in found[name]:

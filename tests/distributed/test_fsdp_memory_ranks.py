@@ -21,7 +21,7 @@ WORLD_SIZE = 2
 def measured() -> Measured:
     """The cases' figures of the ranks, see `_of_ranks`."""
     cases = [(case, "measured", {"case": case}) for case in CASES]
-    ranks = run_ranks("fsdp_memory_cases.py:run_cases", WORLD_SIZE, {"cases": cases}, timeout_seconds=300)
+    ranks = run_ranks("fsdp_memory_cases.py:run_cases", WORLD_SIZE, {"cases": cases})
     return {case: _of_ranks([rank[case] for rank in ranks]) for case in CASES}
 
 

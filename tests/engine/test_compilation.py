@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,12 +24,13 @@ RUN_TINY_LAYERS = compilation._run_tiny_layers
 
 
 @pytest.fixture(autouse=True)
-def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The devices on which layers were tried; nothing is compiled."""
     devices: list[str] = []
     monkeypatch.setattr(compilation, "_failures", {})
     monkeypatch.setattr(compilation, "_run_tiny_layers", lambda config, device, tiny: devices.append(device.type))
-    return devices
+    with torch._dynamo.config.patch(suppress_errors=False):
+        yield devices
 
 
 def decided(device: str, engine: EngineName = "fsdp", stage: str = "zero3", lora: Any = None, **training: Any) -> Any:
@@ -57,6 +59,8 @@ def test_what_is_compiled_has_been_tried(compiles: bool, where: dict[str, Any], 
     for _ in range(2):
         assert decided(**where) is compiles
     assert tried == [where["device"]] * compiles  # once
+    # Real layers that fail later run as they are, but not where compiling was asked for.
+    assert torch._dynamo.config.suppress_errors is (compiles and "torch_compile" not in where)
 
 
 def test_where_compiling_fails_layers_run_as_they_are_and_that_is_told(

@@ -56,9 +56,15 @@ def job_of(device: str, numbers: str, mode: str, ratio: float) -> Job:
     )
 
 
-@pytest.mark.parametrize(("mode", "ratio"), [("none", 1.0), ("full", 4.0), ("selective", 2.0), ("every_n", 4.0)])
 @pytest.mark.parametrize(
-    ("device", "numbers"), [("cpu", "float32"), ("cpu", "bfloat16"), ("cpu", "emulated"), ("cuda", "bfloat16")]
+    ("device", "numbers", "mode", "ratio"),
+    [
+        ("cpu", "float32", "none", 1.0),
+        ("cpu", "bfloat16", "selective", 2.0),
+        ("cpu", "emulated", "full", 4.0),
+        ("cuda", "bfloat16", "none", 1.0),
+        ("cuda", "bfloat16", "every_n", 4.0),
+    ],
 )
 def test_activations_at_their_worst(
     device: str, numbers: str, mode: str, ratio: float, monkeypatch: pytest.MonkeyPatch

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from tiny_models import pack, tiny_model
-from torch import Tensor
+from torch import Tensor, nn
 
-from ds_encdec.model.activation_offload import ActivationOffload
+from ds_encdec.model.activation_offload import ActivationOffload, _pack, _Record
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 
 
@@ -134,3 +134,12 @@ def test_what_was_saved_goes_with_its_graph_without_a_collector() -> None:
         assert last() is None
     finally:
         gc.enable()
+
+
+def test_what_a_copy_would_lay_out_anew_stays() -> None:
+    """Compiled layers have noted the strides of what they save."""
+    table = torch.randn(4, 6)
+    laid_out = (table, table.T, table[1:])
+    assert all(isinstance(_pack(_Record(lambda: None), set(), nn.Identity(), one), tuple) for one in laid_out)
+    for one in (table[:, ::2], table[:1].expand(4, 6)):
+        assert _pack(_Record(lambda: None), set(), nn.Identity(), one) is one
