@@ -267,8 +267,11 @@ def build_sharded_model(
     shard = partial(
         fully_shard,
         mesh=mesh,
+        # The model casts by itself, and a cast would give each layer a layout, and so masks, of its own.
         mp_policy=MixedPrecisionPolicy(
-            param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
+            param_dtype=None if dtype == torch.float32 else dtype,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
         ),
         offload_policy=CPUOffloadPolicy(pin_memory=pin_memory) if offloaded else OffloadPolicy(),
     )

@@ -17,7 +17,7 @@ STAGES = {"deepspeed": (0, 1, 2, 3), "fsdp": (0, 2, 3)}
 
 
 def test_estimates_are_within_the_goal(tmp_path: Path) -> None:
-    """On a CPU: not more than 5 % over what was measured, and not more than 5 % under it."""
+    """On a CPU: not more than 5 % over what was measured, and not more than 3 % under it."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["scripts/bench/memory.py", "--quick", "--device", "cpu", "--json", str(tmp_path / "rows.json")]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
@@ -27,5 +27,5 @@ def test_estimates_are_within_the_goal(tmp_path: Path) -> None:
     found = {(row["settings"]["engine"], row["settings"]["stage"]) for row in rows}
     assert found == {(engine, f"zero{stage}") for engine, stages in STAGES.items() for stage in stages}
     for row in rows:
-        assert 0.95 <= row["estimated"] / row["measured"] <= 1.05, row["row"]
+        assert 0.97 <= row["estimated"] / row["measured"] <= 1.05, row["row"]
         assert row["measured"] > row["resting"] > 4 * row["trained parameters"], row["row"]
