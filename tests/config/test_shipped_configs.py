@@ -78,8 +78,9 @@ def test_the_fast_settings_make_the_same_steps(name: str) -> None:
     fast, eight = load_config(SHIPPED / f"qwen3_0.6b_ul2_{name}.yaml"), FullConfig()
     for config in (fast, eight):
         assert config.infra.num_gpus * config.training.gradient_accumulation_steps == 64
-    changed = {"infra", "training"}
+    changed = {"infra", "training", "model"}
     assert fast.model_dump(exclude=changed) == eight.model_dump(exclude=changed)
+    assert fast.model == eight.model.model_copy(update={"loss_chunk_tokens": 4096})
     training = {"gradient_accumulation_steps", "save_interval_hours", "activation_checkpointing"}
     assert fast.training.model_dump(exclude=training) == eight.training.model_dump(exclude=training)
 
