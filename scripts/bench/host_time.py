@@ -21,22 +21,40 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:  # the process that only starts others imports no torch
+    from ds_encdec.config.schema import FullConfig
+    from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+    from ds_encdec.types import Batch
 
 LAYERS, WIDTH, TOKENS, MICRO_BATCHES = 28, 32, 32, 3
 
-ROWS: dict[str, dict[str, str]] = {
+_LAYERS = ["Qwen3EncoderLayer", "Qwen3DecoderLayer"]
+_ZERO3: dict[str, dict[str, Any]] = {
+    "zero3": {},
+    "zero3/module": {"leaf_module": {"classes": []}},
+    "zero3/layer": {"leaf_module": {"classes": _LAYERS}},
+    "zero3/none-whole": {"stage3_param_persistence_threshold": 0},
+    "zero3/all-whole": {"stage3_param_persistence_threshold": 1_000_000},
+    "zero3/plain-linear": {"memory_efficient_linear": False},
+    "zero3/no-prefetch": {"stage3_prefetch_bucket_size": 0},
+}
+"""Settings of ZeRO-3 by row; without: as a run has them, but for the norms, which as in a wide model stay whole."""
+
+
+def _zero3(zero: dict[str, Any]) -> dict[str, Any]:
+    norms = {"stage3_param_persistence_threshold": WIDTH}
+    return {"sharding_stage": "zero3", "deepspeed_extra": {"zero_optimization": norms | zero}}
+
+
+ROWS: dict[str, dict[str, Any]] = {
     "bare": {},
-    **{f"zero{stage}": {"distributed_type": "deepspeed", "sharding_stage": f"zero{stage}"} for stage in range(4)},
-    **{
-        f"zero{stage}+offload": {
-            "distributed_type": "deepspeed",
-            "sharding_stage": f"zero{stage}",
-            "offload_optimizer": "cpu",
-        }
-        for stage in (2, 3)
-    },
-    **{f"fsdp-zero{stage}": {"distributed_type": "fsdp", "sharding_stage": f"zero{stage}"} for stage in (2, 3)},
+    **{f"zero{stage}": {"sharding_stage": f"zero{stage}"} for stage in range(3)},
+    "zero2+offload": {"sharding_stage": "zero2", "offload_optimizer": "cpu"},
+    **{name: _zero3(zero) for name, zero in _ZERO3.items()},
+    "zero3+offload": _zero3({}) | {"offload_optimizer": "cpu"},
+    **{f"fsdp-zero{stage}": {"sharding_stage": f"zero{stage}", "distributed_type": "fsdp"} for stage in (2, 3)},
 }
 """Fields of `infra` by row. `bare`: the model in plain torch, with a loop around it."""
 
@@ -47,7 +65,6 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=LAYERS, help="of each side")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="", help="rows, by name")
-    parser.add_argument("--extra", type=json.loads, default={}, help="infra.deepspeed_extra, as JSON")
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -56,13 +73,13 @@ def main() -> None:
         return
     found = measure(options.only.split() or list(ROWS), options)
     print(f"{options.layers}+{options.layers} layers of width {WIDTH}, recompute {options.recompute}: CPU ms")
-    print(f"{'':16}{'micro-step':>12}{'of bare':>10}{'step':>10}")
+    print(f"{'':20}{'micro-step':>12}{'of bare':>10}{'step':>10}")
     bare = found.get("bare", {}).get("micro_step_ms")
     for name, row in found.items():
         ratio = f"{row['micro_step_ms'] / bare:.2f}" if bare else ""
-        print(f"{name:16}{row['micro_step_ms']:12.1f}{ratio:>10}{row['step_ms']:10.1f}")
+        print(f"{name:20}{row['micro_step_ms']:12.1f}{ratio:>10}{row['step_ms']:10.1f}")
     if options.json:
-        settings = {name: getattr(options, name) for name in ("recompute", "layers", "rounds", "extra")}
+        settings = {name: getattr(options, name) for name in ("recompute", "layers", "rounds")}
         options.json.write_text(json.dumps({"settings": settings, "rows": found}, indent=1) + "\n")
 
 
@@ -100,12 +117,11 @@ def _start(name: str, options: argparse.Namespace) -> subprocess.Popen[str]:
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"),
     }
     words = ["--row", name, "--recompute", options.recompute, "--layers", str(options.layers)]
-    words += ["--extra", json.dumps(options.extra)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     return subprocess.Popen([sys.executable, __file__, *words], env=environment, **pipes)
 
 
-def serve(infra: dict[str, str], options: argparse.Namespace) -> None:
+def serve(infra: dict[str, Any], options: argparse.Namespace) -> None:
     """Answer each line of the input with the figures of one step, as JSON."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
@@ -127,26 +143,23 @@ def _timed_step(micro_step: Callable[[bool], None], step: Callable[[], None]) ->
     return {"micro_step_ms": (times[1] - times[0]) * 1e3 / MICRO_BATCHES, "step_ms": (times[2] - times[1]) * 1e3}
 
 
-def _runner(infra: dict[str, str], options: argparse.Namespace) -> tuple[Callable[[bool], None], Callable[[], None]]:
+def _runner(infra: dict[str, Any], options: argparse.Namespace) -> tuple[Callable[[bool], None], Callable[[], None]]:
     """Runs a micro-batch (told if it is the last one of a step), and the step."""
-    import torch
+    from ds_encdec.auto_batch.probe import full_batch
 
-    from ds_encdec.auto_batch.probe import full_batch, zero_weights
-    from ds_encdec.config.schema import FullConfig
-    from ds_encdec.engine.select import create_engine, resolve_engine
-    from ds_encdec.engine.sharded_engine import packed_forward
-    from ds_encdec.launch.host_collectives import HostCollectives, RunContext
-    from ds_encdec.launch.process_group import choose_device, init_process_group
-    from ds_encdec.launch.world import discover
-    from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
+    model_config, config = _model_config(options.layers), _config(infra, options)
+    batch = full_batch(config, 1, model_config.vocab_size)
+    return _engine(config, model_config, batch) if infra else _bare(model_config, batch, options.recompute)
+
+
+def _model_config(layers: int) -> Qwen3Seq2SeqConfig:
     from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-    from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 
-    model_config = Qwen3Seq2SeqConfig(
+    return Qwen3Seq2SeqConfig(
         vocab_size=256,
         hidden_size=WIDTH,
         intermediate_size=WIDTH,
-        num_hidden_layers=options.layers,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=2,
         head_dim=16,
@@ -154,43 +167,61 @@ def _runner(infra: dict[str, str], options: argparse.Namespace) -> tuple[Callabl
         eos_token_id=1,
         decoder_start_token_id=0,
     )
-    config = FullConfig.model_validate(
-        {
-            "training": {
-                "per_device_train_batch_size": 1,
-                "torch_adam": True,
-                "num_train_steps": 1000,
-                "warmup_steps": 2,
-                "activation_checkpointing": options.recompute,
-                "gradient_accumulation_steps": MICRO_BATCHES,
-            },
-            "data": {"max_encoder_length": TOKENS, "max_decoder_length": TOKENS},
-            "infra": {
-                "device": "cpu",
-                "offload_optimizer": "none",
-                **infra,
-                "deepspeed_extra": options.extra if infra.get("distributed_type") == "deepspeed" else {},
-            },
-        }
-    )
-    batch = full_batch(config, 1, model_config.vocab_size)
-    if not infra:
-        model = Qwen3ForSeq2SeqLM(model_config).to(torch.bfloat16).train()
-        apply_activation_checkpointing(model, options.recompute)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
-        def run(last: bool) -> None:
-            packed_forward(model, batch).total.backward()
 
-        def update() -> None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+def _config(infra: dict[str, Any], options: argparse.Namespace) -> FullConfig:
+    from ds_encdec.config.schema import FullConfig
 
-        return run, update
-    world = discover(os.environ)
+    training = {
+        "per_device_train_batch_size": 1,
+        "torch_adam": True,
+        "num_train_steps": 1000,
+        "warmup_steps": 2,
+        "activation_checkpointing": options.recompute,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+    }
+    data = {"max_encoder_length": TOKENS, "max_decoder_length": TOKENS}
+    common = {"device": "cpu", "offload_optimizer": "none", "distributed_type": "deepspeed"}
+    return FullConfig.model_validate({"training": training, "data": data, "infra": common | infra})
+
+
+def _bare(
+    model_config: Qwen3Seq2SeqConfig, batch: Batch, recompute: Literal["none", "full"]
+) -> tuple[Callable[[bool], None], Callable[[], None]]:
+    """Plain torch, in bfloat16 throughout."""
+    import torch
+
+    from ds_encdec.engine.sharded_engine import packed_forward
+    from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
+    from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
+
+    model = Qwen3ForSeq2SeqLM(model_config).to(torch.bfloat16).train()
+    apply_activation_checkpointing(model, recompute)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def micro_step(last: bool) -> None:
+        packed_forward(model, batch).total.backward()
+
+    def step() -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return micro_step, step
+
+
+def _engine(
+    config: FullConfig, model_config: Qwen3Seq2SeqConfig, batch: Batch
+) -> tuple[Callable[[bool], None], Callable[[], None]]:
+    """The engine that `config` asks for, on the ranks of the environment."""
+    from ds_encdec.auto_batch.probe import zero_weights
+    from ds_encdec.engine.select import create_engine, resolve_engine
+    from ds_encdec.launch.host_collectives import HostCollectives, RunContext
+    from ds_encdec.launch.process_group import choose_device, init_process_group
+    from ds_encdec.launch.world import discover
+
+    world, name = discover(os.environ), resolve_engine(config)
     device = choose_device("cpu", world)
-    name = resolve_engine(config)
     init_process_group(world, device, timedelta(minutes=10), name)
     context = RunContext(world, device, name, HostCollectives())
     engine = create_engine(config, context, model_config, zero_weights(model_config), MICRO_BATCHES)
