@@ -276,6 +276,15 @@ def deepspeed_lacks(config: Sections) -> Iterable[Rule]:
             "states on a disk are float32, and read and written one sub-group after the other: remove it",
             swaps and extra.get(key) is not None,
         )
+    # A leaf's gradients are reduced when that of its input is there, and where the input needs none, before all others.
+    leaves = ("leaf_module.classes", "leaf_module.names", "leaf_module.name_suffixes")
+    for key in (*leaves, "stage3_module_granularity_threshold"):
+        yield Rule(
+            f"infra.deepspeed_extra.zero_optimization.{key}",
+            "gradients of leaf modules are lost where their input is not trained, as with training.freeze and "
+            "model.lora: remove it, or train everything",
+            extra.get(f"zero_optimization.{key}") and (training.freeze or config.model.lora is not None),
+        )
     quantized = "zero_optimization.zero_quantized_nontrainable_weights"
     yield Rule(
         f"infra.deepspeed_extra.{quantized}",

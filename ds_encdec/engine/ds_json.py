@@ -12,7 +12,7 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from ds_encdec.config.rules import NATIVE_SCHEDULES
-from ds_encdec.config.schema import FullConfig, InfraConfig, TrainingConfig
+from ds_encdec.config.schema import FullConfig, TrainingConfig
 from ds_encdec.config.shares import replicas, with_micro_batch_size
 from ds_encdec.launch.world import World
 from ds_encdec.types import ConfigError
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 _BUCKET_ELEMENTS = {"cuda": 50_000_000, "cpu": 5_000_000}
 # Parameters smaller than this stay whole on every rank: norms, whose gathering costs more than it saves.
 _PERSISTENCE_THRESHOLD_ELEMENTS = 100_000
+# ZeRO-3 gathers the parameters of each of these modules, the model's layers, at once and with one set of hooks, which
+# halves what hooks cost the host (scripts/bench/host_time.py). Only where all is trained: see `rules.deepspeed_lacks`.
+_LEAF_MODULES = ("Qwen3EncoderLayer", "Qwen3DecoderLayer")
 # Elements that stay gathered after use, and the distance to the next use below which they do: DeepSpeed's own 1e9, 2 GB
 # in bf16. All of a 1 B model then waits for its backward pass and is gathered once a step, which is faster and needs
 # those 2 GB; where they are missing, infra.deepspeed_extra lowers both.
@@ -79,7 +82,7 @@ def render_deepspeed_json(
                 "torch_adam": training.torch_adam,
             },
         },
-        "zero_optimization": _zero(config.infra, device, ranks_per_node or world_size),
+        "zero_optimization": _zero(config, device, ranks_per_node or world_size),
         # On by default, and waits for the device in every forward pass; nobody reads it.
         "timers": {"throughput": {"enabled": False}},
     }
@@ -164,7 +167,8 @@ def _scheduler(training: TrainingConfig) -> dict[str, Any]:
     return {"type": training.lr_scheduler_type, "params": params}
 
 
-def _zero(infra: InfraConfig, device: str, ranks_per_node: int) -> dict[str, Any]:
+def _zero(config: FullConfig, device: str, ranks_per_node: int) -> dict[str, Any]:
+    infra = config.infra
     stage = int(infra.sharding_stage.removeprefix("zero").removesuffix("_hybrid"))
     if stage == 0:
         return {"stage": 0}
@@ -183,6 +187,8 @@ def _zero(infra: InfraConfig, device: str, ranks_per_node: int) -> dict[str, Any
             "stage3_param_persistence_threshold": _PERSISTENCE_THRESHOLD_ELEMENTS,
             "stage3_gather_16bit_weights_on_model_save": False,
         }
+        if config.model.lora is None and not config.training.freeze:
+            zero["leaf_module"] = {"classes": list(_LEAF_MODULES)}
     else:
         zero["allgather_bucket_size"] = bucket
     if infra.sharding_stage == "zero3_hybrid":

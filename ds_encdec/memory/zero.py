@@ -8,7 +8,6 @@ formulas in tables. Rare settings are estimated at their defaults, and remarked 
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping
 from functools import lru_cache
 from math import ceil, prod
 from typing import Any
@@ -33,6 +32,7 @@ _DEFAULTS = {
 """DeepSpeed's values of the sizes that a JSON may leave out (runtime/zero/config.py)."""
 _NOT_ESTIMATED = (
     ("zero_optimization", "contiguous_gradients", True),
+    ("zero_optimization", "stage3_module_granularity_threshold", 0),
     ("optimizer.params", "fused", True),
     ("optimizer.params", "foreach", False),
 )
@@ -89,6 +89,7 @@ class _Settings:
     of the gradients that are collected in a `bucket`; `reduced`: in allreduce_bucket, a flat copy, and another where
     the collective has a dtype of its own. `overlaps`: gradients are reduced while the backward pass goes on.
     `accumulates`: earlier micro-batches of a step leave gradients behind. `number`: the JSON's by key of `_DEFAULTS`.
+    `gathers_layers`: under stage 3 a layer's parameters come, and its gradients are reduced, at once (leaf_module).
 
     `sizes`: those of the model's parameters, and how many have each; `trained_sizes`: of those that are trained.
     `largest`: the largest trained parameter. `weight_partition`: what a rank has of all parameters, under stage 3 a
@@ -147,6 +148,7 @@ class _Settings:
         self.kept = self.accumulation * self.partition if self.is_compact else whole
 
         self.sub_group = min(self.partition, self.number["sub_group_size"] + ceil(self.largest / ranks))
+        self.gathers_layers = any(zero.get("leaf_module", {}).values())
         self.overlaps = bool(zero.get("overlap_comm", self.stage == 3))
         self.bucket = self.number["reduce_bucket_size"]
 
@@ -194,11 +196,14 @@ def gradient_bytes(job: Job) -> int:
 
 def kept_parameters(job: Job) -> int:
     """Parameters that stage 3 keeps gathered from a forward pass to its backward pass, so that they come but once."""
-    return min(job.parameters, _kept(_Settings(job).number))
+    return min(job.parameters, _kept(_Settings(job)))
 
 
-def _kept(number: Mapping[str, int]) -> int:
-    return max(number["stage3_max_live_parameters"], number["stage3_max_reuse_distance"] // 2)
+def _kept(s: _Settings) -> int:
+    # The way back counts for the distance, but for leaves, whose search for the next use ends with the whole model's
+    # turn: __params_to_release, which then looks into every module.
+    distance = s.number["stage3_max_reuse_distance"]
+    return max(s.number["stage3_max_live_parameters"], distance if s.gathers_layers else distance // 2)
 
 
 def _number(key: str, value: Any) -> int:
@@ -337,7 +342,8 @@ def _sharded(s: _Settings) -> EngineMemory:
     is_gathered = ranks > 1 or (s.offloads_parameters and s.job.device != "cpu")
     # The prefetcher runs ahead, a bucket for each module entered, and what it has passed on its way from a use in the
     # forward pass to the next is not released (__params_to_release, fetch_sub_module).
-    live = _kept(number) + number["stage3_prefetch_bucket_size"] + max(s.sizes)
+    layer = max(unit.all for unit in s.job.model.layers.values()) if s.gathers_layers else 0
+    live = _kept(s) + number["stage3_prefetch_bucket_size"] + max(*s.sizes, layer)
     bucket = min(s.bucket, s.trainable)
     # A bucket on its way is put together by rank (reduce_scatter_coalesced); itself it is in the collective's dtype.
     scattered = s.communication * bucket + _scattering(s, bucket, alone=False)
@@ -355,7 +361,9 @@ def _sharded(s: _Settings) -> EngineMemory:
         head = s.waiting_head(done)
         on_its_way = (scattered + _scattering(s, head, alone=True)) * s.is_reducing(done, unit)
         return Breakdown(
-            gradients=s.weight * (s.largest_of(unit) + head), communication=gathered(done.all) + on_its_way
+            # reduce_leaf_module_grads: those of a leaf together, when it has been gone through
+            gradients=s.weight * ((unit.trained if s.gathers_layers else s.largest_of(unit)) + head),
+            communication=gathered(done.all) + on_its_way,
         )
 
     # At the end of the backward pass, when the embedding is still gathered: the bucket that it fills, or it alone.

@@ -112,6 +112,11 @@ def load(settings: dict[str, Any]) -> FullConfig:
             "zero_quantized_nontrainable_weights",
             "quantizes frozen weights",
         ),
+        (
+            {"infra.deepspeed_extra.zero_optimization.leaf_module.names": "[encoder]", "training.freeze": "shared.*"},
+            "leaf_module.names",
+            "gradients of leaf modules are lost",
+        ),
         ({"infra.distributed_type": "ddp", "infra.sharding_stage": "zero3"}, '= "zero3"', "ddp shards nothing"),
         ({"training.activation_checkpointing": "selective"}, '= "selective"', "FSDP2"),
         ({"training.torch_compile": "true"}, "training.torch_compile = true", "ZeRO-3 gathers parameters"),

@@ -15,6 +15,7 @@ import pytest
 from ds_encdec.config.deepspeed_keys import check_keys
 from ds_encdec.config.schema import FullConfig, InfraConfig, load_config
 from ds_encdec.engine.ds_json import accumulates_in_bf16, render_deepspeed_json
+from ds_encdec.model.encoder import Qwen3PreTrainedModel
 from ds_encdec.types import ConfigError
 
 SHIPPED = Path(__file__).resolve().parents[2] / "ds_configs"
@@ -231,6 +232,17 @@ def test_what_switches_them_off_is_accepted() -> None:
     assert rendered["zero_optimization"]["zenflow"] is None
     rendered = render([extra("{zero_optimization: {offload_optimizer: {ratio: 1}}}")])
     assert rendered["zero_optimization"]["offload_optimizer"]["ratio"] == 1
+
+
+def test_zero3_gathers_whole_layers_where_all_is_trained() -> None:
+    def classes(*overrides: str) -> Any:
+        return render(list(overrides))["zero_optimization"].get("leaf_module", {}).get("classes")
+
+    assert classes() == list(Qwen3PreTrainedModel._no_split_modules)
+    assert classes("infra.sharding_stage=zero2") is None
+    assert classes("training.freeze=[shared.*]") is None
+    assert classes("model.lora={}") is None
+    assert classes(extra("{zero_optimization: {leaf_module: {classes: []}}}")) == []
 
 
 def test_the_hybrid_partition_is_a_node() -> None:
