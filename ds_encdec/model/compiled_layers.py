@@ -19,10 +19,11 @@ _FUSED: dict[str, Any] = {
     "force_pointwise_cat": True,
     "realize_reads_threshold": 64,
     "realize_opcount_threshold": 400,
+    "realize_acc_reads_threshold": 64,
 }
 """Inductor reads the halves of rotated heads, and the two sides of merged rows, where they are used, and computes a few
-operations again there instead of writing what they give to memory: 13 % less traffic (tests/model/test_layer_bytes.py).
-"""
+operations again there instead of writing what they give to memory, which for gradients of heads is float32: 17 % less
+traffic (tests/model/test_layer_bytes.py)."""
 _GRAPHS = 32
 """Graphs of layers before torch leaves the others as they are: 4 for each pair of sizes of the flat buffers, for two
 kinds of layers, in training and in evaluation."""

@@ -63,6 +63,6 @@ def test_curves_have_a_row_for_each_point(tmp_path: Path) -> None:
 def test_what_is_counted_for_a_gpu(tmp_path: Path) -> None:
     kernel, operators, on_gpu, on_cpu, layers, recomputed = rows("kernel_counts.py", tmp_path, "--batches", "3")
     assert kernel["GB"] < operators["GB"] / 2
-    assert 80 < on_gpu["GB"] < on_cpu["GB"] < 108
+    assert 80 < on_gpu["GB"] < on_cpu["GB"] < 107
     for row in (layers, recomputed):
         assert (row["graphs"], row["breaks"]) == (2, 0)

@@ -19,17 +19,25 @@ def gigabytes(plan: Plan) -> dict[str, float]:
 
 
 def test_layers_move_less_than_half_of_what_they_did() -> None:
-    """They move 61.1 and 46.2 GB a micro-batch, forward and backward, without recomputation.
+    """As a CPU's plan has it, 61.0 and 45.2 GB a micro-batch, forward and backward, without recomputation.
 
-    Operator by operator it is 240 GB. Recomputing everything repeats the forward pass, 38 GB.
+    Operator by operator it is 240 GB. A norm's statistics, and its weight's gradient, are kernels of their own here.
     """
     found = gigabytes("cpu")
     assert 40 < found["encoder"] < 62
-    assert 25 < found["decoder"] < 47
+    assert 25 < found["decoder"] < 46
 
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="torch 2.13's names are replaced")
-def test_a_gpus_plan_moves_no_more() -> None:
+def test_a_gpus_plan_moves_less() -> None:
+    """In such a plan it is 57.3 and 42.9 GB; recomputing everything repeats the forward pass, 33 GB.
+
+    What is missing to 90 GB: the gradients of the weights of query and key norms read all again that the gradients of
+    queries and keys have just read (9.8 GB), since inductor fuses such pairs only where they read whole rows;
+    gradients of states of two or three products are added up where they are read (4.2 GB), since it takes a sum out of
+    a product whose users are no products; statistics of keys are computed before they are merged (1.4 GB). 2.3 GB are
+    not there: of merged gradients each side reads its own rows, and all are counted.
+    """
     found = gigabytes("cuda")
-    assert 40 < found["encoder"] < 64
-    assert 25 < found["decoder"] < 45
+    assert 40 < found["encoder"] < 58
+    assert 25 < found["decoder"] < 43.5
