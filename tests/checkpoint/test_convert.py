@@ -87,7 +87,7 @@ def test_there_and_back(tmp_path: Path, state: State, source: Path) -> None:
     assert FullConfig.from_yaml(back / "config.yaml").infra.distributed_type == "fsdp"
 
 
-@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero3"])
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
 def test_deepspeeds_own_script_reads_what_one_process_wrote(
     tmp_path: Path, state: State, source: Path, stage: str
 ) -> None:

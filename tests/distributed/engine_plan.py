@@ -22,10 +22,7 @@ FLOAT32_ACCUMULATION = {"deepspeed_extra": {"data_types": {"grad_accum_dtype": "
 PARITY: dict[str, dict[str, Any]] = {
     "zero0": {"sharding_stage": "zero0", "steps": STEPS},
     "zero2": {"sharding_stage": "zero2", "steps": SHORT_STEPS},
-    **{
-        f"{stage}-offload": {"sharding_stage": stage, "offload_optimizer": "cpu", "steps": SHORT_STEPS}
-        for stage in ("zero1", "zero2")
-    },
+    "zero2-offload": {"sharding_stage": "zero2", "offload_optimizer": "cpu", "steps": SHORT_STEPS},
     "zero1-wsd": {
         "sharding_stage": "zero1",
         "lr_scheduler_type": "wsd",
@@ -81,7 +78,6 @@ RESUMES: dict[str, dict[str, Any]] = {
     "zero3-persistent": {"bf16": True, "lr_scheduler_type": "WarmupDecayLR", **DEFAULT_PERSISTENCE},
     "zero2-lora-offload-bf16": {"sharding_stage": "zero2", "offload_optimizer": "cpu", "bf16": True, **LORA},
     "zero3-lora-offload-all-bf16": {"offload_optimizer": "cpu", "offload_params": "cpu", "bf16": True, **LORA},
-    "zero1-freeze-bf16": {"sharding_stage": "zero1", "bf16": True, **FREEZE},
     "zero3-freeze-bf16": {"bf16": True, **FREEZE},
 }
 """Runs that are saved and resumed, by name. They change no setting."""
@@ -107,14 +103,12 @@ OTHER_SETTINGS = {
 }
 CHANGED_RESUMES: dict[str, dict[str, Any]] = {
     "zero0-cosine": {"sharding_stage": "zero0", "then": OTHER_SETTINGS},
-    "zero1-wsd": {"sharding_stage": "zero1", "then": {**OTHER_SETTINGS, "lr_scheduler_type": "wsd"}},
     "zero2-to-native": {"sharding_stage": "zero2", "then": {**OTHER_SETTINGS, "lr_scheduler_type": "WarmupDecayLR"}},
     "zero3-offload-from-native": {
         "offload_optimizer": "cpu",
         "lr_scheduler_type": "WarmupDecayLR",
         "then": {**OTHER_SETTINGS, "lr_scheduler_type": "cosine"},
     },
-    "zero3-native": {"lr_scheduler_type": "WarmupCosineLR", "then": OTHER_SETTINGS},
 }
 """Float32 runs that are resumed with other settings, by name."""
 
@@ -150,14 +144,12 @@ ARRIVING: list[tuple[int, dict[str, tuple[str, dict[str, Any]]]]] = [
             "zero2 to zero0": ("zero2", {"sharding_stage": "zero0"}),
             "zero0 to zero3-offload": ("zero0", {"offload_optimizer": "cpu"}),
             "zero3-bf16 to zero0-bf16": ("zero3-bf16", {"sharding_stage": "zero0", "bf16": True}),
-            "zero1-bf16 to zero2-bf16": ("zero1-bf16", {"sharding_stage": "zero2", "bf16": True}),
         },
     ),
     (
         4,
         {
             "zero3-offload to zero2": ("zero3-offload", {"sharding_stage": "zero2"}),
-            "zero3 to zero3": ("zero3", SUB_GROUPS),
             "zero0 to zero1": ("zero0", {"sharding_stage": "zero1"}),
             "zero3-bf16 to hybrid": (
                 "zero3-bf16",

@@ -19,7 +19,6 @@ PARITY: dict[int, dict[str, dict[str, Any]]] = {
         **{stage: {"sharding_stage": stage, "steps": SHORT_STEPS} for stage in ("zero0", "zero2", "zero3")},
         "zero3-offload": {"offload_optimizer": "cpu", "steps": SHORT_STEPS},
         "zero3-regularized": {"steps": SHORT_STEPS, **REGULARIZED},
-        "zero3_hybrid": {"sharding_stage": "zero3_hybrid", "steps": SHORT_STEPS},
         "zero0-lora-nf4": {"steps": SHORT_STEPS, **NF4},
         "zero2-muon": {"sharding_stage": "zero2", "optimizer": "muon", "steps": SHORT_STEPS},
     },
@@ -36,7 +35,6 @@ PARITY: dict[int, dict[str, dict[str, Any]]] = {
         "zero3-offload": {"offload_optimizer": "cpu", "offload_params": "cpu", "steps": SHORT_STEPS},
         "zero2_hybrid": {"sharding_stage": "zero2_hybrid", "steps": SHORT_STEPS},
         "zero3_hybrid-of-one": {"sharding_stage": "zero3_hybrid", "steps": SHORT_STEPS, **HYBRID_OF_ONE},
-        "zero3-every-2": {"activation_checkpointing": "every_n", "steps": SHORT_STEPS},
         "zero3-full-regularized": {"activation_checkpointing": "full", "steps": SHORT_STEPS, **REGULARIZED},
         "zero3-selective": {"activation_checkpointing": "selective", "steps": SHORT_STEPS},
         "zero3-activation-offload": {
@@ -51,7 +49,6 @@ PARITY: dict[int, dict[str, dict[str, Any]]] = {
             "steps": SHORT_STEPS,
         },
         "zero3-reduce-always": {"fsdp_reduce_every_micro_batch": True, "steps": SHORT_STEPS},
-        "zero0-lora": {"sharding_stage": "zero0", "steps": SHORT_STEPS, **LORA},
         "zero0-lora-nf4": {"activation_checkpointing": "full", "steps": SHORT_STEPS, **NF4},
         "zero2-lora-offload": {
             "sharding_stage": "zero2",

@@ -90,13 +90,10 @@ def test_the_trace_is_what_an_engine_holds(one_rank: World, checkpointing: str) 
 @pytest.mark.parametrize(
     ("world_size", "infra"),
     [
-        (1, {}),
         (8, {}),
-        (8, {"sharding_stage": "zero2"}),
         (8, {"sharding_stage": "zero3_hybrid"}),
         (64, {"fsdp_reduce_every_micro_batch": True}),
         (8, {"offload_optimizer": "cpu"}),
-        (1, {"sharding_stage": "zero0", "distributed_type": "ddp"}),
         (8, {"sharding_stage": "zero0", "distributed_type": "ddp"}),
     ],
 )
