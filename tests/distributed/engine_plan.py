@@ -150,6 +150,7 @@ ARRIVING: list[tuple[int, dict[str, tuple[str, dict[str, Any]]]]] = [
         4,
         {
             "zero3-offload to zero2": ("zero3-offload", {"sharding_stage": "zero2"}),
+            "zero3 to zero3": ("zero3", SUB_GROUPS),
             "zero0 to zero1": ("zero0", {"sharding_stage": "zero1"}),
             "zero3-bf16 to hybrid": (
                 "zero3-bf16",
