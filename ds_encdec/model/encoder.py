@@ -120,8 +120,9 @@ class Qwen3Layer(GradientCheckpointingLayer):
 
     def forward(self, hidden_states: Tensor, *encoder_states: Tensor, **shared: Any) -> Tensor:
         """[..., tokens, hidden], and a decoder's layer [..., Te, hidden] beside it → the shape of the first."""
-        normed = self.input_layernorm(hidden_states)
-        hidden_states = self._added(hidden_states, self.self_attn, normed, *encoder_states, **shared)
+        hidden_states = self._added(
+            hidden_states, self.self_attn, self.input_layernorm(hidden_states), *encoder_states, **shared
+        )
         return self._added(hidden_states, self.mlp, self.post_attention_layernorm(hidden_states))
 
     def _added(self, stream: Tensor, part: nn.Module, *inputs: Tensor, **shared: Any) -> Tensor:
