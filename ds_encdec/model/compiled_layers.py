@@ -22,7 +22,7 @@ _FUSED: dict[str, Any] = {
     "realize_acc_reads_threshold": 64,
 }
 """Inductor reads the halves of rotated heads, and the two sides of merged rows, where they are used, and computes a few
-operations again there instead of writing what they give to memory, which for gradients of heads is float32: 17 % less
+operations again there instead of writing what they give to memory, which for gradients of heads is float32: less
 traffic (tests/model/test_layer_bytes.py)."""
 _GRAPHS = 32
 """Graphs of layers before torch leaves the others as they are: 4 for each pair of sizes of the flat buffers, for two

@@ -63,6 +63,6 @@ def test_the_estimate_is_what_engines_hold(measured: Measured, case: str) -> Non
     assert (resting + memory.step.total) / found["step"] > 0.97
 
 
-@pytest.mark.parametrize("case", ["zero0", "zero3", "zero3_hybrid", "zero2 muon"])
+@pytest.mark.parametrize("case", ["zero0", "zero3", "zero3_hybrid", "zero3 muon"])
 def test_the_estimate_of_background_saves(measured: Measured, case: str) -> None:
     assert measured[case]["saved"] == pytest.approx(fsdp_memory(job_of(case)).host.save, rel=0.02)

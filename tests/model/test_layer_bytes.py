@@ -19,7 +19,7 @@ def gigabytes(plan: Plan) -> dict[str, float]:
 
 
 def test_layers_move_less_than_half_of_what_they_did() -> None:
-    """As a CPU's plan has it, 61.0 and 45.2 GB a micro-batch, forward and backward, without recomputation.
+    """As a CPU's plan has it, 61.6 and 45.4 GB a micro-batch, forward and backward, without recomputation.
 
     Operator by operator it is 240 GB. A norm's statistics, and its weight's gradient, are kernels of their own here.
     """
@@ -30,14 +30,12 @@ def test_layers_move_less_than_half_of_what_they_did() -> None:
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="torch 2.13's names are replaced")
 def test_a_gpus_plan_moves_less() -> None:
-    """In such a plan it is 57.3 and 42.9 GB; recomputing everything repeats the forward pass, 33 GB.
+    """In such a plan it is 51.8 and 39.2 GB; recomputing everything repeats the forward pass, 34 GB.
 
-    What is missing to 90 GB: the gradients of the weights of query and key norms read all again that the gradients of
-    queries and keys have just read (9.8 GB), since inductor fuses such pairs only where they read whole rows;
-    gradients of states of two or three products are added up where they are read (4.2 GB), since it takes a sum out of
-    a product whose users are no products; statistics of keys are computed before they are merged (1.4 GB). 2.3 GB are
-    not there: of merged gradients each side reads its own rows, and all are counted.
+    2.3 GB of that are not moved: of merged gradients each side reads its own rows, and all are counted. What could go:
+    gradients of states of two or three products are added up where they are read (4.2 GB), since inductor takes a sum
+    out of a product whose users are no products; statistics of keys are computed before they are merged (1.4 GB).
     """
     found = gigabytes("cuda")
-    assert 40 < found["encoder"] < 58
-    assert 25 < found["decoder"] < 43.5
+    assert 40 < found["encoder"] < 52.5
+    assert 25 < found["decoder"] < 40
