@@ -42,7 +42,7 @@ def with_compilation_decided(config: FullConfig, context: RunContext, model_conf
         raise ConfigError(f"{_FIELD}=true: layers cannot be compiled on rank {rank}: {failure}. Set it to false")
     if failure and context.world.is_main:
         logger.warning("%s=auto: layers run as they are, compiling them fails on rank %d: %s", _FIELD, rank, failure)
-    if asked == "auto":  # what only the real layers bring to light: these run as they are then, with torch's warning
+    if not failure and asked == "auto":  # real layers that fail all the same run as they are, with torch's warning
         torch._dynamo.config.suppress_errors = True
     return _with(config, not failure)
 
