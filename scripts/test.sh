@@ -7,6 +7,9 @@ set -euo pipefail
 EXTRAS=dev source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 cd "$ROOT"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# Hundreds of processes are started: without the byte code of the first, each compiles torch and DeepSpeed from source,
+# which takes it three times as long.
+unset PYTHONDONTWRITEBYTECODE
 
 bash scripts/lint.sh
 exec python -m pytest --color=no -n 3 --dist loadfile "$@"
