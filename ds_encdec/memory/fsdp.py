@@ -9,7 +9,7 @@ What layers compute with counts as `weights` where it stays from the forward pas
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from math import prod
 from typing import NamedTuple
 
@@ -49,6 +49,9 @@ def fsdp_memory(job: Job) -> EngineMemory:
     )
 
 
+_Shape = tuple[int, ...]
+
+
 class _Group(NamedTuple):
     """Parameters of a group, or the trained ones of it: of the model; of the first rank, with most; and gathered.
 
@@ -64,15 +67,15 @@ class _Group(NamedTuple):
 class _Sharding:
     """The job's parameters on the mesh of config/shares.py, `replicas` × `shards` ranks.
 
-    `layers`: groups beside the root's. `layer`, `root`: what is gathered of them; `trained_layer` (the mean of all
-    layers), `trained_root`: what gets gradients. `trained_shard`, `frozen_shard`: parameters that the rank holds.
-    `matrices`: all that Muon steps, which have one moment. `gathered_layer`: bytes of a gathered layer. `quantized`:
-    bytes of matrices in 4 bits, which every rank has whole. `frees_layers`: layers let go of gathered parameters
-    between the forward and the backward pass. `accumulates`: earlier micro-batches of the step have left gradients;
-    `accumulates_whole`: whole ones, because nothing is reduced before the last micro-batch. `offloads`: shards, moments
-    and reduced gradients are on the host; `keeps_gradients`: not in another memory (on a CPU they stay, and count at
-    each moment). `clones`: gloo clones what it scatters (ProcessGroupGloo::_reduce_scatter_tensor_coalesced); NCCL does
-    not.
+    `layers`: groups beside the root's; `units`, `in_layers`: their numbers, and the sum of them. `layer`, `root`: what
+    is gathered of them; `trained_layer` (the mean of all layers), `trained_root`: what gets gradients. `trained_shard`,
+    `frozen_shard`: parameters that the rank holds. `matrices`: all that Muon steps, which have one moment.
+    `gathered_layer`: bytes of a gathered layer. `quantized`: bytes of matrices in 4 bits, which every rank has whole.
+    `frees_layers`: layers let go of gathered parameters between the forward and the backward pass. `accumulates`:
+    earlier micro-batches of the step have left gradients; `accumulates_whole`: whole ones, because nothing is reduced
+    before the last micro-batch. `offloads`: shards, moments and reduced gradients are on the host; `keeps_gradients`:
+    not in another memory (on a CPU they stay, and count at each moment). `clones`: gloo clones what it scatters
+    (ProcessGroupGloo::_reduce_scatter_tensor_coalesced); NCCL does not.
     """
 
     def __init__(self, job: Job) -> None:
@@ -80,18 +83,19 @@ class _Sharding:
         self.job, self.compute, model = job, job.compute_bytes, job.model
         self.replicas, self.shards = mesh_shape(infra, job.world_size, job.ranks_per_node)
         self.layers = job.sizes.num_encoder_layers + job.sizes.num_hidden_layers
-        lora, in_4_bits = job.config.model.lora, dict[str, tuple[int, ...]]()
-        if lora is not None and lora.quantize != "none":  # matrices that FSDP2 does not know: model/quantized.py
-            frozen = {name: shape for name, shape in model.shapes.items() if name not in model.trained}
-            in_4_bits = {name: shape for name, shape in frozen.items() if ".layers." in name and len(shape) > 1}
-        self.quantized = _NF4 * sum(map(prod, in_4_bits.values()))
+        self.units, self.in_layers = set(model.layers.values()), sum(layer.all for layer in model.layers.values())
+        lora = job.config.model.lora
+        packs = lora is not None and lora.quantize != "none"  # matrices that FSDP2 does not know: model/quantized.py
+        in_4_bits = {kind for kind in model.kinds if packs and kind[1:] == (True, False) and len(kind[0]) > 1}
+        self.quantized = _NF4 * sum(prod(kind[0]) * model.kinds[kind] for kind in in_4_bits)
+        kinds = [(kind, times) for kind, times in model.kinds.items() if kind not in in_4_bits]
         (self.layer, self.root), (self.trained_layer, self.trained_root) = (
-            self._groups({name: shape for name, shape in shapes.items() if name not in in_4_bits})
-            for shapes in (model.shapes, model.trained)
+            self._groups((kind, times) for kind, times in kinds if kind[2] or not only_trained)
+            for only_trained in (False, True)
         )
         self.trained_shard = self.layers * self.trained_layer.shard + self.trained_root.shard
         self.frozen_shard = self.layers * self.layer.shard + self.root.shard - self.trained_shard
-        self.matrices = self._group(shape for _, shape in job.stepped_by_muon)
+        self.matrices = self._group((shape, 1) for _, shape in job.stepped_by_muon)
         self.gathered_layer = self.compute * self.layer.gathered
         self.frees_layers = infra.sharding_stage.startswith("zero3")
         self.accumulates = job.gradient_accumulation_steps > 1
@@ -100,17 +104,18 @@ class _Sharding:
         self.keeps_gradients = not self.offloads or job.device == "cpu"
         self.clones = job.device == "cpu" and self.shards > 1
 
-    def _groups(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[_Group, _Group]:
-        """A layer's group, the mean of all, and the root's."""
-        layers, root = (
-            self._group(shape for name, shape in shapes.items() if (".layers." in name) is wanted)
-            for wanted in (True, False)
-        )
-        return _Group(*(numel / self.layers for numel in layers)), root
+    def _groups(self, kinds: Iterable[tuple[tuple[_Shape, bool, bool], int]]) -> tuple[_Group, _Group]:
+        """A layer's group, the mean of all, and the root's, of such parameters as Parameters.kinds has."""
+        shapes: dict[bool, list[tuple[_Shape, int]]] = {True: [], False: []}
+        for (shape, in_layer, _), times in kinds:
+            shapes[in_layer].append((shape, times))
+        return _Group(*(numel / self.layers for numel in self._group(shapes[True]))), self._group(shapes[False])
 
-    def _group(self, shapes: Iterable[tuple[int, ...]]) -> _Group:
-        """The group of parameters of these shapes."""
-        parts = [(prod(shape), -(-shape[0] // self.shards) * prod(shape[1:])) for shape in shapes]
+    def _group(self, shapes: Iterable[tuple[_Shape, int]]) -> _Group:
+        """The group of parameters of these shapes, each so many times."""
+        parts = [
+            (times * prod(shape), times * -(-shape[0] // self.shards) * prod(shape[1:])) for shape, times in shapes
+        ]
         parameters, shard = (sum(part[index] for part in parts) for index in (0, 1))
         return _Group(parameters, shard, shard * self.shards)
 
@@ -123,9 +128,8 @@ class _Sharding:
         # An untied head's gradients wait for the root's reduction.
         head = 0 if self.job.sizes.tie_word_embeddings else min(done.all, self.job.embedding_parameters)
         untied_head = min(head, self.job.model.of("lm_head.").trained)
-        layers = self.job.model.layers
-        layers_done = (done.all - head) / sum(layer.all for layer in layers.values()) * len(layers)
-        is_layer = unit in layers.values()
+        layers_done = (done.all - head) / self.in_layers * len(self.job.model.layers)
+        is_layer = unit in self.units
         buffer = _FLOAT32 * self.trained_layer.gathered
         prefetched = self.gathered_layer * (self.frees_layers and self.shards > 1)  # _backward_prefetch
         in_work = Breakdown(
@@ -210,7 +214,7 @@ class _Sharding:
         shapes = Counter((shape, name in model.trained, name in by_muon) for name, shape in model.shapes.items())
         plain = held = frozen = copied = 0.0
         for (shape, is_trained, has_one_moment), times in shapes.items():  # layers are alike
-            elements = self._group([shape]).shard
+            elements = self._group([(shape, 1)]).shard
             plain += _FLOAT32 * elements * times * is_trained * (2 - has_one_moment)
             held += size(_FLOAT32 * elements) * times * is_trained
             copied += size(_FLOAT32 * elements) * times * is_trained * (3 - has_one_moment)

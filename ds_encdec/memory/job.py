@@ -5,6 +5,7 @@ Sizes come without torch and without the network: they are what the estimate nee
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -76,8 +77,23 @@ class Parameters:
 
     def of(self, part: str) -> Count:
         """The parameters whose names begin so."""
-        sizes = [(prod(shape), name in self.trained) for name, shape in self.shapes.items() if name.startswith(part)]
-        return Count(sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained))
+        if part not in self._parts:
+            sizes = [
+                (prod(shape), name in self.trained) for name, shape in self.shapes.items() if name.startswith(part)
+            ]
+            trained = sum(size for size, is_trained in sizes if is_trained)
+            self._parts[part] = Count(sum(size for size, _ in sizes), trained)
+        return self._parts[part]
+
+    @cached_property
+    def kinds(self) -> Counter[tuple[tuple[int, ...], bool, bool]]:
+        """How many there are of each shape, with whether they are part of a layer, and whether they are trained."""
+        return Counter((shape, ".layers." in name, name in self.trained) for name, shape in self.shapes.items())
+
+    @cached_property
+    def _parts(self) -> dict[str, Count]:
+        """The answers of `of`."""
+        return {}
 
 
 @dataclass(frozen=True, slots=True)
