@@ -83,38 +83,6 @@ def test_without_deepspeed() -> None:
         resolve_engine(only_deepspeed)
 
 
-BLOCKED = """
-import sys
-sys.modules["deepspeed"] = None  # what an import finds where it is not installed
-from ds_encdec.config.schema import FullConfig
-from ds_encdec.engine.select import resolve_engine
-from ds_encdec.launch.process_group import init_process_group, choose_device
-from ds_encdec.launch.world import discover
-from ds_encdec.types import ConfigError
-from datetime import timedelta
-try:
-    resolve_engine(FullConfig())
-except ConfigError as error:
-    print(error.exit_code, error)
-world = discover({})
-engine = resolve_engine(FullConfig.model_validate({"infra": {"distributed_type": "auto"}}))
-init_process_group(world, choose_device("cpu", world), timedelta(seconds=60), engine)
-import torch
-import torch.distributed as dist
-import ds_encdec.build, ds_encdec.engine.fsdp2
-print(engine, dist.get_backend(), dist.get_world_size())
-dist.destroy_process_group()
-"""
-
-
-def test_a_machine_without_deepspeed_trains_with_fsdp2() -> None:
-    result = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, timeout=600)
-    assert result.returncode == 0, result.stderr
-    refusal, found = result.stdout.strip().splitlines()
-    assert refusal.startswith("2 infra.distributed_type=deepspeed, but deepspeed is not installed")
-    assert found == "fsdp gloo 1"
-
-
 BROKEN = """
 import os, sys
 from datetime import timedelta
