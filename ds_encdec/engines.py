@@ -25,12 +25,11 @@ class EngineSpec:
 
     Dotted names, with what they are called with: `lacks` (configuration → `Rule`s, broken by what it cannot do),
     `check` (configuration, World, device; raises ConfigError for what these ranks cannot do, before they meet), `join`
-    (World, device, timeout, store; makes the default process group), `compile_optimizer` (configuration; compiles what
-    takes minutes, once on a machine), `build` (configuration, RunContext, the model's configuration, weights,
-    accumulation → Engine), `run_files` (name of a JSON file in the run's folder → configuration, World, device,
-    accumulation → its content), `state_reader` (checkpoint folder → SavedState), `memory` (Job → Breakdown), `traffic`
-    (Job → what a step's collectives send, memory/traffic.py), `launcher` (number of ranks → the words that start them
-    on this machine).
+    (World, device, timeout, store; makes the default process group), `build` (configuration, RunContext, the model's
+    configuration, weights, accumulation → Engine), `run_files` (name of a JSON file in the run's folder →
+    configuration, World, device, accumulation → its content), `state_reader` (checkpoint folder → SavedState), `memory`
+    (Job → Breakdown), `traffic` (Job → what a step's collectives send, memory/traffic.py), `launcher` (number of ranks
+    → the words that start them on this machine).
 
     What the memory estimate asks: `trace` (Job → StorageLog of a step of the engine itself, or None where only its
     activations can be traced), `reduction_field` (the field that makes it reduce after every micro-batch, where that
@@ -53,7 +52,6 @@ class EngineSpec:
     traffic: str
     launcher: str
     check: str | None = None
-    compile_optimizer: str | None = None
     run_files: Mapping[str, str] = field(default_factory=dict)
     converted_as: Mapping[str, str] = field(default_factory=dict)
     trace: str | None = None
@@ -81,7 +79,6 @@ ENGINES: dict[str, EngineSpec] = {
             traffic="ds_encdec.memory.traffic:deepspeed_traffic",
             launcher="ds_encdec.phase_runs.subprocess_run:deepspeed_launcher",
             check="ds_encdec.engine.ds_json:check_deepspeed",
-            compile_optimizer="ds_encdec.engine.deepspeed_zero:compile_optimizer",
             run_files={"ds_config.json": "ds_encdec.engine.ds_json:run_json"},
             converted_as={"zero0": "zero1"},  # which has a zero_to_fp32.py
             saves_compute_weights=True,

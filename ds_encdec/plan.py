@@ -23,6 +23,7 @@ from ds_encdec.memory.job import (
 )
 from ds_encdec.memory.question import indivisible, planned_checkpointing, planned_job
 from ds_encdec.memory.variants import Variant
+from ds_encdec.memory.zero import swapped_bytes
 from ds_encdec.phases import PlannedPhase, estimate_steps_for_tokens, estimate_training_time
 from ds_encdec.quantities import count, duration
 from ds_encdec.types import ConfigError
@@ -88,6 +89,7 @@ def plan_run(
         **_cost(steps * sequences * length, job.world_size, tokens_per_second, price_per_gpu_hour),
         "disk": _disk(job, steps),
         "host_bytes_per_node": Variant(job, estimate(job)).node_bytes,
+        "nvme_bytes_per_node": swapped_bytes(job),
         "remarks": remarks,
     }
 
@@ -145,6 +147,9 @@ def describe_plan(plan: Mapping[str, Any]) -> str:
         + ".",
         f"An export takes {exports}.",
         f"Each node's ranks need {in_gib(plan['host_bytes_per_node'])} GiB of host memory{_of_cpus(plan)}.",
+        f"The disk of infra.nvme_path holds {_gb(swapped)} on each node: the optimizer's states and gradients."
+        if (swapped := plan["nvme_bytes_per_node"])
+        else "",
         *plan["remarks"],
     ]
     return "\n".join(line for line in lines if line)

@@ -256,7 +256,7 @@ def shrink(case: Case, folder: Path) -> list[str] | None:
     small["data"] |= {"dataset_name": "builtin", "dataset_config": None, "data_files": None, "mixture": None}
     small["training"]["report_to"] = [name for name in small["training"]["report_to"] if name != "wandb"]
     small["infra"] |= {"output_dir": str(folder / "out"), "device": "cpu"}
-    small["training"] |= {"fp16": False, "torch_adam": True}  # no CPU trains float16; nothing is compiled
+    small["training"] |= {"fp16": False}  # no CPU trains float16
     if small["data"]["eval_fraction"]:
         small["data"]["eval_fraction"] = max(small["data"]["eval_fraction"], 0.02)
     path = folder / "tiny.json"

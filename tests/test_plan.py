@@ -56,6 +56,15 @@ def test_more_gpus_make_larger_steps_and_share_a_host(capsys: pytest.CaptureFixt
     config = load_config(None, ["infra.num_gpus=64"])
     held = estimate(planned_job(config, run_sizes(config), 8))
     assert found["host_bytes_per_node"] == 8 * held.host.total
+    assert found["nvme_bytes_per_node"] == 0
+
+
+def test_states_on_a_disk_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ("infra.offload_optimizer=nvme", "infra.nvme_path=/local")
+    found = plan(capsys, *settings)
+    assert found["nvme_bytes_per_node"] == pytest.approx(16 * PARAMETERS, rel=1e-6)
+    assert main(["plan", *settings]) == 0
+    assert "The disk of infra.nvme_path holds 16." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

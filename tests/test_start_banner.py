@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -51,12 +51,12 @@ def test_its_lines_are_aligned_and_agree_with_the_plan() -> None:
 
 
 def test_on_gpus_it_names_a_faster_setting_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = FullConfig()
-    job = planned_job(config, run_sizes(config), nodes=1)
     context = RunContext(World(world_size=8), torch.device("cuda"), "deepspeed", cast(HostCollectives, None))
     monkeypatch.setattr(start_banner_module, "attention_kernel", lambda *what: ("flash", None))
 
-    def said(device_bytes: int) -> list[str]:
+    def said(device_bytes: int, **training: Any) -> list[str]:
+        config = FullConfig.model_validate({"training": training})
+        job = planned_job(config, run_sizes(config), nodes=1)
         monkeypatch.setattr(start_banner_module, "device_capacity", lambda device: Capacity(device_bytes, device_bytes))
         lines = start_banner(job, context, None, start_step=0, epochs=None)
         return [line.split(None, 1)[1] for line in lines if line.startswith("faster")]
@@ -69,3 +69,5 @@ def test_on_gpus_it_names_a_faster_setting_that_fits(monkeypatch: pytest.MonkeyP
         ", and no hooks around each module, which take the host about 112 ms a micro-batch under zero3 here"
     )
     assert said(6 * GIB) == []
+    (beside_frozen,) = said(80 * GIB, freeze=["encoder.*"])
+    assert "take the host about 258 ms" in beside_frozen  # each module by itself

@@ -21,7 +21,6 @@ from ds_encdec.auto_batch.probe import Outcome, ProbeProcess, ProbeTask
 from ds_encdec.checkpoint.folder import Checkpoint
 from ds_encdec.config.schema import FullConfig, load_saved
 from ds_encdec.config.shares import is_auto, micro_batch_candidates, with_first_batch_size, with_micro_batch_size
-from ds_encdec.engines import load
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.memory.checkpointing import choose, is_open, with_mode
@@ -130,9 +129,6 @@ class _Search:
 
     def largest(self) -> FullConfig:
         """The configuration with the largest size that fits. Raises what `resolve_batch_size` does."""
-        # Not in a try, whose limit on memory compilers would inherit, and whose end would leave them and a lock behind.
-        if compile_optimizer := self._context.engine_spec.compile_optimizer:
-            self._context.collectives.on_every_rank(lambda: load(compile_optimizer)(self._config))
         size, outcome = largest_that_fits(self._needs, self._limit_bytes, self._try)
         if not outcome.fits:
             device, rank = self._context.device, self._context.world.rank

@@ -344,7 +344,7 @@ def _writing_config(config: FullConfig, row: EngineSpec, ranks: int) -> FullConf
     Stages keep what they shard, but not over whom.
     """
     stage = config.infra.sharding_stage.removesuffix("_hybrid")
-    training = {"bf16": False, "fp16": False, "torch_adam": True, "activation_checkpointing": "none"}
+    training = {"bf16": False, "fp16": False, "activation_checkpointing": "none"}
     return FullConfig.model_validate(
         {
             **config.model_dump(),

@@ -30,7 +30,6 @@ SCHEMA_FIELDS = {
     "optimizer.params.betas": "training.adam_beta1",
     "optimizer.params.eps": "training.adam_epsilon",
     "optimizer.params.weight_decay": "training.weight_decay",
-    "optimizer.params.torch_adam": "training.torch_adam",
     "scheduler.type": "training.lr_scheduler_type",
     "scheduler.params.warmup_max_lr": "training.learning_rate",
     "scheduler.params.warmup_num_steps": "training.warmup_steps",
@@ -51,9 +50,8 @@ SCHEMA_FIELDS = {
 _READ_BY_HAND = {
     "bool": "wall_clock_breakdown memory_breakdown dump_state disable_allgather disable_python_gc prescale_gradients "
     "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer optimizer.legacy_fusion "
-    "optimizer.params.bias_correction optimizer.params.foreach optimizer.params.fused "
-    "optimizer.params.fp32_optimizer_states torch_autocast.enabled aio.single_submit aio.overlap_events aio.use_gds "
-    "checkpoint.checkpoint_serialization checkpoint.parallel_write.pipeline_stage flops_profiler.enabled "
+    "optimizer.params.foreach optimizer.params.fused torch_autocast.enabled aio.single_submit aio.overlap_events "
+    "aio.use_gds checkpoint.checkpoint_serialization checkpoint.parallel_write.pipeline_stage flops_profiler.enabled "
     "flops_profiler.detailed",
     "int": "steps_per_print vocabulary_size aio.block_size aio.queue_depth aio.intra_op_parallelism "
     "flops_profiler.profile_step flops_profiler.module_depth flops_profiler.top_modules",
@@ -92,6 +90,13 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "optimizer.type": (("AdamW", "Adam", "adamw", "adam"), "other optimizers are not supported"),
     "optimizer.params.amsgrad": ((False,), "checkpoints hold two moments of each weight, and AMSGrad has three"),
     "optimizer.params.adam_w_mode": ((True,), "weight decay is decoupled"),
+    "optimizer.params.torch_adam": (
+        (True,),
+        "torch's fused AdamW is as fast as DeepSpeed's, needs no compiler and resumes to the bit",
+    ),
+    "optimizer.params.bias_correction": ((True,), "torch's AdamW always corrects"),
+    "optimizer.params.fp32_optimizer_states": ((True,), "moments have the dtype of the weights that are stepped"),
+    "fp16.fp16_master_weights_and_grads": ((False,), "DeepSpeed has it for its own CPUAdam alone"),
     "scheduler.params.last_batch_iteration": ((-1,), "a resumed run continues by its checkpoint"),
     "gradient_allreduce_op": (("mean",), "the loss is normalised for an average over ranks"),
     "managed_gradient_accumulation": ((True,), "the engine accumulates"),

@@ -157,13 +157,8 @@ def _training(config: Sections) -> Iterable[Rule]:
         f"only DeepSpeed's own schedules take these: {', '.join(NATIVE_SCHEDULES)}",
         "scheduler" in infra.deepspeed_extra and training.lr_scheduler_type not in NATIVE_SCHEDULES,
     )
-    # Options that one class of AdamW has and the other, which runs, would stop at.
     given, at = Settings(infra.deepspeed_extra).get("optimizer.params"), "infra.deepspeed_extra.optimizer.params."
     given = given if isinstance(given, dict) else {}
-    theirs, other = ("DeepSpeed", "false") if training.torch_adam else ("torch", "true")
-    for name in ("bias_correction",) if training.torch_adam else ("fused", "foreach"):
-        message = f"only {theirs}'s AdamW has this: set training.torch_adam={other}"
-        yield Rule(f"{at}{name} training.torch_adam", message, name in given)
     takes_both = given.get("fused") and given.get("foreach")
     yield Rule(f"{at}fused {at}foreach", "torch's AdamW takes one of them", takes_both)
 
@@ -268,14 +263,22 @@ def deepspeed_lacks(config: Sections) -> Iterable[Rule]:
     for key in (
         "zero_optimization.offload_optimizer.pipeline_read",
         "zero_optimization.offload_optimizer.pipeline_write",
-        "optimizer.params.fp32_optimizer_states",
-        "bf16.bf16_optimizer_states",
     ):
         yield Rule(
             f"infra.offload_optimizer infra.deepspeed_extra.{key}",
             "states on a disk are float32, and read and written one sub-group after the other: remove it",
             swaps and extra.get(key) is not None,
         )
+    at = "infra.deepspeed_extra.bf16."
+    low_weights, low_states = (
+        extra.get(f"bf16.{key}") for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states")
+    )
+    yield Rule(
+        f"{at}bf16_master_weights_and_grads {at}bf16_optimizer_states infra.offload_optimizer",
+        "one without the other, or offloaded, is for DeepSpeed's own CPUAdam: set both and offload_optimizer=none, or "
+        "remove both",
+        (low_weights or low_states) and not (low_weights and low_states and infra.offload_optimizer == "none"),
+    )
     # A leaf's gradients are reduced when that of its input is there, and where the input needs none, before all others.
     leaves = ("leaf_module.classes", "leaf_module.names", "leaf_module.name_suffixes")
     for key in (*leaves, "stage3_module_granularity_threshold"):

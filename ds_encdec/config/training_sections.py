@@ -96,9 +96,6 @@ class TrainingConfig(Section):
     """Adam's second-moment decay."""
     adam_epsilon: float = Field(default=1e-8, gt=0)
     """Adam's epsilon."""
-    torch_adam: bool = False
-    """Use torch's AdamW instead of DeepSpeed's compiled CPUAdam/FusedAdam: no compilation at the first start,
-    and a resume is exact to the bit."""
     max_grad_norm: Annotated[float, Mark.TUNABLE] = Field(default=1.0, ge=0)
     """Global gradient norm above which gradients are scaled down; 0 turns clipping off."""
     num_train_steps: int = Field(default=100_000, ge=1, le=1_000_000_000)

@@ -144,6 +144,7 @@ TRAINING_WORDS: tuple[Word, ...] = (
     ),
     Word("flash_attention", "axolotl", "model.use_flash_attention"),
     left_out("xformers_attention sdp_attention use_liger_kernel liger_kernel_config", "hf axolotl", "kernels are ours"),
+    left_out("torch_adam", "other", "torch's fused AdamW is what steps, under every engine"),
     left_out("use_cache torch_empty_cache_steps skip_memory_metrics", "hf", "nothing of it is needed"),
     # Evaluating, saving, logging.
     Word(

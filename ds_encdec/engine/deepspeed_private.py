@@ -13,7 +13,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
@@ -112,13 +111,11 @@ def adam_state(optimizer: torch.optim.Optimizer, weights: Tensor) -> dict[str, A
     """The Adam state of a shard; made, as the optimizer itself would in its first step, where there is none yet."""
     state: dict[str, Any] = optimizer.state[weights]
     if not state:
-        in_float32 = isinstance(optimizer, DeepSpeedCPUAdam) and optimizer.fp32_optimizer_states
-        of_torch = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
         # A GPU's fused kernel counts where the weights are, torch's other forms on the CPU.
         counts_on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
-        state["step"] = torch.zeros((), device=weights.device if counts_on_device else "cpu") if of_torch else 0
+        state["step"] = torch.zeros((), device=weights.device if counts_on_device else "cpu")
         for kind in MOMENTS:
-            state[kind] = torch.zeros_like(weights, dtype=torch.float32 if in_float32 else None, requires_grad=False)
+            state[kind] = torch.zeros_like(weights, requires_grad=False)
     return state
 
 

@@ -69,18 +69,6 @@ from ds_encdec.types import CheckpointError, LossSum, SavedState, StepResult, We
 logger = logging.getLogger(__name__)
 
 
-def compile_optimizer(config: FullConfig) -> None:
-    """Have the optimizer that a run will load compiled, if that is needed: minutes, once on a machine.
-
-    DeepSpeed's own Adam is C++ or CUDA. The other ranks of a node wait for the one that compiles. Comes after
-    `init_process_group`, which says where to.
-    """
-    if not config.training.torch_adam:
-        from deepspeed.ops.op_builder import CPUAdamBuilder, FusedAdamBuilder
-
-        (FusedAdamBuilder if config.infra.offload_optimizer == "none" else CPUAdamBuilder)().load()
-
-
 class DeepSpeedEngine(ShardedEngine):
     """`protocol.Engine` on `deepspeed.initialize`."""
 

@@ -79,7 +79,7 @@ def render_deepspeed_json(
                 "betas": [training.adam_beta1, training.adam_beta2],
                 "eps": training.adam_epsilon,
                 "weight_decay": training.weight_decay,
-                "torch_adam": training.torch_adam,
+                "torch_adam": True,
             },
         },
         "zero_optimization": _zero(config, device, ranks_per_node or world_size),
@@ -94,7 +94,7 @@ def render_deepspeed_json(
         rendered["scheduler"] = _scheduler(training)
     rendered = _merge(rendered, config.infra.deepspeed_extra)
     adam = rendered["optimizer"]["params"]
-    if training.torch_adam and not adam.keys() & {"fused", "foreach"}:
+    if not adam.keys() & {"fused", "foreach"}:
         adam["fused"] = True  # torch's own choice is a loop over single operations
     if _reduces_in_float32(rendered, world_size):
         rendered.setdefault("communication_data_type", "fp32")

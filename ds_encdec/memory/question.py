@@ -145,7 +145,7 @@ def _remarks(options: argparse.Namespace, model: list[str], config: FullConfig, 
             "This is for GPUs; a run on the CPUs of a machine without them is estimated with infra.device=cpu.",
         ),
         (
-            swapped := swapped_bytes(asked.job) if config.infra.offload_optimizer == "nvme" else 0.0,
+            swapped := swapped_bytes(asked.job),
             f"The disk of infra.nvme_path holds {in_gib(swapped)} GiB on each host: the optimizer's states and "
             "gradients.",
         ),

@@ -67,9 +67,11 @@ def zero_memory(job: Job) -> EngineMemory:
 
 def swapped_bytes(job: Job) -> float:
     """Bytes on the disk of each node that the optimizer's states take (`infra.offload_optimizer: nvme`); 0 without."""
+    if job.config.infra.offload_optimizer != "nvme":
+        return 0.0
     s = _Settings(job)
     # weights, moments, and the gradients of a step: swap_params_info
-    return (s.master + 2 * s.moment + s.master) * s.partition * job.ranks_per_node * s.swaps
+    return (s.master + 2 * s.moment + s.master) * s.partition * job.ranks_per_node
 
 
 def not_estimated(job: Job) -> list[str]:
@@ -104,7 +106,7 @@ class _Settings:
 
     def __init__(self, job: Job) -> None:
         rendered = _rendered(job)
-        zero, params = rendered["zero_optimization"], rendered["optimizer"]["params"]
+        zero = rendered["zero_optimization"]
         self.number = {key: _number(key, value) for key, value in (_DEFAULTS | zero).items() if key in _DEFAULTS}
         ranks = job.world_size
         offload = zero.get("offload_optimizer", {})
@@ -123,9 +125,7 @@ class _Settings:
         low_master = any(rendered[name].get(f"{name}_master_weights_and_grads", False) for name in ("bf16", "fp16"))
         master = 2 if low_master and self.stage > 0 else 4
         self.master = master if self.stage or self.weight < 4 else 0
-        # DeepSpeed's CPUAdam keeps float32 unless configured (ops/adam/cpu_adam.py).
-        low = rendered["bf16"].get("bf16_optimizer_states", False) or not params.get("fp32_optimizer_states", True)
-        self.moment = master if low or not self.offloads_optimizer or params["torch_adam"] else 4
+        self.moment = master
         # engine.py _do_optimizer_sanity_check
         self.is_bf16_optimizer = (
             self.stage == 1 and job.config.training.bf16 and self.accumulation == 4 and not self.offloads_optimizer
@@ -249,7 +249,7 @@ def _replicated(s: _Settings) -> EngineMemory:
     # engine.py allreduce_bucket: a flat copy of up to so many elements, also on a single rank; two in two dtypes.
     reduced = min(s.trainable, _ALL_REDUCE_ELEMENTS + s.largest) * (s.reduced if s.is_bf16_optimizer else s.weight)
     # fp32_param.grad; FP16_Optimizer.step makes these, and then the flat one, before p.grad goes.
-    copies = 0 if s.is_bf16_optimizer or s.weight == 4 else 1 if s.job.config.training.torch_adam else 2
+    copies = 0 if s.is_bf16_optimizer or s.weight == 4 else 1
     return EngineMemory(
         resting=Breakdown(gradients=s.accumulation * s.trainable * s.is_bf16_optimizer),
         forward=Breakdown(gradients=gradients * s.accumulates),

@@ -105,7 +105,6 @@ def config_for_model(
             "data.max_encoder_length": 256,
             "data.max_decoder_length": 256,
             "training.per_device_train_batch_size": 2,
-            "training.torch_adam": "true",
             "training.report_to": "none",
             "infra.distributed_type": "auto",
             "infra.device": "auto",

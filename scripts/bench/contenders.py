@@ -2,9 +2,9 @@
 
     python scripts/bench/contenders.py hf_deepspeed_zero3 '{"documents": "equal"}'     (then a number of steps a line)
 
-All start from the same weights, use AdamW in float32 on master weights with bf16 layers, the same rates, and gradients
-clipped at 1. Ours is the product itself, `run_training`, only that its loader hands out the given examples; those of
-the others are handed out ready as well.
+All start from the same weights, use AdamW in float32 on master weights with bf16 layers (or float32 ones), the same
+rates, and gradients clipped at 1. Ours is the product itself, `run_training`, only that its loader hands out the given
+examples; those of the others are handed out ready as well.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.utils.data import Dataset
 from turns import ROOT, Turns
 
 from ds_encdec.config.schema import FullConfig, load_config
-from ds_encdec.data.budgets import Budgets
+from ds_encdec.data.budgets import Budgets, token_budgets
 from ds_encdec.data.chunks import Chunker
 from ds_encdec.data.loader import collate
 from ds_encdec.data.packing import Packer, Waiting
@@ -63,6 +63,7 @@ class Job:
     decoder_length: int = 256
     batch: int = 2
     median_tokens: int = 80
+    bf16: bool = True
 
     def config(self, *changes: str) -> FullConfig:
         """The configuration of our run, of which the others take the sizes, the rates and DeepSpeed's JSON."""
@@ -88,6 +89,7 @@ class Job:
                 "training.lr_scheduler_type=WarmupLR",
                 "training.warmup_steps=2",
                 "training.weight_decay=0",
+                f"training.bf16={str(self.bf16).lower()}",
                 "training.num_train_steps=1000000",
                 "training.save_steps=1000000",
                 "training.eval_samples=0",
@@ -105,10 +107,12 @@ class Job:
         first = self.vocab - SENTINELS
         return Vocabulary(tuple(range(first, self.vocab)), first - 1, first - 2, (), self.vocab)
 
-    @property
+    @cached_property
     def budgets(self) -> Budgets:
-        """The counts of one micro-batch."""
-        return Budgets(self.batch * self.encoder_length, self.batch * self.decoder_length, 512)
+        """The counts of one micro-batch, divided over the sides as a run divides them, by its data."""
+        first = list(islice(self.examples(), 256))
+        encoder, decoder = (sum(len(getattr(one, f"{side}_ids")) for one in first) for side in ("encoder", "decoder"))
+        return token_budgets(self.config().data, self.batch, encoder / decoder)
 
     def examples(self) -> Iterator[Example]:
         """The stream of examples, of random ids; the same in every process."""
@@ -210,7 +214,7 @@ def _shared_folder() -> Path:
 
 def bare(job: Job, turns: Turns) -> None:
     """The model's packed form in the shortest loop: fused AdamW on float32 copies of the bf16 weights."""
-    model, training = job.model(torch.bfloat16), job.config().training
+    model, training = job.model(torch.bfloat16 if job.bf16 else torch.float32), job.config().training
     groups = parameter_groups(model, training.weight_decay)
     pairs = []
     for group in groups:
@@ -311,7 +315,7 @@ def hugging_face(job: Job, turns: Turns, *changes: str, sampling: str = "sequent
         adam_beta1=training.adam_beta1,
         adam_beta2=training.adam_beta2,
         adam_epsilon=training.adam_epsilon,
-        bf16=True,
+        bf16=job.bf16,
         use_cpu=True,
         deepspeed=rendered,
         train_sampling_strategy=sampling,
@@ -333,7 +337,7 @@ def accelerate_fsdp2(job: Job, turns: Turns) -> None:
 
     training, size = job.config().training, job.examples_per_batch
     os.environ["ACCELERATE_USE_FSDP"] = "true"
-    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if job.bf16 else None
     layers = ["Qwen3EncoderLayer", "Qwen3DecoderLayer"]
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
@@ -342,7 +346,7 @@ def accelerate_fsdp2(job: Job, turns: Turns) -> None:
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=layers,
     )
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16", fsdp_plugin=plugin)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16" if job.bf16 else "no", fsdp_plugin=plugin)
     model = job.model()
     optimizer: Any = torch.optim.AdamW(parameter_groups(model, training.weight_decay), lr=1.0, fused=True)
     collator = partial(padded, pad_id=job.vocabulary.pad_id)
@@ -371,6 +375,7 @@ CONTENDERS: dict[str, Callable[[Job, Turns], None]] = {
     "hf_zero3_offload": lambda job, turns: hugging_face(job, turns, *ZERO3),
     "hf_zero3_offload_grouped": lambda job, turns: hugging_face(job, turns, *ZERO3, sampling="group_by_length"),
     "hf_zero1": lambda job, turns: hugging_face(job, turns, *ZERO1),
+    "hf_zero1_grouped": lambda job, turns: hugging_face(job, turns, *ZERO1, sampling="group_by_length"),
     "accelerate_fsdp2": accelerate_fsdp2,
     "bare_loop": bare,
 }

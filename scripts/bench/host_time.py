@@ -174,7 +174,6 @@ def _config(infra: dict[str, Any], options: argparse.Namespace) -> FullConfig:
 
     training = {
         "per_device_train_batch_size": 1,
-        "torch_adam": True,
         "num_train_steps": 1000,
         "warmup_steps": 2,
         "activation_checkpointing": options.recompute,

@@ -274,7 +274,6 @@ def _configuration(row: Row, device: torch.device) -> tuple[FullConfig, Qwen3Seq
         "activation_checkpointing": row.checkpointing,
         "per_device_train_batch_size": row.micro_batch,
         "gradient_accumulation_steps": row.accumulation,
-        "torch_adam": True,  # DeepSpeed's own must be compiled first, for minutes
         "warmup_steps": 1,
         "eval_samples": 0,
     }

@@ -181,7 +181,7 @@ def packed_batch(vocab_size: int) -> Batch:
 
 
 def _configuration(options: argparse.Namespace) -> tuple[FullConfig, Qwen3Seq2SeqConfig]:
-    training = {"torch_adam": True, "activation_checkpointing": "none", "warmup_steps": 1, "num_train_steps": 10_000}
+    training = {"activation_checkpointing": "none", "warmup_steps": 1, "num_train_steps": 10_000}
     infra = {"device": "auto", "sharding_stage": "zero3", **ENGINES[options.engine]}
     model_config = Qwen3Seq2SeqConfig(
         vocab_size=options.vocab,

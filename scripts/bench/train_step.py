@@ -32,13 +32,14 @@ NAMES = (
     "hf_zero3_offload_grouped",
     "ours_zero1",
     "hf_zero1",
+    "hf_zero1_grouped",
     "ours_fsdp2",
     "accelerate_fsdp2",
     "bare_loop",
 )
 ALONE = {"bare_loop"}
 """They know no ranks."""
-UNPACKED_ONLY = {"hf_zero3_offload_grouped"}
+UNPACKED_ONLY = {"hf_zero3_offload_grouped", "hf_zero1_grouped"}
 """Without padding there is nothing to group."""
 
 

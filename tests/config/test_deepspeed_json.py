@@ -61,7 +61,7 @@ def test_every_key_reaches_its_field(tmp_path: Path) -> None:
     assert config.data.num_lanes == 32  # micro-batches of a step: 64 / 2
     assert (training.max_grad_norm, training.bf16, training.fp16) == (0.5, False, True)
     assert (training.learning_rate, training.adam_beta1, training.adam_beta2) == (1e-3, 0.8, 0.95)
-    assert (training.adam_epsilon, training.weight_decay, training.torch_adam) == (1e-6, 0.1, True)
+    assert (training.adam_epsilon, training.weight_decay) == (1e-6, 0.1)
     assert (training.lr_scheduler_type, training.warmup_type) == ("WarmupCosineLR", "log")
     assert (training.warmup_steps, training.num_train_steps, training.min_lr_ratio) == (20, 500, 0.05)
     assert (infra.sharding_stage, infra.offload_optimizer, infra.offload_params) == ("zero3", "cpu", "cpu")

@@ -141,20 +141,22 @@ def load(settings: dict[str, Any]) -> FullConfig:
             "only the states of sharded parameters can be on a disk",
         ),
         ({"infra.offload_params": "nvme"}, 'infra.offload_params = "nvme"', "allowed: 'none' or 'cpu'"),
+        (
+            {
+                "infra.offload_optimizer": "nvme",
+                "infra.nvme_path": "/local",
+                "infra.deepspeed_extra": "{zero_optimization: {offload_optimizer: {pipeline_read: true}}}",
+            },
+            'infra.offload_optimizer = "nvme"',
+            "states on a disk are float32",
+        ),
         *[
-            (
-                {
-                    "infra.offload_optimizer": "nvme",
-                    "infra.nvme_path": "/local",
-                    "infra.deepspeed_extra": extra,
-                },
-                'infra.offload_optimizer = "nvme"',
-                "states on a disk are float32",
-            )
-            for extra in (
-                "{zero_optimization: {offload_optimizer: {pipeline_read: true}}}",
-                "{bf16: {bf16_optimizer_states: true}}",
-            )
+            ({"infra.deepspeed_extra": f"{{bf16: {block}}}"} | settings, "bf16.bf16_", "set both and offload_optimizer")
+            for block, settings in {
+                "{bf16_optimizer_states: true}": {"infra.offload_optimizer": "none"},
+                "{bf16_master_weights_and_grads: true}": {"infra.offload_optimizer": "none"},
+                "{bf16_master_weights_and_grads: true, bf16_optimizer_states: true}": {},
+            }.items()
         ],
         (
             {"infra.fsdp_sharding_strategy": "SHARD_GRAD_OP", "infra.sharding_stage": "zero3"},
@@ -214,25 +216,14 @@ def load(settings: dict[str, Any]) -> FullConfig:
         ({"infra.deepspeed_extra": "{wandb: {enabled: true}}"}, "wandb.enabled", "does nothing here: trackers"),
         ({"data.dataset_name": "jsonl", "data.data_files": "a.jsonl"}, "data.dataset_name", "write `json`"),
         (
-            {"infra.deepspeed_extra": "{optimizer: {params: {fused: true}}}"},
-            "infra.deepspeed_extra.optimizer.params.fused",
-            "only torch's AdamW has this: set training.torch_adam=true",
-        ),
-        (
-            {
-                "infra.deepspeed_extra": "{optimizer: {params: {fused: true, foreach: true}}}",
-                "training.torch_adam": "true",
-            },
+            {"infra.deepspeed_extra": "{optimizer: {params: {fused: true, foreach: true}}}"},
             "infra.deepspeed_extra.optimizer.params.fused",
             "torch's AdamW takes one of them",
         ),
         (
-            {
-                "infra.deepspeed_extra": "{optimizer: {params: {bias_correction: false}}}",
-                "training.torch_adam": "true",
-            },
-            "infra.deepspeed_extra.optimizer.params.bias_correction",
-            "only DeepSpeed's AdamW has this: set training.torch_adam=false",
+            {"infra.deepspeed_extra": "{optimizer: {params: {torch_adam: false}}}"},
+            "infra.deepspeed_extra.optimizer.params.torch_adam",
+            "only true works here: torch's fused AdamW",
         ),
         (
             {"infra.deepspeed_extra": "{scheduler: {params: {warmup_min_lr: 1e-6}}}"}

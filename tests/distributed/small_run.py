@@ -54,7 +54,6 @@ def run_config(**overrides: Any) -> FullConfig:
     lora = overrides.pop("lora", None)
     training: dict[str, Any] = {
         "bf16": False,
-        "torch_adam": True,
         "learning_rate": 1e-2,
         "weight_decay": 0.1,
         "max_grad_norm": 0.05,  # far below the norms that occur: every step is clipped

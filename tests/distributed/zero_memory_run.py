@@ -54,13 +54,12 @@ def memory_config(
     extra: dict[str, Any] | None = None,
     **overrides: Any,
 ) -> FullConfig:
-    """A bf16 run with torch's AdamW. `overrides`: fields of `training` and `infra`.
+    """A bf16 run. `overrides`: fields of `training` and `infra`.
 
     `zero`: keys of DeepSpeed's `zero_optimization`; `extra`: other keys of its JSON.
     """
     training: dict[str, Any] = {
         "bf16": True,
-        "torch_adam": True,
         "activation_checkpointing": "none",
         "lr_scheduler_type": "constant",
         "warmup_steps": 0,

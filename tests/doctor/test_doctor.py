@@ -34,7 +34,7 @@ def findings(*words: str, code: int, **how: Any) -> dict[str, list[dict[str, Any
 
 
 def test_each_planted_fault_is_found(tmp_path: Path) -> None:
-    (lock := tmp_path / "built" / "cpu_adam" / "lock").parent.mkdir(parents=True)
+    (lock := tmp_path / "built" / "async_io" / "lock").parent.mkdir(parents=True)
     lock.touch()
     (tmp_path / "netrc").touch()
     planted = {
@@ -47,7 +47,7 @@ def test_each_planted_fault_is_found(tmp_path: Path) -> None:
     }
     settings = ("infra.device=cuda", "infra.output_dir=/proc/out", "data.data_files=[nowhere.txt]", "infra.num_gpus=64")
     more = ("data.dataset_name=text", "training.report_to=wandb", "model.tokenizer_name_or_path=nobody/nothing")
-    engine = ("infra.distributed_type=deepspeed", "training.torch_adam=false", "infra.offload_optimizer=cpu")
+    engine = ("infra.distributed_type=deepspeed", "infra.offload_optimizer=nvme", f"infra.nvme_path={tmp_path}")
     environ = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
     found = findings(
         *(*DOCTOR, *settings, *more, *engine, "model.architecture=null", "model.model_name_or_path=nobody/nothing"),

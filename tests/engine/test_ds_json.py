@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import subprocess
 import sys
@@ -31,7 +30,6 @@ VARIANTS: dict[str, list[str]] = {
     "fp16": ["training.bf16=false", "training.fp16=true"],
     "fp32": ["training.bf16=false"],
     "no clipping": ["training.max_grad_norm=0"],
-    "torch_adam": ["training.torch_adam=true"],
     "WarmupLR": ["training.lr_scheduler_type=WarmupLR"],
     "WarmupCosineLR": ["training.lr_scheduler_type=WarmupCosineLR"],
     "log warm-up": ["training.warmup_type=log"],
@@ -66,7 +64,7 @@ def test_deepspeed_reads_back_what_was_meant(variant: tuple[FullConfig, dict[str
     assert parsed.gradient_clipping == training.max_grad_norm
     assert (parsed.train_micro_batch_size_per_gpu, parsed.gradient_accumulation_steps) == (4, 8)
     assert parsed.optimizer_name == "adamw"
-    assert parsed.optimizer_params["torch_adam"] is training.torch_adam
+    assert parsed.optimizer_params["torch_adam"] is True
     native = training.lr_scheduler_type.startswith("Warmup")
     assert parsed.scheduler_name == (training.lr_scheduler_type if native else None)
     assert (zero.zero_hpz_partition_size > 1) is False  # one rank
@@ -116,16 +114,11 @@ def test_schedules_take_the_rendered_parameters(scheduler: str, learning_rates: 
 
 def test_adam_takes_the_rendered_parameters() -> None:
     import torch
-    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
-    params = render(["training.adam_beta2=0.95", "training.torch_adam=true"])["optimizer"]["params"]
+    params = render(["training.adam_beta2=0.95"])["optimizer"]["params"]
     assert params.pop("torch_adam") is True  # taken out by DeepSpeed, the rest goes to the class
     group = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], **params).param_groups[0]
     assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (2e-4, (0.9, 0.95), 1e-8, 0.01)
-    params = render(["training.adam_beta2=0.95"])["optimizer"]["params"]
-    del params["torch_adam"]
-    for compiled in (DeepSpeedCPUAdam, FusedAdam):
-        inspect.signature(compiled.__init__).bind(None, [], **params)
 
 
 def test_the_default_run_on_eight_ranks() -> None:
@@ -166,13 +159,12 @@ def test_the_throughput_timer_runs_for_who_asks_for_it() -> None:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ([], {}),
-        (["training.torch_adam=true"], {"fused": True}),
-        (["training.torch_adam=true", extra("{optimizer: {params: {fused: false}}}")], {"fused": False}),
-        (["training.torch_adam=true", extra("{optimizer: {params: {foreach: true}}}")], {"foreach": True}),
+        ([], {"fused": True}),
+        ([extra("{optimizer: {params: {fused: false}}}")], {"fused": False}),
+        ([extra("{optimizer: {params: {foreach: true}}}")], {"foreach": True}),
     ],
 )
-def test_torch_adam_is_fused_unless_told_otherwise(overrides: list[str], expected: dict[str, bool]) -> None:
+def test_adam_is_fused_unless_told_otherwise(overrides: list[str], expected: dict[str, bool]) -> None:
     params = render(overrides)["optimizer"]["params"]
     assert {key: params[key] for key in ("fused", "foreach") if key in params} == expected
 

@@ -111,7 +111,7 @@ def test_zero3_by_hand() -> None:
     assert memory.resting.optimizer == pytest.approx(8 * shard, rel=1e-5)
     assert memory.resting.communication == 4 * BUCKET + 2 * NORMS  # gradients are reduced in float32
     assert memory.forward == Breakdown(communication=2 * (PARAMETERS - NORMS))  # all is gathered: 1 B may be
-    assert memory.step == Breakdown(gradients=memory.resting.gradients)  # one flat copy; FusedAdam needs nothing
+    assert memory.step == Breakdown(gradients=memory.resting.gradients)  # one flat copy; fused AdamW needs nothing
     assert memory.host.total == 0
     # The embedding, larger than a bucket, goes alone, converted to float32 while it and its gradient are there.
     assert memory.last_reduction == Breakdown(gradients=2 * EMBEDDING, communication=(2 + 4) * EMBEDDING)
@@ -242,10 +242,6 @@ def test_bf16_master_weights_and_states() -> None:
     resting = zero_memory(job_of("zero2", deepspeed_extra=extra)).resting
     assert resting.master_weights == pytest.approx(2 * PARAMETERS / 8)
     assert resting.optimizer == pytest.approx(4 * PARAMETERS / 8)
-    extra["bf16"].pop("bf16_optimizer_states")
-    offloaded = zero_memory(job_of("zero3", offload_optimizer="cpu", pin_memory=False, deepspeed_extra=extra))
-    # Master weights and their gradients in bf16, moments in float32, and float32 accumulated gradients.
-    assert offloaded.host.states == pytest.approx((2 + 2 + 8 + 4) * PARAMETERS / 8, rel=1e-5)
 
 
 def test_stage_1_with_float32_accumulation_has_all_gradients_twice() -> None:
@@ -255,9 +251,9 @@ def test_stage_1_with_float32_accumulation_has_all_gradients_twice() -> None:
     assert memory.forward.gradients == 2 * PARAMETERS
 
 
-def test_stage_0_converts_all_gradients_twice_for_fused_adam() -> None:
+def test_stage_0_has_all_gradients_in_float32_beside_those_of_the_parameters() -> None:
     memory = zero_memory(job_of("zero0"))
-    assert memory.step == Breakdown(gradients=(2 + 4 + 4) * PARAMETERS)
+    assert memory.step == Breakdown(gradients=(2 + 4) * PARAMETERS)
     float32 = zero_memory(job_of("zero0", training={"bf16": False}))
     # The reduction copies 500 M elements, and the parameter that fills them.
     reduction = Breakdown(gradients=4 * PARAMETERS, communication=4 * (500_000_000 + EMBEDDING))
