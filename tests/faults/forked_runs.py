@@ -30,6 +30,8 @@ ENGINES: dict[str, dict[str, Any]] = {
     "fsdp": {"infra__distributed_type": "fsdp", "infra__offload_optimizer": "none"},
 }
 """What a run is started with for an engine, beside `tiny_run.overrides`."""
+# oneDNN keeps up to 1,024 compiled kernels, which is hundreds of megabytes on some CPUs, and none in a probe.
+VARIABLES = {"DS_ACCELERATOR": "cpu", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,8 @@ class Finished:
 class ForkedRuns:
     """Starts the server and asks it for runs. `wrapper`: words in front of its command line."""
 
-    def __init__(self, wrapper: tuple[str, ...] = (), **variables: str) -> None:
+    def __init__(self, wrapper: tuple[str, ...] = ()) -> None:
         self._command = [*wrapper, sys.executable, __file__]
-        self._variables = variables
 
     def __enter__(self) -> ForkedRuns:
         rooms = (str(Path(__file__).parents[1] / room) for room in ("launch", "hosts"))
@@ -60,7 +61,7 @@ class ForkedRuns:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment() | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": python_path} | self._variables,
+            env=environment() | VARIABLES | {"PYTHONPATH": python_path},
         )
         return self
 

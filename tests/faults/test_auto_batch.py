@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,6 @@ pytestmark = [pytest.mark.distributed]
 ROOM_BYTES = 300_000_000
 """What each process may have beyond what a rank of the same run holds that makes micro-batches of 1: logits take about
 100 MB for one sequence and 700 MB for seven. The estimate does not know of the limit, and the probes run into it."""
-
-
-@pytest.fixture(scope="module")
-def runs() -> Iterator[ForkedRuns]:
-    # oneDNN keeps up to 1,024 compiled kernels, which is hundreds of megabytes on some CPUs, and none in a probe.
-    with ForkedRuns(ONEDNN_PRIMITIVE_CACHE_CAPACITY="16") as started:
-        yield started
 
 
 def arguments(folder: Path, engine: str, *options: str, **changes: Any) -> list[str]:
@@ -82,9 +74,9 @@ def run_in_numbers(runs: ForkedRuns, folder: Path, engine: str, ranks: int) -> d
 
 
 def test_a_size_that_fits_is_found_and_kept(runs: ForkedRuns, tmp_path: Path) -> None:
-    """Of 7 and 1, the divisors of a rank's share, 7 is estimated to fit and does not."""
-    limits = run_in_numbers(runs, tmp_path / "numbers", "fsdp", ranks=2)
-    auto = arguments(tmp_path / "auto", "fsdp", training__global_batch_size=14)
+    """Of 7 and 1, the divisors of a rank's share, 7 is estimated to fit and does not. FSDP2's: tests/auto_batch."""
+    limits = run_in_numbers(runs, tmp_path / "numbers", "deepspeed", ranks=2)
+    auto = arguments(tmp_path / "auto", "deepspeed", training__global_batch_size=14)
     result = runs.run(auto, ranks=2, limits=limits)
     assert_ended(result, 0)
     assert "micro-batches of 7 do not fit (rank " in result.output
@@ -102,15 +94,6 @@ def test_a_size_that_fits_is_found_and_kept(runs: ForkedRuns, tmp_path: Path) ->
     assert "micro-batches of" not in resumed.output  # nothing is tried
     kept = FullConfig.from_yaml(tmp_path / "auto" / "config.yaml").training
     assert (kept.micro_batch_size, kept.gradient_accumulation_steps) == (1, 14)
-
-
-def test_memory_runs_out_under_deepspeed_as_well(runs: ForkedRuns, tmp_path: Path) -> None:
-    limits = run_in_numbers(runs, tmp_path / "numbers", "deepspeed", ranks=1)
-    result = runs.run(arguments(tmp_path / "auto", "deepspeed", training__global_batch_size=7), limits=limits)
-    assert_ended(result, 0)
-    assert "micro-batches of 7 do not fit (rank 0: " in result.output
-    assert "accumulation 7 keeps the global batch of 7" in result.output
-    assert losses(tmp_path / "auto") == losses(tmp_path / "numbers")
 
 
 def test_no_size_is_left(runs: ForkedRuns, tmp_path: Path) -> None:

@@ -68,8 +68,9 @@ def test_a_finished_run_has_its_last_model_and_its_average(finished: Path) -> No
 
 
 def test_a_finished_run_may_be_resumed_again(runs: ForkedRuns, run_folder: Path) -> None:
-    """As a queue that starts a job until it succeeds may do."""
+    """As a queue that starts a job until it succeeds may do; not begun again by mistake."""
     before = losses(run_folder)
+    assert_refused(runs.run(arguments(run_folder)), 3, "--resume auto")
     result = runs.run(arguments(run_folder, "--resume", "auto"))
     assert result.codes == [0], result.output
     assert f"nothing left to do after step {STEPS}: to train on, raise training.num_train_steps" in result.output
@@ -79,11 +80,13 @@ def test_a_finished_run_may_be_resumed_again(runs: ForkedRuns, run_folder: Path)
     assert losses(run_folder) == before
 
 
-def test_ranks_that_do_not_divide_the_lanes_are_told_which_do(runs: ForkedRuns, finished: Path) -> None:
+def test_ranks_that_do_not_divide_the_lanes_are_told_which_do(runs: ForkedRuns, finished: Path, tmp_path: Path) -> None:
     before = (finished / "run.json").read_text()
     result = runs.run(arguments(finished, "--resume", "auto", infra__distributed_type="deepspeed"), ranks=2)
     assert_refused(result, 2, "(fixed when this run first started)=3 cannot be divided", "numbers of ranks: 1, 3.")
     assert (finished / "run.json").read_text() == before
+    assert_refused(runs.run(arguments(tmp_path / "new"), ranks=2), 2, "data.num_lanes=3")
+    assert not (tmp_path / "new").exists()
 
 
 def test_three_ranks_of_the_other_engine_go_on_with_the_same_data(runs: ForkedRuns, run_folder: Path) -> None:
@@ -197,14 +200,12 @@ def test_a_folder_inside_a_file_is_refused(runs: ForkedRuns, tmp_path: Path) -> 
     assert_refused(result, 2, f"infra.output_dir: cannot write to {tmp_path / 'file' / 'run'}", "Not a directory")
 
 
-def test_a_read_only_folder_is_refused_before_anything_starts(finished: Path) -> None:
-    """Root is not held up by permission bits, so the folder is mounted read-only."""
-    mounts = f'mount --bind {finished} {finished} && mount -o remount,ro,bind {finished} && exec "$@"'
-    wrapper = ("unshare", "--user", "--map-root-user", "--mount", "bash", "-c", mounts, "-")
-    if not shutil.which("unshare") or subprocess.run([*wrapper, "true"], capture_output=True).returncode:
+def test_a_read_only_folder_is_refused_before_anything_starts(runs: ForkedRuns, finished: Path) -> None:
+    unshare = ("unshare", "--user", "--map-root-user", "--mount", "mount", "--bind", finished, finished)
+    if not shutil.which("unshare") or subprocess.run(unshare, capture_output=True).returncode:
         pytest.skip("no folder may be mounted here")
-    with ForkedRuns(wrapper) as runs:
-        result = runs.run(arguments(finished, "--resume", "auto"))
+    mounted = [{"kind": "read_only", "path": str(finished)}]
+    result = runs.run(arguments(finished, "--resume", "auto"), faults=mounted)
     assert_refused(result, 2, f"infra.output_dir: cannot write to {finished} (Read-only file system)")
 
 
@@ -228,6 +229,8 @@ def test_bad_rows(runs: ForkedRuns, corpus: Path, tmp_path: Path) -> None:
     stopped = runs.run(arguments(tmp_path / "run", **data, **sharded), ranks=2)
     assert_refused(stopped, 4, "data.jsonl, line ", "not a JSON line", "data.on_bad_row=skip")
     assert sorted(committed_steps(tmp_path / "run" / "checkpoints")) == [2, 3]  # all that was trained, by both ranks
+    status = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("failed", 4)
     resumed = runs.run(arguments(tmp_path / "run", "--resume", "auto", **skipping))
     assert resumed.codes == [0], resumed.output
     assert resumed.output.count("passed over: data.jsonl, line ") == 5
