@@ -39,8 +39,16 @@ def test_every_name_of_the_front_door_is_the_one_that_type_checkers_see() -> Non
         _ = ds_encdec.nothing
 
 
+SMALL = (
+    *("data.max_encoder_length=64", "data.max_decoder_length=64"),
+    *("training.eval_samples=8", "training.bf16=false"),
+)
+"""What the page's runs are given besides, to be over sooner."""
+
+
 def written(folder: Path) -> None:
     """The files of the page in `folder`, and in `folder`/site the outside package with its entry points."""
+    small = "".join(f'"{setting}", ' for setting in SMALL)
     site = folder / "site"
     info = site / "my_parts-1.0.dist-info"
     info.mkdir(parents=True)
@@ -59,7 +67,8 @@ def written(folder: Path) -> None:
                 file.write(rest)
         elif name.endswith(".py"):  # one run is copied elsewhere besides
             upload = f'"infra.output_dir=runs/parts",\n        "infra.upload_to=file://{folder}/bucket",'
-            (folder / name).write_text(rest.replace('"infra.output_dir=runs/parts",', upload))
+            text = rest.replace('"infra.output_dir=runs/parts",', upload)
+            (folder / name).write_text(text.replace('"infra.output_dir=', f'{small}"infra.output_dir='))
     (folder / "front_door.py").write_text(BLOCKS[0][1])
 
 
@@ -86,7 +95,7 @@ def test_the_page_runs_as_it_stands(tmp_path: Path) -> None:
     assert "the fourth step is the same" in said
     assert re.search(r"^\d\.\d+ GiB expected on each GPU$", said, re.MULTILINE)
     assert re.search(r"^INFO:ds_encdec\.build:finished at step 10", said, re.MULTILINE)  # as train.py has set it up
-    assert re.search(r"^10 \d{5}$", said, re.MULTILINE)
+    assert re.search(r"^10 \d{4,5}$", said, re.MULTILINE)
     assert Qwen3ForSeq2SeqLM.from_pretrained(tmp_path / "runs" / "mine" / "model").config.vocab_size == 4096
 
     run = tmp_path / "runs" / "parts"

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -137,11 +136,9 @@ def test_a_rank_zero_that_came_and_went_is_not_waited_for(monkeypatch: pytest.Mo
             gone.wait()  # importing torch, say
         return met(world, 60)
 
-    began = time.monotonic()
     ended = held({0: rank_zero, 1: slow})
     assert isinstance(ended[1], LostRankError)
     assert str(ended[1]).startswith("Rank 0 has come and gone, and rank 1 (node0) cannot begin alone")
-    assert time.monotonic() - began < 50
 
 
 def test_an_address_or_a_place_that_another_has() -> None:
@@ -193,10 +190,9 @@ def test_a_connection_that_fails_on_one_rank_ends_another_that_waits(monkeypatch
 
         return come
 
-    began = time.monotonic()
-    ended = held({0: connect(lambda: let_go.wait(30)), 1: connect(refuse)})
-    assert ended_with == [9]
-    assert time.monotonic() - began < 25
+    was_let_go: list[bool] = []
+    ended = held({0: connect(lambda: was_let_go.append(let_go.wait(120))), 1: connect(refuse)})
+    assert (ended_with, was_let_go) == ([9], [True])
     for error in ended.values():
         assert isinstance(error, LostRankError)
         assert str(error).startswith("rank 1 (node0) cannot connect to rank 0 (node0): gone, or not to be reached")

@@ -1,4 +1,4 @@
-"""Phases with a real launcher and ranks: trained, interrupted, passed over, gone on with, judged."""
+"""Phases with a real launcher and its rank: trained, interrupted, passed over, gone on with, judged."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tiny_run import BIN, QUICKSTART, environment, metrics, overrides
 
 TINY_PHASES = {
     "infra__distributed_type": "fsdp",  # torchrun: starts sooner than deepspeed
+    "infra__num_gpus": 1,  # several ranks under it: test_hanging_runs.py, test_lost_rank.py
     "training__max_grad_norm": 1.0,
     "training__logging_steps": 1,
     "phases__sanity_check__num_train_steps": 4,
@@ -28,8 +29,8 @@ TINY_PHASES = {
 }
 
 
-def phases(output: Path, **changes: object) -> subprocess.Popen[str]:
-    settings = overrides(output, **{**TINY_PHASES, **changes})
+def phases(output: Path) -> subprocess.Popen[str]:
+    settings = overrides(output, **TINY_PHASES)
     return subprocess.Popen(
         [str(BIN / "ds-encdec"), "phases", "--config", QUICKSTART, "--to", "validation", *settings],
         cwd=output.parent,
@@ -66,8 +67,8 @@ def test_phases_stopped_and_gone_on_with(tmp_path: Path) -> None:
     assert stopped_at["state"] == "preempted"
     assert not (second / "result.json").exists()
 
-    # Once more, on one rank: the first phase is passed over, the second gone on with.
-    code, text = finish(phases(output, infra__num_gpus=1))
+    # Once more: the first phase is passed over, the second gone on with.
+    code, text = finish(phases(output))
     assert code == 0, text
     assert "phase sanity_check has passed its gate already" in text
     assert "resumed from" in (second / "run.log").read_text()

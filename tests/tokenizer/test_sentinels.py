@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 from qwen3_vocabulary import oracle, qwen3_tokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from ds_encdec.config.schema import ModelConfig
@@ -41,24 +43,16 @@ def test_sentinels_take_qwen3s_spare_rows() -> None:
     ids = tokenizer.encode("Hello<extra_id_0> world <extra_id_99>.")
     assert [token for token in ids if token >= 151669] == [151669, 151768]
     assert tokenizer.decode(ids) == "Hello<extra_id_0> world <extra_id_99>."
-
-
-def test_256_sentinels_and_the_mode_tokens_fit_without_a_resize() -> None:
-    vocabulary = add_sentinels(qwen3_tokenizer(), 256, mode_tokens=True)
-    assert vocabulary.sentinel_ids[-1] == 151924
-    assert vocabulary.mode_token_ids == tuple(range(151925, 151930))
-    assert vocabulary.vocab_size <= 151936
-
-
-def test_text_without_sentinels_is_encoded_as_before() -> None:
-    tokenizer = qwen3_tokenizer()
-    add_sentinels(tokenizer, 100, mode_tokens=True)
-    for text in TEXTS:
+    for text in TEXTS:  # without sentinels, and encoded as before
         assert tokenizer.encode(text) == oracle().encode(text)
 
 
-def test_base_models_end_with_the_pad_token() -> None:
-    vocabulary = add_sentinels(qwen3_tokenizer("<|endoftext|>"), 4, mode_tokens=False)
+def test_256_sentinels_and_the_mode_tokens_fit_without_a_resize() -> None:
+    """Of a base model's tokenizer, which ends with the pad token."""
+    vocabulary = add_sentinels(qwen3_tokenizer("<|endoftext|>"), 256, mode_tokens=True)
+    assert vocabulary.sentinel_ids[-1] == 151924
+    assert vocabulary.mode_token_ids == tuple(range(151925, 151930))
+    assert vocabulary.vocab_size <= 151936
     assert vocabulary.eos_id == vocabulary.pad_id == 151643
 
 
@@ -82,6 +76,6 @@ def test_a_saved_tokenizer_loads_with_the_same_ids(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_without_an_end_token_is_refused() -> None:
-    bare = PreTrainedTokenizerFast(tokenizer_object=qwen3_tokenizer().backend_tokenizer)
+    bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()))
     with pytest.raises(CheckpointError, match="eos_token"):
         add_sentinels(bare, 4, mode_tokens=False)
