@@ -228,11 +228,13 @@ def deepspeed_lacks(config: Sections) -> Iterable[Rule]:
         "selective checkpointing is FSDP2's (distributed_type=fsdp); DeepSpeed has none, full and every_n",
         training.activation_checkpointing == "selective",
     )
+    by_module = training.freeze or config.model.lora is not None
+    by_module = by_module or "zero_optimization.leaf_module" in Settings(infra.deepspeed_extra)
     yield Rule(
         f"training.torch_compile infra.sharding_stage {engine}",
-        "ZeRO-3 gathers parameters inside layers, which cannot be compiled so: set torch_compile=auto, "
-        "sharding_stage=zero2 or lower, or distributed_type=fsdp",
-        training.torch_compile is True and infra.sharding_stage.startswith("zero3"),
+        "ZeRO-3 gathers parameters inside layers here (training.freeze, model.lora, leaf_module), which cannot be "
+        "compiled so: set torch_compile=auto, sharding_stage=zero2 or lower, or distributed_type=fsdp",
+        training.torch_compile is True and infra.sharding_stage.startswith("zero3") and by_module,
     )
     yield Rule(
         f"training.optimizer {engine}",

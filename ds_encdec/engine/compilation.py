@@ -27,12 +27,14 @@ _failures: dict[tuple[str, ...], str] = {}
 def with_compilation_decided(config: FullConfig, context: RunContext, model_config: Qwen3Seq2SeqConfig) -> FullConfig:
     """`config` with true or false in place of `training.torch_compile: auto`, the same on all ranks. Collective.
 
-    `auto` is true on GPUs for what an engine can compile. A tiny layer of each kind is then compiled and runs forward
+    `auto` is true on GPUs for what an engine can compile, but not for ZeRO-3, whose layers are compiled between its
+    hooks: that has run on CPUs alone. A tiny layer of each kind is then compiled and runs forward
     and backward: where that fails, on any rank, `auto` is false, with a warning. Raises ConfigError where it was true.
     """
     asked = config.training.torch_compile
     compiled = _with(config, True)
-    if asked == "auto" and (context.device.type != "cuda" or _conflicts(compiled, context)):
+    by_hooks = context.engine_spec.gathering_ms and config.infra.sharding_stage.startswith("zero3")
+    if asked == "auto" and (context.device.type != "cuda" or by_hooks or _conflicts(compiled, context)):
         return _with(config, False)
     if not asked:
         return config

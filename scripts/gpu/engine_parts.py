@@ -62,7 +62,7 @@ def compiled(kit: Kit) -> None:
     if kit.dry_run:
         kit.omit("inductor", "a dry run only traces the layers: tests/model compiles them on a CPU")
         torch._TorchCompileInductorWrapper.__call__ = lambda _, graph, inputs: aot_eager(graph, inputs)
-    for name in ("fsdp zero2",) if kit.dry_run else ("fsdp zero2", "zero1"):
+    for name in ("fsdp zero2",) if kit.dry_run else ("fsdp zero2", "zero1", "zero3"):
         counters.clear()
         losses = _train(kit, name, "fp32", torch_compile=True)
         graphs = {

@@ -35,5 +35,6 @@ SPEED_SETTINGS = {
     "zero1": SpeedSetting(_ZERO1, in_dry_run=True),
     "fsdp2 selective": SpeedSetting(_FSDP2, checkpointing="selective", in_dry_run=True),
     "fsdp2 full compiled": SpeedSetting(_FSDP2, compiled=True, checkpointing="full"),
+    "zero3 compiled": SpeedSetting(_ZERO3, compiled=True),
     "zero3_offload": SpeedSetting(_OFFLOAD),
 }

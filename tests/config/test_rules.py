@@ -119,7 +119,11 @@ def load(settings: dict[str, Any]) -> FullConfig:
         ),
         ({"infra.distributed_type": "ddp", "infra.sharding_stage": "zero3"}, '= "zero3"', "ddp shards nothing"),
         ({"training.activation_checkpointing": "selective"}, '= "selective"', "FSDP2"),
-        ({"training.torch_compile": "true"}, "training.torch_compile = true", "ZeRO-3 gathers parameters"),
+        (
+            {"training.torch_compile": "true", "training.freeze": "shared.*"},
+            "training.torch_compile = true",
+            "ZeRO-3 gathers parameters inside layers",
+        ),
         ({"infra.fsdp_reduce_every_micro_batch": "true"}, "fsdp_reduce_every_micro_batch = true", "FSDP2's"),
         (FSDP | {"training.fp16": "true", "training.bf16": "false"}, "training.fp16 = true", "no loss scaling"),
         (
@@ -257,6 +261,7 @@ def test_contradictions(settings: dict[str, Any], fields: str, message: str) -> 
         FSDP | {"training.torch_compile": "true"},
         FSDP | {"training.torch_compile": "true", "training.activation_checkpointing": "selective"},
         {"training.torch_compile": "true", "infra.sharding_stage": "zero2"},
+        {"training.torch_compile": "true"},
         {"training.torch_compile": "auto"},
         FSDP | {"infra.sharding_stage": "zero2_hybrid", "infra.hybrid_shard_size": 4},
         FSDP | {"training.warmup_steps": 0},
@@ -354,7 +359,8 @@ def test_a_single_sound_field_never_contradicts_a_default_of_the_monitor() -> No
         (FSDP, ["fsdp"]),
         (DDP, ["fsdp"]),
         (AUTO, ["deepspeed", "fsdp"]),
-        (AUTO | {"training.torch_compile": "true"}, ["fsdp"]),
+        (AUTO | {"training.torch_compile": "true"}, ["deepspeed", "fsdp"]),
+        (AUTO | {"training.torch_compile": "true", "training.freeze": "shared.*"}, ["fsdp"]),
         (AUTO | {"training.fp16": "true", "training.bf16": "false"}, ["deepspeed"]),
     ],
 )

@@ -17,6 +17,7 @@ from engine_plan import LANES, LAST_STEP, SAVED_STEP
 from engine_steps import Case, Collectives, copied_weights, run_all, skipping_steps, train_step
 from packed_batches import random_batch
 from small_run import MODEL, SHORT_ACCUMULATION, SHORT_MODEL, lane_batches, run_config, weights
+from torch._dynamo.utils import counters
 
 from ds_encdec.checkpoint.zero_state import ZeroState
 from ds_encdec.config.schema import FullConfig
@@ -104,6 +105,27 @@ def communication(**overrides: Any) -> dict[str, int]:
 
 def short_step(engine: Engine, step: int, **how: Any) -> dict[str, Any]:
     return train_step(engine, step, SHORT_ACCUMULATION, **how)
+
+
+def compiling(**overrides: Any) -> dict[str, Any]:
+    """Two steps, what graphs of layers they took, and how many views of gathered weights the last one kept."""
+    engine = short_engine(**overrides)
+    counters.clear()
+    kept = 0
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal kept
+        whole = {weight.untyped_storage().data_ptr() for weight in engine._engine.module.parameters() if weight.numel()}
+        kept += not isinstance(tensor, torch.nn.Parameter) and tensor.untyped_storage().data_ptr() in whole
+        return tensor
+
+    steps = [short_step(engine, 0)]
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        steps.append(short_step(engine, 1))
+    graphs, breaks = counters["stats"]["unique_graphs"], dict(counters["graph_break"])
+    result = {"steps": steps, "weights": full_weights(engine), "kept": kept, "graphs": graphs, "breaks": breaks}
+    engine.close()
+    return result
 
 
 def skipping(**overrides: Any) -> dict[str, Any]:

@@ -207,6 +207,7 @@ def cases(world_size: int, folder: Path) -> list[Case]:
     plan += [
         (f"communication {stage}", "communication", {"sharding_stage": stage, "bf16": True}) for stage in COMMUNICATION
     ]
+    plan += [(f"compiled {compiled}", "compiling", {"torch_compile": compiled}) for compiled in (False, True)]
     plan += [(f"skip {name}", "skipping", RESUMES[name]) for name in SKIPS]
     plan += [
         (f"resume {name}", "resuming", {"directory": str(folder / name), **given}) for name, given in RESUMES.items()

@@ -104,6 +104,16 @@ def test_recomputation_changes_nothing_to_the_bit(engine_results: Results) -> No
         assert found["steps"] == plain["steps"]
 
 
+def test_zero3_compiles_layers_between_its_hooks(engine_results: Results) -> None:
+    """One graph for each kind of layer, which keeps no gathered weights for the backward pass."""
+    for plain, found in zip(engine_results(2, "compiled False"), engine_results(2, "compiled True"), strict=True):
+        assert (plain["graphs"], found["graphs"], found["breaks"], found["kept"]) == (0, 2, {}, 0)
+        for mine, expected in zip(found["steps"], plain["steps"], strict=True):
+            assert mine["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+            assert mine["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-5)
+        torch.testing.assert_close(found["weights"], plain["weights"], rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("case", SKIPS)
 def test_skipped_steps_leave_no_trace(engine_results: Results, case: str) -> None:
     for rank, clean in zip(engine_results(2, f"skip {case}"), engine_results(2, f"resume {case}"), strict=True):

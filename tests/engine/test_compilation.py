@@ -53,6 +53,7 @@ def decided(device: str, engine: EngineName = "fsdp", stage: str = "zero3", lora
         (False, {"device": "cpu"}),
         (True, {"device": "cpu", "torch_compile": True}),
         (True, {"device": "cpu", "engine": "deepspeed", "stage": "zero1", "torch_compile": True}),
+        (True, {"device": "cuda", "engine": "deepspeed", "stage": "zero3", "torch_compile": True}),
     ],
 )
 def test_what_is_compiled_has_been_tried(compiles: bool, where: dict[str, Any], tried: list[str]) -> None:

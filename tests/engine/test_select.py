@@ -65,7 +65,7 @@ def without_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
         (configured(distributed_type="auto"), "deepspeed"),
         (configured(distributed_type="auto", sharding_stage="zero2_hybrid"), "fsdp"),
         (configured({"activation_checkpointing": "selective"}, distributed_type="auto"), "fsdp"),
-        (configured({"torch_compile": True}, distributed_type="auto"), "fsdp"),
+        (configured({"torch_compile": True}, distributed_type="auto"), "deepspeed"),
     ],
 )
 def test_the_engine_of_a_configuration(config: FullConfig, engine: str) -> None:
@@ -219,9 +219,9 @@ def test_what_takes_the_place_of_a_broken_deepspeed(infra: dict[str, Any], fallb
     [
         (configured(distributed_type="auto"), True, ["deepspeed is not installed; training with FSDP2"]),
         (
-            configured({"torch_compile": True}, distributed_type="auto"),
+            configured({"activation_checkpointing": "selective"}, distributed_type="auto"),
             False,
-            ["DeepSpeed does not do what training.torch_compile asks for; training with FSDP2"],
+            ["DeepSpeed does not do what training.activation_checkpointing asks for; training with FSDP2"],
         ),
         (
             configured(distributed_type="fsdp", deepspeed_extra={"zero_optimization": {"overlap_comm": False}}),
