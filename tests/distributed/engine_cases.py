@@ -9,6 +9,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import peft  # noqa: F401  # once, before the ranks are forked: it takes seconds
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero import GatheredParameters

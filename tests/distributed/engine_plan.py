@@ -6,60 +6,58 @@ from pathlib import Path
 from typing import Any
 
 from engine_steps import Case
-from small_run import FREEZE, LORA, REGULARIZED, SHORT_STEPS, STEPS
+from small_run import FREEZE, LORA, REGULARIZED, SHORT_STEPS
 
 LANES = 4
 SAVED_STEP, LAST_STEP = 3, 5
 """Of the runs that go on elsewhere: all steps are made of four lanes, and what is saved is the state after three."""
-
-STAGES = ("zero0", "zero1", "zero2", "zero3")
 
 # ZeRO-3 with what it is given by default: parameters as small as these stay whole between steps.
 DEFAULT_PERSISTENCE = {"deepspeed_extra": {}}
 # DeepSpeed then builds another optimizer for stage 1, with the norm in another place.
 FLOAT32_ACCUMULATION = {"deepspeed_extra": {"data_types": {"grad_accum_dtype": "fp32"}}}
 
-PARITY: dict[str, dict[str, Any]] = {
-    "zero0": {"sharding_stage": "zero0", "steps": STEPS},
-    "zero2": {"sharding_stage": "zero2", "steps": SHORT_STEPS},
-    "zero2-offload": {"sharding_stage": "zero2", "offload_optimizer": "cpu", "steps": SHORT_STEPS},
-    "zero1-wsd": {
-        "sharding_stage": "zero1",
-        "lr_scheduler_type": "wsd",
-        "wsd_decay_fraction": 0.5,
-        "steps": STEPS - 2,
+PARITY: dict[int, dict[str, dict[str, Any]]] = {
+    1: {
+        "zero0": {"sharding_stage": "zero0", "steps": SHORT_STEPS},
+        "zero2-offload": {"sharding_stage": "zero2", "offload_optimizer": "cpu", "steps": SHORT_STEPS},
+        "zero2-regularized": {"sharding_stage": "zero2", "steps": SHORT_STEPS, **REGULARIZED},
+        "zero3-offload": {"offload_optimizer": "cpu", "steps": SHORT_STEPS},
     },
-    "zero2-regularized": {"sharding_stage": "zero2", "steps": SHORT_STEPS, **REGULARIZED},
-    "zero3": {"steps": SHORT_STEPS},
-    "zero3-offload": {"offload_optimizer": "cpu", "steps": SHORT_STEPS},
-    "zero3-offload-all": {"offload_optimizer": "cpu", "offload_params": "cpu", "steps": SHORT_STEPS},
+    2: {
+        "zero0": {"sharding_stage": "zero0", "steps": SHORT_STEPS},
+        "zero1-wsd": {
+            "sharding_stage": "zero1",
+            "lr_scheduler_type": "wsd",
+            "wsd_decay_fraction": 0.75,
+            "steps": SHORT_STEPS + 1,
+        },
+        "zero1-lora": {"sharding_stage": "zero1", "steps": SHORT_STEPS, **LORA},
+        "zero2-offload": {"sharding_stage": "zero2", "offload_optimizer": "cpu", "steps": SHORT_STEPS},
+        "zero2-regularized": {"sharding_stage": "zero2", "steps": SHORT_STEPS, **REGULARIZED},
+        "zero3": {"steps": SHORT_STEPS},
+        "zero3-offload-all": {"offload_optimizer": "cpu", "offload_params": "cpu", "steps": SHORT_STEPS},
+        "zero3-persistent": {"steps": SHORT_STEPS, **DEFAULT_PERSISTENCE},
+        "zero3-recompute-regularized": {"steps": SHORT_STEPS, "activation_checkpointing": "full", **REGULARIZED},
+        "zero3-activation-offload": {
+            "steps": SHORT_STEPS,
+            "activation_checkpointing": "full",
+            "activation_offload": True,
+        },
+        "zero3-lora-offload-all": {
+            "offload_optimizer": "cpu",
+            "offload_params": "cpu",
+            "activation_checkpointing": "full",
+            "steps": SHORT_STEPS,
+            **LORA,
+        },
+        "zero3-freeze": {"steps": SHORT_STEPS, **FREEZE},
+    },
 }
-"""Float32 runs that must be the oracle's, by name, on one and two ranks.
+"""Float32 runs that must be the oracle's, by number of ranks and name.
 
 ZeRO-3's steps take ten times those of the others; fifty of them are compared in test_parity_table.py.
 """
-
-TWO_RANK_PARITY: dict[str, dict[str, Any]] = PARITY | {
-    "zero3-persistent": {"steps": SHORT_STEPS, **DEFAULT_PERSISTENCE},
-    "zero3-recompute-regularized": {"steps": SHORT_STEPS, "activation_checkpointing": "full", **REGULARIZED},
-    "zero3-recompute-every-2": {"steps": SHORT_STEPS, "activation_checkpointing": "every_n"},
-    "zero3-activation-offload": {
-        "steps": SHORT_STEPS,
-        "activation_checkpointing": "full",
-        "activation_offload": True,
-    },
-    **{f"{stage}-lora": {"sharding_stage": stage, "steps": SHORT_STEPS, **LORA} for stage in ("zero0", "zero1")},
-    "zero2-lora-offload": {"sharding_stage": "zero2", "offload_optimizer": "cpu", "steps": SHORT_STEPS, **LORA},
-    "zero3-lora-offload-all": {
-        "offload_optimizer": "cpu",
-        "offload_params": "cpu",
-        "activation_checkpointing": "full",
-        "steps": SHORT_STEPS,
-        **LORA,
-    },
-    "zero3-freeze": {"steps": SHORT_STEPS, **FREEZE},
-}
-"""The same, on two ranks only."""
 
 # Several of the optimizer's tensors to a parameter group, each with its own Adam step.
 SUB_GROUPS = {
@@ -67,29 +65,25 @@ SUB_GROUPS = {
 }
 
 RESUMES: dict[str, dict[str, Any]] = {
-    **{stage: {"sharding_stage": stage} for stage in ("zero0", "zero2")},
     "zero0-bf16": {"sharding_stage": "zero0", "bf16": True},
     "zero1-bf16": {"sharding_stage": "zero1", "bf16": True, "lr_scheduler_type": "WarmupCosineLR"},
     "zero1-bf16-float32-accumulation": {"sharding_stage": "zero1", "bf16": True, **FLOAT32_ACCUMULATION},
+    "zero2": {"sharding_stage": "zero2"},
     "zero2-offload-bf16": {"sharding_stage": "zero2", "offload_optimizer": "cpu", "bf16": True},
     "zero3-offload-bf16": {"offload_optimizer": "cpu", "bf16": True},
-    "zero3-offload-all-bf16": {"offload_optimizer": "cpu", "offload_params": "cpu", "bf16": True},
     "zero3-sub-groups": SUB_GROUPS,
     "zero3-persistent": {"bf16": True, "lr_scheduler_type": "WarmupDecayLR", **DEFAULT_PERSISTENCE},
-    "zero2-lora-offload-bf16": {"sharding_stage": "zero2", "offload_optimizer": "cpu", "bf16": True, **LORA},
     "zero3-lora-offload-all-bf16": {"offload_optimizer": "cpu", "offload_params": "cpu", "bf16": True, **LORA},
     "zero3-freeze-bf16": {"bf16": True, **FREEZE},
 }
 """Runs that are saved and resumed, by name. They change no setting."""
 
 SKIPS = (
-    "zero0",
+    "zero0-bf16",
     "zero1-bf16",
     "zero1-bf16-float32-accumulation",
-    "zero2",
     "zero2-offload-bf16",
     "zero3-offload-bf16",
-    "zero3-sub-groups",
 )
 """Those of them that are also made with skipped steps."""
 
@@ -113,7 +107,7 @@ CHANGED_RESUMES: dict[str, dict[str, Any]] = {
 """Float32 runs that are resumed with other settings, by name."""
 
 UNTRAINED: dict[str, dict[str, Any]] = {
-    **{f"{stage}-bf16": {"sharding_stage": stage, "bf16": True} for stage in STAGES},
+    **{f"{stage}-bf16": {"sharding_stage": stage, "bf16": True} for stage in ("zero0", "zero1", "zero3")},
     "zero1-bf16-float32-accumulation": {"sharding_stage": "zero1", "bf16": True, **FLOAT32_ACCUMULATION},
     "zero2-bf16-offload": {"sharding_stage": "zero2", "bf16": True, "offload_optimizer": "cpu"},
     "zero3-bf16-offload": {"bf16": True, "offload_optimizer": "cpu", "offload_params": "cpu"},
@@ -121,7 +115,7 @@ UNTRAINED: dict[str, dict[str, Any]] = {
 }
 """Runs with float32 weights beside those they compute with, by name."""
 
-LOSSLESS = ("zero0-bf16", "zero1-bf16", "zero3-bf16")
+LOSSLESS = ("zero1-bf16", "zero3-bf16")
 """Those of them that also start from a bf16 source."""
 
 LEAVING: dict[str, dict[str, Any]] = {
@@ -176,7 +170,7 @@ ARRIVING: list[tuple[int, dict[str, tuple[str, dict[str, Any]]]]] = [
 """Number of ranks, and which checkpoint each run goes on from and how, in the order in which they can be made."""
 
 STAGING: dict[str, dict[str, Any]] = {
-    **{stage: {"sharding_stage": stage} for stage in STAGES},
+    **{stage: {"sharding_stage": stage} for stage in ("zero0", "zero1")},
     "zero3-offload-bf16": {"offload_optimizer": "cpu", "bf16": True},
     # DeepSpeed makes hpZ's groups once per process: no other case here may use it.
     "zero3-hybrid-bf16": {"sharding_stage": "zero3_hybrid", "hybrid_shard_size": 2, "bf16": True},
@@ -199,8 +193,7 @@ COMMUNICATION = ("zero0", "zero1", "zero2", "zero3")
 
 def cases(world_size: int, folder: Path) -> list[Case]:
     """All cases of a start with `world_size` ranks; checkpoints go under `folder`."""
-    parity = PARITY if world_size == 1 else TWO_RANK_PARITY
-    plan: list[Case] = [(f"parity {name}", "trajectory", given) for name, given in parity.items()]
+    plan: list[Case] = [(f"parity {name}", "trajectory", given) for name, given in PARITY[world_size].items()]
     plan += [(f"summed {name}", "summed_gradient", given) for name, given in SUMMED.items()]
     if world_size == 1:
         return plan

@@ -9,16 +9,18 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import peft  # noqa: F401  # once, before the ranks are forked: it takes seconds
 import torch
 import torch.distributed as dist
 from device_waits import device_waits
 from engine_steps import Case, Collectives, copied_weights, run_all, skipping_steps, train_step
 from packed_batches import random_batch
-from small_run import MODEL, SHORT_ACCUMULATION, lane_batches, run_config, weights
+from small_run import MODEL, SHORT_ACCUMULATION, SHORT_MODEL, lane_batches, run_config, weights
 from torch._dynamo.utils import counters
 
 from ds_encdec.checkpoint.saved_state import DcpState
@@ -28,6 +30,7 @@ from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.engine.select import create_engine, resolve_engine
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import discover
+from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.model.quantized import quantized_matrices
 from ds_encdec.types import CheckpointError, ConfigError, DsEncDecError, StateKind, WeightSource
@@ -44,16 +47,18 @@ def fsdp_config(**overrides: Any) -> FullConfig:
     return run_config(**{"distributed_type": kind, "deepspeed_extra": {}} | overrides)
 
 
-def make_engine(config: FullConfig, source: WeightSource | None = weights) -> FSDP2Engine:
+def make_engine(
+    config: FullConfig, source: WeightSource | None = weights, model: Qwen3Seq2SeqConfig = MODEL
+) -> FSDP2Engine:
     context = RunContext(discover(os.environ), torch.device("cpu"), resolve_engine(config), HostCollectives())
-    engine = create_engine(config, context, MODEL, source, 1)
+    engine = create_engine(config, context, model, source, 1)
     assert isinstance(engine, FSDP2Engine)
     return engine
 
 
 def short_engine(source: WeightSource | None = weights, **overrides: Any) -> FSDP2Engine:
-    """An engine for `short_step`: exact comparisons need no long steps."""
-    return make_engine(fsdp_config(gradient_accumulation_steps=SHORT_ACCUMULATION, **overrides), source)
+    """An engine for `short_step`: exact comparisons need no long steps, and no second layer."""
+    return make_engine(fsdp_config(gradient_accumulation_steps=SHORT_ACCUMULATION, **overrides), source, SHORT_MODEL)
 
 
 def short_step(engine: FSDP2Engine, step: int, **how: Any) -> dict[str, Any]:
@@ -109,6 +114,15 @@ def trajectory(steps: int, **overrides: Any) -> dict[str, Any]:
     return result
 
 
+def compiled_trajectory(steps: int, **overrides: Any) -> dict[str, Any]:
+    """`trajectory` of compiled layers, whose graphs run as they are captured: what inductor makes of them is tested
+    in tests/model, and takes minutes here.
+    """
+    capture = partial(torch.compile, backend="aot_eager")
+    with mock.patch.object(torch, "compile", lambda forward, options: capture(forward)):
+        return trajectory(steps, **overrides)
+
+
 def skipping(copy: bool, **overrides: Any) -> dict[str, Any]:
     """A run with a step that is vetoed and one that has no finite gradient; `saving` never sees them.
 
@@ -135,7 +149,7 @@ def saving(directory: str, copy: bool, **overrides: Any) -> dict[str, Any]:
     writer = threading.Thread(target=lambda: files.extend(staged.write()))
     if not copy:
         writer.run()
-    copied = copied_weights(engine, fsdp_config(**overrides), MODEL)
+    copied = copied_weights(engine, fsdp_config(**overrides), SHORT_MODEL)
     straight = [short_step(engine, 2)]
     if copy:
         writer.start()
@@ -204,7 +218,7 @@ class FakeState:
 def refused_loads() -> dict[str, str]:
     """What each rank says to states that cannot be loaded."""
     engine = short_engine()
-    shapes = dict(parameter_shapes(MODEL))
+    shapes = dict(parameter_shapes(SHORT_MODEL))
     lacking = {name: shape for name, shape in shapes.items() if name != "decoder.norm.weight"}
     states = {
         "lacking": FakeState(lacking),
@@ -273,7 +287,7 @@ def host_copies(directory: str) -> dict[str, str]:
 
 def unreadable_weights(problem: str) -> str:
     """What each rank says when the last one cannot read the source's third parameter."""
-    third = list(parameter_shapes(MODEL))[2]
+    third = list(parameter_shapes(SHORT_MODEL))[2]
 
     def damaged(name: str, rows: slice = slice(None), /) -> torch.Tensor:
         if name != third or dist.get_rank() != dist.get_world_size() - 1:
@@ -297,9 +311,9 @@ def indivisible_ranks() -> str:
     return "built"
 
 
-def only_decay(**overrides: Any) -> dict[str, Any]:
+def only_decay() -> dict[str, Any]:
     """One step without any target: the gradient is zero, so weights move by weight decay alone."""
-    engine = make_engine(fsdp_config(**overrides, lr_scheduler_type="constant", warmup_steps=0))
+    engine = short_engine(lr_scheduler_type="constant", warmup_steps=0)
     empty = random_batch(5, MODEL.vocab_size, examples=0)
     for last in (False, True):
         engine.backward(engine.forward(empty), target_tokens=0, last=last)
@@ -309,8 +323,10 @@ def only_decay(**overrides: Any) -> dict[str, Any]:
     return {"learning_rate": result.learning_rate, "grad_norm": float(result.grad_norm), "weights": moved}
 
 
-def held(**overrides: Any) -> dict[str, Any]:
-    """What a rank asks its source for, and what it holds of each parameter and moment once it has trained."""
+def communication(**overrides: Any) -> dict[str, Any]:
+    """Collectives of the micro-batches, two, of an optimizer step; and what a rank of this engine asks its source for,
+    and holds of each parameter and moment.
+    """
     asked: dict[str, int] = {}
 
     def recorded(name: str, rows: slice = slice(None), /) -> torch.Tensor:
@@ -321,29 +337,20 @@ def held(**overrides: Any) -> dict[str, Any]:
     engine = short_engine(source=recorded, **overrides)
     short_step(engine, 0)
     tensors = engine.stage(Path(), copy=False).write.args[0]
-    held = {name: parameter.to_local().numel() for name, parameter in engine.model.named_parameters()}
     result = {
         "asked": asked,
-        "held": held,
+        "held": {name: parameter.to_local().numel() for name, parameter in engine.model.named_parameters()},
         "state": {key: tensor.to_local().numel() for key, tensor in tensors.items()},
         "tied": engine.model.lm_head.weight is engine.model.shared.weight,
         "dtypes": {str(parameter.dtype) for parameter in engine.model.parameters()},
     }
-    engine.close()
-    return result
-
-
-def communication(**overrides: Any) -> dict[str, dict[str, int]]:
-    """Collectives of the micro-batches, two, of an optimizer step."""
-    engine = short_engine(**overrides)
-    short_step(engine, 0)
     with Collectives() as counted:
         for last in (False, True):
             loss = engine.forward(random_batch(int(last), MODEL.vocab_size))
             engine.backward(loss, target_tokens=100, last=last)
     engine.step()
     engine.close()
-    return {"calls": dict(counted.calls), "bytes": dict(counted.bytes)}
+    return result | {"calls": dict(counted.calls), "bytes": dict(counted.bytes)}
 
 
 def full_disk(directory: str) -> str:

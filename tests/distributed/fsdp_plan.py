@@ -10,30 +10,27 @@ from typing import Any
 
 from engine_steps import Case
 from gloo_ranks import RankFailure, run_ranks
-from small_run import FREEZE, LORA, NF4, REGULARIZED, SHORT_STEPS, STEPS
+from small_run import FREEZE, LORA, NF4, REGULARIZED, SHORT_STEPS
 
 HYBRID_OF_ONE = {"hybrid_shard_size": 1}
 
 PARITY: dict[int, dict[str, dict[str, Any]]] = {
     1: {
-        **{stage: {"sharding_stage": stage, "steps": SHORT_STEPS} for stage in ("zero0", "zero2", "zero3")},
+        **{stage: {"sharding_stage": stage, "steps": SHORT_STEPS} for stage in ("zero0", "zero2")},
         "zero3-offload": {"offload_optimizer": "cpu", "steps": SHORT_STEPS},
         "zero3-regularized": {"steps": SHORT_STEPS, **REGULARIZED},
-        "zero0-lora-nf4": {"steps": SHORT_STEPS, **NF4},
         "zero2-muon": {"sharding_stage": "zero2", "optimizer": "muon", "steps": SHORT_STEPS},
     },
     2: {
-        **{stage: {"sharding_stage": stage, "steps": STEPS} for stage in ("zero0", "zero2")},
-        "zero3": {"steps": SHORT_STEPS},
+        **{stage: {"sharding_stage": stage, "steps": SHORT_STEPS} for stage in ("zero0", "zero3")},
         "zero1-wsd": {
             "sharding_stage": "zero1",
             "lr_scheduler_type": "wsd",
-            "wsd_decay_fraction": 0.5,
-            "steps": STEPS - 2,
+            "wsd_decay_fraction": 0.75,
+            "steps": SHORT_STEPS + 1,
         },
         "zero2-offload": {"sharding_stage": "zero2", "offload_optimizer": "cpu", "steps": SHORT_STEPS},
         "zero3-offload": {"offload_optimizer": "cpu", "offload_params": "cpu", "steps": SHORT_STEPS},
-        "zero2_hybrid": {"sharding_stage": "zero2_hybrid", "steps": SHORT_STEPS},
         "zero3_hybrid-of-one": {"sharding_stage": "zero3_hybrid", "steps": SHORT_STEPS, **HYBRID_OF_ONE},
         "zero3-full-regularized": {"activation_checkpointing": "full", "steps": SHORT_STEPS, **REGULARIZED},
         "zero3-selective": {"activation_checkpointing": "selective", "steps": SHORT_STEPS},
@@ -42,25 +39,20 @@ PARITY: dict[int, dict[str, dict[str, Any]]] = {
             "activation_offload": True,
             "steps": SHORT_STEPS,
         },
-        "zero3-compile-every-2": {
+        "zero3-compile-full": {
             "torch_compile": True,
-            "activation_checkpointing": "every_n",
+            "activation_checkpointing": "full",
             "residual_dropout": 0.1,
             "steps": SHORT_STEPS,
         },
-        "zero3-reduce-always": {"fsdp_reduce_every_micro_batch": True, "steps": SHORT_STEPS},
         "zero0-lora-nf4": {"activation_checkpointing": "full", "steps": SHORT_STEPS, **NF4},
-        "zero2-lora-offload": {
-            "sharding_stage": "zero2",
+        "zero3-lora-offload": {
             "offload_optimizer": "cpu",
             "activation_checkpointing": "full",
             "steps": SHORT_STEPS,
             **LORA,
         },
-        "zero3-lora": {"steps": SHORT_STEPS, **LORA},
-        "zero3-freeze": {"steps": SHORT_STEPS, **FREEZE},
         "zero0-muon": {"sharding_stage": "zero0", "optimizer": "muon", "steps": SHORT_STEPS},
-        "zero2-muon": {"sharding_stage": "zero2", "optimizer": "muon", "steps": SHORT_STEPS},
         "zero3-muon-offload-freeze": {
             "offload_optimizer": "cpu",
             "optimizer": "muon",
@@ -69,15 +61,13 @@ PARITY: dict[int, dict[str, dict[str, Any]]] = {
         },
     },
     4: {
-        **{stage: {"sharding_stage": stage, "steps": SHORT_STEPS} for stage in ("zero0", "zero3")},
-        "zero3_hybrid": {"sharding_stage": "zero3_hybrid", "hybrid_shard_size": 2, "steps": SHORT_STEPS},
+        "zero3": {"steps": SHORT_STEPS},
         "zero2_hybrid-reduce-always": {
             "sharding_stage": "zero2_hybrid",
             "hybrid_shard_size": 2,
             "fsdp_reduce_every_micro_batch": True,
             "steps": SHORT_STEPS,
         },
-        "zero3-muon": {"optimizer": "muon", "steps": SHORT_STEPS},
         "zero3_hybrid-muon": {
             "sharding_stage": "zero3_hybrid",
             "hybrid_shard_size": 2,
@@ -89,16 +79,13 @@ PARITY: dict[int, dict[str, dict[str, Any]]] = {
 """Float32 runs that must be the oracle's, by number of ranks and name."""
 
 BF16: dict[str, dict[str, Any]] = {
-    "zero0": {"sharding_stage": "zero0"},
     "zero2-offload": {"sharding_stage": "zero2", "offload_optimizer": "cpu"},
     "zero3-selective": {"activation_checkpointing": "selective"},
 }
 """bf16 runs of two ranks, by name."""
 
 SAVES: dict[str, dict[str, Any]] = {
-    "zero0": {"sharding_stage": "zero0", "copy": True},
-    "zero2-bf16": {"sharding_stage": "zero2", "bf16": True, "copy": True},
-    "zero3": {"copy": False},
+    "zero3": {"lr_scheduler_type": "WarmupDecayLR", "copy": False},
     "zero3-offload-bf16": {"offload_optimizer": "cpu", "bf16": True, "copy": True},
     "zero3_hybrid": {
         "sharding_stage": "zero3_hybrid",
@@ -106,22 +93,18 @@ SAVES: dict[str, dict[str, Any]] = {
         "copy": False,
         **HYBRID_OF_ONE,
     },
-    "zero3-warmup-decay": {"lr_scheduler_type": "WarmupDecayLR", "copy": True},
-    "zero3-lora-bf16": {"bf16": True, "copy": True, **LORA},
     "zero0-lora-nf4-bf16": {"bf16": True, "copy": True, **NF4},
     "zero0-freeze-bf16": {"sharding_stage": "zero0", "bf16": True, "copy": True, **FREEZE},
     "zero2-muon-bf16": {"sharding_stage": "zero2", "optimizer": "muon", "bf16": True, "copy": True},
-    "zero3-muon": {"optimizer": "muon", "lr_scheduler_type": "WarmupDecayLR", "copy": False},
 }
 """Runs of two ranks that are saved and loaded, by name."""
 
-SKIPS = ("zero0", "zero2-bf16", "zero3", "zero3-offload-bf16", "zero3_hybrid", "zero2-muon-bf16")
+SKIPS = ("zero0-freeze-bf16", "zero2-muon-bf16", "zero3", "zero3-offload-bf16")
 """Those of them that are also made with skipped steps."""
 
 RELOADS: dict[str, dict[str, Any]] = {
     "zero0": {"sharding_stage": "zero0"},
     "zero3": {},
-    "zero3_hybrid": {"sharding_stage": "zero3_hybrid", "hybrid_shard_size": 2},
     "zero3_hybrid-muon": {"sharding_stage": "zero3_hybrid", "hybrid_shard_size": 2, "optimizer": "muon"},
 }
 """Runs of four ranks that load what two have saved, by name."""
@@ -129,7 +112,7 @@ RELOADS: dict[str, dict[str, Any]] = {
 
 def reloaded(case: str) -> str:
     """The name of the save that a run of four ranks loads."""
-    return "zero3-muon" if "optimizer" in RELOADS[case] else "zero3-warmup-decay"
+    return "zero2-muon-bf16" if "optimizer" in RELOADS[case] else "zero3"
 
 
 COMMUNICATION: dict[str, dict[str, Any]] = {
@@ -137,22 +120,13 @@ COMMUNICATION: dict[str, dict[str, Any]] = {
     "zero2": {"sharding_stage": "zero2"},
     "zero3": {},
     "zero3_hybrid": {"sharding_stage": "zero3_hybrid", "hybrid_shard_size": 2},
-    "zero3-reduce-always": {"fsdp_reduce_every_micro_batch": True},
     "zero2_hybrid-reduce-always": {
         "sharding_stage": "zero2_hybrid",
         "hybrid_shard_size": 2,
         "fsdp_reduce_every_micro_batch": True,
     },
 }
-"""Runs of four ranks whose collectives are counted, by name."""
-
-HELD: dict[str, dict[str, Any]] = {
-    "zero0": {"sharding_stage": "zero0"},
-    "zero2": {"sharding_stage": "zero2"},
-    "zero3": {},
-    "zero3_hybrid": {"sharding_stage": "zero3_hybrid", "hybrid_shard_size": 2},
-}
-"""Runs of four ranks whose shards are measured, by name."""
+"""Runs of four ranks whose collectives are counted, and whose shards are measured, by name."""
 
 
 @functools.cache
@@ -183,7 +157,10 @@ def result(world_size: int, case: str) -> list[Any]:
 
 @functools.cache
 def _run(world_size: int) -> list[dict[str, Any]] | RankFailure:
-    plan = [(f"parity {name}", "trajectory", given) for name, given in PARITY[world_size].items()]
+    plan = [
+        (f"parity {name}", "compiled_trajectory" if "torch_compile" in given else "trajectory", given)
+        for name, given in PARITY[world_size].items()
+    ]
     plan += _CASES[world_size]()
     try:
         return run_ranks(
@@ -202,12 +179,12 @@ def _one_rank() -> list[Case]:
 
 def _two_ranks() -> list[Case]:
     plan: list[Case] = [
-        (f"bf16 {name}", "trajectory", {"bf16": True, "steps": STEPS, **given}) for name, given in BF16.items()
+        (f"bf16 {name}", "trajectory", {"bf16": True, "steps": SHORT_STEPS, **given}) for name, given in BF16.items()
     ]
     plan += [(f"skip {name}", "skipping", SAVES[name]) for name in SKIPS]
     plan += [(f"save {name}", "saving", {"directory": str(checkpoints() / name), **g}) for name, g in SAVES.items()]
     plan += [(f"unreadable {problem}", "unreadable_weights", {"problem": problem}) for problem in ("shape", "error")]
-    plan += [(f"decay {stage}", "only_decay", {"sharding_stage": stage}) for stage in ("zero0", "zero3")]
+    plan.append(("decay", "only_decay", {}))
     plan += [(f"waits {name}", "waits", given) for name, given in WAITING.items()]
     plan.append(("untrained", "untrained_state", {}))
     plan.append(("refused", "refused_loads", {}))
@@ -225,7 +202,6 @@ def _four_ranks() -> list[Case]:
         given = {"directory": saved, "lr_scheduler_type": "WarmupDecayLR", **given}
         plan.append((f"reload {name}", "reloading", given))
     plan += [(f"communication {name}", "communication", given) for name, given in COMMUNICATION.items()]
-    plan += [(f"held {name}", "held", given) for name, given in HELD.items()]
     return plan
 
 

@@ -1,5 +1,7 @@
 """The process that `run_ranks` has its ranks forked from: it imports once what would take every rank seconds.
 
+That is the engine, and the file of each target with what that imports.
+
     python rank_server.py ENGINE
 
 It reads requests as lines of JSON and answers each with one: what went wrong, or null. It ends with its input, or
@@ -21,6 +23,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -48,9 +51,12 @@ def serve(engine: EngineName) -> None:
     if engine == "deepspeed":
         from ds_encdec import build  # noqa: F401
         from ds_encdec.engine import deepspeed_zero  # noqa: F401
-    gc.freeze()  # engines collect garbage when they are closed: not through all that imports have made
     for line in sys.stdin:
-        answers.write(json.dumps(answer(engine, **json.loads(line))) + "\n")
+        request = json.loads(line)
+        with suppress(Exception):  # the ranks import it, too, and say what is wrong
+            importlib.import_module(module_of(request["target"]))
+        gc.freeze()  # engines collect garbage when they are closed: not through all that imports have made
+        answers.write(json.dumps(answer(engine, **request)) + "\n")
         answers.flush()
 
 
@@ -67,6 +73,11 @@ def answer(engine: EngineName, target: str, world_size: int, folder: str, timeou
         return _wait(processes, timeout_seconds)
     finally:
         _end(processes)
+
+
+def module_of(target: str) -> str:
+    """The module that "file.py:function" names."""
+    return target.partition(":")[0].removesuffix(".py")
 
 
 def _wait(processes: list[ForkProcess], timeout_seconds: float) -> str | None:
@@ -110,8 +121,7 @@ def be_rank(rank: int, world_size: int, port: int, target: str, folder: Path, en
     os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
     world = discover(os.environ)
     init_process_group(world, choose_device("cpu", world), timedelta(seconds=90), engine)
-    file_name, function_name = target.split(":")
-    function = getattr(importlib.import_module(file_name.removesuffix(".py")), function_name)
+    function = getattr(importlib.import_module(module_of(target)), target.partition(":")[2])
     arguments = torch.load(folder / "arguments.pt", weights_only=False)
     torch.save(function(**arguments), folder / f"result{rank}.pt")
     shutdown()

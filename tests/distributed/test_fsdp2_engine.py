@@ -1,6 +1,6 @@
 """FSDP2 in every form and on 1, 2 and 4 ranks: it trains like plain torch, and what must be exact is so to the bit.
 
-Like plain torch: float32, four micro-batches per rank with unequal target tokens and one of them empty, clipping
+Like plain torch: float32, three micro-batches per rank with unequal target tokens and one of them empty, clipping
 active in every step (without it Adam would hide a gradient that is wrong by a factor).
 """
 
@@ -26,7 +26,6 @@ from compared import (
 from fsdp_plan import (
     BF16,
     COMMUNICATION,
-    HELD,
     PARITY,
     RELOADS,
     SAVES,
@@ -36,7 +35,7 @@ from fsdp_plan import (
     reloaded,
     result,
 )
-from small_run import MODEL, generating_weights, lane_batches, run_config, weights
+from small_run import MODEL, SHORT_MODEL, SHORT_STEPS, generating_weights, lane_batches, run_config, weights
 
 from ds_encdec.checkpoint.saved_state import DcpState
 from ds_encdec.config.schema import FullConfig
@@ -52,7 +51,7 @@ from ds_encdec.types import is_hidden_matrix
 
 pytestmark = pytest.mark.distributed
 
-COMPILED = "zero3-compile-every-2"
+COMPILED = "zero3-compile-full"
 CASES = [(world_size, name) for world_size, cases in PARITY.items() for name in cases]
 
 
@@ -97,8 +96,8 @@ def plain_bf16_step() -> tuple[float, float]:
 
 @pytest.mark.parametrize("case", BF16)
 def test_bf16_is_torchs_bf16_and_stays_near_the_oracle(case: str) -> None:
-    """The first step is plain torch's in bf16; the losses of eight, near 5 nats, are within 0.05 of float32's."""
-    oracle = oracle_trajectory(2, {"steps": run_config().training.num_train_steps})
+    """The first step is plain torch's in bf16; the losses of three, near 5 nats, are within 0.05 of float32's."""
+    oracle = oracle_trajectory(2, {"steps": SHORT_STEPS})
     loss, grad_norm = plain_bf16_step()
     for found in result(2, f"bf16 {case}"):
         assert found["loss_dtype"] == "torch.float32"
@@ -112,11 +111,11 @@ def test_compiled_layers_serve_all_batches() -> None:
     """Batches with other documents compile nothing anew."""
     for found in result(2, f"parity {COMPILED}"):
         first, *later = found["graphs"]
-        assert 0 < first <= 14
+        assert 0 < first <= 6  # two kinds of layers, in training and evaluation, and when compiling is tried
         assert set(later) == {first}
 
 
-LAYERS = 4
+LAYERS = 2
 """Units of the small model that are gathered by themselves; the root is one more."""
 STEP = {
     "zero0": {"allreduce": LAYERS + 1},
@@ -127,7 +126,6 @@ STEP = {
         "reduce_scatter_base": LAYERS + 1,
         "allreduce": LAYERS + 1,
     },
-    "zero3-reduce-always": {"allgather_base": 2 * (2 * LAYERS + 1), "reduce_scatter_base": 2 * (LAYERS + 1)},
     "zero2_hybrid-reduce-always": {
         "allgather_base": LAYERS + 1,
         "reduce_scatter_base": 2 * (LAYERS + 1),
@@ -147,7 +145,9 @@ def test_accumulation_communicates_once_per_step(case: str) -> None:
 def test_a_plan_knows_what_a_step_sends(case: str) -> None:
     """`ds-encdec plan --scale` multiplies these with thousands of ranks."""
     config = run_config(distributed_type="fsdp", gradient_accumulation_steps=2, **COMMUNICATION[case])
-    job = make_job(config, MODEL, "fsdp", world_size=4, ranks_per_node=4, device="cpu", gradient_accumulation_steps=2)
+    job = make_job(
+        config, SHORT_MODEL, "fsdp", world_size=4, ranks_per_node=4, device="cpu", gradient_accumulation_steps=2
+    )
     calls, sent = Counter[str](), Counter[str]()
     for one in fsdp_traffic(job):
         name, times = (
@@ -161,22 +161,21 @@ def test_a_plan_knows_what_a_step_sends(case: str) -> None:
         assert (counted["calls"], counted["bytes"]) == (calls, sent)
 
 
-@pytest.mark.parametrize("case", HELD)
+@pytest.mark.parametrize("case", COMMUNICATION)
 def test_a_rank_reads_and_holds_its_shards_alone(case: str) -> None:
-    shards = {"zero0": 1, "zero3_hybrid": 2}.get(case, 4)
-    for found in result(4, f"held {case}"):
+    shards = 1 if case == "zero0" else 2 if "hybrid" in case else 4
+    for found in result(4, f"communication {case}"):
         assert found["tied"]
         assert found["dtypes"] == {"torch.float32"}
-        for name, shape in parameter_shapes(MODEL).items():
+        for name, shape in parameter_shapes(SHORT_MODEL).items():
             share = torch.Size(shape).numel() // shards  # all first dimensions divide by 4
             assert found["asked"][name] == found["held"][name] == share, name
             for kind in ("weight", "exp_avg", "exp_avg_sq"):
                 assert found["state"][f"{kind}.{name}"] == share, name
 
 
-@pytest.mark.parametrize("stage", ["zero0", "zero3"])
-def test_only_matrices_decay(stage: str) -> None:
-    assert_only_matrices_decay(result(2, f"decay {stage}"))
+def test_only_matrices_decay() -> None:
+    assert_only_matrices_decay(result(2, "decay"))
 
 
 @pytest.mark.parametrize("world_size", PARITY)
@@ -213,7 +212,7 @@ def test_a_loaded_run_goes_on_to_the_bit(case: str, engine: str) -> None:
         steps, state = rank["straight"]
         assert rank[engine][0] == steps
         assert_identical(rank[engine][1], state)
-        trained = trained_shapes(case_config(case), MODEL)
+        trained = trained_shapes(case_config(case), SHORT_MODEL)
         changed = {key for key, tensor in state.items() if not torch.equal(tensor, rank["saved"][key])}
         assert {key.removeprefix("weight.") for key in changed if key.startswith("weight.")} == trained.keys()
 
@@ -226,14 +225,14 @@ def case_config(case: str) -> FullConfig:
 def saved_shapes(case: str) -> dict[str, tuple[int, ...]]:
     """What the files of a case hold: without adapters everything."""
     lora = "lora" in SAVES[case]
-    return trained_shapes(case_config(case), MODEL) if lora else dict(parameter_shapes(MODEL))
+    return trained_shapes(case_config(case), SHORT_MODEL) if lora else dict(parameter_shapes(SHORT_MODEL))
 
 
 @pytest.mark.parametrize("case", SAVES)
 def test_a_copy_to_generate_with_has_the_weights(case: str) -> None:
     for rank in result(2, f"save {case}"):
         saved = {key.removeprefix("weight."): weight for key, weight in rank["saved"].items() if "exp_avg" not in key}
-        other = {"copy", "fsdp_reduce_every_micro_batch", "optimizer"}
+        other = {"copy", "fsdp_reduce_every_micro_batch", "optimizer", "lr_scheduler_type"}
         overrides = {name: value for name, value in SAVES[case].items() if name not in other}
         assert_identical(rank["copied"], generating_weights(saved, **overrides))
 
@@ -254,7 +253,7 @@ def test_every_file_is_returned_by_one_rank(case: str) -> None:
     returned = [name for rank in ranks for name in rank["files"]]
     assert sorted(returned) == sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     assert {"engine.json", "dcp/.metadata"} <= set(ranks[0]["files"])
-    trained = trained_shapes(case_config(case), MODEL)  # frozen ones are bf16, without moments
+    trained = trained_shapes(case_config(case), SHORT_MODEL)  # frozen ones are bf16, without moments
     sizes = {name: torch.Size(shape).numel() for name, shape in saved_shapes(case).items()}
     by_muon = {name for name in sizes if is_hidden_matrix(name)} if "optimizer" in SAVES[case] else set()
     total = sum((8 if name in by_muon else 12 if name in trained else 2) * numel for name, numel in sizes.items())
@@ -276,17 +275,19 @@ def test_the_record_describes_the_files(case: str) -> None:
     given = SAVES[case]
     assert (record.format, record.world_size, record.applied_steps, record.loss_scaler) == ("dcp", 2, 2, None)
     assert record.sharding_stage == given.get("sharding_stage", "zero3")
-    assert sorted(name for group in record.groups for name in group) == sorted(trained_shapes(case_config(case), MODEL))
+    assert sorted(name for group in record.groups for name in group) == sorted(
+        trained_shapes(case_config(case), SHORT_MODEL)
+    )
     for index, group in enumerate(record.groups):
         assert {name.endswith("norm.weight") for name in group} == {index == 1}
     if "optimizer" in given:
         assert {is_hidden_matrix(name) for name in record.groups[2]} == {True}
-        assert len(record.groups[2]) == 7 * 4
+        assert len(record.groups[2]) == 7 * LAYERS
 
 
 def test_a_state_that_has_not_trained_can_be_saved() -> None:
     for state in result(2, "untrained"):
-        for name in parameter_shapes(MODEL):
+        for name in parameter_shapes(SHORT_MODEL):
             assert torch.equal(state[f"weight.{name}"], weights(name))
             assert not state[f"exp_avg.{name}"].any()
             assert not state[f"exp_avg_sq.{name}"].any()
