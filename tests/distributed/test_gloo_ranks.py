@@ -44,8 +44,10 @@ def runs(pid: int) -> bool:
 @pytest.mark.parametrize(("victim", "error"), [("server", RankFailure), ("test", KeyboardInterrupt)])
 def test_ranks_end_with_who_started_them(tmp_path: Path, victim: str, error: type[BaseException]) -> None:
     arguments = {"folder": tmp_path, "test": os.getpid(), "victim": victim}
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     with pytest.raises(error):
         run_ranks("test_gloo_ranks.py:signal_and_sleep", 2, arguments, engine="fsdp", timeout_seconds=SLEEP_SECONDS)
+    signal.signal(signal.SIGINT, before)
     ranks = [int(path.name) for path in tmp_path.iterdir()]
     assert len(ranks) == 2
     while any(runs(pid) for pid in ranks):
