@@ -122,7 +122,6 @@ LEAVING: dict[str, dict[str, Any]] = {
     "zero0": {"sharding_stage": "zero0"},
     "zero1": {"sharding_stage": "zero1"},
     "zero2": {"sharding_stage": "zero2"},
-    "zero3": SUB_GROUPS,
     "zero3-offload": {"offload_optimizer": "cpu"},
     "zero1-bf16": {"sharding_stage": "zero1", "bf16": True, **FLOAT32_ACCUMULATION},
     "zero3-bf16": {"bf16": True},
@@ -136,16 +135,13 @@ ARRIVING: list[tuple[int, dict[str, tuple[str, dict[str, Any]]]]] = [
             "zero3-offload to zero1": ("zero3-offload", {"sharding_stage": "zero1"}),
             "zero1 to zero3": ("zero1", SUB_GROUPS),
             "zero2 to zero0": ("zero2", {"sharding_stage": "zero0"}),
-            "zero0 to zero3-offload": ("zero0", {"offload_optimizer": "cpu"}),
-            "zero3-bf16 to zero0-bf16": ("zero3-bf16", {"sharding_stage": "zero0", "bf16": True}),
         },
     ),
     (
         4,
         {
-            "zero3-offload to zero2": ("zero3-offload", {"sharding_stage": "zero2"}),
-            "zero3 to zero3": ("zero3", SUB_GROUPS),
-            "zero0 to zero1": ("zero0", {"sharding_stage": "zero1"}),
+            "zero1-bf16 to zero2-bf16": ("zero1-bf16", {"sharding_stage": "zero2", "bf16": True}),
+            "zero0 to zero3": ("zero0", SUB_GROUPS),
             "zero3-bf16 to hybrid": (
                 "zero3-bf16",
                 {"sharding_stage": "zero3_hybrid", "hybrid_shard_size": 2, "bf16": True},
@@ -155,15 +151,13 @@ ARRIVING: list[tuple[int, dict[str, tuple[str, dict[str, Any]]]]] = [
     (
         2,
         {
-            "back to zero2": ("zero3-offload to zero1", {"sharding_stage": "zero2"}),
-            "back to zero3-offload": ("zero0 to zero1", {"offload_optimizer": "cpu"}),
-            "back to zero1": ("zero1 to zero3", {"sharding_stage": "zero1"}),
-            "back to zero3": ("zero2 to zero0", {}),
+            "back to zero2": ("zero0 to zero3", {"sharding_stage": "zero2"}),
+            "back to zero3-offload": ("zero2 to zero0", {"offload_optimizer": "cpu"}),
             "back to zero1-bf16": (
-                "zero3-bf16 to zero0-bf16",
+                "zero3-bf16 to hybrid",
                 {"sharding_stage": "zero1", "bf16": True, **FLOAT32_ACCUMULATION},
             ),
-            "back to zero3-bf16": ("zero3-bf16 to hybrid", {"bf16": True, **DEFAULT_PERSISTENCE}),
+            "back to zero3-bf16": ("zero1-bf16 to zero2-bf16", {"bf16": True, **DEFAULT_PERSISTENCE}),
         },
     ),
 ]

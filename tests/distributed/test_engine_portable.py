@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[str, list[Any]]:
-    """Every case's result on every rank; 60 to 120 seconds on two idle cores."""
+    """Every case's result on every rank."""
     found: dict[str, list[Any]] = {}
     for world_size, cases in portable_cases(folder):
         ranks = run_ranks("engine_cases.py:run_cases", world_size, {"cases": cases})
@@ -81,7 +81,7 @@ def test_every_group_has_its_own_decay_and_every_tensor_the_step(results: dict[s
 
 
 def test_sub_groups_are_several(results: dict[str, list[Any]]) -> None:
-    for rank in results["zero3 to zero3"]:
+    for rank in results["zero0 to zero3"]:
         assert len(rank["adam steps"]) > 4
 
 
@@ -104,7 +104,7 @@ def test_the_state_in_the_files_is_that_of_the_engine(results: dict[str, list[An
 
 
 def test_files_are_read_where_deepspeed_is_not_installed(results: dict[str, list[Any]], folder: Path) -> None:
-    cases = ("zero0", "zero1-bf16", "zero2", "zero3")
+    cases = ("zero0", "zero1-bf16", "zero2", "zero0 to zero3")
     assert results.keys() >= set(cases)
     code = (
         "import sys; sys.modules['deepspeed'] = None\n"

@@ -1,7 +1,7 @@
 """What one engine saved on some ranks, another continues on others: same samples, same losses.
 
-Every engine saves once and loads once, always from another engine and another number of ranks;
-scripts/checkpoint_matrix.py runs all pairs.
+Each side saves once and loads once, always from the other kind of engine and another number of ranks;
+scripts/checkpoint_matrix.py runs all pairs. Stages of one kind: test_engine_portable.py and test_fsdp2_engine.py.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def continued(tmp_path_factory: pytest.TempPathFactory) -> dict[Pair, Continued]
 
 def test_pairs_cross_engines_and_world_sizes() -> None:
     for saver, loader in pairs():
-        assert saver.engine != loader.engine
+        assert ("ZeRO" in saver.engine) != ("ZeRO" in loader.engine)
         assert saver.world_size != loader.world_size
 
 

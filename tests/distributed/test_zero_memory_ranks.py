@@ -22,7 +22,7 @@ HEAD_BYTES = 4 * MODEL.vocab_size * MODEL.hidden_size
 def measured() -> dict[str, dict[str, int]]:
     """The cases' highest figures of two ranks."""
     cases = [(name, "measured", {"sharding_stage": name.split()[0], **arguments}) for name, arguments in CASES.items()]
-    ranks = run_ranks("zero_memory_cases.py:run_cases", 2, {"cases": cases}, timeout_seconds=400)
+    ranks = run_ranks("zero_memory_cases.py:run_cases", 2, {"cases": cases})
     return {name: _highest([rank[name] for rank in ranks]) for name in CASES}
 
 
