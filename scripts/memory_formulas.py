@@ -35,8 +35,11 @@ LAYERS = 3
 
 Nothing waits for a later layer beside the last one: no gradient of the encoder's output yet."""
 HEADS, KEY_HEADS, HEAD_DIM = 31 * 37, 31, 2 * 41
-TOKENS = {"E": 10_007, "D": 101 * 103, "C": 101, "": 1}
-"""Symbols as in memory/estimate.py; a chunk of the loss divides the decoder's tokens."""
+TOKENS = {"E": 10_007, "D": 43 * 101, "C": 101, "": 1}
+"""Symbols as in memory/estimate.py; a chunk of the loss divides the decoder's tokens.
+
+Each chunk is traced; a byte for each token is not NEGLIGIBLE, and what a chunk has for each of its tokens is.
+"""
 WIDTHS = {
     "": 1,
     "H": 211,
