@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from copy import deepcopy
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_encdec.config.rules import NATIVE_SCHEDULES
@@ -122,6 +123,11 @@ def run_json(
 
 def check_deepspeed(config: FullConfig, world: World, device: torch.device) -> None:
     """Raise ConfigError for what DeepSpeed would refuse on these ranks, whatever the batch."""
+    nvme_path = Path(config.infra.nvme_path or "").expanduser()
+    if config.infra.offload_optimizer == "nvme" and not nvme_path.is_dir():
+        raise ConfigError(
+            f"infra.nvme_path: {nvme_path} is no folder on this machine: create it there, or name another"
+        )
     if config.training.fp16 and device.type == "cpu":  # infra.device=auto; rules.py sees the other cases
         raise ConfigError("training.fp16=true needs an accelerator: DeepSpeed trains no float16 on CPUs. Use bf16.")
     run_json(with_micro_batch_size(config, 1, world.world_size), world, device, 1)

@@ -34,8 +34,6 @@ def prepare_folder(folder: Path, num_parameters: int) -> None:
     ConfigError for a folder that cannot be written or has too little room, and for a machine without libaio.
     """
     field = "infra.nvme_path"
-    if not folder.parent.is_dir():
-        raise ConfigError(f"{field}: {folder.parent} is no folder on this machine")
     try:
         folder.mkdir(exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder):

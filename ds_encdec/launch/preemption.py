@@ -201,7 +201,9 @@ class StopRequest:
             terminated = terminated or signal.SIGTERM in arrived
             silent_seconds = self.heartbeat.silent_seconds
             if terminated and not self._seen and silent_seconds > self.patience_seconds:
-                self._end(f"Asked to stop, and no step for {silent_seconds:.0f} s: another rank is probably gone")
+                self._end(
+                    f"Asked to stop, and no step for {silent_seconds:.0f} s: it is stuck, or another rank is gone"
+                )
             select.select([self._arrivals], [], [], self.poll_seconds)
 
     def _look_for_file(self) -> None:

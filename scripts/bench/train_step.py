@@ -21,6 +21,7 @@ import sys
 import tempfile
 from contextlib import ExitStack
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,8 @@ def main() -> None:
     options = parser.parse_args()
     left_out = (ALONE if options.ranks > 1 else set()) | (UNPACKED_ONLY if options.documents == "equal" else set())
     names = [name for name in options.only or NAMES if name not in left_out]
+    if not find_spec("accelerate") and any(name.startswith(("hf", "accelerate")) for name in names):
+        parser.error("Hugging Face's contenders need accelerate: pip install -c constraints.txt -e '.[dev]'")
     job = {"documents": options.documents, "ranks": options.ranks, **options.size}
     with tempfile.TemporaryDirectory(prefix="train-step-") as folder:
         rows = measure(names, job, options, Path(folder))

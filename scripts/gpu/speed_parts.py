@@ -32,7 +32,7 @@ from ds_encdec.memory.estimate import estimate
 from ds_encdec.model.parameter_count import count_parameters, training_flops
 from ds_encdec.types import Batch
 
-PACKAGES = ("torch", "triton", "deepspeed", "transformers", "flash_attn", "flash_attn_interface", "liger-kernel")
+PACKAGES = ("torch", "triton", "deepspeed", "transformers", "flash_attn", "flash_attn_interface")
 ACCUMULATION = 4  # micro-batches of a measured step
 DRY_ACCUMULATION = 2
 SHIPPED_ACCUMULATION = 64  # those of ds_configs/qwen3_0.6b_ul2_1gpu.yaml, whose speed is computed

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ds_encdec.config.deepspeed_keys import check_keys
 from ds_encdec.config.schema import FullConfig, InfraConfig, load_config
-from ds_encdec.engine.ds_json import accumulates_in_bf16, render_deepspeed_json
+from ds_encdec.engine.ds_json import accumulates_in_bf16, check_deepspeed, render_deepspeed_json
+from ds_encdec.launch.world import World
 from ds_encdec.model.encoder import Qwen3PreTrainedModel
 from ds_encdec.types import ConfigError
 
@@ -94,7 +96,6 @@ def _leaves(value: Any) -> Iterator[Any]:
     ],
 )
 def test_schedules_take_the_rendered_parameters(scheduler: str, learning_rates: list[float]) -> None:
-    import torch
     from deepspeed.runtime import lr_schedules
 
     steps = ["training.learning_rate=1.0", "training.warmup_steps=4", "training.num_train_steps=10"]
@@ -113,12 +114,17 @@ def test_schedules_take_the_rendered_parameters(scheduler: str, learning_rates: 
 
 
 def test_adam_takes_the_rendered_parameters() -> None:
-    import torch
 
     params = render(["training.adam_beta2=0.95"])["optimizer"]["params"]
     assert params.pop("torch_adam") is True  # taken out by DeepSpeed, the rest goes to the class
     group = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], **params).param_groups[0]
     assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (2e-4, (0.9, 0.95), 1e-8, 0.01)
+
+
+def test_a_disk_that_is_not_there_is_told_before_the_ranks_meet(tmp_path: Path) -> None:
+    config = load_config(None, ["infra.offload_optimizer=nvme", f"infra.nvme_path={tmp_path}/none"])
+    with pytest.raises(ConfigError, match=r"infra\.nvme_path: .*/none is no folder on this machine: create it"):
+        check_deepspeed(config, World(), torch.device("cpu"))
 
 
 def test_the_default_run_on_eight_ranks() -> None:
