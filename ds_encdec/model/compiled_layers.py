@@ -23,7 +23,7 @@ _FUSED: dict[str, Any] = {
 }
 """Inductor reads the halves of rotated heads, and the two sides of merged rows, where they are used, and computes a few
 operations again there instead of writing what they give to memory, which for gradients of heads is float32: less
-traffic (tests/model/test_layer_bytes.py)."""
+traffic (tests/bench/test_bench_scripts.py)."""
 _GRAPHS = 32
 """Graphs of layers before torch leaves the others as they are: 4 for each pair of sizes of the flat buffers, for two
 kinds of layers, in training and in evaluation."""

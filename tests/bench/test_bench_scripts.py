@@ -30,7 +30,7 @@ def test_contenders_do_equal_work(tmp_path: Path) -> None:
     """The same examples and arithmetic: the first losses agree but for bf16's roundings."""
     pytest.importorskip("accelerate")
     names = ["ours_zero1", "hf_zero1"]
-    sizes = ("--size", json.dumps(TINY), "--steps", "1", "--rounds", "2", "--warm-up", "6")
+    sizes = ("--size", json.dumps(TINY), "--steps", "1", "--rounds", "1", "--warm-up", "6")
     found = rows("train_step.py", tmp_path, "--only", *names, *sizes)
     assert [row["contender"] for row in found] == names
     for row in found:
@@ -63,6 +63,10 @@ def test_curves_have_a_row_for_each_point(tmp_path: Path) -> None:
 def test_what_is_counted_for_a_gpu(tmp_path: Path) -> None:
     kernel, operators, on_gpu, on_cpu, layers, recomputed = rows("kernel_counts.py", tmp_path, "--batches", "3")
     assert kernel["GB"] < operators["GB"] / 2
-    assert 80 < on_gpu["GB"] < on_cpu["GB"] < 107
+    # As a GPU's plan has it 91 GB a micro-batch, as a CPU's 107. Of the 91, 2.3 GB are not moved: of merged gradients
+    # each side reads its own rows, and all are counted. What could go: gradients of states of two or three products are
+    # added up where they are read (4.2 GB), since inductor takes a sum out of a product whose users are no products;
+    # statistics of keys are computed before they are merged (1.4 GB).
+    assert 80 < on_gpu["GB"] < 92 < on_cpu["GB"] < 108
     for row in (layers, recomputed):
         assert (row["graphs"], row["breaks"]) == (2, 0)
