@@ -250,13 +250,9 @@ def compute_dtype(training: TrainingConfig) -> torch.dtype:
 
 
 def set_adam_step(state: dict[str, Any], applied_steps: int) -> None:
-    """Put a shard's own counter to `applied_steps`; it is a tensor in torch's AdamW and an integer in DeepSpeed's.
-
-    Muon's matrices have none.
-    """
+    """Put a shard's own counter, of which Muon's matrices have none, to `applied_steps`."""
     if "step" in state:
-        step = state["step"]
-        state["step"] = step.fill_(applied_steps) if isinstance(step, Tensor) else applied_steps
+        state["step"].fill_(applied_steps)
 
 
 def full_shape(parameter: nn.Parameter) -> torch.Size:

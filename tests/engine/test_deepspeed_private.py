@@ -12,7 +12,6 @@ import pytest
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-from torch import Tensor
 
 from ds_encdec.engine.deepspeed_private import (
     adam_state,
@@ -61,17 +60,6 @@ def test_a_fused_kernel_counts_where_the_weights_are(options: dict[str, bool], d
     weights = torch.ones(4, device="meta", requires_grad=True)
     state = adam_state(torch.optim.AdamW([weights], **options), weights)  # type: ignore[arg-type]
     assert (state["step"].device.type, state["exp_avg"].device.type) == (device, "meta")
-
-
-def test_deepspeeds_optimizers_count_in_integers() -> None:
-    class Counting(torch.optim.Optimizer):
-        def step(self, closure: Any = None) -> None: ...
-
-    weights: Tensor = torch.ones(4, requires_grad=True)
-    state = adam_state(Counting([weights], {}), weights)
-    set_adam_step(state, 7)
-    assert state["step"] == 7
-    assert isinstance(state["step"], int)
 
 
 @pytest.mark.parametrize("before", range(12))
