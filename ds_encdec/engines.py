@@ -34,9 +34,9 @@ class EngineSpec:
     What the memory estimate asks: `trace` (Job → StorageLog of a step of the engine itself, or None where only its
     activations can be traced), `reduction_field` (the field that makes it reduce after every micro-batch, where that
     can be chosen), `merges_settings` (its zero1 is zero2, and parameters are offloaded with the optimizer),
-    `saves_compute_weights` (checkpoints of unsharded weights hold them in the compute dtype, too), `gathering_ms` (host
-    time that each layer costs a micro-batch where stage 3 gathers its parameters by hooks), `instead` (by field
-    the value that it refuses, and the one to take).
+    `saves_compute_weights` (checkpoints of unsharded weights hold them in the compute dtype, too), `gathers_by_hooks`
+    (at stage 3, around layers or inside them), `gathering_ms` (host time that each layer then costs a micro-batch),
+    `instead` (by field the value that it refuses, and the one to take).
     """
 
     name: EngineName
@@ -59,6 +59,7 @@ class EngineSpec:
     merges_settings: bool = False
     saves_compute_weights: bool = False
     gathering_ms: float = 0.0
+    gathers_by_hooks: bool = False
     instead: Mapping[str, tuple[bool | str, bool | str]] = field(default_factory=dict)
 
 
@@ -85,9 +86,9 @@ ENGINES: dict[str, EngineSpec] = {
             # Beyond plain torch's 91 ms 215 to 270 with 56 layers whose modules are gathered one by one, CPU time of an
             # EPYC (Zen 5); by layer 0.43 of that.
             gathering_ms=2.0,
+            gathers_by_hooks=True,
             instead={
                 "infra.fsdp_reduce_every_micro_batch": (True, False),
-                "training.torch_compile": (True, "auto"),
                 "training.activation_checkpointing": ("selective", "full"),
             },
         ),

@@ -63,8 +63,8 @@ ENVIRONMENT = """\
 | `HF_HOME`, `HF_HUB_CACHE`, `HF_DATASETS_CACHE` | where the hub's models and data sets are kept |
 | `HF_TOKEN` | token for private models and data sets, and for `ds-encdec push-to-hub` |
 | `HF_HUB_OFFLINE`, `HF_ENDPOINT` | nothing is asked from the hub; another hub |
-| `XDG_CACHE_HOME` | its folder `ds_encdec` has what this package keeps: compiled optimizers, unpacked files |
-| `TORCH_EXTENSIONS_DIR` | folder of compiled optimizers, in the place of that |
+| `XDG_CACHE_HOME` | its folder `ds_encdec` has what this package keeps: compiled extensions, unpacked files |
+| `TORCH_EXTENSIONS_DIR` | folder of compiled extensions, in the place of that |
 | `PHASE`, `MODEL_PATH`, `DATASET`, `OUTPUT_DIR` | read by `scripts/run_full_training.sh` alone ([phases](phases.md)) |
 
 Variables of launchers are in [launch.md](launch.md).

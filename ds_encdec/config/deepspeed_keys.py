@@ -49,7 +49,7 @@ SCHEMA_FIELDS = {
 
 _READ_BY_HAND = {
     "bool": "wall_clock_breakdown memory_breakdown dump_state disable_allgather disable_python_gc prescale_gradients "
-    "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer optimizer.legacy_fusion "
+    "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer "
     "optimizer.params.foreach optimizer.params.fused torch_autocast.enabled aio.single_submit aio.overlap_events "
     "aio.use_gds checkpoint.checkpoint_serialization checkpoint.parallel_write.pipeline_stage flops_profiler.enabled "
     "flops_profiler.detailed",
@@ -77,6 +77,7 @@ IGNORED = {
     "activation_checkpointing.contiguous_memory_optimization": "it needs partition_activations, which is not used",
     "dataloader_drop_last": "batches are packed by ds_encdec's own loader",
     "seq_parallel_communication_data_type": "sequences are not split over ranks",
+    "optimizer.legacy_fusion": "it is for DeepSpeed's own fused Adam",
     "use_data_before_expert_parallelism": "the model has no experts",
     **{
         f"activation_checkpointing.{key}": _CHECKPOINTING
@@ -92,7 +93,7 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "optimizer.params.adam_w_mode": ((True,), "weight decay is decoupled"),
     "optimizer.params.torch_adam": (
         (True,),
-        "torch's fused AdamW is as fast as DeepSpeed's, needs no compiler and resumes to the bit",
+        "torch's fused AdamW is what steps: it needs no compiler, and resumes to the bit",
     ),
     "optimizer.params.bias_correction": ((True,), "torch's AdamW always corrects"),
     "optimizer.params.fp32_optimizer_states": ((True,), "moments have the dtype of the weights that are stepped"),

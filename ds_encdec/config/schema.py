@@ -155,6 +155,7 @@ def load_saved(path: Path) -> FullConfig:
     """
     problems: list[Problem] = []
     settings = read_yaml(path, problems)
+    Reading().read_file(settings, problems)  # fields that are gone are words by now
     raise_if_any(problems)
     try:
         return FullConfig.model_validate(settings.values, context={"was_judged": True})

@@ -208,15 +208,17 @@ def _compiler(host: Host) -> Answer:
     """DeepSpeed compiles what reads and writes NVMe at the first start on a machine."""
     if host.config.infra.offload_optimizer != "nvme":
         return None
-    names = [os.environ.get("CXX", "c++"), "ninja"]
-    path = os.pathsep.join([os.environ.get("PATH", ""), sysconfig.get_path("scripts")])
+    names = [os.environ.get("CXX", "c++"), "ninja", *(["nvcc"] if host.uses_gpus else [])]
+    cuda = os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin")
+    path = os.pathsep.join([os.environ.get("PATH", ""), cuda, sysconfig.get_path("scripts")])
     missing = [name for name in names if shutil.which(name, path=path) is None]
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
         missing.append("Python.h")
     if missing:
         return (
             f"DeepSpeed's async_io is compiled here, and {', '.join(missing)} cannot be found",
-            "install build-essential, ninja, python3-dev and libaio-dev, or set infra.offload_optimizer=cpu",
+            "install build-essential, ninja, python3-dev, libaio-dev and, for a GPU, CUDA's toolkit, or set "
+            "infra.offload_optimizer=cpu",
         )
     return ", ".join(names)
 

@@ -33,7 +33,7 @@ def with_compilation_decided(config: FullConfig, context: RunContext, model_conf
     """
     asked = config.training.torch_compile
     compiled = _with(config, True)
-    by_hooks = context.engine_spec.gathering_ms and config.infra.sharding_stage.startswith("zero3")
+    by_hooks = context.engine_spec.gathers_by_hooks and config.infra.sharding_stage.startswith("zero3")
     if asked == "auto" and (context.device.type != "cuda" or by_hooks or _conflicts(compiled, context)):
         return _with(config, False)
     if not asked:

@@ -22,7 +22,6 @@ from functools import partial
 from typing import Any
 
 import deepspeed.runtime.bf16_optimizer as bf16_module
-import deepspeed.runtime.fp16.fused_optimizer as fused_module
 import deepspeed.runtime.fp16.unfused_optimizer as unfused_module
 import deepspeed.runtime.zero.stage3 as stage3_module
 import torch
@@ -244,10 +243,7 @@ class ReplicatedGate(StepGate):
         engine = self._engine
         if not self._refuses(_norm([p.grad for p in engine.module.parameters() if p.grad is not None])):
             groups = iter([self._read])  # the first group has the norm of all
-            with (
-                instead(fused_module, "get_flattened_grad_norm", lambda *_, **__: self._read),
-                instead(unfused_module, "get_weight_norm", lambda *_, **__: next(groups, 0.0)),
-            ):
+            with instead(unfused_module, "get_weight_norm", lambda *_, **__: next(groups, 0.0)):
                 return super()._run()
         engine.zero_grad()
         engine.micro_steps += 1

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -62,7 +61,6 @@ _FLAT = (
     (DeepSpeedZeroOptimizer_Stage3, "fp32_partitioned_groups_flat", "fp16_groups", _own),
     (DeepSpeedZeroOptimizer, "single_partition_of_fp32_groups", "bit16_groups", _linked),
     (BF16_Optimizer, "fp32_groups_flat_partition", "bf16_groups", _linked),
-    (FP16_Optimizer, "fp32_groups_flat", "fp16_groups", _whole),
 )
 """The fields in which each of DeepSpeed's optimizers has its flat float32 weights, by group, and their parameters."""
 
@@ -140,7 +138,7 @@ def undo_first_step(engine: DeepSpeedEngine) -> None:
 
     It counts, and it decays the float32 weights. Here they are what the parameters are again.
     """
-    if isinstance(engine.optimizer, FP16_Optimizer | FP16_UnfusedOptimizer):
+    if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
         engine.basic_optimizer.state.clear()
         engine.optimizer.refresh_fp32_params()
 
@@ -158,11 +156,8 @@ def refresh_parameters(engine: DeepSpeedEngine) -> None:
         optimizer.checkpoint_event_epilogue()  # gathers those that stay whole; hpZ's second copies are dropped
     elif isinstance(optimizer, DeepSpeedZeroOptimizer | BF16_Optimizer):
         optimizer.update_lp_params()
-    elif isinstance(optimizer, FP16_Optimizer | FP16_UnfusedOptimizer):
-        flat = isinstance(optimizer, FP16_Optimizer)
-        lows = optimizer.fp16_groups_flat if flat else chain(*optimizer.fp16_groups)
-        highs = optimizer.fp32_groups_flat if flat else chain(*optimizer.fp32_groups)
-        for low, high in zip(lows, highs, strict=True):
+    elif isinstance(optimizer, FP16_UnfusedOptimizer):
+        for low, high in zip(chain(*optimizer.fp16_groups), chain(*optimizer.fp32_groups), strict=True):
             low.data.copy_(high.data)
 
 

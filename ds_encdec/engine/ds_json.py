@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 from copy import deepcopy
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_encdec.config.rules import NATIVE_SCHEDULES
@@ -80,7 +79,6 @@ def render_deepspeed_json(
                 "betas": [training.adam_beta1, training.adam_beta2],
                 "eps": training.adam_epsilon,
                 "weight_decay": training.weight_decay,
-                "torch_adam": True,
             },
         },
         "zero_optimization": _zero(config, device, ranks_per_node or world_size),
@@ -95,6 +93,8 @@ def render_deepspeed_json(
         rendered["scheduler"] = _scheduler(training)
     rendered = _merge(rendered, config.infra.deepspeed_extra)
     adam = rendered["optimizer"]["params"]
+    adam["torch_adam"] = True
+    adam.pop("bias_correction", None)  # no word of torch's, which always does
     if not adam.keys() & {"fused", "foreach"}:
         adam["fused"] = True  # torch's own choice is a loop over single operations
     if _reduces_in_float32(rendered, world_size):
@@ -123,11 +123,9 @@ def run_json(
 
 def check_deepspeed(config: FullConfig, world: World, device: torch.device) -> None:
     """Raise ConfigError for what DeepSpeed would refuse on these ranks, whatever the batch."""
-    nvme_path = Path(config.infra.nvme_path or "").expanduser()
-    if config.infra.offload_optimizer == "nvme" and not nvme_path.is_dir():
-        raise ConfigError(
-            f"infra.nvme_path: {nvme_path} is no folder on this machine: create it there, or name another"
-        )
+    disk = config.infra.nvme_path or ""
+    if config.infra.offload_optimizer == "nvme" and not os.path.isdir(os.path.expanduser(disk)):
+        raise ConfigError(f"infra.nvme_path: {disk!r} is no folder on this machine: make it, or name another")
     if config.training.fp16 and device.type == "cpu":  # infra.device=auto; rules.py sees the other cases
         raise ConfigError("training.fp16=true needs an accelerator: DeepSpeed trains no float16 on CPUs. Use bf16.")
     run_json(with_micro_batch_size(config, 1, world.world_size), world, device, 1)

@@ -52,7 +52,8 @@ def prepare_folder(folder: Path, num_parameters: int) -> None:
     except Exception as error:
         raise ConfigError(
             "infra.offload_optimizer=nvme: DeepSpeed's async_io could not be compiled. It needs a C++ compiler, ninja, "
-            f"and libaio with its headers (Debian, Ubuntu: apt-get install libaio-dev): {error}"
+            "on a GPU CUDA's toolkit (nvcc), and libaio with its headers (Debian, Ubuntu: apt-get install libaio-dev): "
+            f"{error}"
         ) from error
 
 

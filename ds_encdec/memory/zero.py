@@ -240,7 +240,7 @@ def _owned(model: Parameters, ranks: int) -> int:
 
 
 def _replicated(s: _Settings) -> EngineMemory:
-    """Stage 0: torch's own optimizer in float32, else fp16/fused_optimizer.py or fp16/unfused_optimizer.py.
+    """Stage 0: torch's own optimizer in float32, else fp16/unfused_optimizer.py.
 
     And stage 1 in bf16 that accumulates in float32, bf16_optimizer.py: float32 gradients of all parameters exist for
     good (fp32_groups_gradients_flat) beside p.grad, and the optimizer's states are partitioned.
@@ -248,13 +248,12 @@ def _replicated(s: _Settings) -> EngineMemory:
     gradients = float(s.weight * s.trainable)  # p.grad, until the step
     # engine.py allreduce_bucket: a flat copy of up to so many elements, also on a single rank; two in two dtypes.
     reduced = min(s.trainable, _ALL_REDUCE_ELEMENTS + s.largest) * (s.reduced if s.is_bf16_optimizer else s.weight)
-    # fp32_param.grad; FP16_Optimizer.step makes these, and then the flat one, before p.grad goes.
-    copies = 0 if s.is_bf16_optimizer or s.weight == 4 else 1
+    copied = not s.is_bf16_optimizer and s.weight < 4  # fp32_param.grad, before p.grad goes
     return EngineMemory(
         resting=Breakdown(gradients=s.accumulation * s.trainable * s.is_bf16_optimizer),
         forward=Breakdown(gradients=gradients * s.accumulates),
         backward=lambda done, unit: Breakdown(gradients=s.whole_gradients(s.weight, done, unit)),
-        step=Breakdown(gradients=gradients + copies * 4 * s.trainable),
+        step=Breakdown(gradients=gradients + copied * 4 * s.trainable),
         last_reduction=Breakdown(gradients=gradients, communication=reduced),
     )
 

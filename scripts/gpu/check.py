@@ -74,7 +74,7 @@ PARTS: tuple[Part, ...] = (
     _engine("fsdp zero2", "engine zero2"),
     _engine("fsdp zero3", "engine zero3 offload", in_dry_run=True),
     _engine("zero1 again", "engine fsdp zero2"),
-    Part("compile", "engine_parts:compiled", 150, needs=("reference",)),
+    Part("compile", "engine_parts:compiled", 240, needs=("reference",)),
     Part("memory", "speed_parts:memory", 120),
     Part("segments", "speed_parts:segments", 40, alone=True),
     *_SPEED[4:],

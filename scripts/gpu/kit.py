@@ -86,7 +86,7 @@ class Kit:
 
 
 def run_config(kit: Kit, sizes: Mapping[str, int], **sections: Mapping[str, Any]) -> FullConfig:
-    """The configuration of a run of a model of `sizes` on one device, without compiled optimizers and reports."""
+    """The configuration of a run of a model of `sizes` on one device, without reports."""
     infra = {"device": kit.device.type, "num_gpus": 1, "output_dir": str(kit.folder / "run")}
     training = {"report_to": "none", "eval_samples": 0, "warmup_steps": 1}
     given = {"training": training, "infra": infra, "model": {}, "data": {}}

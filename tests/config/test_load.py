@@ -271,6 +271,7 @@ def test_what_a_run_has_saved_is_not_judged_by_later_rules(tmp_path: Path) -> No
     saved = FullConfig(data=DataConfig(mixture=(MixtureSource(dataset_name="builtin", weight=1.0),)))
     values = saved.model_dump(mode="json")
     values["data"]["text_column"] = "content"
+    values["training"]["torch_adam"] = False  # a field once
     path.write_text(write_yaml(values))
     with pytest.raises(ConfigError, match="text_column"):
         load_config(path)

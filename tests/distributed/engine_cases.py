@@ -110,7 +110,7 @@ def short_step(engine: Engine, step: int, **how: Any) -> dict[str, Any]:
 
 def compiling(**overrides: Any) -> dict[str, Any]:
     """Two steps, what graphs of layers they took, and how many views of gathered weights the last one kept."""
-    engine = short_engine(**overrides)
+    engine = make_engine(run_config(gradient_accumulation_steps=SHORT_ACCUMULATION, **overrides))
     counters.clear()
     kept = 0
 

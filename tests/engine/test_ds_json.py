@@ -123,7 +123,7 @@ def test_adam_takes_the_rendered_parameters() -> None:
 
 def test_a_disk_that_is_not_there_is_told_before_the_ranks_meet(tmp_path: Path) -> None:
     config = load_config(None, ["infra.offload_optimizer=nvme", f"infra.nvme_path={tmp_path}/none"])
-    with pytest.raises(ConfigError, match=r"infra\.nvme_path: .*/none is no folder on this machine: create it"):
+    with pytest.raises(ConfigError, match=r"infra\.nvme_path: .*/none' is no folder on this machine: make it"):
         check_deepspeed(config, World(), torch.device("cpu"))
 
 
@@ -168,11 +168,13 @@ def test_the_throughput_timer_runs_for_who_asks_for_it() -> None:
         ([], {"fused": True}),
         ([extra("{optimizer: {params: {fused: false}}}")], {"fused": False}),
         ([extra("{optimizer: {params: {foreach: true}}}")], {"foreach": True}),
+        ([extra("{optimizer: {params: {torch_adam: null, bias_correction: true}}}")], {"fused": True}),
     ],
 )
 def test_adam_is_fused_unless_told_otherwise(overrides: list[str], expected: dict[str, bool]) -> None:
     params = render(overrides)["optimizer"]["params"]
-    assert {key: params[key] for key in ("fused", "foreach") if key in params} == expected
+    assert {key: params[key] for key in ("fused", "foreach", "bias_correction") if key in params} == expected
+    assert params["torch_adam"] is True
 
 
 FLOAT32_SUMS = "{data_types: {grad_accum_dtype: fp32}}"
