@@ -261,6 +261,17 @@ def deepspeed_lacks(config: Sections) -> Iterable[Rule]:
         "quantize=none",
         _quantizes(config),
     )
+    yield Rule(
+        "training.warmup_steps training.lr_scheduler_type",
+        "DeepSpeed's schedules need at least 1 step of warm-up; linear, cosine and constant do without",
+        training.lr_scheduler_type in NATIVE_SCHEDULES and training.warmup_steps < 1,
+    )
+    yield from _keys_that_deepspeed_lacks(config)
+
+
+def _keys_that_deepspeed_lacks(config: Sections) -> Iterable[Rule]:
+    """List the keys of its JSON that DeepSpeed, as it runs here, would stop at or lose something by."""
+    infra, training = config.infra, config.training
     swaps, extra = infra.offload_optimizer == "nvme", Settings(infra.deepspeed_extra)
     for key in (
         "zero_optimization.offload_optimizer.pipeline_read",
@@ -294,12 +305,7 @@ def deepspeed_lacks(config: Sections) -> Iterable[Rule]:
     yield Rule(
         f"infra.deepspeed_extra.{quantized}",
         "DeepSpeed quantizes frozen weights for good, and checkpoints would hold what is left of them: remove it",
-        Settings(infra.deepspeed_extra).get(quantized),
-    )
-    yield Rule(
-        "training.warmup_steps training.lr_scheduler_type",
-        "DeepSpeed's schedules need at least 1 step of warm-up; linear, cosine and constant do without",
-        training.lr_scheduler_type in NATIVE_SCHEDULES and training.warmup_steps < 1,
+        extra.get(quantized),
     )
 
 
