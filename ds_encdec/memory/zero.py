@@ -122,7 +122,7 @@ class _Settings:
         self.weight = job.compute_bytes
         self.accumulation = _bytes(rendered.get("data_types", {}), "grad_accum_dtype", self.weight)
         self.communication = _bytes(rendered, "communication_data_type", self.weight)
-        low_master = any(rendered[name].get(f"{name}_master_weights_and_grads", False) for name in ("bf16", "fp16"))
+        low_master = rendered["bf16"].get("bf16_master_weights_and_grads", False)  # those of fp16 are refused
         master = 2 if low_master and self.stage > 0 else 4
         self.master = master if self.stage or self.weight < 4 else 0
         self.moment = master
