@@ -35,7 +35,8 @@ class EngineSpec:
     activations can be traced), `reduction_field` (the field that makes it reduce after every micro-batch, where that
     can be chosen), `merges_settings` (its zero1 is zero2, and parameters are offloaded with the optimizer),
     `saves_compute_weights` (checkpoints of unsharded weights hold them in the compute dtype, too), `gathers_by_hooks`
-    (at stage 3, around layers or inside them), `gathering_ms` (host time that each layer then costs a micro-batch),
+    (at stage 3, around layers or inside them), `gathering_ms` (host time that each layer then costs a micro-batch:
+    gathered at once, and module by module, as beside frozen parameters),
     `instead` (by field the value that it refuses, and the one to take).
     """
 
@@ -58,7 +59,7 @@ class EngineSpec:
     reduction_field: str | None = None
     merges_settings: bool = False
     saves_compute_weights: bool = False
-    gathering_ms: float = 0.0
+    gathering_ms: tuple[float, float] = (0.0, 0.0)
     gathers_by_hooks: bool = False
     instead: Mapping[str, tuple[bool | str, bool | str]] = field(default_factory=dict)
 
@@ -83,9 +84,9 @@ ENGINES: dict[str, EngineSpec] = {
             run_files={"ds_config.json": "ds_encdec.engine.ds_json:run_json"},
             converted_as={"zero0": "zero1"},  # which has a zero_to_fp32.py
             saves_compute_weights=True,
-            # Beyond plain torch's 91 ms 215 to 270 with 56 layers whose modules are gathered one by one, CPU time of an
-            # EPYC (Zen 5); by layer 0.43 of that.
-            gathering_ms=2.0,
+            # scripts/bench/host_time.py, 56 layers: beyond plain torch's 91 ms of CPU of an EPYC (Zen 5) 92 to 116 by
+            # layer and 215 to 270 by module; slower cores take up to three times as long (BENCHMARKS.md, host time).
+            gathering_ms=(2.0, 4.5),
             gathers_by_hooks=True,
             instead={
                 "infra.fsdp_reduce_every_micro_batch": (True, False),

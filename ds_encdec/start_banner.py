@@ -15,9 +15,6 @@ from ds_encdec.memory.variants import HEADROOM, as_overrides, faster
 from ds_encdec.model.trained import told
 from ds_encdec.quantities import count
 
-_BY_MODULE_OVER_BY_LAYER = 2.3
-"""Host time where parameters are gathered module by module, as beside frozen ones (BENCHMARKS.md, host time)."""
-
 
 def start_banner(
     job: Job, context: RunContext, expected: ExpectedMemory | None, *, start_step: int, epochs: float | None
@@ -51,8 +48,8 @@ def _faster(job: Job, device_bytes: float) -> str | None:
     if row is None:
         return None
     gathers = job.config.infra.sharding_stage.startswith("zero3") and "infra.sharding_stage" in row.overrides
-    by_layer = ENGINES[job.engine].gathering_ms * len(job.model.layers)
-    cost = by_layer * (1 if job.trainable_parameters == job.parameters else _BY_MODULE_OVER_BY_LAYER)
+    has_frozen = job.trainable_parameters < job.parameters
+    cost = ENGINES[job.engine].gathering_ms[has_frozen] * len(job.model.layers)
     hooks = ", and no hooks around each module" if gathers else ""
     hooks += f", which take the host about {cost:.0f} ms a micro-batch under zero3 here" if gathers and cost else ""
     return f"{as_overrides(row.overrides)} fits by the estimate, in {gib(row.estimate.peak.total)} per GPU{hooks}"

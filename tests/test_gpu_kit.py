@@ -84,7 +84,9 @@ def test_a_part_that_fails_leaves_the_others_alone(tmp_path: Path) -> None:
     assert found["killed"]["problem"] == "killed by SIGSEGV"
     assert "too slow, or stuck" in found["hangs"]["problem"]
     assert "no such kernel" in (tmp_path / "out" / "gpu.txt").read_text()
-    (late,) = json.loads((tmp_path / "late" / "gpu.json").read_text())["parts"]
+    written = json.loads((tmp_path / "late" / "gpu.json").read_text())
+    (late,) = written["parts"]
+    assert written["left"] == []
     assert late["rows"][0]["omitted"] == "not reached: 5 s were left"
 
 
@@ -137,7 +139,7 @@ def facts(**changes: Any) -> dict[str, Any]:
     engine = {"name": "zero1, fp32", "ok": True, "largest_difference": 2e-5, "bound": 1e-3}
     parts.append({"name": "loss", "ok": False, "seconds": 3.0, "problem": "", "rows": [loss]})
     parts.append({"name": "engine zero1", "ok": True, "seconds": 3.0, "problem": "", "rows": [engine]})
-    return {"dry_run": False, "seconds": 480.0, "parts": parts, **changes}
+    return {"dry_run": False, "seconds": 480.0, "parts": parts, "left": [], **changes}
 
 
 @pytest.fixture
@@ -183,7 +185,9 @@ def test_the_report_writes_constants_and_pages_once(root: Path) -> None:
 
 def test_nothing_follows_from_a_dry_run(root: Path) -> None:
     before = {name: (root / name).read_text() for name in CHANGED}
-    result = reported(root, facts(dry_run=True), "--write")
+    result = reported(root, facts(dry_run=True, left=["loss", "speed zero1"]), "--write")
     assert result.returncode == 2
+    assert result.stdout.startswith("## A dry run, without a GPU\n")
+    assert "Cut off before the end of loss, speed zero1." in result.stdout
     assert "A dry run: nothing follows from it." in result.stdout
     assert {name: (root / name).read_text() for name in CHANGED} == before

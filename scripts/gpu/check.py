@@ -213,7 +213,9 @@ class Check:
         self._write()
 
     def _write(self) -> None:
-        facts = {"dry_run": self._dry_run, "seconds": round(time.monotonic() - self._began, 1), "parts": self.found}
+        seconds = round(time.monotonic() - self._began, 1)
+        left = [part.name for part in (*(running.part for running in self._running), *self._waiting)]
+        facts = {"dry_run": self._dry_run, "seconds": seconds, "parts": self.found, "left": left}
         new = self._out / "gpu.json.new"
         new.write_text(json.dumps(facts, indent=1) + "\n")
         new.replace(self._out / "gpu.json")

@@ -21,6 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 TITLE = "## On a GPU"
+DRY_TITLE = "## A dry run, without a GPU"
 Row = Mapping[str, Any]
 
 SPEED_COLUMNS = {
@@ -48,6 +49,7 @@ class Found:
         self.dry_run: bool = facts["dry_run"]
         self.seconds: float = facts["seconds"]
         self.parts: list[Mapping[str, Any]] = facts["parts"]
+        self.left: list[str] = facts["left"]
 
     def rows(self, part: str) -> Iterator[Row]:
         """The rows of all parts whose names begin so, but for what was left out."""
@@ -88,12 +90,19 @@ def section(found: Found) -> str:
         machine += (
             f"; products of 8,192³ in bf16 {rates['bf16_tflops']:.0f} TFLOP/s, copies {rates['copy_tb_per_s']:.1f} TB/s"
         )
-    lines = [TITLE, "", f"`scripts/gpu/check.sh`, {found.seconds:.0f} s. {machine}.", ""]
+    lines = [
+        DRY_TITLE if found.dry_run else TITLE,
+        "",
+        f"`scripts/gpu/check.sh`, {found.seconds:.0f} s. {machine}.",
+        "",
+    ]
     lines += _speed_lines(found)
     lines += _memory_lines(found)
     lines += _parity_lines(found)
     if failed := [part for part in found.parts if not part["ok"]]:
         lines += ["Not passed: " + "; ".join(f"{part['name']} ({_why(part)})" for part in failed) + ".", ""]
+    if found.left:
+        lines += [f"Cut off before the end of {', '.join(found.left)}.", ""]
     return "\n".join(lines)
 
 
