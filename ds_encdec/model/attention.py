@@ -88,8 +88,8 @@ class PackedLayout:
         merge_index = _merge_index(encoder_cu, decoder_cu, encoder_tokens, decoder_tokens)
         rows = torch.arange(encoder_tokens + decoder_tokens, device=encoder_cu.device)
         return cls(
-            encoder=Segments.of(encoder_cu, encoder_cu, encoder_lengths, encoder_lengths, encoder_tail, encoder_tail),
-            merged=Segments.of(*merged, decoder_tail, encoder_tail + decoder_tail),
+            encoder=Segments(encoder_cu, encoder_cu, encoder_lengths, encoder_lengths, encoder_tail, encoder_tail),
+            merged=Segments(*merged, decoder_tail, encoder_tail + decoder_tail),
             encoder_positions=encoder_positions,
             decoder_positions=decoder_positions,
             merge_index=merge_index,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
 from itertools import pairwise
@@ -78,7 +78,6 @@ def _neighbours(lengths: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, 
         yield group
 
 
-@dataclass(frozen=True)
 class Segments:
     """The places of each document's queries and keys in their flat buffers.
 
@@ -87,35 +86,27 @@ class Segments:
     `query_lengths`, `key_lengths`: the documents' tokens, on the host; `query_tail`, `key_tail`: tokens of padding
     behind the last document. `longest_query`, `longest_key`: empty tensors [n, 0] for longest segments of n tokens,
     padding included: to compiled code a size may be a variable, where a number would be a constant.
+
+    No dataclass: FSDP2 looks for gradients in each field of one, document by document, around every layer.
     """
 
-    query_cu_seqlens: Tensor
-    key_cu_seqlens: Tensor
-    query_lengths: tuple[int, ...]
-    key_lengths: tuple[int, ...]
-    query_tail: int
-    key_tail: int
-    longest_query: Tensor
-    longest_key: Tensor
-    made: dict[Any, tuple[Call, ...]] = field(default_factory=dict, repr=False, compare=False)
-    """Results of `calls`: the layers of a model, and their recomputations, share their masks."""
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         query_cu_seqlens: Tensor,
         key_cu_seqlens: Tensor,
         query_lengths: tuple[int, ...],
         key_lengths: tuple[int, ...],
         query_tail: int = 0,
         key_tail: int = 0,
-    ) -> Segments:
-        """Make the segments of these documents; see the fields."""
-        lengths = query_lengths, key_lengths, query_tail, key_tail
+    ) -> None:
+        self.query_cu_seqlens, self.key_cu_seqlens = query_cu_seqlens, key_cu_seqlens
+        self.query_lengths, self.key_lengths = query_lengths, key_lengths
+        self.query_tail, self.key_tail = query_tail, key_tail
         longest = max((*query_lengths, query_tail)), max((*key_lengths, key_tail))
         # At least 2: compiled code takes sizes of 0 and 1 for constants. A bound may be larger than what is there.
-        longest_query, longest_key = (torch.empty(max(tokens, 2), 0) for tokens in longest)
-        return cls(query_cu_seqlens, key_cu_seqlens, *lengths, longest_query, longest_key)
+        self.longest_query, self.longest_key = (torch.empty(max(tokens, 2), 0) for tokens in longest)
+        # Results of `calls`: the layers of a model, and their recomputations, share their masks.
+        self.made: dict[Any, tuple[Call, ...]] = {}
 
     def calls(self, causal: bool, dtype: torch.dtype, device: torch.device, *, joins: bool) -> tuple[Call, ...]:
         """Return in what calls the documents are attended one after the other; `joins`: short neighbours share one."""
@@ -240,7 +231,7 @@ _NAMESPACE = re.sub(r"\W", "_", __name__)
 def _segments_of(query_cu_seqlens: Tensor, key_cu_seqlens: Tensor) -> Segments:
     """The segments between these boundaries. Waits for their device: compiled code has no lengths on the host."""
     (*queries, query_tail), (*keys, key_tail) = (x.diff().tolist() for x in (query_cu_seqlens, key_cu_seqlens))
-    return Segments.of(query_cu_seqlens, key_cu_seqlens, tuple(queries), tuple(keys), query_tail, key_tail)
+    return Segments(query_cu_seqlens, key_cu_seqlens, tuple(queries), tuple(keys), query_tail, key_tail)
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::documents", mutates_args=())
@@ -397,7 +388,7 @@ def _sixteen_tokens(wanted: Wanted, attend: Attend) -> list[Tensor]:
     queries, keys = (torch.tensor(at, dtype=torch.int32, device=wanted.device) for at in ([0, 7, 16], [0, 11, 24]))
     with torch.enable_grad():
         inputs = [x.requires_grad_() for x in (q, k, v)]
-        out = attend(q, k, v, Segments.of(queries, keys, (7, 9), (11, 13)), True, 0.0)
+        out = attend(q, k, v, Segments(queries, keys, (7, 9), (11, 13)), True, 0.0)
         return [out.detach(), *torch.autograd.grad(out.float().square().sum(), inputs)]
 
 

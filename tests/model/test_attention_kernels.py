@@ -94,7 +94,7 @@ def test_kernels_are_handed_the_segments_there_are() -> None:
 def by_document(cu_q: Tensor, cu_k: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """The result of variable-length attention with these boundaries."""
     lengths = [tuple(cu.diff().tolist()) for cu in (cu_q, cu_k)]
-    return attend_by_document(q, k, v, Segments.of(cu_q, cu_k, *lengths), causal)
+    return attend_by_document(q, k, v, Segments(cu_q, cu_k, *lengths), causal)
 
 
 def varlen_2_11(
@@ -270,7 +270,7 @@ def test_neighbours_that_share_a_call_do_not_see_each_other(
     )
     weights = torch.randn(q.shape, generator=draw)
     edges = torch.zeros(1, dtype=torch.int32)
-    segments = Segments.of(edges, edges, query_lengths, key_lengths, tail, tail)
+    segments = Segments(edges, edges, query_lengths, key_lengths, tail, tail)
     found = attend_by_document(q, k, v, segments, causal)
     assert found.dtype == dtype
     gradients = torch.autograd.grad((found.float() * weights).sum(), (q, k, v))
@@ -283,7 +283,7 @@ def test_neighbours_that_share_a_call_do_not_see_each_other(
 
 def test_short_neighbours_share_a_call_and_layers_their_masks() -> None:
     edges = torch.zeros(1, dtype=torch.int32)
-    segments = Segments.of(edges, edges, (8,) * 40, (8,) * 40)
+    segments = Segments(edges, edges, (8,) * 40, (8,) * 40)
     numbers = (torch.float32, torch.device("cpu"))
     calls = segments.calls(True, *numbers, joins=True)
     assert [(call.queries, call.keys) for call in calls] == [(64, 64)] * 5

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from tiny_models import Packed, pack, tiny_model
 from torch import Tensor
+from torch.distributed.fsdp import _common_utils
 from torch.nn import functional as F
 
 from ds_encdec.model.attention import PackedLayout, PaddedLayout
@@ -154,6 +154,21 @@ def test_bfloat16_follows_float32() -> None:
     torch.testing.assert_close(rounded, exact, rtol=2e-2, atol=0)
 
 
+@pytest.mark.skipif(not hasattr(_common_utils, "collect_grad_tensors"), reason="this torch's FSDP2 looks less deep")
+def test_what_fsdp2_looks_through_does_not_grow_with_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It searches the arguments of every layer for tensors with gradients, twice a pass."""
+    seen: list[object] = []
+    is_tensor = torch.is_tensor
+    monkeypatch.setattr(torch, "is_tensor", lambda one: seen.append(one) or is_tensor(one))
+    counts = []
+    for documents in (1, 20):
+        layout = pack((8,) * documents, (4,) * documents, 256, 128, 20).inputs["packing"]
+        seen.clear()
+        _common_utils.collect_grad_tensors(layout)
+        counts.append(len(seen))
+    assert 0 < counts[0] == counts[1]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="flash kernels need CUDA")
 @pytest.mark.parametrize("side", ["encoder", "merged"])
 @pytest.mark.parametrize("kernel", reversed(KERNELS), ids=lambda kernel: kernel.name)  # FlashAttention 3 stays active
@@ -161,8 +176,8 @@ def test_kernels_of_gpus_equal_attention_by_document(kernel: AttentionKernel, si
     if refusal := kernel.refusal(Wanted(torch.device("cuda", 0), torch.bfloat16, 64)):
         pytest.skip(f"{kernel.name}: {refusal}")
     segments = getattr(pack((70, 0, 133), (40, 61, 7), 256, 128).inputs["packing"], side)
-    on_device = {"query_cu_seqlens": segments.query_cu_seqlens.cuda(), "key_cu_seqlens": segments.key_cu_seqlens.cuda()}
-    segments = replace(segments, **on_device)
+    segments.query_cu_seqlens = segments.query_cu_seqlens.cuda()
+    segments.key_cu_seqlens = segments.key_cu_seqlens.cuda()
     queries, keys = (256, 256) if side == "encoder" else (128, 384)
     causal = side == "merged"
     results = []
