@@ -69,7 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run(options, overrides, in_sagemaker=in_sagemaker)
     except Preempted as error:
         if os.environ.get("RANK", "0") == "0":  # all ranks stop together
-            print(error, flush=True)
+            launcher = (
+                ". Exit code 75 is no failure, though launchers report it as one." if "RANK" in os.environ else ""
+            )
+            print(f"{error}{launcher}", flush=True)
         return error.exit_code
     except DsEncDecError as error:
         # Every rank reads the same configuration and finds the same, unless it has been told otherwise.
@@ -117,6 +120,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str], *, in_sagemaker: 
             # Imported under watch: this takes a moment, torch and deepspeed take seconds.
             with absence_told(world):
                 config = _load(options, overrides)
+                logging.getLogger(__name__).info("loading torch and the engine, which takes some seconds")
                 from ds_encdec.build import run_training  # only once the configuration is sound
 
             go_on = {"resume": options.resume, "allow_data_change": options.allow_data_change}

@@ -246,6 +246,7 @@ def test_a_rank_without_its_configuration_ends_one_that_waits(tmp_path: Path) ->
     ]
     said = [rank.communicate(timeout=280)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [2, 2], said
+    assert "loading torch and the engine" in said[0]
     assert "error: rank 1 (" in said[0]
     assert "nowhere.yaml\n      no such file" in said[0]
     assert not (tmp_path / "run").exists()
