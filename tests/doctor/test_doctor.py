@@ -79,6 +79,7 @@ def test_ranks_meet_and_one_tells(tmp_path: Path) -> None:
     metadata.write_text(f"Metadata-Version: 2.1\nName: transformers\nVersion: {there}\n")
     words = (*DOCTOR, f"infra.output_dir={tmp_path}")
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    place["TORCH_EXTENSIONS_DIR"] = str(tmp_path)  # another test may be compiling in this host's own, and hold a lock
     second = os.environ | place | {"RANK": "1", "LOCAL_RANK": "1"}
     second["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     with subprocess.Popen([sys.executable, *words], env=second, stdout=subprocess.PIPE) as other:
