@@ -10,12 +10,25 @@ import shutil
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from ds_encdec.types import ConfigError
 
 Arguments = dict[str, dict[str, Any]]
 """Keywords of argparse for each argument, by its names (separated by blanks); at most one with `only_one` is taken."""
 FILES = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
 """A completion that shtab knows, by shell; it is looked for in the attribute `complete` of an argument."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Reads a command line, abbreviates nothing, and tells what is wrong with it as the fields' report does."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)  # an abbreviation may be a misspelt setting
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError with argparse's `message`: the argument, its value, and what is allowed."""
+        raise ConfigError(f"command line: {message}\n      `{self.prog} --help` lists what it takes")
 
 
 def add(parser: argparse.ArgumentParser, arguments: Arguments) -> None:
@@ -42,12 +55,14 @@ def positive(number: type[int] | type[float]) -> Callable[[str], float]:
     """Return what argparse reads a number above 0 with."""
 
     def read(text: str) -> float:
-        found = number(text)
+        try:
+            found = number(text)
+        except ValueError:
+            found = number()
         if not 0 < found < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} is not above 0")
+            raise argparse.ArgumentTypeError(f"{text} is not a {'whole ' * (number is int)}number above 0")
         return found
 
-    read.__name__ = number.__name__  # argparse says "invalid int value"
     return read
 
 

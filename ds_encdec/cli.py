@@ -23,6 +23,7 @@ from ds_encdec.arguments import (
     JSON,
     RATE,
     Arguments,
+    Parser,
     ShowVersions,
     add,
     config_and_overrides,
@@ -64,9 +65,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not given:
         parser.print_help(sys.stderr)
         return ConfigError.exit_code
+    try:
+        options, rest = _read(parser, given)
+        log_to_terminal(options, **_place())
+        with reader_may_leave():
+            return options.run(options, rest) or 0
+    except Preempted as error:
+        print(error, flush=True)
+        return error.exit_code
+    except DsEncDecError as error:
+        print_error(error)
+        return error.exit_code
+
+
+def _read(parser: argparse.ArgumentParser, given: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options of `given`, and its settings. Raises ConfigError."""
     if given[0] not in VERBS and not given[0].startswith("-"):
-        guess = next((f"did you mean {name}?" for name in get_close_matches(given[0], VERBS, 1)), "")
-        parser.error(f"there is no verb {given[0]}: {guess or 'ds-encdec --help lists them'}")
+        guess = next((f": did you mean {name}?" for name in get_close_matches(given[0], VERBS, 1)), "")
+        parser.error(f"there is no verb {given[0]}{guess}")
     takes_settings = given[0] in VERBS and VERBS[given[0]][1]
     given, settings = settings_apart(given, ARGUMENTS.get(given[0], {}) if takes_settings else {})
     options, rest = parser.parse_known_args(given)
@@ -76,16 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(named or rest)}")
     if "config_option" in options:
         options.config, rest = config_and_overrides(options, rest)
-    log_to_terminal(options, **_place())
-    try:
-        with reader_may_leave():
-            return options.run(options, rest) or 0
-    except Preempted as error:
-        print(error, flush=True)
-        return error.exit_code
-    except DsEncDecError as error:
-        print_error(error)
-        return error.exit_code
+    return options, rest
 
 
 def _place() -> dict[str, int]:
@@ -102,13 +109,12 @@ def _parser(*, of: Collection[str] = (), lists_verbs: bool = False) -> argparse.
 
     `lists_verbs`: with summaries where argparse has them, which cannot group them.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="ds-encdec",
         usage="%(prog)s [-h] [-V] VERB ...",
         description="Train encoder-decoders from Qwen3 checkpoints with DeepSpeed and UL2.",
         epilog=grouped(GROUPS, {name: summary for name, (*_, summary) in VERBS.items()}),
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "-V", "--version", action=ShowVersions, nargs=0, help="show the versions of this and its libraries"
@@ -119,7 +125,7 @@ def _parser(*, of: Collection[str] = (), lists_verbs: bool = False) -> argparse.
     for name, (run, accepts_overrides, summary) in VERBS.items():
         epilog = "further arguments: section.field=value" if accepts_overrides else None
         listed: dict[str, Any] = {"help": summary} if lists_verbs else {}
-        verb = verbs.add_parser(name, description=summary, epilog=epilog, allow_abbrev=False, **listed)
+        verb = verbs.add_parser(name, description=summary, epilog=epilog, **listed)
         verb.set_defaults(run=run, accepts_overrides=accepts_overrides)
         if name in of:
             add(verb, ARGUMENTS.get(name, {}))

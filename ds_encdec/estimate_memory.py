@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ds_encdec.arguments import CONFIG, JSON, Arguments, add, config_and_overrides, flag, value
+from ds_encdec.arguments import CONFIG, JSON, Arguments, Parser, add, config_and_overrides, flag, value
 from ds_encdec.gpus import DEFAULT_GPU
 from ds_encdec.terminal import print_error, reader_may_leave
 from ds_encdec.types import DsEncDecError
@@ -37,17 +37,16 @@ FILE_COLUMNS = 120
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Estimate as told by the command line; returns the process's exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m ds_encdec.estimate_memory",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="further arguments: section.field=value",
-        allow_abbrev=False,  # an abbreviation may be a misspelt setting
     )
     add(parser, ARGUMENTS)
-    options, overrides = parser.parse_known_args(arguments)
-    options.config, overrides = config_and_overrides(options, overrides)
     try:
+        options, overrides = parser.parse_known_args(arguments)
+        options.config, overrides = config_and_overrides(options, overrides)
         with reader_may_leave():
             return run(options, overrides)
     except DsEncDecError as error:

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_encdec.arguments import COUNT, Arguments, add, flag, value
+from ds_encdec.arguments import COUNT, Arguments, Parser, add, flag, value
 from ds_encdec.config.sagemaker import container_arguments, is_container
 from ds_encdec.launch.absence import RANK_ZERO_SPEAKS_SECONDS, absence_told
 from ds_encdec.launch.world import discover
@@ -53,11 +53,8 @@ ARGUMENTS: Arguments = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run training as the command line asks; returns the process's exit code."""
-    parser = argparse.ArgumentParser(
-        prog="ds_encdec/train.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # an abbreviation may be a misspelt setting
+    parser = Parser(
+        prog="ds_encdec/train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add(parser, ARGUMENTS)
     add(parser, VERBOSITY)

@@ -34,12 +34,12 @@ LAYERS = (
     ("model", "optim", "gpus", "callbacks"),
     ("tokenizer",),
     ("launch", "config"),
-    ("text_metrics",),
-    ("plugins",),
+    ("text_metrics", "terminal"),
+    ("plugins", "arguments"),
     ("engines", "types"),
-    ("objectives", "terminal"),
+    ("objectives",),
     ("marked_errors",),
-    ("denoisers", "source_kinds", "arguments", "secret_names", "quantities"),
+    ("denoisers", "source_kinds", "secret_names", "quantities"),
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_encdec import cli
+from ds_encdec import cli, train
 
 ROOT = Path(__file__).parents[1]
 
@@ -31,15 +31,24 @@ def test_help_names_every_verb_once_within_the_terminal(
 
 
 def test_a_misspelt_verb_is_answered_with_its_neighbour(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["trian"])
-    assert capsys.readouterr().err.splitlines()[-1] == "ds-encdec: error: there is no verb trian: did you mean train?"
+    assert cli.main(["trian"]) == 2
+    first, *_ = capsys.readouterr().err.splitlines()
+    assert first == "error: command line: there is no verb trian: did you mean train?"
 
 
 def test_of_an_argument_that_nothing_takes_only_the_name_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["push-to-hub", "folder", "me/model", "--token", "hf_0123", "--api-key=sk-1"])
-    assert capsys.readouterr().err.splitlines()[-1] == "ds-encdec: error: unrecognized arguments: --token --api-key"
+    assert cli.main(["push-to-hub", "folder", "me/model", "--token", "hf_0123", "--api-key=sk-1"]) == 2
+    first, *_ = capsys.readouterr().err.splitlines()
+    assert first == "error: command line: unrecognized arguments: --token --api-key"
+
+
+@pytest.mark.parametrize("given", ["x", "0", "1.5"])
+def test_a_bad_value_is_told_as_those_of_fields_are(capsys: pytest.CaptureFixture[str], given: str) -> None:
+    assert train.main(["--profile", given]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"error: command line: argument --profile: {given} is not a whole number above 0",
+        "      `ds_encdec/train.py --help` lists what it takes",
+    ]
 
 
 NOT_FOR_MISTAKES = {"rich", "psutil", "numpy", "torch", "transformers", "deepspeed", "datasets", "pyarrow"}
