@@ -54,7 +54,7 @@ from transformers.initialization import no_init_weights
 
 from ds_encdec.config.schema import FullConfig, InfraConfig, TrainingConfig
 from ds_encdec.config.shares import mesh_shape
-from ds_encdec.engine.muon import Muon
+from ds_encdec.engine.muon import LocalAdamW, Muon, local_tensors
 from ds_encdec.engine.protocol import DCP_FOLDER, EngineRecord, Piece, StagedSave, Veto, write_record
 from ds_encdec.engine.regularization import prepare_for_training
 from ds_encdec.engine.sharded_engine import Shard, ShardedEngine, compute_dtype
@@ -98,6 +98,8 @@ class FSDP2Engine(ShardedEngine):
         model = build_sharded_model(config, model_config, mesh, context.device)
         assert isinstance(model, FSDPModule)
         self.model = self._engine = model
+        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._shard_group = mesh.get_group(mesh.ndim - 1)
         # The keys are canonical names; tied parameters appear once. While a module is gathered it shows others; these
         # stay the shards.
         named = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
@@ -114,22 +116,27 @@ class FSDP2Engine(ShardedEngine):
 
     def backward(self, loss_sum: LossSum, *, target_tokens: int, last: bool) -> None:
         """See protocol.Engine."""
-        self._engine.set_requires_gradient_sync(last or self._infra.fsdp_reduce_every_micro_batch)
-        self._engine.set_requires_all_reduce(last)  # between replicas once per step in any case
-        self._engine.set_reshard_after_backward(last or _reshards_after_forward(self._infra))
+        for unit in self._units:
+            unit.set_requires_gradient_sync(last or self._infra.fsdp_reduce_every_micro_batch, recurse=False)
+            unit.set_requires_all_reduce(last, recurse=False)  # between replicas once per step in any case
+            unit.set_reshard_after_backward(last or _reshards_after_forward(self._infra), recurse=False)
         self._seed(loss_sum, target_tokens).backward()
 
+    @torch.no_grad()
     def step(self, veto: Veto | None = None) -> StepResult:
         """See protocol.Engine. A step with a non-finite norm is skipped, and its norm is inf."""
         rate = learning_rate(self._applied_steps, self._training)
-        gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).to(self.device)  # equal on all ranks
+        gradients = local_tensors(one.grad for one in self._parameters.values() if one.grad is not None)
+        squares = torch.nn.utils.get_total_norm(gradients).to(self.device).square()
+        if self._shard_group.size() > 1:
+            dist.all_reduce(squares, group=self._shard_group)
+        norm = squares.sqrt()  # equal on all ranks
         finite = bool(torch.isfinite(norm))  # the one device synchronisation of a step
         applied = finite and not (veto is not None and veto(norm))
         if applied:
-            if self._training.max_grad_norm:
-                torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), self._training.max_grad_norm, norm)
+            if self._training.max_grad_norm and gradients:
+                factor = (self._training.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+                torch._foreach_mul_(gradients, factor.to(gradients[0].device))
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.step()
@@ -163,7 +170,7 @@ class FSDP2Engine(ShardedEngine):
     def close(self) -> None:
         """See protocol.Engine. Afterwards drop the last reference to the engine."""
         self.optimizer.zero_grad()
-        del self.model, self._engine, self._parameters, self.optimizer, self._host_copies
+        del self.model, self._engine, self._units, self._parameters, self.optimizer, self._host_copies
 
     def _copy_to_host(self, tensors: Mapping[str, DTensor]) -> None:
         """Copy `tensors` into host memory, into the same buffers every time. Waits for the device once."""
@@ -189,9 +196,8 @@ class FSDP2Engine(ShardedEngine):
         return (_shard(name, parameter) for name, parameter in self._parameters.items() if not parameter.requires_grad)
 
     def _continue_from(self, saved: SavedState) -> None:
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # what an evaluation has left gathered is the old state
+        for unit in self._units:
+            unit.reshard()  # what an evaluation has left gathered is the old state
         self._applied_steps = saved.applied_steps
 
     def _held(self) -> Mapping[str, Iterable[Any]]:
@@ -217,7 +223,7 @@ def _optimizer(groups: list[dict[str, Any]], training: TrainingConfig, device: t
     optimizer = (
         Muon(groups, compute_dtype(training), device, training.muon_momentum, **of_adamw)
         if has_matrices
-        else torch.optim.AdamW(groups, **of_adamw)
+        else LocalAdamW(groups, **of_adamw)
     )
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -28,7 +28,23 @@ _STEPS = 5
 _EPSILON = 1e-7
 
 
-class Muon(torch.optim.AdamW):
+def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """This rank's rows of each. Gradients must be off, or each is a node of autograd's graph."""
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+
+class LocalAdamW(torch.optim.AdamW):
+    """AdamW that steps this rank's rows as plain tensors: DTensor looks at each of a list's, which takes longer."""
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        """Fill `lists`, of parameters, gradients and states, as AdamW does."""
+        has_complex = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = local_tensors(tensors)
+        return has_complex
+
+
+class Muon(LocalAdamW):
     """AdamW, but for the groups with `is_muon`, of sharded matrices, whose states have `exp_avg` alone.
 
     `dtype`: of products and of what ranks send each other; where a device multiplies slowly in it, that is another.
