@@ -193,6 +193,9 @@ def _zero(config: FullConfig, device: str, ranks_per_node: int) -> dict[str, Any
         }
         if config.model.lora is None and not config.training.freeze:
             zero["leaf_module"] = {"classes": list(_LEAF_MODULES)}
+            # DeepSpeed's linear layers, slower than torch's, keep no gathered weights for the backward pass. A layer
+            # that is recomputed keeps some only inside its own backward pass, while it is gathered.
+            zero["memory_efficient_linear"] = config.training.activation_checkpointing != "full"
     else:
         zero["allgather_bucket_size"] = bucket
     if infra.sharding_stage == "zero3_hybrid":

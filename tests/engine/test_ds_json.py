@@ -245,6 +245,17 @@ def test_zero3_gathers_whole_layers_where_all_is_trained() -> None:
     assert classes(extra("{zero_optimization: {leaf_module: {classes: []}}}")) == []
 
 
+def test_zero3_has_torchs_linear_layers_where_whole_layers_are_recomputed() -> None:
+    def saves_no_weights(*overrides: str) -> Any:
+        return render(list(overrides))["zero_optimization"].get("memory_efficient_linear", True)
+
+    recomputed = "training.activation_checkpointing=full"
+    assert not saves_no_weights(recomputed)
+    assert saves_no_weights("training.activation_checkpointing=every_n")
+    assert saves_no_weights(recomputed, "model.lora={}")  # gathered module by module
+    assert saves_no_weights(recomputed, extra("{zero_optimization: {memory_efficient_linear: true}}"))
+
+
 def test_the_hybrid_partition_is_a_node() -> None:
     config = load_config(None, ["infra.sharding_stage=zero3_hybrid"])
 
