@@ -39,8 +39,8 @@ from ds_encdec.launch.process_group import choose_device, init_process_group, sh
 from ds_encdec.launch.world import World, discover
 from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.job import Job, make_job
+from ds_encdec.model import precision
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.model.precision import product_dtype
 from ds_encdec.types import Batch
 
 MOST_UNDER = 0.03
@@ -113,8 +113,13 @@ def main() -> None:
     parser.add_argument("--trained", action="store_true", help="runs that do not train all of the model, 56 rows")
     parser.add_argument("--only", default="", help="only rows with these words in their name")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument(
+        "--bf16-products", action="store_true", help="no float32 copies on a CPU without bf16 instructions: as on a GPU"
+    )
     parser.add_argument("--json", type=Path, help="write the rows to this file too")
     options = parser.parse_args()
+    if options.bf16_products:
+        precision._EMULATED_ON_CPU = frozenset()
 
     grids = {"quick": quick_grid, "all": full_grid, "trained": trained_grid}
     rows = next((make for name, make in grids.items() if getattr(options, name)), grid)()
@@ -302,7 +307,7 @@ def _configuration(row: Row, device: torch.device) -> tuple[FullConfig, Qwen3Seq
 
 
 def _job(row: Row, config: FullConfig, model: Qwen3Seq2SeqConfig, world: World, device: torch.device) -> Job:
-    emulated = product_dtype(torch.empty(0, dtype=torch.bfloat16, device=device)) != torch.bfloat16
+    emulated = precision.product_dtype(torch.empty(0, dtype=torch.bfloat16, device=device)) != torch.bfloat16
     return make_job(
         config,
         model,
