@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ds_encdec.model.attention_kernels import Segments
 from ds_encdec.model.compiled_layers import Forward
 
 
@@ -203,7 +204,7 @@ def _keeps_strides(tensor: Tensor) -> bool:
 
 
 def _tensors(item: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples, dictionaries and dataclasses."""
+    """The tensors in nested tuples, dictionaries, dataclasses and Segments."""
     if isinstance(item, Tensor):
         yield item
     elif isinstance(item, tuple | list):
@@ -211,6 +212,8 @@ def _tensors(item: Any) -> Iterator[Tensor]:
             yield from _tensors(one)
     elif isinstance(item, dict):
         yield from _tensors(tuple(item.values()))
+    elif isinstance(item, Segments):
+        yield from _tensors(vars(item))
     elif dataclasses.is_dataclass(item):
         for field in dataclasses.fields(item):
             yield from _tensors(getattr(item, field.name))

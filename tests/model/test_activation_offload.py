@@ -10,7 +10,7 @@ import torch
 from tiny_models import pack, tiny_model
 from torch import Tensor, nn
 
-from ds_encdec.model.activation_offload import ActivationOffload, _pack, _Record
+from ds_encdec.model.activation_offload import ActivationOffload, _pack, _Record, _tensors
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 
 
@@ -115,6 +115,8 @@ def test_what_all_layers_share_stays_and_nothing_is_copied_twice() -> None:
         if isinstance(tensor, Tensor)
     }
     assert not shared & {tensor.untyped_storage().data_ptr() for tensor in kept}
+    seen = {tensor.untyped_storage().data_ptr() for tensor in (*_tensors(batch), *model.parameters())}
+    assert shared <= seen  # boundaries, too, which kernels of GPUs save
     places = [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in kept]
     assert len(places) == len(set(places)) > 3
     assert max(one.uses for one in record.saved.values()) >= 3  # the input of the projections
