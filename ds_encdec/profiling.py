@@ -67,16 +67,18 @@ class Summary:
         """The figures as a table for people."""
         waits = ", ".join(f"{name} {count:g}" for name, count in self.host_waits.items()) or "none"
         steps = f"steps {self.first_step} to {self.last_step}"
+        heading = "" if self.device == "cpu" else f" {'device ms':>10}"
         lines = [
             f"rank {self.rank} ({self.device}), {steps}: {self.step_ms:.1f} ms each",
             f"waits for data: {self.data_wait_share:.1%} of the time; collectives: {self.communication_share:.1%}",
             f"host waits a step: {waits}",
             "",
-            f"{'operator':<60} {'calls':>9} {'CPU ms':>10} {'device ms':>10}   a step, its own",
+            f"{'operator, without those it calls, a step':<60} {'calls':>8} {'CPU ms':>10}" + heading,
         ]
         for row in self.operators:
             name = row["name"] if len(row["name"]) <= 60 else row["name"][:57] + "..."
-            lines.append(f"{name:<60} {row['calls']:>9.4g} {row['cpu_ms']:>10.3f} {row['device_ms']:>10.3f}")
+            on_device = f" {row['device_ms']:>10.3f}" if heading else ""
+            lines.append(f"{name:<60} {row['calls']:>8.1f} {row['cpu_ms']:>10.3f}{on_device}")
         return "\n".join(lines) + "\n"
 
 

@@ -178,6 +178,8 @@ def apply_overrides(
             del remaining[: len(files) - 1]
             field = f"{argument} and {len(files) - 1:,} more" if files[1:] else argument
             message = "a file, and not a setting: put commas between files, or the pattern between quotes"
+            if argument.endswith((".yaml", ".yml")):
+                message = f"a file, and not a setting: a configuration is named by --config {argument}"
         if equals and len(parts) <= MAX_DEPTH and all(part.isidentifier() and is_name(part) for part in parts):
             field, message = name, "no such field: what stands above it is set to a single value"
             try:

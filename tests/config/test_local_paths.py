@@ -90,6 +90,8 @@ def test_files_of_a_pattern_that_the_shell_spread_are_one_problem(tmp_path: Path
     told = capsys.readouterr().err
     assert "has 1 problem" in told
     assert f"command line: {files[1]} and 1 more\n      a file, and not a setting: put commas between files" in told
+    assert cli.main(["train", QUICKSTART]) == 2
+    assert f"a configuration is named by --config {QUICKSTART}" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_package_that_a_setting_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
